@@ -34,7 +34,8 @@ SEARCHES: Final = ("auto", "grid", "climb", "halving", "tpe")
 @click.option("--data", metavar="FILE|DIR|random", help="Requests to send: files, lines of a .jsonl, random tensors.")
 @click.option(
     "--accuracy-check", metavar="FILE|DIR",
-    help="Inputs (.jsonl, .npz, a folder) whose answers must not change, or expected answers [the requests sent].",
+    help="Inputs (.jsonl, .npz, a folder), with or without expected answers, whose answers must not change "
+    "[the requests sent].",
 )  # fmt: skip
 @click.option(
     "--tolerance", type=click.FloatRange(0), default=0.01, show_default=True,
@@ -47,7 +48,12 @@ SEARCHES: Final = ("auto", "grid", "climb", "halving", "tpe")
 )
 @click.option("--model", metavar="NAME", help="The model to tune, if a configuration has several.")
 @click.option(
-    "--warmup", callback=warmup, default="auto", show_default=True, metavar="auto|S", help="After each model load."
+    "--warmup",
+    callback=warmup,
+    default="auto",
+    show_default=True,
+    metavar="auto|S",
+    help="Warm-up after each model load.",
 )
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of arrivals, search and random data."

@@ -27,14 +27,14 @@ _CHANCE: Final = 0.05  # probability that the true value is above its bound
 
 
 class Finalist:
-    """Settings at the rate to prove. `readings` are the runs at this rate; `met` is None until the outcome is known.
+    """Settings at the rate to prove. `runs` are the runs at this rate; `met` is None until the outcome is known.
 
     A `reference` is compared with the others, so its rate is wanted even if it is the lowest.
     """
 
     def __init__(self, settings: CandidateSettings, rate: float, *, reference: bool = False) -> None:
         self.settings, self.rate, self.reference = settings, neat(rate), reference
-        self.readings: list[MeasuredRun] = []
+        self.runs: list[MeasuredRun] = []
         self.met: bool | None = None
         self.why = ""
         self.lowered = 0
@@ -48,7 +48,7 @@ class Finalist:
     @property
     def repeats(self) -> list[float]:
         """Good answers per second of each repeat that had any; the rate if there is none yet."""
-        return [measured.throughput for measured in self.readings if measured.throughput] or [self.rate]
+        return [measured.throughput for measured in self.runs if measured.throughput] or [self.rate]
 
 
 def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[Finalist]) -> None:
@@ -77,7 +77,7 @@ def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[F
                     _measure(runner, slo, effort, one)
         except (BudgetExhausted, KeyboardInterrupt):
             for one in contenders:
-                if len(one.readings) >= effort.repeats:  # too little is known about the others
+                if len(one.runs) >= effort.repeats:  # too little is known about the others
                     _judge(one, slo, effort, finalists)
             raise
         for one in contenders:
@@ -91,7 +91,7 @@ def _good_enough(one: Finalist, slo: Slo, finalists: Sequence[Finalist]) -> bool
     It will not be chosen, and lowering its rate until the SLO is certain would overstate the gain of the others.
     """
     beaten = any(other.met is not False and one.rate < _CONTENDS * other.rate for other in finalists)
-    return one.reference and beaten and len(one.readings) > 1 and violated(slo, one.readings, 0) is None
+    return one.reference and beaten and len(one.runs) > 1 and violated(slo, one.runs, 0) is None
 
 
 def _measure(runner: TrialRunner, slo: Slo, effort: Effort, one: Finalist) -> None:
@@ -103,7 +103,7 @@ def _measure(runner: TrialRunner, slo: Slo, effort: Effort, one: Finalist) -> No
         one.met, one.why = False, str(e)
         return
     if not measured.invalid:
-        one.readings.append(measured)
+        one.runs.append(measured)
     else:
         one.why = f"invalid: {measured.invalid}"
 
@@ -112,10 +112,10 @@ def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist
     """Decides whether the SLO is kept, or leaves it to another round at this rate or a lower one."""
     if one.met is not None:
         return
-    if len(one.readings) < 2:
+    if len(one.runs) < 2:
         one.met = False
         return
-    best_case, by_mean, by_bound = (violated(slo, one.readings, side) for side in (-1, 0, 1))
+    best_case, by_mean, by_bound = (violated(slo, one.runs, side) for side in (-1, 0, 1))
     if by_bound is None:
         one.met, one.why = True, ""
         return
@@ -123,10 +123,10 @@ def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist
     if _good_enough(one, slo, finalists):
         return
     contends = one.rate >= _CONTENDS * max(other.rate for other in finalists if other.met is not False)
-    if best_case is None and contends and len(one.readings) < _ROUNDS * effort.repeats:
+    if best_case is None and contends and len(one.runs) < _ROUNDS * effort.repeats:
         return
     one.rate = neat(_lower(one, _STEP if by_mean else _SMALL_STEP))
-    one.readings, one.lowered = [], one.lowered + 1
+    one.runs, one.lowered = [], one.lowered + 1
     if one.lowered > MOST_LOWERED:
         one.met = False
 
@@ -134,11 +134,11 @@ def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist
 def _lower(one: Finalist, step: float) -> float:
     """The next rate to try; at most the throughput if the server did not keep up."""
     lower = one.rate * (1 - step * _LONGER**one.lowered)
-    answered = max(measured.throughput for measured in one.readings)
+    answered = max(measured.throughput for measured in one.runs)
     return min(lower, answered) if 0 < answered < KEPT_UP * one.rate else lower
 
 
-def violated(slo: Slo, readings: Sequence[MeasuredRun], side: int) -> str | None:
+def violated(slo: Slo, runs: Sequence[MeasuredRun], side: int) -> str | None:
     """Which part of the SLO the repeats violate together; None if they keep it. "throughput" parts are ignored.
 
     `side` 0 judges by the mean of the repeats; 1 and -1 by its upper and lower bound, each with 95 % confidence.
@@ -150,27 +150,27 @@ def violated(slo: Slo, readings: Sequence[MeasuredRun], side: int) -> str | None
     for part in slo.objectives:
         if part.name == "throughput":
             continue
-        late = [share for r in readings if (share := r.late_share) is not None]
-        if part.name == "p99" and part.limit == slo.latency_s and len(late) == len(readings):
-            over = _bounded(late, math.sqrt(0.01 / max(1, readings[0].run.requests)), side)
+        late = [share for r in runs if (share := r.late_share) is not None]
+        if part.name == "p99" and part.limit == slo.latency_s and len(late) == len(runs):
+            over = _bounded(late, math.sqrt(0.01 / max(1, runs[0].run.requests)), side)
             if over > 0.01:
                 return f"{which}{over * 100:.2g} % of all answers are late (wanted {part.text})"
-            if side > 0 and (count := sum(r.run.answered for r in readings)) < TELL_P99:
+            if side > 0 and (count := sum(r.run.answered for r in runs)) < TELL_P99:
                 return f"{count} answers are too few to decide (wanted {part.text}, which takes {TELL_P99})"
             continue
-        value = _together(part, readings, side)
+        value = _together(part, runs, side)
         if value is None or not part.met_by(value):
             return f"{part.name} {which}{part_text(part.name, value)} (wanted {part.text})"
     return None
 
 
-def _together(part: Objective, readings: Sequence[MeasuredRun], side: int) -> float | None:
+def _together(part: Objective, runs: Sequence[MeasuredRun], side: int) -> float | None:
     """The value of the part over all repeats, or a bound of its mean."""
     if part.name == "error":
-        requests = sum(r.run.requests for r in readings)
-        return sum(sum(r.run.errors.values()) for r in readings) / requests if requests else None
-    values = [value for r in readings if (value := r.value(part.name)) is not None]
-    return _bounded(values, 0.0, side) if len(values) == len(readings) else None
+        requests = sum(r.run.requests for r in runs)
+        return sum(sum(r.run.errors.values()) for r in runs) / requests if requests else None
+    values = [value for r in runs if (value := r.value(part.name)) is not None]
+    return _bounded(values, 0.0, side) if len(values) == len(runs) else None
 
 
 def _bounded(values: Sequence[float], least: float, side: int) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from penstock._version import __version__
 from penstock.errors import ConfigError, LoadFailed
@@ -47,7 +47,7 @@ class JournalEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer of the system under test. `key` is the question; `failed` is the reason for having no answer."""
 
     key: str
-    reading: MeasuredRun | None = None
+    measured: MeasuredRun | None = field(default=None, name="reading")
     curve: BatchCurve | None = None
     failed: str = ""
     cost_s: float = 0.0
@@ -140,7 +140,7 @@ def _read(path: Path, content: bytes, head: Mapping[str, str]) -> tuple[dict[str
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}, line {number}: not a line of a journal ({e}); name another folder") from None
         start = end + 1
-        if number == 1 or entry.reading is None or not entry.reading.invalid:
+        if number == 1 or entry.measured is None or not entry.measured.invalid:
             entries.update(invalid)
             invalid.clear()
             kept = start
@@ -238,14 +238,14 @@ class TrialRunner:
             entry = self._answer(key, settings, seed, answer)
             self._journal.add(entry)
         self.spent_s += entry.cost_s
-        if entry.reading is None:
+        if entry.measured is None:
             raise Infeasible(entry.failed)
         if settings != self._last:
             self._last = settings
-            self._changes.append(entry.cost_s - entry.reading.run.load.seconds)
+            self._changes.append(entry.cost_s - entry.measured.run.load.seconds)
         if self._observer is not None:
-            self._observer(settings, entry.reading, replayed)
-        return entry.reading
+            self._observer(settings, entry.measured, replayed)
+        return entry.measured
 
     def _check_budget(self) -> None:
         if self.spent_s >= self.limit_s - self.kept_s():
@@ -260,4 +260,4 @@ class TrialRunner:
             measured = answer(seed)
         except LoadFailed as e:
             return JournalEntry(key=key, failed=e.message, cost_s=round(time.monotonic() - started, 1))
-        return JournalEntry(key=key, reading=measured, cost_s=measured.cost_s)
+        return JournalEntry(key=key, measured=measured, cost_s=measured.cost_s)

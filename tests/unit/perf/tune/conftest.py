@@ -47,12 +47,12 @@ class Hill:
         able = self.able(settings)
         p99 = self.base_s / (1 - rate / able) if rate < able else 100.0
         self.invalid -= 1
-        return self._reading(settings, Load(mode="open", rate=rate, seconds=seconds, seed=seed), min(rate, able), p99)
+        return self._measured(settings, Load(mode="open", rate=rate, seconds=seconds, seed=seed), min(rate, able), p99)
 
     def saturate(self, settings: CandidateSettings, seconds: float, seed: int) -> MeasuredRun:
-        return self._reading(settings, Load(mode="closed", concurrency=8, seconds=seconds), self.able(settings), 1.0)
+        return self._measured(settings, Load(mode="closed", concurrency=8, seconds=seconds), self.able(settings), 1.0)
 
-    def _reading(self, settings: CandidateSettings, load: Load, throughput: float, p99: float) -> MeasuredRun:
+    def _measured(self, settings: CandidateSettings, load: Load, throughput: float, p99: float) -> MeasuredRun:
         n = max(1, round(throughput * load.seconds))
         latency = Latency(mean_s=p99 / 2, p99_s=p99, p99_low_s=p99, p99_high_s=p99, max_s=p99)
         run = Measurement(

@@ -33,7 +33,7 @@ def test_finalists_run_in_turn_and_each_round_begins_with_another(hill: Any) -> 
 def test_a_finalist_that_keeps_the_slo_with_certainty_stays_at_its_rate(hill: Any) -> None:
     one = Finalist(A, 850)
     proven(hill(lambda _: 1000), one)
-    assert (one.met, one.rate, len(one.readings)) == (True, 850, 3)
+    assert (one.met, one.rate, len(one.runs)) == (True, 850, 3)
 
 
 def test_a_rate_that_violates_the_slo_is_lowered_until_it_is_kept(hill: Any) -> None:
@@ -42,7 +42,7 @@ def test_a_rate_that_violates_the_slo_is_lowered_until_it_is_kept(hill: Any) -> 
     assert one.met
     assert one.rate < 900
     assert one.lowered == 2
-    assert len(one.readings) == 3
+    assert len(one.runs) == 3
 
 
 def test_the_rate_of_an_overloaded_finalist_is_lowered_to_its_throughput(hill: Any) -> None:
@@ -89,10 +89,10 @@ def test_repeats_with_a_large_spread_are_not_certain_although_their_mean_is_fine
             return super().measure(*args)
 
     bench = Shaky(lambda _: 1e9)
-    readings = [bench.measure(A, 100, 10, seed) for seed in range(3)]
-    assert violated(SLO, readings, 0) is None
-    assert "% of all answers are late" in str(violated(SLO, readings, 1))
-    assert violated(SLO, readings, -1) is None
+    runs = [bench.measure(A, 100, 10, seed) for seed in range(3)]
+    assert violated(SLO, runs, 0) is None
+    assert "% of all answers are late" in str(violated(SLO, runs, 1))
+    assert violated(SLO, runs, -1) is None
 
 
 def test_the_bound_of_three_repeats_has_the_promised_confidence(hill: Any) -> None:
@@ -100,25 +100,25 @@ def test_the_bound_of_three_repeats_has_the_promised_confidence(hill: Any) -> No
     rng, passed = random.Random(7), 0
     bench = hill(lambda _: 1e9)
     for _ in range(400):
-        readings = []
+        runs = []
         for _ in range(3):
             bench.base_s = 0.101 * (1 + rng.gauss(0, 0.1))
-            readings.append(bench.measure(A, 100, 10, 0))
-        passed += violated(SLO, readings, 1) is None
+            runs.append(bench.measure(A, 100, 10, 0))
+        passed += violated(SLO, runs, 1) is None
     assert passed <= 0.075 * 400
 
 
 def test_a_rare_slow_batch_counts_by_its_share_of_answers(hill: Any) -> None:
     """One repeat of eight has a p99 of seven times the SLO from 2 % of its answers; 0.3 % of all answers are late."""
     bench = hill(lambda _: 1e9, base_s=0.02)
-    readings = [bench.measure(A, 100, 10, seed) for seed in range(7)]
+    runs = [bench.measure(A, 100, 10, seed) for seed in range(7)]
     bench.base_s = 0.141
     slow = bench.measure(A, 100, 10, 7)
     latency = msgspec.structs.replace(slow.run.latency, p99_s=0.7)
-    readings.append(MeasuredRun(run=msgspec.structs.replace(slow.run, latency=latency), cost_s=10))
-    assert sum(reading.p99_s or 0 for reading in readings) / 8 > 0.1
-    assert violated(SLO, readings, 0) is None
-    assert violated(SLO, readings, 1) is None
+    runs.append(MeasuredRun(run=msgspec.structs.replace(slow.run, latency=latency), cost_s=10))
+    assert sum(run.p99_s or 0 for run in runs) / 8 > 0.1
+    assert violated(SLO, runs, 0) is None
+    assert violated(SLO, runs, 1) is None
 
 
 def test_contenders_repeat_while_their_outcome_is_uncertain(hill: Any) -> None:
@@ -129,14 +129,14 @@ def test_contenders_repeat_while_their_outcome_is_uncertain(hill: Any) -> None:
 
     bench, one = Shaky(lambda _: 1e9), Finalist(A, 500)
     proven(bench, one)
-    assert (one.met, one.rate, len(one.readings)) == (True, 500, 9)
+    assert (one.met, one.rate, len(one.runs)) == (True, 500, 9)
 
 
 def test_an_invalid_repeat_is_measured_again(hill: Any) -> None:
     bench, one, other = hill(lambda _: 1000), Finalist(A, 500), Finalist(B, 500)
     bench.invalid = 1
     proven(bench, one)
-    assert (one.met, len(one.readings), len(bench.asked)) == (True, 3, 4)
+    assert (one.met, len(one.runs), len(bench.asked)) == (True, 3, 4)
     bench.invalid = 100
     proven(bench, other)
     assert (other.met, other.why) == (False, "invalid: the generator was too slow")
@@ -152,14 +152,14 @@ def test_a_p99_is_certain_only_with_enough_answers(hill: Any) -> None:
     one = Finalist(A, 0.5)
     proven(hill(lambda _: 2, base_s=1e-6), one)
     assert one.met
-    assert sum(reading.run.answered for reading in one.readings) >= 299
+    assert sum(run.run.answered for run in one.runs) >= 299
 
 
 def test_goodput_counts_late_answers_that_the_slo_permits(hill: Any) -> None:
     """A mean can be kept although a quarter of the answers exceed it."""
     bench, one = hill(lambda _: 1e9, base_s=0.5), Finalist(A, 100)
-    one.readings = [bench.measure(A, rate, 10, 0) for rate in (98, 100, 103)]
-    assert one.readings[0].late_share == pytest.approx(0.25)
+    one.runs = [bench.measure(A, rate, 10, 0) for rate in (98, 100, 103)]
+    assert one.runs[0].late_share == pytest.approx(0.25)
     assert one.goodput == pytest.approx(301 / 3)
 
 
@@ -172,7 +172,7 @@ def test_a_reference_far_behind_needs_to_keep_the_slo_only_on_the_mean(hill: Any
         first = Finalist(best, 850)
         proven(bench, first, other)
         assert first.met is (best == A)
-        found[name] = other.met, other.rate, len(other.readings)
+        found[name] = other.met, other.rate, len(other.runs)
     assert found["far behind"] == (True, 89.9, 3)
     assert found["no reference"][0] is False
     met, rate, _ = found["nothing better"]
@@ -194,7 +194,7 @@ def test_a_single_valid_repeat_is_no_proof(hill: Any) -> None:
 
     one = Finalist(A, 500)
     proven(Busy(lambda _: 1000), one)
-    assert (one.met, len(one.readings)) == (False, 1)
+    assert (one.met, len(one.runs)) == (False, 1)
 
 
 def test_an_exhausted_budget_leaves_what_is_known(hill: Any) -> None:
@@ -202,7 +202,7 @@ def test_an_exhausted_budget_leaves_what_is_known(hill: Any) -> None:
     with pytest.raises(BudgetExhausted):
         proven(hill(lambda _: 1000), one, other, limit_s=15)
     assert one.met is None
-    assert len(one.readings) >= 1
+    assert len(one.runs) >= 1
     with pytest.raises(BudgetExhausted):
         proven(hill(lambda _: 1000), one := Finalist(A, 500), other := Finalist(B, 500), limit_s=60)
     assert (one.met, other.met) == (True, None), "the second has only two repeats"
@@ -217,8 +217,8 @@ def test_settings_that_no_longer_load_are_dropped(hill: Any) -> None:
 
 def test_a_gain_has_the_interval_of_its_repeats(hill: Any) -> None:
     bench, chosen, default = hill(lambda _: 1e9), Finalist(A, 100), Finalist(B, 100)
-    chosen.readings = [bench.measure(A, rate, 10, 0) for rate in (195, 200, 205)]
-    default.readings = [bench.measure(B, rate, 10, 0) for rate in (98, 100, 102)]
+    chosen.runs = [bench.measure(A, rate, 10, 0) for rate in (195, 200, 205)]
+    default.runs = [bench.measure(B, rate, 10, 0) for rate in (98, 100, 102)]
     more, interval = gain(chosen, default, seed=1)
     assert interval is not None
     low, high = interval
@@ -228,7 +228,7 @@ def test_a_gain_has_the_interval_of_its_repeats(hill: Any) -> None:
     same = gain(default, default, seed=1)[1]
     assert same is not None
     assert same[0] <= 0 <= same[1]
-    default.readings = default.readings[:1]
+    default.runs = default.runs[:1]
     assert gain(chosen, default, seed=1)[1] is None
-    default.readings = [msgspec.structs.replace(r, run=Measurement(load=r.run.load)) for r in default.readings]
+    default.runs = [msgspec.structs.replace(r, run=Measurement(load=r.run.load)) for r in default.runs]
     assert gain(chosen, default, seed=1)[0] == pytest.approx(1.0), "without answers its rate counts"

@@ -26,7 +26,7 @@ RUN = {"target": "app.py:Model", "space": "batch=1,2", "seed": "0"}
 
 def entry(key: str) -> JournalEntry:
     run = Measurement(load=Load(mode="open", rate=100, seconds=2), throughput=99.5)
-    return JournalEntry(key=key, reading=MeasuredRun(run=run, cost_s=2.5), cost_s=2.5)
+    return JournalEntry(key=key, measured=MeasuredRun(run=run, cost_s=2.5), cost_s=2.5)
 
 
 def test_entries_survive_reopening(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_an_incomplete_last_line_is_dropped_and_overwritten(tmp_path: Path) -> N
 def test_only_invalid_runs_after_the_last_valid_one_are_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     run = Measurement(load=Load(mode="open", rate=100, seconds=2), invalid=["the generator was late"])
-    late = {key: JournalEntry(key=key, reading=MeasuredRun(run=run, cost_s=2.5)) for key in "1346"}
+    late = {key: JournalEntry(key=key, measured=MeasuredRun(run=run, cost_s=2.5)) for key in "1346"}
     for _ in range(2):
         with Journal.open(path, RUN) as journal:
             for key in "123456":
@@ -138,9 +138,9 @@ def test_a_search_cut_off_anywhere_resumes_as_if_it_had_not_been(
     class Drifting(hill):  # type: ignore[misc]
         taken = 0
 
-        def _reading(self, *args: Any) -> MeasuredRun:
+        def _measured(self, *args: Any) -> MeasuredRun:
             self.taken += 1
-            return super()._reading(*args)  # type: ignore[no-any-return]
+            return super()._measured(*args)  # type: ignore[no-any-return]
 
         def measure(self, settings: CandidateSettings, rate: float, *args: Any) -> MeasuredRun:
             self.base_s = 0.01 * random.Random(self.taken).uniform(1, 3)
@@ -193,23 +193,23 @@ ONE = parse_settings("batch=4,instances=2,precision=fp16,batching.timeout_s=5")
 
 
 def test_measuring_ends_when_the_budget_is_used_up(hill: Any) -> None:
-    meter = TrialRunner(hill(lambda _: 1000), Journal(), limit_s=5.0)
-    meter.measure(ONE, 100, 3)
-    meter.saturate(ONE, 2)
-    assert meter.spent_s == 5.0
+    runner = TrialRunner(hill(lambda _: 1000), Journal(), limit_s=5.0)
+    runner.measure(ONE, 100, 3)
+    runner.saturate(ONE, 2)
+    assert runner.spent_s == 5.0
     with pytest.raises(BudgetExhausted):
-        meter.measure(ONE, 100, 3)
+        runner.measure(ONE, 100, 3)
 
 
 def test_measuring_ends_earlier_by_the_time_reserved_so_far(hill: Any) -> None:
-    meter = TrialRunner(hill(lambda _: 1000), Journal(), limit_s=6.0)
-    meter.kept_s = lambda: meter.spent_s
-    meter.measure(ONE, 100, 2)
-    meter.measure(ONE, 100, 1)
+    runner = TrialRunner(hill(lambda _: 1000), Journal(), limit_s=6.0)
+    runner.kept_s = lambda: runner.spent_s
+    runner.measure(ONE, 100, 2)
+    runner.measure(ONE, 100, 1)
     with pytest.raises(BudgetExhausted):
-        meter.measure(ONE, 100, 1)
-    meter.kept_s = lambda: 0.0
-    meter.measure(ONE, 100, 1)
+        runner.measure(ONE, 100, 1)
+    runner.kept_s = lambda: 0.0
+    runner.measure(ONE, 100, 1)
 
 
 def test_the_cost_of_a_settings_change_excludes_the_run(hill: Any) -> None:
@@ -220,11 +220,11 @@ def test_the_cost_of_a_settings_change_excludes_the_run(hill: Any) -> None:
             change_s = float(settings.get("batch") or 0) if new else 0.5
             return msgspec.structs.replace(found, cost_s=found.cost_s + change_s)
 
-    meter = TrialRunner(Reloaded(lambda _: 1000), Journal())
-    assert meter.change_s == 0
+    runner = TrialRunner(Reloaded(lambda _: 1000), Journal())
+    assert runner.change_s == 0
     for batch in (4, 4, 8, 8, 8, 3):
-        meter.measure(ONE.put(batch=batch), 100, 2)
-    assert meter.change_s == 5
+        runner.measure(ONE.put(batch=batch), 100, 2)
+    assert runner.change_s == 5
 
 
 def test_a_failed_load_costs_time_too(hill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,21 +232,21 @@ def test_a_failed_load_costs_time_too(hill: Any, monkeypatch: pytest.MonkeyPatch
     bench.fails.add(ONE)
     now = itertools.count(step=7.04)
     monkeypatch.setattr("penstock.perf.tune.runner.time.monotonic", lambda: next(now))
-    meter = TrialRunner(bench, Journal())
+    runner = TrialRunner(bench, Journal())
     with pytest.raises(Infeasible):
-        meter.measure(ONE, 100, 2)
-    assert meter.spent_s == 7.0
+        runner.measure(ONE, 100, 2)
+    assert runner.spent_s == 7.0
 
 
 def test_the_budget_limits_curves_too(hill: Any) -> None:
-    meter = TrialRunner(hill(lambda _: 1000), Journal(), limit_s=0.0)
+    runner = TrialRunner(hill(lambda _: 1000), Journal(), limit_s=0.0)
     with pytest.raises(BudgetExhausted):
-        meter.curve(ONE)
+        runner.curve(ONE)
 
 
 def test_each_measurement_has_its_own_seed(hill: Any) -> None:
-    meter = TrialRunner(hill(lambda _: 1000), Journal(), seed=2)
-    seeds = [meter.measure(ONE, 100, 1).run.load.seed for _ in range(3)]
+    runner = TrialRunner(hill(lambda _: 1000), Journal(), seed=2)
+    seeds = [runner.measure(ONE, 100, 1).run.load.seed for _ in range(3)]
     assert len(set(seeds)) == 3
     again = TrialRunner(hill(lambda _: 1000), Journal(), seed=2)
     assert [again.measure(ONE, 100, 1).run.load.seed for _ in range(3)] == seeds
@@ -260,12 +260,12 @@ def test_one_curve_serves_all_settings_that_share_it(hill: Any) -> None:
             asked.append(settings)
             return BatchCurve(points=((1, 0.1),), cost_s=2.0)
 
-    meter = TrialRunner(Curved(lambda _: 1000), Journal())
+    runner = TrialRunner(Curved(lambda _: 1000), Journal())
     for other in (ONE, ONE.put(batch=8), ONE.put(instances=1), ONE.put(hold=0)):
-        assert meter.curve(other) == BatchCurve(points=((1, 0.1),), cost_s=2.0)
-    meter.curve(ONE.put(precision="fp32"))
+        assert runner.curve(other) == BatchCurve(points=((1, 0.1),), cost_s=2.0)
+    runner.curve(ONE.put(precision="fp32"))
     assert [settings.text for settings in asked] == ["precision=fp16", "precision=fp32"]
-    assert meter.spent_s == 4.0
+    assert runner.spent_s == 4.0
 
 
 def test_a_journalled_run_is_not_repeated_and_its_time_counts(hill: Any, tmp_path: Path) -> None:
@@ -276,12 +276,12 @@ def test_a_journalled_run_is_not_repeated_and_its_time_counts(hill: Any, tmp_pat
 
     first, second = hill(lambda _: 1000), hill(lambda _: 2000)
     with Journal.open(tmp_path / "journal.jsonl", {}) as journal:
-        reading = TrialRunner(first, journal, observer=observer).measure(ONE, 100, 3)
+        measured = TrialRunner(first, journal, observer=observer).measure(ONE, 100, 3)
     with Journal.open(tmp_path / "journal.jsonl", {}) as journal:
-        meter = TrialRunner(second, journal, observer=observer)
-        assert meter.measure(ONE, 100, 3) == reading
-        assert (second.asked, second.prepared, meter.spent_s) == ([], [], 3.0)
-        meter.measure(ONE, 100, 3)
+        runner = TrialRunner(second, journal, observer=observer)
+        assert runner.measure(ONE, 100, 3) == measured
+        assert (second.asked, second.prepared, runner.spent_s) == ([], [], 3.0)
+        runner.measure(ONE, 100, 3)
     assert seen == [(ONE.text, 100, False), (ONE.text, 100, True), (ONE.text, 100, False)]
 
 

@@ -254,9 +254,9 @@ KILLED = """
 
     class Reporting(SyntheticSystem):
         def measure(self, *args):
-            reading = super().measure(*args)
+            measured = super().measure(*args)
             print("measured", flush=True)
-            return reading
+            return measured
 
     machine, _ = drawn(3)
     slo = parse_slo("p99<=100ms")
@@ -313,7 +313,7 @@ def test_a_finished_search_is_replayed_from_its_journal_alone(tmp_path: Path) ->
     path = tmp_path / "journal.jsonl"
     first, needed = small(path)
     known: list[bool] = []
-    again, measured = small(path, lambda settings, reading, replayed: known.append(replayed))
+    again, measured = small(path, lambda settings, run, replayed: known.append(replayed))
     assert again == first
     assert measured == 0
     assert known == [True] * needed
