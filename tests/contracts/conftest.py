@@ -1,4 +1,4 @@
-"""What the contracts of the streamers share: their models, and the modules that their names come from."""
+"""Fixtures of the streamer contracts: models, and the modules that export the streamers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPAT = HERE.parents[1] / "compat" / "service_streamer"
 
 @pytest.fixture(scope="module")
 def paths() -> Iterator[None]:
-    """Lets this process and its workers find the models, and the package of the old name."""
+    """Lets this process and its workers import the models and service_streamer."""
     with pytest.MonkeyPatch.context() as patch:
         for path in (HERE, COMPAT):
             patch.syspath_prepend(str(path))
@@ -29,5 +29,5 @@ def models(paths: None) -> ModuleType:
 
 @pytest.fixture(scope="module", params=["penstock", "service_streamer"])
 def face(paths: None, request: pytest.FixtureRequest) -> ModuleType:
-    """The module that the names are imported from."""
+    """The module that exports the streamers."""
     return importlib.import_module(request.param)

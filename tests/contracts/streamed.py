@@ -1,4 +1,4 @@
-"""Models for the tests of streamers: in a module of their own, which worker processes can import."""
+"""Models for the tests of streamers, in a module that worker processes can import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def double(batch: list[Any]) -> list[Any]:
 
 
 def sizes(batch: list[Any]) -> list[int]:
-    """How many items shared each one's batch."""
+    """The size of each item's batch."""
     time.sleep(0.02)
     return [len(batch)] * len(batch)
 
@@ -77,7 +77,7 @@ async def later(batch: list[Any]) -> list[Any]:
 
 
 def noted(batch: list[Any]) -> list[Any]:
-    """Writes each item into the file that it names, as (path, text)."""
+    """Appends the text of each (path, text) item to its file."""
     for path, text in batch:
         with open(path, "a") as file:
             file.write(text)
@@ -86,7 +86,7 @@ def noted(batch: list[Any]) -> list[Any]:
 
 
 class Times(ManagedModel):
-    """Multiplies by what it is made with."""
+    """Multiplies by its init argument."""
 
     def init_model(self, factor: int, offset: int = 0) -> None:
         self.model = lambda x: factor * x + offset
@@ -99,7 +99,7 @@ VISIBLE_AT_IMPORT = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 class Device(ManagedModel):
-    """Answers with its device, as its number, as the environment of its import and of its init."""
+    """Returns its device: `gpu_id`, and CUDA_VISIBLE_DEVICES at import and at init."""
 
     def init_model(self) -> None:
         self.model = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -110,7 +110,7 @@ class Device(ManagedModel):
 
 
 class Made(ManagedModel):
-    """Counts in this process how many were made."""
+    """Counts its instances in this process."""
 
     made = 0
 
@@ -122,7 +122,7 @@ class Made(ManagedModel):
 
 
 class Broken(ManagedModel):
-    """Cannot be loaded until the file is there."""
+    """Cannot be loaded until a file exists."""
 
     def init_model(self, path: str) -> None:
         if not os.path.exists(path):

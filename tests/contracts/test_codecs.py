@@ -1,4 +1,4 @@
-"""Every codec keeps the contract; a new one adds a line here."""
+"""Every codec keeps the contract; a new codec needs an entry here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are shipped or shown keep the contract of models, and the check notices one that does not."""
+"""Models keep the contract of models, and check_model detects a model that does not."""
 
 from __future__ import annotations
 

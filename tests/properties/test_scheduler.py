@@ -1,4 +1,4 @@
-"""The invariants of `testing/policies.py` over random scripts, for every policy; and that broken ones are caught."""
+"""Every policy keeps the invariants of `testing/policies.py` in random scripts, and broken policies are detected."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class HoldsByTheClock(Adaptive):
 
 
 class HoldsAbsolutely(Fixed):
-    """Its delay is not doubled with the rest."""
+    """A policy whose delay is not doubled."""
 
     def __init__(self) -> None:
         super().__init__(0.01)
@@ -148,7 +148,7 @@ class TellsTwice(Scheduler):
 
 
 def caught(make: Callable[[], BatchPolicy], scheduler: type[Scheduler]) -> Iterator[str]:
-    """The invariants that random scripts find broken, script by script."""
+    """The invariants that each random script finds broken."""
 
     class Broken(PolicyChecker):
         scheduler_class = scheduler

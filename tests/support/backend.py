@@ -1,4 +1,4 @@
-"""A backend without models, for tests and benchmarks of front-ends: it answers from the event loop's next pass."""
+"""FakeBackend: a backend without models, for tests and benchmarks of listeners; it answers in the next loop pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class FakeBuffer:
         self._backend = backend
 
     def shrink(self, length: int) -> None:
-        """Keeps the first `length` bytes in sight; the pool still counts all."""
+        """Shortens the view; the pool still counts the whole buffer."""
         self.view = self.view[:length]
 
     def release(self) -> None:
-        """Gives the memory back, once; whoever waits for some is woken."""
+        """Returns the memory once, and wakes waiting callers."""
         self._backend.used_bytes -= self.nbytes
         self.nbytes = 0
         waiting, self._backend.waiting = self._backend.waiting, []
@@ -31,7 +31,7 @@ class FakeBuffer:
 
 
 class Call:
-    """One submitted request, as the test sees it. `reply` answers it."""
+    """One submitted request. `reply` answers it."""
 
     def __init__(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> None:
         self.item = item
@@ -41,7 +41,7 @@ class Call:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """The caller is gone."""
+        """See `Ticket.cancel`."""
         self.cancelled = True
 
     def body(self) -> bytes:
@@ -50,7 +50,7 @@ class Call:
         return bytes(payload.view) if isinstance(payload, FakeBuffer) else bytes(payload)
 
     def reply(self, body: bytes | None = None, content_type: str = "application/octet-stream", **more: object) -> None:
-        """Hands a result to the sink, by default an echo, unless the call was cancelled."""
+        """Passes a result to the sink, by default an echo, unless the call was cancelled."""
         result = ItemResult(body=self.body() if body is None else body, content_type=content_type, **more)  # type: ignore[arg-type]
         payload = self.item.payload
         if result.final and isinstance(payload, FakeBuffer):
@@ -60,7 +60,7 @@ class Call:
 
 
 class FakeBackend:
-    """`models` maps names to what is done with a call; without one it is echoed. `refuse` is raised by `submit`."""
+    """`models` maps names to functions of a Call; by default one model echoes. `submit` raises `refuse`."""
 
     def __init__(self, models: dict[str, Callable[[Call], None]] | None = None, pool_bytes: int = 64 * 2**20) -> None:
         self.models = models if models is not None else {"echo": Call.reply}
@@ -104,11 +104,11 @@ class FakeBackend:
             raise ModelNotFound(f"model '{model}' has no version '{version}'")
 
     def ready(self) -> bool:
-        """As `is_ready` was set."""
+        """Returns `is_ready`."""
         return self.is_ready
 
     def model_ready(self, model: str, version: str | None) -> bool:
-        """As `is_ready` was set. Raises ModelNotFound."""
+        """Returns `is_ready`. Raises ModelNotFound."""
         self._find(model, version)
         return self.is_ready
 
@@ -132,5 +132,5 @@ class FakeBackend:
         return FakeBuffer(self, nbytes)
 
     def when_free(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` once, when a buffer was released."""
+        """Calls `wake` once, when a buffer is released."""
         self.waiting.append(wake)

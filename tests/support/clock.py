@@ -1,4 +1,4 @@
-"""VirtualClock: time that passes only when a test says so."""
+"""VirtualClock: a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 
 class VirtualClock:
-    """Seconds, as `time.monotonic` gives them; called, it returns the time. Timers fire in order as time is moved."""
+    """A replacement of `time.monotonic` with timers, which fire in order when the time advances."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -18,12 +18,12 @@ class VirtualClock:
         return self.now
 
     def call_at(self, when: float, callback: Callable[[], object]) -> None:
-        """Calls back when the time comes; a time that is over comes with the next move."""
+        """Calls back at a time; at the next advance for a time in the past."""
         self._order += 1
         heappush(self._timers, (when, self._order, callback))
 
     def advance(self, seconds: float) -> None:
-        """Moves the time on; timers that are due see their own time, and may set others."""
+        """Advances the time. Each due timer sees its own time, and may set others."""
         if seconds < 0:
             raise ValueError(f"time does not run backwards: advance({seconds})")
         end = self.now + seconds

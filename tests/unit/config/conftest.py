@@ -1,4 +1,4 @@
-"""A `penstock.toml` in a folder of the test's own."""
+"""A `penstock.toml` in a temporary folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def toml(tmp_path: Path) -> Callable[[str], str]:
-    """Writes the text to `penstock.toml` and gives back its path."""
+    """Writes a text to `penstock.toml` and returns the path."""
 
     def write(text: str) -> str:
         path = tmp_path / "penstock.toml"

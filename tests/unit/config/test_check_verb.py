@@ -1,4 +1,4 @@
-"""`penstock config check` says ok or what is wrong, by its exit status too."""
+"""`penstock config check` prints ok or the error, and sets its exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contradictions, files and open listeners are refused before anything is bound."""
+"""Contradicting keys, unusable files and open listeners are refused before a listener is bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target that is a file, or a module of PyTorch, becomes in the worker."""
+"""Model files and PyTorch modules as targets of a worker."""
 
 from __future__ import annotations
 

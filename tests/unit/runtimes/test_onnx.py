@@ -25,7 +25,7 @@ KINDS = onnx.TensorProto
 
 
 def graph(folder, inputs, outputs, nodes, **keys):
-    """A model file of one graph: inputs and outputs are (name, kind, shape), nodes (op, inputs, outputs)."""
+    """Writes a model file: inputs and outputs are (name, kind, shape), nodes (op, inputs, outputs)."""
     h = onnx.helper
     made = h.make_graph(
         [h.make_node(op, i, o, domain=keys.get("domain", "")) for op, i, o in nodes],
@@ -189,7 +189,7 @@ def test_without_onnx_runtime_the_extra_is_named(monkeypatch):
 
 @pytest.fixture
 def tensorrt(monkeypatch, tmp_path):
-    """Sessions of TensorRT write an engine where they are error to, if there is none; gives the options they got."""
+    """Fakes TensorRT sessions that write a missing engine to the configured folder; returns their options."""
     real, got = ort.InferenceSession, []
 
     def session(path, options, providers):
@@ -275,7 +275,7 @@ def test_an_engine_with_dynamic_shapes_is_not_cached(tensorrt, tmp_path):
 
 
 def test_the_telemetry_of_onnx_runtime_is_off(tmp_path):
-    """Else it leaves a session's number in the temporary folder and what it will send in the user's cache."""
+    """With telemetry, it writes a session id to the temporary folder and events to the user's cache."""
     inherited = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
     own = {name: str(tmp_path) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
     code = "from penstock.runtimes.onnx import import_onnxruntime; import_onnxruntime()"

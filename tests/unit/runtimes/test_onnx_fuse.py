@@ -1,4 +1,4 @@
-"""Cast, mean and standard deviation inside an ONNX graph."""
+"""Pixel normalization inside an ONNX graph."""
 
 from __future__ import annotations
 

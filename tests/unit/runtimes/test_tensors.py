@@ -1,4 +1,4 @@
-"""Requests of arrays become one call of a program a batch."""
+"""TensorModel checks requests of arrays and runs each batch as one call of a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.types import TensorSpec
 
 
 class Summing:
-    """y = the sum of each row's elements over all inputs, as INT64; it keeps the shapes that it was called with."""
+    """Sums the elements of each row over all inputs, as INT64, and records the shapes of its calls."""
 
     platform = "sums"
 

@@ -1,4 +1,4 @@
-"""Files of PyTorch: what they hold, what is refused, precision and optimisation."""
+"""PyTorch files: their kinds, refused files, precision and optimization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines are kept, and thrown away when they are not what they were."""
+"""Engines are cached, and deleted if they changed."""
 
 from __future__ import annotations
 

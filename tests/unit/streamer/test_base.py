@@ -51,7 +51,7 @@ def test_errors_of_other_libraries_are_raised_unchanged() -> None:
 
 
 class Queue:
-    """Keeps what is submitted until the test answers it."""
+    """Keeps submitted requests until the test answers them."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, tuple[Item, Sink]] = {}  # by first value
