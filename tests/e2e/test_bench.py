@@ -41,7 +41,7 @@ def deadly(items):
 ROOT = Path(__file__).parents[2]
 
 
-def told(*arguments: str) -> Result:
+def run_bench(*arguments: str) -> Result:
     return CliRunner().invoke(bench, list(arguments))
 
 
@@ -52,7 +52,7 @@ def server(serve_all: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is busy with other tests makes no run invalid."""
+    """Keeps runs valid on a machine that is busy with other tests."""
     monkeypatch.setattr(figures, "MOST_LATE", 2.0)
     monkeypatch.setattr(figures, "MOST_CPU", 100.0)
 
@@ -67,7 +67,7 @@ def data(tmp_path: Path) -> str:
 @pytest.mark.usefixtures("any_machine")
 def test_a_server_is_measured_from_both_sides(server: Any, data: str) -> None:
     flags = ["--concurrency", "8", "--duration", "0.8", "--warmup", "0.2", "--slo", "p50<=10s,error<=0%", "--json"]
-    result = told(server.url, "--data", data, *flags)
+    result = run_bench(server.url, "--data", data, *flags)
     assert result.exit_code == 0, result.output
     (run,) = json.loads(result.stdout)["measurements"]
     assert run["requests"] == run["answered"] > 8
@@ -85,7 +85,7 @@ def test_a_server_is_measured_from_both_sides(server: Any, data: str) -> None:
 @pytest.mark.usefixtures("any_machine")
 def test_an_open_loop_of_two_rates_is_stored_with_a_report(server: Any, data: str, tmp_path: Path) -> None:
     flags = ["--rate", "50,100", "--duration", "0.5", "--warmup", "0", "--output", str(tmp_path / "out")]
-    result = told(server.url, "--data", data, *flags)
+    result = run_bench(server.url, "--data", data, *flags)
     assert result.exit_code == 0, result.output
     assert [line.split()[0] for line in result.stdout.splitlines()[1:3]] == ["50/s", "100/s"]
     assert "50/s poisson: queue " in result.stdout
@@ -97,7 +97,7 @@ def test_an_open_loop_of_two_rates_is_stored_with_a_report(server: Any, data: st
 @pytest.mark.usefixtures("any_machine")
 def test_a_ramp_ends_at_its_last_rate(server: Any, data: str) -> None:
     flags = ["--mode", "ramp", "--rate", "100,150", "--duration", "0.3", "--warmup", "0", "--slo", "p50<=10s"]
-    result = told(server.url, "--data", data, *flags)
+    result = run_bench(server.url, "--data", data, *flags)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1] == "knee: 150/s hold p50<=10s; no higher rate was requested"
 
@@ -115,7 +115,7 @@ def test_an_app_is_served_for_the_time_and_ended(tmp_path: Path, data: str) -> N
         "--set",
         "models.double.batching.max_batch_size=4",
     ]
-    result = told(f"{tmp_path}/app.py:double", "--data", data, *flags, "--json")
+    result = run_bench(f"{tmp_path}/app.py:double", "--data", data, *flags, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["measurements"][0]["answered"] == 20
@@ -126,21 +126,21 @@ def test_an_app_is_served_for_the_time_and_ended(tmp_path: Path, data: str) -> N
 
 def test_a_wrong_payload_is_reported_once_and_stops_the_run(server: Any, tmp_path: Path) -> None:
     (tmp_path / "wrong.png").write_bytes(b"no picture")
-    result = told(server.url, "--data", str(tmp_path / "wrong.png"), "--duration", "60")
+    result = run_bench(server.url, "--data", str(tmp_path / "wrong.png"), "--duration", "60")
     assert result.exit_code == 1
     (line,) = [line for line in result.output.splitlines() if "the first: " in line]
     assert "returns only errors, so the run was stopped" in line
 
 
 def test_an_unknown_model_suggests_the_closest_name(server: Any, data: str) -> None:
-    result = told(server.url, "--model", "duoble", "--data", data)
+    result = run_bench(server.url, "--model", "duoble", "--data", data)
     assert result.exit_code == 1
     assert "has no model 'duoble'; did you mean 'double'?" in result.stderr
 
 
 def test_an_app_that_does_not_load_shows_its_output(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text("raise RuntimeError('no weights here')\n")
-    result = told(f"{tmp_path}/app.py:model", "--data", "x")
+    result = run_bench(f"{tmp_path}/app.py:model", "--data", "x")
     assert result.exit_code == 1
     assert "the server did not start; its output:" in result.stderr
     assert "no weights here" in result.stderr
@@ -149,7 +149,7 @@ def test_an_app_that_does_not_load_shows_its_output(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("any_machine")
 def test_a_server_that_dies_in_a_run_makes_it_invalid(serve: Callable[..., Any], data: str) -> None:
     server = serve(DEADLY, "deadly")
-    result = told(server.url, "--data", data, "--concurrency", "2,4", "--duration", "60", "--warmup", "0")
+    result = run_bench(server.url, "--data", data, "--concurrency", "2,4", "--duration", "60", "--warmup", "0")
     assert result.exit_code == 1
     assert result.stdout.splitlines()[1].split() == ["2", "clients", "INVALID"]
     assert "the target went away" in result.stdout
@@ -180,6 +180,6 @@ def test_the_documented_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = [line for line in page.splitlines() if line.startswith("    $ penstock bench ")]
     monkeypatch.chdir(ROOT)
     shorter = line.replace("--duration 5", "--duration 0.3 --warmup 0")
-    result = told(*shlex.split(shorter.removeprefix("    $ penstock bench ")))
+    result = run_bench(*shlex.split(shorter.removeprefix("    $ penstock bench ")))
     assert [row.split()[:2] for row in result.stdout.splitlines()[1:3]] == [["1", "client"], ["16", "clients"]]
     assert result.stdout.splitlines()[-1].startswith("SLO p99<=20ms: ")

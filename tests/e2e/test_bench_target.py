@@ -1,4 +1,4 @@
-"""Servers that are started for a measurement, and those that are found: real processes, also at their end."""
+"""Servers started for a measurement and servers found, as real processes, until their end."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_server_that_runs_is_found_with_its_process_and_its_other_listeners(se
         assert (found.pids, found.metrics, found.management) == (served.pids, served.metrics, served.management)
         assert found.server is None
     assert served.server is not None
-    assert served.server.alive  # it was not ours to stop
+    assert served.server.alive  # a found server is not stopped
 
 
 def test_the_servers_side_of_a_run_is_reported(served: Target) -> None:
@@ -122,7 +122,7 @@ def test_the_servers_side_of_a_run_is_reported(served: Target) -> None:
     assert side.postprocess_s is not None
     assert side.queue_s is not None
     assert side.memory_bytes is not None
-    assert side.memory_bytes > 2 * 10**7  # of two processes at least
+    assert side.memory_bytes > 2 * 10**7  # at least two processes
     assert side.cpu is not None
 
 
@@ -151,9 +151,9 @@ def test_only_the_end_of_long_output_is_kept(folder: Path) -> None:
         for letter in (b'"a"', b'"b"', b'"c"'):
             assert fetch(target.endpoint, "POST", target.path, letter).ok
         assert target.server is not None
-        said = target.server.output()
-    assert said.endswith("c" * 500_000 + "\n")
-    assert len(said) == 2**20
+        output = target.server.output()
+    assert output.endswith("c" * 500_000 + "\n")
+    assert len(output) == 2**20
 
 
 def test_a_server_that_is_not_ready_in_time_is_stopped(folder: Path) -> None:
@@ -165,13 +165,13 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(folder: Path) -> None:
 
 def test_stop_from_another_thread_ends_the_start_of_a_server(folder: Path) -> None:
     server = ServerProcess(["app.py:Endless"], cwd=folder)
-    told: list[PenstockError] = []
+    errors: list[PenstockError] = []
 
     def start() -> None:
         try:
             server.start()
         except PenstockError as error:
-            told.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=start)
     thread.start()
@@ -180,7 +180,7 @@ def test_stop_from_another_thread_ends_the_start_of_a_server(folder: Path) -> No
     server.stop()
     thread.join(30)
     assert not thread.is_alive()
-    assert "did not start" in str(told[0])
+    assert "did not start" in str(errors[0])
     assert not server.alive
 
 

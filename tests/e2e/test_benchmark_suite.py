@@ -1,4 +1,4 @@
-"""`penstock benchmark-suite` on real servers: the guide's YAML runs with only the name of its archive put in."""
+"""`penstock benchmark-suite` on real servers: the guide's YAML runs with only the name of its archive filled in."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_guides_yaml_runs_unchanged(made: Path) -> None:
     (made / "model_config.yaml").write_text(GUIDE.replace("Path to .mar file", "echo.mar"))
     words = ("--skip-missing-hardware", "--requests", "30", "--warmup", "0", "--slo", "p50<=60s", "--output", "guide")
-    code, said, warned = suite(made, "--input", "model_config.yaml", *words)
-    assert code == 0, said + warned
+    code, out, warned = suite(made, "--input", "model_config.yaml", *words)
+    assert code == 0, out + warned
     assert "Model_name eager_mode needs gpus all, and this machine has none: left out" in warned
     found = rows(made / "guide")
     assert [(row["Workers"], row["Batch size"]) for row in found] == [(w, b) for w in "14" for b in "1248"]
@@ -120,15 +120,15 @@ def test_the_guides_yaml_runs_unchanged(made: Path) -> None:
     assert "Model_name eager_mode: cpu, " in page.splitlines()[2]
     assert "within p50<=60s" in page.splitlines()[2]
     assert page.count("| cpu | ") == 8
-    assert said.count("/s") >= 8
+    assert out.count("/s") >= 8
 
 
 def test_the_delay_is_really_applied(made: Path) -> None:
     lines = ["strict:", "  e:", "    url: strict.mar", "    batch_size: 2", "    batch_delay: 150", "    requests: 4"]
     lines += ["    concurrency: 1", "    input: Path to model input"]
     (made / "delay.yaml").write_text("\n".join(lines) + "\n")
-    code, said, warned = suite(made, "delay.yaml", "--warmup", "0", "--output", "delay")
-    assert code == 0, said + warned
+    code, out, warned = suite(made, "delay.yaml", "--warmup", "0", "--output", "delay")
+    assert code == 0, out + warned
     (row,) = rows(made / "delay")
     assert float(row["TS latency mean"]) >= 150, "a single client never fills a batch of two"
 
@@ -138,22 +138,22 @@ def test_an_application_and_one_that_does_not_load(made: Path) -> None:
     for name in ("Broken", "Lengths"):
         texts.append(f"{name}:\n  e:\n    url: app.py:{name}\n    batch_size: 4\n    requests: 200\n")
     (made / "apps.yaml").write_text("".join(texts))
-    code, said, warned = suite(made, "apps.yaml", "--data", "item.json", "--warmup", "0", "--output", "apps")
-    assert code == 1, said + warned
+    code, out, warned = suite(made, "apps.yaml", "--data", "item.json", "--warmup", "0", "--output", "apps")
+    assert code == 1, out + warned
     broken, lengths = rows(made / "apps")
     assert "no weights here" in broken["Invalid"]
     assert (broken["TS throughput"], broken["Repeats"]) == ("", "1")
     assert float(lengths["TS throughput"]) > 0
     assert lengths["TS latency P90"]
     assert 1 < float(lengths["Batch size mean"]) <= 4
-    assert "Broken e: no valid measurement." in said
+    assert "Broken e: no valid measurement." in out
 
 
 def test_ctrl_c_writes_a_report_and_resume_measures_the_rest(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "m:\n  e:\n    url: app.py:Lengths\n    workers: [1, 2]\n    requests: 40\n    input: item.json\n"
     (made / "resumed.yaml").write_text(text)
     words = ("benchmark-suite", "resumed.yaml", "--warmup", "0", "--output", "resumed")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts with "&"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background jobs
     try:
         process: Any = subprocess.Popen(
             arguments(*words),
@@ -168,12 +168,12 @@ def test_ctrl_c_writes_a_report_and_resume_measures_the_rest(made: Path, monkeyp
     try:
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        said, warned = process.communicate(timeout=60)
+        out, warned = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
     assert first.startswith("[1/2] m e, cpu, 1 worker, batch 1, 10 clients: ")
-    assert process.returncode == 130, said + warned
+    assert process.returncode == 130, out + warned
     assert "penstock: interrupted; partial results follow" in warned
     assert [row["Repeats"] for row in rows(made / "resumed")] == ["1", "0"]
     assert "not run" in (made / "resumed" / "report.md").read_text()
@@ -184,14 +184,14 @@ def test_ctrl_c_writes_a_report_and_resume_measures_the_rest(made: Path, monkeyp
     other = CliRunner().invoke(benchmark_suite, [*words[1:], "--resume", "--requests", "41"])
     assert other.exit_code == 2
     assert "results of another run" in other.stderr
-    code, said, warned = suite(made, *words[1:], "--resume")
+    code, out, warned = suite(made, *words[1:], "--resume")
     assert code == 0, warned
-    assert next(line for line in said.splitlines() if line.startswith("[")).startswith("[2/2] m e, cpu, 2 workers")
+    assert next(line for line in out.splitlines() if line.startswith("[")).startswith("[2/2] m e, cpu, 2 workers")
     assert [row["Repeats"] for row in rows(made / "resumed")] == ["1", "1"]
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "said"),
+    ("text", "words", "expected"),
     [
         ("m:\n  e:\n    url: echo.mar\n    batchsize: 2\n", (), "wrong.yaml:4: found m.e: unknown key 'batchsize'"),
         ("m:\n  e: [\n", (), "wrong.yaml:3: invalid YAML"),
@@ -202,7 +202,7 @@ def test_ctrl_c_writes_a_report_and_resume_measures_the_rest(made: Path, monkeyp
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_started(
-    made: Path, text: str, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+    made: Path, text: str, words: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (made / "wrong.yaml").write_text(text)
     monkeypatch.chdir(made)
@@ -211,7 +211,7 @@ def test_a_mistake_is_one_line_before_anything_is_started(
     assert (done.exit_code, done.stdout) == (2, "")
     last = done.stderr.splitlines()[-1]
     assert last.startswith("penstock: ")
-    assert said in last
+    assert expected in last
     assert not list(made.glob("benchmark-suite-*"))
 
 

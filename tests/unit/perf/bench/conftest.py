@@ -13,7 +13,7 @@ Make = Callable[..., Measurement]
 
 @pytest.fixture
 def make_measurement() -> Make:
-    """Makes what a run of a server looks like that takes `base_s` when idle, and can do `most` requests a second.
+    """Makes the measurement of a server that takes `base_s` when idle and handles at most `most` requests per second.
 
     `noise` is the spread of a run against the next; `rate` makes an open loop, `clients` a closed one.
     """

@@ -67,9 +67,9 @@ def test_compare_reports_changes_with_their_intervals(folder: Callable[..., Path
 
 
 def test_compare_as_json(folder: Callable[..., Path]) -> None:
-    told = json.loads(penstock("compare", folder("a"), folder("b", slower=1.2), "--json").stdout)
-    assert told["verdict"] == "worse"
-    assert [change["metric"] for change in told["changes"]] == ["throughput/s", "p50", "p99", "errors"]
+    found = json.loads(penstock("compare", folder("a"), folder("b", slower=1.2), "--json").stdout)
+    assert found["verdict"] == "worse"
+    assert [change["metric"] for change in found["changes"]] == ["throughput/s", "p50", "p99", "errors"]
 
 
 def test_compare_reports_different_machines(folder: Callable[..., Path]) -> None:
@@ -136,7 +136,7 @@ bad:
 
 
 class Servers:
-    """In place of servers and loads; `asked` notes what was started and measured."""
+    """Replaces servers and loads; `asked` records what was started and measured."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -167,7 +167,7 @@ class Servers:
 
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
-    """In a folder with the YAML and its application."""
+    """A working directory with the YAML and its application."""
     found = Servers()
     monkeypatch.setattr(session, "serving", found.serving)
     monkeypatch.setattr(session, "measure", found.measure)
@@ -230,12 +230,12 @@ def test_resume_measures_only_missing_and_invalid_runs(servers: Servers) -> None
 def test_a_printed_run_is_stored_when_ctrl_c_follows(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     echo = click.echo
 
-    def told(message: str = "", **how: Any) -> None:
+    def interrupt(message: str = "", **how: Any) -> None:
         echo(message, **how)
         if message.startswith("[1/"):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(click, "echo", told)
+    monkeypatch.setattr(click, "echo", interrupt)
     assert invoke().exit_code == 130
     assert [row["Repeats"] for row in rows()] == ["1", "0", "0", "0"]
 
@@ -246,7 +246,7 @@ def test_a_full_disk_ends_the_suite_and_the_unstored_run_is_printed(
     append = Results.append
 
     def full(self: Results, measurement: Measurement) -> None:
-        if measurement.load.concurrency == 2:  # and there is room again for what is smaller
+        if measurement.load.concurrency == 2:  # later, smaller writes succeed
             raise write_error(self.folder, OSError(28, "No space left on device"))
         append(self, measurement)
 
@@ -306,7 +306,7 @@ FLAGS: dict[str, Any] = {
 
 
 class Elsewhere:
-    """A server of HTTP in a thread of its own, whose answers are a function of the request's number."""
+    """An HTTP server in its own thread, whose responses are a function of the request's number."""
 
     def __init__(self) -> None:
         self.answer: Callable[[int], tuple[int, bytes]] = lambda number: (200, b"ok")
@@ -336,13 +336,13 @@ class Elsewhere:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                if head.startswith(b"GET"):  # for pages of metrics, which it has none of
+                if head.startswith(b"GET"):  # there is no metrics page
                     writer.write(b"HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n")
                     continue
                 await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]))
                 status, body = self.answer(self.asked)
                 self.asked += 1
-                await asyncio.sleep(0.002)  # so that the generator is not what is measured
+                await asyncio.sleep(0.002)  # keeps the generator from being the bottleneck
                 writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
@@ -369,13 +369,13 @@ def body(tmp_path: Path) -> str:
     return str(path)
 
 
-def told(*arguments: str) -> Result:
+def run_bench(*arguments: str) -> Result:
     return CliRunner().invoke(bench, list(arguments))
 
 
 def test_a_model_is_measured_and_printed_as_a_table(elsewhere: Elsewhere, body: str) -> None:
     flags = ["--data", body, "--concurrency", "1,2", "--requests", "100", "--warmup", "0"]
-    result = told(elsewhere.url, *flags)
+    result = run_bench(elsewhere.url, *flags)
     lines = result.stdout.splitlines()
     assert lines[0].split()[:2] == ["load", "good/s"]
     assert lines[1].startswith("1 client ")
@@ -387,7 +387,7 @@ def test_a_model_is_measured_and_printed_as_a_table(elsewhere: Elsewhere, body: 
 
 def test_json_is_all_that_is_printed(elsewhere: Elsewhere, body: str) -> None:
     flags = ["--data", body, "--rate", "200", "--duration", "0.2", "--warmup", "0", "--slo", "p50<=10s", "--json"]
-    result = told(elsewhere.url, *flags)
+    result = run_bench(elsewhere.url, *flags)
     found = json.loads(result.stdout)
     assert result.stderr == ""
     (run,) = found["measurements"]
@@ -403,14 +403,14 @@ def test_results_are_stored_and_a_folder_with_results_is_refused(
     flags = ["--data", body, "--concurrency", "1", "--requests", "20", "--warmup", "0", "--output", str(tmp_path / "r")]
     url = f"{elsewhere.url}?token=not-for-files"
     monkeypatch.setattr("sys.argv", ["penstock", "bench", url])
-    done = told(url, *flags)
+    done = run_bench(url, *flags)
     assert f"{elsewhere.url}?token=***: one request" in done.stderr
     origin = json.loads((tmp_path / "r" / "run.json").read_text())
     assert (origin["command"], origin["target"]) == ("bench", f"{elsewhere.url}?token=***")
     assert "not-for-files" not in "".join(path.read_text() for path in (tmp_path / "r").iterdir())
     assert len((tmp_path / "r" / "records.jsonl").read_text().splitlines()) == 1
     assert {"summary.csv", "report.md", "report.html"} <= {path.name for path in (tmp_path / "r").iterdir()}
-    again = told(elsewhere.url, *flags)
+    again = run_bench(elsewhere.url, *flags)
     assert again.exit_code == 2
     assert "already holds a run" in again.stderr
 
@@ -434,7 +434,7 @@ def test_a_measurement_is_printed_when_the_disk_is_full(
         "--output",
         str(tmp_path / "r"),
     ]
-    result = told(elsewhere.url, *flags)
+    result = run_bench(elsewhere.url, *flags)
     assert result.exit_code == 1
     assert result.stderr.count("penstock: the disk is full") == 1
     assert [line.split()[:2] for line in result.stdout.splitlines()[1:2]] == [["1", "client"]]
@@ -442,7 +442,7 @@ def test_a_measurement_is_printed_when_the_disk_is_full(
 
 
 def test_a_rate_that_gives_no_request_is_wrong_usage(elsewhere: Elsewhere, body: str) -> None:
-    result = told(elsewhere.url, "--data", body, "--rate", "0.001", "--duration", "0.1")
+    result = run_bench(elsewhere.url, "--data", body, "--rate", "0.001", "--duration", "0.1")
     assert result.exit_code == 2
     assert "no request arrives at 0.001/s poisson" in result.stderr
 
@@ -451,14 +451,14 @@ def test_a_target_that_only_fails_ends_the_run_and_its_first_error_is_shown_once
     elsewhere: Elsewhere, body: str
 ) -> None:
     elsewhere.answer = lambda number: (500, b"no model here, %d" % number)
-    result = told(elsewhere.url, "--data", body, "--concurrency", "1,8,64")
+    result = run_bench(elsewhere.url, "--data", body, "--concurrency", "1,8,64")
     assert result.exit_code == 1
     assert result.output.count("500 Internal Server Error: no model here, 0") == 1
     assert elsewhere.asked == 5
 
 
 def test_an_unreachable_target_is_an_error_in_one_line(body: str) -> None:
-    result = told("http://127.0.0.1:9/infer", "--data", body)
+    result = run_bench("http://127.0.0.1:9/infer", "--data", body)
     assert result.exit_code == 1
     assert result.stderr.startswith("penstock: http://127.0.0.1:9: cannot connect")
     assert result.stderr.count("\n") == 1
@@ -474,7 +474,7 @@ def test_ctrl_c_reports_partial_results(elsewhere: Elsewhere, body: str) -> None
 
     elsewhere.answer = interrupt
     flags = ["--data", body, "--concurrency", "1,2", "--requests", f"{first}", "--warmup", "0"]
-    result = told(elsewhere.url, *flags)
+    result = run_bench(elsewhere.url, *flags)
     assert result.exit_code == 130
     assert "interrupted; partial results follow" in result.stderr
     assert [line.split()[:2] for line in result.stdout.splitlines()[1:3]] == [["1", "client"], ["2", "clients"]]
@@ -484,8 +484,8 @@ def test_ctrl_c_reports_partial_results(elsewhere: Elsewhere, body: str) -> None
 def test_a_run_limited_by_the_generator_has_no_figures(
     elsewhere: Elsewhere, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(figures, "MOST_CPU", 0.0)  # what it takes is too much
-    result = told(elsewhere.url, "--data", body, "--concurrency", "1", "--requests", "20", "--warmup", "0")
+    monkeypatch.setattr(figures, "MOST_CPU", 0.0)  # any CPU use is too much
+    result = run_bench(elsewhere.url, "--data", body, "--concurrency", "1", "--requests", "20", "--warmup", "0")
     assert result.exit_code == 1
     assert result.stdout.splitlines()[1].split() == ["1", "client", "INVALID"]
     assert "the generator was at its limit" in result.stdout
@@ -493,7 +493,7 @@ def test_a_run_limited_by_the_generator_has_no_figures(
 
 def test_signal_handlers_are_restored(body: str) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    told("http://127.0.0.1:9/infer", "--data", body)
+    run_bench("http://127.0.0.1:9/infer", "--data", body)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
@@ -523,7 +523,7 @@ def test_signal_handlers_are_restored(body: str) -> None:
     ],
 )
 def test_wrong_usage_exits_with_2_and_a_message(flags: list[str], text: str) -> None:
-    result = told("http://127.0.0.1:9/infer", *flags)
+    result = run_bench("http://127.0.0.1:9/infer", *flags)
     assert result.exit_code == 2
     assert text in result.stderr
 
@@ -555,7 +555,7 @@ MISSED = Measurement(
         ("closed", [RUN], [], "", 0),
         ("closed", [], [], "", 1),
         ("closed", [MISSED], [], "p50<=1ms", 1),
-        ("closed", [RUN], [], "p50<=1ms", 1),  # it cannot be told
+        ("closed", [RUN], [], "p50<=1ms", 1),  # unknown
         ("closed", [Measurement(load=RUN.load, answered=9, invalid=["late"])], [], "", 1),
         ("closed", [Measurement(load=RUN.load, requests=9)], [], "", 1),
         ("saturate", [MISSED], ["saturates at 1 client"], "p50<=1ms", 0),

@@ -17,7 +17,7 @@ Make = Callable[..., Measurement]
 
 @pytest.fixture
 def side(make_measurement: Make) -> Callable[..., list[Measurement]]:
-    """A run of three loads with ten repeats, as noisy as a small shared machine is, one hiccup in twenty repeats."""
+    """Three loads with ten repeats, with the noise of a small shared machine and a hiccup in one of twenty repeats."""
 
     def make(seed: int, *, slower: float = 1.0, repeats: int = 10, noise: float = 0.02) -> list[Measurement]:
         random_ = random.Random(seed)
@@ -131,9 +131,9 @@ def test_other_machines_versions_and_lengths_are_noted(make_measurement: Make) -
 
 def test_a_busy_machine_is_noted(make_measurement: Make) -> None:
     busy = structs.replace(ORIGIN, machine={**ORIGIN.machine, "load_before": 1.5})
-    told = compare((ORIGIN, [make_measurement(clients=8)]), (busy, [make_measurement(clients=8)]))
-    assert told.notes == ["second run: the machine was busy before the run began: load 1.5 on 2 cores"]
-    assert not told.other_machine
+    comparison = compare((ORIGIN, [make_measurement(clients=8)]), (busy, [make_measurement(clients=8)]))
+    assert comparison.notes == ["second run: the machine was busy before the run began: load 1.5 on 2 cores"]
+    assert not comparison.other_machine
 
 
 def test_loads_of_one_run_only_are_named(make_measurement: Make) -> None:
@@ -234,6 +234,6 @@ def test_a_worse_metric_on_another_machine_is_not_a_junit_failure() -> None:
 def test_junit_is_valid_xml_for_any_name_of_a_load() -> None:
     odd = "".join(map(chr, (0, 8, 0x1B, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "<&\"'>]]> é 速"
     few = Change(load=odd, metric="throughput/s", judged="n/a", why=odd)
-    (case, error) = ElementTree.fromstring(junit_xml(told := Comparison(changes=[few]), decide(told)))
+    (case, error) = ElementTree.fromstring(junit_xml(comparison := Comparison(changes=[few]), decide(comparison)))
     assert str(case.get("classname")).split() == ["<&\"'>]]>", "é", "速"]
     assert str(error[0].get("message")).endswith("<&\"'>]]> é 速")

@@ -95,9 +95,9 @@ def test_every_kind_of_block_is_rendered_and_markup_is_escaped() -> None:
         CodeBlock(EVIL),
         TableBlock([EVIL], [[EVIL]]),
     ]
-    seen = PlotData(text := page(Report(EVIL, blocks, blocks), [Plot(EVIL, "<svg></svg>", EVIL)], ""))
-    assert not seen.open
-    names = [tag for tag, _ in seen.tags]
+    parsed = PlotData(text := page(Report(EVIL, blocks, blocks), [Plot(EVIL, "<svg></svg>", EVIL)], ""))
+    assert not parsed.open
+    names = [tag for tag, _ in parsed.tags]
     assert {"h1", "h2", "p", "li", "pre", "td", "th", "svg", "figcaption"} <= set(names)
     assert "script" not in names
     assert text.count("&lt;script src=&quot;https://x/y.js&quot;&gt;&amp;") == 2 + 2 + 2 * 7

@@ -21,7 +21,7 @@ CLOSED = Load(mode="closed", concurrency=4)
 
 
 def samples(*requests: tuple[float, float, int], seconds: float = 10.0, **more: Any) -> Samples:
-    """(intended, latency, status) of each."""
+    """(intended, latency, status) of each request."""
     made = Samples()
     for number, (at, took, status) in enumerate(requests):
         made.intended_s.append(at)
@@ -81,7 +81,7 @@ def test_the_interval_contains_the_true_p99_nineteen_times_of_twenty(n: int) -> 
     rounds = 400 if n < 20_000 else 60
     held = 0
     for _ in range(rounds):
-        # only the order of the upper values counts, which are those of n uniform ones
+        # only the order of the upper values matters: use those of n uniform values
         low, high = interval_p99(sorted(draw.random() for _ in range(n)))
         assert low is not None
         assert high is not None
@@ -133,11 +133,11 @@ def test_errors_are_named_and_requests_under_way_do_not_count() -> None:
     assert run.errors == {"503": 3, "lost": 2, "timeout": 1, "refused": 1, "wrong": 1}
     assert (run.requests, run.answered) == (9, 1)
     assert run.first_error == "lost"
-    assert (run.latency.p50_s, run.latency.max_s) == (0.1, 5.0), "of the good answer and of what timed out"
+    assert (run.latency.p50_s, run.latency.max_s) == (0.1, 5.0), "of the good response and of the timeout"
 
 
 def test_timeouts_are_the_tail_of_the_latencies() -> None:
-    """2 % of the requests get no answer: no SLO is kept by that."""
+    """2 % of the requests get no response: that misses any SLO."""
     run = summarise(OPEN, samples(*even(980), *even(20, 5.0, TIMED_OUT)), parse_slo("p99<=100ms"))
     assert (run.answered, run.throughput) == (980, pytest.approx(98))
     assert run.latency.p99_s == 5.0
@@ -147,12 +147,12 @@ def test_timeouts_are_the_tail_of_the_latencies() -> None:
 
 
 def test_the_first_error_is_reported_with_its_body() -> None:
-    for error, told in (
+    for error, expected in (
         ((503, b" queue full\n"), "503 Service Unavailable: queue full"),
         ((799, b""), "799"),
         ((400, b"\xff"), "400 Bad Request: \ufffd"),
     ):
-        assert summarise(OPEN, samples((0.0, 0.1, error[0]), first_error=error)).first_error == told
+        assert summarise(OPEN, samples((0.0, 0.1, error[0]), first_error=error)).first_error == expected
 
 
 def test_the_slo_is_judged_and_goodput_counts_responses_within_its_latency() -> None:
@@ -167,13 +167,13 @@ def test_the_slo_is_judged_and_goodput_counts_responses_within_its_latency() -> 
 
 
 def test_an_overloaded_open_loop_counts_responses_within_its_time() -> None:
-    """100 a second are offered for 10 s, 50 a second are done: the answers come until 20 s."""
+    """100 requests per second for 10 s, 50 per second completed: responses arrive until 20 s."""
     run = summarise(OPEN, samples(*((n / 100, 0.02 * (n + 1) - n / 100, 200) for n in range(1000))))
     assert run.throughput == pytest.approx(50, rel=0.01)
 
 
 def test_a_closed_loop_counts_the_part_of_a_request_that_lies_in_its_time() -> None:
-    """One client and answers after 4 s each: 2.5 of them in 10 s, though only two came."""
+    """One client with responses after 4 s each: 2.5 of them in 10 s, though only two arrived."""
     run = summarise(CLOSED, samples((0.0, 4.0, 200), (4.0, 4.0, 200), (8.0, 4.0, 200)), parse_slo("p50<=5s"))
     assert run.throughput == pytest.approx(0.25)
     assert run.goodput == pytest.approx(0.25)
@@ -181,7 +181,7 @@ def test_a_closed_loop_counts_the_part_of_a_request_that_lies_in_its_time() -> N
 
 
 def test_requests_queued_at_the_end_of_a_closed_loop_add_nothing() -> None:
-    """A server that does 50 a second, one after the other, and 50 clients: each answer takes 1 s once all wait."""
+    """A server that handles 50 requests per second, one at a time, and 50 clients: each response takes 1 s."""
     first = [(0.0, (n + 1) / 50, 200) for n in range(50)]
     later = [((n + 1) / 50, 1.0, 200) for n in range(500)]
     run = summarise(Load(mode="closed", concurrency=50, seconds=10.0), samples(*first, *later))
@@ -228,13 +228,13 @@ def test_few_late_sends_are_chance(made: Samples) -> None:
 
 
 def test_lateness_in_the_rarest_latencies_is_a_caveat() -> None:
-    """One stall of the generator's machine in a run: too few sends to doubt the p99, but the tail is its own."""
-    told = "p99.9 and max include lateness of the generator itself, up to 15 ms"
-    assert summarise(OPEN, late(9, 0.015)).caveats == [told]
-    assert summarise(OPEN, late(9, 0.005)).caveats == [told.replace(" and max", "").replace("15", "5")]
+    """One stall of the generator's machine: too few sends to doubt the p99, but the tail is the generator's."""
+    expected = "p99.9 and max include lateness of the generator itself, up to 15 ms"
+    assert summarise(OPEN, late(9, 0.015)).caveats == [expected]
+    assert summarise(OPEN, late(9, 0.005)).caveats == [expected.replace(" and max", "").replace("15", "5")]
     assert summarise(OPEN, late(9, 0.0019)).caveats == [], "a small part of 20 ms"
-    assert summarise(OPEN, late(9, 0.0009, took=0.001)).caveats == [], "less than is ever late"
-    assert summarise(OPEN, late(1, 0.015, of=50)).caveats == [told.replace("p99.9 and ", "")]
+    assert summarise(OPEN, late(9, 0.0009, took=0.001)).caveats == [], "less than the threshold"
+    assert summarise(OPEN, late(1, 0.015, of=50)).caveats == [expected.replace("p99.9 and ", "")]
     assert summarise(CLOSED, late(9, 0.015)).caveats == [figures.CLOSED]
 
 
@@ -266,14 +266,14 @@ def test_a_generator_without_processor_time_left_makes_the_run_invalid(load: Loa
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "expected"),
     [
         ({"ended": "cancelled"}, "interrupted"),
         ({"waited": 7}, "7 requests waited for a connection"),
     ],
 )
-def test_caveats_are_reported(more: dict[str, Any], told: str) -> None:
-    assert told in summarise(OPEN, samples(*even(10), **more)).caveats[0]
+def test_caveats_are_reported(more: dict[str, Any], expected: str) -> None:
+    assert expected in summarise(OPEN, samples(*even(10), **more)).caveats[0]
 
 
 def test_a_missing_histogram_is_a_caveat(monkeypatch: pytest.MonkeyPatch) -> None:

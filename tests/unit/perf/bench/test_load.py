@@ -1,4 +1,4 @@
-"""The generator in virtual time, where every latency is exact, and over real sockets, where bytes come as they come."""
+"""The generator in virtual time, where every latency is exact, and over real sockets, where bytes arrive in pieces."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_alarm_rings_once_for_each_time_that_is_set(
     with asyncio.Runner(loop_factory=new_loop) as runner:  # type: ignore[arg-type]
         asked = runner.run(run())
     assert len(rung) == 4
-    slack = 0.0015 if kind is LoopTimer else 0.0  # a loop's timer counts whole milliseconds
+    slack = 0.0015 if kind is LoopTimer else 0.0  # the loop's timer has a resolution of 1 ms
     assert all(when >= at - slack for when, at in zip(rung, asked, strict=True)), "never early"
 
 
@@ -122,21 +122,21 @@ def answer(status: int = 200, body: bytes = b"ok", *head: str) -> bytes:
 
 
 class Server:
-    """What a request meets in virtual time: by default each is answered after `takes_s`, whatever else is under way."""
+    """A server in virtual time: by default it answers each request after `takes_s`, whatever else is under way."""
 
     def __init__(self, takes_s: float = 0.005) -> None:
         self.takes_s = takes_s
         self.here: Callable[[float], bool] = lambda now: True
-        self.error: OSError | None = None  # of who connects
-        self.seen: list[tuple[float, bytes]] = []
+        self.error: OSError | None = None  # raised on connect
+        self.received: list[tuple[float, bytes]] = []
 
     def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-        """When, and what; None of bytes ends the connection, None at all is silence."""
+        """(time, response); None as response ends the connection, None alone is silence."""
         return now + self.takes_s, answer()
 
 
 class Frozen(Server):
-    """Answers nothing from `start_s` to `end_s`, and then all of what came in between."""
+    """Stalls from `start_s` to `end_s`, then answers all requests that arrived in between."""
 
     def __init__(self, start_s: float, end_s: float) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Transport(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         now = self.loop.now
-        self.loop.server.seen.append((now, bytes(data)))
+        self.loop.server.received.append((now, bytes(data)))
         found = self.loop.server.reply(now, bytes(data), self.number)
         if found is not None:
             self.loop.call_at(found[0], self.comes, found[1])
@@ -176,7 +176,7 @@ class Transport(asyncio.Transport):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that never waits: when nothing is to do its time jumps to the next timer."""
+    """An event loop that never waits: when idle, its time jumps to the next timer."""
 
     def __init__(self, server: Server) -> None:
         self.now = 1000.0
@@ -186,8 +186,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         ask = selector.select
 
         def select(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            assert timeout is not None, "all wait for something that never comes"
-            self.now += timeout + 1e-9  # a turn takes a little: what is due a rounding error later comes too
+            assert timeout is not None, "deadlock: everything waits"
+            self.now += timeout + 1e-9  # a turn takes time: includes what is due a rounding error later
             return ask(0)
 
         cast(Any, selector).select = select
@@ -213,7 +213,7 @@ LoadRun = Callable[[Coroutine[Any, Any, Any], Server], Any]
 
 @contextlib.contextmanager
 def virtual(server: Server) -> Iterator[VirtualLoop]:
-    """A loop in whose time the generator runs."""
+    """An event loop that provides the generator's time."""
     loop = VirtualLoop(server)
     clock = SimpleNamespace(perf_counter=loop.time, process_time=time.process_time)
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(loop):
@@ -251,31 +251,31 @@ def figures(samples: Samples, mode: str = "open") -> Measurement:
 
 
 def test_a_server_stall_delays_every_request_that_arrives_during_it(virtually: LoadRun) -> None:
-    """Coordinated omission: 100 requests a second for 20 s, of which the server stands still for 2."""
-    seen = figures(virtually(open_(), Frozen(1009.02, 1011.02)))
-    assert seen.requests == seen.answered == 2000
-    assert seen.latency.p50_s == pytest.approx(0.005)
-    assert seen.latency.p95_s == pytest.approx(1.005, rel=0.02)
-    assert seen.latency.p99_s == pytest.approx(1.805, rel=0.02)
-    assert seen.latency.p999_s == pytest.approx(1.985, rel=0.02)
-    assert seen.throughput == pytest.approx(100, rel=0.001)
-    assert not seen.invalid
+    """Coordinated omission: 100 requests per second for 20 s, of which the server is stalled for 2 s."""
+    run = figures(virtually(open_(), Frozen(1009.02, 1011.02)))
+    assert run.requests == run.answered == 2000
+    assert run.latency.p50_s == pytest.approx(0.005)
+    assert run.latency.p95_s == pytest.approx(1.005, rel=0.02)
+    assert run.latency.p99_s == pytest.approx(1.805, rel=0.02)
+    assert run.latency.p999_s == pytest.approx(1.985, rel=0.02)
+    assert run.throughput == pytest.approx(100, rel=0.001)
+    assert not run.invalid
 
 
 def test_a_closed_loop_warns_that_it_cannot_see_stalls(virtually: LoadRun) -> None:
-    seen = figures(virtually(closed(concurrency=1, seconds=20.0), Frozen(1009.02, 1011.02)), "closed")
-    assert seen.latency.p99_s == pytest.approx(0.005)
-    assert seen.latency.max_s == pytest.approx(2.005, rel=0.02)
-    assert any("cannot see stalls: use --mode open" in caveat for caveat in seen.caveats)
+    run = figures(virtually(closed(concurrency=1, seconds=20.0), Frozen(1009.02, 1011.02)), "closed")
+    assert run.latency.p99_s == pytest.approx(0.005)
+    assert run.latency.max_s == pytest.approx(2.005, rel=0.02)
+    assert any("cannot see stalls: use --mode open" in caveat for caveat in run.caveats)
 
 
 def test_requests_leave_at_their_times_in_turn(virtually: LoadRun) -> None:
     server = Server()
     times = [0.0, 0.0, 0.001, 0.5, 0.5004, 1.25]
     samples = virtually(open_(times=times), server)
-    start = server.seen[0][0]
-    assert [at - start for at, _ in server.seen] == pytest.approx(times, abs=1e-6)
-    assert [request for _, request in server.seen] == [*REQUESTS, REQUESTS[0]]
+    start = server.received[0][0]
+    assert [at - start for at, _ in server.received] == pytest.approx(times, abs=1e-6)
+    assert [request for _, request in server.received] == [*REQUESTS, REQUESTS[0]]
     assert list(samples.intended_s) == times
     assert list(samples.number) == [0, 1, 2, 3, 4, 0]
     assert list(samples.status) == [200] * 6
@@ -308,9 +308,9 @@ def test_lateness_of_the_generator_counts_as_latency_and_invalidates_the_run(vir
     samples = virtually(open_(times=[n / 100 for n in range(100)], check=stumbles), Server())
     assert max(samples.late_s) > 0.5
     assert all(took > late for took, late in zip(samples.latency_s, samples.late_s, strict=True))
-    seen = figures(samples)
-    assert len(seen.invalid) == 1
-    assert "the generator was late" in seen.invalid[0]
+    run = figures(samples)
+    assert len(run.invalid) == 1
+    assert "the generator was late" in run.invalid[0]
 
 
 def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually: LoadRun) -> None:
@@ -320,7 +320,7 @@ def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually:
 
     samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], patience_s=2.0), Silent())
     assert list(samples.status) == [200, 200, TIMED_OUT, 200]
-    assert samples.latency_s[2] == pytest.approx(2.1), "it is known to take longer than it was waited for"
+    assert samples.latency_s[2] == pytest.approx(2.1), "the time waited"
     assert virtually.loop.now == pytest.approx(1000 + load_run.LEAD_S + 0.3 + 2.0)  # type: ignore[attr-defined]
     assert figures(samples).first_error == "timeout: no response 2 s after the last request"
 
@@ -333,7 +333,7 @@ FATES = st.one_of(st.just("silent"), st.just("ends"), st.sampled_from([200, 404,
 
 
 class Fated(Server):
-    """Does to the n-th request what was drawn: silence, an end of the connection, or a status, after a while."""
+    """Treats the n-th request as drawn: silence, end of the connection, or a status, after a delay."""
 
     def __init__(self, fates: list[tuple[float, Any]]) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ def test_every_request_has_its_own_latency_or_error(drawn: list[tuple[float, flo
 def test_every_client_sends_after_its_response(virtually: LoadRun) -> None:
     server = Server(0.010)
     samples = virtually(closed(concurrency=3, seconds=0.095), server)
-    assert len(server.seen) == 30, "ten times three, the last of them at 90 ms"
+    assert len(server.received) == 30, "ten times three, the last of them at 90 ms"
     assert list(samples.number) == [n % 5 for n in range(30)]
     assert list(samples.latency_s) == pytest.approx([0.010] * 30)
     assert samples.seconds == 0.095
@@ -381,7 +381,7 @@ def test_every_client_sends_after_its_response(virtually: LoadRun) -> None:
 def test_so_many_requests_are_sent_as_were_asked_for(virtually: LoadRun) -> None:
     samples = virtually(closed(at_least=7), Server(0.010))
     assert list(samples.status) == [200] * 7
-    assert samples.seconds == pytest.approx(0.030), "up to the last answer"
+    assert samples.seconds == pytest.approx(0.030), "until the last response"
     assert figures(samples, "closed").throughput == pytest.approx(7 / 0.030)
 
 
@@ -419,19 +419,19 @@ def test_an_unreachable_address_is_an_error_before_sending(virtually: LoadRun) -
 def test_the_first_error_is_stored_with_its_body(virtually: LoadRun) -> None:
     class Wrong(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return now + self.takes_s, answer(415, b"expected image/png, found %d" % len(self.seen) + b"!" * 1000)
+            return now + self.takes_s, answer(415, b"expected image/png, found %d" % len(self.received) + b"!" * 1000)
 
     samples = virtually(open_(times=[0.0, 0.1, 0.2]), Wrong())
     assert list(samples.status) == [415] * 3
     assert samples.first_error == (415, b"expected image/png, found 1" + b"!" * 473)
-    seen = figures(samples)
-    assert (seen.errors, seen.requests, seen.answered) == ({"415": 3}, 3, 0)
-    assert seen.first_error is not None
-    assert seen.first_error.startswith("415 Unsupported Media Type: expected image/png, found 1!")
+    run = figures(samples)
+    assert (run.errors, run.requests, run.answered) == ({"415": 3}, 3, 0)
+    assert run.first_error is not None
+    assert run.first_error.startswith("415 Unsupported Media Type: expected image/png, found 1!")
 
 
 class Dies(Server):
-    """Ends all connections that ask for something after a second, and takes no new ones."""
+    """Ends all connections that send a request after one second, and accepts no new ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ def test_a_run_ends_early_when_its_server_is_gone(virtually: LoadRun, work: Call
 def test_a_lost_connection_fails_its_own_request_only(virtually: LoadRun, work: Callable[[], Any]) -> None:
     class DiesOnce(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return now + self.takes_s, None if len(self.seen) == 3 else answer()
+            return now + self.takes_s, None if len(self.received) == 3 else answer()
 
     samples = virtually(work(), DiesOnce())
     assert sorted(samples.status) == [LOST] + [200] * 8
@@ -511,7 +511,7 @@ def test_an_answer_without_a_length_ends_with_its_connection(virtually: LoadRun,
 
 
 class Ending(Server):
-    """Ends the connection after the bytes of an answer."""
+    """Ends the connection after the bytes of a response."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__()
@@ -577,7 +577,7 @@ def test_cpu_time_before_a_run_does_not_count(virtually: LoadRun) -> None:
 def test_the_check_sees_every_response_and_marks_rejected_ones_wrong(virtually: LoadRun) -> None:
     class Counts(Server):
         def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return now + self.takes_s, answer(503 if len(self.seen) == 2 else 200, request[-1:])
+            return now + self.takes_s, answer(503 if len(self.received) == 2 else 200, request[-1:])
 
     seen: list[tuple[int, int, bytes]] = []
 
@@ -609,17 +609,17 @@ def test_a_cancelled_run_keeps_its_samples(virtually: LoadRun, loop: Any) -> Non
     assert len(samples.status) > 15
     assert set(samples.status[:-1]) == {200}
     assert samples.status[-1] == UNDER_WAY
-    seen = figures(samples)
-    assert (seen.requests, seen.errors) == (len(samples.status) - 1, {})
-    assert any("1 requests under way" in text for text in seen.caveats)
+    run = figures(samples)
+    assert (run.requests, run.errors) == (len(samples.status) - 1, {})
+    assert any("1 requests under way" in text for text in run.caveats)
 
 
 def test_progress_is_reported_during_the_run(virtually: LoadRun) -> None:
-    told: list[tuple[float, int]] = []
-    virtually(open_(times=[n / 10 for n in range(10)], on_progress=lambda s, n: told.append((s, n))), Server())
-    assert len(told) == 9
-    assert told == sorted(told)
-    assert told[-1] == (pytest.approx(0.88), 9)
+    reported: list[tuple[float, int]] = []
+    virtually(open_(times=[n / 10 for n in range(10)], on_progress=lambda s, n: reported.append((s, n))), Server())
+    assert len(reported) == 9
+    assert reported == sorted(reported)
+    assert reported[-1] == (pytest.approx(0.88), 9)
 
 
 def test_more_clients_than_files_may_be_open_are_refused(virtually: LoadRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,7 +628,7 @@ def test_more_clients_than_files_may_be_open_are_refused(virtually: LoadRun, mon
     monkeypatch.setattr(load_run.resource, "setrlimit", lambda _, given: limits.append(given))
     with pytest.raises(ConfigError, match="5000 connections need as many open files; the limit is 1024"):
         virtually(closed(concurrency=5000, seconds=1.0), Server())
-    assert limits[-1] == (1024, 1024), "raised as far as it may be"
+    assert limits[-1] == (1024, 1024), "raised as far as allowed"
     monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: (9000, 9000))
     with pytest.raises(ConfigError, match="8001 connections: expected at most 8000 per generator"):
         virtually(closed(concurrency=8001, seconds=1.0), Server())
@@ -656,7 +656,7 @@ def test_an_open_loop_without_requests_or_times_is_refused() -> None:
 
 
 async def in_pieces(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Echoes bodies: an interim answer first, then a chunked one, byte by byte at its seams."""
+    """Echoes bodies: first an interim response, then a chunked one, split at its boundaries."""
     try:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")

@@ -8,7 +8,7 @@ from penstock.perf.bench.slo import Slo, parse_slo
 
 
 class Fake:
-    """A server that is a function from the load to what is measured; keeps the loads that came."""
+    """A server as a function from load to measurement; records the loads."""
 
     def __init__(self, answer: Callable[[Load], Measurement]) -> None:
         self.answer = answer
@@ -22,7 +22,9 @@ class Fake:
         return [text async for text in run_plan(plan, parse_slo(slo) if slo else Slo(), self.measure)]
 
 
-def seen(load: Load, throughput: float, p99_s: float | None = 0.01, errors: int = 0, invalid: str = "") -> Measurement:
+def measured(
+    load: Load, throughput: float, p99_s: float | None = 0.01, errors: int = 0, invalid: str = ""
+) -> Measurement:
     return Measurement(
         load=load,
         requests=1000,
@@ -35,13 +37,13 @@ def seen(load: Load, throughput: float, p99_s: float | None = 0.01, errors: int 
 
 
 def queue(ceiling: float, service_s: float = 0.01) -> Callable[[Load], Measurement]:
-    """A server whose p99 grows without bound as the rate nears its ceiling; one client gets an answer in service_s."""
+    """A server whose p99 grows without bound near its maximum rate; a single client gets a response in service_s."""
 
     def answer(load: Load) -> Measurement:
         if load.mode == "closed":
-            return seen(load, min(ceiling, load.concurrency / service_s))
+            return measured(load, min(ceiling, load.concurrency / service_s))
         busy = load.rate / ceiling
-        return seen(load, min(load.rate, ceiling), service_s / (1 - busy) if busy < 1 else 60.0)
+        return measured(load, min(load.rate, ceiling), service_s / (1 - busy) if busy < 1 else 60.0)
 
     return answer
 
@@ -104,7 +106,7 @@ async def test_a_ramp_whose_first_rate_is_too_high_goes_down() -> None:
 
 
 async def test_a_ramp_ends_if_no_rate_holds_and_says_why() -> None:
-    fake = Fake(lambda load: seen(load, 1.0, errors=500))
+    fake = Fake(lambda load: measured(load, 1.0, errors=500))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(64,)), "p99<=100ms")
     assert text == "no knee: 1/s is already too much: 50.0% errors"
 
@@ -124,13 +126,13 @@ async def test_ramp_steps_last_until_the_percentile_has_enough_samples() -> None
 
 
 async def test_a_ramp_ends_at_the_limit_of_the_generator_without_a_knee() -> None:
-    fake = Fake(lambda load: seen(load, load.rate, invalid="late" if load.rate > 200 else ""))
+    fake = Fake(lambda load: measured(load, load.rate, invalid="late" if load.rate > 200 else ""))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100,)), "p99<=100ms")
     assert text == "where it breaks is not known: 150/s hold p99<=100ms; more cannot be measured, see INVALID"
 
 
 async def test_a_ramp_without_samples_for_its_percentile_names_no_knee() -> None:
-    fake = Fake(lambda load: seen(load, load.rate, None))
+    fake = Fake(lambda load: measured(load, load.rate, None))
     (text,) = await fake.run(LoadPlan(mode="ramp", rates=(64,)), "p99<=100ms")
     assert text == "no knee: 1,000 good responses at 64/s are too few to judge p99<=100ms"
     assert len(fake.loads) == 1
@@ -145,21 +147,21 @@ async def test_clients_double_until_that_gains_nothing_twice() -> None:
 
 async def test_one_step_without_a_gain_is_not_the_end() -> None:
     steps = {1: 100.0, 2: 101.0, 4: 190.0, 8: 191.0, 16: 192.0}
-    fake = Fake(lambda load: seen(load, steps[load.concurrency]))
+    fake = Fake(lambda load: measured(load, steps[load.concurrency]))
     (text,) = await fake.run(LoadPlan(mode="saturate"))
     assert "saturates at 4 clients: 190/s" in text
 
 
 async def test_clients_that_get_errors_do_not_count() -> None:
-    fake = Fake(lambda load: seen(load, 100.0 * load.concurrency, errors=500 if load.concurrency > 4 else 0))
+    fake = Fake(lambda load: measured(load, 100.0 * load.concurrency, errors=500 if load.concurrency > 4 else 0))
     assert await fake.run(LoadPlan(mode="saturate")) == ["saturates at 4 clients: 400/s; more clients get errors"]
-    fake = Fake(lambda load: seen(load, 1.0, errors=500))
+    fake = Fake(lambda load: measured(load, 1.0, errors=500))
     (text,) = await fake.run(LoadPlan(mode="saturate", concurrency=(8,)))
     assert text == "no throughput: already 8 clients get more than 1% errors"
 
 
 async def test_a_generator_that_is_too_slow_saturates_nothing() -> None:
-    fake = Fake(lambda load: seen(load, 100.0 * load.concurrency, invalid="cpu" if load.concurrency > 2 else ""))
+    fake = Fake(lambda load: measured(load, 100.0 * load.concurrency, invalid="cpu" if load.concurrency > 2 else ""))
     (text,) = await fake.run(LoadPlan(mode="saturate"))
     assert text == "where it saturates is not known: 2 clients get 200/s; more cannot be measured, see INVALID"
 
@@ -177,7 +179,7 @@ async def test_a_step_that_was_disturbed_is_run_once_more() -> None:
         key = load.rate or load.concurrency
         invalid = "late" if key in disturbed else ""
         disturbed.discard(key)
-        return seen(load, min(400.0, load.rate or 100.0 * load.concurrency), invalid=invalid)
+        return measured(load, min(400.0, load.rate or 100.0 * load.concurrency), invalid=invalid)
 
     fake = Fake(answer)
     assert "knee: 200/s" in (await fake.run(LoadPlan(mode="ramp", rates=(100, 200)), "p99<=100ms"))[0]

@@ -60,8 +60,8 @@ def test_values_of_secret_names_are_hidden(text: str, kept: str) -> None:
 
 def test_the_command_line_is_stored_without_its_secrets() -> None:
     words = ["bench", "app.py:My Model", "--option", "api_key=t0 p, x", "--option=db.password=t0=p", "--set", "a.key="]
-    told = "penstock bench 'app.py:My Model' --option 'api_key=***' '--option=db.password=***' --set a.key="
-    assert command_line([*words, "--token-file", "f"]) == f"{told} --token-file f"
+    expected = "penstock bench 'app.py:My Model' --option 'api_key=***' '--option=db.password=***' --set a.key="
+    assert command_line([*words, "--token-file", "f"]) == f"{expected} --token-file f"
 
 
 def test_bytes_that_are_not_text_are_escaped() -> None:

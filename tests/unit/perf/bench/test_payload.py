@@ -61,14 +61,14 @@ def test_missing_empty_or_invalid_data_is_reported_with_its_place(tmp_path: Path
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.jsonl").write_text('{"a": 1}\n{"a":\n')
     (tmp_path / "latin.jsonl").write_bytes(b'"\xe9"\n')
-    for name, told in [
+    for name, expected in [
         ("none.png", "no such file"),
         ("empty", "contains no files"),
         ("empty.jsonl", "has no lines"),
         ("broken.jsonl", "line 2"),
         ("latin.jsonl", "line 1: not JSON"),
     ]:
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=expected):
             payloads(str(tmp_path / name), target())
 
 
@@ -81,7 +81,7 @@ def test_payloads_that_exceed_the_memory_limit_are_refused_or_fewer(
     assert len(payloads(str(tmp_path / "a.txt"), target())) == 1
     with pytest.raises(ConfigError, match="give fewer"):
         payloads(str(tmp_path), target())
-    assert len(payloads("random", target(IMAGE))) == 3  # of 48 KiB and a head
+    assert len(payloads("random", target(IMAGE))) == 3  # of 48 KiB and a header
     monkeypatch.setattr(payload, "MOST_BYTES", 40_000)
     assert len(payloads("random", target(IMAGE))) == 1
     with pytest.raises(ConfigError, match="give fewer"):
@@ -98,7 +98,7 @@ def test_random_tensors_fit_what_the_model_declares_and_differ() -> None:
     )
     found = payloads("random", target(*specs))
     assert len(found) == HOW_MANY == len({p.body for p in found})
-    assert {p.path for p in found} == {"/v2/models/m/infer"}  # the native route knows no names
+    assert {p.path for p in found} == {"/v2/models/m/infer"}  # the native route has no names of inputs
     codec = OipJsonCodec("m", "1", ModelMetadata("m", "1", inputs=specs))
     value, _ = codec.decode(Item(found[0].body, content_type=found[0].content_type, codec="oip_json"))
     assert {name: (array.dtype.name, array.shape) for name, array in value.items()} == {

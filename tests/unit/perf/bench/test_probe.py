@@ -38,12 +38,12 @@ def test_stats_cover_one_model_in_all_versions_between_two_pages() -> None:
     observer.on_complete(batch(3, (0.01, 0.1, 0.02)))
     observer.on_complete(batch(1, (0.03, 0.3, 0.02), version="2"))
     observer.on_complete(batch(9, (9.0, 9.0, 9.0), model="other"))
-    told = between(before, shown(observer))
-    assert told["queue_s"] == pytest.approx(0.004)
-    assert (told["preprocess_s"], told["run_s"], told["postprocess_s"]) == pytest.approx((0.02, 0.2, 0.02))
-    assert told["mean_batch"] == 2
-    assert told["batches"] == {"4": 1, "1": 1}
-    assert list(told["batches"]) == ["1", "4"]
+    stats = between(before, shown(observer))
+    assert stats["queue_s"] == pytest.approx(0.004)
+    assert (stats["preprocess_s"], stats["run_s"], stats["postprocess_s"]) == pytest.approx((0.02, 0.2, 0.02))
+    assert stats["mean_batch"] == 2
+    assert stats["batches"] == {"4": 1, "1": 1}
+    assert list(stats["batches"]) == ["1", "4"]
 
 
 def test_percentiles_lie_between_the_bounds_of_their_bucket() -> None:
@@ -51,9 +51,9 @@ def test_percentiles_lie_between_the_bounds_of_their_bucket() -> None:
     before = shown(observer)
     for _ in range(100):
         observer.on_complete(batch(1, None))
-    told = between(before, shown(observer))
-    assert told["worker_at_s"] == pytest.approx({"p50": 0.175, "p90": 0.235, "p99": 0.2485})  # from 0.1 to 0.25
-    assert told["queue_at_s"] == pytest.approx(
+    stats = between(before, shown(observer))
+    assert stats["worker_at_s"] == pytest.approx({"p50": 0.175, "p90": 0.235, "p99": 0.2485})  # from 0.1 to 0.25
+    assert stats["queue_at_s"] == pytest.approx(
         {"p50": 0.00375, "p90": 0.00475, "p99": 0.004975}
     )  # from 0.0025 to 0.005
 
@@ -68,25 +68,25 @@ def test_a_model_without_stages_is_timed_as_a_whole() -> None:
     observer = PrometheusObserver()
     before = shown(observer)
     observer.on_complete(batch(1, None))
-    told = between(before, shown(observer))
-    assert told["run_s"] == pytest.approx(0.2)
-    assert not told.keys() & {"preprocess_s", "postprocess_s"}
+    stats = between(before, shown(observer))
+    assert stats["run_s"] == pytest.approx(0.2)
+    assert not stats.keys() & {"preprocess_s", "postprocess_s"}
 
 
 def test_values_beyond_the_last_bound_stand_at_it() -> None:
     observer = PrometheusObserver()
     before = shown(observer)
     observer.on_complete(batch(5000, None))
-    told = between(before, shown(observer))
-    assert told["batches"] == {"2048": 1}
+    stats = between(before, shown(observer))
+    assert stats["batches"] == {"2048": 1}
     inf = 'penstock_run_seconds_bucket{model="m",le="1"} 0\npenstock_run_seconds_bucket{le="+Inf"} 100\n'
     assert between(MetricsPage(), read_page(inf, "m"))["worker_at_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
 
 
-@pytest.mark.parametrize(("count", "told"), [(1, []), (2, ["p50"]), (10, ["p50", "p90"]), (99, ["p50", "p90"])])
-def test_a_quantile_needs_enough_values(count: int, told: list[str]) -> None:
+@pytest.mark.parametrize(("count", "expected"), [(1, []), (2, ["p50"]), (10, ["p50", "p90"]), (99, ["p50", "p90"])])
+def test_a_quantile_needs_enough_values(count: int, expected: list[str]) -> None:
     page = read_page(f'penstock_queue_seconds_bucket{{le="1"}} {count}\n', "m")
-    assert list(between(MetricsPage(), page).get("queue_at_s", {})) == told
+    assert list(between(MetricsPage(), page).get("queue_at_s", {})) == expected
 
 
 def test_a_server_that_restarted_yields_nothing() -> None:
@@ -119,9 +119,9 @@ QueueTime{Level="Host",Hostname="h",} 7.0 1767225600000
 def test_torchserve_stats_use_its_counters_and_its_last_batch() -> None:
     before, after = (read_page(TORCHSERVE % values, "m") for values in (("1000.0", 4, 9), ("1.0E4", 6, 10)))
     assert between(before, after) == pytest.approx({"queue_s": 0.003, "run_s": 0.0125})
-    assert between(after, after)["queue_s"] == pytest.approx(0.007)  # without counters its last request must do
+    assert between(after, after)["queue_s"] == pytest.approx(0.007)  # without counters the last request is used
     requests = [read_page(f"ts_inference_requests_total {count}\n", "m") for count in (1, 2)]
-    assert between(*requests) == {}  # a wait that is not told is not 0
+    assert between(*requests) == {}  # an unknown wait is not 0
 
 
 def test_an_invalid_metrics_page_yields_nothing() -> None:
@@ -143,7 +143,7 @@ def target(**more: Any) -> Target:
 
 
 class FakeGpus:
-    """A GPU that is ever busier."""
+    """A GPU with increasing load."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -164,13 +164,13 @@ async def watched(probe: ServerProbe) -> Any:
 
 def test_processes_and_gpus_are_sampled_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Gpus", FakeGpus)
-    used_s = iter([10.0, 12.0])  # the kernel counts in hundredths, and this run is shorter
+    used_s = iter([10.0, 12.0])  # the kernel counts in hundredths of a second; this run is shorter
     monkeypatch.setattr(module, "_cpu_s", lambda processes: next(used_s) if processes else 0.0)
     clock = iter(range(50, 100))
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
     probe = ServerProbe(target(pids=(os.getpid(),)))
     side = asyncio.run(watched(probe))
-    assert side.cpu == pytest.approx(2 / 6)  # started, four looks, stopped
+    assert side.cpu == pytest.approx(2 / 6)  # start, four samples, stop
     assert len(probe.memory) >= 3
     assert side.memory_bytes == max(held for _, held in probe.memory) > 2**20
     assert [at for at, _ in probe.memory] == sorted(at for at, _ in probe.memory)
@@ -179,12 +179,12 @@ def test_processes_and_gpus_are_sampled_during_the_run(monkeypatch: pytest.Monke
         "0 H",
         5000,
         9000,
-    )  # the last of five looks, one of them before the run
+    )  # the last of five samples, one of them before the run
     assert gpu.utilization == pytest.approx((0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
 
 
 class Process:
-    """A server that had used 10 s, and has one worker more at each look; all of them grow by 1000 bytes a look."""
+    """A server with 10 s of CPU time that gains a worker per sample; each process grows by 1000 bytes per sample."""
 
     looks = 0
 
@@ -237,7 +237,7 @@ def test_a_server_without_visible_data_has_no_stats(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "Gpus", FakeGpus)
     assert asyncio.run(watched(ServerProbe(target()))) is None
     assert asyncio.run(watched(ServerProbe(target(metrics=HERE)))) is None
-    none_such = 2**22 + 1  # beyond what Linux gives
+    none_such = 2**22 + 1  # above the highest pid of Linux
     side = asyncio.run(watched(ServerProbe(target(metrics=HERE, pids=(none_such,)))))
     assert (side.cpu, side.memory_bytes, len(side.gpus)) == (None, None, 1)
 

@@ -79,9 +79,9 @@ def test_a_browser_shows_the_page(folder: Path, tmp_path: Path) -> None:
     command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}", page.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     image = pytest.importorskip("PIL.Image")
-    with image.open(shot) as seen:
-        counts = dict((colour, count) for count, colour in seen.convert("RGB").getcolors(1 << 24))
-    assert counts[(0x0B, 0x6C, 0xB8)] > 500, "no line of a plot in the page's first colour"
+    with image.open(shot) as picture:
+        counts = dict((colour, count) for count, colour in picture.convert("RGB").getcolors(1 << 24))
+    assert counts[(0x0B, 0x6C, 0xB8)] > 500, "no line in the page's first colour"
     assert counts[(0x0A, 0x7A, 0x3D)] > 50, "no mark of a good verdict"
 
 
@@ -140,7 +140,7 @@ def test_a_search_without_measurements_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"chosen": "batch=1,instances=1"}, "That is the default: no other settings are better."),
         ({"gain": None}, "is not known to meet the SLO at any rate, so the gain is unknown."),
@@ -148,9 +148,9 @@ def test_a_search_without_measurements_says_so() -> None:
         ({"gain": -0.02, "interval": (-0.04, 0.01)}, "-2.0 %, between -4.0 % and +1.0 % (95 %)."),
     ],
 )
-def test_the_gain_is_reported_if_known(change: dict[str, object], told: str) -> None:
+def test_the_gain_is_reported_if_known(change: dict[str, object], expected: str) -> None:
     verdict = Verdict(**({name: getattr(VERDICT, name) for name in VERDICT.__struct_fields__} | change))
-    assert told in markdown(compose(ORIGIN, [], verdict))
+    assert expected in markdown(compose(ORIGIN, [], verdict))
 
 
 def test_the_results_of_all_settings_form_a_table() -> None:

@@ -71,8 +71,8 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, change: dict[str, ob
 
 def test_a_folder_of_another_schema_is_refused(tmp_path: Path) -> None:
     Results.open(tmp_path, ORIGIN).close()
-    told = json.loads((tmp_path / RUN).read_text()) | {"schema": 99, "slo": {"new": "shape"}}
-    (tmp_path / RUN).write_text(json.dumps(told))
+    content = json.loads((tmp_path / RUN).read_text()) | {"schema": 99, "slo": {"new": "shape"}}
+    (tmp_path / RUN).write_text(json.dumps(content))
     for use in (lambda: read(tmp_path), lambda: Results.open(tmp_path, ORIGIN, resume=True)):
         with pytest.raises(ConfigError, match=r"results of schema 99, this penstock \(.*\) reads 1; measure again"):
             use()
@@ -93,7 +93,7 @@ def test_a_folder_with_other_content_is_not_written_to(tmp_path: Path) -> None:
 
 
 def test_records_without_a_run_file_are_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / RECORDS).touch()  # as a start leaves it that was killed at once
+    (tmp_path / RECORDS).touch()  # left by a start that was killed immediately
     with Results.open(tmp_path, ORIGIN) as results:
         results.append(measured(50.0))
     (tmp_path / RUN).unlink()
@@ -171,10 +171,10 @@ def test_a_run_that_is_killed_loses_at_most_the_measurement_at_work(tmp_path: Pa
         for _ in range(20):
             writer.stdout.readline()
         writer.kill()
-        told = [19, *map(int, writer.stdout.read().split())]
+        synced = [19, *map(int, writer.stdout.read().split())]
     kept = [m.repeat for m in read(tmp_path)[1]]
     assert kept == list(range(len(kept)))
-    assert len(kept) in (told[-1] + 1, told[-1] + 2)
+    assert len(kept) in (synced[-1] + 1, synced[-1] + 2)
     with Results.open(tmp_path, Origin(command="bench"), resume=True) as results:
         assert len(results.measurements) == len(kept)
 
@@ -201,7 +201,7 @@ def test_a_failed_write_keeps_earlier_measurements(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     kept, in_memory, *words = done.stdout.split()
     assert " ".join(words).startswith("the limit on file sizes is reached")
-    assert int(in_memory) == int(kept) + 1  # the one that could not be written can still be told
+    assert int(in_memory) == int(kept) + 1  # the one that could not be written is still printed
     content = (tmp_path / RECORDS).read_bytes()
     assert content.endswith(b"\n")
     assert [m.repeat for m in read(tmp_path)[1]] == list(range(int(kept)))
@@ -225,7 +225,7 @@ def no_room(_: int) -> None:
 
 
 class Full:
-    """A file on a disk with room for so many bytes more."""
+    """A file on a disk with space for `room` more bytes."""
 
     def __init__(self, file: object, room: int) -> None:
         self._file, self.room = file, room
@@ -269,10 +269,10 @@ def test_the_summary_has_the_servers_side_if_known() -> None:
     side = ServerStats(
         queue_s=0.1, preprocess_s=0.2, run_s=0.3, postprocess_s=0.4, mean_batch=5.5, cpu=1.5, memory_bytes=9
     )
-    told, untold = csv.DictReader(summary([measured(50.0, server=side), measured(60.0)]).splitlines())
+    known, unknown = csv.DictReader(summary([measured(50.0, server=side), measured(60.0)]).splitlines())
     names = ("queue_s", "preprocess_s", "run_s", "postprocess_s", "mean_batch", "cpu_cores", "memory_bytes")
-    assert [told[name] for name in names] == ["0.1", "0.2", "0.3", "0.4", "5.5", "1.5", "9"]
-    assert [untold[name] for name in names] == [""] * 7
+    assert [known[name] for name in names] == ["0.1", "0.2", "0.3", "0.4", "5.5", "1.5", "9"]
+    assert [unknown[name] for name in names] == [""] * 7
 
 
 def test_a_machine_is_busy_with_more_work_than_half_its_cores_do() -> None:

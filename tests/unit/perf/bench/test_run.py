@@ -24,7 +24,7 @@ Answer = Callable[[int], tuple[int, bytes]]
 
 
 class Scripted:
-    """A server in this loop that answers each request as it is told, by its number."""
+    """A server on this loop that answers each request by its number."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -73,7 +73,7 @@ async def scripted(answer: Answer = lambda number: (200, b"ok")) -> AsyncIterato
         yield server
     finally:
         server.close()
-        await asyncio.sleep(0.01)  # its connections see it
+        await asyncio.sleep(0.01)  # lets its connections notice
 
 
 CLOSED = Load(mode="closed", concurrency=2, requests=50)
@@ -123,7 +123,7 @@ async def test_a_trace_is_replayed_at_its_own_times(tmp_path: Path) -> None:
         longer = await measure(server.target, server.requests, whole, warm_s=0)
         beginning = await measure(server.target, server.requests, structs.replace(load, seconds=0.02), warm_s=0)
     assert run.requests == longer.requests == 30
-    assert run.seconds == longer.seconds == pytest.approx(0.06), "it is over then, whatever was asked for"
+    assert run.seconds == longer.seconds == pytest.approx(0.06), "it ends with the trace, whatever the duration"
     assert (beginning.requests, beginning.seconds) == (10, 0.02)
 
 
@@ -139,7 +139,7 @@ async def test_the_warm_up_sends_the_load_until_it_is_settled_and_counts_none_of
         before = server.asked
         seldom = Load(mode="open", rate=2, seconds=0.2, arrival="constant", connections=1)
         await measure(server.target, server.requests, seldom, warm_s=0.2)
-    assert server.asked - before == 1 + 1 + 1, "as long as was asked for, be it for one request"
+    assert server.asked - before == 1 + 1 + 1, "for the given time, even with one request"
 
 
 @pytest.mark.parametrize(("rate", "slice_s"), [(1000, 0.5), (5, 2.0), (0.1, 10.0)])
@@ -234,7 +234,7 @@ async def test_a_model_that_slows_down_is_flagged(monkeypatch: pytest.MonkeyPatc
     async with scripted(lambda number: (503 if number == 30 else 200, b"ok")) as server:
         load = Load(mode="closed", concurrency=3, requests=60)
         run = await measure(server.target, server.requests, load, warm_s=0)
-    assert "slower from 53 latencies" in run.caveats, "good ones, after the clients' start"
+    assert "slower from 53 latencies" in run.caveats, "good responses, after the clients' start"
 
 
 async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ MIB = 2**20
 
 
 class Slices:
-    """Runs of load in virtual time, with the speeds that are given (the last one for ever)."""
+    """Runs in virtual time with the given speeds, repeating the last one."""
 
     def __init__(self, *speeds: float, each_s: float | None = None) -> None:
         self.now, self.ran, self._speeds, self._each_s = 0.0, [], list(speeds), each_s
@@ -355,13 +355,13 @@ def test_a_leak_is_flagged_with_its_pace() -> None:
     "megabytes",
     [
         [500.0] * 30,
-        [500 + 0.1 * i for i in range(30)],  # 3 MiB: less than an allocator's own
+        [500 + 0.1 * i for i in range(30)],  # 3 MiB: normal for an allocator
         [5000 + 2 * i for i in range(30)],  # 1 % of it
-        [500.0] * 5 + [700.0] * 25,  # a buffer that is made once
-        [500 + 200 * (1 - 0.7**i) for i in range(30)],  # a cache that fills
+        [500.0] * 5 + [700.0] * 25,  # a buffer allocated once
+        [500 + 200 * (1 - 0.7**i) for i in range(30)],  # a cache that fills up
         [500 + 100 * (i % 2) for i in range(30)],
         [1000 - 10 * i for i in range(30)],
-        [500 + 100 * i for i in range(8)],  # too short to tell
+        [500 + 100 * i for i in range(8)],  # too short for a trend
     ],
 )
 def test_memory_that_does_not_leak_is_not_flagged(megabytes: list[float]) -> None:

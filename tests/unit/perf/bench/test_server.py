@@ -17,7 +17,7 @@ Paragraph = Callable[[bytes], Endpoint]
 
 @pytest.fixture
 def says() -> Iterator[Paragraph]:
-    """`says(answer)` is a server that answers each request with these bytes and hangs up; b"-": never.
+    """`says(answer)` starts a server that answers each request with these bytes and closes; b"-": never.
 
     After b"..." it goes on with dots, for ever.
     """
@@ -81,8 +81,8 @@ def test_failed_requests_have_distinct_errors(says: Paragraph) -> None:
         fetch(says(b"HTTP/1.1 200 OK\r\n\r\n..."), "GET", "/", timeout_s=0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        nobody = Endpoint("127.0.0.1", free.getsockname()[1])
-        for look in (lambda: fetch(nobody, "GET", "/"), lambda: check_reachable(nobody)):
+        unused = Endpoint("127.0.0.1", free.getsockname()[1])
+        for look in (lambda: fetch(unused, "GET", "/"), lambda: check_reachable(unused)):
             with pytest.raises(Unreachable, match="cannot connect"):
                 look()
     with pytest.raises(Unreachable, match="is not a valid host name"):

@@ -37,8 +37,8 @@ BROKEN = Measurement(
 
 def test_a_run_is_a_row_with_latencies_in_milliseconds_and_na_where_samples_are_too_few() -> None:
     heading, row = rows([RUN])
-    told = dict(zip(heading, row, strict=True))
-    assert told == {
+    cells = dict(zip(heading, row, strict=True))
+    assert cells == {
         "load": "8 clients",
         "good/s": "1,234.6",
         "mean ms": "6",

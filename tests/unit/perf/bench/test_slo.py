@@ -1,4 +1,4 @@
-"""SLOs of several parts: what a single request may take."""
+"""SLOs with several objectives: the latency limit of goodput."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_bootstrap_intervals_of_five_values_have_their_coverage() -> None:
         values = np.random.default_rng(seed).normal(1.0, 0.1, 5)
         low, high = bootstrap([values], lambda drawn: drawn.mean(axis=1), seed=seed)
         held += low <= 1.0 <= high
-    assert held >= 180  # 190 expected; the plain percentile bootstrap holds in about 165
+    assert held >= 180  # 190 expected; the plain percentile bootstrap reaches about 165
 
 
 def test_bootstrap_of_two_sides_and_again_with_the_same_seed() -> None:

@@ -1,4 +1,4 @@
-"""What a suite needs is looked up before its first run: archives, inputs, GPUs; and a mistake names file and line."""
+"""Archives, inputs and GPUs are checked before the first run; a mistake names file and line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def case(folder: Path, url: str = "m.mar", **more: object) -> SuiteCase:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a YAML, with an archive, an application and an input beside it."""
+    """The folder of a YAML file with an archive, an application and an input."""
     for name in ("m.mar", "m.tar.gz", "m.tgz", "cat.jpg", "app.py", "net.onnx"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "store" / "folder").mkdir(parents=True)
@@ -104,7 +104,7 @@ def test_the_input_is_found_and_required_for_an_archive(folder: Path, monkeypatc
         data(SuiteOptions(), input="cow.jpg")
     with pytest.raises(
         ConfigError, match=r"--data cat.jpg: no such file or folder"
-    ):  # what is typed is found from here
+    ):  # the command line is relative to the working directory
         data(SuiteOptions(data="cat.jpg"))
     for archive in ("m.mar", "m.tar.gz", "m.tgz", "store/folder"):
         with pytest.raises(ConfigError, match="m e has no input, and an archive has no example; give --data"):
@@ -146,7 +146,7 @@ def test_another_archive_of_the_same_name_is_another_suite(folder: Path) -> None
 
 
 class Management:
-    """In place of a TorchServe's management; it says what it was asked for, but for what `other` tells."""
+    """Replaces TorchServe's management API; it reports the requested settings, overridden by `other`."""
 
     def __init__(self, **other: Any) -> None:
         self.other = other
@@ -161,7 +161,7 @@ class Management:
         return Reply(200, msgspec.json.encode([given | {"workers": workers} | self.other]))
 
 
-DELAY = "max_batch_delay"  # TorchServe's suite says batch_delay, which its server does not know
+DELAY = "max_batch_delay"  # TorchServe's suite uses batch_delay, which its server ignores
 HERE = Endpoint("h", 1)
 
 

@@ -1,4 +1,4 @@
-"""The suite's table: TorchServe's columns in their order, medians of repeats, and nothing where nothing is known."""
+"""The suite's table: TorchServe's columns in order, medians of repeats, and empty cells for unknown figures."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_repeat_that_was_invalid_does_not_count_with_the_others() -> None:
 
 
 def judged(*clauses: bool | None) -> list[SuiteRow]:
-    """A row whose repeats kept the SLO, missed it, or cannot tell; and one INVALID repeat."""
+    """A row whose repeats met the SLO, missed it, or are too short; and one INVALID repeat."""
     runs = [measured(SINGLE.label, 100.0, slo=[ObjectiveResult(text="p99<=1s", value=0.1, met=met)]) for met in clauses]
     return rows_of([SINGLE], [*runs, measured(SINGLE.label, 5.0, invalid=["overloaded"])])
 

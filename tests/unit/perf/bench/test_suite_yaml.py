@@ -1,4 +1,4 @@
-"""The files of the benchmark suite: the guide's own is read whole, and every mistake is told with its line."""
+"""The files of the benchmark suite: the guide's example is read unchanged; mistakes are reported with their line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_template_names_the_files_and_picks_the_hardware(tmp_path: Path) -> No
         "benchmark_engine ab",
     ]
     (case,), _ = read(tmp_path, 'models: ["model.yaml"]\n')
-    assert case.processors == (Processor(),), "cpu, when it says nothing"
+    assert case.processors == (Processor(),), "cpu by default"
 
 
 def test_ignored_keys_are_noted(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_model_without_the_templates_hardware_is_left_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("processors", "found"),
     [
         ("cpu", [0]),
         ("{gpus: all}", ["all"]),
@@ -104,8 +104,8 @@ def test_a_model_without_the_templates_hardware_is_left_out(tmp_path: Path) -> N
         ("[[gpus]]", r"processors: \['gpus'\], expected"),
     ],
 )
-def test_processors_are_the_cpu_all_gpus_or_some(tmp_path: Path, said: str, found: list[int | str] | str) -> None:
-    text = f"m:\n  e:\n    url: a.mar\n    processors: {said}\n"
+def test_processors_are_the_cpu_all_gpus_or_some(tmp_path: Path, processors: str, found: list[int | str] | str) -> None:
+    text = f"m:\n  e:\n    url: a.mar\n    processors: {processors}\n"
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=f"models.yaml:4: found m.e: .*{found}"):
             read(tmp_path, text)

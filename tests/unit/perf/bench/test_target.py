@@ -31,7 +31,7 @@ TORCHSERVE: Pages = {"/ping": {"status": "Healthy"}}
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`serve(pages, management)` stands for a server on far.example:8080: what is no JSON of it answers 404."""
+    """`serve(pages, management)` fakes a server on far.example:8080: any other page answers 404."""
 
     def fake(pages: Pages | None, management: Pages | None = None, prefix: str = "") -> None:
         def fetch(endpoint: Endpoint, method: str, path: str, *_: object, **__: object) -> Reply:
@@ -125,9 +125,9 @@ def test_an_unreachable_server_is_an_error(serve: Callable[..., None]) -> None:
     for text in (FAR, f"{FAR}/predictions/digits", f"{FAR}/my/route"):
         with pytest.raises(Unreachable, match=r"far\.example:8080: cannot connect"):
             opened(text)
-    with pytest.raises(Unreachable, match="taken as a model name") as told:
+    with pytest.raises(Unreachable, match="taken as a model name") as raised:
         opened("digits")
-    assert "app.py:Model" in str(told.value)
+    assert "app.py:Model" in str(raised.value)
 
 
 def test_an_unknown_torchserve_model_suggests_the_closest_name(serve: Callable[..., None]) -> None:
@@ -191,7 +191,7 @@ def test_a_torchserve_is_asked_for_its_workers(serve: Callable[..., None]) -> No
     serve(TORCHSERVE, {**models, "/models/bern": (404, {})})
     with pytest.raises(ModelNotFound, match="did you mean 'bert'"):
         opened("http://127.0.0.1:8080/predictions/bern")
-    serve(TORCHSERVE)  # far away, its management API is not there to be asked
+    serve(TORCHSERVE)  # on another host, its management API is not visible
     assert opened(f"{FAR}/predictions/bert").model == "bert"
     with pytest.raises(ConfigError, match="does not list its models; choose one with --model"):
         opened(FAR)
@@ -218,7 +218,7 @@ def test_something_to_serve_is_distinguished_from_a_model_name() -> None:
 
 
 class Served:
-    """Stands for ServerProcess: notes its words, and serves nothing."""
+    """Replaces ServerProcess: records its arguments and serves nothing."""
 
     words: tuple[str, ...] = ()
     pid = 1
