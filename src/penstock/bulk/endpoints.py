@@ -152,7 +152,7 @@ class EndpointHealth:
         if not isinstance(error, (*LATER, *AGAIN)):  # a proper answer: the fault is in the chunk
             self.succeeded()
             return
-        resting = _time() < endpoint.resting_until_s
+        resting = loop_time() < endpoint.resting_until_s
         endpoint.failures += not resting  # requests in flight together count once
         if isinstance(error, LATER):
             self._note_silence(error)
@@ -174,14 +174,14 @@ class EndpointHealth:
             probe.cancel()
 
     def _rest(self, endpoint: ServerEndpoint, pause_s: float) -> None:
-        until_s = _time() + pause_s
+        until_s = loop_time() + pause_s
         if until_s > endpoint.resting_until_s:
             endpoint.resting_until_s = until_s
             self._pump_after_rest(endpoint)
 
     def _pump_after_rest(self, endpoint: ServerEndpoint) -> None:
         """Checks the time again, because a timer may fire a millisecond early."""
-        left_s = endpoint.resting_until_s - _time()
+        left_s = endpoint.resting_until_s - loop_time()
         if left_s > 0:
             asyncio.get_running_loop().call_later(left_s + 0.001, self._pump_after_rest, endpoint)
         else:
@@ -224,7 +224,7 @@ class EndpointHealth:
         """Ends the job once no server has answered for `give_up_s`."""
         self._last_error = error.message
         if self._silent_since_s is None:
-            self._silent_since_s = _time()
+            self._silent_since_s = loop_time()
             asyncio.get_running_loop().call_later(self._options.give_up_s, self._give_up, self._silent_since_s)
 
     def _give_up(self, since_s: float) -> None:
@@ -233,5 +233,5 @@ class EndpointHealth:
             self._halt(NoServer(f"no server has answered for {waited_s:g} s; the last error: {self._last_error}"))
 
 
-def _time() -> float:
+def loop_time() -> float:
     return asyncio.get_running_loop().time()

@@ -12,7 +12,8 @@ from pathlib import Path
 from penstock.bulk import spool
 from penstock.bulk.decode import BlockPool
 from penstock.bulk.options import ROUND, JobPlan
-from penstock.bulk.types import Chunk, Position, ReadResult, Sender, Stopped, Video
+from penstock.bulk.sender import ChunkSender
+from penstock.bulk.types import Chunk, Position, ReadResult, Stopped, Video
 from penstock.bulk.writer import CaptionWriter, JobListener, VideoTask
 from penstock.errors import PenstockError, describe
 
@@ -54,7 +55,7 @@ class DecoderThreads:
             threading.Thread(target=self._run, name=f"penstock-decoder-{n}", daemon=True) for n in range(plan.decoders)
         ]
 
-    def start(self, sender: Sender) -> None:
+    def start(self, sender: ChunkSender) -> None:
         self._sender = sender
         for thread in self._threads:
             thread.start()

@@ -23,7 +23,7 @@ from penstock.bulk.reading import DecoderThreads, ReadChunks
 from penstock.bulk.sender import ChunkSender
 from penstock.bulk.servers import ServerInfo, ask
 from penstock.bulk.spool import SpoolEnd
-from penstock.bulk.types import Chunk, ChunkResult, OnResult, Sender, SendOptions, Video
+from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, Video
 from penstock.bulk.video import VideoProbe, probe
 from penstock.bulk.writer import CaptionWriter
 from penstock.errors import PenstockError
@@ -50,7 +50,7 @@ class JobParts(Struct, frozen=True):
     ask: Callable[..., ServerInfo] = ask
     read_chunks: ReadChunks = read_chunks
     probe: Callable[[str], VideoProbe] = probe
-    sender: Callable[[list[ServerInfo], SendOptions, OnResult], Sender] = ChunkSender
+    sender: Callable[[list[ServerInfo], SendOptions, OnResult], ChunkSender] = ChunkSender
     clock: Callable[[], float] = time.monotonic
 
 

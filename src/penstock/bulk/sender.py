@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint
+from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint, loop_time
 from penstock.bulk.protocol import UploadChunk, read_captions
 from penstock.bulk.servers import ServerInfo
 from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, SendStats
@@ -177,7 +177,7 @@ class _Delivery:
                 return
             upload = heapq.heappop(self._waiting)
             upload.last_endpoint = endpoint
-            now = _time()
+            now = loop_time()
             endpoint.window.sent(now)
             task = asyncio.ensure_future(self._deliver(upload, endpoint))
             self._in_flight.add(task)
@@ -185,7 +185,7 @@ class _Delivery:
 
     def _pick(self, upload: UploadChunk) -> ServerEndpoint | None:
         """The least loaded server with room; if possible not the one where the chunk failed last."""
-        now = _time()
+        now = loop_time()
         up = [endpoint for endpoint in self._endpoints if endpoint.is_up(now)]
         if upload.attempts and len(up) > 1:
             up = [endpoint for endpoint in up if endpoint is not upload.last_endpoint]
@@ -214,7 +214,7 @@ class _Delivery:
         """The only exit of an attempt, however it ended."""
         self._in_flight.discard(task)
         error = _closed() if task.cancelled() else task.exception()
-        now = _time()
+        now = loop_time()
         if error is None:
             endpoint.window.answered(sent_s, now, 0 if upload.attempts else len(upload.chunk.frames))
             endpoint.succeeded()
@@ -300,14 +300,10 @@ class _Delivery:
             endpoint.close()
 
 
-def _time() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:
-        return asyncio.new_event_loop
+        return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory

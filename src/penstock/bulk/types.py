@@ -143,17 +143,5 @@ class SendStats(Struct, frozen=True):
     servers: tuple[EndpointStats, ...]
 
 
-class Sender(Protocol):
-    """The interface of `sender.ChunkSender`; see there."""
-
-    def start(self) -> None: ...
-
-    def send(self, chunk: Chunk) -> None: ...
-
-    def close(self, drain_s: float) -> None: ...
-
-    def stats(self) -> SendStats: ...
-
-
 class Stopped(Exception):
     """The job is ending: raised in a decoder that waits for memory."""
