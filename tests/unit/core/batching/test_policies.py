@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +14,6 @@ from penstock.core.batching.policies.fixed import Fixed
 from penstock.core.batching.policies.none import Unbatched
 from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError
-from penstock.perf.simulate.simulator import (
-    ClosedLoop,
-    OpenLoop,
-    ServiceTime,
-    SimulationSettings,
-    poisson,
-    simulate,
-)
 
 Make = Callable[..., Any]
 
@@ -112,46 +103,6 @@ def test_adaptive_drops_many_rows_by_the_time_of_all_of_them(bench: Make) -> Non
     b.offer(2, rows=1, deadline_s=b.now + 6.0)
     assert b.poll() == [[2]]
     assert b.told == [Expire(1, "expired")]
-
-
-ACC = ServiceTime(0.005, 0.0002)
-
-
-def holds(policy: Adaptive) -> Any:
-    return policy.explain()["holds_by_kind"]
-
-
-def test_adaptive_staggers_several_slots_but_not_a_lone_one() -> None:
-    for slots, staggers in ((4, True), (1, False)):
-        policy = Adaptive()
-        arrivals = poisson(0.3 * ACC.capacity(slots, 64), 2000, random.Random(3))
-        simulate(ACC, policy, OpenLoop(arrivals), SimulationSettings(slots=slots))
-        assert (holds(policy)["stagger"] > 0) == staggers
-
-
-def test_adaptive_regroups_a_closed_loop_into_one_batch_but_not_a_lone_client() -> None:
-    for clients, regroups in ((8, True), (1, False)):
-        policy = Adaptive()
-        result = simulate(ACC, policy, ClosedLoop(clients, 1.0))
-        assert (holds(policy)["regroup"] > 0) == regroups
-        assert result.mean_batch > 0.85 * clients
-
-
-def test_a_hold_of_zero_is_strictly_work_conserving() -> None:
-    loads: tuple[tuple[OpenLoop | ClosedLoop, int], ...] = (
-        (ClosedLoop(8, 1.0), 1),
-        (OpenLoop(poisson(3000, 2000, random.Random(3))), 4),
-    )
-    for load, slots in loads:
-        policy = Adaptive(0.0)
-        simulate(ACC, policy, load, SimulationSettings(slots=slots))
-        assert holds(policy) == {"stagger": 0, "regroup": 0}
-
-
-def test_nothing_is_held_while_the_set_up_cost_is_nil() -> None:
-    policy = Adaptive()
-    simulate(ServiceTime(0.0, 0.001), policy, ClosedLoop(20, 1.0), SimulationSettings(slots=2))
-    assert holds(policy) == {"stagger": 0, "regroup": 0}
 
 
 # ---- by name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -205,3 +206,44 @@ def test_divisible_requests_fill_batches_that_whole_ones_leave_partly_empty() ->
         ).bulk_throughput
 
     assert throughput(True) >= 1.15 * throughput(False)
+
+
+# ---- the holds of the adaptive policy
+
+
+def holds(policy: Adaptive) -> Any:
+    """How often the policy held a batch, by reason."""
+    return policy.explain()["holds_by_kind"]
+
+
+def test_adaptive_staggers_several_slots_but_not_a_single_one() -> None:
+    for slots, staggers in ((4, True), (1, False)):
+        policy = Adaptive()
+        arrivals = poisson(0.3 * ACC.capacity(slots, 64), 2000, random.Random(3))
+        simulate(ACC, policy, OpenLoop(arrivals), SimulationSettings(slots=slots))
+        assert (holds(policy)["stagger"] > 0) == staggers
+
+
+def test_adaptive_regroups_a_closed_loop_into_one_batch_but_not_a_single_client() -> None:
+    for clients, regroups in ((8, True), (1, False)):
+        policy = Adaptive()
+        result = simulate(ACC, policy, ClosedLoop(clients, 1.0))
+        assert (holds(policy)["regroup"] > 0) == regroups
+        assert result.mean_batch > 0.85 * clients
+
+
+def test_a_hold_of_zero_is_strictly_work_conserving() -> None:
+    loads: tuple[tuple[OpenLoop | ClosedLoop, int], ...] = (
+        (ClosedLoop(8, 1.0), 1),
+        (OpenLoop(poisson(3000, 2000, random.Random(3))), 4),
+    )
+    for load, slots in loads:
+        policy = Adaptive(0.0)
+        simulate(ACC, policy, load, SimulationSettings(slots=slots))
+        assert holds(policy) == {"stagger": 0, "regroup": 0}
+
+
+def test_nothing_is_held_if_a_batch_has_no_fixed_cost() -> None:
+    policy = Adaptive()
+    simulate(ServiceTime(0.0, 0.001), policy, ClosedLoop(20, 1.0), SimulationSettings(slots=2))
+    assert holds(policy) == {"stagger": 0, "regroup": 0}
