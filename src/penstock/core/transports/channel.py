@@ -1,4 +1,4 @@
-"""The parent's end of a worker's socket: frames in and out on the event loop, no task and no copy of what is sent."""
+"""The parent's end of a worker's socket: frames in and out on the event loop, without a task or a copy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from penstock.core.wire.messages import Buffer, Frame, FrameDecoder
 
 RECEIVE_BYTES = 256 * 2**10
-MAX_PIECES = 64  # of one system call, far below IOV_MAX
+MAX_PIECES = 64  # per system call, far below IOV_MAX
 
 
 class Channel:
-    """Sends at once, and what the socket does not take when it is writable again. `on_end` is called once, at EOF."""
+    """Sends at once, and the rest when the socket is writable again. Calls `on_end` once, at EOF."""
 
     def __init__(
         self,
@@ -31,14 +31,11 @@ class Channel:
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._unsent: deque[memoryview] = deque()
         self._open = True
-        self._blocked = False  # the socket took not all: `_writable` is called when it takes more
+        self._blocked = False  # the socket is full: `_writable` is called when it takes more
         loop.add_reader(sock.fileno(), self._readable)
 
     def send(self, pieces: list[Buffer], more: bool = False) -> None:
-        """Sends one frame; with `more` not before the next one, or `flush`.
-
-        After the end of the stream it does nothing: the death of the worker is on its way.
-        """
+        """Sends one frame; with `more`, waits for the next one or `flush`. Does nothing after the end of the stream."""
         if not self._open:
             return
         self._unsent.extend(map(memoryview, pieces))
@@ -46,7 +43,7 @@ class Channel:
             self.flush()
 
     def flush(self) -> None:
-        """Sends what waits for more."""
+        """Sends waiting frames."""
         if not self._blocked:
             self._flush()
             if self._unsent:
@@ -54,12 +51,12 @@ class Channel:
                 self._loop.add_writer(self._sock.fileno(), self._writable)
 
     def drain(self) -> None:
-        """Reads all that has arrived: the answers that a worker gave before it died."""
+        """Reads everything that has arrived: the answers of a worker before its death."""
         while self._open and self._receive():
             pass
 
     def close(self) -> None:
-        """Leaves the loop; the socket itself is its owner's."""
+        """Leaves the loop; the owner closes the socket."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._sock.fileno())
@@ -91,7 +88,7 @@ class Channel:
         self._receive()
 
     def _receive(self) -> bool:
-        """Handles what one call gives; False when there is nothing."""
+        """Handles the data of one read; False if there is none."""
         try:
             count = self._sock.recv_into(self._buffer)
         except (BlockingIOError, InterruptedError):

@@ -1,7 +1,7 @@
 """The worker's end of the process transport: `python -m penstock.core.transports.child`, started by `launch.py` alone.
 
-The main thread runs the model and sends the answers; a reader thread receives and decodes the batch that was sent
-ahead. What is different for a model that works on batches side by side is in `concurrent.py`. The child ends when its
+The main thread runs the model and sends the answers; a reader thread receives and decodes the next batch. Models that
+run batches concurrently use `concurrent.py`. The child ends when its
 socket closes, and with its parent.
 """
 
@@ -54,31 +54,32 @@ RECEIVE_BYTES = 256 * 2**10
 
 
 class Worker:
-    """One loaded model at the end of a socket."""
+    """One loaded model at the end of a socket. Its 15 attributes are shared by the main, reader and finisher
+    threads."""
 
     def __init__(self, sock: socket.socket, pool: tuple[int, int] | None, replies: SlabPool) -> None:
         """`pool`: descriptor and size of the parent's."""
         self._sock = sock
         self._pool = pool
         self._requests = map_read_only(*pool) if pool else None
-        self._objects: mmap.mmap | None = None  # the same memory, writable; made by the first object that needs it
+        self._objects: mmap.mmap | None = None  # the same memory, writable; mapped for the first object that needs it
         predicted = replies.allocate(PREDICTED.size)
         assert predicted is not None
         assert not predicted.offset, "the parent reads it at the start of the region"
         self._predicted = predicted
         self._replies = replies
         self._sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
-        self._leases: list[Lease] = []  # of the message that is being read
+        self._leases: list[Lease] = []  # of the message being read
         self._held = HeldSlabs()
         self._batches: SimpleQueue[tuple[RunBatch, Decoded, list[Lease]] | None] = SimpleQueue()
         self._frames = self._receive()
         self._finishing: Queue[tuple[RunBatch, list[Lease], Callable[[], BatchPart]] | None] = Queue()
         self._runner: BatchRunner | None = None
         self._concurrent: ConcurrentBatches | None = None
-        self._abandoned = 0  # the last batch that nobody waits for any more
+        self._abandoned = 0  # the last abandoned batch
 
     def main(self) -> None:
-        """Loads the model, then runs batches until the parent says stop or its socket closes."""
+        """Loads the model, then runs batches until the parent sends StopWorker or its socket closes."""
         hello = next(self._frames)
         threading.Thread(target=self._read, name="penstock-reader", daemon=True).start()
         try:
@@ -88,7 +89,7 @@ class Worker:
             self._send(write(WorkerFailed(error)))
             _end(1)
         gc.collect()
-        gc.freeze()  # what is loaded stays: later collections need not look at it
+        gc.freeze()  # loaded objects stay: later collections can skip them
         if self._runner.model.concurrency > 1:
             ready.concurrency = self._runner.model.concurrency
             self._concurrent = ConcurrentBatches(self._runner, self._replies, self._pack, self._send)
@@ -99,12 +100,12 @@ class Worker:
             self._run_all()
         self._runner.close()
         if self._concurrent is not None:
-            self._concurrent.tell_news()  # what the model counted of itself as it ended
+            self._concurrent.send_news()  # metrics that the model recorded while it unloaded
 
     # ---- main thread
 
     def _run_all(self) -> None:
-        """Runs one batch after the other."""
+        """Runs batches one after the other."""
         assert self._runner is not None
         finisher = None
         if self._runner.model.finishes_apart:
@@ -117,7 +118,7 @@ class Worker:
             finisher.join()
 
     def _run_one(self, apart: bool) -> bool:
-        """Runs the next batch; False when there is none to come. `apart`: the finisher makes its final part."""
+        """Runs the next batch; False if no more will come. `apart`: the finisher makes its final part."""
         work = self._batches.get()
         if work is None:
             return False
@@ -126,13 +127,13 @@ class Worker:
             PREDICTED.pack_into(self._predicted.view, 0, work[0].id)
             box = [work]
             del work
-            self._finishing.put(self._begun(box))  # nothing here looks at the payloads once the finisher does
+            self._finishing.put(self._begun(box))  # this thread must not refer to the payloads once the finisher does
             return True
         run, decoded, leases = work
         del work
         final: list[BatchPart] = []
         self._runner.run(run.id, decoded, partial(self._emit, run, final))
-        # Nothing of ours looks at the payloads any more: what is still alive, the model keeps.
+        # We no longer refer to the payloads: references that still live are the model's.
         del decoded
         self._answer(run, leases, final[0])
         return True
@@ -140,20 +141,20 @@ class Worker:
     def _begun(
         self, box: list[tuple[RunBatch, Decoded, list[Lease]]]
     ) -> tuple[RunBatch, list[Lease], Callable[[], BatchPart]]:
-        """What is left to do of the batch that is taken out of the box, once it is predicted."""
+        """Predicts the batch in the box; returns what the finisher needs."""
         run, decoded, leases = box.pop()
         assert self._runner is not None
         return run, leases, self._runner.begin(run.id, decoded, partial(self._emit, run, None))
 
     def _emit(self, run: RunBatch, final: list[BatchPart] | None, part: BatchPart) -> None:
-        """Sends a part of a stream; the final one is kept in `final`, which is None where the finisher makes that."""
+        """Sends a part of a stream; keeps the final one in `final`, which is None if the finisher makes it."""
         if final is None:
-            self._finishing.join()  # the parent takes answers in the order of batches, and the socket one at a time
+            self._finishing.join()  # the parent expects answers in the order of batches
         elif part.final:
             final.append(part)
             return
         if self._abandoned == run.id:
-            raise Cancelled("nobody waits for this stream any more")
+            raise Cancelled("the caller no longer waits for this stream")
         outbox = MessageWriter(self._replies)
         outbox.results(run.items, part.results)
         self._send_packed(PartMessage(part, [], []), outbox)
@@ -169,16 +170,16 @@ class Worker:
             self._send_packed(PartMessage(part, [], []), outbox)
 
     def _finish(self) -> None:
-        """The finisher's thread: final parts in the order of their batches, while the next one is predicted."""
+        """The finisher's thread: makes final parts in order, while the next batch is predicted."""
         try:
             while (work := self._finishing.get()) is not None:
                 run, leases, finish = work
                 part = finish()
-                del work, finish  # they look at the payloads
+                del work, finish  # they refer to the payloads
                 self._answer(run, leases, part)
                 self._finishing.task_done()
         except SystemExit as e:
-            PREDICTED.pack_into(self._predicted.view, 0, run.id)  # it is this one that ends the worker
+            PREDICTED.pack_into(self._predicted.view, 0, run.id)  # this batch ends the worker
             _end(e.code if isinstance(e.code, int) else int(e.code is not None))
         except BaseException:
             traceback.print_exc()
@@ -192,7 +193,7 @@ class Worker:
             self._sent[slab.offset] = slab
         try:
             return write(message, outbox.buffers)
-        except Exception as e:  # a codec, or a model, made what no message can hold
+        except Exception as e:  # a codec or a model made a value that cannot be encoded
             sendable(message.part, e)
             return write(message, outbox.buffers)
 
@@ -201,7 +202,7 @@ class Worker:
             for piece in pieces:
                 self._sock.sendall(piece)
         except OSError:
-            _end(0)  # the parent is gone: nobody waits for anything
+            _end(0)  # the parent is gone
 
     # ---- reader thread, after the first frame
 
@@ -222,11 +223,11 @@ class Worker:
             inbox = MessageReader(ToWorker, self._lease)
             for frame in self._frames:
                 self._take(inbox.read(frame))
-                del frame  # it holds the payloads
+                del frame  # it refers to the payloads
         except BaseException:
             traceback.print_exc()
             _end(1)
-        # The parent is gone. An idle model is unloaded in order; one that is busy, or still loading, has a moment.
+        # The parent is gone. An idle model unloads orderly; a busy or loading one gets a moment.
         self._stop()
         threading.Event().wait(ORPHAN_GRACE_S)
         _end(0)
@@ -258,7 +259,7 @@ class Worker:
             self._concurrent.stop()
 
     def _lease(self, offset: int, length: int, writable: bool) -> memoryview:
-        """A view of the parent's pool. What an object lies in was made for this message alone: the model may write."""
+        """A view of the parent's pool; writable for objects, whose memory belongs to this message alone."""
         assert self._pool is not None
         assert self._requests is not None
         memory = self._requests
@@ -270,13 +271,13 @@ class Worker:
 
 
 def _open(hello: Frame) -> tuple[BatchRunner, Ready]:
-    """Loads what the first message names: paths and script first, because the rest may need them to be unpickled."""
+    """Loads the target of the first message: paths and script first, because unpickling the rest may need them."""
     paths, device, shown_device, (script, name) = pickle.loads(hello.head)  # from our own parent
     sys.path[:] = paths
-    if script:  # the parent's: what it pickles as `__main__.X` is found there, also if multiprocessing has spawned it
+    if script:  # the parent's script: objects that it pickles as `__main__.X` are found there
         load_object(f"{script}:__name__", name)
         main = sys.modules["__main__"] = sys.modules["__mp_main__"] = sys.modules[name]
-        main.__spec__ = None  # as of a script: processes that multiprocessing spawns look for its file, not its name
+        main.__spec__ = None  # as for a script: multiprocessing children look for its file
     try:
         spec = pickle.loads(hello.buffers[0])
     except Exception as e:
@@ -286,7 +287,7 @@ def _open(hello: Frame) -> tuple[BatchRunner, Ready]:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process from any thread, without the finalizers of native libraries, which may hang or crash."""
+    """Ends the process from any thread, skipping finalizers of native libraries, which may hang or crash."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -296,27 +297,27 @@ def _end(code: int) -> NoReturn:
 
 
 def _default_signals() -> None:
-    """In what a model forks: else `Process.terminate` would do nothing."""
+    """Restores signals in processes that a model forks, so that `Process.terminate` works."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process with its parent: also when the model holds the GIL for ever."""
+    """Asks Linux to kill this process with its parent, even if the model holds the GIL for ever."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         _end(0)
 
 
 def main(arguments: list[str]) -> None:
     """Arguments: pid of the parent; socket; request pool and its size; reply region and its size. -1: no pool."""
     parent, sock_fd, pool_fd, pool_bytes, reply_fd, reply_bytes = map(int, arguments)
-    faulthandler.enable()  # SIGABRT, a segmentation fault ...: the stacks of all threads on stderr
+    faulthandler.enable()  # dumps all stacks to stderr on SIGABRT or a segmentation fault
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # the parent decides; what a model starts gets the default back
+        signal.signal(number, lambda *_: None)  # the parent decides; children of the model get the default back
     os.register_at_fork(after_in_child=_default_signals)
     _end_with_parent(parent)
     for fd in (sock_fd, pool_fd, reply_fd):

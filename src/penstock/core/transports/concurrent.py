@@ -1,8 +1,8 @@
-"""The worker's end for a model that works on batches side by side.
+"""The worker's end for a model that runs batches concurrently.
 
-The reader's thread hands over batches as they arrive; the model's own threads send what it answers, at once or, where
-the model has a loop, what came in one pass of that; the main thread tells, at most ten times a second, what was counted
-and which slabs are free again.
+The reader thread passes batches on as they arrive. The model's own threads send its answers: at once, or, if the model
+has an event loop, all answers of one pass together. The main thread reports metrics and free slabs, at most ten times a
+second.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _Batch(Struct):
 
 
 class ConcurrentBatches:
-    """The batches that are in flight on one model.
+    """The batches in flight on one model.
 
-    `pack` makes the pieces of a message, `send` sends some; neither is called by two threads at once.
+    `pack` makes the pieces of a message, `send` sends them; only one thread at a time calls either.
     """
 
     def __init__(
@@ -48,31 +48,31 @@ class ConcurrentBatches:
         self._runner = runner
         self._replies = replies
         self._pack, self._send = pack, send
-        self._lock = threading.Lock()  # of all that follows, and of the socket
+        self._lock = threading.Lock()  # guards everything below, and the socket
         self._batches: dict[int, _Batch] = {}
-        self._complete: dict[ConcurrentBatch, list[int]] = {}  # places whose answers are to be sent
-        self._due = False  # they will be, soon
+        self._complete: dict[ConcurrentBatch, list[int]] = {}  # places whose answers must be sent
+        self._due = False  # a flush is scheduled
         self._held = HeldSlabs()
-        self._looked: set[int] = set()  # offsets that were held when the main thread looked last
-        self._happened = threading.Event()  # there may be something to tell
+        self._looked: set[int] = set()  # offsets held at the main thread's last look
+        self._happened = threading.Event()  # there may be news
         self._stopped = threading.Event()
 
     # ---- reader's thread
 
     def run(self, run: RunBatch, decoded: Decoded, leases: list[Lease]) -> None:
-        """Hands a batch to the model."""
+        """Passes a batch to the model."""
         work = ConcurrentBatch(self._runner, run.id, decoded, self._note)
         self._batches[run.id] = _Batch(run, leases, work)
         work.start()
 
     def abandon(self, batch_id: int) -> None:
-        """Nobody waits for this batch any more."""
+        """Cancels an abandoned batch."""
         batch = self._batches.get(batch_id)
         if batch is not None:
             batch.work.cancel()
 
     def stop(self) -> None:
-        """Nothing more is to come; `attend` returns."""
+        """No more batches will come; makes `attend` return."""
         self._stopped.set()
         self._happened.set()
 
@@ -89,11 +89,11 @@ class ConcurrentBatches:
                     soon(self._flush)
                     return
             except Exception:
-                log.exception("not_posted: the model's loop takes no calls any more")
+                log.exception("not_posted: the model's loop takes no more calls")
             self._flush()
 
     def _flush(self) -> None:
-        """Sends what is complete: one message a batch, all in one system call unless they are large."""
+        """Sends completed answers: one message per batch, in one system call unless they are large."""
         with self._lock:
             complete, self._complete, self._due = self._complete, {}, False
             pieces = [piece for work, places in complete.items() for piece in self._message(work, places)]
@@ -118,18 +118,18 @@ class ConcurrentBatches:
     # ---- main thread
 
     def attend(self) -> None:
-        """Returns when, after `stop`, the last batch is answered."""
+        """Returns after `stop`, once the last batch is answered."""
         ended = False
         while not ended:
             self._happened.wait()
             stopped = self._stopped.wait(NEWS_S)
             self._happened.clear()
-            self.tell_news()
+            self.send_news()
             with self._lock:
                 ended = stopped and not self._batches
 
-    def tell_news(self) -> None:
-        """What was held when news were told last, and still is, may be garbage; what is so since is looked at again."""
+    def send_news(self) -> None:
+        """Sends metrics and freed slabs. Collects garbage if a slab stays held for two rounds."""
         if self._looked & self._held.offsets:
             gc.collect(1)
         with self._lock:

@@ -19,7 +19,7 @@ log = logging.getLogger("penstock.transports")
 
 
 class InlineTransport(SlotTransport):
-    """One slot, whatever is asked for: there is one event loop. Async models need another transport."""
+    """One slot only, because there is one event loop. Async models need another transport."""
 
     depth = 1
 
@@ -42,10 +42,10 @@ class InlineTransport(SlotTransport):
 
 
 class _InlineSlot(WorkerSlot):
-    """Runs each batch in a callback of the loop. `run_timeout_s` cannot be kept here."""
+    """Runs each batch in a callback of the loop, so `run_timeout_s` cannot be enforced."""
 
     _runner: BatchRunner | None = None
-    _unwanted = 0
+    _abandoned = 0
     _held: list[Lease]
 
     def launch(self) -> None:
@@ -69,14 +69,14 @@ class _InlineSlot(WorkerSlot):
 
     def _run(self, batch_id: int, items: list[Item], leases: list[Lease]) -> None:
         if self._runner is None or batch_id not in self.sent:
-            return  # the model ended in between, and the caller was told
+            return  # the model ended meanwhile, and the caller was answered
         final: list[BatchPart] = []
 
         def emit(part: BatchPart) -> None:
             if part.final:
                 final.append(part)
-            elif self._unwanted == batch_id:
-                raise Cancelled("nobody waits for this stream any more")
+            elif self._abandoned == batch_id:
+                raise Cancelled("the caller no longer waits for this stream")
             else:
                 self.tell(self.answered(part).on_part, part)
 
@@ -91,7 +91,7 @@ class _InlineSlot(WorkerSlot):
         self.tell(sent.on_part, final.pop())
 
     def abandon(self, batch_id: int) -> None:
-        self._unwanted = batch_id
+        self._abandoned = batch_id
 
     def kill(self, why: PenstockError) -> None:
         self._runner = None

@@ -1,4 +1,4 @@
-"""Starts a worker process: its socket, its shared memory, its environment. Nothing of it has a name."""
+"""Starts a worker process with its socket, shared memory and environment, all unnamed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from penstock.core.worker.threads import environment
 from penstock.errors import LoadFailed
 from penstock.plugins import module_name
 
-_MAINS = (b"__main__", b"__mp_main__")  # of a script, and of one that multiprocessing has spawned
+_MAINS = (b"__main__", b"__mp_main__")  # of a script, and of a script spawned by multiprocessing
 
 
 class Child:
-    """A running worker process, as its parent holds it."""
+    """The parent's handle of a running worker process."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class Child:
     ) -> None:
         self.process = process
         self.sock = sock
-        self.pidfd = pidfd  # readable when the process has ended; None where the system has none
+        self.pidfd = pidfd  # readable when the process has ended; None if the system has no pidfd
         self.replies = replies
-        self.output_fd = output_fd  # what it prints; None: it prints where the parent does
+        self.output_fd = output_fd  # its output; None: it shares the parent's stdout and stderr
 
     def kill(self) -> None:
         """Kills the process and what it has started. Only before `ended`: later the number may be another's."""
@@ -114,7 +114,7 @@ def _unsendable(target: Any, why: Exception) -> str:
 
 
 def _script() -> tuple[str, str]:
-    """(where the parent's script is, name for it in a worker), whose own `__main__` is another. Raises LoadFailed."""
+    """(location of the parent's script, its name in a worker, where `__main__` is another). Raises LoadFailed."""
     main = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is not None:  # python -m
         where = name = str(main.__spec__.name)  # type: ignore[union-attr]
@@ -122,17 +122,17 @@ def _script() -> tuple[str, str]:
         file = getattr(main, "__file__", None)
         if not file or not os.path.isfile(file):
             raise LoadFailed(
-                "what the target needs of the main program cannot be found by a worker process, which has no file of "
-                "it to load: give a function or class at the top level of a file"
+                "the target needs the main program, which has no file that a worker process could load: give a function"
+                " or class at the top level of a file"
             )
         path = Path(file).resolve()
         where, name = str(path), module_name(path)
-    sys.modules.setdefault(name, main)  # results whose classes are of the script come back under this name
+    sys.modules.setdefault(name, main)  # results with the script's classes return under this name
     return where, name
 
 
 def _python() -> str:
-    """The interpreter, also where `sys.executable` is a server that Python is built into."""
+    """The interpreter, even if `sys.executable` is a server with Python built in."""
     if "python" in os.path.basename(sys.executable) or "pypy" in os.path.basename(sys.executable):
         return sys.executable
     found = os.path.join(sys.prefix, "bin", "python3")
@@ -142,7 +142,7 @@ def _python() -> str:
 def launch(
     spec: WorkerSpec, packed: tuple[bytes, tuple[str, str]], device: str, pool: SlabPool | None, reply_bytes: int
 ) -> tuple[Child, list[Buffer]]:
-    """(a started child, the first message for it). Raises OSError."""
+    """(a started child, its first message). Raises OSError."""
     env, inner_device = environment(spec, device, os.environ)
     ours, theirs = os_threads.socketpair()
     reply_fd = write_fd = -1
@@ -160,7 +160,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=write_fd if write_fd >= 0 else None,
             stderr=write_fd if write_fd >= 0 else None,
-            process_group=0,  # its own, so that what it starts ends with it, and Ctrl-C is the parent's alone
+            process_group=0,  # its own group: its children end with it, and Ctrl-C reaches the parent only
         )
         replies = map_read_only(reply_fd, reply_bytes)
     except BaseException:

@@ -1,4 +1,4 @@
-"""What a worker prints, as lines of the log "penstock.model". A flood of them costs a bounded part of the loop."""
+"""A worker's output as lines of the log "penstock.model". A flood costs a bounded share of the event loop."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections import deque
 log = logging.getLogger("penstock.model")
 
 READ_BYTES = 64 * 2**10
-LINE_BYTES = 8 * 2**10  # the rest of a longer line is left out
-LINES_PER_S = 5_000  # more are counted, not logged: writing one takes some 20 us of the loop
-LINES_PER_PASS = 50  # of the loop; what is printed meanwhile waits in the pipe
+LINE_BYTES = 8 * 2**10  # longer lines are truncated
+LINES_PER_S = 5_000  # more are only counted: logging one takes about 20 us of the loop
+LINES_PER_PASS = 50  # lines per pass of the loop; later output waits in the pipe
 LAST_READS = 16  # a pipe holds 64 KiB, at most 1 MiB
 
 
 class Output:
-    """The reading end of the pipe that is stdout and stderr of one worker. Each line goes to the log when it ends.
+    """The reading end of one worker's stdout and stderr. Logs each complete line.
 
     The records have the attributes `model`, `version` and `slot`.
     """
@@ -26,19 +26,19 @@ class Output:
         self._loop = loop
         self._fd = fd
         self._whose = {"model": model, "version": version, "slot": slot}
-        self._lines: deque[bytes] = deque()  # whole, not logged yet
-        self._rest = b""  # of a line that is not whole yet
-        self._long = False  # the line was logged already, as far as it will be
+        self._lines: deque[bytes] = deque()  # complete, not logged yet
+        self._rest = b""  # of an incomplete line
+        self._long = False  # the line was logged already, truncated
         self._left = LINES_PER_S
         self._since_s = loop.time()
         self._dropped = 0
-        self._telling: asyncio.TimerHandle | None = None
+        self._drop_timer: asyncio.TimerHandle | None = None
         self._next: asyncio.Handle | None = None  # the next pass of a flood; until then nothing is read
         os.set_blocking(fd, False)
         loop.add_reader(fd, self._on_readable)
 
     def close(self) -> None:
-        """Logs what is still in the pipe, and closes it."""
+        """Logs the rest of the pipe and closes it."""
         self._loop.remove_reader(self._fd)
         if self._next is not None:
             self._next.cancel()
@@ -50,17 +50,17 @@ class Output:
             self._lines.append(self._rest)
         while self._lines:
             self._log_next()
-        self._tell_dropped()
+        self._log_dropped()
 
     def _on_readable(self) -> None:
         found = self._read()
         if found:
             self._log_some()
         elif found is None:
-            self._loop.remove_reader(self._fd)  # everybody who could write is gone; the slot closes it
+            self._loop.remove_reader(self._fd)  # all writers are gone; the slot closes the pipe
 
     def _read(self) -> bool | None:
-        """Whether there was something; None: there is nothing to come."""
+        """Whether there was output; None at the end of the pipe."""
         try:
             data = os.read(self._fd, READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -108,13 +108,13 @@ class Output:
 
     def _drop(self, lines: int) -> None:
         self._dropped += lines
-        if self._telling is None:
-            self._telling = self._loop.call_later(1.0, self._tell_dropped)
+        if self._drop_timer is None:
+            self._drop_timer = self._loop.call_later(1.0, self._log_dropped)
 
-    def _tell_dropped(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
+    def _log_dropped(self) -> None:
+        if self._drop_timer is not None:
+            self._drop_timer.cancel()
+            self._drop_timer = None
         if self._dropped:
             text = "output_dropped lines=%d: the worker prints more than %d lines in a second"
             log.info(text, self._dropped, LINES_PER_S, extra=self._whose)

@@ -1,6 +1,6 @@
-"""The process transport, parent's end: one child process a slot, one message a batch over a socketpair.
+"""The process transport, parent's end: one child process per slot, one message per batch over a socketpair.
 
-A death is noticed by the process's descriptor (or the end of its socket) and told at once. The other end is `child.py`.
+The pidfd (or the end of the socket) reports a death at once. The other end is `child.py`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from penstock.types import Batch, BatchPart, ItemResult
 
 log = logging.getLogger("penstock.transports")
 
-END_GRACE_S = 0.03  # from the end of the socket to that of the process; then it is killed
-DUMP_S = 1.0  # for the stack dump of a worker that hangs
+END_GRACE_S = 0.03  # from the end of the socket to the exit of the process; then it is killed
+DUMP_S = 1.0  # for the stack dump of a hanging worker
 STOP_S = 5.0  # for `unload`
-MAX_FREE = 16  # places of answers that were read and wait for the next batch to tell so
+MAX_FREE = 16  # read reply places that wait for the next batch to be reported
 
 
 class ProcessTransport(SlotTransport):
     """`slots` worker processes; slot i is on `devices[i % len(devices)]`.
 
-    `pool` is the shared memory of request slabs, `reply_bytes` the size of each worker's own for its answers.
+    `pool` holds request slabs in shared memory; `reply_bytes` is the size of each worker's own region for answers.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class _ProcessSlot(WorkerSlot):
         self._reply_bytes = reply_bytes
         self._child: Child | None = None
         self._output: Output | None = None
-        self._error: PenstockError | None = None  # what the worker said, or what it is killed for
-        self._held: dict[int, Slab] = {}  # by offset: pinned because the model still looks at them
-        self._free: list[int] = []  # offsets of the reply region to give back
+        self._error: PenstockError | None = None  # the worker's error, or the reason for killing it
+        self._held: dict[int, Slab] = {}  # by offset: pinned because the model still refers to them
+        self._free: list[int] = []  # offsets of the reply region to free
         self._finisher: asyncio.TimerHandle | None = None
         self._inbox = MessageReader(FromWorker, self._read_reply)
 
@@ -121,10 +121,10 @@ class _ProcessSlot(WorkerSlot):
             self._channel.send(write(AbandonBatch(batch_id)))
 
     def kill(self, why: PenstockError) -> None:
-        """Asks for a dump of all stacks, and for the end a second later."""
+        """Requests a dump of all stacks, and kills the worker a second later."""
         if self._child is not None:
             self._error = why
-            with suppress(ProcessLookupError):  # not `send_signal`: it would reap a worker that has just ended
+            with suppress(ProcessLookupError):  # not `send_signal`: it would reap a worker that just ended
                 os.kill(self._child.process.pid, signal.SIGABRT)
             self._finish_in(DUMP_S)
 
@@ -146,7 +146,7 @@ class _ProcessSlot(WorkerSlot):
             child.forget()
 
     def _on_end(self) -> None:
-        """The socket ended: the process is about to, or it has broken the stream and is killed."""
+        """The socket ended: the process is exiting, or broke the stream and is killed."""
         if self._child is not None and self._finisher is None:
             self._finish_in(END_GRACE_S)
 
@@ -166,11 +166,11 @@ class _ProcessSlot(WorkerSlot):
         child = self._child
         if child is None:
             return
-        self._channel.drain()  # what it answered before it died counts
+        self._channel.drain()  # its answers before the death count
         self._channel.close()
         self._child = None
         how = child.ended()
-        # Who was killed from here is at fault with the batch that was waited for, not with the one it predicted.
+        # A worker that we killed is to blame for the batch we waited for, not for the one it predicted.
         predicted = PREDICTED.unpack_from(child.replies)[0] if self._error is None else 0
         if child.pidfd is not None:
             self.loop.remove_reader(child.pidfd)
@@ -210,7 +210,7 @@ class _ProcessSlot(WorkerSlot):
         for slab in slabs:
             slab.pin()
         for slab in outbox.slabs:
-            slab.release()  # made here: freed with the pin
+            slab.release()  # created here: freed with the pin
         return slabs
 
     def _on_frame(self, frame: Frame) -> None:
@@ -227,7 +227,7 @@ class _ProcessSlot(WorkerSlot):
                 self.is_up(message.ready)
             elif isinstance(message, WorkerFailed):
                 self._error = message.error
-        except Exception as e:  # a worker that speaks nonsense is worth no more than a dead one
+        except Exception as e:  # a worker with invalid messages is treated as dead
             log.exception("worker_broken model=%s slot=%d: it is killed", self.spec.name, self.number)
             self._error = self._error or WorkerDied(f"the worker's answer cannot be read: {type(e).__name__}")
             self._finish_in(0)
@@ -246,7 +246,7 @@ class _ProcessSlot(WorkerSlot):
         self.tell(sent.on_part, part)
 
     def _let_go(self, sent: Sent, message: PartMessage) -> None:
-        """Unpins the slabs of an answered batch, but for those that the model still looks at."""
+        """Unpins the slabs of an answered batch, except those that the model still refers to."""
         for offset in message.let_go:
             self._held.pop(offset).unpin()
         held = set(message.held)

@@ -1,6 +1,6 @@
-"""The thread transport: one thread and one loaded model a slot, in this process. For code that releases the GIL.
+"""The thread transport: one thread and one loaded model per slot, in this process. For code that releases the GIL.
 
-A thread cannot be killed: one that exceeds `run_timeout_s` is abandoned, with its model, and another one is started.
+A thread cannot be killed: one that exceeds `run_timeout_s` is abandoned with its model, and another one starts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import Cancelled, PenstockError, WorkerDied
 from penstock.types import Batch, BatchPart, Item, Ready
 
-STOP_S = 5.0  # for `unload`; then the thread is left behind
+STOP_S = 5.0  # for `unload`; then the thread is abandoned
 
 Lease = tuple[Slab, "weakref.ref[Any]"]
 
 
 class ThreadTransport(SlotTransport):
-    """`slots` threads; slot i is on `devices[i % len(devices)]`. Objects are handed over as they are."""
+    """`slots` threads; slot i is on `devices[i % len(devices)]`. Objects are passed unchanged."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class _ThreadSlot(WorkerSlot):
             self._thread.unwanted = batch_id
 
     def kill(self, why: PenstockError) -> None:
-        """The thread goes on until its call returns, and then ends: what it looks at is never reused."""
+        """The thread runs until its call returns and then ends; memory that it refers to is never reused."""
         if self._thread is None:
             return
         self._thread.abandoned = True
@@ -73,13 +73,13 @@ class _ThreadSlot(WorkerSlot):
         for sent in list(self.sent.values())[:1]:
             for slab in sent.slabs:
                 slab.retire()
-        self._buried(why)
+        self._ended(why)
 
     async def stop(self, idle: bool) -> None:
         if self._thread is None:
             return
         self._thread.batches.put(None)
-        if not idle or not self.up or not await within(self._gone, STOP_S):  # one that still loads is not waited for
+        if not idle or not self.up or not await within(self._gone, STOP_S):  # do not wait for a thread that still loads
             self.kill(WorkerDied("the workers were stopped before the batch was answered"))
 
     # ---- called by the thread, on the loop
@@ -99,9 +99,9 @@ class _ThreadSlot(WorkerSlot):
     def on_end(self, thread: _WorkerThread, error: PenstockError) -> None:
         if thread is self._thread:
             self._thread = None
-            self._buried(error)
+            self._ended(error)
 
-    def _buried(self, error: PenstockError) -> None:
+    def _ended(self, error: PenstockError) -> None:
         abandon(self._held)
         self._held = []
         self._gone.set()
@@ -114,7 +114,7 @@ class _WorkerThread:
     def __init__(self, slot: _ThreadSlot, spec: WorkerSpec, device: str) -> None:
         self.batches: SimpleQueue[tuple[int, list[Item], list[Lease]] | None] = os_threads.new_queue()
         self.abandoned = False
-        self.unwanted = 0  # the last batch that nobody waits for any more
+        self.unwanted = 0  # the last abandoned batch
         self._slot = slot
         self._loop = slot.loop
         name = f"penstock-{spec.name}-{slot.number}"
@@ -142,24 +142,24 @@ class _WorkerThread:
                 if part.final:
                     final.append(part)
                 elif self.unwanted == part.batch_id:
-                    raise Cancelled("nobody waits for this stream any more")
+                    raise Cancelled("the caller no longer waits for this stream")
                 else:
                     self._post(self._slot.on_part, self, part, [])
 
             runner.run(batch_id, runner.decode(items), emit)
-            del work, items  # what still looks at a slab after this is the model, or the answer
+            del work, items  # from here on only the model or the answer refers to a slab
             self._post(self._slot.on_part, self, final.pop(), leases)
         runner.close()
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:  # the loop is closed: this thread was abandoned, and nobody listens
+        except RuntimeError:  # the loop is closed: this thread was abandoned
             pass
 
 
 def readable(items: list[Item]) -> tuple[list[Item], list[Lease]]:
-    """The items with read-only views in place of slabs, and what tells whether the slabs, now pinned, are looked at."""
+    """The items with read-only views instead of slabs, and leases of the slabs, which are now pinned."""
     leases: list[Lease] = []
     for i, item in enumerate(items):
         if type(item.payload) is Slab:
@@ -172,7 +172,7 @@ def readable(items: list[Item]) -> tuple[list[Item], list[Lease]]:
 
 
 def abandon(leases: list[Lease]) -> None:
-    """Unpins slabs whose model is gone; what is still looked at is never reused."""
+    """Unpins slabs whose model is gone; slabs with live references are never reused."""
     for slab, alive in leases:
         if alive() is not None:
             slab.retire()
@@ -180,7 +180,7 @@ def abandon(leases: list[Lease]) -> None:
 
 
 def let_go(leases: list[Lease]) -> list[Lease]:
-    """Unpins the slabs that nobody looks at any more, and gives back the others."""
+    """Unpins the slabs without references and returns the other leases."""
     kept = []
     for slab, alive in leases:
         if alive() is None:

@@ -2,9 +2,9 @@
 
 A frame is `u32 head length | u32 number of buffers | u64 length of each buffer | head | buffers`, little-endian.
 
-Payloads up to 64 KiB stand in the head; larger ones in shared memory, or behind the head when there is no room.
-Python objects (codec "object") are pickled, protocol 5, their large buffers treated alike: only between a process and
-its own child. Errors cross as data, so that neither side imports the other's classes.
+Payloads up to 64 KiB are part of the head; larger ones are in shared memory, or follow the head if there is no room.
+Python objects (codec "object") are pickled with protocol 5, and their large buffers are treated alike; this happens
+only between a process and its own child. Errors cross as data, so that neither side imports the other's classes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _PREFIX = struct.Struct("<II")
 
 
 class FrameError(Exception):
-    """The peer sent what is no frame: the connection is of no more use."""
+    """The peer sent an invalid frame: the connection is unusable."""
 
 
 class Frame(Struct):
-    """One received message. The buffers are the receiver's own, and writable."""
+    """One received message. The buffers belong to the receiver and are writable."""
 
     head: bytes
     buffers: list[bytearray]
@@ -52,9 +52,9 @@ def frame_of(head: bytes, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
 
 
 class FrameDecoder:
-    """Gives back the frames in a stream of bytes, cut anywhere. Raises FrameError; then it must not be fed again.
+    """Decodes the frames in a stream of bytes that may be split anywhere. Unusable after a FrameError.
 
-    `max_bytes` bounds one frame, so that a broken peer cannot make this side reserve memory.
+    `max_bytes` bounds one frame, so that a broken peer cannot exhaust memory.
     """
 
     def __init__(self, max_bytes: int = 2**32) -> None:
@@ -62,8 +62,8 @@ class FrameDecoder:
         self._reset()
 
     def _reset(self) -> None:
-        self._sizes: list[int] = []  # of the parts that follow the present one
-        self._done: list[bytearray] = []  # parts that are complete: head, then buffers
+        self._sizes: list[int] = []  # sizes of the parts after the current one
+        self._done: list[bytearray] = []  # completed parts: head, then buffers
         self._part = bytearray(_PREFIX.size)
         self._filled = 0
         self._stage = 0  # 0 prefix, 1 table of lengths, 2 head and buffers
@@ -90,7 +90,7 @@ class FrameDecoder:
         return frames
 
     def _whole(self, view: memoryview, at: int, frames: list[Frame]) -> int:
-        """Takes the complete frames without buffers that start at `at`: the common case, without the state machine."""
+        """Decodes complete frames without buffers from `at` on: the common case, without the state machine."""
         end = len(view)
         while end - at >= _PREFIX.size:
             head_bytes, count = _PREFIX.unpack_from(view, at)
@@ -103,7 +103,7 @@ class FrameDecoder:
         return at
 
     def _next_part(self) -> Frame | None:
-        """Called with a full part: prepares the next one, or gives back the frame that it completes."""
+        """Called with a full part: prepares the next part or returns the completed frame."""
         if self._stage == 0:
             head_bytes, count = _PREFIX.unpack(self._part)
             if count > MAX_BUFFERS:
@@ -134,15 +134,15 @@ class FrameDecoder:
 
 LARGE_BYTES = 64 * 2**10
 _SLAB, _BUFFER, _PICKLE, _PICKLE_PARTS, _ERROR = 1, 2, 3, 4, 5
-# At the start of a reply region, which is never given to an answer: the batch that the worker predicts, 0 where it is
-# the first one without an answer. It stands there still when the worker has died.
+# The start of a reply region holds the id of the batch that the worker predicts; 0 means the first one without an
+# answer. The parent can still read it after the worker died.
 PREDICTED = struct.Struct("<Q")
 _PLACE = struct.Struct("<QQ")
 _INDEX = struct.Struct("<I")
 
 
 class RunBatch(Struct, array_like=True, tag="run"):
-    """To the worker: a batch. `free`: offsets of the reply region that were read."""
+    """To the worker: a batch. `free`: offsets of the reply region that the parent has read."""
 
     id: int
     items: list[Item]
@@ -150,19 +150,19 @@ class RunBatch(Struct, array_like=True, tag="run"):
 
 
 class FreeReplies(Struct, array_like=True, tag="free"):
-    """To the worker: offsets of the reply region that were read."""
+    """To the worker: offsets of the reply region that the parent has read."""
 
     free: list[int]
 
 
 class AbandonBatch(Struct, array_like=True, tag="abandon"):
-    """To the worker: nobody waits for this batch any more; if it streams, it may end."""
+    """To the worker: the batch is abandoned; if it streams, it may end."""
 
     id: int
 
 
 class StopWorker(Struct, array_like=True, tag="stop"):
-    """To the worker: unload and end, after what was sent before."""
+    """To the worker: unload and end after the batches sent before."""
 
 
 class WorkerUp(Struct, array_like=True, tag="up"):
@@ -172,7 +172,7 @@ class WorkerUp(Struct, array_like=True, tag="up"):
 
 
 class WorkerFailed(Struct, array_like=True, tag="failed"):
-    """From the worker: the model could not be loaded; it ends."""
+    """From the worker: the model could not be loaded; the worker ends."""
 
     error: PenstockError
 
@@ -180,7 +180,7 @@ class WorkerFailed(Struct, array_like=True, tag="failed"):
 class PartMessage(Struct, array_like=True, tag="part"):
     """From the worker: one part of a batch.
 
-    `held`: offsets of request slabs that the model still looks at; `let_go`: offsets that it held before.
+    `held`: offsets of request slabs that the model still refers to; `let_go`: offsets that it no longer does.
     """
 
     part: BatchPart
@@ -189,7 +189,7 @@ class PartMessage(Struct, array_like=True, tag="part"):
 
 
 class WorkerNews(Struct, array_like=True, tag="news"):
-    """From a worker with batches side by side: what belongs to none of them. `let_go` as in PartMessage."""
+    """From a worker with concurrent batches: metrics and freed slabs. `let_go` as in PartMessage."""
 
     let_go: list[int]
     metrics: list[MetricDelta]
@@ -200,7 +200,7 @@ FromWorker = WorkerUp | WorkerFailed | PartMessage | WorkerNews
 
 
 class Pickled:
-    """A Python object on its way. Not yet loaded: one that cannot be must fail alone."""
+    """A pickled Python object, loaded later so that a bad one fails alone."""
 
     __slots__ = ("_buffers", "_data")
 
@@ -209,28 +209,28 @@ class Pickled:
         self._buffers = buffers
 
     def load(self) -> Any:
-        return pickle.loads(self._data, buffers=self._buffers)  # from our own child, or our own parent
+        return pickle.loads(self._data, buffers=self._buffers)  # from our own child or parent
 
 
 class Unsent:
-    """Stands for one item of a `many` that could not be sent."""
+    """Replaces one item of a `many` that could not be sent."""
 
     def __init__(self, error: PenstockError) -> None:
         self.error = error
 
 
 class MessageWriter:
-    """The payloads of one message that is being written, and the slabs and buffers that go with it."""
+    """The payloads of a message being written, with their slabs and buffers."""
 
     __slots__ = ("_pool", "buffers", "slabs")
 
     def __init__(self, pool: SlabPool | None) -> None:
         self._pool = pool
         self.buffers: list[Buffer] = []
-        self.slabs: list[Slab] = []  # made for this message: whoever sends it frees them
+        self.slabs: list[Slab] = []  # created for this message: its sender frees them
 
     def put(self, data: Buffer) -> Any:
-        """What stands for `data` in the head."""
+        """The form of `data` in the head."""
         size = data.nbytes if isinstance(data, memoryview) else len(data)
         if size <= LARGE_BYTES:
             return bytes(data) if isinstance(data, memoryview) else data
@@ -243,7 +243,7 @@ class MessageWriter:
         return Ext(_BUFFER, _INDEX.pack(len(self.buffers) - 1))
 
     def put_object(self, value: object) -> Ext:
-        """What stands for a Python object in the head. Raises what pickle raises."""
+        """The form of a Python object in the head. Raises the errors of pickle."""
         large: list[memoryview] = []
 
         def in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -259,7 +259,7 @@ class MessageWriter:
         return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self.put(raw) for raw in large]]))
 
     def _put_all(self, values: list[Any], refuse: Callable[[Any, Exception], object]) -> Ext:
-        """As `put_object`, for a list of which each value that cannot be pickled is replaced by what `refuse` makes."""
+        """Like `put_object` for a list; `refuse` replaces each value that cannot be pickled."""
         try:
             return self.put_object(values)
         except Exception:
@@ -273,14 +273,14 @@ class MessageWriter:
             return self.put_object(sendable)
 
     def items(self, items: list[Item], with_headers: bool) -> list[Item]:
-        """The items as they stand in the head; one that cannot be pickled becomes its own error in the worker."""
+        """The items in the form of the head; an item that cannot be pickled becomes an error in the worker."""
         packed = []
         for item in items:
             payload = item.payload
             start, stop = item.start, item.stop
             if item.codec == "object":
                 if item.many and stop >= 0:
-                    payload, start, stop = payload[start:stop], 0, -1  # the other rows have batches of their own
+                    payload, start, stop = payload[start:stop], 0, -1  # the other rows are in other batches
                 try:
                     payload = self._put_all(payload, _unsent) if item.many else self.put_object(payload)
                 except Exception as e:
@@ -307,8 +307,7 @@ class MessageWriter:
         return packed
 
     def results(self, items: list[Item], results: list[ItemResult | None]) -> list[ItemResult | None]:
-        """The results of these items as they stand in the head. They may be the ones given, changed: nobody else has
-        them."""
+        """The results of these items in the form of the head; modifies `results`."""
         for i, result in enumerate(results):
             if result is None or result.error is not None:
                 continue
@@ -324,9 +323,9 @@ class MessageWriter:
 
 
 class MessageReader:
-    """Reads messages. `resolve(offset, length, writable)` gives what stands in shared memory at that place.
+    """Reads messages. `resolve(offset, length, writable)` returns the shared memory at that place.
 
-    `writable`: it becomes the memory of a Python object, which should not differ from one that came another way.
+    `writable`: it becomes the memory of a Python object, which is writable like any other.
     """
 
     def __init__(self, kind: Any, resolve: Callable[[int, int, bool], Any]) -> None:
@@ -335,7 +334,7 @@ class MessageReader:
         self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._ext, dec_hook=_read_error)
 
     def read(self, frame: Frame) -> Any:
-        """The message in `frame`. Raises msgspec.DecodeError or ValueError: then the peer is broken."""
+        """The message in `frame`. Raises msgspec.DecodeError or ValueError if the peer is broken."""
         self._buffers = frame.buffers
         return self._decoder.decode(frame.head)
 
@@ -366,7 +365,7 @@ def write(message: Struct, buffers: list[Buffer] | None = None) -> list[Buffer]:
 
 
 def sendable(part: BatchPart, why: Exception) -> None:
-    """Makes of each result that cannot be written its own error: the others must not fail with it."""
+    """Replaces each result that cannot be written by an error, so that the others do not fail."""
     part.metrics = None
     for i, result in enumerate(part.results):
         try:
@@ -376,7 +375,7 @@ def sendable(part: BatchPart, why: Exception) -> None:
 
 
 def place(slab: Slab) -> Ext:
-    """What stands for a slab in the head."""
+    """The form of a slab in the head."""
     return Ext(_SLAB, _PLACE.pack(slab.offset, slab.length))
 
 

@@ -1,4 +1,4 @@
-"""One batch of a model that works on many side by side: it answers in parts, in any order, from its own threads."""
+"""One batch of a model that runs many concurrently: the model answers in any order, from its own threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.types import BatchPart, ItemResult
 
 
 class ConcurrentBatch:
-    """Hands a batch to the model and makes parts of what that answers: of each item once, however often it does.
+    """Passes a batch to the model and turns its answers into parts. Each item counts once, even if answered twice.
 
-    `done` is called with the places of items that are complete, in the thread that answered. Whoever is told makes a
-    `part` of them, one at a time; the one with the last of the batch is final.
+    `done` is called with the places of completed items, in the thread that answered. It calls `part` for them, one call
+    at a time; the part with the last item is final.
     """
 
     def __init__(
@@ -28,12 +28,12 @@ class ConcurrentBatch:
         self._done = done
         self._since_s = time.perf_counter()
         self._lock = threading.Lock()
-        self._units: list[list[int]] = [[] for _ in decoded.items]  # of each item
+        self._units: list[list[int]] = [[] for _ in decoded.items]  # units per item
         for u, i in enumerate(decoded.owners):
             self._units[i].append(u)
-        self._asked: list[int] = []  # the unit at each place of what the model was given
-        self._open: set[int] = set()  # units that it has not answered
-        self._missing = [0] * len(decoded.items)  # how many, of each item
+        self._asked: list[int] = []  # the unit at each place of the model's arguments
+        self._open: set[int] = set()  # unanswered units
+        self._missing = [0] * len(decoded.items)  # unanswered units per item
         self._left = len(decoded.items)
         self._end: Any = None
 
@@ -52,7 +52,7 @@ class ConcurrentBatch:
             return
         items, owners = run.d.items, run.d.owners
         values, budgets = [run.d.values[u] for u in self._asked], [items[owners[u]].budget_s for u in self._asked]
-        run.d.values = []  # the model has them: only it keeps what they look at
+        run.d.values = []  # only the model keeps the memory that the values refer to
         try:
             assert self._runner.model.submit is not None
             end = self._runner.model.submit(values, budgets, self._answer)
@@ -66,17 +66,17 @@ class ConcurrentBatch:
                 self._end = end
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: the model may end its work, and need not answer."""
+        """Abandons the batch: the model may stop working on it and need not answer."""
         end, self._end = self._end, None
         try:
             if end is not None:
                 end()
         except Exception as e:
-            self._runner.error_of(e, "ending the work on a batch raised")
-        self._fail(Cancelled("nobody waits for this answer any more"))
+            self._runner.error_of(e, "cancelling a batch raised")
+        self._fail(Cancelled("the caller no longer waits for this answer"))
 
     def _answer(self, answers: list[tuple[int, Any]]) -> None:
-        """Called by the model: values or exceptions of the places of what it was given. From any thread."""
+        """Called by the model, from any thread: (place, value or exception) pairs."""
         asked = self._asked
         self._take([(asked[place], value) for place, value in answers])
 
@@ -98,19 +98,19 @@ class ConcurrentBatch:
             self._done(self, done)
 
     def part(self, places: list[int]) -> BatchPart:
-        """The answers of these items, which are complete. Each place is asked for once."""
+        """The answers of these completed items; each place is requested once."""
         self._left -= len(places)
         part = BatchPart(self._run.batch_id, [self._result(i) for i in places], final=not self._left, at=places)
         if part.final:
             part.run_s, part.prepare_s = time.perf_counter() - self._since_s, self._run.d.seconds
-            self._run.outcomes = self._run.d.contexts = []  # the model may keep what leads here
+            self._run.outcomes = self._run.d.contexts = []  # the model may keep a reference to this object
             self._end = None
         return part
 
     def _result(self, i: int) -> ItemResult:
         try:
             return self._made(i)
-        except BaseException as e:  # in a thread of the model, where nobody would hear of it
+        except BaseException as e:  # the model's own thread would hide the error
             return ItemResult(error=self._runner.error_of(e, "postprocess raised"))
 
     def _made(self, i: int) -> ItemResult:

@@ -29,18 +29,18 @@ MAX_LOGGED = 100
 
 
 class BatchRunner:
-    """Drives one loaded model. `decode` is pure and may run ahead in another thread; `run` is for the worker's own."""
+    """Drives one loaded model. `decode` is pure and may run ahead in another thread; `run` needs the worker's own."""
 
     def __init__(self, model: PythonModel, metadata: ModelMetadata, batching: BatchingConfig) -> None:
         self.model = model
         self.batching = batching
         self._metadata = metadata
         self._codecs = ModelCodecs(metadata)
-        self._loop: asyncio.AbstractEventLoop | None = None  # made by the first coroutine
+        self._loop: asyncio.AbstractEventLoop | None = None  # created by the first coroutine
         self._logged: dict[str, float] = {}
 
     def decode(self, items: list[Item]) -> Decoded:
-        """The values of the items; one that cannot be decoded becomes its own error."""
+        """The values of the items; an item that cannot be decoded becomes an error."""
         started = time.perf_counter()
         decoded = Decoded(items)
         for i, item in enumerate(items):
@@ -48,7 +48,7 @@ class BatchRunner:
             value = item.payload
             try:
                 if isinstance(value, PenstockError):
-                    raise value  # it could not be sent here
+                    raise value  # it could not be sent to this worker
                 if item.codec != "object":
                     value, context = self.codec(item.codec).decode(item)
                 elif type(value) is Pickled:
@@ -67,19 +67,19 @@ class BatchRunner:
         return decoded
 
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
-        """Calls `emit` with any number of parts and one final one. Raises only what ends a worker (`ENDS`)."""
+        """Calls `emit` with any number of parts and one final one. Raises only exceptions in `ENDS`."""
         started = time.perf_counter()
         run, ready = self._predicted(batch_id, decoded, emit)
         predicted = time.perf_counter()
         part = run.final()
         ended = time.perf_counter()
         part.run_s = ended - started
-        _tell(part, decoded, (ready - started, predicted - ready, ended - predicted))
+        _record_times(part, decoded, (ready - started, predicted - ready, ended - predicted))
         part.metrics = metrics.drain()
         emit(part)
 
     def begin(self, batch_id: int, decoded: Decoded, emit: Emit) -> Callable[[], BatchPart]:
-        """Predicts, and gives back what makes the final part, in one other thread; its time is not that of the run."""
+        """Predicts, and returns a function that makes the final part in one other thread, outside the run time."""
         started = time.perf_counter()
         run, ready = self._predicted(batch_id, decoded, emit)
         predicted, changes = time.perf_counter(), metrics.drain()
@@ -88,13 +88,13 @@ class BatchRunner:
             began = time.perf_counter()
             part = run.final()
             part.run_s, part.metrics = predicted - started, changes
-            _tell(part, decoded, (ready - started, predicted - ready, time.perf_counter() - began))
+            _record_times(part, decoded, (ready - started, predicted - ready, time.perf_counter() - began))
             return part
 
         return finish
 
     def _predicted(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchRun, float]:
-        """(the batch, when `predict` was about to begin)."""
+        """(the batch, the time just before `predict`)."""
         run = BatchRun(self, batch_id, decoded, emit)
         run.preprocess()
         ready = time.perf_counter()
@@ -116,7 +116,7 @@ class BatchRunner:
         return self._codecs.get(name)
 
     def predict(self, values: list[Any]) -> Any:
-        """What the model returned: a sequence, or an iterator of sequences when it streams. Raises what it raised."""
+        """The model's result: a sequence, or an iterator of sequences if it streams. Raises the model's errors."""
         found = self.model.predict(values)
         if type(found) is list:
             return found
@@ -127,7 +127,7 @@ class BatchRunner:
         return found
 
     def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        import asyncio  # only models that are async load it
+        import asyncio  # only async models need it
 
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -148,7 +148,7 @@ class BatchRunner:
             self._await(parts.aclose())
 
     def error_of(self, error: BaseException, doing: str = "the model raised") -> PenstockError:
-        """The error that the item gets. Its message may leave the process; text and traceback stay in its detail."""
+        """The item's error. Its message may leave the process; text and traceback stay in `detail`."""
         text = "".join(traceback.format_exception(error))
         if isinstance(error, PenstockError):
             error.detail = error.detail or text
@@ -171,7 +171,7 @@ class BatchRunner:
         log.warning("item_failed model=%s error=%r: its callers get an error\n%s", self._metadata.name, key, text)
 
 
-def _tell(part: BatchPart, decoded: Decoded, stages_s: tuple[float, float, float]) -> None:
+def _record_times(part: BatchPart, decoded: Decoded, stages_s: tuple[float, float, float]) -> None:
     part.prepare_s = decoded.seconds
     part.stages_s = (decoded.seconds + stages_s[0], stages_s[1], stages_s[2])
 

@@ -1,4 +1,4 @@
-"""What a worker does before its first batch: finds the target, loads the model, warms it up."""
+"""Start of a worker: finds the target, loads the model and warms it up."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from penstock.types import Ready
 
 
 def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -> tuple[BatchRunner, Ready]:
-    """A runner around the loaded model, and what is told of it.
+    """A runner around the loaded model, and its Ready message.
 
-    `device` is handed to `load`; `shown_device` is its name outside of this process, when that is another one.
+    `load` receives `device`; `shown_device` is its name outside this process, if that differs.
     Raises LoadFailed, TargetNotFound, ConfigError.
     """
     add_paths(spec.sys_path)
-    # the parser of forms warns of every malformed body; a request is never logged above DEBUG
+    # the form parser warns about every malformed body, but a request is never logged above DEBUG
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
         target = _model(_found(spec.target, spec), spec)
@@ -41,8 +41,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
             options = {**options, "file": named}
         model = PythonModel(target, options, **extras, threads=partial(_threads, spec))
         model.load(device)
-        said = model.said()
-        batching = with_options(spec.config.batching, said)
+        declared = model.declared_options()
+        batching = with_options(spec.config.batching, declared)
         metadata = model.metadata(spec.name, spec.version)
         runner = BatchRunner(model, metadata, batching)
         profile, best = warm_up(runner, batching)
@@ -53,11 +53,11 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     except Exception as e:
         text = "".join(traceback.format_exception(e))
         raise LoadFailed(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
-    return runner, Ready(metadata, shown_device or device, os.getpid(), said, profile, best)
+    return runner, Ready(metadata, shown_device or device, os.getpid(), declared, profile, best)
 
 
 def _found(target: Any, spec: WorkerSpec) -> Any:
-    """The function, class or object that a spec's target means, the model of a file."""
+    """The function, class, object or file model that a spec's target names."""
     if isinstance(target, Pickled):
         return _found(target.load(), spec)
     if isinstance(target, Wrapped):
@@ -73,7 +73,7 @@ def _found(target: Any, spec: WorkerSpec) -> Any:
 
 
 def _model(found: Any, spec: WorkerSpec) -> Any:
-    """What was found, or the model of it if it is a module of PyTorch that does not say how it predicts."""
+    """The found object, or a model around it if it is a torch module without `predict`."""
     wanted = spec.config.weights is not None or bool(spec.config.inputs)
     if not wanted and (not is_torch_module(found) or hasattr(found, "predict")):
         return found
@@ -81,11 +81,11 @@ def _model(found: Any, spec: WorkerSpec) -> Any:
 
 
 def _threads(spec: WorkerSpec) -> int:
-    """Threads of a runtime: those that the environment of the worker says, in the engine's own process as in others."""
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    return int(said) if spec.config.threads is None and said.isdecimal() and int(said) else threads_of(spec)
+    """Threads of a runtime: OMP_NUM_THREADS of the worker's environment, unless the configuration sets them."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if spec.config.threads is None and threads.isdecimal() and int(threads) else threads_of(spec)
 
 
 def add_paths(paths: Sequence[str]) -> None:
-    """Puts `paths` in front of `sys.path`, in their order, those that are not there yet."""
+    """Prepends the missing `paths` to `sys.path`, in order."""
     sys.path[:0] = [p for p in paths if p not in sys.path]

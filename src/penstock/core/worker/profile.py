@@ -1,4 +1,4 @@
-"""The warm-up: runs of growing size before the first request, which give the cost model its first samples."""
+"""The warm-up: runs of growing size before the first request, the first samples of the cost model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from penstock.errors import LoadFailed, OutOfMemory, PenstockError
 from penstock.types import BatchPart, Item
 
 RUNS = 3
-COLD_RUNS = 2  # the first ones pay for caches, allocators and lazy imports: not representative
+COLD_RUNS = 2  # the first ones pay for caches, allocators and lazy imports
 MAX_AUTO = 1024
 MIN_GAIN = 1.02
-POOR_SIZES = 2  # without gain, one after the other, end it: a single one may be that others wanted the processor
-# Of a batch whose size is chosen here, without a slo: a tenth of a second, or as long as so many rows in turn. Where
-# one row takes long anyway, as with a network that writes a text, much is gained by batches.
+POOR_SIZES = 2  # consecutive sizes without gain end it; a single one may be noise from other processes
+# Longest batch if the size is chosen here without an SLO: this many seconds, or the time of this many single rows.
+# Batches pay off most where one row takes long, as in text generation.
 MAX_RUN_S = 0.1
 MAX_RUN_ROWS = 4
-# Of the whole warm-up: seconds, or so many runs of one row. Runs that become slower are fewer.
+# Limit of the whole warm-up: seconds, or this many runs of one row.
 BUDGET_S = 5.0
 BUDGET_RUNS = 50
 
 
 def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[int, float]], int | None]:
-    """((rows, seconds) of the runs, the best batch size). No samples without sample items; None: nothing was learned.
+    """((rows, seconds) of the runs, the best batch size or None). No samples without sample items.
 
-    Sizes double up to `max_batch_size`; with "auto" until throughput gains less than 2 % twice, memory ends, or a batch
-    takes longer than half the slo. Raises LoadFailed when the model fails on its own samples.
+    Sizes double up to `max_batch_size`. With "auto" they stop when throughput gains less than 2 % twice, memory runs
+    out, or a batch takes longer than half the SLO. Raises LoadFailed when the model fails on its own samples.
     """
     hook = runner.model.warmup
     found = hook() if hook is not None else None
@@ -47,7 +47,7 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
         runs = [_seconds(runner, items) for _ in range(RUNS)]
         fits = [s for s in runs if s is not None]
         if len(fits) < RUNS:
-            return profile[COLD_RUNS:], best  # out of memory: the size before was the best
+            return profile[COLD_RUNS:], best  # out of memory: the previous size was the best
         profile += [(size, s) for s in fits]
         seconds = min(fits)
         limit_s = limit_s or max(MAX_RUN_S, MAX_RUN_ROWS * seconds)
@@ -68,7 +68,7 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
 
 
 def _seconds(runner: BatchRunner, values: list[Any]) -> float | None:
-    """The time of one run; None when it ran out of memory. Raises LoadFailed."""
+    """The time of one run, or None if it ran out of memory. Raises LoadFailed."""
     parts: list[BatchPart] = []
     runner.run(0, runner.decode([Item(value) for value in values]), parts.append)
     final = parts[-1]

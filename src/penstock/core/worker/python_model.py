@@ -22,10 +22,9 @@ def model(target: T, /) -> T: ...
 @overload
 def model(**options: Any) -> Callable[[T], T]: ...
 def model(target: Any = None, /, **options: Any) -> Any:
-    """The decorated function or class, unchanged but for its batching options.
+    """The decorated function or class, with batching options attached.
 
-    The options are the keys of `[models.NAME.batching]`, and defaults to them: configuration wins.
-    Raises ConfigError.
+    The options are keys of `[models.NAME.batching]` and serve as defaults: the configuration wins. Raises ConfigError.
     """
     with_options(BatchingConfig(), options)
 
@@ -37,7 +36,7 @@ def model(target: Any = None, /, **options: Any) -> Any:
 
 
 def options_of(target: object) -> dict[str, Any]:
-    """What `@penstock.model` said of a function, class or instance."""
+    """The options that `@penstock.model` attached to a function, class or instance."""
     return dict(getattr(target, _OPTIONS, {}))
 
 
@@ -47,37 +46,39 @@ Extra = str | int | Callable[[], int] | None
 
 
 class PythonModel:
-    """Makes a model of what a target names. `load` instantiates a class; a function is loaded already."""
+    """The model behind a target. `load` instantiates a class; a function needs no loading.
+
+    Its 16 attributes are the optional members of a model, looked up once.
+    """
 
     def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:
-        """`options` are arguments of a class; `extras` are for a `load` that has parameters of those names, and found
-        out only then if they are functions."""
+        """`options` are constructor arguments of a class. `extras` go to a `load` with parameters of those names;
+        functions among them are called only then."""
         self._target = target
         self._options = options or {}
         self._extras = extras
         self._model: Any = None
-        self.takes: frozenset[str] = frozenset()  # names of extras that the loaded model has a use for
+        self.takes: frozenset[str] = frozenset()  # names of the extras that the loaded model uses
         self.predict: Callable[[list[Any]], Any] = self._not_loaded
         self.preprocess: Callable[[Any], Any] | None = None
         self.postprocess: Callable[[Any], Any] | None = None
         self.warmup: Callable[[], Any] | None = None
-        # Of our own models, under names that no user's has. Makes of a batch's items a list that knows more, in the
-        # thread that receives them; and hears where parts of results go that are sent while a call runs.
+        # Members of our own models, under names that users do not have. `prepare` turns the items of a batch into a
+        # prepared list, in the thread that receives them; `send_parts_to` receives the sink for partial results.
         self.prepare: Callable[[list[Any]], list[Any]] | None = None
         self.send_parts_to: Callable[[Callable[[list[Any]], None]], None] | None = None
-        self.finishes_apart = False  # `postprocess` may run in a thread of its own, while the next batch is predicted
-        # Works on batches side by side in threads of its own, `concurrency` rows at most: gets values, the seconds that
-        # each has left, and what takes (place, value or exception) pairs from any thread, each place once; gives back
-        # what ends the work.
+        self.finishes_apart = False  # `postprocess` may run in its own thread while the next batch is predicted
+        # `submit` runs batches concurrently in the model's own threads, up to `concurrency` rows: it receives values,
+        # the seconds left for each, and a callback for (place, value or exception) pairs; it returns a cancel function.
         self.submit: Submit | None = None
-        self.soon: Callable[[Callable[[], None]], None] | None = None  # calls something at the next turn of its loop
+        self.soon: Callable[[Callable[[], None]], None] | None = None  # calls a function on its event loop
         self.concurrency = 1
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
 
     def load(self, device: str) -> None:
-        """Raises LoadFailed when there is nothing to call; else what the user's code raises."""
+        """Raises LoadFailed when there is nothing to call, and the errors of the user's code."""
         target = self._target
         _check_options(target, self._options)
         found = target(**self._options) if inspect.isclass(target) else target
@@ -90,7 +91,7 @@ class PythonModel:
         self._model = found
         for hook in _HOOKS:
             if inspect.iscoroutinefunction(getattr(found, hook, None)):
-                raise LoadFailed(f"'{hook}' of the model is async: of its methods only 'predict' may be")
+                raise LoadFailed(f"'{hook}' of the model is async: only 'predict' may be")
         load = getattr(found, "load", None)
         if load is not None:
             self.takes = frozenset(getattr(found, "__penstock_takes__", inspect.signature(load).parameters))
@@ -105,18 +106,18 @@ class PythonModel:
         self.soon = getattr(found, "__penstock_soon__", None)
         self.concurrency = 1 if self.submit is None else int(getattr(found, "__penstock_concurrency__", 1))
 
-    def said(self) -> dict[str, Any]:
-        """The options of `@penstock.model`; a model of ours may know better once it is loaded."""
+    def declared_options(self) -> dict[str, Any]:
+        """The options of `@penstock.model`, after loading."""
         return options_of(self._model)
 
     def unload(self) -> None:
-        """Calls the model's own `unload`, when it has one."""
+        """Calls the model's `unload`, if it has one."""
         unload = getattr(self._model, "unload", None)
         if unload is not None:
             unload()
 
     def metadata(self, name: str, version: str) -> ModelMetadata:
-        """What the model declares of itself in `inputs`, `outputs` and `parameters`. Raises LoadFailed."""
+        """The metadata that the model declares in `inputs`, `outputs` and `parameters`. Raises LoadFailed."""
         platform = getattr(self._model, "platform", None)
         platform = platform if isinstance(platform, str) else "python"
         return ModelMetadata(
@@ -131,7 +132,7 @@ class PythonModel:
 
     def _parameters(self) -> dict[str, Any]:
         parameters = getattr(self._model, "parameters", None)
-        if not isinstance(parameters, dict):  # that of a torch module is a method
+        if not isinstance(parameters, dict):  # a torch module has a method of this name
             return {}
         for name, value in parameters.items():
             try:
@@ -154,7 +155,7 @@ def is_torch_module(found: object) -> bool:
 
 
 def _check_options(target: Any, options: Mapping[str, Any]) -> None:
-    """Raises LoadFailed for an option that the class does not take, or lacks; and for any of what is no class."""
+    """Raises LoadFailed for an unknown or missing option of a class, and for any option of another target."""
     if not inspect.isclass(target):
         if options:
             raise LoadFailed(
@@ -163,7 +164,7 @@ def _check_options(target: Any, options: Mapping[str, Any]) -> None:
         return
     try:
         parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # of some classes that are not written in Python
+    except ValueError:  # some classes are not written in Python
         return
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     known = [p.name for p in named]
@@ -180,7 +181,7 @@ def _check_options(target: Any, options: Mapping[str, Any]) -> None:
 
 
 def _accepted(function: Callable[..., Any], extras: dict[str, Extra]) -> dict[str, str | int]:
-    """Those of the configured extras that the user's `load` has a parameter for."""
+    """The configured extras for which the user's `load` has a parameter."""
     parameters = inspect.signature(function).parameters
     asked = {k: v() if callable(v) else v for k, v in extras.items() if k in parameters}
     return {k: v for k, v in asked.items() if v is not None}

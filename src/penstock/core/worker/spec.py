@@ -1,4 +1,4 @@
-"""What a worker must know to load a model and run batches. Crosses to the child as msgpack (target may be pickled)."""
+"""What a worker needs to load a model and run batches. Sent to the child pickled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.config.schema import ModelConfig
 
 
 class Wrapped(Struct):
-    """A target that is not called as it is: `wrapper`, "pkg.mod:obj", makes the model of it and of the arguments."""
+    """A wrapped target: `wrapper` ("pkg.mod:obj") makes the model from the target and the arguments."""
 
     target: Any
     wrapper: str
@@ -20,8 +20,8 @@ class Wrapped(Struct):
 class WorkerSpec(Struct):
     """`target` is "app.py:obj", "pkg.mod:obj", the function, class or object itself, Wrapped, or one of these pickled.
 
-    `instances` counts all workers that the model is to have, so that threads can be shared out; the engine keeps it up
-    to date. `sys_path` is put in front of the child's own.
+    `instances` counts all workers of the model, so that they can share the cores; the engine keeps it current.
+    `sys_path` is prepended to the child's own.
     """
 
     name: str
@@ -31,4 +31,4 @@ class WorkerSpec(Struct):
     instances: int = 1
     sys_path: list[str] = field(default_factory=list)
     wants_headers: bool = False
-    capture_output: bool = False  # what the worker prints goes line by line to the logger "penstock.model"
+    capture_output: bool = False  # log the worker's output, line by line, to "penstock.model"

@@ -83,7 +83,7 @@ def test_a_module_that_is_run_as_a_script_keeps_its_package(script):
 
 
 def test_what_a_console_defines_cannot_be_found_by_a_worker(script):
-    with pytest.raises(LoadFailed, match="of the main program"):
+    with pytest.raises(LoadFailed, match="needs the main program"):
         pack_spec(spec(script.Model()))
 
 

@@ -97,7 +97,7 @@ def test_a_loaded_model_may_know_its_options_better_than_its_class():
 
     found = PythonModel(Knows)
     found.load("cpu")
-    assert found.said() == {"max_batch_size": 8, "run_timeout_s": 5.0}
+    assert found.declared_options() == {"max_batch_size": 8, "run_timeout_s": 5.0}
 
 
 @pytest.mark.parametrize(
