@@ -22,40 +22,40 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
-# How long an example takes is the machine's load, not the code's fault.
+# The duration of an example depends on the load of the machine.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# A gate gives the same answer twice; searching is for developers.
+# CI needs repeatable results; random search is for developers.
 settings.register_profile("ci", settings.get_profile("tests"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "tests")
 
-os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # no test tells anybody
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # tests send no usage data
 
 _OMP = os.environ.get("OMP_WAIT_POLICY")
 
-if sys.dont_write_bytecode:  # each of many hundred processes would compile Penstock for itself, a third of its start
+if sys.dont_write_bytecode:  # otherwise each of many hundred processes compiles Penstock, a third of its start time
     compileall.compile_dir(Path(__file__).parents[1] / "src", quiet=2, workers=os.cpu_count() or 1)
 
 
 def pytest_collectstart() -> None:
-    """Lets no idle threads of OpenMP spin beside the servers that tests wait for; what tests start chooses for itself.
+    """Keeps idle OpenMP threads of the tests from spinning; programs that tests start decide for themselves.
 
-    Asked before the first test is imported, and not by the process which only hands out the tests of `pytest -n`: what
-    it has in its environment, the others would have for good.
+    Runs before the first test is imported, and not in the controller of `pytest -n`, whose environment all workers
+    would inherit permanently.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what all tests have in common, millions of objects, out of every garbage collection that follows."""
+    """Excludes the millions of objects that all tests share from later garbage collections."""
     gc.collect()
     gc.freeze()
     if _OMP is None:
-        os.environ.pop("OMP_WAIT_POLICY", None)  # torch, which reads it once, is loaded
+        os.environ.pop("OMP_WAIT_POLICY", None)  # torch, which reads it once, is loaded by now
 
 
 @pytest.fixture(scope="module", autouse=True)
 def left_out() -> None:
-    """Leaves out, too, what the tests of other files have loaded since, where that is much: some collect very often."""
+    """Also excludes objects that other test files loaded, if they are many: some tests collect very often."""
     if len(gc.get_objects()) > 100_000:
         gc.collect()
         gc.freeze()
@@ -63,14 +63,14 @@ def left_out() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item) -> None:
-    """Arms again the watch over hanging tests, which pytest disarms here: a failed test may hang when torn down."""
+    """Restarts the timer for hanging tests, which pytest stops here: a failed test may hang in its teardown."""
     seconds = float(node.config.getini("faulthandler_timeout"))
     faulthandler.dump_traceback_later(seconds, exit=True, file=node.config.stash[fault_handler_stderr_fd_key])
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
-    """What a process of `pytest -n` tells of a test, where half a character, which no UTF-8 has, is spelt out."""
+    """The report of a `pytest -n` worker, with lone surrogates escaped, because UTF-8 cannot encode them."""
     return _spelt_out((yield))
 
 
@@ -84,7 +84,7 @@ def _spelt_out(value: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def own_surroundings() -> Iterator[None]:
-    """Takes back what a test put on `sys.path` and into the environment: workers and later tests get both."""
+    """Restores `sys.path` and the environment after each test: workers and later tests inherit both."""
     path, env = sys.path[:], dict(os.environ)
     yield
     sys.path[:] = path
@@ -99,11 +99,11 @@ FREE_PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "serv
 
 
 class RunningServer:
-    """A real `penstock serve` in a process of its own; `urls` has its three listeners."""
+    """A real `penstock serve` process; `urls` has its three listeners."""
 
     def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str]) -> None:
         read, write = os.pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads would stop who says much
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - an unread pipe would block a verbose process
         self.process = subprocess.Popen(
             [*SERVE, *arguments, *FREE_PORTS],
             pass_fds=[write],
@@ -115,7 +115,7 @@ class RunningServer:
         )
         os.close(write)
         with os.fdopen(read) as pipe:
-            line = pipe.readline()  # ends with the process if it fails
+            line = pipe.readline()  # closed if the process fails
         if not line:
             out, _ = self.process.communicate()
             said = self.said()
@@ -153,11 +153,11 @@ class RunningServer:
         return total
 
     def said(self) -> str:
-        """What the server and its workers wrote to stderr so far."""
+        """The stderr output of the server and its workers so far."""
         return os.pread(self._log.fileno(), 2**24, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Stops it, and forgets what it said."""
+        """Stops the server and discards its output."""
         self.stop()
         self._log.close()
 
@@ -199,16 +199,16 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
 
 @pytest.fixture(scope="module")
 def serve_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
-    """`serve` for the tests of one file together."""
+    """`serve` with the scope of a test file."""
     yield from _serving(tmp_path_factory.mktemp("served"))
 
 
 class RunningRedis:
-    """A real `redis-server` on a port of its own, which keeps nothing on disk. `ask` is a client of the test's own."""
+    """A real `redis-server` on its own port, without persistence. `ask` is a client for the test."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self._folder, self._options = folder, options
-        # Held as long as it is wanted: nobody else is given the port between two starts, nor before the first.
+        # Keeps the port reserved before the first start and between two starts.
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind(("127.0.0.1", 0))
@@ -216,7 +216,7 @@ class RunningRedis:
         self.start()
 
     def start(self, *options: str) -> None:
-        """Starts it, also again after `kill`; returns when it answers."""
+        """Starts the server, also after `kill`; returns when it answers."""
         from redis import Redis
         from redis.backoff import NoBackoff
         from redis.exceptions import AuthenticationError, ConnectionError
@@ -249,14 +249,14 @@ class RunningRedis:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends it as a crash would."""
+        """Kills the server, as a crash would."""
         self.ask.close()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        """Ends it for good."""
+        """Ends the server and releases its port."""
         self.kill()
         self._held.close()
 
@@ -283,7 +283,7 @@ def run_redis(tmp_path: Path) -> Iterator[Callable[..., RunningRedis]]:
 
 @pytest.fixture(scope="module")
 def run_redis_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningRedis]]:
-    """`run_redis` for the tests of one file together."""
+    """`run_redis` with the scope of a test file."""
     yield from _running_redis(tmp_path_factory.mktemp("redis"))
 
 
@@ -295,7 +295,7 @@ def redis_server(run_redis: Callable[..., RunningRedis]) -> RunningRedis:
 
 @pytest.fixture(scope="session")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one small network in every kind of file that may be served: see `support.files.write_models`."""
+    """A folder with one small network in every servable file format: see `support.files.write_models`."""
     from support.files import write_models
 
     return write_models(tmp_path_factory.mktemp("model_files"))
