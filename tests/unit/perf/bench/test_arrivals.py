@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.perf.bench.arrivals import Arrival, parse_arrival, read_trace, times
+from penstock.serving.observe.arrivals import ArrivalRecorder
 
 RECORDED = '{"t": 10.5, "rows": 2, "bytes": 300, "model": "m"}\n\n{"t": 10.25}\n{"t": 12.5, "bytes": 7}\n'
 
@@ -88,6 +89,16 @@ def test_a_trace_is_read_in_order_of_time_from_its_first(write: Callable[[str], 
     assert list(trace.times_s) == [0.0, 0.25, 2.25]
     assert list(trace.rows) == [1, 2, 1]
     assert list(trace.bytes) == [0, 300, 7]
+
+
+async def test_a_recording_of_the_server_is_a_trace(tmp_path: Path) -> None:
+    clock = count(10, 0.5)
+    recorder = ArrivalRecorder(str(tmp_path / "arrivals.jsonl"), clock=lambda: next(clock))
+    recorder.on_request("digits", "1", 1, 300)
+    recorder.on_request('odd "name"', "2", 16, 0)
+    recorder.close()
+    trace = read_trace(str(tmp_path / "arrivals.jsonl"))
+    assert (list(trace.times_s), list(trace.rows), list(trace.bytes)) == ([0.0, 0.5], [1, 16], [300, 0])
 
 
 def test_a_trace_of_several_models_can_be_read_for_one(write: Callable[[str], str]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.perf.bench.arrivals import read_trace
 from penstock.serving.observe import arrivals
 from penstock.serving.observe.arrivals import ArrivalRecorder
 
@@ -42,8 +41,6 @@ def test_times_and_sizes_of_requests_are_written_and_read_as_a_trace(tmp_path: P
         {"t": 0.5, "rows": 1, "bytes": 300, "model": "digits"},
         {"t": 1.0, "rows": 16, "bytes": 0, "model": 'odd "name"'},
     ]
-    trace = read_trace(str(path))
-    assert (list(trace.times_s), list(trace.rows), list(trace.bytes)) == ([0.0, 0.5], [1, 16], [300, 0])
 
 
 def test_what_came_is_in_the_file_soon_and_nothing_is_done_while_nothing_comes(
