@@ -14,9 +14,9 @@ import pytest
 
 from penstock.core.transports.process import MAX_FREE
 from penstock.plugins import resolve
-from penstock.testing.concurrent import TARGET as BESIDE
 from penstock.testing.transports import TransportHarness, values
 from penstock.types import Item
+from support.concurrent_batches import TARGET as CONCURRENT
 
 
 def process(spec, pool):
@@ -238,7 +238,7 @@ def predict(items):
 
 
 async def test_a_worker_side_by_side_has_its_places_for_answers_back_before_it_is_idle():
-    async with TransportHarness(process, BESIDE) as harness:
+    async with TransportHarness(process, CONCURRENT) as harness:
         await harness.up()
         waits = harness.post([Item(("gate", "a"))])
         await harness.final(harness.post([Item(bytes(70_000))] * 40))

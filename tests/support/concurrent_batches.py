@@ -1,4 +1,4 @@
-"""check_concurrency: the contract of workers that run batches concurrently, and models for it."""
+"""The contract of worker processes that run batches concurrently, as checks, and models for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.testing.transports import LARGE, WAIT_S, MakeTransport, TransportH
 from penstock.types import Item
 
 WIDTH = 64
-TARGET = "penstock.testing.concurrent:ConcurrentModel"
+TARGET = "support.concurrent_batches:ConcurrentModel"
 
 Answer = Callable[[list[tuple[int, Any]]], None]
 
@@ -195,20 +195,20 @@ async def check_a_result_is_sent_before_the_others_of_its_batch(make: MakeTransp
 
 
 async def check_each_item_is_answered_once_by_a_model_that_answers_twice(make: MakeTransport) -> None:
-    async with TransportHarness(make, "penstock.testing.concurrent:RepeatingModel") as harness:
+    async with TransportHarness(make, "support.concurrent_batches:RepeatingModel") as harness:
         for n in range(3):
             part = await harness.run(n, n + 1)
             assert (part.at, values(part)) == ([0, 1], [n, n + 1])
 
 
 async def check_results_of_one_pass_of_the_models_loop_are_sent_together(make: MakeTransport) -> None:
-    async with TransportHarness(make, "penstock.testing.concurrent:LoopModel") as harness:
+    async with TransportHarness(make, "support.concurrent_batches:LoopModel") as harness:
         await harness.up()
         number = harness.post([Item(n) for n in range(5)])
         part = await harness.final(number)
         assert (part.at, values(part)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
         assert len(harness.parts[number]) == 1
-    async with TransportHarness(make, "penstock.testing.concurrent:ClosedLoopModel") as harness:
+    async with TransportHarness(make, "support.concurrent_batches:ClosedLoopModel") as harness:
         assert await harness.values(7) == [7]
 
 
@@ -337,9 +337,3 @@ async def check_a_death_fails_all_batches_in_flight(make: MakeTransport) -> None
 CONCURRENCY_CHECKS: list[Callable[[MakeTransport], Awaitable[None]]] = [
     check for name, check in list(globals().items()) if name.startswith("check_") and inspect.iscoroutinefunction(check)
 ]
-
-
-async def check_concurrency(make: MakeTransport) -> None:
-    """Runs every check on transports that `make` returns. Raises AssertionError."""
-    for check in CONCURRENCY_CHECKS:
-        await check(make)
