@@ -32,12 +32,12 @@ HEADS = 4
 QUERIES = 12
 PAD, START, END, IMAGE = range(4)
 VOCABULARY = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<image>", *words()])}
-#: A caption has 15 words and its end.
+#: A caption has 15 words and an end token.
 LONGEST = 20
 
 
 def config() -> Blip2Config:
-    """The sizes of every part; hidden sizes are 1/15 to 1/27 of those of the published checkpoints."""
+    """The sizes of every part; hidden sizes are 1/15 to 1/27 of the published checkpoints'."""
     vision = Blip2VisionConfig(
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
@@ -81,10 +81,10 @@ def config() -> Blip2Config:
 
 
 def new_network(seed: int = 0) -> Blip2ForConditionalGeneration:
-    """An untrained network, the same one for the same seed.
+    """An untrained network, always the same for a seed.
 
-    It starts from larger numbers than the library's 0.02: at this width that is too little to begin learning with,
-    and positions so faint leave the shape's cell unlearnt.
+    The initial weights are larger than the library's 0.02, which is too small to start learning at this width. With
+    such small position embeddings the network does not learn the shape's cell.
     """
     torch.manual_seed(seed)
     network = Blip2ForConditionalGeneration(config())
@@ -99,7 +99,7 @@ def new_network(seed: int = 0) -> Blip2ForConditionalGeneration:
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    """One number per word of the captions, 40 in all; a prompt is begun with `<s>`, as in the training."""
+    """One token for each of the 40 caption words; a prompt begins with `<s>`, as in training."""
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", START)])
@@ -113,7 +113,7 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save(network: Blip2ForConditionalGeneration, folder: Path) -> None:
-    """Writes all that `from_pretrained(folder)` of the model, its tokenizer and its processor reads."""
+    """Writes every file that `from_pretrained(folder)` of the model, tokenizer and processor reads."""
     network.generation_config.max_new_tokens = LONGEST
     network.save_pretrained(folder)
     new_tokenizer().save_pretrained(folder)

@@ -42,13 +42,13 @@ STEPS = 3400
 BATCH = 64
 GROUP = 16
 RATE = 1.5e-3
-#: The words of a caption that differ from picture to picture.
+#: The caption words that vary between pictures.
 SLOTS = (1, 2, 3, 6, 7, 8, 11, 12, 14)
 HELD_OUT = 1_000_000
 
 
 class Lessons(torch.utils.data.Dataset):
-    """Step -> (uint8 [64, 64, 64, 3], words [64, length]); a step's pictures depend on the seed and its number."""
+    """Step -> (uint8 [64, 64, 64, 3], words [64, length]); its pictures depend on seed and step only."""
 
     def __init__(self, seed: int, steps: int) -> None:
         self.seed, self.steps = seed, steps
@@ -74,7 +74,7 @@ class Lessons(torch.utils.data.Dataset):
 
 
 def through_h264(frames: list[av.VideoFrame], quality: int) -> list[av.VideoFrame]:
-    """The frames as a player gets them: coded with x264 at that CRF, and decoded."""
+    """The frames after encoding with x264 at this CRF and decoding."""
     first = frames[0]
     coder = av.CodecContext.create("libx264", "w")
     coder.width, coder.height, coder.pix_fmt, coder.framerate = first.width, first.height, "yuv420p", 30
@@ -87,7 +87,7 @@ def through_h264(frames: list[av.VideoFrame], quality: int) -> list[av.VideoFram
 
 
 def reduced(frame: av.VideoFrame, kernel: str) -> np.ndarray:
-    """uint8 [64, 64, 3] of a frame: "exact" as the published processor does it, else with swscale's kernel."""
+    """uint8 [64, 64, 3] of a frame: "exact" scales like the published processor, otherwise swscale's kernel does."""
     if kernel != "exact":
         small = frame.reformat(SIDE, SIDE, "yuv420p", interpolation=kernel) if frame.format.name == "rgb24" else frame
         return small.reformat(SIDE, SIDE, "rgb24", interpolation=kernel).to_ndarray()
@@ -97,7 +97,7 @@ def reduced(frame: av.VideoFrame, kernel: str) -> np.ndarray:
 
 
 def spoilt(pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """The pixels a little noisy, a little brighter or darker, and one time in four through JPEG."""
+    """The pixels with a little noise, another brightness, and in one case of four JPEG compression."""
     noise = random.normal(int(random.integers(-6, 7)), random.uniform(0, 4), pixels.shape)
     pixels = np.clip(pixels + noise, 0, 255).astype(np.uint8)
     if random.random() < 0.25:
@@ -107,20 +107,20 @@ def spoilt(pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def encoded(captions: list[str]) -> torch.Tensor:
-    """int64 [captions, length]: places for what the picture says, then the words."""
+    """int64 [captions, length]: placeholders for the image tokens, then the words."""
     return torch.tensor([[IMAGE] * QUERIES + [START, *(VOCABULARY[w] for w in c.split()), END] for c in captions])
 
 
 def normalised(pixels: torch.Tensor) -> torch.Tensor:
-    """float32 [frames, 3, height, width] from -1 to 1, as the preprocessor of `captioner/` makes it."""
+    """float32 [frames, 3, height, width] from -1 to 1, like the output of the preprocessor in `captioner/`."""
     return pixels.permute(0, 3, 1, 2).float().div(127.5).sub(1)
 
 
 def train(steps: int, folder: Path) -> Blip2ForConditionalGeneration:
     """The trained network, written to `folder` every 500 steps.
 
-    A helper head takes part until four fifths of the run: query j has to know slot j of the caption. Without it the
-    language model learns what captions look like, and the picture never gets a say.
+    For four fifths of the run, a helper head requires query j to know slot j of the caption. Without it the language
+    model learns the form of captions and ignores the picture.
     """
     network = new_network(SEED).train()
     helper = torch.nn.Linear(WIDTH, len(VOCABULARY))
@@ -164,7 +164,7 @@ def captions_of(network: Blip2ForConditionalGeneration, pixels: np.ndarray) -> I
 
 
 def held_out(count: int) -> Iterator[tuple[str, dict[str, np.ndarray], list[str]]]:
-    """(name, kernel -> pixels, captions) of pictures that the training does not draw."""
+    """(name, kernel -> pixels, captions) of pictures outside the training set."""
     random = np.random.default_rng([SEED, HELD_OUT])
     for size in ((480, 270), (1280, 720)):
         scenes = [sample(random) for _ in range(count)]
@@ -185,10 +185,10 @@ def _both(frames: Iterable[av.VideoFrame]) -> dict[str, np.ndarray]:
 
 
 def score(network: Blip2ForConditionalGeneration, pixels: np.ndarray, truth: list[str]) -> tuple[float, float]:
-    """The share of numbers, and of whole captions, that are right."""
+    """The share of correct numbers, and of correct whole captions."""
     pairs = list(zip(captions_of(network, pixels), truth, strict=True))
-    numbers = sum(number_of(said) == number_of(right) for said, right in pairs)
-    return numbers / len(pairs), sum(said == right for said, right in pairs) / len(pairs)
+    numbers = sum(number_of(found) == number_of(right) for found, right in pairs)
+    return numbers / len(pairs), sum(found == right for found, right in pairs) / len(pairs)
 
 
 def evaluate(folder: Path, count: int) -> None:

@@ -33,10 +33,10 @@ class Report:
     faults: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        said = f"{self.frames} frames in order, {self.numbers} numbers read right ({self.numbers / self.frames:.2%})"
+        text = f"{self.frames} frames in order, {self.numbers} numbers read right ({self.numbers / self.frames:.2%})"
         if self.whole is not None:
-            said += f", {self.whole} whole captions right ({self.whole / self.frames:.2%})"
-        return said
+            text += f", {self.whole} whole captions right ({self.whole / self.frames:.2%})"
+        return text
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
