@@ -1,4 +1,4 @@
-"""What a server of the service does for clients that each send one image after the other: rate, latencies, its CPU.
+"""Measures a server of the service with closed-loop clients: request rate, latencies, CPU usage.
 
     python client_qps.py --img_dir images --port 8888 --request_client 10 --request_batch 1
 
@@ -31,7 +31,7 @@ Client = object
 
 
 def connect(host: str, port: int) -> Client:
-    """A connection of its own, buffered and binary as Thrift's libraries do by default."""
+    """A new connection, buffered and binary, the default of Thrift's libraries."""
     return make_client(
         InferenceService,
         host,
@@ -58,7 +58,7 @@ def wait_for(host: str, port: int) -> None:
 
 
 class Usage:
-    """What a process and its children use, looked at while a block runs. The GPU's share is that of the first GPU."""
+    """The resource usage of a process and its children during a block. GPU usage is that of the first GPU."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
@@ -108,7 +108,7 @@ class Usage:
 
 
 def listener(port: int) -> int | None:
-    """The process that listens on the port of this machine, as far as this user can see it."""
+    """The process that listens on the port of this machine, if this user can see it."""
     for process in psutil.process_iter():
         try:
             for found in process.net_connections("tcp"):
@@ -120,7 +120,7 @@ def listener(port: int) -> int | None:
 
 
 class Load:
-    """Clients that begin together, each with a connection, and what they saw."""
+    """Clients that start together, each with its own connection, and their measurements."""
 
     def __init__(self, given: argparse.Namespace, images: list[tuple[str, bytes]]) -> None:
         self._given = given
@@ -134,7 +134,7 @@ class Load:
         self.seconds = self.own_cpu_s = 0.0
 
     def run(self, usage: Usage | None) -> None:
-        """Warms up, and measures until the images or the seconds are over."""
+        """Warms up, and measures until the images or the seconds run out."""
         clients = [connect(self._given.host, self._given.port) for _ in range(self._given.request_client)]
         threads = [threading.Thread(target=self._client, args=(n, client)) for n, client in enumerate(clients)]
         for thread in threads:
@@ -173,7 +173,7 @@ class Load:
                     self.errors[error] = self.errors.get(error, 0) + 1
 
     def _take(self, choose: random.Random) -> list[tuple[str, bytes]]:
-        """The images of the next request; none when all are sent."""
+        """The images of the next request; empty when all are sent."""
         with self._lock:
             if time.perf_counter() >= self._end:
                 return []
@@ -184,7 +184,7 @@ class Load:
         return choose.choices(self._images, k=count)
 
     def _call(self, client: Client, images: list[tuple[str, bytes]]) -> list[str]:
-        """Sends these images one behind the other; the errors."""
+        """Sends the images one after the other, and returns their errors."""
         errors = []
         for name, data in images:
             try:
@@ -196,7 +196,7 @@ class Load:
 
 
 def summary(load: Load, usage: Usage | None) -> dict[str, float | dict[str, int]]:
-    """The figures: QPS, latencies in ms, CPU in % of one core, ms of CPU a request, memory in MB."""
+    """The figures: QPS, latencies in ms, CPU in % of one core, CPU ms per request, memory in MB."""
     found = sorted(load.latencies_s)
     if not found:
         raise SystemExit(f"no call was answered: {load.errors}")
@@ -220,7 +220,7 @@ def summary(load: Load, usage: Usage | None) -> dict[str, float | dict[str, int]
 
 
 def lines(figures: dict[str, float], errors: dict[str, int]) -> Iterator[str]:
-    """The figures as they are read."""
+    """The figures as text."""
     yield f"requests   {figures['requests']:.0f}, {figures['errors']:.0f} failed"
     yield f"QPS        {figures['qps']:.1f}"
     yield "TP50/90/99 {tp50_ms:.2f} / {tp90_ms:.2f} / {tp99_ms:.2f} ms, worst {worst_ms:.2f} ms".format(**figures)
@@ -251,7 +251,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     if not given.img_dir.is_dir():
-        import make_images  # OpenCV, which the client has no other use for
+        import make_images  # imports OpenCV, which only this needs
 
         make_images.make(given.img_dir, 300)
     images = [(file.name, file.read_bytes()) for file in sorted(given.img_dir.glob("*.jp*g"))]

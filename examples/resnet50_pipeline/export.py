@@ -1,4 +1,4 @@
-"""Writes resnet50.onnx, mobilenet.onnx and small.onnx beside this file: `python export.py [FOLDER]`.
+"""Writes resnet50.onnx, mobilenet.onnx and small.onnx next to this file: `python export.py [FOLDER]`.
 
 Input "input" float32 `[N, 3, 224, 224]` (128 of the small one), RGB, normalised by the mean and standard deviation
 that the TOML files name; output "output" float32 `[N, 1000]`, logits. N is free.
@@ -32,12 +32,12 @@ def export_small(path: str | Path) -> None:
 
 
 def export(network: nn.Module, path: str | Path, side: int = networks.SIDE) -> None:
-    """Writes a network of images of `side` pixels to `path`, as a whole or not at all."""
+    """Writes a network for images of `side` pixels to `path`, atomically."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{id(network)}")
     example = torch.zeros(2, 3, side, side)
     with warnings.catch_warnings():
-        # the exporter that needs no further package is the older one, which says so
+        # the older exporter needs no further package, but warns about its age
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         torch.onnx.export(

@@ -1,4 +1,4 @@
-"""The service as it is usually written: `python main_naive.py`, and clients call it at port 8888.
+"""The usual implementation of the service: `python main_naive.py`, on port 8888.
 
 Every client has a thread. It decodes and prepares its image in Python, and waits for the lock of the one model. This
 is how TorchPipe's published baseline does it, with its ways kept: Thrift in Python, bytes copied into a bytearray,
@@ -30,7 +30,7 @@ class Naive:
 
     def __init__(self, model: Path, device: str, parallel: bool) -> None:
         options = onnxruntime.SessionOptions()
-        # By default the threads of a session spin while they have nothing to do, on the cores that others decode on.
+        # By default idle threads of a session spin, on cores that decoding needs.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         provider = "CUDAExecutionProvider" if device == "cuda" else "CPUExecutionProvider"
         if provider not in (known := onnxruntime.get_available_providers()):

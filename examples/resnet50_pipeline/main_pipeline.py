@@ -1,4 +1,4 @@
-"""The same service as a pipeline: `python main_pipeline.py`, and clients call it at port 8888.
+"""The same service as a pipeline: `python main_pipeline.py`, on port 8888.
 
 It is `penstock serve resnet50.toml` with a Thrift listener; flags that are not its own go to `penstock serve`.
 """
@@ -14,7 +14,7 @@ from service import HERE, MODELS, PORT, exported
 
 
 def command(port: int, toml: Path, more: list[str]) -> list[str]:
-    """`penstock serve` for the pipeline, told as its users tell it."""
+    """Runs `penstock serve` for the pipeline, with its command-line options."""
     listeners = [f"server.thrift_port={port}", *(f"server.{name}=0" for name in ("management_port", "metrics_port"))]
     sets = [word for setting in listeners for word in ("--set", setting)]
     return [sys.executable, "-m", "penstock.cli.main", "serve", str(toml), *sets, *more]

@@ -29,7 +29,7 @@ QUALITY = 90
 
 
 def photos() -> list[np.ndarray]:
-    """The photos of the packages that are installed, BGR uint8 `[height, width, 3]`."""
+    """The photos of the installed packages, BGR uint8 `[height, width, 3]`."""
     found = []
     for package, files in PHOTOS.items():
         spec = find_spec(package)

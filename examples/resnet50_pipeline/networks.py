@@ -1,4 +1,4 @@
-"""The networks of this example, with random weights that are the same everywhere: nothing is downloaded.
+"""The networks of this example, with reproducible random weights: nothing is downloaded.
 
 Random weights as they are let activations die or explode on the way through fifty layers, and every image gets the same
 logits. So the networks are measured once on synthetic images: each batch normalisation takes the mean and variance
@@ -21,7 +21,7 @@ from transformers import (
 SIDE = 224
 SMALL_SIDE = 128
 CLASSES = 1000
-MEAN = (123.675, 116.28, 103.53)  # of ImageNet's RGB pixels, 0 to 255, as everybody uses them
+MEAN = (123.675, 116.28, 103.53)  # ImageNet's usual statistics of RGB pixels, 0 to 255
 STD = (58.395, 57.12, 57.375)
 
 
@@ -64,7 +64,7 @@ def _settled(make, seed: int) -> Logits:
     norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # a plain average of the batches that follow
+        norm.momentum = None  # a plain average of the following batches
     with torch.inference_mode():
         network.train(True)
         network(images)
@@ -74,7 +74,7 @@ def _settled(make, seed: int) -> Logits:
 
 
 def _scale(network: Logits, images: torch.Tensor) -> None:
-    """Makes the last layer one of features that have mean 0 and variance 1 over the images."""
+    """Adjusts the last layer for features with mean 0 and variance 1 over the images."""
     last = [m for m in network.modules() if isinstance(m, nn.Linear)][-1]
     seen: list[torch.Tensor] = []
     hook = last.register_forward_hook(lambda _, given, __: seen.append(given[0].flatten(1)))
@@ -87,7 +87,7 @@ def _scale(network: Logits, images: torch.Tensor) -> None:
 
 
 def _images(count: int) -> torch.Tensor:
-    """Coloured clouds: noise of five scales, with about the spectrum of photos. float32 `[count, 3, 224, 224]`."""
+    """Colored clouds: noise on five scales, with about the spectrum of photos. float32 `[count, 3, 224, 224]`."""
     pixels = torch.zeros(count, 3, SIDE, SIDE)
     for side in (3, 7, 14, 56, SIDE):
         noise = torch.randn(count, 3, side, side) * (7 / (side + 4)) ** 0.5

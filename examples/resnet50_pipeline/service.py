@@ -1,4 +1,4 @@
-"""What both servers and the client share: the Thrift interface, and the models."""
+"""The common parts of both servers and the client: the Thrift interface and the models."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ InferenceService = module.InferenceService
 
 
 def exported(name: str, folder: Path = HERE) -> Path:
-    """The ONNX file of a model, which is written if it is not there."""
+    """The ONNX file of a model, which is created if it does not exist."""
     path = folder / f"{name}.onnx"
     if not path.exists():
-        import export  # torch and transformers, which are needed only once
+        import export  # imports torch and transformers, which are needed only once
 
         print(f"writing {path}", flush=True)
         getattr(export, f"export_{name}")(path)

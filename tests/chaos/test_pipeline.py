@@ -91,7 +91,7 @@ async def ask(chaos: SimpleNamespace, server: Any, value: Any, model: str = "cha
         return answer.status, json.loads(answer.body)
 
 
-async def test_workers_killed_mid_pipeline_cost_no_request(
+async def test_killed_workers_lose_no_request(
     guarded: Callable[..., Any], chaos: SimpleNamespace, folder: Path
 ) -> None:
     server = guarded(None, "chain.toml", "--workers", "2")
@@ -113,7 +113,7 @@ async def test_workers_killed_mid_pipeline_cost_no_request(
     assert server.metric("penstock_worker_events_total", state="died") == kills
 
 
-async def test_an_item_that_kills_its_process_takes_few_along(
+async def test_an_item_that_kills_its_process_fails_few_others(
     guarded: Callable[..., Any], chaos: SimpleNamespace, folder: Path
 ) -> None:
     server = guarded(None, "chain.toml", "--workers", "2")
@@ -131,7 +131,7 @@ async def test_an_item_that_kills_its_process_takes_few_along(
     assert await ask(chaos, server, 1) == (200, 1)
 
 
-async def test_an_op_that_hangs_holds_nobody_and_takes_few_along(
+async def test_an_op_that_hangs_blocks_no_other_and_fails_few_items(
     guarded: Callable[..., Any], chaos: SimpleNamespace, folder: Path
 ) -> None:
     server = guarded(None, "chain.toml")
@@ -162,7 +162,7 @@ async def test_bad_items_fail_alone_among_many(
             assert (status, body) == (200, value) if value != "bad" else status == 500, (value, status, body)
 
 
-async def test_a_flood_before_a_slow_end_is_refused_and_memory_stays(
+async def test_a_flood_before_a_slow_node_is_rejected_and_memory_stays_constant(
     guarded: Callable[..., Any], chaos: SimpleNamespace, folder: Path
 ) -> None:
     server = guarded(None, "end.toml", "--set=models.end.batching.max_queue=16")

@@ -167,14 +167,14 @@ class Told(Op):
         (broken(takes="bytes"), "takes 'bytes'"),
         (broken(gives="bytes"), "gives 'bytes', and gave"),
         (broken(reads=("box",)), "reads"),
-        (broken(writes=("color",)), "says that it writes"),
+        (broken(writes=("color",)), "declares that it writes"),
         (broken(__call__=writing), "wrote color, which it does not declare"),
-        (broken(__call__=changing), "changed what it was given"),
+        (broken(__call__=changing), "changed its input"),
         (Counting, "alone gave 1, among others"),
         (Short, "gave 0 results for 1 items"),
-        (Told, "tells of size"),
+        (Told, "for size"),
     ],
 )
-def test_an_op_that_breaks_it_is_noticed(cls, found) -> None:
+def test_an_op_that_breaks_the_contract_fails_the_check(cls, found) -> None:
     with pytest.raises(AssertionError, match=found):
         check_op(cls, [{"data": np.zeros((2, 2), np.uint8)}])

@@ -192,7 +192,7 @@ def test_a_form_is_fields_and_octets_are_data(server: Any, local: LocalPipeline)
         assert (status, np.allclose(json.loads(answer), wanted, atol=1e-5)) == (200, True), answer
 
 
-def test_a_large_image_is_decoded_where_it_lies(server: Any, local: LocalPipeline) -> None:
+def test_a_large_image_is_decoded_in_place(server: Any, local: LocalPipeline) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (600, 800, 3), np.uint8)
     image = cv2.imencode(".png", noise)[1].tobytes()
     assert len(image) > 2**20
@@ -202,7 +202,7 @@ def test_a_large_image_is_decoded_where_it_lies(server: Any, local: LocalPipelin
     wait_for(lambda: server.metric("penstock_pool_used_bytes") == 0)  # what a worker kept is told a little later
 
 
-def test_an_undecodable_image_fails_alone_and_tells_what_was_found(server: Any) -> None:
+def test_an_undecodable_image_fails_alone_with_a_description(server: Any) -> None:
     bodies = [b"no image" if i == 7 else jpeg(i)[:300] if i == 9 else jpeg(i) for i in range(16)]
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda body: server.post("/predictions/labeller", body, "image/jpeg"), bodies))
@@ -235,7 +235,7 @@ def test_open_inference_gives_each_row_to_an_item(server: Any, local: LocalPipel
     assert status == 400
 
 
-def test_the_metadata_tell_the_nodes_and_no_paths(server: Any, folder: Path) -> None:
+def test_the_metadata_contain_the_nodes_without_paths(server: Any, folder: Path) -> None:
     status, body = server.get("/v2/models/labeller")
     told = json.loads(body)
     assert (status, told["platform"]) == (200, "penstock_pipeline")
@@ -249,7 +249,7 @@ def test_the_metadata_tell_the_nodes_and_no_paths(server: Any, folder: Path) -> 
     assert server.get("/readyz")[0] == 200
 
 
-def test_the_way_of_an_item_is_told_to_who_asked_for_it_in_the_file(server: Any) -> None:
+def test_the_path_of_an_item_is_returned_if_the_file_requests_it(server: Any) -> None:
     request = urllib.request.Request(server.url + "/predictions/labeller", jpeg(1), {"content-type": "image/jpeg"})
     with urllib.request.urlopen(request, timeout=30) as response:
         timing = response.headers["server-timing"]
@@ -261,7 +261,7 @@ def test_the_way_of_an_item_is_told_to_who_asked_for_it_in_the_file(server: Any)
         assert response.headers["server-timing"] is None
 
 
-def test_nodes_are_measured_on_the_page_of_the_server(server: Any) -> None:
+def test_node_metrics_are_on_the_metrics_page(server: Any) -> None:
     before = server.metric("pipeline_items_total", node="prepare", model="labeller")
 
     def measured() -> bool:  # a few times a second: they come with what is asked later
@@ -295,7 +295,7 @@ def test_several_outputs_are_an_object_and_fields_may_be_given(server: Any) -> N
         (b'{"data": ', 400, "not valid JSON"),
     ],
 )
-def test_what_cannot_be_answered_is_told_tersely(server: Any, body: bytes, status: int, told: str) -> None:
+def test_unanswerable_requests_get_a_short_error(server: Any, body: bytes, status: int, told: str) -> None:
     found, answer = server.post("/predictions/words", body)
     assert (found, told in json.loads(answer)["error"]["message"]) == (status, True), answer
     assert b"passwd" not in answer
@@ -307,7 +307,7 @@ def test_an_item_that_ends_without_a_result_is_an_error(server: Any) -> None:
     assert (status, json.loads(body)["error"]["message"]) == (500, "the item ended at node 'none' without result")
 
 
-def test_a_deadline_is_kept_and_a_full_pipeline_refuses(serve: Callable[..., Any], folder: Path) -> None:
+def test_a_deadline_applies_and_a_full_pipeline_rejects_items(serve: Callable[..., Any], folder: Path) -> None:
     server = serve(None, "nap.toml", "--set=models.nap.batching.max_queue=4", cwd=folder)
 
     def nap(headers: dict[str, str]) -> int:
@@ -326,7 +326,7 @@ def test_a_deadline_is_kept_and_a_full_pipeline_refuses(serve: Callable[..., Any
     assert found.count(200) >= 4 + 4, "what is inside and what waits is answered"
 
 
-def test_a_configuration_names_pipelines_beside_models(serve: Callable[..., Any], folder: Path) -> None:
+def test_a_configuration_may_contain_pipelines_and_models(serve: Callable[..., Any], folder: Path) -> None:
     (folder / "penstock.toml").write_text(
         '[server]\nmanagement = true\nmodel_store = "."\n[models.a]\ntarget = "words.toml"\n'
         '[models.b]\ntarget = "nap.toml"\ntransport = "thread"\n[models.c]\ntarget = "steps.py:one"\n'
@@ -372,7 +372,7 @@ def ended(folder: Path, *arguments: str) -> tuple[int, str, str]:
         ('[a]\nbackend = "OnnxTensor"\nmodel = "gone.onnx"\n', "[a] model: there is no file"),
     ],
 )
-def test_a_wrong_file_is_told_in_one_line_before_anything_starts(folder: Path, text: str, told: str) -> None:
+def test_a_bad_file_is_reported_in_one_line_before_anything_starts(folder: Path, text: str, told: str) -> None:
     (folder / "wrong.toml").write_text(text)
     status, out, err = ended(folder, "wrong.toml")
     assert (status, out) == (2, ""), err
@@ -391,14 +391,14 @@ def test_a_wrong_file_is_told_in_one_line_before_anything_starts(folder: Path, t
         (("words.toml", "other=words.toml", "words=plain.toml"), "two models are named 'words'"),
     ],
 )
-def test_wrong_words_of_the_command_line_are_told(folder: Path, arguments: tuple[str, ...], told: str) -> None:
+def test_invalid_command_line_arguments_are_errors(folder: Path, arguments: tuple[str, ...], told: str) -> None:
     status, _, err = ended(folder, *arguments)
     assert status in (1, 2)
     assert told in err
     assert "Traceback" not in err
 
 
-def test_ctrl_c_answers_what_runs_and_leaves_no_process(serve: Callable[..., Any], folder: Path) -> None:
+def test_ctrl_c_answers_running_requests_and_leaves_no_process(serve: Callable[..., Any], folder: Path) -> None:
     server = serve(None, "nap.toml", "--workers", "2", cwd=folder)
     processes = psutil.Process(server.process.pid).children(recursive=True)
     assert len(processes) == 2

@@ -77,7 +77,7 @@ def test_the_readme_says_the_two_commands() -> None:
     assert "python client_qps.py" in lines
 
 
-def test_the_client_tells_the_rate_the_latencies_and_what_the_server_used(folder: Path, pipeline: int) -> None:
+def test_the_client_prints_the_rate_the_latencies_and_the_server_usage(folder: Path, pipeline: int) -> None:
     command = [sys.executable, "client_qps.py", "--port", str(pipeline), "--request_client", "3"]
     done = subprocess.run(
         [*command, "--total_number", "60", "--request_batch", "2"], cwd=folder, capture_output=True, text=True
@@ -90,7 +90,7 @@ def test_the_client_tells_the_rate_the_latencies_and_what_the_server_used(folder
 
 
 @pytest.mark.parametrize("server", ["pipeline", "naive"])
-def test_each_image_is_sent_once_when_no_number_is_said(folder: Path, server: str, request: Any) -> None:
+def test_each_image_is_sent_once_by_default(folder: Path, server: str, request: Any) -> None:
     port = request.getfixturevalue(server)
     command = [sys.executable, "client_qps.py", "--port", str(port), "--request_client", "5", "--total_number", "0"]
     done = subprocess.run([*command, "--json"], cwd=folder, capture_output=True, text=True)
@@ -100,7 +100,9 @@ def test_each_image_is_sent_once_when_no_number_is_said(folder: Path, server: st
     assert figures["cpu_ms_a_request"] > 0
 
 
-def test_both_servers_say_the_same_of_every_image(folder: Path, pipeline: int, naive: int, client: Any) -> None:
+def test_both_servers_give_the_same_answer_for_every_image(
+    folder: Path, pipeline: int, naive: int, client: Any
+) -> None:
     one, other = client.connect("127.0.0.1", pipeline), client.connect("127.0.0.1", naive)
     labels = set()
     for file in sorted((folder / "images").iterdir()):

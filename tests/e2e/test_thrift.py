@@ -113,7 +113,7 @@ def test_each_of_many_clients_gets_its_own_answers(server: Any) -> None:
         list(pool.map(calls, range(16)))
 
 
-def test_an_error_is_an_exception_that_tells_no_secret_and_leaves_the_connection(server: Any) -> None:
+def test_an_error_is_an_exception_without_secrets_and_keeps_the_connection(server: Any) -> None:
     client = client_of(server)
     with pytest.raises(TApplicationException, match=r"^item_failed: ") as info:
         infer(client, b"bad")
@@ -131,7 +131,7 @@ def test_requests_over_thrift_are_counted_as_others_are(server: Any) -> None:
     assert server.metric("penstock_requests_total", model="sizes") == before + 5
 
 
-def test_a_call_that_runs_is_answered_when_the_server_ends(serve: Callable[..., Any]) -> None:
+def test_a_running_call_is_answered_when_the_server_shuts_down(serve: Callable[..., Any]) -> None:
     server = serve(MODEL, "sizes=app.py:sizes", "--set", "server.thrift_port=0")
     client = client_of(server)
     client.ping()
@@ -147,7 +147,7 @@ def test_a_call_that_runs_is_answered_when_the_server_ends(serve: Callable[..., 
     client.close()
 
 
-def test_a_listener_that_others_can_reach_is_refused_without_a_guard() -> None:
+def test_a_public_listener_without_protection_is_refused() -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "x=app.py:x"]
     sets = ["--set", "server.thrift_port=0", "--set", "server.thrift_host=0.0.0.0"]
     done = subprocess.run([*command, *sets], capture_output=True, text=True)

@@ -118,7 +118,7 @@ def photos() -> list[bytes]:
     return found
 
 
-def test_the_tutorials_service_gives_what_the_naive_one_gives(folder: Path, model: Path, photos: list[bytes]) -> None:
+def test_the_tutorials_service_agrees_with_the_naive_one(folder: Path, model: Path, photos: list[bytes]) -> None:
     naive, handler = Naive(model), Handler()
     with ThreadPoolExecutor(10) as clients:
         answers = list(clients.map(handler.infer, photos * 2))
@@ -135,7 +135,7 @@ def test_the_tutorials_service_gives_what_the_naive_one_gives(folder: Path, mode
     assert len({label for label, _, _ in answers}) > 1, "else the network tells no image from another"
 
 
-def test_the_tutorials_check_finds_what_is_no_image(folder: Path, photos: list[bytes]) -> None:
+def test_the_tutorials_check_finds_invalid_images(folder: Path, photos: list[bytes]) -> None:
     handler = Handler()
     for broken in (b"", b"no image", photos[0][: len(photos[0]) // 2]):
         label, _, bin_data = handler.infer(broken)

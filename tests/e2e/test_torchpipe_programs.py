@@ -98,7 +98,7 @@ pipe = torchpipe.pipe({"backend": "slow"})
     ],
     ids=["forks", "greenlets", "ends"],
 )
-def test_a_program_goes_on_as_it_should(program: str, said: str) -> None:
+def test_an_unchanged_program_runs(program: str, said: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().removeprefix("running") == said

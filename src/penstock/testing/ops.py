@@ -1,4 +1,4 @@
-"""The contract of ops: `check_op(cls, items)` for a class made from ItemOp or BatchOp."""
+"""Conformance check of ops: `check_op(cls, items)` for a subclass of ItemOp or BatchOp."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ KINDS = ("any", "bytes", "mat", "tensor")
 def check_op(
     cls: type[Op], items: Sequence[Mapping[str, Any]], *, params: Mapping[str, Any] | None = None, device: str = "cpu"
 ) -> list[Any]:
-    """Runs items, each a dict of fields with `data`, alone and together, and in two instances at once. Their results.
+    """The results of items, each a dict of fields with `data`, run alone, together, and in two instances concurrently.
 
-    Raises AssertionError: an op without words, or whose kinds, reads and writes are not as declared; that changes what
-    it was given, whose answer depends on others or on what it did before, or that gives more or fewer than it got.
+    Raises AssertionError for an op that lacks documentation, whose kinds, reads or writes differ from its declaration,
+    that changes its input, whose results depend on other or earlier items, or that returns too many or too few.
     """
     assert items, "check_op needs at least one item"
-    _check_words(cls)
+    _check_declarations(cls)
     op = _made(cls, params, device)
     results = [_alone(op, item) for item in items]
     for item, (result, fields) in zip(items, results, strict=True):
         _check_kinds(op, item, result)
         _check_fields(op, item, fields)
     written = {name for item, (_, fields) in zip(items, results, strict=True) for name in _changed(item, fields)}
-    assert set(op.writes or ()) <= written, f"{cls.__name__} says that it writes {op.writes}, and wrote {written}"
+    assert set(op.writes or ()) <= written, f"{cls.__name__} declares that it writes {op.writes}, but wrote {written}"
     _check_again(op, _made(cls, params, device), items, results)
     op.unload()
     return [result for result, _ in results]
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two results are the same: arrays by type, shape and value, lists and dicts by what is in them."""
+    """Whether two results are equal: arrays by dtype, shape and value, lists and dicts by their elements."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         alike = isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype == b.dtype
         return alike and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
@@ -49,12 +49,12 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _check_words(cls: type[Op]) -> None:
+def _check_declarations(cls: type[Op]) -> None:
     assert issubclass(cls, ItemOp | BatchOp), f"{cls.__name__} is neither an ItemOp nor a BatchOp"
     assert cls.__doc__, f"{cls.__name__} has no docstring"
     assert {cls.takes, cls.gives} <= {*KINDS}, f"{cls.__name__}: kinds are {', '.join(KINDS)}"
     silent = [name for name, parameter in parameters_of(cls).items() if not parameter.doc]
-    assert not silent, f"{cls.__name__}: no line '- `name`: ...' of its docstring tells of {', '.join(silent)}"
+    assert not silent, f"{cls.__name__}: its docstring has no line '- `name`: ...' for {', '.join(silent)}"
 
 
 def _made(cls: type[Op], params: Mapping[str, Any] | None, device: str) -> Any:
@@ -64,7 +64,7 @@ def _made(cls: type[Op], params: Mapping[str, Any] | None, device: str) -> Any:
 
 
 def _alone(op: Any, item: Mapping[str, Any]) -> tuple[Any, Fields]:
-    """The result of one item and what became of its fields, which are a copy."""
+    """The result of one item, and the copy of its fields after the call."""
     return _together(op, [item])[0]
 
 
@@ -73,12 +73,12 @@ def _together(op: Any, items: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Fi
     before = copy.deepcopy([_values(item) for item in items])
     if isinstance(op, BatchOp):
         answers = op([one[DATA] for one in fields], fields)
-        assert len(answers) == len(items), f"{type(op).__name__} gave {len(answers)} results for {len(items)} items"
+        assert len(answers) == len(items), f"{type(op).__name__} returned {len(answers)} results for {len(items)} items"
         results = list(answers)
     else:
         results = [op(one[DATA], one) for one in fields]
     for item, then in zip(items, before, strict=True):
-        assert same(_values(item), then), f"{type(op).__name__} changed what it was given"
+        assert same(_values(item), then), f"{type(op).__name__} changed its input"
     return list(zip(results, fields, strict=True))
 
 
@@ -87,7 +87,7 @@ def _values(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_kind(value: Any, kind: str) -> bool:
-    """Whether a value is of a kind that `Op.takes` and `Op.gives` speak of; a list, if all of it is."""
+    """Whether a value has a kind of `Op.takes` and `Op.gives`. A list has it if all its elements have it."""
     if isinstance(value, list) and kind in ("mat", "tensor"):
         return all(has_kind(one, kind) for one in value)
     if kind == "bytes":
@@ -101,28 +101,28 @@ def has_kind(value: Any, kind: str) -> bool:
 def _check_kinds(op: Op, item: Mapping[str, Any], result: Any) -> None:
     name = type(op).__name__
     assert not isinstance(result, BaseException), f"{name} failed: {result!r}"
-    assert has_kind(item[DATA], op.takes), f"{name} takes '{op.takes}': the check was given {item[DATA]!r}"
-    assert has_kind(result, op.gives), f"{name} says that it gives '{op.gives}', and gave {result!r}"
+    assert has_kind(item[DATA], op.takes), f"{name} takes '{op.takes}': the check received {item[DATA]!r}"
+    assert has_kind(result, op.gives), f"{name} declares that it gives '{op.gives}', but gave {result!r}"
 
 
 def _changed(item: Mapping[str, Any], fields: Fields) -> set[str]:
-    """Names of fields that are new or have another value."""
+    """The names of fields that are new or have another value."""
     return {name for name, value in fields.items() if name not in item or value is not item[name]} - {RESULT}
 
 
 def _check_fields(op: Op, item: Mapping[str, Any], fields: Fields) -> None:
     name = type(op).__name__
-    assert set(op.reads) <= set(item), f"{name} reads {op.reads}: the check was given {', '.join(item)}"
+    assert set(op.reads) <= set(item), f"{name} reads {op.reads}: the check received {', '.join(item)}"
     extra = _changed(item, fields) - set(op.writes or ())
     assert op.writes is None or not extra, f"{name} wrote {', '.join(sorted(extra))}, which it does not declare"
 
 
 def _check_again(op: Any, other: Any, items: Sequence[Mapping[str, Any]], results: list[tuple[Any, Fields]]) -> None:
-    """The same answers again, together, and in two instances at once."""
+    """Checks that the results are the same together and in two concurrent instances."""
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(_together, one, list(items) * 3) for one in (op, other)]
         for again in both:
             for i, (result, fields) in enumerate(again.result()):
                 found, left = results[i % len(items)]
-                assert same(result, found), f"item {i % len(items)} alone gave {found!r}, among others {result!r}"
+                assert same(result, found), f"item {i % len(items)} alone gave {found!r}, with others {result!r}"
                 assert left.keys() == fields.keys()

@@ -66,7 +66,7 @@ def chain() -> tuple[Any, dict[str, Any]]:
     return begin(a=Node("a", next=("b",)), b=Node("b", next=("c",)), c=Node("c"))
 
 
-def test_a_node_may_start_what_there_is_room_for_behind_it(chain) -> None:
+def test_a_node_may_start_as_many_items_as_the_next_has_room_for(chain) -> None:
     flow, h = chain
     assert flow.credit(h["a"]) == 4
     h["b"].has(queued_rows=1)
@@ -76,7 +76,7 @@ def test_a_node_may_start_what_there_is_room_for_behind_it(chain) -> None:
     assert not flow.blocked
 
 
-def test_who_is_refused_looks_again_when_something_has_left(chain) -> None:
+def test_a_blocked_node_is_woken_when_an_item_leaves(chain) -> None:
     flow, h = chain
     h["b"].has(queued_rows=4)
     assert flow.credit(h["a"]) == 0
@@ -87,7 +87,7 @@ def test_who_is_refused_looks_again_when_something_has_left(chain) -> None:
     assert not flow.blocked
 
 
-def test_a_node_before_which_others_wait_for_room_waits_for_nobody(chain) -> None:
+def test_a_node_under_backpressure_does_not_wait_for_more_items(chain) -> None:
     flow, h = chain
     h["a"].has(queued_rows=3)
     h["b"].has(queued_rows=4)
@@ -113,7 +113,7 @@ def test_bytes_bound_what_waits_but_one_item_always_passes(chain) -> None:
     assert flow.credit(h["a"]) == 1
 
 
-def test_what_a_join_holds_is_no_item_in_its_queue() -> None:
+def test_items_that_a_join_holds_are_not_in_its_queue() -> None:
     flow, h = begin(
         a=Node("a", next=("b", "c")),
         b=Node("b", next=("d",)),
@@ -127,7 +127,7 @@ def test_what_a_join_holds_is_no_item_in_its_queue() -> None:
     assert flow.credit(h["c"]) == 3
 
 
-def test_an_item_may_pass_by_a_node_that_runs_only_without_a_result() -> None:
+def test_an_item_with_a_result_passes_by_a_node_with_the_filter_or() -> None:
     flow, h = begin(a=Node("a", next=("b",)), b=Node("b", next=("c",), filter="or"), c=Node("c"))
     h["c"].has(queued_rows=3)
     assert flow.credit(h["a"]) == 1
@@ -135,7 +135,7 @@ def test_an_item_may_pass_by_a_node_that_runs_only_without_a_result() -> None:
     assert flow.credit(h["b"]) == 0
 
 
-def test_when_something_comes_is_told_by_what_runs_and_was_learned(chain) -> None:
+def test_arrivals_are_estimated_from_running_batches(chain) -> None:
     flow, h = chain
     assert flow.coming(h["c"], 1.0) == (INF, 0)
     h["b"].has(row_s=0.01)
@@ -148,7 +148,7 @@ def test_when_something_comes_is_told_by_what_runs_and_was_learned(chain) -> Non
     assert flow.coming(h["c"], 1.0) == (1.0, 1)
 
 
-def test_who_waits_for_more_hears_when_nothing_comes_any_more(chain) -> None:
+def test_a_waiting_node_is_woken_when_no_more_items_come(chain) -> None:
     flow, h = chain
     h["a"].has(running_rows=1, ends_s=1.2)
     flow.coming(h["c"], 1.0)

@@ -82,7 +82,7 @@ def test_its_toml_is_the_same_pipeline(tmp_path: Path) -> None:
     assert 'model = "../net.onnx"' not in p.to_toml(tmp_path / "sub")
 
 
-def test_a_pipeline_from_toml_may_go_on(tmp_path: Path) -> None:
+def test_a_pipeline_from_toml_may_be_extended(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text(classify(tmp_path).to_toml())
     p = Pipeline.from_toml(tmp_path / "p.toml")
     p.node("best", ArgMax())(p["net"])
@@ -109,7 +109,7 @@ def test_fields_of_several_nodes_meet_in_one(tmp_path: Path) -> None:
     assert graph.nodes["decode"].next == ("small", "both")
 
 
-def test_a_class_and_a_function_of_ones_own_are_steps(tmp_path: Path) -> None:
+def test_a_users_class_and_function_are_steps(tmp_path: Path) -> None:
     p = Pipeline("own", folder=tmp_path)
     p.node("a", Resize(2, 2) >> ToTensor() >> Use(Scale, factor=2) >> shape_of)
     steps = p.graph.nodes["a"].steps
@@ -119,7 +119,7 @@ def test_a_class_and_a_function_of_ones_own_are_steps(tmp_path: Path) -> None:
     assert [s.op for s in p.graph.nodes["b"].steps] == ["Python", "Mat2Tensor"]
 
 
-def test_a_class_of_the_program_itself_is_told_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_the_main_program_is_written_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main = ModuleType("__main__")
     main.Scale = type("Scale", (Scale,), {"__module__": "__main__"})  # type: ignore[attr-defined]
     main.__file__ = str(tmp_path / "program.py")
@@ -173,7 +173,7 @@ def test_a_built_pipeline_runs(tmp_path: Path) -> None:
         (lambda p, a: (p.node("b", Use("DecodMat")), p.graph), "unknown op 'DecodMat'; did you mean 'DecodeMat'?"),
     ],
 )
-def test_what_cannot_be_built_is_refused(tmp_path: Path, build: Any, told: str) -> None:
+def test_invalid_pipelines_are_rejected(tmp_path: Path, build: Any, told: str) -> None:
     p = Pipeline("wrong", folder=tmp_path)
     with pytest.raises(ConfigError) as caught:
         build(p, p.node("a", Decode()))

@@ -75,33 +75,33 @@ def test_edges_have_the_fields_that_ops_declare() -> None:
         ('[a]\nrequire="any"', '[a] require = "any" cannot be run yet'),
     ],
 )
-def test_what_cannot_run_is_refused(text: str, message: str) -> None:
+def test_unsupported_graphs_are_rejected(text: str, message: str) -> None:
     assert message in told(read(text))
 
 
 @pytest.mark.parametrize("name", ["swap", "or", "Run", "run", "Continue"])
-def test_filters_that_run_are_not_refused(name: str) -> None:
+def test_supported_filters_are_accepted(name: str) -> None:
     graph = read(f'[a]\nnext="b"\n[b]\nfilter="{name}"')
     check(graph)
     assert graph.nodes["b"].filter in ("swap", "or", "run")
 
 
-def test_a_field_that_callers_give_may_be_mapped() -> None:
+def test_a_field_that_callers_send_may_be_mapped() -> None:
     text = '[a]\nnext="b"\n[b]\nmap="a[result:data,box:box]"'
     assert "[a] has no field 'box' for 'box'" in told(read(text))
     check(read('[pipeline]\ninputs = ["data", "box"]\n' + text))
 
 
-def test_a_field_of_an_op_that_may_write_any_is_not_refused() -> None:
+def test_a_field_of_an_op_that_may_write_any_field_is_accepted() -> None:
     check(read('[a]\nbackend="Copy[data2:other]"\nnext="b"\n[b]\nmap="a[result:data,other:x]"'))
 
 
-def test_all_that_is_only_held_is_told_at_once() -> None:
+def test_all_unsupported_features_are_reported_together() -> None:
     graph = read('[a]\nwhen="x"\nnext="b"\n[b]\nrequire="any"')
     assert cannot_run(graph) == ("[a] when cannot be run yet", '[b] require = "any" cannot be run yet')
 
 
-def test_graphs_made_by_hand_are_checked_alike() -> None:
+def test_graphs_built_in_code_are_checked_in_the_same_way() -> None:
     graph = read('[a]\nnext="b"\n[b]')
     node = graph.nodes["b"]
     wrong = {
@@ -132,7 +132,7 @@ def test_published_fallbacks_to_another_decoder_are_graphs_that_fit() -> None:
         assert fields_of(graph)[graph.outputs[0]]["result"] == "tensor"
 
 
-def test_a_step_that_runs_on_the_data_that_there_was_may_take_it_again() -> None:
+def test_a_step_with_the_filter_run_reuses_the_original_data() -> None:
     graph = parse_graph({"a": {"backend": "S[DecodeMat,(run)DecodeTensor]"}}, name="twice", folder=".")
     check(graph)
     assert fields_of(graph)["a"]["result"] == "tensor"

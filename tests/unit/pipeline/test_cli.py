@@ -61,7 +61,7 @@ def test_check_prints_nodes_and_edges(file: Path) -> None:
     )
 
 
-def test_check_tells_what_the_ops_have_to_say(file: Path, tmp_path: Path) -> None:
+def test_check_prints_the_notes_of_ops(file: Path, tmp_path: Path) -> None:
     text = TOML + 'next = "net"\n[net]\nbackend = "OnnxTensor"\nmodel = "net.onnx"\n'
     file.write_text(text.replace('"DecodeMat"', '"DecodeMat(scale_h=8,scale_w=8)"'))
     status, out, _ = said("check", file)
@@ -88,14 +88,14 @@ def test_check_shows_what_cannot_run_yet(file: Path) -> None:
     assert "a -> a2: data" in out
 
 
-def test_check_warns_of_unknown_keys_in_the_dialect(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_check_warns_about_unknown_keys_in_the_dialect(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     file.write_text(TOML + "odd = 1\n")
     assert said("check", file)[0] == 2
     assert said("check", file, "--compat", "torchpipe")[0] == 0
     assert "[prep] odd: unknown key, ignored" in caplog.text
 
 
-def test_what_callers_never_get_is_told(file: Path) -> None:
+def test_outputs_that_are_never_set_are_reported(file: Path) -> None:
     file.write_text('[pipeline]\noutputs = ["label"]\n' + TOML)
     assert "prep -> caller: label (never set: label)" in said("check", file)[1]
 

@@ -31,7 +31,7 @@ def test_rows_are_run_in_the_cheapest_of_the_sizes(rows, expected):
 
 
 @given(st.integers(1, 12), st.sets(st.integers(1, 12), min_size=1, max_size=4))
-def test_no_other_calls_are_cheaper(rows, sizes):
+def test_the_chosen_calls_are_the_cheapest(rows, sizes):
     found = calls(rows, tuple(sorted(sizes)))
     cheapest = min(
         sum(combination) + len(combination)
@@ -44,7 +44,7 @@ def test_no_other_calls_are_cheaper(rows, sizes):
     assert sum(found) + len(found) == cheapest
 
 
-def test_an_item_of_very_many_rows_is_shared_out_at_once():
+def test_an_item_with_very_many_rows_is_split_quickly():
     assert calls(1_000_003, (1, 4, 8)) == (8,) * 125_000 + (4,)
 
 
@@ -55,13 +55,13 @@ def test_without_sizes_the_last_call_is_as_small_as_it_may_be():
     assert chunks(3, 1, 2**31 - 1) == (3,)
 
 
-def test_a_batch_is_the_arrays_and_then_zeros():
+def test_a_batch_has_the_arrays_and_then_zeros():
     made = Collator().batch([np.ones((1, 2)), np.full((2, 2), 5, np.uint8)], 4, FLOAT)
     assert made.dtype == FLOAT
     assert made.tolist() == [[1, 1], [5, 5], [5, 5], [0, 0]]
 
 
-def test_memory_is_taken_again_and_grows():
+def test_memory_is_reused_and_grows():
     collator = Collator()
     small = collator.batch([np.ones((1, 2))], 1, FLOAT)
     large = collator.batch([np.ones((1, 2))] * 3, 3, FLOAT)
@@ -77,11 +77,11 @@ def test_one_array_that_fits_is_not_copied():
     assert Collator().batch([array[:, ::2]], 2, FLOAT).flags.c_contiguous
 
 
-def test_one_array_of_too_few_rows_is_filled_up():
+def test_one_array_with_too_few_rows_is_padded():
     assert Collator().batch([np.ones((1, 2), np.float32)], 3, FLOAT).tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
-def test_normalising_leaves_what_was_given_as_it_is():
+def test_normalizing_does_not_change_the_input():
     array = np.full((1, 2), 3, np.float32)
     one = Normalization(np.float32([[1.0]]), np.float32([[2.0]]))
     assert Collator().batch([array], 1, FLOAT, one).tolist() == [[4, 4]]
@@ -119,7 +119,7 @@ def test_one_number_is_for_all_channels_and_either_may_be_left_out():
     assert normalizations([IMAGES], (), ()) == {}
 
 
-def test_a_wrong_number_of_means_and_a_model_without_images_are_refused():
+def test_a_wrong_number_of_means_and_a_model_without_images_are_rejected():
     with pytest.raises(
         ConfigError, match=r"mean: found 2 values, expected one, or one for each .* 'x' \[-1, 3, 8, 8\]"
     ):
@@ -149,9 +149,7 @@ class Shapes(BatchOp):
         ((3,), "", (3,)),
     ],
 )
-def test_sides_are_filled_up_to_the_next_size(
-    shape: tuple[int, ...], data_format: str, padded: tuple[int, ...]
-) -> None:
+def test_sides_are_padded_to_the_next_size(shape: tuple[int, ...], data_format: str, padded: tuple[int, ...]) -> None:
     data = np.ones(shape, np.uint8)
     result = PadTo((32, 64))(data, {"data_format": data_format})
     assert result.shape == padded
@@ -160,14 +158,14 @@ def test_sides_are_filled_up_to_the_next_size(
     assert (result[tuple(map(slice, shape))] == 1).all()
 
 
-def test_what_is_no_tensor_stays() -> None:
+def test_values_other_than_tensors_stay_unchanged() -> None:
     assert PadTo((4,))("text", {}) == "text"
     first, second = PadTo((4,))([np.ones((1, 3)), np.ones((1, 5))], {})
     assert (first.shape, second.shape) == ((1, 4), (1, 5))
 
 
 @pytest.mark.parametrize("backend", ["{}", "S[Identity,{}]", "S[Identity,(or){}]"])
-def test_a_model_is_given_what_was_filled_up(backend: str) -> None:
+def test_a_model_receives_padded_arrays(backend: str) -> None:
     tables = {"a": {"backend": backend.format(f"Python[{__name__}:Shapes]"), "pad_to": [4, 8]}}
     model = NodeModel(parse_graph(tables, name="t", folder="/").nodes["a"])
     model.load("cpu")
@@ -178,7 +176,7 @@ def test_a_model_is_given_what_was_filled_up(backend: str) -> None:
         assert fields["result"] == (1, 4)
 
 
-def test_what_is_filled_up_to_one_shape_may_share_a_batch() -> None:
+def test_items_padded_to_one_shape_may_share_a_batch() -> None:
     small, large = np.zeros((1, 3, 20, 30), np.uint8), np.zeros((1, 3, 32, 32), np.uint8)
     fill = partial(PadTo((32, 64)).shape, fields={})
     assert shape_of(small) != shape_of(large)

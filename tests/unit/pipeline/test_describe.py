@@ -26,7 +26,7 @@ def test_the_page_has_the_tables_of_the_code() -> None:
     assert with_tables(text) == text, "write it anew: python -m penstock.pipeline.describe docs/pipelines.md"
 
 
-def test_a_table_without_its_marks_is_written_nowhere() -> None:
+def test_a_table_without_its_marks_is_not_written() -> None:
     assert with_tables("a page\n") == "a page\n"
     begin, end = BEGIN.format("ops"), END.format("ops")
     assert with_tables(f"{begin}\nold\n{end}\n") == f"{begin}\n\n{tables()['ops']}\n\n{end}\n"

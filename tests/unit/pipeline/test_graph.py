@@ -22,14 +22,14 @@ def test_nodes_are_ordered_behind_their_producers_and_else_as_they_were_defined(
     assert found.producers("join") == ("left", "right")
 
 
-def test_the_nodes_before_and_behind_one_are_told() -> None:
+def test_upstream_and_downstream_nodes_are_found() -> None:
     found = graph(start="left right", left="join", right="join", join="end", end="", alone="")
     assert found.upstream("join") == {"left", "right", "start"}
     assert found.downstream("left") == {"join", "end"}
     assert found.upstream("start") == found.downstream("end") == frozenset()
 
 
-def test_a_cycle_has_no_order_and_an_end_all_the_same() -> None:
+def test_a_cycle_has_no_order_but_terminates() -> None:
     found = graph(start="a", a="b", b="a end", end="")
     with pytest.raises(ValueError, match="the nodes a, b, end are in a cycle"):
         found.order()
@@ -37,7 +37,7 @@ def test_a_cycle_has_no_order_and_an_end_all_the_same() -> None:
     assert found.downstream("a") == {"a", "b", "end"}
 
 
-def test_a_thousand_nodes_are_ordered_in_no_time() -> None:
+def test_a_thousand_nodes_are_ordered_in_linear_time() -> None:
     count = 1000
     nodes = {f"n{i}": Node(f"n{i}", next=(f"n{i + 1}",) if i < count - 1 else ()) for i in range(count)}
     chain = Graph("g", dict(reversed(nodes.items())), "n0")
@@ -60,19 +60,19 @@ FORK = joined(
 )
 
 
-def test_a_join_needs_its_producers_and_whose_fields_it_takes() -> None:
+def test_a_join_waits_for_its_producers_and_the_nodes_whose_fields_it_takes() -> None:
     assert join_sources(FORK, "d") == {"a", "b", "c"}
     assert join_sources(FORK, "b") == frozenset()
 
 
-def test_a_way_has_its_outputs_and_joins() -> None:
+def test_a_route_has_its_outputs_and_joins() -> None:
     way = route(FORK, "a")
     assert (way.outputs, dict(way.waits)) == (("d", "e"), {"d": 3})
     assert (route(FORK, "d").outputs, dict(route(FORK, "d").waits)) == (("d",), {})
     assert route(FORK, "e").outputs == ("e",)
 
 
-def test_a_way_that_a_join_would_wait_on_for_ever_is_refused() -> None:
+def test_a_route_on_which_a_join_would_wait_forever_is_rejected() -> None:
     with pytest.raises(BadRequest, match="cannot begin at node 'c': node 'd' needs a field of node 'a'"):
         route(FORK, "c")
 

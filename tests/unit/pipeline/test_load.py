@@ -112,7 +112,7 @@ def test_a_model_has_a_batch_of_one_in_the_dialect_and_eight_natively(tmp_path: 
     assert load(tmp_path, NET + "sizes = [1, 4, 16]").nodes["net"].max_batch == 16
 
 
-def test_a_batch_op_of_a_user_says_its_size_itself_in_the_dialect(tmp_path: Path) -> None:
+def test_a_users_batch_op_sets_its_own_size_in_the_dialect(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "class Whole:\n    def forward(self, items):\n        pass\n    def max(self):\n        return 32\n"
     )
@@ -189,7 +189,7 @@ def test_an_error_names_the_line(tmp_path: Path) -> None:
     assert refused(tmp_path, "\n# a comment\n" + NET + "retry_split = 7\n").startswith(", line 6: [net] retry_split: ")
 
 
-def test_keys_without_meaning_are_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_keys_cause_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="penstock.pipeline"):
         load(tmp_path, '"Interpreter::backend" = "PipelineV3"\n' + NET + "max_workspace_size = 1024")
     told = [record.getMessage() for record in caplog.records]
@@ -198,7 +198,7 @@ def test_keys_without_meaning_are_passed_over_with_a_warning(tmp_path: Path, cap
     assert "[net] max_workspace_size: has no meaning here" in told[1]
 
 
-def test_a_gpu_is_used_where_there_is_one(
+def test_a_gpu_is_used_if_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load(tmp_path, NET).nodes["net"].device == "auto"
@@ -218,11 +218,11 @@ def test_names_of_task_keys_are_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "found"), [("or = true", "or"), ('or = "1"', "or"), ("or = false", "swap")])
-def test_or_is_another_word_for_its_filter(tmp_path: Path, text: str, found: str) -> None:
+def test_the_key_or_is_a_synonym_of_its_filter(tmp_path: Path, text: str, found: str) -> None:
     assert load(tmp_path, f'[a]\nnext = "b"\n[b]\n{text}\n').nodes["b"].filter == found
 
 
-def test_a_fan_out_is_held(tmp_path: Path) -> None:
+def test_a_fan_out_is_accepted(tmp_path: Path) -> None:
     text = (
         '[boxes]\nnext = "objects"\n'
         '[objects]\nbackend = "MapReduce"\nsplit = "TASK_BOX_KEY"\njump = "crop"\nmerge = "score,result"\n[crop]\n'
@@ -232,7 +232,7 @@ def test_a_fan_out_is_held(tmp_path: Path) -> None:
     assert graph.entry == "boxes"
 
 
-def test_an_alias_is_held(tmp_path: Path) -> None:
+def test_an_alias_is_accepted(tmp_path: Path) -> None:
     text = (
         '[in]\nnext = "rec,rec.2"\n[rec]\nnext = "final"\n[rec.2]\nnext = "final"\nbackend = "C10Exception"\n'
         '[final]\nmap = "rec[result:data],rec.2[result:data.2]"\n'
@@ -256,7 +256,7 @@ def test_parameters_of_ops_may_be_defaults_of_all_nodes(tmp_path: Path) -> None:
     assert refused(tmp_path, "max_pixels = 1000\n[a]\n").startswith(", line 1: max_pixels: unknown key")
 
 
-def test_defaults_may_stand_in_a_table_of_their_own() -> None:
+def test_defaults_may_be_in_their_own_table() -> None:
     tables = {"global": {"instance_num": "2"}, "a": {"node_name": "a", "backend": "Identity"}}
     for compat in (True, False):
         assert parse_graph(tables, name="t", folder="/", compat=compat).nodes["a"].instances == 2
@@ -271,7 +271,7 @@ def test_filters_before_brackets_guard_all_that_is_in_them(tmp_path: Path) -> No
     assert [s.filter for s in steps] == ["run", "swap", "or", "then", "swap"]
 
 
-def test_parameters_of_one_op_are_stronger_than_the_nodes(tmp_path: Path) -> None:
+def test_parameters_of_an_op_override_those_of_the_node(tmp_path: Path) -> None:
     text = '[a]\nbackend = "S[ResizeMat(resize_h=8),ResizeMat]"\nresize_h = 4\nresize_w = 4'
     first, second = load(tmp_path, text).nodes["a"].steps
     assert (first.params, second.params) == ({"resize_h": 8, "resize_w": 4}, {"resize_h": 4, "resize_w": 4})
@@ -288,18 +288,18 @@ def test_ops_may_be_a_list(tmp_path: Path) -> None:
     )
 
 
-def test_what_stands_in_brackets_may_be_a_parameter(tmp_path: Path) -> None:
+def test_text_in_brackets_may_be_a_parameter(tmp_path: Path) -> None:
     assert load(tmp_path, '[a]\nbackend = "Copy[a:b, c:d]"').nodes["a"].steps == (
         NodeStep("Copy", {"pairs": "a:b,c:d"}),
     )
 
 
-def test_what_wraps_an_op_runs_behind_it(tmp_path: Path) -> None:
+def test_a_wrapping_op_runs_after_the_inner_one(tmp_path: Path) -> None:
     steps = load(tmp_path, '[a]\nbackend = "Result2Key(key=image)[DecodeMat]"').nodes["a"].steps
     assert steps == (NodeStep("DecodeMat"), NodeStep("Result2Key", {"key": "image"}, "swap"))
 
 
-def test_a_class_of_a_user_takes_the_keys_it_has(tmp_path: Path) -> None:
+def test_a_users_class_takes_the_keys_that_match_its_parameters(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "class Scale:\n"
         "    def __init__(self, factor: float) -> None:\n"
@@ -314,7 +314,7 @@ def test_a_class_of_a_user_takes_the_keys_it_has(tmp_path: Path) -> None:
     assert "factor is 'half'" in refused(tmp_path, text.replace("0.5", "half"))
 
 
-def test_a_class_of_a_user_that_takes_any_gets_what_no_other_op_has(tmp_path: Path) -> None:
+def test_a_users_class_with_any_parameters_gets_the_remaining_keys(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "class Free:\n"
         "    def __init__(self, **params):\n"
@@ -328,7 +328,7 @@ def test_a_class_of_a_user_that_takes_any_gets_what_no_other_op_has(tmp_path: Pa
     assert own.params == {"target": f"{tmp_path}/own.py:Free", "factor": 0.5}
 
 
-def test_a_class_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_class_is_rejected(tmp_path: Path) -> None:
     assert "there is no file" in refused(tmp_path, '[a]\nbackend = "Python[none.py:Scale]"')
     assert "there is no module 'no_such'" in refused(tmp_path, '[a]\nbackend = "Python[no_such.mod:Scale]"')
     assert "Python needs target, not found" in refused(tmp_path, '[a]\nbackend = "Python"')
@@ -365,7 +365,7 @@ def test_an_op_that_does_not_fit_is_refused(tmp_path: Path, backend: str, told: 
         ('[{op = "S[DecodeMat,Mat2Tensor]"}]', "is more than one op"),
     ],
 )
-def test_a_list_of_ops_that_does_not_fit_is_refused(tmp_path: Path, ops: str, told: str) -> None:
+def test_a_bad_list_of_ops_is_rejected(tmp_path: Path, ops: str, told: str) -> None:
     assert told in refused(tmp_path, f"[a]\nops = {ops}")
 
 
@@ -404,7 +404,7 @@ def test_inputs_that_name_a_node_are_an_edge(tmp_path: Path) -> None:
     assert graph.nodes["c"].inputs == (NodeInput("b", "result", "data"), NodeInput("a", "data", "image"))
 
 
-def test_a_map_needs_no_name_where_there_is_one_node_before(tmp_path: Path) -> None:
+def test_a_map_needs_no_name_after_a_single_node(tmp_path: Path) -> None:
     graph = load(tmp_path, '[a]\nnext = "b"\n[b]\nmap = "[result:data,data:image]"\n')
     assert graph.nodes["b"].inputs == (NodeInput("a", "result", "data"), NodeInput("a", "data", "image"))
 
@@ -465,7 +465,7 @@ def test_a_map_needs_no_name_where_there_is_one_node_before(tmp_path: Path) -> N
         ('[models.digits]\ntarget = "app.py:Digits"\n', "this is a configuration of `penstock serve`"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_a_bad_file_is_rejected(tmp_path: Path, text: str, told: str) -> None:
     assert told in refused(tmp_path, text)
 
 
@@ -473,7 +473,7 @@ def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
     assert "line 3" in refused(tmp_path, "[a]\nbackend = 'Identity'\nnext = \n")
 
 
-def test_an_unknown_key_is_warned_of_in_the_dialect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_key_causes_a_warning_in_the_dialect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(tmp_path, "resize_hh = 3\n[a]\nnxt = 3\n", compat=True)
     assert [r.getMessage().partition("p.toml, ")[2][:25] for r in caplog.records] == [
         "line 3: [a] nxt: unknown ",
@@ -484,7 +484,7 @@ def test_an_unknown_key_is_warned_of_in_the_dialect(tmp_path: Path, caplog: pyte
     assert "[a] nxt: unknown key, ignored; did you mean 'next'?" in caplog.text
 
 
-def test_two_entries_are_warned_of_in_the_dialect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_entries_cause_a_warning_in_the_dialect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(tmp_path, "[a]\n[b]\n", compat=True).entry == "a"
     assert "items that name no node begin at [a]" in caplog.text
 
@@ -500,7 +500,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, "a = " + "[" * 3000 + "]" * 3000) == ": not valid TOML: brackets are nested too deeply"
 
 
-def test_a_pipeline_is_told_from_a_configuration() -> None:
+def test_a_pipeline_is_distinguished_from_a_configuration() -> None:
     assert is_pipeline({"decode": {"backend": "DecodeMat"}})
     assert is_pipeline({"backend": "DecodeMat"})
     assert is_pipeline({"pipeline": {}, "server": {}})

@@ -89,7 +89,7 @@ def test_many_threads_call_at_once(make: Make) -> None:
     assert not wrong
 
 
-def test_a_future_and_who_is_told_beside_it(make: Make) -> None:
+def test_a_future_and_its_callback_get_the_outcome(make: Make) -> None:
     pipeline = make()
     told: list[ItemOutcome] = []
     future = pipeline.submit({"data": "1"}, told.append)
@@ -121,7 +121,7 @@ def test_a_callback_is_called_once_on_the_pipeline_s_thread(make: Make) -> None:
     assert isinstance(heard[1][0], BadRequest)
 
 
-def test_a_call_that_blocks_is_refused_in_a_callback(make: Make) -> None:
+def test_a_blocking_call_is_rejected_in_a_callback(make: Make) -> None:
     pipeline = make()
     heard: list[Any] = []
     over = threading.Event()
@@ -138,7 +138,7 @@ def test_a_call_that_blocks_is_refused_in_a_callback(make: Make) -> None:
     assert "would wait for itself" in str(heard[0])
 
 
-async def test_what_is_taken_back_is_not_run(make: Make, doors: Any) -> None:
+async def test_cancelled_items_do_not_run(make: Make, doors: Any) -> None:
     pipeline = make({"a": ("Identity", "b", {}), "b": gate("b")}, in_flight=2)
     first = pipeline.submit({"data": "1"})
     await doors.until("b", 1)
@@ -157,7 +157,7 @@ async def test_what_is_taken_back_is_not_run(make: Make, doors: Any) -> None:
     assert told == []
 
 
-async def test_a_budget_counts_the_time_in_line(make: Make, doors: Any) -> None:
+async def test_a_budget_includes_the_time_in_the_queue(make: Make, doors: Any) -> None:
     pipeline = make({"a": gate("a")}, in_flight=1)
     first = pipeline.submit({"data": "1"})
     await doors.until("a", 1)
@@ -168,7 +168,7 @@ async def test_a_budget_counts_the_time_in_line(make: Make, doors: Any) -> None:
     assert isinstance((await late).error, DeadlineExceeded)
 
 
-def test_a_pipeline_that_does_not_load_says_why(known, make_graph, monkeypatch) -> None:
+def test_a_pipeline_that_does_not_load_reports_the_reason(known, make_graph, monkeypatch) -> None:
     class Broken(ItemOp):
         def load(self, device: str) -> None:
             raise OSError("no such device")
@@ -186,14 +186,14 @@ def test_a_pipeline_that_does_not_load_says_why(known, make_graph, monkeypatch) 
             lazy.wait_until_loaded()
 
 
-def test_a_lazy_pipeline_begins_with_the_first_call(make: Make) -> None:
+def test_a_lazy_pipeline_loads_at_the_first_call(make: Make) -> None:
     before = set(threading.enumerate())
     pipeline = make(lazy=True)
     assert set(threading.enumerate()) <= before
     assert pipeline.infer({"data": "1"}).fields["result"] == "1ab"
 
 
-def test_after_its_end_calls_are_refused(make: Make) -> None:
+def test_a_closed_pipeline_rejects_calls(make: Make) -> None:
     pipeline = make()
     pipeline.close()
     pipeline.close()
@@ -201,7 +201,7 @@ def test_after_its_end_calls_are_refused(make: Make) -> None:
         pipeline.infer({"data": "1"})
 
 
-async def test_closing_answers_those_in_line(make: Make, doors: Any) -> None:
+async def test_closing_answers_queued_items(make: Make, doors: Any) -> None:
     pipeline = make({"a": gate("a")}, in_flight=1)
     futures = [pipeline.submit({"data": str(i)}) for i in range(4)]
     await doors.until("a", 1)
@@ -212,7 +212,7 @@ async def test_closing_answers_those_in_line(make: Make, doors: Any) -> None:
     assert [f.result(0).fields["result"] for f in futures] == list("0123")
 
 
-async def test_closing_without_patience_tells_those_in_line(make: Make, doors: Any) -> None:
+async def test_closing_without_a_drain_time_rejects_queued_items(make: Make, doors: Any) -> None:
     pipeline = make({"a": gate("a")}, in_flight=1)
     futures = [pipeline.submit({"data": str(i)}) for i in range(3)]
     await doors.until("a", 1)
@@ -230,7 +230,7 @@ def test_threads_end_with_it(make: Make) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_child_loads_a_pipeline_of_its_own(make: Make) -> None:
+def test_a_forked_child_loads_its_own_pipeline(make: Make) -> None:
     pipeline = make()
     assert pipeline.infer({"data": "1"}).error is None
     pid = os.fork()
@@ -246,7 +246,7 @@ def test_a_child_loads_a_pipeline_of_its_own(make: Make) -> None:
     assert pipeline.infer({"data": "3"}).fields["result"] == "3ab"
 
 
-def test_statistics_tell_of_each_node(make: Make) -> None:
+def test_statistics_contain_each_node(make: Make) -> None:
     pipeline = make()
     pipeline.infer({"data": "1"})
     told: Any = pipeline.statistics()
@@ -254,7 +254,7 @@ def test_statistics_tell_of_each_node(make: Make) -> None:
     assert told["nodes"]["a"]["policy"] == "linger"
 
 
-async def test_a_line_that_is_too_long_is_told_at_once(make: Make, doors: Any, monkeypatch: Any) -> None:
+async def test_a_full_queue_rejects_items_immediately(make: Make, doors: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("penstock.pipeline.local.MAX_WAITING", 3)
     pipeline = make({"a": gate("a")}, in_flight=1)
     inside = pipeline.submit({"data": "0"})
@@ -266,7 +266,7 @@ async def test_a_line_that_is_too_long_is_told_at_once(make: Make, doors: Any, m
     assert [(await f).fields["result"] for f in (inside, *waiting)] == list("0123")
 
 
-def test_one_that_is_closed_while_it_loads_tells_who_waits(known, make_graph, monkeypatch) -> None:
+def test_closing_during_loading_rejects_waiting_items(known, make_graph, monkeypatch) -> None:
     loading, go_on = threading.Event(), threading.Event()
 
     class Slow(ItemOp):
@@ -293,7 +293,7 @@ class Strange:
         raise ValueError("it has none")
 
 
-def test_whatever_is_handed_in_the_next_item_is_answered(make: Make) -> None:
+def test_an_invalid_item_does_not_affect_the_next(make: Make) -> None:
     pipeline = make()
     for start in (["a"], {"a": 1}, 7, np.array(["a"], object)):
         refused = pipeline.infer({"data": "1", "node_name": start}, budget_s=20.0).error
@@ -313,7 +313,7 @@ def test_whatever_is_handed_in_the_next_item_is_answered(make: Make) -> None:
     assert pipeline.statistics()["in_flight"] == 0
 
 
-def test_an_item_whose_result_cannot_be_handed_on_fails_alone(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_item_whose_result_cannot_be_passed_on_fails_alone(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     catalog.register("GivesStrange", GivesStrange)
     pipeline = make({"a": (NodeStep("GivesStrange"), "b", {}), "b": (B, "", {})})
     found = pipeline.infer_many([{"data": data} for data in ("1", "strange", "2")], budget_s=20.0)
@@ -329,7 +329,7 @@ class GivesStrange(ItemOp):
         return Strange() if data == "strange" else data
 
 
-def test_of_deep_and_long_values_a_little_is_looked_at() -> None:
+def test_only_the_beginning_of_long_values_is_inspected() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]

@@ -55,7 +55,7 @@ def results(backend: str, *data: int) -> list[Any]:
         ("Hundreds", [102, 103, 104]),
     ],
 )
-def test_steps_behind_a_filter_run_where_it_lets_them(backend: str, expected: list[int | None]) -> None:
+def test_steps_after_a_filter_run_if_it_admits_them(backend: str, expected: list[int | None]) -> None:
     assert results(backend, 2, 3, 4) == expected
 
 
@@ -121,6 +121,6 @@ def test_an_error_names_the_character(text: str, character: int, expected: str) 
     assert expected in caught.value.message
 
 
-def test_brackets_have_a_greatest_depth() -> None:
+def test_nesting_of_brackets_is_limited() -> None:
     with pytest.raises(ConfigError, match="at most 20 deep"):
         parse("S[" * 10_000 + "A" + "]" * 10_000)

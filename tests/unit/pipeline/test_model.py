@@ -87,7 +87,7 @@ def test_a_batch_has_an_answer_or_an_error_for_each_request(load: Callable[..., 
     assert isinstance(none, BadRequest)
 
 
-def test_requests_side_by_side_are_answered_as_they_end(doors: Any, load: Callable[..., PipelineModel]) -> None:
+def test_concurrent_requests_are_answered_as_they_end(doors: Any, load: Callable[..., PipelineModel]) -> None:
     model = load('[door]\nbackend = "Door"\ngate = "g"\n')
     slow, wrong = Answers(1), Answers(2)
     model.__penstock_submit__(["a"], [None], slow)
@@ -118,13 +118,13 @@ def test_answers_of_one_turn_can_leave_together(load: Callable[..., PipelineMode
     assert len(left) < 40
 
 
-def test_what_is_answered_outside_of_the_loop_leaves_at_once(load: Callable[..., PipelineModel]) -> None:
+def test_answers_of_other_threads_leave_immediately(load: Callable[..., PipelineModel]) -> None:
     called: list[int] = []
     load(TWO_NODES.format(trace="false")).__penstock_soon__(lambda: called.append(1))
     assert called == [1]
 
 
-def test_rows_are_one_answer_also_side_by_side(load: Callable[..., PipelineModel]) -> None:
+def test_rows_of_concurrent_requests_are_joined_into_one_answer_each(load: Callable[..., PipelineModel]) -> None:
     import numpy as np
 
     model = load(TWO_NODES.format(trace="false"))
@@ -136,7 +136,7 @@ def test_rows_are_one_answer_also_side_by_side(load: Callable[..., PipelineModel
     assert model.predict([arrays])[0]["result"].tolist() == ["a1", "b1"]
 
 
-def test_who_leaves_is_not_answered(doors: Any, load: Callable[..., PipelineModel]) -> None:
+def test_a_cancelled_request_is_not_answered(doors: Any, load: Callable[..., PipelineModel]) -> None:
     model = load('[door]\nbackend = "Door"\ngate = "g"\n')
     left, stayed = Answers(2), Answers(1)
     model.__penstock_submit__(["a", "b"], [None, None], left)()
@@ -146,7 +146,7 @@ def test_who_leaves_is_not_answered(doors: Any, load: Callable[..., PipelineMode
     assert not left.values
 
 
-def test_the_way_of_an_item_stands_beside_its_answer(load: Callable[..., PipelineModel]) -> None:
+def test_the_path_of_an_item_accompanies_its_answer(load: Callable[..., PipelineModel]) -> None:
     (answer,) = load(TWO_NODES.format(trace="true")).predict(["a"])
     assert isinstance(answer, Headed)
     assert answer.value == "a1"
@@ -155,7 +155,7 @@ def test_the_way_of_an_item_stands_beside_its_answer(load: Callable[..., Pipelin
     assert [part.partition(";")[0] for part in value.split(", ") if "dur=" in part] == ["first", "second"]
 
 
-def test_headers_reach_every_protocol_and_no_caller_of_the_process(tmp_path: Path, known: None) -> None:
+def test_headers_reach_every_protocol_but_not_local_callers(tmp_path: Path, known: None) -> None:
     (tmp_path / "net.toml").write_text(TWO_NODES.format(trace="true"))
     config = ModelConfig(target=str(tmp_path / "net.toml"))
     runner, ready = open_model(WorkerSpec("net", "1", config, config.target), "cpu")
@@ -173,7 +173,7 @@ def test_headers_reach_every_protocol_and_no_caller_of_the_process(tmp_path: Pat
     assert ready.metadata.platform == "penstock_pipeline"
 
 
-def test_a_worker_behind_a_broker_serves_a_pipeline_too(tmp_path: Path, known: None) -> None:
+def test_a_worker_behind_a_broker_serves_a_pipeline(tmp_path: Path, known: None) -> None:
     (tmp_path / "net.toml").write_text(TWO_NODES.format(trace="false"))
     config = ModelConfig(target=str(tmp_path / "net.toml"))
     wrapped = Wrapped(config.target, "penstock.streamer.model:served")
@@ -189,7 +189,7 @@ def test_options_are_those_of_pipelines(tmp_path: Path) -> None:
         open_model(WorkerSpec("net", "1", config, config.target), "cpu")
 
 
-def test_a_node_that_must_not_run_twice_makes_its_pipeline_so(tmp_path: Path) -> None:
+def test_a_non_idempotent_node_makes_its_pipeline_non_idempotent(tmp_path: Path) -> None:
     (tmp_path / "net.toml").write_text(
         '[a]\nbackend = "Identity"\nnext = "b"\nrun_timeout_s = 5\n[b]\nbackend = "Identity"\nidempotent = false\n'
     )
@@ -208,7 +208,7 @@ def test_a_wrong_file_is_an_error_of_its_configuration(load: Callable[..., Pipel
     load('[a]\nbackend = "Words"\nwrod = "x"\n', compat=True)
 
 
-def test_images_are_told_as_the_input_of_what_decodes_them(load: Callable[..., PipelineModel]) -> None:
+def test_a_pipeline_that_decodes_declares_an_input_of_bytes(load: Callable[..., PipelineModel]) -> None:
     assert load('[a]\nbackend = "DecodeMat"\n').inputs == (TensorSpec("data", "BYTES", (-1,)),)
     assert load('[a]\nbackend = "Words"\n').inputs == ()
     assert load('[pipeline]\ninputs = ["data", "box"]\n[a]\nbackend = "DecodeMat"\n').inputs == (), "box may be any"
@@ -248,7 +248,7 @@ def test_clients_read_the_nodes_and_no_parameters() -> None:
     assert "secret" not in str(told)
 
 
-def test_the_tensors_of_a_last_model_are_told_under_the_names_of_the_answer() -> None:
+def test_the_outputs_of_a_last_model_have_the_names_of_the_answer() -> None:
     given = graph(a=structs.replace(node("a"), next=("b",)), b=node("b", "OnnxTensor"))
     one, two = TensorSpec("logits", "FP32", (4, 1000)), TensorSpec("boxes", "INT64", (-1, -1, 4))
 
@@ -314,7 +314,7 @@ def test_a_request_without_data_is_refused(value: Any, told: str) -> None:
     assert told in info.value.message
 
 
-def test_a_caller_says_only_what_the_pipeline_asks_for() -> None:
+def test_a_caller_may_send_only_the_inputs_of_the_pipeline() -> None:
     closed = Graph("net", GRAPH.nodes, "a")
     assert ask({"data": 1}, closed, "any") == PipelineRequest([{"data": 1}])
     for value in ({"data": 1, "node_name": "a"}, {"data": 1, "_box": 2}, {"data": np.zeros(1), "other": np.zeros(1)}):
@@ -370,7 +370,7 @@ def test_the_error_of_an_item_is_that_of_its_request() -> None:
         ([b"a", b"bc"], [b"a", b"bc"]),
     ],
 )
-def test_rows_are_put_together_along_the_first_axis(values: list[Any], wanted: Any) -> None:
+def test_rows_are_joined_along_the_first_axis(values: list[Any], wanted: Any) -> None:
     answer = answer_of(ROWS, [outcome(result=value) for value in values], ("result",))
     assert answer.keys() == {"result"}
     assert answer["result"].tolist() == wanted
@@ -395,7 +395,7 @@ def test_several_tensors_of_a_model_are_outputs_with_names_of_their_own() -> Non
         ([{"a": 1}, 2], "has different parts in different rows"),
     ],
 )
-def test_rows_that_make_no_array_are_told(values: list[Any], told: str) -> None:
+def test_rows_that_form_no_array_are_an_error(values: list[Any], told: str) -> None:
     with pytest.raises(BadOutput, match=told):
         answer_of(ROWS, [outcome(result=value) for value in values], ("result",))
 
@@ -406,7 +406,7 @@ def test_tensors_of_torch_are_arrays() -> None:
     assert answer_of(ONE, [outcome(result=tensor)], ("result",)).tolist() == [[1, 1]]
 
 
-def test_the_way_of_an_item_is_a_header_of_the_standard() -> None:
+def test_the_path_of_an_item_is_a_server_timing_header() -> None:
     hops = [Hop("decode", 12, 4, 0.0003, 0.00193), Hop('a "b",c', 1, 1, 0.0, 0.5)]
     assert server_timing(hops) == (
         'decode;dur=1.930;desc="batch 12 of 4, waited 0.300 ms", '

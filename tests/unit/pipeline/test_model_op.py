@@ -128,7 +128,7 @@ def test_items_of_other_shapes_are_run_apart(means):
     assert np.allclose(results[2], image(1).mean((2, 3)), atol=1e-4)
 
 
-def test_what_lacks_to_a_size_is_filled_up_and_counted(means):
+def test_padding_rows_are_added_and_counted(means):
     op = loaded(means(name="sized.onnx"), sizes=(4, 8))
     seen = Seen(op)
     metrics.drain()  # what other tests have counted
@@ -145,7 +145,7 @@ def test_what_lacks_to_a_size_is_filled_up_and_counted(means):
     assert counted == {"pipeline_padded_rows_total": (2.0, {"model": "sized"})}
 
 
-def test_a_smaller_batch_is_filled_up_to_the_smallest(means):
+def test_a_smaller_batch_is_padded_to_the_smallest_size(means):
     op = loaded(means(), min_batch=3, max_batch=4)
     seen = Seen(op)
     assert len(run(op, *[image(i) for i in range(5)])) == 5
@@ -160,7 +160,7 @@ def test_an_item_of_more_rows_than_a_call_is_run_in_several(means):
     assert np.allclose(result, image(0, 5).mean((2, 3)), atol=1e-4)
 
 
-def test_a_graph_of_one_row_runs_them_one_by_one_and_says_so(means, caplog):
+def test_a_graph_of_one_row_runs_items_one_by_one_with_a_warning(means, caplog):
     path = means([1, *IMAGES[1:]])
     ops = [loaded(path, max_batch=4) for _ in range(2)]
     assert ops[0].max_rows == 1
@@ -170,7 +170,7 @@ def test_a_graph_of_one_row_runs_them_one_by_one_and_says_so(means, caplog):
     assert "takes 1 rows at once, the node has max_batch 4" in record.getMessage()
 
 
-def test_a_graph_of_four_rows_is_filled_up_to_them(means):
+def test_a_batch_is_padded_to_a_graph_of_four_rows(means):
     op = loaded(means([4, *IMAGES[1:]]), max_batch=4)
     seen = Seen(op)
     results = run(op, image(0), image(1))
@@ -178,7 +178,7 @@ def test_a_graph_of_four_rows_is_filled_up_to_them(means):
     assert np.allclose(results[1], image(1).mean((2, 3)), atol=1e-4)
 
 
-def test_sizes_that_the_graph_does_not_take_are_not_run(means):
+def test_sizes_that_the_graph_does_not_support_do_not_run(means):
     op = loaded(means([4, *IMAGES[1:]]), sizes=(1, 4))
     seen = Seen(op)
     assert np.allclose(run(op, image(0))[0], image(0).mean((2, 3)), atol=1e-4)
@@ -238,7 +238,7 @@ def test_on_a_gpu_the_graph_normalises_and_takes_pixels_as_they_are(means, gpu):
     assert [(i.name, i.datatype, i.shape) for i in op.inputs] == [("x", "FP32", (-1, 3, 8, 6))]
 
 
-def test_floats_that_come_to_a_graph_of_pixels_get_a_session_of_their_own(means, gpu, caplog):
+def test_floats_for_a_graph_of_pixels_use_their_own_session(means, gpu, caplog):
     op = loaded(means(), "cuda:0", mean=MEAN, std=STD)
     results = run(op, image(0), image(1, dtype=np.float32), image(2))
     run(op, image(3, dtype=np.float32))
@@ -294,12 +294,12 @@ def test_an_item_that_does_not_fit_fails_alone(means, item, told):
     assert np.allclose(last, by_hand(image(1)), atol=1e-5)
 
 
-def test_channels_that_mean_has_not_are_refused(means):
+def test_a_wrong_number_of_channels_for_mean_is_rejected(means):
     op = loaded(means(["N", "c", 8, 6]), mean=MEAN, std=STD)
     assert isinstance(run(op, np.zeros((1, 1, 8, 6), np.uint8))[0], BadRequest)
 
 
-def test_whole_numbers_are_not_made_of_others(same):
+def test_fractions_are_not_rounded_to_whole_numbers(same):
     op = loaded(same(["N", 2], KINDS.INT64))
     good, floats, bad = run(op, np.ones((1, 2), np.int32), np.ones((1, 2), np.float32), np.ones((1, 2), np.uint64))
     assert good.dtype == np.int64
@@ -317,7 +317,7 @@ def test_an_output_without_rows_is_told(write):
         run(loaded(path), np.ones((1, 2)), np.ones((1, 2)))
 
 
-def test_want_of_memory_is_that_of_the_whole_batch(means, monkeypatch):
+def test_out_of_memory_applies_to_the_whole_batch(means, monkeypatch):
     def raises(self, arrays):
         raise MemoryError("no")
 
@@ -354,7 +354,7 @@ def test_inputs_and_outputs_may_be_given_another_order(two):
     assert ([i.name for i in op.inputs], [o.name for o in op.outputs]) == (["b", "a"], ["times", "minus"])
 
 
-def test_an_order_that_is_none_is_refused(two):
+def test_an_invalid_order_is_rejected(two):
     for key in ("input_reorder", "output_reorder"):
         with pytest.raises(ConfigError, match=rf"{key}: found \(0, 2\), expected each index once, 0 to 1"):
             loaded(two, **{key: (0, 2)})
@@ -447,12 +447,12 @@ def test_keys_that_do_not_fit_are_refused(means, keys, told):
         make_op(ModelOp, {"model": means(), **keys})
 
 
-def test_a_mean_of_a_wrong_length_is_refused_when_it_is_loaded(means):
+def test_a_mean_of_a_wrong_length_is_rejected_at_load(means):
     with pytest.raises(ConfigError, match=r"mean: found 2 values, expected one, or one for each of the channels"):
         loaded(means(), mean=(1.0, 2.0))
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(LoadFailed, match=r"there is no file .*nowhere\.onnx"):
         loaded(str(tmp_path / "nowhere.onnx"))
 
@@ -469,7 +469,7 @@ def test_a_graph_without_images_takes_its_rows(tmp_path):
     assert np.allclose(np.concatenate(run(op, x[:1], x[1:])), scores(x), atol=1e-6)
 
 
-def test_nothing_is_warned_of_when_all_is_well(means, caplog):
+def test_a_correct_file_causes_no_warning(means, caplog):
     with caplog.at_level(logging.WARNING):
         run(loaded(means(), mean=MEAN, std=STD, max_batch=4, precision="best"), image(0))
     assert caplog.records == []

@@ -52,13 +52,13 @@ def test_an_item_without_data_leaves_its_batch_alone(node: Any) -> None:
     assert found[1].message == "op 'BatchWords' found no field 'data', only: other"
 
 
-def test_what_an_or_passed_over_in_one_batch_is_not_in_the_next(node: Any) -> None:
+def test_items_that_skipped_an_or_do_not_affect_the_next_batch(node: Any) -> None:
     model = node(NodeStep("Picky"), NodeStep("Words", {"word": "a"}, "or"), NodeStep("Words", {"word": "b"}, "then"))
     assert told(model.predict(visits("1"))) == ["1"]
     assert told(model.predict(visits("-"))) == ["-ab"]
 
 
-def test_nodes_that_run_in_the_same_call_get_what_has_a_result(known: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_chained_nodes_get_only_items_with_a_result(known: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     model = NodeModel(Node("n", (NodeStep("Picky"),)), then=[(Node("m", (A,)), SharedState())])
     model.load("cpu")
@@ -68,7 +68,7 @@ def test_nodes_that_run_in_the_same_call_get_what_has_a_result(known: None, capl
     assert [f[2]["result"] for f in (found[0], found[3])] == ["1a", "4a"]
 
 
-def test_what_it_was_given_stays_as_it_was(node: Any) -> None:
+def test_the_input_stays_unchanged(node: Any) -> None:
     model = node(A, B)
     given = visits("1", swap=True)
     assert told(model.predict(given)) == ["1ab"]
@@ -76,7 +76,7 @@ def test_what_it_was_given_stays_as_it_was(node: Any) -> None:
     assert told(model.predict(given)) == ["1ab"]  # a batch can be run again
 
 
-def test_a_batch_op_that_raises_is_left_to_the_worker_s_halves(node: Any) -> None:
+def test_an_error_of_a_batch_op_is_left_for_the_worker_to_split(node: Any) -> None:
     model = node(NodeStep("BatchWords"))
     given = visits("1", "x")
     with pytest.raises(ValueError, match="one has an x"):
@@ -88,13 +88,13 @@ def test_a_batch_op_that_raises_is_left_to_the_worker_s_halves(node: Any) -> Non
 
 
 @pytest.mark.parametrize("keys", [{"retry_split": False}, {"idempotent": False}])
-def test_without_leave_to_run_again_all_that_were_left_fail(node: Any, keys: dict[str, bool]) -> None:
+def test_without_idempotence_all_remaining_items_fail(node: Any, keys: dict[str, bool]) -> None:
     model = node(NodeStep("Picky"), BATCH, NodeStep("BatchWords", {}, "swap"), **keys)
     model._parts[1][0].op.word = "x"  # the second batch op raises for all
     assert told(model.predict(visits("1", "-", "3"))) == ["ItemFailed", None, "ItemFailed"]
 
 
-def test_out_of_memory_is_left_to_halves_also_without_leave_to_split(node: Any, monkeypatch: Any) -> None:
+def test_out_of_memory_is_left_for_the_worker_to_split_even_without_retry_split(node: Any, monkeypatch: Any) -> None:
     class Large(BatchOp):
         def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
             raise MemoryError
@@ -113,7 +113,7 @@ def test_a_wrong_number_of_results_fails_those_of_the_call(node: Any) -> None:
     assert "1 results for 2 items" in str(found[0])
 
 
-def test_errors_say_where_and_hold_no_frames(node: Any, monkeypatch: Any) -> None:
+def test_errors_name_the_position_and_keep_no_frames(node: Any, monkeypatch: Any) -> None:
     alive: list[weakref.ref[Any]] = []
 
     class Held:
@@ -162,7 +162,7 @@ def test_the_batches_of_a_node_are_numbered_over_its_instances(node: Any) -> Non
     assert [s.size for s in stamps] == [2, 2, 2]
 
 
-def test_what_is_no_op_is_refused(node: Any, monkeypatch: Any) -> None:
+def test_an_invalid_op_is_rejected(node: Any, monkeypatch: Any) -> None:
     class Nothing:
         def load(self, device: str) -> None: ...
 
@@ -184,14 +184,14 @@ def test_ops_are_unloaded_with_their_node(node: Any, monkeypatch: Any) -> None:
     assert len(ended) == 2
 
 
-def test_libraries_make_no_threads_of_their_own_for_one_image(monkeypatch: Any) -> None:
+def test_libraries_start_no_threads_for_one_image(monkeypatch: Any) -> None:
     said: list[int] = []
     monkeypatch.setitem(sys.modules, "cv2", type("cv2", (), {"setNumThreads": staticmethod(said.append)}))
     one_thread()
     assert said == [1]
 
 
-def test_threads_of_a_process_of_pipelines_change_places_sooner() -> None:
+def test_a_process_of_pipelines_has_a_short_switch_interval() -> None:
     before = sys.getswitchinterval()
     try:
         tune_process()

@@ -37,7 +37,7 @@ def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of("cuda:1", model="net.onnx") == "cuda:1"
 
 
-def test_a_gpu_is_taken_where_the_runtime_can_use_it(
+def test_a_gpu_is_used_if_the_runtime_supports_it(
     providers: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert device_of(model="net.onnx") == "cuda:0"
@@ -49,16 +49,14 @@ def test_a_gpu_is_taken_where_the_runtime_can_use_it(
     assert "install onnxruntime-gpu to use the GPU" in caplog.text
 
 
-def test_files_of_pytorch_ask_pytorch(providers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_of_pytorch_files_asks_pytorch(providers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, device in ((True, "cuda:0"), (False, "cpu")):
         torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda usable=usable: usable))
         monkeypatch.setattr(placement, "import_torch", lambda torch=torch: torch)
         assert device_of(model="net.pt") == device
 
 
-def test_a_runtime_that_is_not_there_is_the_nodes_own_error(
-    providers: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_runtime_is_an_error_of_the_node(providers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise LoadFailed("not installed")
 
@@ -71,7 +69,7 @@ def instances_of(*steps: NodeStep, device: str = "auto") -> int:
     return placed(Graph("g", {"n": node}, "n")).nodes["n"].instances
 
 
-def test_what_only_computes_on_the_cpu_has_no_more_instances_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_only_compute_have_at_most_one_instance_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "visible_gpus", lambda: 0)
     monkeypatch.setattr(placement, "cores", lambda: 3)
     image, net = NodeStep("DecodeMat"), NodeStep("OnnxTensor", {"model": "net.onnx"})
@@ -123,7 +121,7 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- which
 
 
-def test_image_ops_on_the_cpu_run_on_in_the_same_call(make_graph: Any) -> None:
+def test_image_ops_on_the_cpu_run_in_the_same_call(make_graph: Any) -> None:
     graph = preparing(make_graph)
     assert placement.chain(graph, "decode") == ("prepare",)
     assert placement.chain(graph, "prepare") == ()  # what follows is a user's, and may wait for something
@@ -148,7 +146,7 @@ def test_image_ops_on_the_cpu_run_on_in_the_same_call(make_graph: Any) -> None:
         ({}, {"inputs": [("a", "result", "data")]}),
     ],
 )
-def test_what_asks_for_a_node_of_its_own_gets_it(
+def test_a_node_that_needs_its_own_instances_is_not_chained(
     make_graph: Any, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     graph = make_graph({"a": (DECODE, "b", {**TWO, **first}), "b": (RESIZE, "", {**TWO, **second})})
@@ -166,7 +164,7 @@ def test_nodes_of_branches_have_calls_of_their_own(make_graph: Any) -> None:
     assert [placement.chain(graph, name) for name in nodes] == [(), (), (), ()]
 
 
-def test_a_node_whose_fields_another_takes_is_not_passed_over(make_graph: Any) -> None:
+def test_a_node_whose_fields_are_used_later_is_not_chained(make_graph: Any) -> None:
     nodes = {
         "a": (DECODE, "b", TWO),
         "b": (RESIZE, "c", TWO),
@@ -192,7 +190,7 @@ async def test_results_are_those_of_nodes_with_calls_of_their_own(
     assert found[5] == "undecodable"
 
 
-async def test_a_trace_tells_of_each_node(stage: Any, make_graph: Any) -> None:
+async def test_a_trace_contains_each_node(stage: Any, make_graph: Any) -> None:
     s = await stage(preparing(make_graph, trace=True))
     outcomes = await asyncio.gather(*[s.put(PNG) for _ in range(3)])
     for outcome in outcomes:
@@ -201,7 +199,7 @@ async def test_a_trace_tells_of_each_node(stage: Any, make_graph: Any) -> None:
         assert outcome.hops[0].size == outcome.hops[1].size
 
 
-async def test_an_item_that_fails_there_has_its_node_and_the_fields_it_had(stage: Any, make_graph: Any) -> None:
+async def test_a_failed_item_has_its_node_and_its_fields(stage: Any, make_graph: Any) -> None:
     nodes = {"decode": (DECODE, "crop", TWO), "crop": (CROP, "tensor", TWO), "tensor": (TENSOR, "", TWO)}
     s = await stage(make_graph(nodes, trace=True))
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -237,7 +235,7 @@ async def test_items_and_batches_are_counted_where_they_were(stage: Any, make_gr
     assert sum(value for key, value in found.items() if key[0] == "pipeline_batches_total" and "crop" in key) == 1
 
 
-async def test_what_follows_holds_back_the_first_of_them(stage: Any, make_graph: Any, doors: Any) -> None:
+async def test_a_slow_next_node_limits_the_first_chained_node(stage: Any, make_graph: Any, doors: Any) -> None:
     nodes = {
         "decode": (DECODE, "prepare", TWO),
         "prepare": (TENSOR, "slow", TWO),

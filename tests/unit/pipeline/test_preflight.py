@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gone.toml", False),
     ],
 )
-def test_a_pipeline_is_told_by_its_tables(file: str, told: bool) -> None:
+def test_a_pipeline_is_recognized_by_its_tables(file: str, told: bool) -> None:
     assert describes_pipeline(file) is told
 
 
@@ -61,7 +61,7 @@ def test_files_of_pipelines_are_models_named_by_their_stems(folder: Path) -> Non
     }
 
 
-def test_the_dialect_and_the_workers_are_said_of_pipelines() -> None:
+def test_the_dialect_and_the_workers_apply_to_pipelines() -> None:
     found = build_config(("net.toml", "pkg:A"), {**FLAGS, "compat": "torchpipe", "instances": 3}, ())
     assert found.models["net"].options == {"compat": True}
     assert found.models["a"].options == {}
@@ -70,7 +70,7 @@ def test_the_dialect_and_the_workers_are_said_of_pipelines() -> None:
         build_config(("pkg:A",), {**FLAGS, "compat": "torchpipe"}, ())
 
 
-def test_a_pipeline_says_where_its_server_listens_unless_a_configuration_does(
+def test_server_tables_of_a_pipeline_apply_unless_there_is_a_configuration(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "net.toml").write_text("[server]\nport = 7\n" + NODE)
@@ -84,7 +84,7 @@ def test_a_pipeline_says_where_its_server_listens_unless_a_configuration_does(
     ]
 
 
-def test_a_check_apart_tells_what_is_wrong_and_loads_nothing_here(folder: Path) -> None:
+def test_a_check_in_a_child_process_reports_problems_and_loads_nothing_here(folder: Path) -> None:
     (folder / "steps.py").write_text("import colorsys\ndef f(data): return data\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     before = set(sys.modules)
@@ -102,7 +102,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-def test_a_check_that_dies_leaves_the_word_to_the_workers(folder: Path) -> None:
+def test_a_check_that_dies_leaves_the_report_to_the_workers(folder: Path) -> None:
     (folder / "steps.py").write_text("import os\nos._exit(9)\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     before = children()
@@ -110,7 +110,7 @@ def test_a_check_that_dies_leaves_the_word_to_the_workers(folder: Path) -> None:
     assert children() <= before
 
 
-def test_a_check_that_never_ends_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "PATIENCE_S", 0.2)
     (folder / "steps.py").write_text("import time\ntime.sleep(3600)\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
@@ -119,7 +119,7 @@ def test_a_check_that_never_ends_is_ended(folder: Path, monkeypatch: pytest.Monk
     assert children() <= before
 
 
-def test_what_a_file_raises_when_it_is_imported_is_told(folder: Path) -> None:
+def test_an_import_error_of_a_file_is_reported(folder: Path) -> None:
     (folder / "steps.py").write_text("raise ValueError('no weights')\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     with pytest.raises(ConfigError, match="no weights"):

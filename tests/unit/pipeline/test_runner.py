@@ -38,7 +38,7 @@ async def test_an_item_goes_through_all_nodes_in_their_order(stage, make_graph) 
     assert s.last.kept == {}, "what no join takes is let go on the way"
 
 
-async def test_what_the_caller_gave_is_not_changed(stage, make_graph) -> None:
+async def test_the_callers_fields_are_not_changed(stage, make_graph) -> None:
     s = await stage(chain(make_graph))
     given = {"data": "1", "tag": [1]}
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -50,7 +50,7 @@ async def test_what_the_caller_gave_is_not_changed(stage, make_graph) -> None:
     assert outcome.node == "c"
 
 
-async def test_what_the_caller_changes_afterwards_changes_no_item(stage, make_graph) -> None:
+async def test_later_changes_by_the_caller_do_not_affect_the_item(stage, make_graph) -> None:
     s = await stage(chain(make_graph))
     given = {"data": "1"}
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -76,14 +76,14 @@ async def test_an_unknown_node_is_refused_with_the_nearest(stage, make_graph) ->
     assert s.runner.in_flight == 0
 
 
-async def test_the_name_of_a_node_means_nothing_where_there_is_one_node(stage, make_graph) -> None:
+async def test_node_name_has_no_effect_with_a_single_node(stage, make_graph) -> None:
     s = await stage(make_graph({"only": (A, "", {})}))
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     s.runner.submit({"data": "1", "node_name": "cpu_decoder"}, future.set_result)
     assert (await future).fields["result"] == "1a"
 
 
-async def test_nodes_work_at_the_same_time(stage, make_graph, doors) -> None:
+async def test_nodes_run_concurrently(stage, make_graph, doors) -> None:
     graph = make_graph(
         {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {})}
     )
@@ -141,7 +141,7 @@ def fork(make_graph: Any, **b: Any) -> Any:
     )
 
 
-async def test_a_join_waits_for_all_that_it_takes_fields_of(stage, make_graph) -> None:
+async def test_a_join_waits_for_all_nodes_whose_fields_it_takes(stage, make_graph) -> None:
     s = await stage(fork(make_graph))
     outcome = await s.put("1")
     assert outcome.fields == {"data": "1ab", "other": "1ac", "own": "mine", "result": "1abd"}
@@ -173,7 +173,7 @@ async def test_an_item_that_ends_before_one_branch_is_not_run_on_the_other(stage
     assert doors.met["c"] == [["2"]]
 
 
-async def test_a_join_takes_fields_of_a_node_far_before(stage, make_graph) -> None:
+async def test_a_join_may_take_fields_of_an_earlier_node(stage, make_graph) -> None:
     graph = make_graph(
         {
             "a": (A, "b", {}),
@@ -207,7 +207,7 @@ async def test_a_join_that_misses_a_field_names_it(stage, make_graph) -> None:
     assert str(outcome.error) == "node 'b' takes field 'boxes' of node 'a', which has only: data, result"
 
 
-async def test_an_item_cannot_begin_where_a_join_would_wait_for_ever(stage, make_graph) -> None:
+async def test_an_item_cannot_begin_where_a_join_would_wait_forever(stage, make_graph) -> None:
     s = await stage(fork(make_graph))
     with pytest.raises(BadRequest, match=r"cannot begin at node 'b': node 'd' needs a field of node 'a'"):
         s.put("1", node="b")
@@ -231,7 +231,7 @@ async def test_an_item_is_done_when_all_outputs_are(stage, make_graph, doors) ->
     assert (fields["label"], fields["score"], fields["result"]) == ("cat", "0.9", "1a")  # of the last output
 
 
-async def test_arrays_that_two_branches_see_cannot_be_written(stage, make_graph, monkeypatch) -> None:
+async def test_arrays_that_two_branches_share_are_read_only(stage, make_graph, monkeypatch) -> None:
     class Writes(ItemOp):
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
             array = data[0] if isinstance(data, list) else data
@@ -258,7 +258,7 @@ async def test_arrays_that_two_branches_see_cannot_be_written(stage, make_graph,
 # ---- time
 
 
-async def test_an_item_whose_time_is_over_is_not_run(stage, make_graph, doors) -> None:
+async def test_an_expired_item_does_not_run(stage, make_graph, doors) -> None:
     s = await stage(
         make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1})})
     )
@@ -274,7 +274,7 @@ async def test_an_item_whose_time_is_over_is_not_run(stage, make_graph, doors) -
         s.put("2", budget_s=0.0)
 
 
-async def test_a_node_may_have_a_deadline_of_its_own(stage, make_graph, doors) -> None:
+async def test_a_node_may_have_its_own_deadline(stage, make_graph, doors) -> None:
     more = {"max_batch": 1, "deadline_s": 0.05}
     s = await stage(make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", more)}))
     first = s.put("1")
@@ -285,7 +285,7 @@ async def test_a_node_may_have_a_deadline_of_its_own(stage, make_graph, doors) -
     assert (await first).error is None
 
 
-async def test_an_item_that_is_cancelled_is_not_run_and_hears_nothing(stage, make_graph, doors) -> None:
+async def test_a_cancelled_item_does_not_run_and_is_not_answered(stage, make_graph, doors) -> None:
     s = await stage(
         make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1})})
     )
@@ -319,7 +319,7 @@ async def test_an_item_that_is_cancelled_in_a_queue_leaves_it(stage, make_graph,
 # ---- life
 
 
-async def test_a_node_that_does_not_load_is_named(known, make_graph, monkeypatch) -> None:
+async def test_a_load_error_names_the_node(known, make_graph, monkeypatch) -> None:
     class Broken(ItemOp):
         def load(self, device: str) -> None:
             raise OSError("no such device")
@@ -349,22 +349,22 @@ async def test_an_unknown_op_and_a_wrong_parameter_are_told_at_start(known, make
         ({"filter": "half_chance"}, "filter 'half_chance'"),
     ],
 )
-def test_what_is_not_run_yet_is_refused(make_graph, more, what) -> None:
+def test_unsupported_features_are_rejected(make_graph, more, what) -> None:
     with pytest.raises(ConfigError, match=f"node 'b': not supported yet: {what}"):
         PipelineRunner(make_graph({"a": (A, "b", {}), "b": (B, "", more)}))
 
 
-def test_a_filter_of_a_step_that_is_not_run_yet_is_refused(make_graph) -> None:
+def test_an_unsupported_filter_of_a_step_is_rejected(make_graph) -> None:
     with pytest.raises(ConfigError, match="node 'a': not supported yet: filter 'Target' of op 'Words'"):
         PipelineRunner(make_graph({"a": ((A, NodeStep("Words", {}, "Target")), "", {})}))
 
 
-def test_a_join_must_say_what_it_takes(make_graph) -> None:
+def test_a_join_must_name_its_fields(make_graph) -> None:
     with pytest.raises(ConfigError, match=r"node 'd' follows b, c but does not name the fields"):
         PipelineRunner(make_graph({"a": (A, "b c", {}), "b": (B, "d", {}), "c": (C, "d", {}), "d": (A, "", {})}))
 
 
-async def test_closing_answers_what_was_accepted(stage, make_graph, doors) -> None:
+async def test_closing_answers_accepted_items(stage, make_graph, doors) -> None:
     s = await stage(
         make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1})})
     )
@@ -379,7 +379,7 @@ async def test_closing_answers_what_was_accepted(stage, make_graph, doors) -> No
     assert [(await f).fields["result"] for f in inside] == list("01234")
 
 
-async def test_closing_without_patience_tells_who_still_waits(stage, make_graph, doors) -> None:
+async def test_closing_without_a_drain_time_rejects_waiting_items(stage, make_graph, doors) -> None:
     s = await stage(
         make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1})})
     )

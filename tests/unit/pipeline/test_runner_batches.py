@@ -64,7 +64,7 @@ async def test_items_of_other_shapes_do_not_share_a_batch_of_a_model(stage, make
     assert all(len(set(shapes)) == 1 for shapes in seen)
 
 
-async def test_the_way_of_an_item_is_told(stage, make_graph) -> None:
+async def test_the_path_of_an_item_is_recorded(stage, make_graph) -> None:
     graph = make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("BatchWords"), "", {"max_batch": 8})}, trace=True)
     s = await stage(graph)
     outcomes = await asyncio.gather(*[s.put(str(i)) for i in range(4)])
@@ -75,7 +75,7 @@ async def test_the_way_of_an_item_is_told(stage, make_graph) -> None:
     assert len({o.hops[0].batch_id for o in outcomes}) == 1
 
 
-async def test_a_way_tells_how_long_an_item_waited_and_ran(stage, make_graph, doors) -> None:
+async def test_a_path_contains_wait_and_run_times(stage, make_graph, doors) -> None:
     s = await stage(make_graph({"a": (NodeStep("Door", {"gate": "a"}), "", {"max_batch": 1})}, trace=True))
     first = s.put("1")
     await doors.until("a", 1)
@@ -91,7 +91,7 @@ async def test_a_way_tells_how_long_an_item_waited_and_ran(stage, make_graph, do
 # ---- bounds
 
 
-async def test_a_full_pipeline_refuses_at_once_hazard_6(stage, make_graph, doors) -> None:
+async def test_a_full_pipeline_rejects_immediately_hazard_6(stage, make_graph, doors) -> None:
     graph = make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {})}, in_flight=5)
     s = await stage(graph)
     inside = [s.put(str(i)) for i in range(5)]
@@ -102,7 +102,7 @@ async def test_a_full_pipeline_refuses_at_once_hazard_6(stage, make_graph, doors
     assert await s.results("6") == ["6"]
 
 
-async def test_a_slow_last_node_keeps_what_is_before_it_from_starting(stage, make_graph, doors) -> None:
+async def test_a_slow_last_node_limits_the_nodes_before_it(stage, make_graph, doors) -> None:
     graph = make_graph(
         {
             "a": ("Identity", "b", {"max_batch": 4}),
@@ -141,7 +141,7 @@ async def test_bytes_that_wait_are_bounded_but_one_large_item_passes(stage, make
     assert (await s.put(np.zeros(10_000, np.uint8))).error is None
 
 
-async def test_a_node_does_not_linger_for_items_that_wait_for_room_before_it(stage, make_graph) -> None:
+async def test_a_node_does_not_wait_for_items_that_are_blocked_by_it(stage, make_graph) -> None:
     graph = make_graph(
         {
             "a": ("Identity", "b", {"max_batch": 1}),
@@ -152,7 +152,7 @@ async def test_a_node_does_not_linger_for_items_that_wait_for_room_before_it(sta
     assert await s.results(*"123456") == list("123456")
 
 
-async def test_who_lingers_hears_of_a_batch_that_nobody_waits_for_any_more(stage, make_graph, doors) -> None:
+async def test_a_waiting_node_is_woken_when_an_expected_batch_is_cancelled(stage, make_graph, doors) -> None:
     graph = make_graph(
         {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": ("BatchWords", "", {"max_batch": 8, "wait_s": 60.0})}
     )
@@ -189,7 +189,7 @@ async def test_nodes_count_what_they_do(stage, make_graph, caplog) -> None:
     assert found[("pipeline_run", (("node", "a"),))].kind == "timer"
 
 
-async def test_what_ops_count_goes_the_same_way(stage, make_graph, monkeypatch) -> None:
+async def test_metrics_of_ops_are_reported(stage, make_graph, monkeypatch) -> None:
     class Counts(ItemOp):
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
             metrics.counter("faces", 2)
@@ -202,7 +202,7 @@ async def test_what_ops_count_goes_the_same_way(stage, make_graph, monkeypatch) 
     assert [d.value for d in metrics.drain() or [] if d.name == "faces"] == [4]
 
 
-async def test_a_wait_below_a_millisecond_is_slept_and_not_spun_hazard_7(stage, make_graph, doors) -> None:
+async def test_a_wait_below_a_millisecond_does_not_spin_hazard_7(stage, make_graph, doors) -> None:
     graph = make_graph(
         {
             "a": (NodeStep("Door", {"gate": "a"}), "b", {}),
@@ -224,9 +224,7 @@ async def test_a_wait_below_a_millisecond_is_slept_and_not_spun_hazard_7(stage, 
     await other
 
 
-async def test_a_full_batch_does_not_wait_behind_a_head_of_another_shape_hazard_8(
-    stage, make_graph, doors, monkeypatch
-):
+async def test_a_full_batch_passes_a_queue_head_of_another_shape_hazard_8(stage, make_graph, doors, monkeypatch):
     class Shaped(BatchOp):
         takes = "tensor"
 
@@ -250,7 +248,7 @@ async def test_a_full_batch_does_not_wait_behind_a_head_of_another_shape_hazard_
     assert (await asyncio.wait_for(coming, 10.0)).error is None
 
 
-async def test_work_without_a_model_is_never_held_for_more(stage, make_graph, doors) -> None:
+async def test_batches_without_a_model_never_wait(stage, make_graph, doors) -> None:
     nodes = {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": (B, "", {"wait_s": 60.0})}
     s = await stage(make_graph(nodes))
     other = s.put("2")
@@ -260,7 +258,7 @@ async def test_work_without_a_model_is_never_held_for_more(stage, make_graph, do
     await other
 
 
-async def test_room_is_twice_what_runs_at_once_and_few_for_slices(stage, make_graph) -> None:
+async def test_capacity_is_twice_the_concurrency_and_small_for_slices(stage, make_graph) -> None:
     nodes = {
         "a": (A, "b", {"instances": 8}),
         "b": ("BatchWords", "c", {"instances": 2, "max_batch": 4}),
@@ -272,7 +270,7 @@ async def test_room_is_twice_what_runs_at_once_and_few_for_slices(stage, make_gr
     assert s.runner.width == (64 + 32) + (16 + 8) + (5 + 6)
 
 
-async def test_what_is_urgent_goes_first_at_every_node(stage, make_graph, doors) -> None:
+async def test_urgent_items_go_first_at_every_node(stage, make_graph, doors) -> None:
     nodes = {"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1, "queue": 10})}
     s = await stage(make_graph(nodes))
     first = s.put("first")
@@ -287,7 +285,7 @@ async def test_what_is_urgent_goes_first_at_every_node(stage, make_graph, doors)
     assert doors.met["b"] == [["first"], ["urgent"], ["middle"], ["low"]]
 
 
-async def test_room_that_a_late_item_leaves_is_used_at_once(stage, make_graph, doors) -> None:
+async def test_room_freed_by_an_expired_item_is_used_immediately(stage, make_graph, doors) -> None:
     """It is passed on to a queue that moves not: nothing else tells those before that there is room."""
     late = {"max_batch": 1, "queue": 1, "deadline_s": 0.05, "on_error": "skip"}
     graph = make_graph(

@@ -34,7 +34,7 @@ async def test_one_bad_item_fails_alone_hazard_1(stage, make_graph, caplog) -> N
     assert await s.results(*data) == ["1!", "2!", "item_failed", "4!", "5!", "6!", "7!"]
 
 
-async def test_a_bad_item_does_not_let_its_neighbours_pass_steps_by_hazard_4(stage, make_graph, caplog) -> None:
+async def test_a_bad_item_does_not_make_its_neighbours_skip_steps_hazard_4(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
     steps = ("Picky", NodeStep("BatchWords", {"word": "1"}), B, NodeStep("BatchWords", {"word": "2"}))
     s = await stage(make_graph({"a": (steps, "", {"max_batch": 8})}))
@@ -54,7 +54,7 @@ async def test_an_error_names_node_op_and_place(stage, make_graph, caplog) -> No
     assert outcome.fields == {"data": "x", "result": "xa"}  # as they were before this node
 
 
-async def test_an_error_of_the_caller_stays_one(stage, make_graph, monkeypatch) -> None:
+async def test_a_client_error_stays_a_client_error(stage, make_graph, monkeypatch) -> None:
     class Refuses(ItemOp):
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
             raise BadRequest("expected an image, found 0 bytes")
@@ -74,21 +74,21 @@ async def test_a_field_that_is_missing_is_named(stage, make_graph) -> None:
     assert str(outcome.error) == "op 'Words' found no field 'data', only: image"
 
 
-async def test_too_few_rows_fail_the_batch_and_nobody_gets_another_s(stage, make_graph) -> None:
+async def test_too_few_rows_fail_the_batch_and_mix_no_results(stage, make_graph) -> None:
     s = await stage(make_graph({"a": ("TooFew", "", {"max_batch": 4})}))
     outcomes = await asyncio.gather(*[s.put(str(i)) for i in range(3)])
     assert all(isinstance(o.error, BadOutput) for o in outcomes)
     assert str(outcomes[0].error) == "op 'TooFew' returned 2 results for 3 items, expected one for each item"
 
 
-async def test_a_batch_that_may_not_be_split_fails_whole(stage, make_graph, caplog) -> None:
+async def test_a_batch_that_must_not_be_split_fails_as_a_whole(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
     s = await stage(make_graph({"a": (("Identity", "BatchWords"), "", {"retry_split": False})}))
     assert await s.results("1", "x", "2") == ["item_failed"] * 3
     assert await s.results("1", "2") == ["1", "2"]
 
 
-async def test_an_exception_in_place_of_a_result_fails_that_item(stage, make_graph, monkeypatch, caplog) -> None:
+async def test_an_exception_as_a_result_fails_that_item(stage, make_graph, monkeypatch, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
 
     class Places(BatchOp):
@@ -100,13 +100,13 @@ async def test_an_exception_in_place_of_a_result_fails_that_item(stage, make_gra
     assert await s.results("1", "x", "2") == ["1", "item_failed", "2"]
 
 
-async def test_a_node_that_may_be_skipped_hands_on_what_it_got(stage, make_graph, caplog) -> None:
+async def test_a_skipped_node_passes_on_its_input(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
     s = await stage(make_graph({"a": (A, "b", {}), "b": ("Picky", "c", {"on_error": "skip"}), "c": (C, "", {})}))
     assert await s.results("x", "1") == ["xac", "1ac"]
 
 
-async def test_an_op_that_hangs_costs_its_own_items_only(stage, make_graph, doors, caplog) -> None:
+async def test_an_op_that_hangs_fails_only_its_own_items(stage, make_graph, doors, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
     graph = make_graph(
         {
@@ -128,7 +128,7 @@ async def test_an_op_that_hangs_costs_its_own_items_only(stage, make_graph, door
     assert await s.results("1", "2") == ["1", "2"]
 
 
-async def test_a_node_whose_instance_is_gone_says_so(stage, make_graph, monkeypatch) -> None:
+async def test_a_node_without_an_instance_rejects_items(stage, make_graph, monkeypatch) -> None:
     s = await stage(make_graph({"a": (A, "", {})}))
     monkeypatch.setattr(s.runner.node("a").engine.handle, "state", "DRAINING")
     with pytest.raises(ModelNotReady, match="node 'a': model 'a' is draining"):
@@ -136,7 +136,7 @@ async def test_a_node_whose_instance_is_gone_says_so(stage, make_graph, monkeypa
     assert s.runner.in_flight == 0
 
 
-async def test_a_batch_that_hangs_is_run_again_in_halves(stage, make_graph, doors, monkeypatch, caplog) -> None:
+async def test_a_hanging_batch_runs_again_in_halves(stage, make_graph, doors, monkeypatch, caplog) -> None:
     """Who is in two such batches fails with the one that hangs."""
     caplog.set_level(logging.CRITICAL)
 
@@ -153,7 +153,9 @@ async def test_a_batch_that_hangs_is_run_again_in_halves(stage, make_graph, door
     assert await s.results("5") == ["5"]
 
 
-async def test_a_batch_without_memory_is_run_in_halves_and_remembered(stage, make_graph, doors, monkeypatch) -> None:
+async def test_a_batch_that_runs_out_of_memory_is_halved_and_the_limit_is_remembered(
+    stage, make_graph, doors, monkeypatch
+) -> None:
     class Large(BatchOp):
         def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
             if len(data) > 2:
@@ -166,7 +168,7 @@ async def test_a_batch_without_memory_is_run_in_halves_and_remembered(stage, mak
     assert s.runner.statistics()["nodes"]["a"]["ceiling"] == 3  # between 2, which ran, and 4, which did not
 
 
-async def test_an_op_that_ends_its_thread_costs_its_own_items_only(stage, make_graph, monkeypatch, caplog) -> None:
+async def test_an_op_that_ends_its_thread_fails_only_its_own_items(stage, make_graph, monkeypatch, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
 
     class Exits(ItemOp):
@@ -186,7 +188,7 @@ async def test_an_op_that_ends_its_thread_costs_its_own_items_only(stage, make_g
     assert found == [f"{i}c" if i != 7 else "worker_died" for i in range(30)]
 
 
-async def test_a_node_that_may_be_skipped_is_so_when_it_takes_too_long(stage, make_graph, doors) -> None:
+async def test_a_node_that_takes_too_long_is_skipped(stage, make_graph, doors) -> None:
     soft = {"max_batch": 1, "on_error": "skip", "deadline_s": 0.05}
     nodes = {"a": (A, "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "c", soft), "c": (C, "", {})}
     s = await stage(make_graph(nodes))
@@ -199,7 +201,7 @@ async def test_a_node_that_may_be_skipped_is_so_when_it_takes_too_long(stage, ma
     assert (await first).fields["result"] == "1ac"
 
 
-async def test_an_error_of_a_user_s_own_class_stays_it(stage, make_graph, monkeypatch) -> None:
+async def test_an_error_keeps_a_users_class(stage, make_graph, monkeypatch) -> None:
     class Blurred(BadRequest):
         def __init__(self, sharpness: float) -> None:
             super().__init__(f"the image is blurred: {sharpness}")
@@ -214,7 +216,7 @@ async def test_an_error_of_a_user_s_own_class_stays_it(stage, make_graph, monkey
     assert outcome.error.detail.startswith("node 'a', op 'Sharp', item 0")
 
 
-async def test_a_callback_that_raises_costs_nobody_else_an_answer(stage, make_graph, caplog) -> None:
+async def test_a_callback_that_raises_does_not_affect_other_answers(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
     s = await stage(make_graph({"a": (A, "", {})}))
 

@@ -63,7 +63,7 @@ def test_the_runtime_follows_key_and_device(net, has, runtime, device, providers
 
 
 @pytest.mark.parametrize("name", ["net.pt", "net.PTH", "net.pt2", "net.ts"])
-def test_files_of_pytorch_are_run_by_it(tmp_path, name):
+def test_pytorch_files_run_in_pytorch(tmp_path, name):
     (tmp_path / name).touch()
     assert resolve(ModelFile(str(tmp_path / name)), "cuda:1") == ("torch", "cuda:1")
     with pytest.raises(ConfigError, match=r"runtime: found cpu for .*, which is a PyTorch file; expected auto"):
@@ -78,7 +78,7 @@ def test_pytorch_runs_no_onnx_file(net):
 # ---- files
 
 
-def test_what_is_no_model_file_is_told(tmp_path):
+def test_an_unknown_file_type_of_a_model_is_an_error(tmp_path):
     (tmp_path / "net.trt").write_bytes(b"engine")
     (tmp_path / "net.bin").touch()
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_what_is_no_model_file_is_told(tmp_path):
         resolve(ModelFile(str(tmp_path)), "cpu")
 
 
-def test_an_engine_without_its_model_is_told(tmp_path):
+def test_an_engine_without_its_model_is_an_error(tmp_path):
     (tmp_path / "net.trt").write_bytes(b"engine")
     wanted = ModelFile(str(tmp_path / "net.onnx"), cache=str(tmp_path / "net.trt"))
     with pytest.raises(LoadFailed, match=r"no file .*net\.onnx; model::cache .*net\.trt alone is not enough"):
@@ -100,7 +100,7 @@ def test_an_engine_without_its_model_is_told(tmp_path):
         resolve(structs.replace(wanted, cache=str(tmp_path / "other.trt")), "cpu")
 
 
-def test_content_that_is_no_model_is_told(tmp_path, net):
+def test_invalid_model_content_is_an_error(tmp_path, net):
     with open(net, "rb") as file:
         whole = file.read()
     for content in (b"", b"no model", whole[: len(whole) // 2]):
@@ -109,7 +109,7 @@ def test_content_that_is_no_model_is_told(tmp_path, net):
             open_program(ModelFile(str(tmp_path / "bad.onnx")), "cpu")
 
 
-def test_a_file_that_others_wrote_where_engines_shall_be_kept_is_told_once(tmp_path, net, caplog):
+def test_a_foreign_file_at_the_engine_cache_causes_one_warning(tmp_path, net, caplog):
     (tmp_path / "net.trt").write_bytes(b"engine")
     for _ in range(2):
         open_program(ModelFile(net, cache=str(tmp_path / "net.trt")), "cpu")
@@ -135,7 +135,7 @@ def test_the_threads_of_all_instances_are_in_the_session_that_they_share(net, gp
     assert gpu[-1] == ("CPU", {"device": "cpu", "graph": None, "threads": expected})
 
 
-def test_a_file_that_is_written_anew_is_opened_anew(net, tmp_path):
+def test_a_changed_file_is_opened_again(net, tmp_path):
     first = open_program(ModelFile(net), "cpu").program
     write(tmp_path / "new.onnx", 2.0)
     os.utime(tmp_path / "new.onnx", ns=(1, 1))
@@ -143,7 +143,7 @@ def test_a_file_that_is_written_anew_is_opened_anew(net, tmp_path):
     assert open_program(ModelFile(net), "cpu").program is not first
 
 
-def test_a_session_goes_with_its_last_instance(net):
+def test_a_session_is_released_with_its_last_instance(net):
     program = open_program(ModelFile(net), "cpu").program
     assert [key for key in runtimes._shared if key[0] == net]
     del program
@@ -151,7 +151,7 @@ def test_a_session_goes_with_its_last_instance(net):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_child_opens_its_own(net):
+def test_a_forked_child_opens_its_own_session(net):
     first = open_program(ModelFile(net), "cpu").program
     read, write_end = os.pipe()
     child = os.fork()
@@ -166,7 +166,7 @@ def test_a_forked_child_opens_its_own(net):
     os.waitpid(child, 0)
 
 
-def test_cores_are_those_that_the_process_is_given(monkeypatch):
+def test_cores_are_limited_to_those_of_the_process(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
     assert cores() == 3
     for nonsense in ("", "0", "many"):
@@ -177,14 +177,14 @@ def test_cores_are_those_that_the_process_is_given(monkeypatch):
 # ---- precision
 
 
-def test_a_precision_that_the_cpu_has_not_is_warned_of_once(net, caplog):
+def test_an_unsupported_precision_on_the_cpu_causes_one_warning(net, caplog):
     for _ in range(2):
         open_program(ModelFile(net, precision="fp16"), "cpu")
     (record,) = caplog.records
     assert "found='fp16, which the CPU does not have' consequence='it runs in fp32" in record.getMessage()
 
 
-def test_the_best_precision_is_what_there_is(net, caplog):
+def test_the_best_precision_is_the_best_available(net, caplog):
     with caplog.at_level(logging.WARNING):
         open_program(ModelFile(net, precision="best"), "cpu")
     assert caplog.records == []
@@ -233,7 +233,7 @@ def test_each_instance_on_a_gpu_has_a_session(net, gpu):
     assert open_program(ModelFile(net), "cuda:0").program is not open_program(ModelFile(net), "cuda:0").program
 
 
-def test_where_tensorrt_does_not_run_cuda_does(net, gpu, monkeypatch, caplog):
+def test_cuda_runs_a_model_that_tensorrt_rejects(net, gpu, monkeypatch, caplog):
     def refuse(*args, **keys):
         raise LoadFailed("there is no libnvinfer")
 
@@ -255,7 +255,7 @@ def test_best_is_fp16_by_tensorrt(net, gpu, caplog):
     assert caplog.records == []
 
 
-def test_a_graph_of_pixels_is_asked_for_with_its_inputs(tmp_path, gpu, monkeypatch):
+def test_a_graph_of_pixels_is_requested_with_its_inputs(tmp_path, gpu, monkeypatch):
     path = write(tmp_path / "net.onnx")
     asked = []
 
@@ -271,7 +271,7 @@ def test_a_graph_of_pixels_is_asked_for_with_its_inputs(tmp_path, gpu, monkeypat
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="needs ONNX Runtime without CUDA")
 @pytest.mark.parametrize("runtime", ["cuda", "tensorrt", "openvino"])
-def test_a_runtime_that_is_not_there_is_told(net, runtime):
+def test_a_missing_runtime_is_an_error(net, runtime):
     package = "onnxruntime-openvino" if runtime == "openvino" else "onnxruntime-gpu|TensorRT provider"
     with pytest.raises(LoadFailed, match=package):
         open_program(ModelFile(net, runtime=runtime), "cpu")

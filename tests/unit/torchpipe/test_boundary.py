@@ -17,12 +17,12 @@ def test_a_tensor_and_its_array_share_their_memory() -> None:
     assert tensor[0, 1] == 2
 
 
-def test_gradients_and_bfloat16_are_left_behind() -> None:
+def test_gradients_and_bfloat16_are_dropped() -> None:
     assert to_array(torch.ones(1, requires_grad=True)).tolist() == [1]
     assert to_array(torch.ones(1, dtype=torch.bfloat16)).dtype == np.float32
 
 
-def test_lists_of_tensors_are_taken_apart_and_others_left_alone() -> None:
+def test_lists_of_tensors_are_converted_and_others_are_unchanged() -> None:
     assert [a.tolist() for a in to_array([torch.ones(1), torch.zeros(1)])] == [[1], [0]]
     assert [t.tolist() for t in to_tensor([np.ones(1), np.zeros(1)])] == [[1], [0]]
     for value in ([1, "a"], [], "text", None, {"a": 1}):
@@ -30,7 +30,7 @@ def test_lists_of_tensors_are_taken_apart_and_others_left_alone() -> None:
         assert to_tensor(value) is value
 
 
-def test_what_may_not_be_written_to_or_runs_backwards_is_copied() -> None:
+def test_read_only_and_reversed_arrays_are_copied() -> None:
     fixed = np.ones((1, 2))
     fixed.flags.writeable = False
     copied = to_tensor(fixed)
@@ -56,5 +56,5 @@ def test_arrays_that_no_tensor_can_hold_stay_arrays() -> None:
         (3, False),
     ],
 )
-def test_rows_are_told_from_pictures_by_their_first_axis(value: object, expected: bool) -> None:
+def test_rows_are_distinguished_from_images_by_their_first_axis(value: object, expected: bool) -> None:
     assert is_rows(value) is expected

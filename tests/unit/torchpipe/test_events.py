@@ -56,7 +56,7 @@ def test_a_final_callback_is_the_only_one() -> None:
     assert calls == [1]
 
 
-def test_the_first_error_is_told_to_all_who_ask() -> None:
+def test_the_first_error_is_reported_to_every_caller() -> None:
     event, texts = begun(3), []
     event.set_exception_callback(texts.append)
     event.settle(ValueError("first"))
@@ -83,7 +83,7 @@ def test_without_an_error_its_callback_is_not_called() -> None:
     assert event.get_exception() is None
 
 
-def test_a_callback_that_raises_keeps_nobody_asleep(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_does_not_keep_threads_waiting(caplog: pytest.LogCaptureFixture) -> None:
     event, calls = begun(), []
 
     def broken() -> None:
@@ -98,7 +98,7 @@ def test_a_callback_that_raises_keeps_nobody_asleep(caplog: pytest.LogCaptureFix
     assert "callback_failed" in caplog.text
 
 
-def test_it_is_for_as_many_items_as_it_was_made_for() -> None:
+def test_an_event_accepts_its_number_of_items() -> None:
     event = Event(2)
     event.begin()
     assert event.valid()
@@ -110,5 +110,5 @@ def test_it_is_for_as_many_items_as_it_was_made_for() -> None:
         Event(0)
 
 
-def test_it_tells_how_long_ago_it_was_made() -> None:
+def test_it_reports_the_time_since_its_creation() -> None:
     assert 0 <= Event().time_passed() < 60_000

@@ -48,7 +48,7 @@ def test_the_keys_are_spelled_as_published() -> None:
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_what_is_not_there_says_what_to_do(name: str) -> None:
+def test_unavailable_names_explain_the_replacement(name: str) -> None:
     found: object = torchpipe
     for part in name.split("."):
         found = getattr(found, part)
@@ -83,7 +83,7 @@ print(item["result"])
     assert run(code) == "3"
 
 
-def test_it_takes_the_place_of_no_torchpipe_that_is_installed(tmp_path: Path) -> None:
+def test_it_does_not_replace_an_installed_torchpipe(tmp_path: Path) -> None:
     (tmp_path / "torchpipe").mkdir()
     (tmp_path / "torchpipe" / "__init__.py").write_text("theirs = True\n")
     code = """
@@ -100,7 +100,7 @@ for imported in (False, True):
 
 
 @pytest.mark.parametrize("cls", [BadRequest, ItemFailed, DeadlineExceeded])
-def test_an_error_is_its_own_and_a_runtime_error_and_can_be_pickled(cls: type[BadRequest]) -> None:
+def test_an_error_has_its_own_class_and_runtime_error_and_can_be_pickled(cls: type[BadRequest]) -> None:
     error = as_runtime_error(cls("what", retry_after_s=2.0, detail="where"))
     assert isinstance(error, cls)
     assert isinstance(error, RuntimeError)

@@ -67,7 +67,7 @@ def test_every_backend_is_there_and_works_if_the_catalog_has_it() -> None:
 
 
 @pytest.mark.parametrize("scope", sorted(SCOPES))
-def test_scopes_and_sequences_vanish(scope: str) -> None:
+def test_scopes_and_sequences_have_no_effect(scope: str) -> None:
     assert [draft.op for draft in flatten(parse(f"{scope}[ResizeMat,{scope}]"))] == ["ResizeMat"]
 
 

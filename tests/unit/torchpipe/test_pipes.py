@@ -33,13 +33,13 @@ def test_fields_without_a_dict_give_the_result_itself(double: pipe) -> None:
     assert item["more"] == 1
 
 
-def test_a_result_of_a_call_before_does_not_look_like_one_of_this_call(double: pipe) -> None:
+def test_a_result_of_an_earlier_call_is_removed(double: pipe) -> None:
     item = {"data": "none", "result": "stale", "exception": "stale"}
     double(item)
     assert item == {"data": "none"}
 
 
-def test_hazard_5_an_image_that_cannot_be_decoded_has_no_result_and_says_why(
+def test_hazard_5_an_undecodable_image_has_no_result_but_a_reason(
     double: pipe, caplog: pytest.LogCaptureFixture
 ) -> None:
     item: dict[str, Any] = {"data": "bad", "result": "stale"}
@@ -60,7 +60,7 @@ def test_another_failure_of_a_single_dict_is_raised_and_changes_nothing(double: 
     assert item == {"data": "worse", "mine": 1}
 
 
-def test_hazard_2_in_a_list_one_failure_takes_no_result_from_the_others(double: pipe) -> None:
+def test_hazard_2_one_failure_in_a_list_removes_no_other_result(double: pipe) -> None:
     items: list[dict[str, Any]] = [{"data": 1}, {"data": "worse"}, {"data": "bad"}, {"data": "none"}, {}, {"data": 5}]
     items.append({"data": 1, "node_name": "frist"})
     assert double(items) is None
@@ -103,7 +103,7 @@ def test_a_single_node_may_be_called_by_any_name(make_pipe: Callable[..., pipe])
     assert item["result"] == 3
 
 
-def test_nodes_without_edges_are_called_by_their_names(make_pipe: Callable[..., pipe]) -> None:
+def test_items_may_name_nodes_without_edges(make_pipe: Callable[..., pipe]) -> None:
     register_backend(lambda data: data + 1, "More")
     both = make_pipe({"a": {"backend": "Identity"}, "b": {"backend": "More"}, "global": {"instance_num": "2"}})
     a, b = {"data": 1, "node_name": "a"}, {"data": 1, "node_name": "b"}
@@ -115,12 +115,12 @@ def test_nodes_without_edges_are_called_by_their_names(make_pipe: Callable[..., 
 
 
 @pytest.mark.parametrize("wrong", ["x", 3, b"x", ["x"], [{"data": 1}, None]])
-def test_what_is_no_dict_is_refused(double: pipe, wrong: Any) -> None:
+def test_a_value_other_than_a_dict_is_rejected(double: pipe, wrong: Any) -> None:
     with pytest.raises(TypeError, match="expected a dict"):
         double(wrong)
 
 
-def test_an_item_without_data_is_told_so(double: pipe) -> None:
+def test_an_item_without_data_is_an_error(double: pipe) -> None:
     with pytest.raises(IndexError, match=r"found 'x', expected 'data'"):
         double({"x": 1})
 
@@ -176,7 +176,7 @@ def test_an_event_is_set_when_the_dict_is_filled(double: pipe) -> None:
     assert item["event"] is event
 
 
-def test_an_event_of_many_items_tells_the_first_failure_when_all_are_done(double: pipe) -> None:
+def test_an_event_of_many_items_reports_the_first_failure_when_all_are_done(double: pipe) -> None:
     event = Event(4)
     items = [{"data": d, "event": event} for d in (1, "worse", "bad")]
     double(items)
@@ -197,14 +197,14 @@ def test_an_event_whose_image_cannot_be_decoded_raises_nothing(double: pipe) -> 
 
 
 @pytest.mark.parametrize("wrong", [{}, {"data": 1, "node_name": "frist"}])
-def test_an_item_that_cannot_begin_is_told_by_its_event(double: pipe, wrong: dict[str, Any]) -> None:
+def test_the_event_of_a_rejected_item_reports_it(double: pipe, wrong: dict[str, Any]) -> None:
     event = Event()
     double({**wrong, "event": event})
     with pytest.raises(IndexError):
         event.wait(10_000)
 
 
-def test_an_event_that_was_used_is_refused_and_so_is_what_is_none(double: pipe) -> None:
+def test_a_used_event_and_another_type_are_rejected(double: pipe) -> None:
     event = Event()
     double({"data": 1, "event": event})
     with pytest.raises(ValueError, match="already used for 1 items"):
@@ -213,7 +213,7 @@ def test_an_event_that_was_used_is_refused_and_so_is_what_is_none(double: pipe) 
         double({"data": 1, "event": 3})
 
 
-def test_a_list_with_an_event_too_often_is_refused_and_nobody_waits_for_it(double: pipe) -> None:
+def test_a_list_that_uses_an_event_too_often_is_rejected_and_wakes_waiting_threads(double: pipe) -> None:
     event = Event(2)
     with pytest.raises(ValueError, match="already used for 2 items"):
         double([{"data": i, "event": event} for i in range(3)])
@@ -221,7 +221,7 @@ def test_a_list_with_an_event_too_often_is_refused_and_nobody_waits_for_it(doubl
         event.wait(30_000)
 
 
-def test_a_callback_may_begin_items_and_is_refused_to_wait_for_them(double: pipe) -> None:
+def test_a_callback_may_begin_items_but_not_wait_for_them(double: pipe) -> None:
     first, second = Event(), Event()
     refused: list[str] = []
     again = {"data": 5, "event": second}
@@ -246,18 +246,18 @@ def test_a_callback_may_begin_items_and_is_refused_to_wait_for_them(double: pipe
 # ---- life
 
 
-def test_a_model_that_is_not_there_is_told_when_the_pipe_is_made(tmp_path: Path) -> None:
+def test_a_missing_model_is_an_error_of_the_constructor(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="net"):
         pipe({"net": {"backend": "SyncTensor[TensorrtTensor]", "model": str(tmp_path / "none.onnx")}})
 
 
-def test_a_number_that_is_none_is_told_when_the_pipe_is_made() -> None:
+def test_an_invalid_number_is_an_error_of_the_constructor() -> None:
     with pytest.raises(ConfigError, match="instance_num: found the text 'dd'") as e:
         pipe({"instance_num": "dd"})
     assert isinstance(e.value, RuntimeError)
 
 
-def test_a_pipe_that_is_dropped_ends_its_threads(double: pipe) -> None:
+def test_a_pipe_without_references_stops_its_threads(double: pipe) -> None:
     before = set(threading.enumerate())
     dropped = pipe({"backend": "Identity", "instance_num": 3})
     dropped({"data": 1})
@@ -271,7 +271,7 @@ def test_a_pipe_that_is_dropped_ends_its_threads(double: pipe) -> None:
     assert not its_own & set(threading.enumerate())
 
 
-def test_what_was_begun_is_answered_although_the_pipe_is_dropped() -> None:
+def test_accepted_items_are_answered_after_the_pipe_is_dropped() -> None:
     event = Event()
     item: dict[str, Any] = {"data": 1, "event": event}
     pipe({"backend": "Identity"})(item)
@@ -279,7 +279,7 @@ def test_what_was_begun_is_answered_although_the_pipe_is_dropped() -> None:
     assert item["result"] == 1
 
 
-def test_a_pipe_is_closed_once_and_refuses_calls_then() -> None:
+def test_a_closed_pipe_rejects_calls() -> None:
     with pipe({"backend": "Identity"}) as closed:
         assert (closed.max(), closed.min()) == (2**32 - 1, 1)
     closed.close()
@@ -322,7 +322,7 @@ def test_parse_toml_gives_texts_by_node_and_key(toml: Path) -> None:
     }
 
 
-def test_what_is_changed_in_the_tables_is_what_runs(toml: Path) -> None:
+def test_changed_tables_take_effect(toml: Path) -> None:
     tables = parse_toml(toml)
     tables["small"]["resize_h"] = 7
     tables["global"]["instance_num"] = "3"
@@ -338,7 +338,7 @@ def test_a_file_and_its_tables_are_the_same_pipeline(toml: Path) -> None:
     assert graph_of(toml).nodes == graph_of(str(toml)).nodes == graph_of(parse_toml(toml)).nodes
 
 
-def test_unknown_keys_are_warned_of_and_run_all_the_same(toml: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_keys_cause_a_warning_and_the_pipe_runs(toml: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert list(graph_of(toml).nodes) == ["decode", "small"]
     assert "flag" in caplog.text
@@ -354,7 +354,7 @@ def test_relative_paths_start_from_the_working_directory(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("config", [{}, None, [], 3])
-def test_what_is_no_configuration_is_refused(config: Any) -> None:
+def test_an_invalid_configuration_is_rejected(config: Any) -> None:
     with pytest.raises(ConfigError, match="expected a path to a TOML file, or a dict"):
         graph_of(config)
 
@@ -367,7 +367,7 @@ def test_errors_of_a_file_name_it(tmp_path: Path) -> None:
         pipe(str(tmp_path / "bad.toml"))
 
 
-def test_a_filter_of_the_program_is_refused_where_a_node_names_it() -> None:
+def test_a_node_that_names_a_registered_filter_is_rejected() -> None:
     class Sometimes:
         def forward(self, item: dict[str, Any]) -> Status:
             return Status.Run

@@ -67,7 +67,7 @@ def test_branches_meet_by_their_map(make_pipe: Callable[..., pipe]) -> None:
     assert [(item["result"], item["_box"]) for item in items] == [(i, 10 * i) for i in range(20)]
 
 
-def test_a_map_may_name_a_node_further_back(make_pipe: Callable[..., pipe]) -> None:
+def test_a_map_may_name_an_earlier_node(make_pipe: Callable[..., pipe]) -> None:
     back = make_pipe(
         {
             "in": {"next": "resize"},
@@ -88,7 +88,7 @@ def test_scores_and_classes_are_fields_of_the_dict(make_pipe: Callable[..., pipe
     assert item["score"] == pytest.approx(1, abs=1e-3)
 
 
-def test_color_of_the_item_says_what_its_pixels_are(make_pipe: Callable[..., pipe]) -> None:
+def test_the_field_color_determines_the_order_of_pixels(make_pipe: Callable[..., pipe]) -> None:
     to_rgb = make_pipe({"backend": "cvtColorMat", "color": "rgb"})
     for color, same in (("rgb", True), ("bgr", False)):
         item: dict[str, Any] = {"data": PIXELS, "color": color}

@@ -24,7 +24,7 @@ class Adds:
 
 
 @pytest.mark.parametrize("backend", ["Python[adds]", "adds", "S[Identity,Python[adds],Identity]"])
-def test_a_class_that_is_registered_is_known_by_its_name(make_pipe: Callable[..., pipe], backend: str) -> None:
+def test_a_registered_class_is_found_by_its_name(make_pipe: Callable[..., pipe], backend: str) -> None:
     assert register_backend(Adds, "adds") is Adds
     adds = make_pipe({"backend": backend, "add": 1, "any_key_you_want": "x"})
     items: list[dict[str, Any]] = [{"data": 2}, {"data": 3}]
@@ -83,7 +83,7 @@ def test_tensors_reach_it_as_tensors_and_leave_it_as_arrays_for_the_next(make_pi
     assert int(item["result"]) == 1
 
 
-def test_init_that_says_false_is_a_wrong_configuration(make_pipe: Callable[..., pipe]) -> None:
+def test_an_init_that_returns_false_is_a_configuration_error(make_pipe: Callable[..., pipe]) -> None:
     class Never:
         def init(self, config: dict[str, str]) -> bool:
             return False
@@ -95,11 +95,11 @@ def test_init_that_says_false_is_a_wrong_configuration(make_pipe: Callable[..., 
         make_pipe({"backend": "never"})
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_a_target_that_cannot_be_called_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected a function"):
         register_backend(type("Nothing", (), {}), "nothing")
 
 
-def test_continue_is_another_word_for_run() -> None:
+def test_continue_is_a_synonym_of_run() -> None:
     assert Status.Continue is Status.Run
     assert len(Status) == 6

@@ -9,7 +9,7 @@ import penstock.torchpipe as torchpipe
 from penstock.torchpipe.utils.test import WARM_UP
 
 
-def test_all_clients_share_the_calls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_clients_share_the_total_number_of_calls(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[int] = []
     results = torchpipe.utils.test.test_function(
         lambda: calls.append(threading.get_ident()), num_clients=3, batch_size=2, total_number=101
@@ -40,14 +40,14 @@ def test_files_are_read_before_or_by_the_clients(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out
 
 
-def test_a_folder_without_such_files_and_a_wrong_number_of_functions_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_images_and_a_wrong_number_of_functions_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no files that end in \.jpg"):
         torchpipe.utils.test.test_from_raw_file(print, str(tmp_path))
     with pytest.raises(ValueError, match="2 functions for 3 clients"):
         torchpipe.utils.test.test_function([print, print], num_clients=3)
 
 
-def test_what_a_client_raises_ends_it() -> None:
+def test_an_exception_of_a_client_ends_the_measurement() -> None:
     def broken() -> None:
         raise KeyError("broken")
 

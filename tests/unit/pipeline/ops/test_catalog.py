@@ -35,7 +35,7 @@ def test_a_name_is_found_in_any_case(name, found):
     assert catalog.find(name).__name__ == found
 
 
-def test_an_unknown_name_is_told_with_the_nearest():
+def test_an_unknown_name_is_reported_with_the_nearest():
     with pytest.raises(ConfigError, match=r"unknown op 'ResizMat'; did you mean 'ResizeMat'\?"):
         catalog.find("ResizMat")
     with pytest.raises(ConfigError, match="unknown op 'qqqqqq'; there are"):
@@ -43,12 +43,12 @@ def test_an_unknown_name_is_told_with_the_nearest():
 
 
 @pytest.mark.parametrize("name", sorted(catalog.NOT_HERE))
-def test_an_op_that_only_torchpipe_has_is_told_with_what_to_do_instead(name):
+def test_an_op_that_only_torchpipe_has_is_rejected_with_a_replacement(name):
     with pytest.raises(ConfigError, match=r"is not available: .+"):
         catalog.find(name.upper())
 
 
-def test_nothing_is_both_here_and_not_here():
+def test_no_op_is_both_available_and_unavailable():
     assert not {n.lower() for n in catalog.NOT_HERE} & {n.lower() for n in catalog.names()}
 
 
@@ -57,7 +57,7 @@ def test_no_two_names_differ_in_case_only():
     assert len(lower) == len(set(lower))
 
 
-def test_what_is_registered_is_found_and_may_take_the_place_of_another(registered):
+def test_a_registered_op_is_found_and_may_replace_another(registered):
     assert catalog.find("mine") is Mine
     assert "Mine" in catalog.names()
 
@@ -73,7 +73,7 @@ def test_what_is_registered_is_found_and_may_take_the_place_of_another(registere
         catalog.find("Mine")
 
 
-def test_what_is_registered_comes_before_what_is_built_in():
+def test_registered_ops_override_built_in_ones():
     catalog.register("identity", Mine)
     try:
         assert catalog.find("Identity") is Mine
@@ -88,7 +88,7 @@ def test_only_classes_of_ops_are_registered(cls):
         catalog.register("x", cls)
 
 
-def test_an_op_whose_library_is_missing_is_told_with_what_to_install(monkeypatch):
+def test_an_op_with_a_missing_library_names_the_package_to_install(monkeypatch):
     for module in [m for m in sys.modules if m.startswith("penstock.pipeline.ops.") or m == "cv2"]:
         if module not in (
             "penstock.pipeline.ops.base",
@@ -111,7 +111,7 @@ def test_the_names_of_ops_load_no_library_and_an_op_only_its_own():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_class_in_the_end_is_what_the_target_names():
+def test_the_class_of_a_python_op_is_its_target():
     assert catalog.class_of("ResizeMat", None) is catalog.find("ResizeMat")
     assert catalog.class_of("Identity", "json:dumps") is catalog.find("Identity")
     assert catalog.class_of("Python", "json:dumps").__name__ == "dumps"

@@ -25,7 +25,7 @@ def test_the_box_may_be_the_whole_image(rgb):
     "box",
     [[-1, 0, 5, 5], [0, 0, 91, 5], [0, 0, 5, 68], [5, 5, 5, 9], [9, 5, 5, 9], [0, 0, 0.5, 9], [100, 100, 200, 200]],
 )
-def test_a_box_that_is_empty_or_not_inside_is_told(rgb, op, box):
+def test_an_empty_or_outside_box_is_an_error(rgb, op, box):
     with pytest.raises(BadRequest, match=r"_box = .*, expected 0 <= x1 < x2 <= 90 and 0 <= y1 < y2 <= 67"):
         op(rgb, {"_box": box})
 
@@ -46,23 +46,23 @@ def test_a_box_that_is_empty_or_not_inside_is_told(rgb, op, box):
     ],
 )
 @pytest.mark.parametrize("op", [CropMat(), CropResizeMat(4, 4)], ids=["crop", "resize"])
-def test_a_box_that_is_none_is_told(rgb, op, box, expected):
+def test_an_invalid_box_is_an_error(rgb, op, box, expected):
     with pytest.raises(BadRequest, match=rf"{type(op).__name__} found _box = .*{expected}"):
         op(rgb, {"_box": box})
 
 
-def test_a_box_that_is_missing_is_told(rgb):
+def test_a_missing_box_is_an_error(rgb):
     with pytest.raises(BadRequest, match="CropMat found no field '_box', only: data"):
         CropMat()(rgb, {"data": rgb})
 
 
-def test_a_long_value_is_told_in_short(rgb):
+def test_a_long_value_is_abbreviated(rgb):
     with pytest.raises(BadRequest) as caught:
         CropMat()(rgb, {"_box": ["x" * 10_000]})
     assert len(caught.value.message) < 200
 
 
-def test_a_box_in_parts_of_the_image_is_cut_to_it_and_resized(rgb):
+def test_a_fractional_box_is_clipped_to_the_image_and_resized(rgb):
     """(0.1, 0.5) of 90 x 67 is (9, 33); with 50 % more at each side, of 28 and 34 pixels, 14 and 17."""
     op = CropResizeMat(16, 24, enlarge_ratio=0.5)
     mat = op(rgb, {"_box": [0.1, 0.5, 0.4, 1.0]})
@@ -71,7 +71,7 @@ def test_a_box_in_parts_of_the_image_is_cut_to_it_and_resized(rgb):
     assert np.array_equal(plain, cv2.resize(rgb[33:67, 9:36], (24, 16)))
 
 
-def test_a_box_beside_the_image_is_told(rgb):
+def test_a_box_outside_the_image_is_an_error(rgb):
     with pytest.raises(BadRequest, match=r"CropResizeMat found _box = .*, which contains nothing of the image"):
         CropResizeMat(4, 4)(rgb, {"_box": [1.5, 0, 2, 1]})
 
@@ -91,7 +91,7 @@ def test_an_upright_quadrangle_is_its_crop(rgb):
     assert np.array_equal(mat, want)
 
 
-def test_a_quadrangle_on_its_side_is_turned_upright(rgb):
+def test_a_rotated_quadrangle_becomes_upright(rgb):
     mat = PerspectiveTransformMat()(rgb, {"_box": [UPRIGHT[1], UPRIGHT[2], UPRIGHT[3], UPRIGHT[0]]})
     assert np.abs(mat[1:, 1:].astype(int) - np.rot90(rgb[20:50, 10:40])[:-1, 1:]).mean() < 25
     assert mat.shape == (30, 30, 3)
@@ -102,19 +102,19 @@ def test_no_quadrangle_gives_no_image(rgb):
 
 
 @pytest.mark.parametrize("box", [[[1, 2]] * 3, [1, 2, 3, 4], [[1], [2], [3], [4]], "text"])
-def test_what_is_no_quadrangle_is_told(rgb, box):
+def test_an_invalid_quadrangle_is_an_error(rgb, box):
     with pytest.raises(BadRequest, match=r"PerspectiveTransformMat found _box = .*, expected four points \[x, y\]"):
         PerspectiveTransformMat()(rgb, {"_box": box})
 
 
 @pytest.mark.parametrize("box", [5, None, "text", [[[1, 2]] * 3]])
-def test_what_is_no_list_of_quadrangles_is_told(rgb, box):
+def test_an_invalid_list_of_quadrangles_is_an_error(rgb, box):
     with pytest.raises(BadRequest, match=r"PerspectiveTransformMats found _box = .*, expected a list of four points"):
         PerspectiveTransformMats()(rgb, {"_box": box})
 
 
 @pytest.mark.parametrize("box", [[[5, 5]] * 4, [[0, 0], [10**6, 0], [10**6, 10**6], [0, 10**6]]])
-def test_a_quadrangle_without_a_size_or_with_a_huge_one_is_told(rgb, box):
+def test_an_empty_or_huge_quadrangle_is_an_error(rgb, box):
     with pytest.raises(BadRequest, match=r"PerspectiveTransformMat found a _box of .* pixels, expected 1 to"):
         PerspectiveTransformMat()(rgb, {"_box": box})
 

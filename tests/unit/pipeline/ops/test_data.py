@@ -51,24 +51,24 @@ def test_fields_are_written_moved_and_dropped_and_the_data_is_passed_on(op, give
     assert given == left
 
 
-def test_a_key_may_be_made_the_result():
+def test_a_field_may_become_the_result():
     assert KeyA2KeyB("a", "result")("data", {"a": 7}) == 7
 
 
 @pytest.mark.parametrize("op", [KeyA2KeyB("a", "b"), Copy("a:b"), Move("a:b")])
-def test_a_field_that_is_not_there_is_told_with_those_that_are(op):
+def test_a_missing_field_is_reported_with_the_existing_ones(op):
     with pytest.raises(BadRequest, match=f"{type(op).__name__} found no field 'a', only: c, data"):
         op("data", {"data": "data", "c": 1})
 
 
 @pytest.mark.parametrize("text", ["", "a", "a:", ":b", "a:b:c", "a:b,", "a:b,,c:d"])
 @pytest.mark.parametrize("cls", [Copy, Move, Add, AddInt])
-def test_what_are_no_pairs_is_told(cls, text):
+def test_invalid_pairs_are_an_error(cls, text):
     with pytest.raises(ConfigError, match=rf"{cls.__name__} found '{text}' in its brackets, expected pairs"):
         cls(text)
 
 
-def test_what_are_no_whole_numbers_is_told():
+def test_values_that_are_not_whole_numbers_are_an_error():
     with pytest.raises(ConfigError, match=r"AddInt found 'a:1\.5' in its brackets, expected whole numbers"):
         AddInt("a:1.5")
 
@@ -76,18 +76,18 @@ def test_what_are_no_whole_numbers_is_told():
 @pytest.mark.parametrize(
     "make", [lambda: Copy("a:data"), lambda: Move("data:a"), lambda: Add("data:1"), lambda: Remove(("data",))]
 )
-def test_the_data_is_not_what_they_are_for(make):
+def test_ops_of_fields_cannot_change_the_data(make):
     with pytest.raises(ConfigError, match="the field data cannot be changed"):
         make()
 
 
 @pytest.mark.parametrize(("key_a", "key_b"), [("result", "b"), ("a", "data")])
-def test_a_result_that_is_not_there_yet_is_not_read(key_a, key_b):
+def test_a_missing_result_is_not_read(key_a, key_b):
     with pytest.raises(ConfigError, match="key_a may not be result, nor key_b data"):
         KeyA2KeyB(key_a, key_b)
 
 
-def test_a_sleep_is_told_in_milliseconds(monkeypatch):
+def test_a_sleep_is_in_milliseconds(monkeypatch):
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
     assert Sleep()("data", {}) == "data"
@@ -98,6 +98,6 @@ def test_a_sleep_is_told_in_milliseconds(monkeypatch):
             Sleep(wrong)
 
 
-def test_what_raises_raises():
+def test_errors_of_a_single_call_raise():
     with pytest.raises(RuntimeError, match="always raises"):
         Raise()("data", {})

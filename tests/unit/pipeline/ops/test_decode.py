@@ -124,7 +124,7 @@ def test_of_an_animation_the_first_picture_is_taken(rgb, kind):
 
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_picture_is_turned_as_its_exif_says(rgb, decoder, orientation):
+def test_an_image_is_rotated_by_its_exif_orientation(rgb, decoder, orientation):
     """Against Pillow's own turning."""
     from PIL import ImageOps
 
@@ -138,12 +138,12 @@ def test_a_picture_is_turned_as_its_exif_says(rgb, decoder, orientation):
     assert difference(mat, want) < 2
 
 
-def test_an_orientation_that_is_none_turns_nothing(rgb):
+def test_an_invalid_orientation_has_no_effect(rgb):
     assert upright(rgb, 1) is rgb
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_bytes_behind_the_end_of_a_jpeg_are_nothing(encode, decoder):
+def test_bytes_after_the_end_of_a_jpeg_are_ignored(encode, decoder):
     data = encode("JPEG")
     assert np.array_equal(DecodeMat(decoder=decoder)(data + b"\r\nrest\xff\xd8", {}), DecodeMat()(data, {}))
 
@@ -152,7 +152,7 @@ def test_a_png_that_is_named_jpeg_is_a_png(encode, rgb):
     assert difference(DecodeMat()(encode("PNG"), {"name": "photo.jpeg"}), rgb) == 0
 
 
-def test_what_opencv_was_not_built_with_pillow_decodes(encode, rgb, monkeypatch):
+def test_pillow_decodes_formats_that_opencv_lacks(encode, rgb, monkeypatch):
     monkeypatch.setattr(cv2, "imdecode", lambda *args: None)
     assert difference(DecodeMat()(encode("BMP"), {}), rgb) == 0
     tensor = DecodeTensor()(encode("BMP", "L"), {})
@@ -172,40 +172,40 @@ def test_what_opencv_was_not_built_with_pillow_decodes(encode, rgb, monkeypatch)
         ([b"1"], "list"),
     ],
 )
-def test_what_is_no_bytes_is_told(data, found):
+def test_a_value_other_than_bytes_is_an_error(data, found):
     error = fails(data, match=f"DecodeMat found {found}")
     assert "expected the bytes of an encoded image" in error.message
 
 
 @pytest.mark.parametrize("data", [b"", bytearray(), memoryview(b"")])
-def test_no_bytes_are_told(data):
+def test_empty_bytes_are_an_error(data):
     fails(data, match="found no bytes")
 
 
 @pytest.mark.parametrize(
     "data", [b"\0", b"text", b"<svg/>", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"%PDF-1.4", b"\x89PNG\r\n", b"P6 9 9 255\n"]
 )
-def test_bytes_of_no_known_image_are_told_with_their_beginning(data):
+def test_bytes_of_an_unknown_format_are_reported_with_their_beginning(data):
     fails(data, match="bytes beginning with b.*: no known image format")
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("options", [{}, {"progressive": True}])
 @pytest.mark.parametrize("part", [0.02, 0.3, 0.7, 0.99])
-def test_a_jpeg_that_is_cut_short_fails_and_is_not_half_gray(encode, decoder, options, part):
+def test_a_truncated_jpeg_fails(encode, decoder, options, part):
     data = encode("JPEG", **options)
     fails(data[: int(len(data) * part)], match="found a JPEG that is (broken|truncated)", decoder=decoder)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", "BMP"])
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
-def test_another_image_that_is_cut_short_fails(encode, kind, part, capfd):
+def test_another_truncated_image_fails(encode, kind, part, capfd):
     data = encode(kind)
     fails(data[: int(len(data) * part)], match="found (a|an) ")
 
 
 @pytest.mark.parametrize("length", [0x7FFFFFFF, 0xFFFFFFFF, 5000])
-def test_a_png_whose_chunk_says_that_it_is_huge_fails_at_once(encode, length):
+def test_a_png_with_a_huge_chunk_length_fails_immediately(encode, length):
     """OpenCV 5 takes the memory before it looks: 5 kB of bytes held it for 18 s."""
     data = encode("PNG")
     at = data.find(b"IDAT") - 4
@@ -227,7 +227,7 @@ def test_a_jpeg_with_a_hole_fails(encode):
     fails(data[: len(data) // 2] + data[-2:], match="cannot be decoded: ")
 
 
-def test_every_byte_that_is_turned_over_gives_an_image_or_a_decode_error(encode, rgb, capfd):
+def test_every_flipped_byte_gives_an_image_or_a_decode_error(encode, rgb, capfd):
     """Headers are parsed here; whatever is in them, an item fails with the error that is its caller's."""
     for kind in ("JPEG", "PNG", "GIF", "WEBP"):
         data = encode(kind, image=Image.fromarray(rgb[:16, :24]))
@@ -257,7 +257,7 @@ def bomb_jpeg(data, width, height):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_a_bomb_is_refused_by_its_header_before_anything_is_allocated(encode, kind):
+def test_a_decompression_bomb_is_rejected_by_its_header_before_allocation(encode, kind):
     data = bomb_png(20_000, 20_000) if kind == "PNG" else bomb_jpeg(encode("JPEG"), 20_000, 20_000)
     fails(data, match="too large|20000 x 20000")  # what is loaded once is loaded
     tracemalloc.start()
@@ -270,7 +270,7 @@ def test_a_bomb_is_refused_by_its_header_before_anything_is_allocated(encode, ki
     assert error.code == "undecodable"
 
 
-def test_how_large_an_image_may_be_is_a_parameter(encode):
+def test_the_maximum_size_of_an_image_is_a_parameter(encode):
     assert DecodeMat(max_pixels=90 * 67)(encode("PNG"), {}).shape == (67, 90, 3)
     fails(encode("PNG"), match="90 x 67 pixels, expected at most 6,029", max_pixels=90 * 67 - 1)
     fails(encode("JPEG"), match="90 x 67 pixels, expected at most 6,029", max_pixels=90 * 67 - 1)
@@ -293,7 +293,7 @@ def test_without_simplejpeg_opencv_decodes(encode, monkeypatch):
         decode._simplejpeg.cache_clear()
 
 
-def test_others_run_while_an_image_is_decoded():
+def test_other_threads_run_while_an_image_is_decoded():
     """A thread that counts gets on while another decodes one large image."""
     _, jpeg = cv2.imencode(".jpg", np.zeros((5000, 5000, 3), np.uint8))
     data, op, done = jpeg.tobytes(), DecodeMat(), threading.Event()
@@ -318,7 +318,7 @@ def test_others_run_while_an_image_is_decoded():
 @pytest.mark.parametrize(
     ("data_format", "shape"), [("nchw", (1, 3, 67, 90)), ("nhwc", (1, 67, 90, 3)), ("hwc", (67, 90, 3))]
 )
-def test_a_tensor_is_red_first_unless_it_is_told_otherwise(encode, rgb, data_format, shape):
+def test_a_decoded_tensor_is_rgb_by_default(encode, rgb, data_format, shape):
     fields = {}
     tensor = DecodeTensor(data_format=data_format)(encode("PNG"), fields)
     assert fields == {"color": "rgb", "data_format": data_format}
@@ -355,13 +355,13 @@ def jpeg(height, width):
         ((40, 30), (50, 10), (40, 30)),
     ],
 )
-def test_a_jpeg_is_never_decoded_smaller_than_it_is_wanted(decoder, size, wanted, found):
+def test_a_jpeg_is_never_decoded_below_the_target_size(decoder, size, wanted, found):
     mat = DecodeMat(decoder=decoder, scale_h=wanted[0], scale_w=wanted[1])(jpeg(*size), {})
     assert mat.shape == (*found, 3)
 
 
 @pytest.mark.parametrize("decoder", ["opencv", "simplejpeg"])
-def test_what_lies_on_its_side_is_scaled_by_its_own_sides(decoder):
+def test_a_rotated_image_is_scaled_by_its_stored_sides(decoder):
     import io
 
     marks, out = Image.Exif(), io.BytesIO()
@@ -371,16 +371,16 @@ def test_what_lies_on_its_side_is_scaled_by_its_own_sides(decoder):
     assert DecodeMat(decoder, scale_h=100, scale_w=200)(out.getvalue(), {}).shape == (400, 200, 3)
 
 
-def test_what_is_no_jpeg_is_not_scaled(encode):
+def test_only_jpegs_are_scaled(encode):
     assert DecodeMat(scale_h=8, scale_w=8)(encode("PNG"), {}).shape == (67, 90, 3)
 
 
-def test_both_sides_are_told_or_none():
+def test_both_sides_must_be_set_or_neither():
     with pytest.raises(ConfigError, match="scale_h = 224 and scale_w = 0: set both"):
         DecodeMat(scale_h=224)
 
 
-def test_its_accuracy_is_measured_and_told_when_it_is_loaded(caplog):
+def test_reduced_decoding_logs_its_accuracy_at_load(caplog):
     caplog.set_level(logging.INFO, "penstock.ops")
     DecodeMat().load("cpu")
     assert DecodeMat().note() == ""

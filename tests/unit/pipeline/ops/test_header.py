@@ -50,11 +50,11 @@ def test_the_orientation_is_read_in_both_byte_orders(orientation, order):
         b"http://ns.adobe.com/xap",
     ],
 )
-def test_an_orientation_that_makes_no_sense_is_none(body):
+def test_an_invalid_orientation_tag_is_ignored(body):
     assert jpeg_header(b"\xff\xd8" + segment(0xE1, body) + FRAME + SCAN).orientation == 1
 
 
-def test_fill_bytes_and_markers_that_stand_alone_are_passed_over():
+def test_fill_bytes_and_standalone_markers_are_skipped():
     header = jpeg_header(b"\xff\xd8\xff\xff\xff\x01" + b"\xff\xd0" + FRAME + b"\xff" + SCAN)
     assert header.width == 400
 
@@ -78,18 +78,18 @@ def test_a_scan_is_ended_by_a_marker_behind_its_beginning():
         (b"\xff\xd8" + segment(0xC0, struct.pack(">BHHB", 8, 0, 400, 3)) + SCAN, "without a size"),
     ],
 )
-def test_a_header_that_is_broken_is_told(data, why):
+def test_a_broken_header_is_an_error(data, why):
     with pytest.raises(ValueError, match=why):
         jpeg_header(data)
 
 
 @pytest.mark.parametrize("part", [b"\xff", b"\xff\xd0", segment(0xE5, b"")])
-def test_a_header_of_endless_parts_is_not_walked_to_its_end(part):
+def test_a_header_with_endless_parts_is_not_read_to_its_end(part):
     with pytest.raises(ValueError, match=f"more than {MOST_PARTS} parts"):
         jpeg_header(b"\xff\xd8" + part * MOST_PARTS + FRAME + SCAN)
 
 
-def test_a_png_of_endless_chunks_is_not_walked_to_its_end():
+def test_a_png_with_endless_chunks_is_not_read_to_its_end():
     head = PNG + struct.pack(">I4sII5sI", 13, b"IHDR", 1, 1, b"\x08\2\0\0\0", 0)
     end = struct.pack(">I4sI", 0, b"IEND", 0)
     assert png_size(head + end) == (1, 1)
@@ -107,7 +107,7 @@ def test_any_bytes_give_a_header_or_a_value_error(data):
     assert header.height > 0
 
 
-def test_a_segment_of_exif_by_pillow_is_read(encode):
+def test_an_exif_segment_by_pillow_is_read(encode):
     marks = Image.Exif()
     marks[0x0112] = 8
     marks[0x010F] = "a camera"

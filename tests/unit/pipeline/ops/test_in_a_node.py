@@ -93,7 +93,7 @@ def test_bad_images_fail_alone_and_odd_ones_do_not_fail(node, encode, rgb, capfd
         assert getattr(result, "shape", None) == (1, 3, 20, 30), name
 
 
-def test_the_first_of_a_batch_that_is_bad_moves_no_neighbour(node, encode):
+def test_a_bad_first_item_does_not_move_its_neighbours(node, encode):
     """In TorchPipe those behind it skip the other ops, and keep what they had."""
     model = node(*PREPARE)
     (alone,) = results(model, [{"data": encode("JPEG")}])
@@ -116,7 +116,7 @@ def test_the_first_of_a_batch_that_is_bad_moves_no_neighbour(node, encode):
         (np.zeros((8, 8, 3), np.uint8), None),
     ],
 )
-def test_mats_and_boxes_that_are_none_fail_alone(node, data, box):
+def test_invalid_mats_and_boxes_fail_alone(node, data, box):
     model = node(NodeStep("CropMat"), NodeStep("ResizeMat", {"resize_h": 2, "resize_w": 2}, "swap"))
     good = {"data": np.full((8, 8, 3), 7, np.uint8), "_box": [1, 1, 5, 5]}
     first, bad, last = results(model, [good, {"data": data, "_box": box}, good])
@@ -126,7 +126,7 @@ def test_mats_and_boxes_that_are_none_fail_alone(node, data, box):
     assert "expected" in bad.message
 
 
-def test_no_op_breaks_on_data_that_is_nothing(node, tmp_path):
+def test_ops_reject_none_as_data(node, tmp_path):
     """Each op of the catalog tells what it found: an item is never the end of a node."""
     params = {
         "AddInt": {"pairs": "a:1"}, "Add": {"pairs": "a:1"}, "Copy": {"pairs": "a:b"}, "Move": {"pairs": "a:b"},

@@ -23,7 +23,7 @@ IMAGES = {"bgr": BGR, "rgb": RGB, "gray": GRAY}
 
 @pytest.mark.parametrize("now", IMAGES)
 @pytest.mark.parametrize("then", IMAGES)
-def test_colours_are_converted_from_what_the_item_says(now, then):
+def test_colors_are_converted_from_the_order_in_the_item(now, then):
     fields = {"color": now}
     mat = CvtColorMat(then)(IMAGES[now], fields)
     want = IMAGES[then] if now != "gray" or then == "gray" else np.repeat(GRAY[:, :, None], 3, axis=2)
@@ -35,7 +35,7 @@ def test_nothing_is_copied_where_the_colours_are_right():
     assert CvtColorMat("bgr")(BGR, {}) is BGR
 
 
-def test_an_image_that_says_nothing_is_as_opencv_has_it():
+def test_an_image_without_a_color_field_is_in_opencvs_order():
     assert np.array_equal(CvtColorMat("rgb")(BGR, {}), RGB)
     assert CvtColorMat("rgb")(GRAY, {}).shape == (1, 2, 3)
 
@@ -55,7 +55,7 @@ def test_float_images_are_converted_too():
         (BGR.astype(np.float64), "bgr", "float64 array"),
     ],
 )
-def test_what_does_not_have_these_colours_is_told(data, color, found):
+def test_a_wrong_number_of_channels_is_an_error(data, color, found):
     with pytest.raises(BadRequest, match=found):
         CvtColorMat("rgb")(data, {"color": color})
 
@@ -73,7 +73,7 @@ def test_floats_are_not_copied():
 
 
 @pytest.mark.parametrize("data", [np.zeros((2, 2), complex), np.zeros((2, 2), "U1"), b"bytes", np.float32(3)])
-def test_what_are_no_numbers_is_told(data):
+def test_values_that_are_not_numbers_are_an_error(data):
     with pytest.raises(BadRequest, match="FloatMat found "):
         FloatMat()(data, {})
 
@@ -140,7 +140,7 @@ def test_the_device_of_a_mat_is_of_no_effect():
         (Tensor2Vector(), np.array(3.0), "found float64 array"),
     ],
 )
-def test_what_does_not_fit_is_told(op, data, found):
+def test_bad_parameters_are_an_error(op, data, found):
     with pytest.raises(BadRequest, match=found):
         op(data, {})
 

@@ -62,7 +62,7 @@ def test_the_keys_of_an_op_are_the_parameters_of_its_init():
     assert parameters_of(Bare) == {}
 
 
-def test_what_a_docstring_says_of_a_key_is_inherited():
+def test_documentation_of_a_key_is_inherited():
     found = parameters_of(Child)
     assert [found[name].doc for name in ("size", "color", "mean")] == ["how large it is.", "which.", ""]
 
@@ -131,25 +131,25 @@ def test_values_are_converted_as_texts_of_toml_need_it(value, type_, expected):
         ([], dict[str, int], "table"),
     ],
 )
-def test_a_value_that_does_not_fit_is_told_with_what_was_expected(value, type_, expected):
+def test_a_bad_value_is_reported_with_the_expected_type(value, type_, expected):
     with pytest.raises(ConfigError) as caught:
         convert(value, type_, "an op: key")
     assert caught.value.message == f"an op: key is {value!r} ({type(value).__name__}), expected {expected}"
 
 
-def test_an_unknown_key_is_told_with_the_nearest():
+def test_an_unknown_key_is_reported_with_the_nearest():
     with pytest.raises(ConfigError, match=r"Base has no parameter 'siz'; did you mean 'size'\? \(it has: size, color"):
         check_params(Base, {"siz": 1})
     with pytest.raises(ConfigError, match=r"Bare has no parameter 'size' \(it has: none\)"):
         check_params(Bare, {"size": 1})
 
 
-def test_a_key_that_is_missing_is_told():
+def test_a_missing_key_is_an_error():
     with pytest.raises(ConfigError, match="Base needs size, not found"):
         make_op(Base, {})
 
 
-def test_what_an_op_refuses_is_told_as_a_wrong_configuration():
+def test_values_that_an_op_rejects_are_configuration_errors():
     with pytest.raises(ConfigError, match="Base: a size is 0 or more"):
         make_op(Base, {"size": "-1"})
     with pytest.raises(LoadFailed, match="13"):

@@ -104,7 +104,7 @@ def made(target, **params):
 # ---- what may stand there
 
 
-def test_an_op_stays_as_it_is():
+def test_an_op_class_is_used_unchanged():
     assert adapt(Item) is Item
 
 
@@ -133,13 +133,13 @@ def test_an_op_stays_as_it_is():
         "instance",
     ],
 )
-def test_what_is_called_gets_the_data_and_the_fields_if_it_takes_two(target, params, result):
+def test_a_callable_gets_the_fields_if_it_takes_two_arguments(target, params, result):
     made_op = made(target, **params)
     assert isinstance(made_op, ItemOp)
     assert made_op(2, {"k": 7}) == result
 
 
-def test_what_a_class_declares_and_says_of_its_parameters_is_the_ops():
+def test_declarations_and_documentation_of_a_class_become_the_ops():
     cls = adapt(Called)
     assert cls.__name__ == "Called"
     assert (cls.takes, cls.gives, cls.reads, cls.writes) == ("any", "tensor", (), ("seen",))
@@ -152,7 +152,7 @@ def test_what_a_class_declares_and_says_of_its_parameters_is_the_ops():
         make_op(cls, {})
 
 
-def test_what_declares_nothing_may_write_anything():
+def test_an_op_without_declarations_may_write_any_field():
     assert adapt(double).writes is None
     assert adapt(Peers).writes is None
 
@@ -167,12 +167,12 @@ def test_a_class_is_loaded_and_unloaded_if_it_can_be():
     plain.unload()
 
 
-def test_each_instance_has_an_object_of_its_own():
+def test_each_instance_has_its_own_object():
     cls = adapt(Called)
     assert make_op(cls, {"factor": 1}).inner is not make_op(cls, {"factor": 1}).inner
 
 
-def test_what_is_declared_to_be_of_batches_gets_lists():
+def test_an_op_declared_with_batch_gets_lists():
     batch = made(whole)
     assert isinstance(batch, BatchOp)
     assert batch.max_rows == 8
@@ -196,13 +196,13 @@ def test_a_class_of_torchpipe_gets_texts_and_dicts():
     assert all(one["seen"] for one in fields)
 
 
-def test_a_class_of_torchpipe_without_a_range_takes_one():
+def test_a_torchpipe_class_without_max_takes_one_item():
     bare = made(Bare)
     assert bare.max_rows == 1
     assert bare([3], [{"data": 3}]) == [3]
 
 
-def test_a_class_of_torchpipe_that_refuses_is_told():
+def test_a_torchpipe_class_whose_init_returns_false_is_an_error():
     with pytest.raises(ConfigError, match=r"Peers.init returned False for \{'refuse': '1'\}"):
         made(Peers, refuse="1")
 
@@ -239,7 +239,7 @@ def keyword(data, *, size):
         (type("Empty", (), {}), "expected a function, a class whose instances can be called"),
     ],
 )
-def test_what_cannot_be_an_op_is_told(target, why):
+def test_an_invalid_target_is_an_error(target, why):
     with pytest.raises(ConfigError, match=why):
         adapt(target)
 
@@ -279,7 +279,7 @@ def test_a_target_is_in_a_module_or_a_file(module, where):
     assert resolve(f"{where}:Times").__name__ == "Times"
 
 
-def test_a_target_may_be_a_name_that_is_registered():
+def test_a_target_may_be_a_registered_name():
     catalog.register("Doubled", adapt(double))
     try:
         assert make_op(Python, {"target": "doubled"})(4, {}) == 8
@@ -294,7 +294,7 @@ def test_its_parameters_are_the_targets_own(module):
         make_op(Python, {})
 
 
-def test_a_target_that_is_not_there_is_told(module):
+def test_a_missing_target_is_an_error(module):
     with pytest.raises(TargetNotFound, match=r"'my_ops' has no 'pluss'; did you mean 'plus'\?"):
         make_op(Python, {"target": "my_ops:pluss"})
     with pytest.raises(TargetNotFound, match="there is no module 'my_opps'"):

@@ -50,12 +50,12 @@ OPS = [
         ([np.zeros((4, 4), np.uint8)], "list of uint8 array"),
     ],
 )
-def test_what_is_no_image_is_told_with_what_was_expected(op, data, found):
+def test_an_invalid_image_is_reported_with_the_expected_shape(op, data, found):
     with pytest.raises(BadRequest, match=f"{type(op).__name__} found {found}.*, expected "):
         op(data, {})
 
 
-def test_another_type_of_numbers_is_told_with_what_to_do():
+def test_another_number_type_is_an_error_with_a_hint():
     with pytest.raises(BadRequest, match="expected uint8 or float32: put FloatMat before it"):
         ResizeMat(2, 2)(np.zeros((4, 4)), {})
 
@@ -117,7 +117,7 @@ def test_pillows_resize_takes_what_it_is_the_same_for(data):
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 700), st.integers(1, 700), st.booleans())
-def test_what_is_fitted_is_inside_and_touches_and_is_never_empty(height, width, max_h, max_w, up):
+def test_a_fitted_image_touches_its_bounds_and_is_never_empty(height, width, max_h, max_w, up):
     h, w = fitted(np.empty((height, width), np.uint8), (max_h, max_w), up=up)
     assert 1 <= h <= max_h
     assert 1 <= w <= max_w
@@ -133,7 +133,7 @@ def test_a_side_between_two_pixels_is_rounded_as_torchpipe_does(rgb):
     assert fitted(np.zeros((100, 41), np.uint8), (10, 9), up=True) == (10, 5)
 
 
-def test_a_fitted_image_leads_its_points_back(rgb):
+def test_points_of_a_fitted_image_are_mapped_back(rgb):
     fields = {}
     mat = FixRatioResizeMat(max_h=33, max_w=200)(rgb, fields)
     assert mat.shape == (33, 45, 3)
@@ -161,7 +161,7 @@ def test_an_image_is_put_in_the_middle_of_its_frame(rgb):
     assert fields["inverse_trans"](500, 99) == (89, 66)
 
 
-def test_a_frame_with_a_fraction_makes_the_image_float(rgb):
+def test_a_fractional_pad_value_makes_the_image_float(rgb):
     mat = ResizeCenterPadMat(max_h=100, max_w=90, pad_value=(0.5,))(rgb, {})
     assert mat.dtype == np.float32
     assert (mat[0] == 0.5).all()
@@ -174,12 +174,12 @@ def test_gray_images_are_padded_too(rgb):
 
 
 @pytest.mark.parametrize("value", [(), (1.0,) * 5, (float("nan"),)])
-def test_a_colour_that_is_none_is_told(value):
+def test_an_invalid_color_is_an_error(value):
     with pytest.raises(ConfigError, match=r"ResizePadMat: pad_value = .*, expected 1 to 4 numbers"):
         ResizePadMat(8, 8, value)
 
 
-def test_a_line_of_text_keeps_its_proportions_as_far_as_its_width_goes(rgb):
+def test_a_line_of_text_keeps_its_proportions_up_to_the_width(rgb):
     op = FixHResizePadMat(resize_h=32, max_w=60, pad_value=(9,))
     mat = op(rgb, {})
     assert mat.shape == (32, 60, 3)
@@ -188,24 +188,24 @@ def test_a_line_of_text_keeps_its_proportions_as_far_as_its_width_goes(rgb):
     assert np.array_equal(op(rgb[:20], {}), cv2.resize(rgb[:20], (60, 32)))
 
 
-def test_an_item_may_tell_its_own_size(rgb):
+def test_an_item_may_set_its_own_size(rgb):
     assert DynamicResizeMat()(rgb, {"resize_h": "8", "resize_w": 9.0}).shape == (8, 9, 3)
     mat = DynamicFixHResizePadMat()(rgb, {"resize_h": 32, "max_w": 60})
     assert np.array_equal(mat, FixHResizePadMat(32, 60)(rgb, {}))
 
 
 @pytest.mark.parametrize("value", [0, -3, 2**21, "x", None, float("nan"), float("inf"), [1, 2]])
-def test_a_size_of_an_item_that_is_none_is_told(rgb, value):
+def test_an_invalid_size_in_an_item_is_an_error(rgb, value):
     with pytest.raises(BadRequest, match=r"DynamicResizeMat found resize_h = .*, expected 1 to 1048576"):
         DynamicResizeMat()(rgb, {"resize_h": value, "resize_w": 4})
 
 
-def test_an_item_may_not_ask_for_what_memory_does_not_hold(rgb):
+def test_an_item_may_not_request_a_size_beyond_memory(rgb):
     with pytest.raises(BadRequest, match="found resize_h = 1000000 and resize_w = 1000000, expected at most"):
         DynamicResizeMat()(rgb, {"resize_h": 10**6, "resize_w": 10**6})
 
 
-def test_a_field_that_is_not_there_is_told_with_those_that_are(rgb):
+def test_a_missing_field_is_reported_with_the_existing_ones(rgb):
     with pytest.raises(BadRequest, match="DynamicResizeMat found no field 'resize_w', only: data, resize_h"):
         DynamicResizeMat()(rgb, {"resize_h": 4, "data": rgb})
 
@@ -234,14 +234,14 @@ def test_the_width_is_that_of_the_widest_rounded_up_and_bounded(sizes, width):
 @pytest.mark.parametrize(
     ("cls", "then"), [(AlignMat, DynamicResizeMat()), (BatchFixHLimitW, DynamicFixHResizePadMat())]
 )
-def test_what_resizes_behind_it_makes_all_of_one_size(cls, then):
+def test_a_resize_after_align_gives_all_images_one_size(cls, then):
     data = mats((40, 90), (20, 33), (7, 60))
     fields = [{} for _ in data]
     results = [then(mat, one) for mat, one in zip(cls(32, 640)(data, fields), fields, strict=True)]
     assert {result.shape for result in results} == {(32, 288, 3)}
 
 
-def test_what_is_no_image_fails_alone():
+def test_an_invalid_image_fails_alone():
     good = mats((64, 128))[0]
     fields = [{}, {}]
     bad, first = AlignMat(32, 320)([b"bytes", good], fields)
@@ -253,7 +253,7 @@ def test_what_is_no_image_fails_alone():
 
 
 @pytest.mark.parametrize(("max_w", "align"), [(100, 32), (320, 0), (320, -1)])
-def test_a_width_that_is_no_multiple_is_told(max_w, align):
+def test_a_width_that_is_not_a_multiple_is_an_error(max_w, align):
     with pytest.raises(
         ConfigError, match=f"AlignMat: max_w = {max_w} and align = {align}, expected max_w to be a multiple"
     ):

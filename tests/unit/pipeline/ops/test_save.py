@@ -38,18 +38,18 @@ def test_two_instances_overwrite_neither_each_other_nor_what_is_there(tmp_path, 
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_no_field_of_an_item_says_where(tmp_path, rgb):
+def test_fields_of_an_item_do_not_set_the_directory(tmp_path, rgb):
     (tmp_path / "in").mkdir()
     SaveMat(str(tmp_path / "in"))(rgb, {"node_name": "../out", "save_dir": str(tmp_path)})
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_directory_that_is_none_is_told(tmp_path):
+def test_a_missing_directory_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"save_dir = .* is not a directory: create it first"):
         SaveMat(str(tmp_path / "none"))
 
 
-def test_what_is_no_image_is_not_written(tmp_path):
+def test_an_invalid_image_is_not_written(tmp_path):
     with pytest.raises(BadRequest, match="SaveMat found bytes"):
         SaveMat(str(tmp_path))(b"bytes", {})
     assert not list(tmp_path.iterdir())

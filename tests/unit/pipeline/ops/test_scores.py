@@ -24,7 +24,7 @@ def test_large_logits_do_not_overflow():
     assert np.allclose(softmax(np.array([[3e38, 0.0, 3e38]], np.float32)), [[0.5, 0, 0.5]])
 
 
-def test_of_a_list_each_is_made_shares_if_it_has_two_axes():
+def test_softmax_applies_to_each_matrix_of_a_list():
     image = np.ones((1, 3, 2, 2), np.float32)
     shares, same = SoftmaxCpu()([LOGITS, image], {})
     assert np.array_equal(shares, softmax(LOGITS))
@@ -62,6 +62,6 @@ def test_more_than_one_row_is_told(op):
 
 @pytest.mark.parametrize("op", [SoftmaxMax(), SoftmaxArgMax(), ArgMax(), ArgMaxTensor(), SoftmaxCpu()])
 @pytest.mark.parametrize("data", [None, b"", np.zeros((1, 0)), np.array("a")])
-def test_what_are_no_scores_is_told(op, data):
+def test_invalid_scores_are_an_error(op, data):
     with pytest.raises(BadRequest, match=f"{type(op).__name__} found "):
         op(data, {})

@@ -49,7 +49,7 @@ def test_numbers_of_any_type_keep_their_values(align_corners):
     assert (ResizeTensor(3, 5, align_corners=align_corners)(large, {}) == np.float32(2**40)).all()
 
 
-def test_what_has_its_channels_last_keeps_them_there(tensor, rgb):
+def test_an_image_with_channels_last_keeps_them_last(tensor, rgb):
     found = ResizeTensor(31, 44)(rgb, {})
     assert found.shape == (31, 44, 3)
     assert np.array_equal(found.transpose(2, 0, 1)[None], ResizeTensor(31, 44)(tensor, {}))
@@ -81,7 +81,7 @@ def test_no_tensor_is_made_without_a_side(cls):
         cls(0, 5)
 
 
-def test_colours_change_places(tensor, rgb):
+def test_the_color_order_is_reversed(tensor, rgb):
     fields = {"color": "rgb"}
     found = CvtColorTensor("bgr")(tensor, fields)
     assert np.array_equal(found, tensor[:, ::-1])
@@ -101,7 +101,7 @@ def test_colours_change_places(tensor, rgb):
         (b"bytes", "rgb", "found bytes, expected a tensor"),
     ],
 )
-def test_what_has_not_these_colours_is_told(data, color, found):
+def test_a_wrong_color_is_an_error(data, color, found):
     with pytest.raises(BadRequest, match=found):
         CvtColorTensor("bgr")(data, {"color": color})
 
@@ -124,6 +124,6 @@ def test_types_and_axes_are_changed_and_nothing_else(tensor, rgb):
 
 @pytest.mark.parametrize("op", [FloatTensor(), NCHWTensor(), CpuTensor(), GpuTensor(), ResizeTensor(2, 2)])
 @pytest.mark.parametrize("data", [b"bytes", None, np.zeros((0, 3)), [1.0]])
-def test_what_is_no_tensor_is_told(op, data):
+def test_an_invalid_tensor_is_an_error(op, data):
     with pytest.raises(BadRequest, match=f"{type(op).__name__} found "):
         op(data, {})

@@ -58,7 +58,7 @@ def answered(message: bytes, result: Any) -> Any:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_call_is_read_as_the_library_wrote_it_at_any_place_of_a_buffer(strict: bool) -> None:
+def test_a_call_written_by_the_library_is_read_at_any_offset(strict: bool) -> None:
     inner = SERVICE.InferenceParams(uuid="i", data=b"other")
     message = infer(b"\xff\xd8 jpeg", "id-1", strict, later=[{"a": 1}, {}], numbers={1.5}, inner=inner)
     call = thrift.ThriftCall()
@@ -71,7 +71,7 @@ def test_a_call_is_read_as_the_library_wrote_it_at_any_place_of_a_buffer(strict:
 
 @given(data=st.binary(max_size=300), cut=st.floats(0, 1, exclude_max=True))
 @settings(max_examples=100, deadline=None)
-def test_a_call_that_is_not_whole_says_how_far_to_wait_and_never_too_far(data: bytes, cut: float) -> None:
+def test_an_incomplete_call_states_the_bytes_it_needs_and_never_too_many(data: bytes, cut: float) -> None:
     message = infer(data, numbers={2.0})
     part = message[: int(cut * len(message))]
     call = thrift.ThriftCall()
@@ -79,7 +79,7 @@ def test_a_call_that_is_not_whole_says_how_far_to_wait_and_never_too_far(data: b
     assert len(part) < call.need <= len(message)
 
 
-def test_the_length_of_the_data_is_waited_for_at_once() -> None:
+def test_the_needed_bytes_include_the_whole_data() -> None:
     message = infer(b"x" * 50_000)
     call = thrift.ThriftCall()
     walks = 0
@@ -99,7 +99,7 @@ def test_any_bytes_are_a_call_or_refused_or_waited_for(message: bytes) -> None:
 
 @given(at=st.integers(0, 70), value=st.integers(0, 255), second=st.integers(0, 70), other=st.integers(0, 255))
 @settings(max_examples=500, deadline=None)
-def test_a_call_with_changed_bytes_is_a_call_or_refused_or_waited_for(
+def test_a_call_with_changed_bytes_is_read_or_rejected_or_incomplete(
     at: int, value: int, second: int, other: int
 ) -> None:
     message = bytearray(infer(b"data", numbers={1.0}))
@@ -126,7 +126,7 @@ def strung(size: int) -> bytes:
     return infer(b"")[: infer(b"").index(b"\x0b\x00\x02") + 3] + struct.pack(">i", size)
 
 
-def test_data_that_is_too_long_is_refused_before_it_comes() -> None:
+def test_data_that_is_too_long_is_rejected_before_it_arrives() -> None:
     with pytest.raises(PayloadTooLarge, match=r"the data has 2000000 bytes, at most 1048576 are accepted"):
         thrift.ThriftCall().read(strung(2_000_000), 0, MOST)
 
@@ -141,7 +141,7 @@ def test_data_that_is_too_long_is_refused_before_it_comes() -> None:
         (infer(b"")[:23] + b"\x07\x00\x09", "of type 7"),
     ],
 )
-def test_what_no_client_writes_is_refused_with_what_was_found(message: bytes, text: str) -> None:
+def test_invalid_messages_are_rejected_with_a_description(message: bytes, text: str) -> None:
     with pytest.raises(BadRequest, match=text):
         thrift.ThriftCall().read(message, 0, MOST)
 
@@ -155,18 +155,18 @@ def test_what_no_client_writes_is_refused_with_what_was_found(message: bytes, te
         (b"\x0f\x00\x09" + b"\x0f\x00\x00\x00\x01" * 200),  # lists in lists
     ],
 )
-def test_a_message_that_takes_long_to_walk_over_is_refused(field: bytes) -> None:
+def test_a_message_with_too_many_fields_is_rejected(field: bytes) -> None:
     with pytest.raises(BadRequest, match="more fields than any call"):
         thrift.ThriftCall().read(infer(b"")[:23] + field, 0, MOST)
 
 
-def test_a_list_of_numbers_that_cannot_fit_is_refused_before_it_comes() -> None:
+def test_an_oversized_list_of_numbers_is_rejected_before_it_arrives() -> None:
     field = b"\x0f\x00\x09\x0a" + struct.pack(">i", 2**31 - 1)
     with pytest.raises(PayloadTooLarge):
         thrift.ThriftCall().read(infer(b"")[:23] + field, 0, MOST)
 
 
-def test_frames_are_told_from_messages() -> None:
+def test_frames_are_distinguished_from_messages() -> None:
     for message in (infer(b"x"), infer(b"x", strict=False)):
         assert not thrift.is_framed(message)
         assert thrift.is_framed(struct.pack(">i", len(message)) + message)
@@ -212,7 +212,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert encoded(np.array([1e30, -1e30, 0], np.float32)) == ("0", 1.0)
 
 
-def test_a_label_and_a_score_go_out_as_they_are() -> None:
+def test_a_label_and_a_score_are_returned_unchanged() -> None:
     assert encoded({"label": "cat", "score": 0.5, "result": SCORES}) == ("cat", 0.5)
     assert encoded({"label": np.array([7]), "score": np.float32(0.25)}) == ("7", 0.25)
 
@@ -229,7 +229,7 @@ def test_a_label_and_a_score_go_out_as_they_are() -> None:
         ([[1], [2, 3]], "list"),
     ],
 )
-def test_what_are_no_scores_is_refused_with_what_was_found(value: Any, found: str) -> None:
+def test_invalid_scores_are_rejected_with_a_description(value: Any, found: str) -> None:
     with pytest.raises(BadOutput, match=f"found {found}, expected scores of classes"):
         encoded(value)
 
@@ -240,6 +240,6 @@ def test_scores_that_have_no_softmax_are_refused(value: list[float], found: str)
         encoded(np.array(value, np.float32))
 
 
-def test_a_score_that_is_no_number_is_refused() -> None:
+def test_a_non_numeric_score_is_rejected() -> None:
     with pytest.raises(BadOutput, match="found a score that is str"):
         encoded({"label": "cat", "score": "high"})

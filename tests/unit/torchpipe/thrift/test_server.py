@@ -140,7 +140,7 @@ async def test_calls_of_one_connection_are_answered_in_their_framing(framed: boo
         assert [call.item.codec for call in listener.backend.calls] == ["thrift"] * 3
 
 
-async def test_the_id_of_a_call_goes_along_if_it_can_stand_in_a_log() -> None:
+async def test_the_id_of_a_call_is_kept_if_it_is_printable() -> None:
     async with listening() as listener:
         client = await listener.connect()
         for uuid in ("a/b.jpg", "b\nc", "é", "y" * 200):
@@ -149,7 +149,7 @@ async def test_the_id_of_a_call_goes_along_if_it_can_stand_in_a_log() -> None:
         assert [call.item.request_id for call in listener.backend.calls] == ["a/b.jpg", "", "", ""]
 
 
-async def test_a_call_may_come_in_any_pieces() -> None:
+async def test_a_call_may_arrive_in_any_pieces() -> None:
     async with listening() as listener:
         for framed in (False, True):
             client = await listener.connect(framed)
@@ -161,7 +161,7 @@ async def test_a_call_may_come_in_any_pieces() -> None:
 
 
 @pytest.mark.parametrize("framed", [False, True], ids=["buffered", "framed"])
-async def test_calls_that_come_at_once_are_run_one_by_one_in_their_order(framed: bool) -> None:
+async def test_pipelined_calls_run_one_by_one_in_their_order(framed: bool) -> None:
     async with listening() as listener:
         client = await listener.connect(framed)
         for seqid in range(50):
@@ -170,7 +170,7 @@ async def test_calls_that_come_at_once_are_run_one_by_one_in_their_order(framed:
             assert (await client.answer(seqid=seqid)).label == str(seqid)
 
 
-async def test_a_call_whose_rest_comes_just_after_an_answer_is_run_once(wait_until: Any) -> None:
+async def test_a_call_completed_just_after_an_answer_runs_once(wait_until: Any) -> None:
     held: list[Call] = []
     async with listening(held.append) as listener:
         client = await listener.connect()
@@ -185,7 +185,7 @@ async def test_a_call_whose_rest_comes_just_after_an_answer_is_run_once(wait_unt
         assert (await client.answer()).label == "2"
 
 
-async def test_what_comes_while_a_call_runs_is_bounded() -> None:
+async def test_bytes_that_arrive_during_a_call_are_limited() -> None:
     async with listening(lambda call: None) as listener:
         client = await listener.connect()
         client.send(infer(b"x"))
@@ -217,7 +217,7 @@ async def test_an_error_is_an_exception_with_its_code(error: Exception, kind: in
         assert (await client.answer()).label == "1"
 
 
-async def test_what_is_refused_at_once_is_an_exception_too() -> None:
+async def test_an_immediate_rejection_is_also_an_exception() -> None:
     async with listening() as listener:
         client = await listener.connect()
         listener.backend.refuse = QueueFull("the queue is full")
@@ -225,7 +225,7 @@ async def test_what_is_refused_at_once_is_an_exception_too() -> None:
         assert (await client.answer()).message == "queue_full: the queue is full"
 
 
-async def test_a_ping_tells_whether_the_models_are_ready() -> None:
+async def test_a_ping_succeeds_when_the_models_are_ready() -> None:
     async with listening() as listener:
         listener.backend.is_ready = False
         client = await listener.connect()
@@ -233,7 +233,7 @@ async def test_a_ping_tells_whether_the_models_are_ready() -> None:
         assert (await client.answer("ping")).message == "model_not_ready: the server is loading or draining"
 
 
-async def test_a_model_that_streams_is_told_so() -> None:
+async def test_a_streaming_model_is_an_error() -> None:
     def stream(call: Call) -> None:
         call.sink(ItemResult(b"part", final=False))
         call.sink(ItemResult(b""))
@@ -253,7 +253,7 @@ async def test_a_model_that_streams_is_told_so() -> None:
         (infer(b"x", None), 7, "bad_request: params has no uuid, which is required"),
     ],
 )
-async def test_a_call_that_cannot_be_answered_leaves_its_connection_as_it_is(sent: bytes, kind: int, text: str) -> None:
+async def test_an_unanswerable_call_leaves_its_connection_open(sent: bytes, kind: int, text: str) -> None:
     method = "stop" if kind == 1 else "infer_batch"
     async with listening() as listener:
         client = await listener.connect()
@@ -279,7 +279,7 @@ async def test_a_call_that_cannot_be_answered_leaves_its_connection_as_it_is(sen
     ],
     ids=["fields", "http", "compact", "json", "frame too long", "frame too short", "frame of two", "tls"],
 )
-async def test_what_is_no_message_is_told_and_ends_its_connection_alone(sent: bytes) -> None:
+async def test_an_invalid_message_is_reported_and_ends_only_its_connection(sent: bytes) -> None:
     async with listening() as listener:
         other, client = await listener.connect(), await listener.connect()
         client.send(sent)
@@ -289,7 +289,7 @@ async def test_what_is_no_message_is_told_and_ends_its_connection_alone(sent: by
         assert (await other.answer()).label == "1"
 
 
-async def test_data_above_the_bound_is_refused_before_it_comes() -> None:
+async def test_data_above_the_limit_is_rejected_before_it_arrives() -> None:
     async with listening(pool_bytes=1000) as listener:
         client = await listener.connect()
         client.send(infer(b"x" * 1001)[:60])
@@ -314,7 +314,7 @@ async def test_calls_wait_for_memory_in_their_order(wait_until: Any) -> None:
         assert listener.backend.used_bytes == 0
 
 
-async def test_a_client_that_waits_for_memory_and_leaves_holds_up_nobody(wait_until: Any) -> None:
+async def test_a_client_that_disconnects_while_waiting_for_memory_blocks_no_other(wait_until: Any) -> None:
     held: list[Call] = []
     async with listening(held.append, pool_bytes=200_000) as listener:
         first, second, third = [await listener.connect() for _ in range(3)]
@@ -331,7 +331,7 @@ async def test_a_client_that_waits_for_memory_and_leaves_holds_up_nobody(wait_un
         assert sum(not isinstance(one, Exception) for one in found) == 2
 
 
-async def test_half_calls_have_no_more_memory_than_there_is_in_all(wait_until: Any) -> None:
+async def test_incomplete_calls_use_no_more_than_the_whole_memory_pool(wait_until: Any) -> None:
     async with listening(pool_bytes=3_000_000, body_timeout_s=60.0) as listener:
         clients = [await listener.connect(framed=bool(n % 2)) for n in range(6)]
         call = infer(b"x" * 2_000_000)
@@ -351,7 +351,7 @@ async def test_half_calls_have_no_more_memory_than_there_is_in_all(wait_until: A
         await wait_until(lambda: not listener.backend.used_bytes)
 
 
-async def test_memory_that_a_call_has_no_use_for_is_given_back(wait_until: Any) -> None:
+async def test_unused_memory_of_a_call_is_released(wait_until: Any) -> None:
     async with listening() as listener:
         client = await listener.connect()
         ping = message("ping")[:-1] + b"\x0b\0\x09" + struct.pack(">i", 80_000) + b"y" * 80_000 + b"\0"
@@ -377,7 +377,7 @@ async def test_memory_for_a_call_grows_with_what_it_announces() -> None:
         assert listener.backend.used_bytes == 0
 
 
-async def test_a_call_larger_than_all_memory_is_refused_also_where_others_wait(wait_until: Any) -> None:
+async def test_a_call_larger_than_all_memory_is_rejected_even_if_others_wait(wait_until: Any) -> None:
     held: list[Call] = []
     async with listening(held.append, pool_bytes=200_000, max_body_bytes=10**6) as listener:
         first, second, third = [await listener.connect() for _ in range(3)]
@@ -394,7 +394,7 @@ async def test_a_call_larger_than_all_memory_is_refused_also_where_others_wait(w
         assert (await second.answer()).label == "150000"
 
 
-async def test_a_client_that_leaves_is_cancelled(wait_until: Any) -> None:
+async def test_the_call_of_a_client_that_disconnects_is_cancelled(wait_until: Any) -> None:
     held: list[Call] = []
     async with listening(held.append) as listener:
         client = await listener.connect()
@@ -405,7 +405,7 @@ async def test_a_client_that_leaves_is_cancelled(wait_until: Any) -> None:
         held[0].sink(ItemResult(b"late"))  # must not be written, or raise
 
 
-async def test_more_connections_than_there_is_room_for_are_closed() -> None:
+async def test_connections_beyond_the_limit_are_closed() -> None:
     async with listening(max_connections=1) as listener:
         first, second = await listener.connect(), await listener.connect()
         assert await second.closed()
@@ -422,7 +422,7 @@ async def test_more_connections_than_there_is_room_for_are_closed() -> None:
     ],
     ids=["half a call", "silent"],
 )
-async def test_half_a_call_and_a_silent_client_are_waited_for_so_long(sent: bytes, limits: dict[str, float]) -> None:
+async def test_an_incomplete_call_and_a_silent_client_time_out(sent: bytes, limits: dict[str, float]) -> None:
     async with listening(**limits) as listener:
         loop = asyncio.get_running_loop()
         begun = loop.time()
@@ -432,7 +432,7 @@ async def test_half_a_call_and_a_silent_client_are_waited_for_so_long(sent: byte
         assert loop.time() - begun >= 0.1
 
 
-async def test_the_end_answers_the_call_that_runs_and_takes_no_other(wait_until: Any) -> None:
+async def test_shutdown_answers_the_running_call_and_accepts_no_other(wait_until: Any) -> None:
     held: list[Call] = []
     async with listening(held.append) as listener:
         client, idle = await listener.connect(), await listener.connect()
@@ -458,7 +458,7 @@ async def test_a_connection_that_ends_does_not_become_an_idle_one(wait_until: An
         assert connection.deadline < listener.server.clock.idle_at
 
 
-async def test_what_does_not_end_is_dropped_at_the_end(wait_until: Any) -> None:
+async def test_calls_that_do_not_end_are_dropped_at_shutdown(wait_until: Any) -> None:
     async with listening(lambda call: None) as listener:
         client = await listener.connect()
         client.send(infer(b"x"))
@@ -468,7 +468,7 @@ async def test_what_does_not_end_is_dropped_at_the_end(wait_until: Any) -> None:
         assert listener.backend.calls[0].cancelled
 
 
-async def test_a_port_that_is_taken_is_told_with_its_key() -> None:
+async def test_a_port_in_use_is_reported_with_its_key() -> None:
     async with listening() as listener:
         with pytest.raises(ConfigError, match=r"the port is in use; choose another with server.thrift_port"):
             await ThriftServer(listener.backend, "m", LimitsConfig()).start("127.0.0.1", listener.port)
@@ -495,7 +495,7 @@ async def test_calls_pass_through_tls(request: pytest.FixtureRequest) -> None:
 
 @given(pieces=st.lists(st.one_of(st.binary(max_size=40), st.just(infer(b"x")), st.just(message("ping"))), max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_no_bytes_of_a_client_hurt_the_server(pieces: list[bytes]) -> None:
+def test_arbitrary_bytes_do_not_harm_the_server(pieces: list[bytes]) -> None:
     async def run() -> None:
         async with listening() as listener:
             client, good = await listener.connect(), await listener.connect()
