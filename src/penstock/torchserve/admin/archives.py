@@ -12,14 +12,14 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
-from penstock.errors import ArchiveError, install_hint
+from penstock.errors import ArchiveError, ConfigError
 from penstock.torchserve.admin.model_spec import ArchiveSource, ModelSpec, VersionRequest, make_spec
 from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, DownloadFailed, InstallFailed, UrlForbidden
 from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
+from penstock.torchserve.config.files import load_yaml
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError
 
-MAX_YAML_BYTES: Final = 2**20  # real ones have a few KB
 MAX_CONCURRENT: Final = 16  # archives opened at the same time, each on a thread; TorchServe has a similar limit
 _KINDS: Final = {
     ArchiveNotFound: "ModelNotFoundException",
@@ -133,24 +133,13 @@ def read_yaml(folder: Path, name: str) -> dict[str, Any]:
     """The contents of a model-config.yaml; empty if `name` is. Raises ApiError."""
     if not name:
         return {}
+    if not (folder / name).is_file():
+        message = f"{name}: the manifest names it, but the archive has no such file"
+        raise ApiError("InvalidModelException", message)
     try:
-        import yaml
-    except ImportError:
-        message = f"{name} cannot be read without PyYAML: {install_hint('yaml')}"
-        raise ApiError("InvalidModelException", message) from None
-    try:
-        with (folder / name).open("rb") as file:
-            raw = file.read(MAX_YAML_BYTES + 1)
-        if len(raw) > MAX_YAML_BYTES:
-            raise ValueError(f"it has more than {MAX_YAML_BYTES} bytes")
-        found = yaml.safe_load(raw)
-    except FileNotFoundError:
-        raise ApiError(
-            "InvalidModelException", f"{name}: the manifest names it, but the archive has no such file"
-        ) from None
-    except Exception as e:  # PyYAML raises many types: IndexError for !!int "", AttributeError for !!timestamp x
-        text = " ".join(str(e).split())[:300]
-        raise ApiError("InvalidModelException", f"{name} is not valid YAML: {text}") from None
+        found = load_yaml(folder / name, name)
+    except ConfigError as e:
+        raise ApiError("InvalidModelException", e.message) from None
     if found is None:
         return {}
     if not isinstance(found, dict):

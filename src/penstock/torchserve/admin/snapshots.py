@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from penstock.torchserve.admin.tokens import write_private
-from penstock.torchserve.config.property_file import format_properties
+from penstock.torchserve.config.files import format_properties
 
 if TYPE_CHECKING:  # `torchserve --start` looks for snapshots without loading the engine
     from penstock.torchserve.admin.models import ModelVersion

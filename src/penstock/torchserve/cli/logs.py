@@ -25,6 +25,7 @@ from xml.etree import ElementTree
 from msgspec import Struct, field
 
 from penstock.errors import ConfigError
+from penstock.torchserve.config.files import load_yaml
 from penstock.torchserve.config.properties import Properties
 
 log = logging.getLogger("penstock.compat")
@@ -230,17 +231,11 @@ def _config_in_vmargs(vmargs: str | None) -> str | None:
 
 
 def _mapping(path: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
     if path.endswith(".json"):
-        value = json.loads(text)
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
     else:
-        import yaml
-
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from None
+        value = load_yaml(path, f"--log-config {path}")
     if not isinstance(value, dict):
         raise ValueError(f"found {type(value).__name__}, expected a table")
     value.setdefault("version", 1)

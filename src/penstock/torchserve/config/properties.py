@@ -13,7 +13,7 @@ from msgspec import Meta, Struct, ValidationError, convert, field, structs
 from penstock.config.toml import bare, expected
 from penstock.errors import ConfigError, nearest
 from penstock.torchserve.config.addresses import ListenerAddress, parse_address
-from penstock.torchserve.config.property_file import Property, parse_properties
+from penstock.torchserve.config.files import Property, parse_properties
 
 log = logging.getLogger("penstock.config")
 

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from penstock.errors import ConfigError, install_hint, nearest
+from penstock.errors import ConfigError, nearest
+from penstock.torchserve.config.files import load_yaml
 
 log = logging.getLogger("penstock.observe")
 
 KINDS: Final = ("counter", "gauge", "histogram")
-MAX_BYTES: Final = 2**20
 
 _HOST: Final = ("Level", "Hostname")
 _GPU: Final = ("Level", "DeviceId", "Hostname")
@@ -81,7 +81,7 @@ def default_config() -> MetricsConfig:
 
 def read_config(path: str) -> MetricsConfig:
     """The configuration in a metrics.yaml. Raises ConfigError, which names the file and the line or key."""
-    document = _document(path)
+    document = load_yaml(path, f"metrics_config={path}")
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: found {_kind(document)}, expected the keys dimensions, ts_metrics, model_metrics")
     keys = ("dimensions", "ts_metrics", "model_metrics")
@@ -97,27 +97,6 @@ def read_config(path: str) -> MetricsConfig:
                 f" {len(default[2])}, such as {list(default[2])}"
             )
     return MetricsConfig(server, models)
-
-
-def _document(path: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(f"metrics_config={path} cannot be read without PyYAML: {install_hint('yaml')}") from None
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"metrics_config: {path}: cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{path}: found more than {MAX_BYTES} bytes, expected a file such as metrics.yaml")
-    try:
-        return yaml.safe_load(raw)
-    except Exception as error:  # PyYAML raises many types: IndexError for !!int "", AttributeError for !!timestamp x
-        mark = getattr(error, "problem_mark", None)
-        where = path if mark is None else f"{path}:{mark.line + 1}"
-        text = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
-        raise ConfigError(f"{where}: not valid YAML: {text}") from None
 
 
 def _section(path: str, section: str, kinds: Any) -> dict[str, MetricDefinition]:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.torchserve.config.addresses import ListenerAddress, parse_address
+from penstock.torchserve.config.files import format_properties, parse_properties
 from penstock.torchserve.config.properties import IGNORED, Properties, load_properties
-from penstock.torchserve.config.property_file import format_properties, parse_properties
 
 CAPTIONING = r"""
 inference_address=http://0.0.0.0:12345
