@@ -70,15 +70,15 @@ def test_files_are_served_and_one_wrong_request_harms_no_other(serve: Callable[.
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "error"),
     [
         ("nowhere.onnx", "there is no file"),
-        ("weights.pt", "holds a state dict, and no program: name its class too"),
+        ("weights.pt", "holds a state dict, not a program: name its class too"),
         ("net.pt --set=models.net.precision=fp8", "precision: found 'fp8', expected one of fp32, fp16, bf16"),
     ],
 )
-def test_what_cannot_be_served_is_told_at_the_start(
-    serve: Callable[..., Any], model_files: Path, target: str, told: str
+def test_a_target_that_cannot_be_served_fails_at_startup(
+    serve: Callable[..., Any], model_files: Path, target: str, error: str
 ) -> None:
-    with pytest.raises(RuntimeError, match=f"exit 1\n(.*\n)*.*{told}"):
+    with pytest.raises(RuntimeError, match=f"exit 1\n(.*\n)*.*{error}"):
         serve(None, *target.split(), cwd=model_files)
