@@ -39,7 +39,7 @@ from penstock.perf.bench.measurement import (
 )
 from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.plots import draw
-from penstock.perf.bench.results import read, write_error, write_whole
+from penstock.perf.bench.results import read, write_whole, writing
 
 REPORT, PAGE, VERDICT = "report.md", "report.html", "verdict.json"
 
@@ -56,13 +56,11 @@ def publish(folder: Path | str, verdict: Verdict | None = None) -> tuple[Path, P
         plots, without = draw(measurements, origin.slo, verdict), ""
     except ConfigError as error:
         plots, without = [], error.message
-    try:
+    with writing(folder):
         if verdict is not None:
             write_whole(folder / VERDICT, msgspec.json.format(msgspec.json.encode(verdict)) + b"\n")
         write_whole(folder / REPORT, markdown(report).encode())
         write_whole(folder / PAGE, page(report, plots, without).encode())
-    except OSError as e:
-        raise write_error(folder, e) from e
     return folder / REPORT, folder / PAGE
 
 

@@ -12,8 +12,8 @@ import fcntl
 import io
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -60,52 +60,43 @@ class Results:
         Raises ConfigError for a folder with another run, machine, version, schema or other content; NotWritten.
         """
         folder = Path(folder)
-        try:
+        with writing(folder):
             names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-        except OSError as e:
-            raise write_error(folder, e) from e
-        if RUN in names:
-            if not resume:
-                raise ConfigError(f"{folder} already holds a run; name another folder, or remove this one")
-            origin = _same_run(folder, origin)
-        elif others := sorted(names - {RECORDS, _part(RUN)}):
-            raise ConfigError(f"{folder} has {others[0]}, but no {RUN}: expected an empty folder or a results folder")
-        try:
+            if RUN in names:
+                if not resume:
+                    raise ConfigError(f"{folder} already holds a run; name another folder, or remove this one")
+                origin = _same_run(folder, origin)
+            elif others := sorted(names - {RECORDS, _part(RUN)}):
+                found = f"{folder} has {others[0]}, but no {RUN}"
+                raise ConfigError(f"{found}: expected an empty folder or a results folder")
             folder.mkdir(parents=True, exist_ok=True)
             records = open_locked(folder / RECORDS)
-        except OSError as e:
-            raise write_error(folder, e) from e
-        try:
-            if RUN not in names:
-                if os.fstat(records.fileno()).st_size:
-                    raise ConfigError(f"{folder} has {RECORDS} without {RUN}; name another folder")
-                write_whole(folder / RUN, msgspec.json.format(msgspec.json.encode(origin)) + b"\n")
-            measurements, length = _measurements(folder / RECORDS)
-            records.truncate(length)
-            records.seek(length)
-        except BaseException as e:
-            records.close()
-            if isinstance(e, OSError):
-                raise write_error(folder, e) from e
-            raise
+            try:
+                if RUN not in names:
+                    if os.fstat(records.fileno()).st_size:
+                        raise ConfigError(f"{folder} has {RECORDS} without {RUN}; name another folder")
+                    write_whole(folder / RUN, msgspec.json.format(msgspec.json.encode(origin)) + b"\n")
+                measurements, length = _measurements(folder / RECORDS)
+                records.truncate(length)
+                records.seek(length)
+            except BaseException:
+                records.close()
+                raise
         return cls(folder, origin, measurements, records)
 
     def append(self, measurement: Measurement) -> None:
         """Appends a measurement. Raises NotWritten; earlier measurements stay intact."""
         self.measurements.append(measurement)
-        try:
+        with writing(self.folder):
             append_line(self._records, msgspec.json.encode(measurement))
-        except OSError as e:
-            raise write_error(self.folder, e) from e
 
     def close(self) -> None:
         """Writes the summary. Raises NotWritten."""
         if self._records.closed:
             return
         try:
-            write_whole(self.folder / SUMMARY, summary(self.measurements).encode())
-        except OSError as e:
-            raise write_error(self.folder, e) from e
+            with writing(self.folder):
+                write_whole(self.folder / SUMMARY, summary(self.measurements).encode())
         finally:
             self._records.close()
 
@@ -135,6 +126,15 @@ def write_whole(path: Path, content: bytes) -> None:
         with suppress(OSError):
             part.unlink()
         raise
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises NotWritten for an OSError."""
+    try:
+        yield
+    except OSError as e:
+        raise write_error(folder, e) from e
 
 
 def write_error(folder: Path, error: OSError) -> NotWritten:

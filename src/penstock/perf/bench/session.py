@@ -20,7 +20,7 @@ from penstock.perf.bench.modes import LoadPlan, in_units, run_plan
 from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.payload import check_of
 from penstock.perf.bench.report import PAGE, REPORT, publish
-from penstock.perf.bench.results import NotWritten, Results, write_error, write_whole
+from penstock.perf.bench.results import NotWritten, Results, write_whole, writing
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.slo import Slo
 from penstock.perf.bench.suite import SuiteJob, load_of, requests_of, serving
@@ -213,12 +213,10 @@ class SuiteSession:
         for block in report.verdict:
             if isinstance(block, Paragraph):
                 click.echo(block.text)
-        try:
+        with writing(folder):
             write_whole(folder / AB_REPORT, ab_report(suite_rows, origin.machine).encode())
             write_whole(folder / REPORT, markdown(report).encode())
             write_whole(folder / PAGE, page(report, plots, without).encode())
-        except OSError as error:
-            raise write_error(folder, error) from None
         click.echo(f"{folder}: {AB_REPORT}, {REPORT}, {PAGE}")
         return not any(m.invalid for m in measurements)
 
