@@ -36,7 +36,7 @@ def test_the_demo_runs_from_a_wheel_with_the_base_dependencies_alone(tmp_path: P
     assert re.search(r"batching answers [0-9.]+ x as many requests", shown)
 
     commands = [line.strip() for line in shown.partition("Try next:")[2].splitlines()]
-    target = next(line.split()[-1] for line in commands if line.startswith("penstock serve"))
+    target = next(line.split()[-1] for line in commands if " serve penstock" in line)
     curl = next(line for line in commands if "/predictions/digits" in line)
     body = re.search(r"-d '(.*?)'", curl)
     assert body is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,12 @@ POLICIES = {"off": "none", "on": "adaptive"}
 MODEL = "penstock.cli.demo.digits:Digits"
 NEXT = """
 Try next:
-  penstock serve {model}
+  {program} serve {model}
       serves this model on port 8080. From another terminal:
   curl -H 'content-type: application/json' -d '{sample}' http://127.0.0.1:8080/predictions/digits
   curl http://127.0.0.1:8082/metrics
 
-Serve a function of your own: save these two lines as app.py, then run "penstock serve app.py:shout".
+Serve a function of your own: save these two lines as app.py, then run "{program} serve app.py:shout".
   def shout(items):
       return [text.upper() for text in items]
 """
@@ -88,7 +89,8 @@ def _run(console: Console, connections: int, requests: int | None, keep: bool, p
     if keep:
         _keep(console, server, load.sample)
     elif good:
-        click.echo(NEXT.format(model=MODEL, sample=load.sample), nl=False)
+        program = "penstock" if shutil.which("penstock") else sys.argv[0]
+        click.echo(NEXT.format(program=program, model=MODEL, sample=load.sample), nl=False)
     return good
 
 
