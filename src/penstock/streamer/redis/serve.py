@@ -19,6 +19,7 @@ from penstock.core.engine.engine import Engine
 from penstock.core.transports.launch import pack_spec
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import PenstockError
+from penstock.serving.lifetime import runner
 from penstock.streamer.base import raise_for_caller
 from penstock.streamer.local import (
     NEVER_S,
@@ -88,12 +89,7 @@ def run_until_stopped(serve: Callable[[asyncio.Event], Any]) -> None:
             loop.add_reader(parent.sentinel, _on_parent_end, loop, parent.sentinel, stop)
         await serve(stop)
 
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(main())
-    else:
-        uvloop.run(main())
+    runner()(main())
 
 
 def _on_parent_end(loop: asyncio.AbstractEventLoop, sentinel: int, stop: asyncio.Event) -> None:
