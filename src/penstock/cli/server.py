@@ -80,7 +80,7 @@ class Server:
                 loads.cancel()
                 with contextlib.suppress(asyncio.CancelledError, PenstockError):
                     await loads
-            if not self._stop.told:
+            if not self._stop.is_set:
                 management.started = True
                 freeze_heap()
                 self._announce(engine, on_ready)

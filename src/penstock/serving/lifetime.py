@@ -1,4 +1,4 @@
-"""What every server of this program does alike: its loop, its signals, and how it settles once it is up."""
+"""Process lifetime of servers: the event loop, stop signals, the ready message and garbage collection."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PARENT_FD: Final = "PENSTOCK_PARENT_FD"
 
 
 def runner() -> Callable[..., int]:
-    """What runs the main coroutine: uvloop where it is, else asyncio."""
+    """The function that runs a main coroutine: uvloop's if it is installed, otherwise asyncio's."""
     try:
         import uvloop
     except ImportError:
         return asyncio.run
-    found: Callable[..., int] = uvloop.run
-    return found
+    run: Callable[..., int] = uvloop.run
+    return run
 
 
 class StopSignal:
-    """Set by SIGINT, SIGTERM or the end of the process that holds the other end of PENSTOCK_PARENT_FD.
+    """Set by SIGINT, SIGTERM, or the end of the process at the other end of PENSTOCK_PARENT_FD.
 
-    The second signal ends the process at once, and the workers with their sockets.
+    A second signal ends the process at once; the workers end with their sockets.
     """
 
     def __init__(self, on_first: Callable[[], None]) -> None:
@@ -36,11 +36,11 @@ class StopSignal:
         self._event = asyncio.Event()
 
     def catch(self) -> None:
-        """Called on the loop's thread."""
+        """Installs the handlers. Must be called on the loop's thread."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        fd = os.environ.pop(PARENT_FD, "")  # what the workers start does not end with this process's parent
+        fd = os.environ.pop(PARENT_FD, "")  # workers must not inherit it
         if fd.isdigit():
             with contextlib.suppress(OSError):
                 loop.add_reader(int(fd), self._on_parents_end, int(fd))
@@ -58,14 +58,14 @@ class StopSignal:
             self._on_signal()
 
     @property
-    def told(self) -> bool:
+    def is_set(self) -> bool:
         return self._event.is_set()
 
     async def wait(self) -> None:
         await self._event.wait()
 
     async def unless(self, work: asyncio.Future[Any]) -> None:
-        """Waits for the work, whose error is raised, or for the signal, whichever is first."""
+        """Waits for the work or the signal, whichever is first. Raises the error of the work."""
         stop = asyncio.ensure_future(self._event.wait())
         await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -74,7 +74,7 @@ class StopSignal:
 
 
 def report_ready(urls: Mapping[str, str]) -> None:
-    """Writes the addresses as one JSON line to PENSTOCK_READY_FD, if there is one, and closes it."""
+    """Writes the addresses as one JSON line to PENSTOCK_READY_FD, if set, and closes it."""
     fd = os.environ.get(READY_FD, "")
     if fd.isdigit():
         with contextlib.suppress(OSError), os.fdopen(int(fd), "w") as file:
@@ -82,6 +82,6 @@ def report_ready(urls: Mapping[str, str]) -> None:
 
 
 def freeze_heap() -> None:
-    """What is loaded now stays: the collector need not look at it again, nor run for every few hundred requests."""
+    """Excludes all loaded objects from garbage collection, and makes collections rarer under load."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -111,7 +111,7 @@ class TorchServe:
                 loads.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await loads
-            if not self._stop.told:
+            if not self._stop.is_set:
                 freeze_heap()
                 self._print_line(STARTED)
                 report_ready(listeners.urls)
