@@ -17,14 +17,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check_structure, entry_of, linked
 from penstock.pipeline.dialect import TORCHPIPE, native_table
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput
-from penstock.pipeline.keys import (
-    NODE,
-    OF_AN_ALIAS,
-    ONLY_IN_NODES,
-    ONLY_WITH_A_MODEL,
-    PIPELINE,
-    TomlSource,
-)
+from penstock.pipeline.keys import NODE, OF_AN_ALIAS, ONLY_IN_NODES, ONLY_WITH_A_MODEL, PIPELINE, TomlSource
 from penstock.pipeline.lower import (
     FAN_OUT,
     OpDraft,

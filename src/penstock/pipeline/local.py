@@ -82,13 +82,7 @@ class LocalPipeline:
         return future
 
     def start(
-        self,
-        fields: Fields,
-        done: Done,
-        node: str | None = None,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
+        self, fields: Fields, done: Done, node: str | None = None, *, budget_s: float | None = None, priority: int = 0
     ) -> SubmittedItems:
         """Submits one item without a future, which costs less. Calls `done` on the pipeline's own thread."""
         submitted = SubmittedItems(done, self._portal)

@@ -74,13 +74,7 @@ class PipelineRunner:
         return self._width
 
     def submit(
-        self,
-        fields: Fields,
-        done: Done,
-        *,
-        node: str | None = None,
-        budget_s: float | None = None,
-        priority: int = 0,
+        self, fields: Fields, done: Done, *, node: str | None = None, budget_s: float | None = None, priority: int = 0
     ) -> Traversal:
         """Accepts an item and calls `done` once, on the loop. `fields` are copied.
 
