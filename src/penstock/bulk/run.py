@@ -51,7 +51,6 @@ class JobParts(Struct, frozen=True):
     read_chunks: ReadChunks = read_chunks
     probe: Callable[[str], VideoProbe] = probe
     sender: Callable[[list[ServerInfo], SendOptions, OnResult], ChunkSender] = ChunkSender
-    clock: Callable[[], float] = time.monotonic
 
 
 class RunSpec(Struct, frozen=True):
@@ -134,7 +133,7 @@ class JobRun:
 
     def caption(self) -> JobSummary:
         """Captions until everything is done, interrupted, or cannot continue."""
-        start_s = self._parts.clock()
+        start_s = time.monotonic()
         summary = JobSummary()
         if self._videos:
             prober = threading.Thread(target=self._probe, name="penstock-prober", daemon=True)
@@ -148,7 +147,7 @@ class JobRun:
                 self._close(summary)
                 prober.join(PROBE_S)
         stats = self._sender.stats()
-        summary.seconds = self._parts.clock() - start_s
+        summary.seconds = time.monotonic() - start_s
         summary.new_frames = self._counters.new_frames
         summary.retries, summary.sent_bytes = stats.retries, stats.sent_bytes
         return summary
@@ -181,7 +180,7 @@ class JobRun:
 
     def _progress(self, rates: RateWindow, start_s: float) -> Progress:
         stats, counters = self._sender.stats(), self._counters
-        now_s = self._parts.clock()
+        now_s = time.monotonic()
         frames_per_s, bytes_per_s = rates.add(now_s, counters.new_frames, stats.sent_bytes)
         total = counters.totals.frames()
         left = max(0, total - counters.frames) if total is not None else None
