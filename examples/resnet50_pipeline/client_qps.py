@@ -2,8 +2,8 @@
 
     python client_qps.py --img_dir images --port 8888 --request_client 10 --request_batch 1
 
-Latencies are those of `request_batch` calls, one behind the other. The server's CPU and memory are those of the process
-that listens on the port and of all its children.
+A latency covers `request_batch` consecutive calls. The server's CPU and memory include the process that listens on the
+port and all its children.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def wait_for(host: str, port: int) -> None:
             return
         except (TTransportException, TApplicationException, OSError) as error:
             if time.monotonic() > end:
-                raise SystemExit(f"nobody answers at {host}:{port}: {error}") from None
+                raise SystemExit(f"no server answers at {host}:{port}: {error}") from None
             time.sleep(0.2)
 
 
@@ -239,7 +239,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--request_client", type=int, default=10, help="clients at a time")
-    parser.add_argument("--request_batch", type=int, default=1, help="calls of one request, one behind the other")
+    parser.add_argument("--request_batch", type=int, default=1, help="consecutive calls of one request")
     parser.add_argument("--total_number", type=int, default=500, help="images sent, 0: each one once")
     parser.add_argument("--seconds", type=float, default=0.0, help="how long, instead of how many")
     parser.add_argument("--warm_up", type=int, default=5, help="calls of each client that are not counted")

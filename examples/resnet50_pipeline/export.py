@@ -1,7 +1,7 @@
 """Writes resnet50.onnx, mobilenet.onnx and small.onnx next to this file: `python export.py [FOLDER]`.
 
-Input "input" float32 `[N, 3, 224, 224]` (128 of the small one), RGB, normalised by the mean and standard deviation
-that the TOML files name; output "output" float32 `[N, 1000]`, logits. N is free.
+Input "input" float32 `[N, 3, 224, 224]` (128 for the small one), RGB, normalized by the mean and standard deviation
+in the TOML files; output "output" float32 `[N, 1000]`, logits. N is free.
 """
 
 from __future__ import annotations

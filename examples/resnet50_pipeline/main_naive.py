@@ -1,8 +1,8 @@
 """The usual implementation of the service: `python main_naive.py`, on port 8888.
 
-Every client has a thread. It decodes and prepares its image in Python, and waits for the lock of the one model. This
-is how TorchPipe's published baseline does it, with its ways kept: Thrift in Python, bytes copied into a bytearray,
-pixels that become float32 in torch on its own pool of threads, one image at a time. `--parallel` is without lock.
+Each client has a thread, which decodes and prepares its image in Python, and waits for the lock of the only model. It
+follows TorchPipe's published baseline: Thrift in Python, bytes copied into a bytearray, pixels converted to float32
+by torch in its own thread pool, one image at a time. `--parallel` removes the lock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The same service as a pipeline: `python main_pipeline.py`, on port 8888.
 
-It is `penstock serve resnet50.toml` with a Thrift listener; flags that are not its own go to `penstock serve`.
+It runs `penstock serve resnet50.toml` with a Thrift listener, and passes unknown options to `penstock serve`.
 """
 
 from __future__ import annotations

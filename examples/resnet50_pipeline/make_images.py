@@ -1,7 +1,7 @@
 """Writes photos into images/: `python make_images.py [FOLDER] [--count 300]`.
 
-They are crops of the photos that come with scikit-learn and scikit-image, of 400 to 600 pixels a side, as JPEG. The
-same on every run.
+They are JPEG crops of the photos in scikit-learn and scikit-image, 400 to 600 pixels per side, and the same on every
+run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The networks of this example, with reproducible random weights: nothing is downloaded.
 
-Random weights as they are let activations die or explode on the way through fifty layers, and every image gets the same
-logits. So the networks are measured once on synthetic images: each batch normalisation takes the mean and variance
-that it finds, and the classifier is scaled to logits of about 1 that differ from image to image.
+With plain random weights, activations vanish or explode over fifty layers, and every image gets the same logits.
+Therefore the networks are calibrated on synthetic images: each batch normalization takes their mean and variance, and
+the classifier is scaled to logits of about 1 that differ between images.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STD = (58.395, 57.12, 57.375)
 
 
 class Logits(nn.Module):
-    """Pixels float32 `[rows, 3, 224, 224]`, normalised -> logits `[rows, 1000]`, of a classifier of transformers."""
+    """Pixels float32 `[rows, 3, 224, 224]`, normalized -> logits `[rows, 1000]`, from a classifier of transformers."""
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()

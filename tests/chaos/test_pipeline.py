@@ -1,4 +1,4 @@
-"""Pipelines in worker processes: killed, poisoned, hung, flooded. Nobody is forgotten, and memory stays as it was."""
+"""Pipelines in worker processes: killed, poisoned, hung, flooded. Every item is answered, and memory is constant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every op of the catalog keeps the contract of ops, and the check notices one that does not."""
+"""Every op of the catalog passes the conformance check, and the check detects ops that break the contract."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_every_op_of_the_catalog_is_checked() -> None:
 
 
 class Op(ItemOp):
-    """It gives what it takes."""
+    """Returns its input."""
 
     def __call__(self, data, fields):
         return data
@@ -135,7 +135,7 @@ def changing(self, data, fields):
 
 
 class Counting(Op):
-    """It counts."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -146,14 +146,14 @@ class Counting(Op):
 
 
 class Short(BatchOp):
-    """It loses one."""
+    """Drops one result."""
 
     def __call__(self, data, fields):
         return data[1:]
 
 
 class Told(Op):
-    """It has a parameter of which nothing is said."""
+    """Has an undocumented parameter."""
 
     def __init__(self, size: int = 1) -> None:
         pass

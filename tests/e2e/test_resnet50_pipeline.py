@@ -27,7 +27,7 @@ ENV = {"OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example as it is checked out, and its images."""
+    """The checked-out example, and its images."""
     made = tmp_path_factory.mktemp("example") / "resnet50_pipeline"
     shutil.copytree(EXAMPLE, made, ignore=shutil.ignore_patterns("*.onnx", "*.trt*", "images", "__pycache__"))
     subprocess.run([sys.executable, "make_images.py", "--count", "12"], cwd=made, check=True)

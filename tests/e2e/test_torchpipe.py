@@ -1,4 +1,4 @@
-"""TorchPipe's published tutorial as it stands there: its calls, and its TOML with another path of the model."""
+"""TorchPipe's published tutorial: its calls, and its TOML with another model path."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ std="58.395, 57.120, 57.375" # 255*"0.229, 0.224, 0.225"
 
 
 class Handler:
-    """The service's handler: a label and its probability for the bytes of an image, (None, None) for what is none."""
+    """The service's handler: a label and its probability for an encoded image, (None, None) for other bytes."""
 
     def __init__(self) -> None:
         config = torchpipe.parse_toml("resnet50.toml")

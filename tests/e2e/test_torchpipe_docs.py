@@ -1,4 +1,4 @@
-"""The guide for TorchPipe's users is run block by block, in its order; only the ports are others."""
+"""Runs the guide for TorchPipe's users block by block, in order, with other ports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def blocks() -> list[tuple[str, str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, mobilenet: Path) -> Path:
-    """What the page takes to be there: a model, images, the published interface of Thrift; and the page's own files."""
+    """The files that the page requires: a model, images, the Thrift interface, and its own blocks."""
     (tmp_path / "resnet50.onnx").symlink_to(mobilenet)
     shutil.copy(EXAMPLE / "service.thrift", tmp_path / "serve.thrift")
     photo = cv2.imencode(".jpg", load_sample_image("flower.jpg")[:, :, ::-1])[1].tobytes()
@@ -85,7 +85,7 @@ def test_every_command_of_the_guide_does_what_it_says(folder: Path, serve: Calla
 
 
 def run(folder: Path, *command: str) -> str:
-    """What a command says on stdout."""
+    """The standard output of a command."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout

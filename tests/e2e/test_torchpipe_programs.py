@@ -105,7 +105,7 @@ def test_an_unchanged_program_runs(program: str, said: str) -> None:
 
 
 def test_ctrl_c_ends_a_call_that_waits(tmp_path: Path) -> None:
-    """The background jobs of a shell ignore it, and so would all that they start: Python's own handler is set."""
+    """Background jobs of a shell ignore the signal, and so do their children, so Python's handler is set."""
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + NEVER_ENDS
     with subprocess.Popen(
         [sys.executable, "-c", program + "pipe({'data': 1})"],

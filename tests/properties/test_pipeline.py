@@ -1,4 +1,4 @@
-"""Any graph, batches, failures and cancellations: each item has one outcome, its own; queues keep their bounds."""
+"""For any graph, batches, failures and cancellations, each item has one outcome, and queues keep their limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.pipeline.traversal import ItemOutcome, RunningNode
 
 
 class Marks(ItemOp):
-    """What an item says: fails at this node, ends at it, or goes on marked with its name. Data: id,fails,ends:way"""
+    """Fails or ends an item at this node, or adds the node's name to its path. Data: id,fails,ends:path"""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,7 +31,7 @@ class Marks(ItemOp):
 
 
 class BatchMarks(BatchOp):
-    """The same for a batch, which fails as a whole if one item does."""
+    """The same for a batch, which fails as a whole with any item."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -80,7 +80,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 @st.composite
 def items(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Each is marked, fails at a node, or ends there; some are cancelled after so many turns of the loop."""
+    """Items that pass, fail at a node, or end there. Some are cancelled after a number of turns of the loop."""
     node = st.one_of(st.none(), st.none(), st.none(), st.sampled_from(NAMES))
     count = draw(st.integers(1, 40))
     return [

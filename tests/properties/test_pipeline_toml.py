@@ -1,4 +1,4 @@
-"""A graph that is written as TOML and loaded again is the same graph, whatever it holds."""
+"""Any graph written as TOML and loaded again is the same graph."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ EACH = st.fixed_dictionaries(
 
 @st.composite
 def graphs(draw: st.DrawFn) -> dict[str, Any]:
-    """Tables of a graph: each node but the first follows one or more of those before it."""
+    """Tables of a graph: each node except the first follows one or more earlier ones."""
     count = draw(st.integers(1, 5))
     tables: dict[str, Any] = {f"n{i}": {**draw(KEYS), "ops": draw(OPS), "next": []} for i in range(count)}
     for table in tables.values():
@@ -136,7 +136,7 @@ def test_any_tables_are_a_graph_or_an_error_that_says_where(tables: dict[str, An
 
 
 def refusal(text: str) -> str | None:
-    """What is told of an expression that is none."""
+    """The error of an invalid expression."""
     try:
         parse(text)
     except ConfigError as e:

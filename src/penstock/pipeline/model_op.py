@@ -64,7 +64,7 @@ class ModelOp(BatchOp):
 
     - `model`: the file, .onnx, or .pt, .pth, .pt2, .ts of PyTorch.
     - `runtime`: what runs it; auto is TensorRT, else CUDA, on a GPU, and the CPU elsewhere.
-    - `precision`: the precision of TensorRT and PyTorch; a warning says where it is not available.
+    - `precision`: the precision of TensorRT and PyTorch; a warning reports an unavailable one.
     - `mean`: subtracted from the pixels of each channel, or one number for all.
     - `std`: the divisor of the pixels after that.
     - `model_cache`: TensorRT engines are stored next to this file.

@@ -1,4 +1,4 @@
-"""Ops for tests, graphs of them, and a stage that runs one: every outcome of an item is counted."""
+"""Ops for tests, graphs of them, and a stage that runs a graph and records every outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.pipeline.traversal import ItemOutcome
 
 
 class Gates:
-    """Doors by name: an op waits at its own until the test opens it. `met` are the batches that came, in order."""
+    """Named doors: an op waits at its door until the test opens it. `met` has the arrived batches, in order."""
 
     def __init__(self) -> None:
         self._doors: dict[str, threading.Event] = {}
@@ -38,7 +38,7 @@ class Gates:
             self.came.notify_all()
 
     async def until(self, name: str, batches: int) -> list[list[Any]]:
-        """The batches at a door, once there are so many."""
+        """The batches at a door, when there are enough."""
 
         def wait() -> bool:
             with self.came:
@@ -48,7 +48,7 @@ class Gates:
         return self.met[name]
 
     def open_all(self) -> None:
-        """Those that nobody has come to yet, too."""
+        """Opens all doors, including those that no batch has reached yet."""
         with self.came:
             self._opened = True
             for door in self._doors.values():
@@ -56,7 +56,7 @@ class Gates:
 
 
 class Words(ItemOp):
-    """Adds a word to the data: shows the way of an item."""
+    """Adds a word to the data, which records the item's path."""
 
     def __init__(self, word: str = "") -> None:
         self.word = word
@@ -66,7 +66,7 @@ class Words(ItemOp):
 
 
 class Picky(ItemOp):
-    """Raises on data that has an "x", gives nothing for data that has a "-"."""
+    """Raises for data with an "x", and has no result for data with a "-"."""
 
     def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
         if "x" in data:
@@ -75,7 +75,7 @@ class Picky(ItemOp):
 
 
 class BatchWords(BatchOp):
-    """Adds a word to all data of a batch; raises for the whole batch if one of them has an "x"."""
+    """Adds a word to each item of a batch. Raises for the whole batch if an item has an "x"."""
 
     def __init__(self, word: str = "", gate: str = "", rows: int = 0) -> None:
         self.word, self.gate = word, gate
@@ -110,7 +110,7 @@ class TooFew(BatchOp):
 
 
 class Own(ItemOp):
-    """Sets a field of its own beside the result."""
+    """Sets another field besides the result."""
 
     def __init__(self, key: str, value: str) -> None:
         self.key, self.value = key, value
@@ -161,7 +161,7 @@ def make_graph() -> Callable[..., Graph]:
 
 
 class Stage:
-    """A runner with what came of its items."""
+    """A runner with helpers for the outcomes of its items."""
 
     def __init__(self, runner: PipelineRunner) -> None:
         self.runner = runner
@@ -173,7 +173,7 @@ class Stage:
         return future
 
     async def results(self, *data: Any, **keys: Any) -> list[Any]:
-        """The results of items that are there at once; the code of the error of those that failed."""
+        """The results of items submitted together, or the error codes of failed ones."""
         outcomes = await asyncio.wait_for(asyncio.gather(*[self.put(d, **keys) for d in data]), 20.0)
         return [o.error.code if o.error else o.fields.get("result") for o in outcomes]
 

@@ -1,4 +1,4 @@
-"""Pipelines that are built in Python."""
+"""Pipelines built in Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.pipeline.steps import (
 
 
 class Scale:
-    """A step of a user."""
+    """A user's step."""
 
     takes = "tensor"
     gives = "tensor"

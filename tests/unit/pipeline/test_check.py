@@ -1,4 +1,4 @@
-"""Whether graphs can run, and what is told of those that cannot."""
+"""Checks of graphs, and the errors of those that cannot run."""
 
 from __future__ import annotations
 

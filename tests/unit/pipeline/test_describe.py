@@ -1,4 +1,4 @@
-"""docs/pipelines.md has the keys and ops that the code has."""
+"""docs/pipelines.md has the keys and ops of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph: which nodes come before and after which."""
+"""Graph: the order of nodes, and routes through it."""
 
 from __future__ import annotations
 

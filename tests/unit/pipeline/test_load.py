@@ -1,4 +1,4 @@
-"""Graphs from TOML: what keys become, and what is told of those that are wrong."""
+"""Graphs from TOML: the effect of keys, and the errors of bad ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load(tmp_path: Path, text: str, *, compat: bool = False) -> Graph:
 
 
 def refused(tmp_path: Path, text: str, *, compat: bool = False) -> str:
-    """What is told of a file that is refused, without its folder."""
+    """The error of a bad file, without its folder."""
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text, compat=compat)
     assert caught.value.message.startswith(str(tmp_path / "p.toml"))

@@ -284,7 +284,7 @@ def test_closing_during_loading_rejects_waiting_items(known, make_graph, monkeyp
 
 
 class Strange:
-    """A value of which a shape can be asked, but no dtype; and no bytes."""
+    """A value with a shape, but without a dtype and bytes."""
 
     shape = (1, 2)
 

@@ -31,7 +31,7 @@ class Hundreds(BatchOp):
 
 
 def results(backend: str, *data: int) -> list[Any]:
-    """What comes out of a node for each of the data; None without a result."""
+    """The result of a node for each data value; None without a result."""
     for name in ("double", "only_even", "Hundreds"):
         backend = backend.replace(name, f"Python[{__name__}:{name}]")
     node = parse_graph({"a": {"backend": backend}}, name="t", folder="/").nodes["a"]

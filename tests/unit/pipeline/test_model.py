@@ -1,4 +1,4 @@
-"""A pipeline as the model of a worker: in batches that wait, and side by side."""
+"""A pipeline as the model of a worker: blocking batches and concurrent requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ backend = "Picky"
 
 
 class Answers:
-    """What a model answers to one `__penstock_submit__`, by place; a second answer of a place fails."""
+    """The answers to one `__penstock_submit__` by place. A second answer for a place fails."""
 
     def __init__(self, count: int) -> None:
         self.values: dict[int, Any] = {}

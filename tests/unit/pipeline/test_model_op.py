@@ -1,4 +1,4 @@
-"""The op that runs a model file: items in, their results out, whatever the batch."""
+"""ModelOp: each item gets its own result, whatever its batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def means(write):
-    """A file of a graph that gives the mean of each channel of an image, float32 `[N, 3, 8, 6]` -> `[N, 3]`."""
+    """A graph of the mean of each channel of an image, float32 `[N, 3, 8, 6]` -> `[N, 3]`."""
 
     def made(shape=IMAGES, **keys):
         steps = [("GlobalAveragePool", ["x"], ["p"]), ("Flatten", ["p"], ["y"])]
@@ -55,7 +55,7 @@ def means(write):
 
 @pytest.fixture
 def same(write):
-    """A file of a graph that gives what it is given, of a shape."""
+    """A graph that returns its input of a given shape."""
 
     def made(shape, kind=KINDS.FLOAT):
         return write([("x", kind, shape)], [("y", kind, shape)], [("Identity", ["x"], ["y"])])
@@ -78,13 +78,13 @@ def image(seed, rows=1, dtype=np.uint8):
 
 
 def by_hand(pixels):
-    """The means of channels of normalised pixels, in float64."""
+    """The means of channels of normalized pixels, in float64."""
     mean, std = (np.array(v).reshape(1, 3, 1, 1) for v in (MEAN, STD))
     return ((pixels.astype(np.float64) - mean) / std).mean((2, 3))
 
 
 class Seen:
-    """The program of an op, and what it was fed."""
+    """The program of an op, and its recorded inputs."""
 
     def __init__(self, op, raw=False):
         self._program = op._programs[raw]
@@ -212,7 +212,7 @@ def test_channels_may_be_the_last_axis(same):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose sessions run on the CPU, with a list of what was opened."""
+    """A GPU whose sessions run on the CPU, with a list of opened sessions."""
     real, opened = loaders.open_session, []
 
     def session(path, device="cpu", **keys):

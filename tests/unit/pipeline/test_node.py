@@ -1,4 +1,4 @@
-"""NodeModel: a batch through the ops of one node, each item in its own place."""
+"""NodeModel: a batch through the ops of one node. Each item keeps its place."""
 
 from __future__ import annotations
 

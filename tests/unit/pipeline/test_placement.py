@@ -1,4 +1,4 @@
-"""Where nodes run that leave it open."""
+"""Devices, instances and chains of nodes on this machine."""
 
 from __future__ import annotations
 

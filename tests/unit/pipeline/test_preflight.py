@@ -1,4 +1,4 @@
-"""Which TOML files tell a pipeline, what they say of the server, and a check of them in a process of its own."""
+"""Recognition of pipelines, their server tables, and the check in a child process."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_check_in_a_child_process_reports_problems_and_loads_nothing_here(fold
 
 
 def children() -> set[int]:
-    """The processes that this one has started, also those that ended and were not waited for."""
+    """The children of this process, including zombies."""
     return {child.pid for child in psutil.Process().children()}
 
 

@@ -1,4 +1,4 @@
-"""PipelineRunner: items through graphs, one outcome each, whatever becomes of their neighbours."""
+"""PipelineRunner: each item has exactly one outcome, whatever happens to its neighbours."""
 
 from __future__ import annotations
 

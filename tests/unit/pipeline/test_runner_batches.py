@@ -1,4 +1,4 @@
-"""Runner: how batches form, what is waited for, how much may start, and what is told of it."""
+"""PipelineRunner: formation of batches, waiting, backpressure, and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def chain(make_graph: Any, **last: Any) -> Any:
 
 
 async def test_a_node_runs_when_nothing_more_is_on_its_way(stage, make_graph, doors) -> None:
-    """Items that are inside are waited for, up to `wait_s`; without any there is nothing to wait for."""
+    """A node waits up to `wait_s` for items that are inside, and not at all without any."""
     more = {"max_batch": 4, "wait_s": 60.0}
     graph = make_graph(
         {
@@ -286,7 +286,7 @@ async def test_urgent_items_go_first_at_every_node(stage, make_graph, doors) -> 
 
 
 async def test_room_freed_by_an_expired_item_is_used_immediately(stage, make_graph, doors) -> None:
-    """It is passed on to a queue that moves not: nothing else tells those before that there is room."""
+    """The item moves to a queue that does not change, so only its end signals that there is room."""
     late = {"max_batch": 1, "queue": 1, "deadline_s": 0.05, "on_error": "skip"}
     graph = make_graph(
         {

@@ -1,4 +1,4 @@
-"""Runner: what fails, hangs or dies at a node, and who is answered all the same."""
+"""PipelineRunner: items that fail, hang or die at a node, and the answers of the others."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_a_node_without_an_instance_rejects_items(stage, make_graph, monke
 
 
 async def test_a_hanging_batch_runs_again_in_halves(stage, make_graph, doors, monkeypatch, caplog) -> None:
-    """Who is in two such batches fails with the one that hangs."""
+    """An item that is in two such batches fails with the hanging one."""
     caplog.set_level(logging.CRITICAL)
 
     class Hangs(BatchOp):

@@ -1,4 +1,4 @@
-"""What runs a model file: found out by file, key and device, opened once, refused with a reason."""
+"""Runtimes of model files: selection by file, key and device, sharing, and errors."""
 
 from __future__ import annotations
 

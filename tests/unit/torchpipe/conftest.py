@@ -29,7 +29,7 @@ class PipeDouble:
 
 @pytest.fixture(autouse=True)
 def no_ops_of_others() -> Iterator[None]:
-    """Ops that a test registers are gone after it."""
+    """Removes the ops that a test registers."""
     before = dict(catalog._registered)
     yield
     catalog._registered.clear()

@@ -1,4 +1,4 @@
-"""The package as a whole: what it has, what it loads, and the name under which it may be imported."""
+"""The package: its names, the modules it loads, and its import as torchpipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PUBLISHED = {
 
 
 def run(code: str, *path: Path) -> str:
-    """What a program prints, with `path` before all else that is imported from."""
+    """The output of a program that imports from `path` first."""
     code = f"import sys; sys.path[:0] = {[str(p) for p in path]!r}\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

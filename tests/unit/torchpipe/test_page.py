@@ -1,4 +1,4 @@
-"""docs/migrate-from-torchpipe.md is complete: each key, backend and name that the code has is a row, in its state."""
+"""docs/migrate-from-torchpipe.md has a row for each key, backend and name of the code, with its state."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ EXPECTED = cv2.cvtColor(cv2.resize(PIXELS, (10, 6)), cv2.COLOR_BGR2RGB).transpos
 
 
 class Refuses:
-    """What gives no result, as a decoder that cannot read these bytes."""
+    """An op without results, like a decoder that cannot read these bytes."""
 
     def forward(self, items: list[dict[str, Any]]) -> None: ...
 

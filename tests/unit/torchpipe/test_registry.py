@@ -11,7 +11,7 @@ from penstock.torchpipe import Status, is_registered, list_backends, pipe, regis
 
 
 class Adds:
-    """As TorchPipe's users write them: one item at a time, a number of its own."""
+    """A class in TorchPipe's style: one item at a time, with its own number."""
 
     def init(self, config: dict[str, str]) -> None:
         self.add = int(config["add"])

@@ -13,7 +13,7 @@ from penstock.pipeline.ops.decode import picture
 
 @pytest.fixture(scope="session")
 def rgb() -> np.ndarray[Any, Any]:
-    """A picture uint8 `[67, 90, 3]`, red first."""
+    """A picture uint8 `[67, 90, 3]`, RGB."""
     return picture(67, 90, 4)
 
 

@@ -21,7 +21,7 @@ DECODERS = ["opencv", "simplejpeg"]
 
 
 def difference(mat, rgb):
-    """The mean difference from a picture whose red is first."""
+    """The mean difference from an RGB picture."""
     assert mat.shape == rgb.shape
     return np.abs(mat[:, :, ::-1].astype(int) - rgb).mean()
 
@@ -96,7 +96,7 @@ def test_sixteen_bits_are_cut_to_the_upper_eight(rgb):
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_cmyk_has_its_colours_and_is_not_a_negative(encode, rgb, decoder):
-    """Pillow writes CMYK as Adobe does: inverted, which an APP14 segment says."""
+    """Pillow writes inverted CMYK with an APP14 segment, as Adobe does."""
     data = encode("JPEG", "CMYK", quality=95)
     assert b"Adobe" in data[:200]
     assert difference(DecodeMat(decoder=decoder)(data, {}), rgb) < 12
@@ -104,7 +104,7 @@ def test_cmyk_has_its_colours_and_is_not_a_negative(encode, rgb, decoder):
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_ycck_has_its_colours(encode, rgb, decoder):
-    """The same numbers said to be YCCK: as libjpeg by Pillow has it."""
+    """The same numbers declared as YCCK, as Pillow's libjpeg decodes them."""
     data = bytearray(encode("JPEG", "CMYK", quality=95))
     at = data.find(b"Adobe")
     data[at + 11] = 2  # the transform
@@ -125,7 +125,7 @@ def test_of_an_animation_the_first_picture_is_taken(rgb, kind):
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_an_image_is_rotated_by_its_exif_orientation(rgb, decoder, orientation):
-    """Against Pillow's own turning."""
+    """Compares with Pillow's rotation."""
     from PIL import ImageOps
 
     marks = Image.Exif()
@@ -206,7 +206,7 @@ def test_another_truncated_image_fails(encode, kind, part, capfd):
 
 @pytest.mark.parametrize("length", [0x7FFFFFFF, 0xFFFFFFFF, 5000])
 def test_a_png_with_a_huge_chunk_length_fails_immediately(encode, length):
-    """OpenCV 5 takes the memory before it looks: 5 kB of bytes held it for 18 s."""
+    """OpenCV 5 allocates before it reads: 5 kB of bytes kept it busy for 18 s."""
     data = encode("PNG")
     at = data.find(b"IDAT") - 4
     fails(data[:at] + struct.pack(">I", length) + data[at + 4 :], match="found a PNG that is broken: it is truncated")
@@ -228,7 +228,7 @@ def test_a_jpeg_with_a_hole_fails(encode):
 
 
 def test_every_flipped_byte_gives_an_image_or_a_decode_error(encode, rgb, capfd):
-    """Headers are parsed here; whatever is in them, an item fails with the error that is its caller's."""
+    """Headers are parsed here. Whatever they contain, the item fails with a client error."""
     for kind in ("JPEG", "PNG", "GIF", "WEBP"):
         data = encode(kind, image=Image.fromarray(rgb[:16, :24]))
         for at in range(0, len(data), 1 + len(data) // 700):
@@ -294,7 +294,7 @@ def test_without_simplejpeg_opencv_decodes(encode, monkeypatch):
 
 
 def test_other_threads_run_while_an_image_is_decoded():
-    """A thread that counts gets on while another decodes one large image."""
+    """A counting thread makes progress while another decodes one large image."""
     _, jpeg = cv2.imencode(".jpg", np.zeros((5000, 5000, 3), np.uint8))
     data, op, done = jpeg.tobytes(), DecodeMat(), threading.Event()
 
@@ -392,7 +392,7 @@ def test_reduced_decoding_logs_its_accuracy_at_load(caplog):
 
 
 def test_the_measure_is_of_the_size_of_that_on_photographs():
-    """One photograph is busy and one is blurred; what is generated, between."""
+    """Generated pictures are between a busy and a blurred photograph."""
     datasets = pytest.importorskip("sklearn.datasets")
     found = []
     for image in datasets.load_sample_images().images:

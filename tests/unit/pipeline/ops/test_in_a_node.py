@@ -1,4 +1,4 @@
-"""Items that an op refuses, among good ones in the batch of a node: each fails alone, the others are as they were."""
+"""Items that an op rejects, among good ones in a node's batch: each fails alone, and the others are unchanged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bad_images(encode):
 
 
 def odd_images(encode, rgb):
-    """Those that look bad and are good."""
+    """Items that look bad but are valid."""
     one = io.BytesIO()
     Image.new("RGB", (1, 1)).save(one, "PNG")
     deep = io.BytesIO()
@@ -70,7 +70,7 @@ def odd_images(encode, rgb):
 
 
 def results(model, items):
-    """For each item its result, or its error."""
+    """The result or error of each item."""
     answers = model.predict([Visit(fields, False) for fields in items])
     return [answer if isinstance(answer, Exception) else answer[0]["result"] for answer in answers]
 
@@ -94,7 +94,7 @@ def test_bad_images_fail_alone_and_odd_ones_do_not_fail(node, encode, rgb, capfd
 
 
 def test_a_bad_first_item_does_not_move_its_neighbours(node, encode):
-    """In TorchPipe those behind it skip the other ops, and keep what they had."""
+    """In TorchPipe, later items skip the other ops and keep intermediate values."""
     model = node(*PREPARE)
     (alone,) = results(model, [{"data": encode("JPEG")}])
     bad, *others = results(model, [{"data": b""}, {"data": encode("JPEG")}, {"data": encode("JPEG")}])
@@ -127,7 +127,7 @@ def test_invalid_mats_and_boxes_fail_alone(node, data, box):
 
 
 def test_ops_reject_none_as_data(node, tmp_path):
-    """Each op of the catalog tells what it found: an item is never the end of a node."""
+    """Each op of the catalog reports what it found, and a bad item never stops the node."""
     params = {
         "AddInt": {"pairs": "a:1"}, "Add": {"pairs": "a:1"}, "Copy": {"pairs": "a:b"}, "Move": {"pairs": "a:b"},
         "Remove": {"keys": "a"}, "KeyA2KeyB": {"key_a": "a", "key_b": "b"}, "Sleep": {"time": 0},

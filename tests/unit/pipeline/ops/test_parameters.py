@@ -43,14 +43,14 @@ class Child(Base):
 
 
 class Open(ItemOp):
-    """Takes what it is given."""
+    """Takes any parameters."""
 
     def __init__(self, target: str, **params: Any) -> None:
         self.values = (target, params)
 
 
 class Bare(ItemOp):
-    """Has none."""
+    """Has no parameters."""
 
 
 def test_the_keys_of_an_op_are_the_parameters_of_its_init():
@@ -162,7 +162,7 @@ def test_an_op_is_made_with_converted_values():
 
 
 class ForCheckers(ItemOp):
-    """Its author's type checker knows more than it does."""
+    """Uses a type that only type checkers import."""
 
     def __init__(self, price: absent.Decimal | None = None, other: Absent = None, size: int = 1) -> None:  # noqa: F821
         self.size = size

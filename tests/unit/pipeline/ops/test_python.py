@@ -12,7 +12,7 @@ from penstock.pipeline.ops.python import Python, adapt, op, resolve
 
 
 class Item(ItemOp):
-    """An op as it is."""
+    """A plain op."""
 
     def __init__(self, more: int = 1) -> None:
         self.more = more
@@ -50,7 +50,7 @@ class OfFields:
 
 
 class Peers:
-    """As TorchPipe's users write them."""
+    """A class in TorchPipe's style."""
 
     def init(self, params):
         self.params = params

@@ -1,4 +1,4 @@
-"""Calls of the Thrift service as its libraries write them, whole, in pieces and broken."""
+"""Calls of the Thrift service as its libraries write them: complete, in pieces and broken."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def infer(data: bytes, uuid: str = "a", strict: bool = True, **more: Any) -> byt
 
 
 def answered(message: bytes, result: Any) -> Any:
-    """What a client of thriftpy2 makes of an answer: the result filled in, or the exception."""
+    """An answer as a client of thriftpy2 reads it: the result or the exception."""
     protocol = TCyBinaryProtocol(TCyMemoryBuffer(message))
     name, kind, seqid = protocol.read_message_begin()
     assert (name, seqid) == ("infer_batch", 7)
@@ -122,7 +122,7 @@ def check(message: bytes) -> None:
 
 
 def strung(size: int) -> bytes:
-    """A call whose data says that it has so many bytes."""
+    """A call whose data declares a number of bytes."""
     return infer(b"")[: infer(b"").index(b"\x0b\x00\x02") + 3] + struct.pack(">i", size)
 
 

@@ -1,4 +1,4 @@
-"""The Thrift listener beside thriftpy2's own writer and reader, on both loops: calls, refusals, bounds, time-outs."""
+"""The Thrift listener with thriftpy2's writer and reader, on both event loops: calls, errors, limits, timeouts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Client:
         return read if isinstance(read, TApplicationException) else getattr(read, "success", None)
 
     async def closed(self) -> bool:
-        """True when the server has closed and nothing came before that."""
+        """True if the server has closed without sending anything."""
         try:
             return await asyncio.wait_for(self.reader.read(), LIMIT_S) == b""
         except ConnectionResetError:
