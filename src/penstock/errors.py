@@ -1,8 +1,8 @@
-"""The one tree of errors: a stable `code`, whether a retry may help, and a message.
+"""The error hierarchy: each class has a stable `code` and says whether a retry may help.
 
-A message says what was found, what was expected and what to do. `message` may leave the process; `detail` (a
-traceback, a path) may not: it is for logs and for callers in the same process. No HTTP word stands here: every
-front-end has one table from class to status.
+A message says what was found, what was expected and what to do. `message` may leave the process. `detail` (a
+traceback, a path) may not: it is for logs and for callers in the same process. HTTP statuses are defined elsewhere:
+every front-end has one table from class to status.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ def _rebuild(cls: type[PenstockError], message: str, retry_after_s: float | None
 
 
 class BadRequest(PenstockError):
-    """The request itself is wrong: it fails in the same way every time."""
+    """The request is invalid; a retry fails in the same way."""
 
     code = "bad_request"
 
 
 class PayloadTooLarge(BadRequest):
-    """The body is larger than `limits.max_body_bytes`, or than the slab pool."""
+    """The body exceeds `limits.max_body_bytes`, or the slab pool."""
 
     code = "payload_too_large"
 
 
 class DecodeError(BadRequest):
-    """An item's bytes are no image that can be decoded: empty, of no known format, broken, cut short, or too large."""
+    """The bytes of an item cannot be decoded as an image: empty, unknown format, damaged, truncated, or too large."""
 
     code = "undecodable"
 
 
 class Unauthorized(PenstockError):
-    """No token, or a wrong one."""
+    """The token is missing or wrong."""
 
     code = "unauthorized"
 
 
 class ModelNotFound(PenstockError):
-    """No model, or no such version of it, is registered."""
+    """The model or version is not registered."""
 
     code = "model_not_found"
 
 
 class Conflict(PenstockError):
-    """The change does not fit what is there now."""
+    """The change conflicts with the current state."""
 
     code = "conflict"
 
 
 class Forbidden(PenstockError):
-    """The caller may not do this, whoever they are: the configuration does not allow it."""
+    """The configuration forbids this operation, whatever the token."""
 
     code = "forbidden"
 
@@ -82,19 +82,19 @@ class ModelNotReady(PenstockError):
 
 
 class BrokerUnavailable(ModelNotReady):
-    """The broker between callers and workers cannot be reached, or does not take what it is given."""
+    """The broker between callers and workers is unreachable or rejects requests."""
 
     code = "broker_unavailable"
 
 
 class UnsupportedType(PenstockError):
-    """The content type is one that this route never reads."""
+    """The route does not accept this content type."""
 
     code = "unsupported_media_type"
 
 
 class QueueFull(PenstockError):
-    """The queue of the model is at its bound, in items or in bytes."""
+    """The queue of the model is full, in items or in bytes."""
 
     code = "queue_full"
     retryable = True
@@ -108,32 +108,32 @@ class DeadlineExceeded(PenstockError, TimeoutError):
 
 
 class Cancelled(PenstockError):
-    """The caller went away before the request was run."""
+    """The caller cancelled before the request ran."""
 
     code = "cancelled"
 
 
 class WorkerDied(PenstockError):
-    """The worker that ran the request ended without an answer."""
+    """The worker died while running the request."""
 
     code = "worker_died"
     retryable = True
 
 
 class ItemFailed(PenstockError):
-    """The model raised on this item; its batch-mates were answered."""
+    """The model failed on this item; other items in its batch are not affected."""
 
     code = "item_failed"
 
 
 class OutOfMemory(ItemFailed):
-    """The device had no memory for this item, even alone in its batch."""
+    """The device ran out of memory for this item, even alone in its batch."""
 
     code = "out_of_memory"
 
 
 class BadOutput(ItemFailed):
-    """The model returned what cannot be an answer: a wrong number of results, or one that cannot be serialised."""
+    """The model returned an invalid result: the wrong number of results, or one that cannot be serialised."""
 
     code = "bad_output"
 
@@ -145,7 +145,7 @@ class LoadFailed(PenstockError):
 
 
 class LoadOutOfMemory(LoadFailed):
-    """There was no memory to load the model."""
+    """The model did not load because memory ran out."""
 
     code = "load_out_of_memory"
 
@@ -175,19 +175,19 @@ def _tree(cls: type[PenstockError]) -> Iterable[type[PenstockError]]:
 
 
 def from_code(code: str, message: str, detail: str = "") -> PenstockError:
-    """The error that `code` names, as it was on the other side of a wire; unknown codes become `PenstockError`."""
+    """The error for a code received from another process; unknown codes become `PenstockError`."""
     cls = next((c for c in _tree(PenstockError) if c.code == code), PenstockError)
     return cls(message, detail=detail)
 
 
 def plain(text: object) -> str:
-    """The text without halves of characters, which no wire can carry; from a model it may be of any type."""
+    """The text with lone surrogates escaped, because UTF-8 cannot encode them; a model may pass any type."""
     text = text if isinstance(text, str) else str(text)
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def describe(error: BaseException) -> str:
-    """`Type: first line of its text`, also of an error whose text cannot be had."""
+    """`Type: first line of its text`, even if the text of the error cannot be read."""
     try:
         text = plain(error).partition("\n")[0]
     except Exception:

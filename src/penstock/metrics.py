@@ -1,7 +1,7 @@
 """A model's own counters, gauges and timers: `penstock.metrics.counter("faces", 3)` inside `predict`.
 
-Callable from any thread. What changed goes to the serving process with the answer of the batch, or, of a pipeline, ten
-times a second.
+Callable from any thread. Changes are sent to the server process with the answer of the batch, for a pipeline ten times
+a second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import islice
 from penstock.errors import plain
 from penstock.types import MetricDelta
 
-MAX_TIMINGS = 10_000  # between two batches, and as many records; more are not kept
+MAX_TIMINGS = 10_000  # timings between two batches, and as many records; further ones are dropped
 MAX_SERIES = 1_000
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -27,7 +27,7 @@ _Key = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError for a name that would spoil the page of metrics for everybody."""
+    """Raises ValueError for a name that would make the whole metrics page invalid."""
     if not _NAME.fullmatch(name) or name.startswith(_RESERVED):
         raise ValueError(
             f"a metric cannot be named {name!r}: expected letters, digits and _, not first a digit, and not the"
@@ -49,7 +49,7 @@ class _Registry:
     def add(self, kind: str, name: str, value: float, labels: dict[str, object]) -> None:
         if name not in _good_names:
             _check_name(name)
-        # numbers of numpy and texts of requests are welcome, but must not be what cannot be sent
+        # accepts NumPy numbers and any text, and converts them to values that can be sent
         key = (kind, name, tuple(sorted((k, plain(v)) for k, v in labels.items())))
         value = float(value)
         with self._lock:
@@ -82,7 +82,7 @@ class _Registry:
 
 
 class _ForAll(_Registry):
-    """Of threads that count for the whole process, and tell nothing by themselves."""
+    """The registry of threads that count for the whole process and report nothing themselves."""
 
     def add(self, kind: str, name: str, value: float, labels: dict[str, object]) -> None:
         _shared.add(kind, name, value, labels)
@@ -100,12 +100,12 @@ _own = threading.local()
 
 
 def own_registry() -> None:
-    """Gives the calling thread a registry of its own: one model among several in this process."""
+    """Gives the calling thread a separate registry, for one of several models in this process."""
     _own.registry = _Registry()
 
 
 def count_for_all() -> None:
-    """Undoes `own_registry`: what the calling thread counts is told with the answers of others, never with its own."""
+    """Undoes `own_registry`: metrics of the calling thread are reported with the answers of other threads."""
     if hasattr(_own, "registry"):
         _own.registry = _for_all
 
@@ -116,8 +116,8 @@ def _current() -> _Registry:
 
 
 def counter(name: str, value: float = 1, **labels: object) -> None:
-    """Adds `value` (>= 0) to a counter. Raises ValueError, also for a name that Prometheus does not take."""
-    if not value >= 0:  # NaN is refused, too
+    """Adds `value` (>= 0) to a counter. Raises ValueError, also for an invalid Prometheus name."""
+    if not value >= 0:  # also refuses NaN
         raise ValueError(f"counter '{name}' can only grow, found {value}: use a gauge")
     _current().add("counter", name, value, labels)
 
@@ -130,12 +130,12 @@ def gauge(name: str, value: float, **labels: object) -> None:
 def record(
     kind: str, name: str, value: float, labels: Mapping[str, object], unit: str = "", request_id: str = ""
 ) -> None:
-    """Tells one change as it is, added to no other: for metrics whose names and units are those of another system.
+    """Reports one change unchanged and unmerged, for metrics with the names and units of another system.
 
-    `kind` is "counter", "gauge" or "histogram". Who receives it judges the name. Raises ValueError for no number.
+    `kind` is "counter", "gauge" or "histogram". The receiver checks the name. Raises ValueError for a bad value.
     """
-    told = {plain(k): plain(v) for k, v in labels.items()}
-    _current().record(MetricDelta(kind, plain(name), float(value), told, plain(unit), plain(request_id)))
+    texts = {plain(k): plain(v) for k, v in labels.items()}
+    _current().record(MetricDelta(kind, plain(name), float(value), texts, plain(unit), plain(request_id)))
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def timings(name: str, seconds: Iterable[float], **labels: object) -> None:
 
 
 def drain() -> list[MetricDelta] | None:
-    """What changed since the last call, of this thread's model and of threads that belong to none."""
+    """The changes since the last call, by this thread's model and by threads without a model."""
     registry = _current()
     changes = registry.drain()
     if registry not in (_shared, _for_all):

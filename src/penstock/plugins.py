@@ -30,7 +30,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "torchserve_inputs": "penstock.torchserve.protocol.codec:InputsCodec",
         "torchserve_raw": "penstock.torchserve.protocol.codec:RawCodec",
     },
-    # what opens a target that is not Python code: a model file, a pipeline file, a torch.nn.Module
+    # opens targets other than Python code: model files, pipeline files, torch.nn.Module
     "runtime": {
         "file": "penstock.runtimes.files:file_model",
         "module": "penstock.runtimes.files:module_model",
@@ -50,7 +50,7 @@ BUILTIN: dict[str, dict[str, str]] = {
 
 
 def resolve(kind: str, name: str) -> Any:
-    """The object that `name` means among the plugins of `kind` ("codec", "transport" ...).
+    """The plugin of a kind ("codec", "transport" ...) with this name.
 
     A built-in name, "pkg.mod:obj", or an entry point of the group `penstock.<kind>`. Raises ConfigError.
     """
@@ -74,32 +74,32 @@ MODEL_FILES = (".onnx", ".pt", ".pt2", ".pth", ".ts")
 
 
 def is_model_file(target: str) -> bool:
-    """Whether a target is a file that is a model as it is, such as `model.onnx`; with a colon it names an object."""
+    """Whether a target is a model file, such as `model.onnx`; a target with a colon names an object instead."""
     return target.lower().endswith(MODEL_FILES) and ":" not in target.rpartition("/")[2]
 
 
 def is_pipeline_file(target: str) -> bool:
-    """Whether a target is a file that tells a pipeline, such as `resnet50.toml`."""
+    """Whether a target is a pipeline file, such as `resnet50.toml`."""
     return target.lower().endswith(".toml") and ":" not in target.rpartition("/")[2]
 
 
 def is_whole_file(target: str) -> bool:
-    """Whether a target is a file as it stands, in which no object is named."""
+    """Whether a target is a whole file and names no object in it."""
     return is_model_file(target) or is_pipeline_file(target)
 
 
 def load_object(spec: str, module: str = "") -> object:
     """The object at "pkg.mod:obj" or "path/app.py:obj" (dots reach into it).
 
-    `module` is the name that a file is to be loaded under, when it is not its own. Raises TargetNotFound when there is
-    no such file, module or object, LoadFailed when the module itself raises.
+    `module` is the module name for a file, if not its own. Raises TargetNotFound if the file, module or object does
+    not exist, LoadFailed if the module raises.
     """
     where, colon, path = spec.rpartition(":")
     if not colon or not where or not path:
         raise TargetNotFound(f"target '{spec}' names no object: write app.py:Model or pkg.mod:Model")
     found: Any
     if where.endswith(".py") or "/" in where:
-        with _loading:  # another thread must not see a module whose code still runs
+        with _loading:  # other threads must not see a module that is still loading
             found = _from_file(where, path, module)
     else:
         found = _from_package(where, path)
@@ -113,7 +113,7 @@ def load_object(spec: str, module: str = "") -> object:
 
 
 def candidates(owner: Any) -> list[str]:
-    """The names of the functions and classes that a module defines itself, and of its instances with `predict`."""
+    """The names of functions and classes that a module defines itself, and of instances with `predict`."""
     module = owner.__name__ if inspect.ismodule(owner) else getattr(owner, "__module__", "")
     return sorted(
         name
@@ -127,14 +127,14 @@ def candidates(owner: Any) -> list[str]:
 
 
 def module_name(file: Path) -> str:
-    """A name for the module of a file that no other has."""
+    """A unique module name for a file."""
     return f"penstock_target_{file.stem}_{zlib.crc32(bytes(str(file), 'utf-8')):08x}"
 
 
 def _own_name(file: Path) -> bool:
-    """Whether a file may be loaded under its own name, under which other processes find what it defines.
+    """Whether a file can be loaded under its own name, so that other processes find its definitions.
 
-    Not when that is the name of another module: a user's `code.py` takes the place of none.
+    False if another module has this name: a user's `code.py` must not replace the standard library's.
     """
     if not file.stem.isidentifier() or file.stem in sys.modules or file.stem in sys.stdlib_module_names:
         return False
@@ -187,8 +187,8 @@ def _load_failed(where: str, error: Exception) -> LoadFailed:
 
 
 def raised_at(error: BaseException) -> str:
-    """`" (app.py, line 3)"`: the innermost line of the user's own code that the error came through, or ""."""
-    if isinstance(error, SyntaxError):  # its text says so itself
+    """`" (app.py, line 3)"`: the innermost line of user code in the error's traceback, or ""."""
+    if isinstance(error, SyntaxError):  # its text already contains the line
         return ""
     others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

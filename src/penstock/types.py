@@ -32,7 +32,7 @@ DTYPES: Final = {
     "BYTES": "object",
 }
 DATATYPES: Final = {dtype: datatype for datatype, dtype in DTYPES.items() if datatype != "BF16"}
-# bytes of an element; of BYTES, which have no size, those of its length
+# bytes per element; for BYTES the size of the length field
 SIZES: Final = {
     "BOOL": 1, "UINT8": 1, "UINT16": 2, "UINT32": 4, "UINT64": 8, "INT8": 1, "INT16": 2, "INT32": 4, "INT64": 8,
     "FP16": 2, "BF16": 2, "FP32": 4, "FP64": 8, "BYTES": 4,

@@ -385,7 +385,7 @@ def test_a_bad_file_is_reported_in_one_line_before_anything_starts(folder: Path,
     [
         (("gone.toml",), "no such file"),
         (("words.toml", "--workers", "0"), "from 1"),
-        (("steps.py:one", "--compat", "torchpipe"), "--compat is for files of pipelines"),
+        (("steps.py:one", "--compat", "torchpipe"), "--compat applies to pipeline files"),
         (("words.toml", "--compat", "triton"), "torchpipe"),
         (("words.toml", "--option", "x=1"), "no option 'x'"),
         (("words.toml", "other=words.toml", "words=plain.toml"), "two models are named 'words'"),

@@ -1,4 +1,4 @@
-"""`penstock config check FILE`: says whether a configuration would be accepted, and starts nothing."""
+"""`penstock config check FILE`: checks a configuration without starting anything."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import click
 
 @click.group()
 def config() -> None:
-    """Looks at configuration files."""
+    """Check configuration files."""
 
 
 @config.command()
 @click.argument("file", type=click.Path())
 def check(file: str) -> None:
-    """Check FILE, together with the PENSTOCK_* variables that are set now.
+    """Check FILE together with the current PENSTOCK_* variables.
 
-    Prints "ok" and the models found, or what is wrong and exits with 1. The files of pipelines are checked, too.
+    Prints "ok" and the models, or prints the error and exits with 1. Pipeline files are checked too.
     """
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
@@ -30,7 +30,7 @@ def check(file: str) -> None:
 
     try:
         if describes_pipeline(file):
-            raise ConfigError(f"{file}: tells a pipeline, which is checked by: penstock pipeline check {file}")
+            raise ConfigError(f"{file} is a pipeline; check it with: penstock pipeline check {file}")
         found = load_config(file, env=os.environ)
         check_bind(found)
         for name, model in found.models.items():

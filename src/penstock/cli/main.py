@@ -1,4 +1,4 @@
-"""The `penstock` command. Each verb is a file of its own and is imported only when it is used."""
+"""The `penstock` command. Subcommands come from their subsystems and are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from penstock._version import __version__
 
-_VERBS = {
+_COMMANDS = {
     "archive": "penstock.torchserve.cli.archive:archive",
     "benchmark-suite": "penstock.perf.bench.cli:benchmark_suite",
     "bench": "penstock.perf.bench.cli:bench",
@@ -29,15 +29,15 @@ _VERBS = {
 
 
 class _LazyGroup(click.Group):
-    """A group whose verbs are imported when they are asked for."""
+    """A group that imports its commands on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_VERBS)
+        return sorted(_COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _VERBS:
+        if name not in _COMMANDS:
             return None
-        module, _, attribute = _VERBS[name].partition(":")
+        module, _, attribute = _COMMANDS[name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
@@ -46,7 +46,7 @@ class _LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="penstock")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Serves models: requests are gathered into full batches and driven onto workers."""
+    """Serve models: requests are gathered into full batches and run on workers."""
     ctx.obj = {"download_archive": _download_archive}
 
 

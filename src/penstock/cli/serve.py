@@ -1,4 +1,4 @@
-"""`penstock serve`: reads flags, files and environment into one Config, and hands it to the server."""
+"""`penstock serve`: reads flags, files and environment into one Config and starts the server."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.config.targets import devices_list, number_or_auto, read_options, 
 from penstock.errors import ConfigError, PenstockError, TargetNotFound
 from penstock.plugins import is_pipeline_file
 
-_FLAGS = {"batching": "max-batch-size", "options": "option"}  # what says a key, where it is not its name
+_FLAGS = {"batching": "max-batch-size", "options": "option"}  # flags whose name differs from their key
 
 
 def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[str, ...]) -> Config:
-    """The Config that TARGETs, flags, `--set` and the environment say together. Raises ConfigError."""
+    """The Config from TARGETs, flags, `--set` and the environment. Raises ConfigError."""
     toml, models = split_targets(targets)
     per_model = {k: v for k in ("instances", "devices") if (v := flags[k]) is not None}
     if len(flags["devices"] or ()) > 1 and flags["instances"] is None:
@@ -63,10 +63,10 @@ def _has_pipelines(config: Config) -> bool:
 
 
 def _set_compat(pipelines: list[dict[str, Any]]) -> None:
-    """Lets pipelines be read in TorchPipe's dialect. Raises ConfigError when there are none."""
+    """Reads pipelines in TorchPipe's dialect. Raises ConfigError if there are none."""
     if not pipelines:
         raise ConfigError(
-            "--compat is for files of pipelines that are named on the command line; in a configuration set"
+            "--compat applies to pipeline files named on the command line; in a configuration set"
             " models.NAME.options.compat"
         )
     for model in pipelines:
@@ -74,7 +74,7 @@ def _set_compat(pipelines: list[dict[str, Any]]) -> None:
 
 
 def instances_for(devices: list[str]) -> int | str:
-    """One for each of the devices, if nothing else is said of them."""
+    """The default number of instances: one per device."""
     return "auto" if any(device.startswith("cuda") for device in devices) else len(devices)
 
 
@@ -86,25 +86,25 @@ def instances_for(devices: list[str]) -> int | str:
     "instances",
     callback=number_or_auto,
     metavar="N|auto",
-    help="Loaded copies of each model, a process each; of a pipeline each is the whole.",
+    help="Loaded copies of each model or whole pipeline, one process each.",
 )
 @click.option(
     "--devices",
     callback=devices_list,
     metavar="D,D",
-    help="Devices, such as cuda:0,cuda:1; of several each has an instance.",
+    help="Devices, such as cuda:0,cuda:1; one instance on each.",
 )
 @click.option(
-    "--compat", type=click.Choice(["torchpipe"]), help="Dialect of pipelines: unknown keys are warned of, not refused."
+    "--compat", type=click.Choice(["torchpipe"]), help="Pipeline dialect: unknown keys cause warnings, not errors."
 )
-@click.option("--max-batch-size", callback=number_or_auto, metavar="N|auto", help="Most rows in a batch.")
+@click.option("--max-batch-size", callback=number_or_auto, metavar="N|auto", help="Maximum rows per batch.")
 @click.option("--model", metavar="ID", help="The same as --option model=ID.")
 @click.option("--option", "options", multiple=True, metavar="A=B", help="An argument of each model's class.")
 @click.option("--host", help="Address of the inference listener [127.0.0.1].")
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="Port of the inference listener [8080]; 0 takes a free one."
 )
-@click.option("--token-file", type=click.Path(), help="Bearer tokens, one a line, for every listener.")
+@click.option("--token-file", type=click.Path(), help="File with bearer tokens, one per line, for every listener.")
 @click.option("--tls-cert", type=click.Path(), help="PEM file of the certificate chain.")
 @click.option("--tls-key", type=click.Path(), help="PEM file of the private key.")
 @click.option("--insecure", is_flag=True, help="Allow a non-loopback address without a token.")
@@ -113,8 +113,8 @@ def instances_for(devices: list[str]) -> int | str:
 def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, **flags: Any) -> None:
     """Serve models over HTTP.
 
-    TARGET is app.py:obj, app.py alone if it has one model, pkg.mod:obj, a model such as model.onnx or model.pt, the
-    TOML file of a pipeline (NAME=TARGET to choose its name), or that of a configuration.
+    TARGET is app.py:obj, app.py if it has only one model, pkg.mod:obj, a model file such as model.onnx or model.pt, or
+    the TOML file of a pipeline or a configuration. NAME=TARGET chooses a model's name.
     """
     try:
         config = build_config(targets, flags, sets)

@@ -1,4 +1,4 @@
-"""The composition root: engine, listeners and signals, joined into one running server."""
+"""The composition root of `penstock serve`: joins engine, listeners and signals into one running server."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from penstock.types import ModelStatus, TensorSpec
 if TYPE_CHECKING:
     from penstock.torchpipe.thrift.server import ThriftServer
 
-_MOST_ROWS = 5  # of the banner's table of models
-_MOST_ELEMENTS = 64  # of an input that the banner writes out
+_MOST_ROWS = 5  # in the banner's table of models
+_MOST_ELEMENTS = 64  # in an example input of the banner
 
 
 def run(config: Config, on_ready: Callable[[dict[str, str]], None] | None = None, *, record: str | None = None) -> int:
-    """Serves until SIGINT or SIGTERM; the process's exit status. Raises PenstockError if it cannot start.
+    """Serves until SIGINT or SIGTERM and returns the exit status. Raises PenstockError if it cannot start.
 
     `record` names a new file for the times and sizes of requests.
     """
@@ -50,14 +50,14 @@ def run(config: Config, on_ready: Callable[[dict[str, str]], None] | None = None
 
 
 class Server:
-    """Everything that `penstock serve` runs, in one process besides the workers."""
+    """Everything in the server process of `penstock serve`."""
 
     def __init__(self, config: Config, recorder: ArrivalRecorder | None = None) -> None:
         self._config = config
         self._recorder = recorder
         self._metrics = PrometheusObserver()
         self._records = BatchRecords()
-        self._stop = StopSignal(self._tell_draining)
+        self._stop = StopSignal(self._report_draining)
         self._admin: list[Any] = []
         self._thrift: ThriftServer | None = None
         self.urls: dict[str, str] = {}
@@ -124,7 +124,7 @@ class Server:
         self._note("thrift", *await self._thrift.start(s.thrift_host, s.thrift_port), "thrift")
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
-        """The management and metrics listeners. Imported here: the workers load meanwhile."""
+        """Binds the management and metrics listeners. Imported late, while the workers load."""
         from penstock.serving.http.admin import UvicornServer, admin_app, metrics_app
 
         s = self._config.server
@@ -150,10 +150,12 @@ class Server:
         scheme += "s" if self._config.server.tls_cert else ""
         self.urls[name] = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    # ---- what it says
+    # ---- output
 
-    def _tell_draining(self) -> None:
-        click.echo(f"penstock: draining, at most {self._config.server.drain_s:g} s; once more stops at once", err=True)
+    def _report_draining(self) -> None:
+        click.echo(
+            f"penstock: draining, at most {self._config.server.drain_s:g} s; a second signal stops at once", err=True
+        )
 
     def _announce(self, engine: Engine, on_ready: Callable[[dict[str, str]], None] | None) -> None:
         example = _example(engine, self.urls["inference"], _curl(self._config))
@@ -165,14 +167,14 @@ class Server:
 
 
 def _reading(engine: Engine, http: HttpServer) -> ServerSnapshot:
-    """What the gauges of metrics show."""
+    """The state that gauges show."""
     reading = engine.reading()
     reading.http = HttpSnapshot(http.connections, http.refused, http.answers())
     return reading
 
 
 def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) -> str:
-    """At most 12 lines: where it listens, what it serves, and one line to try it."""
+    """At most 12 lines: addresses, models, and one line to try."""
     rows = [("MODEL", "VERSION", "INSTANCES", "BATCH", "DEVICE", "STATE")]
     for m in models[:_MOST_ROWS]:
         devices = ",".join(dict.fromkeys(m.devices))
@@ -190,10 +192,10 @@ def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) ->
 
 
 def _curl(config: Config) -> str:
-    """`curl`, with what the inference listener asks of its clients."""
+    """`curl` with the options that the inference listener requires."""
     words = ["curl"]
     if config.server.tls_cert:
-        words.append("-k")  # the certificate names a host, and the line an address
+        words.append("-k")  # the certificate has a host name, this URL an address
     token_file = config.auth.token_file or config.auth.inference_token_file
     if token_file:
         token = f"$(grep -m1 '^[^#]' {shlex.quote(os.path.abspath(token_file))})"
@@ -202,7 +204,7 @@ def _curl(config: Config) -> str:
 
 
 def _example(engine: Engine, url: str, curl: str) -> str:
-    """A curl line that works when pasted: an inference if the model declares a small input, else its description."""
+    """A curl line that works when pasted: an inference if the model declares small inputs, otherwise its metadata."""
     name = next((m.name for m in engine.statuses() if m.state == "READY"), None)
     if name is None:
         return f"{curl} {url}/readyz"

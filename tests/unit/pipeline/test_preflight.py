@@ -66,7 +66,7 @@ def test_the_dialect_and_the_workers_apply_to_pipelines() -> None:
     assert found.models["net"].options == {"compat": True}
     assert found.models["a"].options == {}
     assert {model.instances for model in found.models.values()} == {3}
-    with pytest.raises(ConfigError, match="--compat is for files of pipelines"):
+    with pytest.raises(ConfigError, match="--compat applies to pipeline files"):
         build_config(("pkg:A",), {**FLAGS, "compat": "torchpipe"}, ())
 
 
