@@ -105,7 +105,7 @@ class Site:
 
     async def empty(self, name: str) -> None:
         """Returns when nothing of any request is left."""
-        await until(lambda: not self.pending(name) and not self.engine.pool.in_use_bytes and not self.http._connections)
+        await until(lambda: not self.pending(name) and not self.engine.pool.in_use_bytes and not self.http.connections)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -131,7 +131,7 @@ async def test_before_the_body_ends(site: Site) -> None:
     await site.load("gated")
     for length in (1000, LARGE):
         writer = await site.post("gated", b"x" * length, length // 2)
-        await until(lambda: site.http._connections)
+        await until(lambda: site.http.connections)
         writer.transport.abort()
         await site.empty("gated")
     assert not (site.folder / "reached").exists()
@@ -161,7 +161,7 @@ async def test_while_it_runs(site: Site) -> None:
     writer = await site.post("gated", BODY)
     await site.reached()
     writer.transport.abort()
-    await until(lambda: not site.http._connections)
+    await until(lambda: not site.http.connections)
     assert site.engine.pool.in_use_bytes > 0  # a worker still reads it
     site.open_gate()
     await site.empty("gated")
@@ -172,7 +172,7 @@ async def test_while_parts_of_a_split_request_run_and_wait(site: Site) -> None:
     writer = await site.post_rows("rows", 9)
     await site.reached()
     writer.transport.abort()
-    await until(lambda: not site.http._connections)
+    await until(lambda: not site.http.connections)
     site.open_gate()
     await site.empty("rows")
 
@@ -183,7 +183,7 @@ async def test_while_its_answer_streams(site: Site) -> None:
     assert b"200 OK" in await site.reader.readline()
     await site.reached()
     writer.transport.abort()
-    await until(lambda: not site.http._connections)
+    await until(lambda: not site.http.connections)
     site.open_gate()
     await site.empty("stream")
 

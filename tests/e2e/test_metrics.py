@@ -62,7 +62,7 @@ def test_every_request_of_a_known_load_is_counted(server: Any) -> None:
     with ThreadPoolExecutor(2) as two:
         slow = []
         for in_flight in (1, 2):  # one runs, and one may have been sent ahead: the next can only wait
-            slow.append(two.submit(post, server, {"sleep": 0.3}))
+            slow.append(two.submit(post, server, {"sleep": 1.0}))
             deadline = time.monotonic() + 5
             while server.metric("penstock_requests_in_flight") != in_flight and time.monotonic() < deadline:
                 time.sleep(0.01)
