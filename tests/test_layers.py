@@ -34,7 +34,7 @@ LAYERS = (
 )
 ROW = {entry: row for row, entries in enumerate(LAYERS) for entry in entries}
 SUBSYSTEMS = ("streamer", "pipeline", "bulk", "perf", "torchserve", "torchpipe")
-BETWEEN_SUBSYSTEMS = {("torchpipe", "pipeline"), ("torchserve", "pipeline"), ("perf", "torchserve")}  # TODO-perf
+BETWEEN_SUBSYSTEMS = {("torchpipe", "pipeline"), ("torchserve", "pipeline")}
 WITHIN_A_ROW = {*LAYERS[0], *LAYERS[-1]}
 PUBLIC_API_USERS = ("cli.demo",)  # they import the names that users import
 
@@ -133,7 +133,7 @@ def test_imports_point_down() -> None:
         else:
             assert mine is not None, importer
             sideways = ROW[other] == ROW[mine] and {mine, other} <= WITHIN_A_ROW
-            allowed = mine == other or ROW[other] < ROW[mine] or sideways or importer == "perf.bench.suite"  # TODO-perf
+            allowed = mine == other or ROW[other] < ROW[mine] or sideways
         if not allowed:
             wrong.append(f"{importer} -> {imported}")
     assert not wrong, "\n".join(wrong)

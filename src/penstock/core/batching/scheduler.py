@@ -29,7 +29,7 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
-    The 17 attributes are one state machine: splitting them would hide which event changes what.
+    The 20 attributes are one state machine: splitting them would hide which event changes what.
     """
 
     def __init__(

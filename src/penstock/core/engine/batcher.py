@@ -104,7 +104,10 @@ def release(item: Item) -> None:
 
 
 class Batcher:
-    """Queues the requests of one model version and sends them to its transport in batches."""
+    """Queues the requests of one model version and sends them to its transport in batches.
+
+    Its 17 attributes are the state of one turn; the path of every request and batch runs through it.
+    """
 
     def __init__(
         self,

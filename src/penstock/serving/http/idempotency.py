@@ -128,7 +128,7 @@ class IdempotencyCache:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Ticket:
-        """`Backend.submit`, unless a request with this key is in flight or was answered recently.
+        """`Backend.submit` with a key, unless a request with this key is in flight or was answered recently.
 
         Raises KeyReused if the body differs.
         """
