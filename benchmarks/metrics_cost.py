@@ -13,7 +13,7 @@ import harness
 from penstock.core.contracts import BatchRecord, HttpSnapshot, ModelSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.notifier import notify
 from penstock.serving.observe.prometheus import PrometheusObserver
-from penstock.serving.observe.records import BatchRecords
+from penstock.serving.observe.recorders import BatchRecords
 from penstock.types import ModelStatus
 
 BATCHES = 1280  # so many that the counting into buckets is in it

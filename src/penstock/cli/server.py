@@ -24,9 +24,8 @@ from penstock.errors import PenstockError
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
 from penstock.serving.lifetime import StopSignal, freeze_heap, report_ready, runner
-from penstock.serving.observe.arrivals import ArrivalRecorder
 from penstock.serving.observe.prometheus import PrometheusObserver
-from penstock.serving.observe.records import BatchRecords
+from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
 from penstock.types import ModelStatus, TensorSpec
 
 if TYPE_CHECKING:

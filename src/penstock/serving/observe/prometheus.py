@@ -1,30 +1,40 @@
-"""Prometheus metrics: an Observer that counts, and the page at `/metrics`.
+"""Prometheus metrics: an Observer that counts, the metrics that models define, and the page at `/metrics`.
 
-Latencies come as lists, one list a batch; they are counted into buckets by numpy, many at a time, because a histogram
-call for every request would cost as much as the request's own way through the server.
+Latencies arrive as one list per batch. NumPy counts many of them into buckets at once, because a histogram call for
+every request would cost as much as the rest of the request in the server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from penstock.core.contracts import BatchRecord, Observer, ServerSnapshot
+from penstock._version import __version__
+from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
 from penstock.errors import PenstockError
-from penstock.serving.observe.gauges import write_gauges
-from penstock.serving.observe.own import SECONDS, OwnMetrics
 from penstock.serving.observe.system import SystemMetrics
 from penstock.serving.observe.text import Family, Histogram, Page
 from penstock.types import MetricDelta
 
+log = logging.getLogger("penstock.observe")
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FILL = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+MAX_SERIES = 10_000  # of custom metrics
 MAX_GONE = 500  # unloaded versions whose counters are still shown
-_STATES = ("ready", "died", "failed", "removed")
+_STATES = ("LOADING", "READY", "FAILED", "DRAINING")
 _MODEL = ("model", "version")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+
+_Labels = tuple[tuple[str, str], ...]
 
 
 class _Model:
-    """The numbers of one model version."""
+    """The counters of one model version."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -34,8 +44,8 @@ class _Model:
         self.rejected: dict[str, int] = {}
         self.batches: dict[str, int] = dict.fromkeys(("ok", "died", "lost"), 0)
         self.failed: dict[str, int] = {}
-        self.workers: dict[str, int] = dict.fromkeys(_STATES, 0)
-        self.down: set[int] = set()  # slots whose worker died and is not back
+        self.workers: dict[str, int] = dict.fromkeys(("ready", "died", "failed", "removed"), 0)
+        self.down: set[int] = set()  # slots whose worker died and has not restarted
         self.latency = Histogram(SECONDS)
         self.wait = Histogram(SECONDS)
         self.run = Histogram(SECONDS)
@@ -52,6 +62,10 @@ def _counter(name: str, help: str, *labels: str) -> Family:
 
 def _histogram(name: str, help: str) -> Family:
     return Family(name, "histogram", _MODEL, help)
+
+
+def _gauge(name: str, help: str, *labels: str) -> Family:
+    return Family(name, "gauge", (*_MODEL, *labels), help)
 
 
 _COUNTERS = (
@@ -78,14 +92,41 @@ _HISTOGRAMS = (
 )
 
 
+_GAUGES: tuple[tuple[Family, Callable[[ModelSnapshot], float]], ...] = (
+    (_gauge("penstock_requests_in_flight", "Requests queued or running."), lambda m: m.in_flight),
+    (_gauge("penstock_queue_requests", "Requests queued."), lambda m: m.status.queue),
+    (_gauge("penstock_queue_rows", "Rows of the queued requests."), lambda m: m.queue_rows),
+    (_gauge("penstock_queue_bytes", "Bytes of the queued requests."), lambda m: m.queue_bytes),
+    (_gauge("penstock_queue_limit_rows", "Maximum rows in the queue."), lambda m: m.max_queue_rows),
+    (_gauge("penstock_batch_limit_rows", "max_batch_size."), lambda m: m.status.max_batch_size),
+    (_gauge("penstock_workers", "Desired number of workers."), lambda m: m.status.instances),
+    (_gauge("penstock_workers_up", "Workers that are up."), lambda m: m.status.ready_instances),
+)
+_STATE = _gauge("penstock_model_state", "1 for the current state of a model version, 0 for the others.", "state")
+_COST_A = _gauge("penstock_cost_fixed_seconds", "Learned: a of a + b*n seconds for a batch of n rows.")
+_COST_B = _gauge("penstock_cost_row_seconds", "Learned: b of a + b*n seconds for a batch of n rows.")
+_HOLDS = _counter("penstock_holds_total", "Holds of an idle worker that waited for more requests.", "kind")
+_HELD = _counter("penstock_held_seconds_total", "Time for which idle workers were held for more requests.")
+_POOL_USED = Family("penstock_pool_used_bytes", "gauge", (), "Shared memory in use for large payloads.")
+_POOL = Family("penstock_pool_capacity_bytes", "gauge", (), "Shared memory reserved for large payloads.")
+_CONNECTIONS = Family("penstock_http_connections", "gauge", (), "Open connections of the inference listener.")
+_REFUSED = Family(
+    "penstock_http_connections_refused_total", "counter", (), "Connections refused because of limits.max_connections."
+)
+_ANSWERS = Family(
+    "penstock_http_requests_total", "counter", ("status",), "Responses of the inference listener by status class."
+)
+_BUILD = Family("penstock_build_info", "gauge", ("version", "python"), "1, with the versions as labels.")
+
+
 class PrometheusObserver(Observer):
-    """Collects; `scrape()` gives the Prometheus text. `read` is asked for what stands now when it is made."""
+    """Counts events; `scrape()` returns the page. `read` returns the current state and is called for each page."""
 
     def __init__(self, read: Callable[[], ServerSnapshot] = ServerSnapshot) -> None:
         self.read = read
         self._models: dict[tuple[str, str], _Model] = {}
-        self._gone: dict[tuple[str, str], None] = {}  # those of `_models` that were unloaded, the longest ago first
-        self._own = OwnMetrics()
+        self._gone: dict[tuple[str, str], None] = {}  # unloaded versions, oldest first
+        self._custom = CustomMetrics()
         self._system = SystemMetrics()
 
     def _model(self, model: str, version: str) -> _Model:
@@ -113,7 +154,7 @@ class PrometheusObserver(Observer):
         m = self._model(record.model, record.version)
         m.batches[record.outcome] += 1
         m.ahead += record.ahead
-        if record.outcome != "lost":  # that one was never run
+        if record.outcome != "lost":  # a lost batch never ran
             m.wait.extend(record.waits_s)
             m.run.add(record.run_s)
             m.rows.add(record.rows)
@@ -137,11 +178,11 @@ class PrometheusObserver(Observer):
             self._gone.pop((model, version), None)
             m.restarts += slot in m.down
             m.down.discard(slot)
-        elif state == "removed":  # its number may be given to another
+        elif state == "removed":  # another worker may get this slot
             m.down.discard(slot)
 
     def on_unload(self, model: str, version: str) -> None:
-        self._own.forget(model, version)
+        self._custom.forget(model, version)
         key = (model, version)
         if key not in self._models:
             return
@@ -153,23 +194,23 @@ class PrometheusObserver(Observer):
             del self._gone[oldest], self._models[oldest]
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
-        self._own.add(model, version, deltas)
+        self._custom.add(model, version, deltas)
 
     # ---- the page
 
     def render(self) -> bytes:
-        """The page, UTF-8."""
+        """The page, in UTF-8. Blocks while it reads the machine's metrics."""
         now = self.read()
         return self._page(now) + self._system.text(now.models)
 
     async def scrape(self) -> bytes:
-        """What `render` gives; the event loop goes on while the machine is looked at."""
+        """The page; the machine's metrics are read on another thread."""
         now = self.read()
         page = self._page(now)
         return page + await self._system.on_thread(now.models)
 
     def _page(self, now: ServerSnapshot) -> bytes:
-        """What this process knows by itself. In one go: its numbers agree with each other."""
+        """The part without the machine's metrics, written in one step for consistent numbers."""
         page, models = Page(), self._models
         for name, family in _COUNTERS:
             page.write(family, ((key, getattr(m, name)) for key, m in models.items()))
@@ -180,6 +221,121 @@ class PrometheusObserver(Observer):
             )
         for name, family in _HISTOGRAMS:
             page.write_histograms(family, ((key, getattr(m, name)) for key, m in models.items()))
-        write_gauges(page, now)
-        self._own.write(page)
+        _write_gauges(page, now)
+        self._custom.write(page)
         return page.encode()
+
+
+def _write_gauges(page: Page, now: ServerSnapshot) -> None:
+    """Writes the snapshot. A model without a learned cost has no cost samples."""
+    for family, value in _GAUGES:
+        page.write(family, ((_key(m), value(m)) for m in now.models))
+    page.write(_STATE, (((*_key(m), s), int(m.status.state == s)) for m in now.models for s in _STATES))
+    learned = [m for m in now.models if m.scheduler.get("ready")]
+    page.write(_COST_A, ((_key(m), _number(m.scheduler, "a_s")) for m in learned))
+    page.write(_COST_B, ((_key(m), _number(m.scheduler, "b_s")) for m in learned))
+    holds = [(m, m.scheduler.get("holds_by_kind")) for m in now.models]  # a user's own policy may lack it
+    page.write(
+        _HOLDS,
+        (((*_key(m), str(k)), float(n)) for m, kinds in holds if isinstance(kinds, Mapping) for k, n in kinds.items()),
+    )
+    page.write(_HELD, ((_key(m), _number(m.scheduler, "held_s")) for m in now.models))
+    page.write(_POOL_USED, [((), now.pool_used_bytes)])
+    page.write(_POOL, [((), now.pool_capacity_bytes)])
+    if now.http is not None:
+        page.write(_CONNECTIONS, [((), now.http.connections)])
+        page.write(_REFUSED, [((), now.http.refused)])
+        page.write(_ANSWERS, (((f"{status}xx",), n) for status, n in sorted(now.http.answers.items())))
+    page.write(_BUILD, [((__version__, platform.python_version()), 1)])
+
+
+def _key(m: ModelSnapshot) -> tuple[str, str]:
+    return m.status.name, m.status.version
+
+
+def _number(statistics: Mapping[str, Any], name: str) -> float:
+    return float(statistics.get(name, 0.0))
+
+
+class CustomMetrics:
+    """The metrics that models define with `penstock.metrics`, received from their workers.
+
+    User code chooses names and labels, so a series that would make the page invalid is dropped and logged once.
+    Samples of one name may have different labels.
+    """
+
+    def __init__(self) -> None:
+        self._families: dict[tuple[str, str], dict[_Labels, float | Histogram]] = {}
+        self._claimed: dict[str, tuple[str, str]] = {}  # name on the page -> family
+        self._series = 0
+        self._refused: set[str] = set()
+
+    def add(self, model: str, version: str, deltas: Sequence[MetricDelta]) -> None:
+        for d in deltas:
+            labels = tuple(sorted({**d.labels, "model": model, "version": version}.items()))
+            series = self._families.get((d.kind, d.name), {})
+            if labels in series or self._admit(d, labels):
+                self._change(self._families[(d.kind, d.name)], labels, d)
+
+    def forget(self, model: str, version: str) -> None:
+        """Drops the series of a version. A name without series can be used again, also for another kind."""
+        owner = {("model", model), ("version", version)}
+        for key, series in list(self._families.items()):
+            for labels in [labels for labels in series if owner.issubset(labels)]:
+                del series[labels]
+                self._series -= 1
+            if not series:
+                del self._families[key]
+                for name in _exposed(*key):
+                    del self._claimed[name]
+
+    @staticmethod
+    def _change(series: dict[_Labels, float | Histogram], labels: _Labels, d: MetricDelta) -> None:
+        found = series[labels]
+        if isinstance(found, Histogram):
+            found.add(d.value)
+        else:
+            series[labels] = d.value + (found if d.kind == "counter" else 0.0)
+
+    def _admit(self, d: MetricDelta, labels: _Labels) -> bool:
+        """Adds a new series, unless it would make the page invalid."""
+        key = (d.kind, d.name)
+        names = _exposed(*key)
+        bad = next((k for k, _ in labels if not _LABEL.fullmatch(k) or (d.kind == "timer" and k == "le")), None)
+        taken = next((n for n in names if self._claimed.get(n, key) != key), None)
+        if bad is not None:
+            return self._refuse(d, f"a label cannot be named {bad!r}")
+        if taken is not None:
+            return self._refuse(d, f"{taken} is already a {self._claimed[taken][0]}")
+        if self._series >= MAX_SERIES:
+            return self._refuse(d, f"models already have {MAX_SERIES} series; do not use a label with many values")
+        self._claimed.update(dict.fromkeys(names, key))
+        self._families.setdefault(key, {})[labels] = Histogram(SECONDS) if d.kind == "timer" else 0.0
+        self._series += 1
+        return True
+
+    def _refuse(self, d: MetricDelta, why: str) -> bool:
+        if d.name not in self._refused and len(self._refused) < MAX_SERIES:
+            self._refused.add(d.name)
+            log.warning("metric_refused kind=%s name=%s: %s", d.kind, d.name, why)
+        return False
+
+    def write(self, page: Page) -> None:
+        for (kind, name), series in self._families.items():
+            full = _exposed(kind, name)[0]
+            page.family(full, "histogram" if kind == "timer" else kind, f"{kind} of a model")
+            for labels, value in series.items():
+                if isinstance(value, Histogram):
+                    page.histogram(full, labels, value)
+                else:
+                    page.sample(full, labels, value)
+
+
+def _exposed(kind: str, name: str) -> list[str]:
+    """The names that a metric uses on the page, the family name first."""
+    if kind == "counter":
+        base = name.removesuffix("_total")
+        return [f"{base}_total", base]
+    if kind == "gauge":
+        return [name]
+    return [f"{name}_seconds{suffix}" for suffix in ("", "_bucket", "_count", "_sum")]

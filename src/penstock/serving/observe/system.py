@@ -1,6 +1,6 @@
-"""CPU, memory and GPUs: of the machine, and of each worker process. Looked at when somebody asks, never before.
+"""CPU, memory and GPU metrics of the machine and of each worker process, read on request.
 
-On a thread of its own: the driver of a GPU may take long to start and to answer, and requests are not to wait for that.
+A GPU driver may take long to start and to answer, so a separate thread reads it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GPU_MEMORY = Family("penstock_gpu_memory_bytes", "gauge", _GPU, "Total memory of
 
 
 class SystemMetrics:
-    """Holds what would be costly to open for each look: the processes, and the GPU's library."""
+    """Reads the metrics. Keeps the process handles and the GPU library open, because opening them is slow."""
 
     def __init__(self) -> None:
         self._processes: dict[int, psutil.Process] = {}
@@ -47,11 +47,11 @@ class SystemMetrics:
         self._thread = ThreadPoolExecutor(1, "penstock-system-metrics")
 
     async def on_thread(self, models: Iterable[ModelSnapshot]) -> bytes:
-        """What `text` gives; the event loop goes on meanwhile."""
+        """Calls `text` on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.text, models)
 
     def text(self, models: Iterable[ModelSnapshot]) -> bytes:
-        """This part of the page: all of `write`, and the `process_*` metrics of this process."""
+        """This part of the page: all of `write`, and the `process_*` metrics of the server process."""
         page = Page()
         self.write(page, models)
         return page.encode() + generate_latest(self._own)
@@ -77,23 +77,23 @@ class SystemMetrics:
             page.write(GPU_MEMORY, [(labels, total) for labels, _, _, total in gpus])
 
     def _workers(self, models: Iterable[ModelSnapshot]) -> Iterator[tuple[tuple[str, str, str], int, float]]:
-        """(labels, resident bytes, CPU seconds) of every worker that is a process of its own."""
-        seen: dict[int, psutil.Process] = {}
+        """(labels, resident bytes, CPU seconds) of every worker process."""
+        found: dict[int, psutil.Process] = {}
         for m in models:
             for slot, pid in sorted(m.pids.items()):
-                with suppress(psutil.Error):  # it has just ended
+                with suppress(psutil.Error):  # the process has just ended
                     process = self._processes.get(pid) or psutil.Process(pid)
-                    seen[pid] = process
+                    found[pid] = process
                     cpu = process.cpu_times()
                     yield (m.status.name, m.status.version, str(slot)), process.memory_info().rss, cpu.user + cpu.system
-        self._processes = seen
+        self._processes = found
 
 
 class Gpus:
-    """The NVIDIA GPUs of this machine, if nvidia-ml-py is installed and there are any.
+    """The NVIDIA GPUs of this machine; none without nvidia-ml-py.
 
-    A driver may hang for ever: it is asked on a thread of its own that nobody waits for longer than `limit_s`, and not
-    asked again before it has answered.
+    A driver may hang, so a daemon thread queries it. A reader waits at most `limit_s` for it, and no new query starts
+    before the last one has ended.
     """
 
     def __init__(self, limit_s: float = 5.0) -> None:
@@ -102,30 +102,30 @@ class Gpus:
         self._nvml: Any = None
         self._handles: list[tuple[tuple[str, str], Any]] = []
         self._opened = False
-        self._asked: threading.Thread | None = None
-        self._answer: list[GpuReading] = []
+        self._query: threading.Thread | None = None
+        self._result: list[GpuReading] = []
 
     def read(self) -> list[GpuReading]:
-        """((index, name), busy share, used bytes, bytes) of each; none while the driver does not answer."""
+        """((index, name), utilization, used bytes, total bytes) of each GPU; empty while the driver hangs."""
         with self._lock:
-            if self._asked is not None and self._asked.is_alive():
+            if self._query is not None and self._query.is_alive():
                 return []
-            self._asked = threading.Thread(target=self._ask, name="penstock-gpus", daemon=True)
-            self._asked.start()
-            self._asked.join(self._limit_s)
-            if not self._asked.is_alive():
-                return self._answer
+            self._query = threading.Thread(target=self._run_query, name="penstock-gpus", daemon=True)
+            self._query.start()
+            self._query.join(self._limit_s)
+            if not self._query.is_alive():
+                return self._result
         log.warning("gpus=silent limit_s=%g consequence=no_metrics_of_gpus_until_the_driver_answers", self._limit_s)
         return []
 
-    def _ask(self) -> None:
+    def _run_query(self) -> None:
         if not self._opened:
             self._open()
             self._opened = True
-        self._answer = list(self._read())
+        self._result = list(self._read())
 
     def _open(self) -> None:
-        with suppress(Exception):  # no library, no driver, no GPU: all the same
+        with suppress(Exception):  # the library, the driver or the GPU is missing
             pynvml = import_module("pynvml")
             self._nvml = pynvml
             pynvml.nvmlInit()
@@ -136,7 +136,7 @@ class Gpus:
 
     def _read(self) -> Iterator[GpuReading]:
         for labels, handle in self._handles:
-            with suppress(Exception):  # it fell off the bus: the others are still there
+            with suppress(Exception):  # a failed GPU must not hide the others
                 busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
                 memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
                 yield labels, busy, int(memory.used), int(memory.total)

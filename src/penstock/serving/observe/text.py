@@ -1,6 +1,6 @@
-"""The Prometheus text format: families, written sample by sample, and the histogram behind them.
+"""The Prometheus text format, and the histogram type.
 
-Written here because a scrape stops the event loop: prometheus_client takes four times as long for fifty models.
+A scrape blocks the event loop, and prometheus_client takes four times as long for fifty models.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 from msgspec import Struct
 
 _FOLD = 4096
-_ODD = re.compile(r'[\\"\n]')
+_SPECIAL = re.compile(r'[\\"\n]')
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
 
 Labels = Sequence[tuple[str, str]]
 
 
 class Family(Struct, frozen=True):
-    """One metric: name as it is exposed, kind ("counter", "gauge" or "histogram"), the names of its labels, help."""
+    """One metric: exposed name, kind ("counter", "gauge" or "histogram"), label names and help text."""
 
     name: str
     kind: str
@@ -28,7 +28,7 @@ class Family(Struct, frozen=True):
 
 
 class Histogram:
-    """Counts of values by bucket; values wait in a list until there are many, or until they are looked at."""
+    """Counts of values by bucket. New values are buffered and counted in bulk, at the latest by `read`."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = np.asarray(bounds, dtype=np.float64)
@@ -43,25 +43,23 @@ class Histogram:
             self._fold()
 
     def add(self, value: float) -> None:
-        self._new.append(value)
-        if len(self._new) >= _FOLD:
-            self._fold()
+        self.extend((value,))
 
     def _fold(self) -> None:
         values, self._new = np.asarray(self._new, dtype=np.float64), []
-        places = np.searchsorted(self._bounds, values, side="left")  # Prometheus: a bucket holds values <= its bound
-        self._counts += np.bincount(places, minlength=len(self._counts))
+        buckets = np.searchsorted(self._bounds, values, side="left")  # Prometheus: a bucket holds values <= its bound
+        self._counts += np.bincount(buckets, minlength=len(self._counts))
         self._sum += float(values.sum())
 
     def read(self) -> tuple[list[tuple[str, int]], float]:
-        """Cumulative (bound, count) pairs, and the sum."""
+        """(cumulative (bound, count) pairs, sum)."""
         if self._new:
             self._fold()
         return list(zip(self._names, np.cumsum(self._counts).tolist(), strict=True)), self._sum
 
 
 class Page:
-    """The page as it grows. All samples of a family are added right after it."""
+    """A page under construction. The samples of a family must follow the family directly."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -81,13 +79,13 @@ class Page:
         self._lines.append(f"{name}_count{braces} {counts[-1][1]}\n{name}_sum{braces} {number(total)}\n")
 
     def write(self, family: Family, samples: Iterable[tuple[Sequence[str], float]]) -> None:
-        """A whole family; each sample has the values of the family's labels, in their order."""
+        """Writes a family; each sample has one value per label of the family, in the same order."""
         self.family(family.name, family.kind, family.help)
         for values, value in samples:
             self.sample(family.name, list(zip(family.labels, values, strict=True)), value)
 
     def write_histograms(self, family: Family, samples: Iterable[tuple[Sequence[str], Histogram]]) -> None:
-        """A whole family of histograms."""
+        """Writes a family of histograms."""
         self.family(family.name, family.kind, family.help)
         for values, histogram in samples:
             self.histogram(family.name, list(zip(family.labels, values, strict=True)), histogram)
@@ -98,11 +96,11 @@ class Page:
 
 def joined(labels: Labels) -> str:
     """`a="1",b="2"`, escaped."""
-    return ",".join([f'{name}="{_ODD.sub(lambda m: _ESCAPES[m[0]], value)}"' for name, value in labels])
+    return ",".join([f'{name}="{_SPECIAL.sub(lambda m: _ESCAPES[m[0]], value)}"' for name, value in labels])
 
 
 def number(value: float) -> str:
-    """As Prometheus writes it."""
+    """The value in Prometheus's notation."""
     if value != value:
         return "NaN"
     if value in (float("inf"), float("-inf")):

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.perf.bench.arrivals import Arrival, parse_arrival, read_trace, times
-from penstock.serving.observe.arrivals import ArrivalRecorder
+from penstock.serving.observe.recorders import ArrivalRecorder
 
 RECORDED = '{"t": 10.5, "rows": 2, "bytes": 300, "model": "m"}\n\n{"t": 10.25}\n{"t": 12.5, "bytes": 7}\n'
 

@@ -85,6 +85,6 @@ def test_a_driver_that_hangs_is_waited_for_once_and_not_for_long(
     assert gpus.read() == gpus.read() == []
     assert caplog.text.count("gpus=silent") == 1
     answers.set()
-    assert gpus._asked is not None
-    gpus._asked.join(10)
+    assert gpus._query is not None
+    gpus._query.join(10)
     assert [labels for labels, *_ in gpus.read()] == [("0", "Card 9000")]

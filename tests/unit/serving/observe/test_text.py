@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from prometheus_client import Histogram as Theirs
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.serving.observe.own import SECONDS
+from penstock.serving.observe.prometheus import SECONDS
 from penstock.serving.observe.text import Family, Histogram, Page, number
 
 

@@ -5,15 +5,17 @@ import errno
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.core.contracts import BatchRecord
 from penstock.errors import ConfigError
-from penstock.serving.observe import arrivals
-from penstock.serving.observe.arrivals import ArrivalRecorder
+from penstock.serving.observe import recorders
+from penstock.serving.observe.recorders import KEPT_BATCHES, ArrivalRecorder, BatchRecords
 
 
 def recorded(path: Path, write: Callable[[ArrivalRecorder], None], **more: Any) -> list[dict[str, Any]]:
@@ -46,7 +48,7 @@ def test_times_and_sizes_of_requests_are_written_and_read_as_a_trace(tmp_path: P
 def test_what_came_is_in_the_file_soon_and_nothing_is_done_while_nothing_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "EVERY_S", 0.0)
+    monkeypatch.setattr(recorders, "FLUSH_INTERVAL_S", 0.0)
     path = tmp_path / "arrivals.jsonl"
 
     async def main() -> None:
@@ -80,10 +82,10 @@ def test_a_file_of_the_largest_size_ends_the_recording_with_whole_lines(
         recorder.on_request("m", "1", 1, 1)
 
     path = tmp_path / "arrivals.jsonl"
-    found = recorded(path, write, most_bytes=200)
+    found = recorded(path, write, max_bytes=200)
     assert 0 < len(found) < 10
     assert path.stat().st_size <= 200
-    assert [record.message.count("the file has its 200 bytes") for record in caplog.records] == [1]
+    assert [record.message.count("the file has reached 200 bytes") for record in caplog.records] == [1]
 
 
 def test_a_full_disk_ends_the_recording_with_whole_lines_and_is_logged_once(
@@ -113,7 +115,7 @@ def test_a_full_disk_ends_the_recording_with_whole_lines_and_is_logged_once(
 def test_a_disk_that_is_too_slow_ends_the_recording_and_not_the_server(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "MOST_WAITING", 500)
+    monkeypatch.setattr(recorders, "MAX_PENDING_BYTES", 500)
     go_on = threading.Event()
 
     def write(recorder: ArrivalRecorder) -> None:
@@ -143,3 +145,49 @@ def test_where_nothing_came_no_file_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_a_record_tells_why_the_batch_had_this_size(record: Callable[..., BatchRecord]) -> None:
+    records = BatchRecords()
+    before = time.time()
+    records.on_complete(
+        record(
+            3, 0.5, reason="deadline", waits_s=[0.1, 0.3, 0.2], bucket="b", slot=4, ahead=True, failed=1, outcome="died"
+        )
+    )
+    (shown,) = json.loads(records.body(None, 10))["batches"]
+    assert before <= shown.pop("time_s") <= time.time()
+    assert shown == {
+        "model": "m",
+        "version": "1",
+        "reason": "deadline",
+        "requests": 3,
+        "rows": 3,
+        "max_batch_size": 64,
+        "waited_s": 0.3,
+        "bucket": "b",
+        "instance": 4,
+        "ahead": True,
+        "run_s": 0.5,
+        "seconds": 0.5,
+        "failed": 1,
+        "outcome": "died",
+    }
+
+
+def test_the_last_thousand_are_kept_newest_first(record: Callable[..., BatchRecord]) -> None:
+    records = BatchRecords()
+    for rows in range(1, KEPT_BATCHES + 11):
+        records.on_complete(record(1, max_batch_size=rows))
+    assert [b.max_batch_size for b in records.newest()] == list(range(KEPT_BATCHES + 10, 10, -1))
+    assert [b.max_batch_size for b in records.newest(limit=2)] == [KEPT_BATCHES + 10, KEPT_BATCHES + 9]
+
+
+@pytest.mark.parametrize(("model", "limit", "rows"), [("a", 10, [5, 3, 1]), ("a", 2, [5, 3]), ("c", 10, [])])
+def test_one_model_can_be_asked_for(
+    record: Callable[..., BatchRecord], model: str, limit: int, rows: list[int]
+) -> None:
+    records = BatchRecords()
+    for i in range(1, 6):
+        records.on_complete(record(i, model="a" if i % 2 else "b"))
+    assert [b.rows for b in records.newest(model, limit)] == rows

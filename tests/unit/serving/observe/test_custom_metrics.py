@@ -5,28 +5,28 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.serving.observe.own import MAX_SERIES, OwnMetrics
+from penstock.serving.observe.prometheus import MAX_SERIES, CustomMetrics
 from penstock.serving.observe.text import Page
 from penstock.types import MetricDelta
 
 M = (("model", "m"), ("version", "1"))
 
 
-def shown(own: OwnMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def shown(custom: CustomMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     page = Page()
-    own.write(page)
+    custom.write(page)
     families = text_string_to_metric_families(page.encode().decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families for s in f.samples}
 
 
 def test_a_models_own_metrics_keep_their_labels_apart() -> None:
-    own = OwnMetrics()
-    own.add("m", "1", [MetricDelta("counter", "images", 2.0, {"kind": "png"})])
-    own.add("m", "1", [MetricDelta("counter", "images", 3.0, {"kind": "png"})])
-    own.add("m", "1", [MetricDelta("counter", "images", 1.0)])
-    own.add("m", "1", [MetricDelta("gauge", "level", 1.0), MetricDelta("gauge", "level", 7.0)])
-    own.add("m", "1", [MetricDelta("timer", "resize", 0.2)])
-    found = shown(own)
+    custom = CustomMetrics()
+    custom.add("m", "1", [MetricDelta("counter", "images", 2.0, {"kind": "png"})])
+    custom.add("m", "1", [MetricDelta("counter", "images", 3.0, {"kind": "png"})])
+    custom.add("m", "1", [MetricDelta("counter", "images", 1.0)])
+    custom.add("m", "1", [MetricDelta("gauge", "level", 1.0), MetricDelta("gauge", "level", 7.0)])
+    custom.add("m", "1", [MetricDelta("timer", "resize", 0.2)])
+    found = shown(custom)
     assert found["images_total", (("kind", "png"), *M)] == 5
     assert found["images_total", M] == 1
     assert found["level", M] == 7
@@ -34,9 +34,9 @@ def test_a_models_own_metrics_keep_their_labels_apart() -> None:
 
 
 def test_a_counter_that_is_called_total_is_not_called_so_twice() -> None:
-    own = OwnMetrics()
-    own.add("m", "1", [MetricDelta("counter", "images_total", 2.0)])
-    assert list(shown(own)) == [("images_total", M)]
+    custom = CustomMetrics()
+    custom.add("m", "1", [MetricDelta("counter", "images_total", 2.0)])
+    assert list(shown(custom)) == [("images_total", M)]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_counter_that_is_called_total_is_not_called_so_twice() -> None:
 def test_two_kinds_of_one_name_do_not_spoil_the_page(
     first: MetricDelta, second: MetricDelta, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alone, both = OwnMetrics(), OwnMetrics()
+    alone, both = CustomMetrics(), CustomMetrics()
     alone.add("m", "1", [first])
     with caplog.at_level(logging.WARNING):
         both.add("m", "1", [first])
@@ -66,36 +66,36 @@ def test_two_kinds_of_one_name_do_not_spoil_the_page(
     ("kind", "label"), [("counter", "a-b"), ("counter", ""), ("gauge", "__x"), ("timer", "le"), ("gauge", "ä")]
 )
 def test_a_label_that_prometheus_does_not_take_is_left_out(kind: str, label: str) -> None:
-    own = OwnMetrics()
-    own.add("m", "1", [MetricDelta(kind, "x", 1.0, {label: "v"}), MetricDelta("gauge", "good", 1.0)])
-    assert shown(own) == {("good", M): 1.0}
+    custom = CustomMetrics()
+    custom.add("m", "1", [MetricDelta(kind, "x", 1.0, {label: "v"}), MetricDelta("gauge", "good", 1.0)])
+    assert shown(custom) == {("good", M): 1.0}
 
 
 def test_a_label_with_ever_new_values_is_bounded() -> None:
-    own = OwnMetrics()
+    custom = CustomMetrics()
     for i in range(MAX_SERIES + 10):
-        own.add("m", "1", [MetricDelta("counter", "x", 1.0, {"request": str(i)})])
-    own.add("m", "1", [MetricDelta("counter", "x", 1.0, {"request": "0"})])
-    found = shown(own)
+        custom.add("m", "1", [MetricDelta("counter", "x", 1.0, {"request": str(i)})])
+    custom.add("m", "1", [MetricDelta("counter", "x", 1.0, {"request": "0"})])
+    found = shown(custom)
     assert len(found) == MAX_SERIES
     assert found["x_total", (M[0], ("request", "0"), M[1])] == 2
 
 
 def test_the_series_of_an_unloaded_version_make_room_for_others(caplog: pytest.LogCaptureFixture) -> None:
-    own = OwnMetrics()
+    custom = CustomMetrics()
     for version in ("1", "2"):
-        own.add("m", version, [MetricDelta("gauge", "x", 1.0, {"k": str(k)}) for k in range(MAX_SERIES // 2)])
-    own.forget("m", "1")
-    own.add("m", "3", [MetricDelta("gauge", "x", 3.0, {"k": str(k)}) for k in range(MAX_SERIES // 2)])
-    versions = [dict(labels)["version"] for _, labels in shown(own)]
+        custom.add("m", version, [MetricDelta("gauge", "x", 1.0, {"k": str(k)}) for k in range(MAX_SERIES // 2)])
+    custom.forget("m", "1")
+    custom.add("m", "3", [MetricDelta("gauge", "x", 3.0, {"k": str(k)}) for k in range(MAX_SERIES // 2)])
+    versions = [dict(labels)["version"] for _, labels in shown(custom)]
     assert (versions.count("1"), versions.count("2"), versions.count("3")) == (0, MAX_SERIES // 2, MAX_SERIES // 2)
     assert not caplog.records
 
 
 def test_a_name_that_nobody_uses_any_more_may_become_another_kind() -> None:
-    own = OwnMetrics()
-    own.add("m", "1", [MetricDelta("timer", "x", 1.0)])
-    own.forget("m", "1")
-    assert shown(own) == {}
-    own.add("m", "2", [MetricDelta("gauge", "x_seconds", 2.0)])
-    assert shown(own) == {("x_seconds", (("model", "m"), ("version", "2"))): 2.0}
+    custom = CustomMetrics()
+    custom.add("m", "1", [MetricDelta("timer", "x", 1.0)])
+    custom.forget("m", "1")
+    assert shown(custom) == {}
+    custom.add("m", "2", [MetricDelta("gauge", "x_seconds", 2.0)])
+    assert shown(custom) == {("x_seconds", (("model", "m"), ("version", "2"))): 2.0}
