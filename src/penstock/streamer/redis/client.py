@@ -104,8 +104,8 @@ class BrokerClient(ChunkingBackend):
         self._closed = False
 
     def submit_within_bounds(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
-        """Sends one item, or each value of a `many` as its own entry. Raises ModelNotReady, QueueFull,
-        DeadlineExceeded.
+        """Sends one item, or each value of a `many` as its own entry. Raises BadRequest, ModelNotReady,
+        QueueFull, DeadlineExceeded.
 
         A value that cannot be sent fails alone. Later errors of the broker arrive as the answer.
         """

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from penstock.errors import PayloadTooLarge, PenstockError, QueueFull
+from penstock.errors import BadRequest, PayloadTooLarge, PenstockError, QueueFull
 from penstock.streamer.redis.codec import decode, encode
 from penstock.streamer.redis.protocol import BrokerReply, from_wire
 from penstock.types import Item, ItemResult, Sink
@@ -125,7 +125,9 @@ class PendingRequests:
         self._last_number = 0
 
     def check_room(self, size: int) -> None:
-        """Raises QueueFull unless `size` more entries fit."""
+        """Raises QueueFull unless `size` more entries fit; BadRequest if they never can."""
+        if size > self.max_queue:
+            raise BadRequest(f"the call has {size} items, but the queue may hold {self.max_queue}: send it in pieces")
         waiting = len(self.entries)
         if waiting + size > self.max_queue:
             raise QueueFull(f"{waiting} of {self.max_queue} items wait: try again later")

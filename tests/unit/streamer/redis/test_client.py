@@ -76,6 +76,11 @@ async def test_a_full_queue_refuses_at_once(asker, redis_server, until):
     held.call.cancel()
 
 
+async def test_a_call_that_never_fits_into_the_queue_is_a_bad_request(asker):
+    with pytest.raises(BadRequest, match="the call has 1 items, but the queue may hold 0"):
+        await asker(max_queue=0).ask([1])
+
+
 async def test_waiting_payloads_are_bounded_in_bytes(asker):
     client = asker(max_bytes=1000)
     client.put(b"x" * 600)
