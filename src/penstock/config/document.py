@@ -47,7 +47,7 @@ Later sources override earlier ones:
 4. the options of `penstock serve`, such as `--port 9000`;
 5. `--set`, with a dotted key: `--set models.digits.batching.max_batch_size=8`.
 
-Values in 3 and 5 are TOML, except that a text needs no quotes: `--set models.digits.devices='["cuda:0"]'`,
+Values in 3 and 5 are TOML, except that a string needs no quotes: `--set models.digits.devices='["cuda:0"]'`,
 `--set server.host=::1`. Quote a model name that contains dots: `--set 'models."my.net".version=2'`.
 
 These variables do not set a key:

@@ -176,7 +176,7 @@ def _value(text: str, path: Path, source: str) -> Any:
         msgspec.convert(parsed, kind)
     except msgspec.ValidationError:
         try:
-            return msgspec.convert(text, kind)  # version=2 is the text "2"
+            return msgspec.convert(text, kind)  # version=2 is the string "2"
         except msgspec.ValidationError:
             pass
     return parsed
@@ -258,7 +258,7 @@ def _check_targets(merged: Tree, layers: list[tuple[str, Tree]]) -> None:
             hint = nearest(name, named) or '; expected for example target = "app.py:Model"'
             raise ConfigError(f"{source}: models.{name}: found no target{hint}")
         if not model["target"]:
-            raise ConfigError(f'models.{name}.target: found an empty text, expected for example "app.py:Model"')
+            raise ConfigError(f'models.{name}.target: found an empty string, expected for example "app.py:Model"')
 
 
 def _nest(path: Path, value: Any) -> Tree:

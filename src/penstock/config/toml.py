@@ -76,7 +76,7 @@ def found(value: Any) -> str:
         case int() | float():
             return f"{value}"
         case str():
-            return f"the text {value!r}" if len(value) <= 60 else f"a text of {len(value)} characters"
+            return f"the string {value!r}" if len(value) <= 60 else f"a string of {len(value)} characters"
         case list() | tuple():
             return f"a list of {len(value)}"
         case dict():
@@ -105,7 +105,7 @@ def _words(info: inspect.Type) -> str:
             return f"a list{f' of {info.min_length} or more' if info.min_length else ''}, each {_words(info.item_type)}"
         case inspect.DictType() | inspect.StructType():
             return "a table"
-    return "a text"
+    return "a string"
 
 
 def _bounds(info: inspect.IntType | inspect.FloatType) -> str:

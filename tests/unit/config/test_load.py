@@ -149,10 +149,10 @@ def test_an_unknown_key_of_a_model_names_the_whole_path(toml: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[server]\nport = "a"\n', "server.port: found the text 'a', expected a whole number from 0 to 65535"),
+        ('[server]\nport = "a"\n', "server.port: found the string 'a', expected a whole number from 0 to 65535"),
         ("[server]\nport = 70000\n", "server.port: found 70000, expected a whole number from 0 to 65535"),
         ("[server]\nport = true\n", "server.port: found true, expected a whole number from 0 to 65535"),
-        ("[server]\nhost = 1\n", "server.host: found 1, expected a text"),
+        ("[server]\nhost = 1\n", "server.host: found 1, expected a string"),
         ("[server]\ninsecure = 1\n", "server.insecure: found 1, expected true or false"),
         ("[limits]\nidle_timeout_s = 0\n", "limits.idle_timeout_s: found 0, expected a number above 0"),
         ("[limits]\nidle_timeout_s = inf\n", "limits.idle_timeout_s: found inf, expected a number above 0"),
@@ -162,11 +162,11 @@ def test_an_unknown_key_of_a_model_names_the_whole_path(toml: Write) -> None:
         ("[server.port]\nx = 1\n", "server.port: found a table, expected a whole number from 0 to 65535"),
         (
             MODEL + 'instances = "many"\n',
-            "models.digits.instances: found the text 'many', expected a whole number, 1 or more or \"auto\"",
+            "models.digits.instances: found the string 'many', expected a whole number, 1 or more or \"auto\"",
         ),
-        (MODEL + 'devices = ["cpu", 1]\n', "models.digits.devices[1]: found 1, expected a list, each a text"),
-        (MODEL + 'trust = "all"\n', 'models.digits.trust: found the text \'all\', expected "none" or "pickle"'),
-        (MODEL + "[models.digits.env]\nA = 1\n", "models.digits.env.A: found 1, expected a text"),
+        (MODEL + 'devices = ["cpu", 1]\n', "models.digits.devices[1]: found 1, expected a list, each a string"),
+        (MODEL + 'trust = "all"\n', 'models.digits.trust: found the string \'all\', expected "none" or "pickle"'),
+        (MODEL + "[models.digits.env]\nA = 1\n", "models.digits.env.A: found 1, expected a string"),
         (MODEL + "batching.priority = [0, nan]\n", "models.digits.batching.priority[1]: found nan"),
         (
             MODEL + "batching.priority = []\n",
@@ -181,7 +181,7 @@ def test_an_invalid_value_is_refused(toml: Write, text: str, message: str) -> No
 
 def test_a_wrong_variable_is_named() -> None:
     assert refused(env={"PENSTOCK_SERVER__PORT": "abc"}) == (
-        "environment variable PENSTOCK_SERVER__PORT: server.port: found the text 'abc',"
+        "environment variable PENSTOCK_SERVER__PORT: server.port: found the string 'abc',"
         " expected a whole number from 0 to 65535"
     )
     assert "did you mean 'port'" in refused(env={"PENSTOCK_SERVER__PRT": "1"})
@@ -228,7 +228,7 @@ def test_a_model_without_a_target_is_refused_with_the_nearest_model(toml: Write)
     assert "models.digit: found no target; did you mean 'digits'?" in refused(
         toml(MODEL), sets=("models.digit.version=2",)
     )
-    assert "found an empty text" in refused(toml('[models.m]\ntarget = ""\n'))
+    assert "found an empty string" in refused(toml('[models.m]\ntarget = ""\n'))
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "..", "a b", "é", "x" * 129])

@@ -252,7 +252,7 @@ def test_a_missing_model_is_an_error_of_the_constructor(tmp_path: Path) -> None:
 
 
 def test_an_invalid_number_is_an_error_of_the_constructor() -> None:
-    with pytest.raises(ConfigError, match="instance_num: found the text 'dd'") as e:
+    with pytest.raises(ConfigError, match="instance_num: found the string 'dd'") as e:
         pipe({"instance_num": "dd"})
     assert isinstance(e.value, RuntimeError)
 

@@ -78,7 +78,7 @@ class TransformersCaptioner:
         if min_new_tokens > max_new_tokens:
             raise ConfigError(f"option min_new_tokens: found {min_new_tokens}, more than max_new_tokens")
         if not isinstance(prompt, str):
-            raise ConfigError(f"option prompt: found {prompt!r}, expected a text")
+            raise ConfigError(f"option prompt: found {prompt!r}, expected a string")
         self._model, self._prompt = name, prompt
         self._tokens = (min_new_tokens, max_new_tokens)
         self._random = bool(random_weights)

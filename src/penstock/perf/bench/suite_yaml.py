@@ -219,7 +219,7 @@ class _Section:
         value = self.keys.get(key)
         if value is None or (isinstance(value, str) and value):
             return value
-        raise self.invalid(key, "a text")
+        raise self.invalid(key, "a string")
 
     def one_of(self, key: str, words: tuple[str, ...]) -> str | None:
         value = self.text(key)
@@ -321,7 +321,7 @@ class YamlFile:
             key, value = entry
             name, where = str(key.value), f"{self.path}:{key.start_mark.line + 1}"
             if key.tag != "tag:yaml.org,2002:str" and name != "<<":
-                raise ConfigError(f"{where}: found the key {name}, expected a text")
+                raise ConfigError(f"{where}: found the key {name}, expected a string")
             if name in keys:
                 raise ConfigError(f"{where}: duplicate key {name!r}; remove one")
             keys.add(name)

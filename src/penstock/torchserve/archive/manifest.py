@@ -147,4 +147,4 @@ def _text(table: dict[str, Any], key: str) -> str:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
-    raise ArchiveError(f"{MANIFEST}: {key} is a {type(value).__name__}; expected a text")
+    raise ArchiveError(f"{MANIFEST}: {key} is a {type(value).__name__}; expected a string")

@@ -383,7 +383,7 @@ async def test_closing_the_engine_ends_a_change_under_way(manage: Management, en
     ("body", "error", "words"),
     [
         ({}, BadRequest, "target: found none"),
-        ({"target": 5}, BadRequest, "target: found 5, expected a text"),
+        ({"target": 5}, BadRequest, "target: found 5, expected a string"),
         ({"targt": "x"}, BadRequest, "target: found none"),
         (keys("two.py:Model", instancs=1), BadRequest, "did you mean 'instances'"),
         (keys("two.py:Model", instances=0), BadRequest, "instances: found 0"),
