@@ -269,7 +269,7 @@ class Connection(asyncio.BufferedProtocol):
     def _parser_error(self, exc: httptools.HttpParserError) -> None:
         if isinstance(exc, httptools.HttpParserCallbackError):
             log.error("event=bug where=parser consequence=connection_dropped", exc_info=exc)
-            self.writer.transport.abort()
+            self.abort()
             return
         self._refuse(MalformedHttp(f"malformed HTTP: {exc}"))
 
@@ -330,7 +330,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.phase == IDLE:
             self.writer.shut()
         elif self.phase == DISCARD:
-            self.writer.transport.abort()
+            self.abort()
         elif self.writer.paused:
             self.deadline = self.listener.clock.body_at  # it is we who do not read: the client is not to blame
         else:
@@ -340,6 +340,10 @@ class Connection(asyncio.BufferedProtocol):
     def check_writing(self, now: float) -> None:
         """Drops a client that does not read its responses."""
         self.writer.check_writing(now)
+
+    def abort(self) -> None:
+        """Drops the client."""
+        self.writer.transport.abort()
 
     def close_soon(self) -> None:
         """The server closes: the last request that is here is answered with `connection: close`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from email.utils import formatdate
 from typing import Any, Final, Protocol
@@ -12,6 +13,8 @@ from penstock.core.contracts import Backend
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.responses import status_line
+
+log = logging.getLogger("penstock.frontends")
 
 INF: Final = float("inf")
 RECEIVE_BYTES: Final = BIG_BYTES  # so that a body that belongs in a Buffer is never read whole into this one
@@ -35,6 +38,14 @@ class Waiting(Protocol):
         """Tries to get memory for a large body; False while there is none."""
         ...
 
+    def close_soon(self) -> None:
+        """Closes after the last response."""
+        ...
+
+    def abort(self) -> None:
+        """Drops the connection."""
+        ...
+
 
 class Clock:
     """Timers and dates of all connections, from one sweep.
@@ -46,7 +57,7 @@ class Clock:
     def __init__(self, config: LimitsConfig) -> None:
         timeouts = (config.header_timeout_s, config.body_timeout_s, config.idle_timeout_s, config.write_timeout_s)
         self.sweep_s = min(SWEEP_S, min(timeouts) / 4)
-        self.header_at = self.body_at = self.idle_at = 0.0
+        self.header_at = self.body_at = self.idle_at = self.write_at = 0.0
         self.date_line = b""
         self.heads: dict[str, bytes] = {}
         self._config = config
@@ -71,6 +82,7 @@ class Clock:
         self.header_at = now + config.header_timeout_s
         self.body_at = now + config.body_timeout_s
         self.idle_at = now + config.idle_timeout_s
+        self.write_at = now + config.write_timeout_s
         date_line = f"date: {formatdate(usegmt=True)}\r\n".encode("ascii")
         if date_line != self.date_line:
             self.date_line = date_line
@@ -105,6 +117,10 @@ class MemoryQueue:
 
     def __len__(self) -> int:
         return len(self._stalled)
+
+    def is_next(self, connection: Waiting) -> bool:
+        """Whether no other connection waits before this one."""
+        return next(iter(self._stalled), connection) is connection
 
     def add(self, connection: Waiting) -> None:
         """Calls `connection.reserve` when there may be memory."""
@@ -181,6 +197,20 @@ class Listener:
         if not self.connections:
             self.clock.stop()
             self.empty.set()
+
+    async def drain(self, drain_s: float) -> None:
+        """Waits until the last responses are sent and all connections are closed; drops the rest after `drain_s`."""
+        for connection in list(self.connections):
+            connection.close_soon()
+        if self.connections:
+            self.empty.clear()
+            try:
+                await asyncio.wait_for(self.empty.wait(), drain_s)
+            except TimeoutError:
+                log.warning("event=drain_timeout connections=%d consequence=dropped", len(self.connections))
+                for connection in list(self.connections):
+                    connection.abort()
+                await self.empty.wait()
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a task that the server's `close` waits for; it outlives its connection."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import ssl
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
@@ -16,8 +15,6 @@ from penstock.serving.http.context import ApiFlavor
 from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.listener import Listener
 from penstock.serving.http.sockets import TlsGate, bind_error, free_path, path_error
-
-log = logging.getLogger("penstock.frontends")
 
 BACKLOG: Final = 2048
 TLS_SHUTDOWN_S: Final = 2.0
@@ -101,18 +98,7 @@ class HttpServer:
                 os.unlink(self._path)
         if self._gate is not None:
             await self._gate.close()
-        connections = cast(set[Connection], listener.connections)
-        for connection in list(connections):
-            connection.close_soon()
-        if connections:
-            listener.empty.clear()
-            try:
-                await asyncio.wait_for(listener.empty.wait(), drain_s)
-            except TimeoutError:
-                log.warning("event=drain_timeout connections=%d consequence=dropped", len(connections))
-                for connection in list(connections):
-                    connection.writer.transport.abort()
-                await listener.empty.wait()
+        await listener.drain(drain_s)
         if listener.tasks:
             _, left = await asyncio.wait(listener.tasks, timeout=max(0.0, end - listener.now()))
             for task in left:

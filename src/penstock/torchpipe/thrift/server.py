@@ -1,4 +1,4 @@
-"""The Thrift listener: connections on the engine's event loop, one timer for all of them, and an orderly shutdown."""
+"""The Thrift listener: connections on the engine's event loop, with the timer and memory queue of the HTTP listener."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import logging
 import ssl
 from typing import Any, Final
 
+from msgspec import structs
+
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend, Buffer, Ticket
 from penstock.errors import BadRequest, ModelNotReady, PenstockError
+from penstock.serving.http.intake import BIG_BYTES
+from penstock.serving.http.listener import INF, Listener
 from penstock.serving.http.sockets import bind_error
 from penstock.torchpipe.thrift import protocol as thrift
 from penstock.types import Item, ItemResult
 
 log = logging.getLogger("penstock.frontends")
 
-INF: Final = float("inf")
-SWEEP_S: Final = 0.5
 BACKLOG: Final = 2048
-BIG_BYTES: Final = 64 * 1024  # larger data is sent to workers in shared memory, whose size limits what clients send
 MORE_BYTES: Final = 4096  # for fields after the data of a call
 AHEAD_BYTES: Final = 64 * 1024  # of later calls during a running one; beyond that the socket is not read
 
@@ -32,138 +33,55 @@ class ThriftServer:
     ) -> None:
         self.backend = backend
         self.model = model
-        self.clock = ConnectionClock(limits)
+        self.listener = Listener(backend, structs.replace(limits, idle_timeout_s=limits.thrift_idle_timeout_s))
         self.most = limits.max_body_bytes
-        self.refused = 0  # connections beyond the limit
-        self._max_connections = limits.max_connections
         self._tls: dict[str, Any] = (
             {} if ssl is None else {"ssl": ssl, "ssl_handshake_timeout": limits.header_timeout_s}
         )
-        self._closing = False
-        self._connections: set[ThriftConnection] = set()
-        self._starved: dict[ThriftConnection, None] = {}  # waiting for memory, first come, first served
-        self._listener: asyncio.Server | None = None
-        self._empty: asyncio.Event | None = None
+        self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """The bound address. Raises ConfigError if it cannot be bound."""
-        self.clock.tick()
+        self.listener.clock.tick()
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
+            self._server = await asyncio.get_running_loop().create_server(
                 lambda: ThriftConnection(self), host, port, backlog=BACKLOG, **self._tls
             )
         except (OSError, UnicodeError) as exc:
             raise bind_error(host, port, exc, "server.thrift_port") from None
-        bound = self._listener.sockets[0].getsockname()
+        bound = self._server.sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
 
     async def close(self, drain_s: float) -> None:
         """Accepts no more connections, answers running calls, and drops the rest after `drain_s`."""
-        self._closing = True
-        if self._listener is not None:
-            self._listener.close()
-        for connection in list(self._connections):
-            connection.close_soon()
-        if self._connections:
-            self._empty = asyncio.Event()
-            try:
-                await asyncio.wait_for(self._empty.wait(), drain_s)
-            except TimeoutError:
-                log.warning("event=drain_timeout connections=%d consequence=dropped", len(self._connections))
-                for connection in list(self._connections):
-                    connection.transport.abort()
-                await self._empty.wait()
+        self.listener.closing = True
+        if self._server is not None:
+            self._server.close()
+        await self.listener.drain(drain_s)
 
     @property
     def connections(self) -> int:
         """The number of open connections."""
-        return len(self._connections)
+        return len(self.listener.connections)
 
-    def add(self, connection: ThriftConnection) -> bool:
-        """Adds a connection. False beyond the limit."""
-        if self._closing or len(self._connections) >= self._max_connections:
-            self.refused += 1
-            return False
-        self.clock.start(self._connections)
-        self._connections.add(connection)
-        return True
-
-    def remove(self, connection: ThriftConnection) -> None:
-        """Removes a closed connection."""
-        self._connections.discard(connection)
-        self._starved.pop(connection, None)
-        if not self._connections:
-            self.clock.stop()
-            if self._empty is not None:
-                self._empty.set()
+    @property
+    def refused(self) -> int:
+        """Connections beyond the limit."""
+        return self.listener.counts.refused
 
     def ready(self) -> bool:
         """Whether the model answers."""
-        return not self._closing and self.backend.ready()
-
-    def allocate(self, nbytes: int) -> Buffer | None:
-        """Shared memory; None while there is too little, or other connections wait for it."""
-        return None if self._starved else self.backend.allocate(nbytes)
-
-    def when_free(self, connection: ThriftConnection) -> None:
-        """Calls `memory_free` of the connection when there may be memory."""
-        if not self._starved:
-            self.backend.when_free(self._feed)
-        self._starved[connection] = None
-
-    def _feed(self) -> None:
-        starved, self._starved = self._starved, {}
-        for connection in starved:  # those that receive none queue again in the same order
-            connection.memory_free()
-
-
-class ConnectionClock:
-    """The deadlines of calls that begin now. One timer checks all connections while there are any."""
-
-    def __init__(self, limits: LimitsConfig) -> None:
-        self._limits = limits
-        self._sweep_s = min(
-            SWEEP_S, min(limits.body_timeout_s, limits.thrift_idle_timeout_s, limits.write_timeout_s) / 4
-        )
-        self._timer: asyncio.TimerHandle | None = None
-        self.body_at = self.idle_at = self.write_at = 0.0
-
-    def start(self, connections: set[ThriftConnection]) -> None:
-        """Starts the timer if it is not running."""
-        if self._timer is None:
-            self.tick()
-            self._timer = asyncio.get_running_loop().call_later(self._sweep_s, self._sweep, connections)
-
-    def stop(self) -> None:
-        """Stops the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def tick(self) -> None:
-        """Updates the deadlines."""
-        now = asyncio.get_running_loop().time() + self._sweep_s
-        self.body_at = now + self._limits.body_timeout_s
-        self.idle_at = now + self._limits.thrift_idle_timeout_s
-        self.write_at = now + self._limits.write_timeout_s
-
-    def _sweep(self, connections: set[ThriftConnection]) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._sweep_s, self._sweep, connections)
-        self.tick()
-        now = loop.time()
-        for connection in list(connections):
-            if connection.deadline <= now:
-                connection.transport.abort()  # without a message: the client may be in the middle of a call
+        return not self.listener.closing and self.backend.ready()
 
 
 class ThriftConnection(asyncio.Protocol):
-    """One client's connection: calls one after the other, framed or not. The event loop, server and backend call it."""
+    """One client's connection: calls one after the other, framed or not."""
 
     transport: asyncio.Transport
 
     def __init__(self, server: ThriftServer) -> None:
         self._server = server
+        self._clock = server.listener.clock
         self._arrived = bytearray()
         self._call: thrift.ThriftCall | None = None  # the arriving call
         self._framed: bool | None = None  # None: unknown before the first bytes
@@ -171,6 +89,7 @@ class ThriftConnection(asyncio.Protocol):
         self._ticket: Ticket | None = None
         self._memory: Buffer | None = None  # for large data, from its announcement until it is submitted
         self._paused = False
+        self._starved = False  # waits in the memory queue
         self._choked = False  # the client does not read its answer
         self._ending = False
         self.deadline = INF
@@ -179,11 +98,11 @@ class ThriftConnection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        if not self._server.add(self):
+        if not self._server.listener.add(self):
             self._ending = True
             transport.abort()
             return
-        self.deadline = self._server.clock.idle_at
+        self.deadline = self._clock.idle_at
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._ending = True
@@ -191,7 +110,7 @@ class ThriftConnection(asyncio.Protocol):
             self._ticket.cancel()
         self._running = self._ticket = self._call = None
         self._release_memory()
-        self._server.remove(self)
+        self._server.listener.remove(self)
 
     def data_received(self, data: bytes) -> None:
         if self._ending:
@@ -205,14 +124,23 @@ class ThriftConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._choked = True
         self._pause()
-        self.deadline = self._server.clock.write_at
+        self.deadline = self._clock.write_at
 
     def resume_writing(self) -> None:
         self._choked = False
         if not self._ending:
             self._next()
 
-    # ---- called by the server
+    # ---- called by the listener
+
+    def abort(self) -> None:
+        """Drops the connection without a message, because the client may be in the middle of a call."""
+        self.transport.abort()
+
+    expire = abort
+
+    def check_writing(self, now: float) -> None:
+        """Does nothing: `deadline` also covers clients that do not read."""
 
     def close_soon(self) -> None:
         """Closes after the running call."""
@@ -220,26 +148,28 @@ class ThriftConnection(asyncio.Protocol):
         if self._running is None:
             self._shut()
 
-    def memory_free(self) -> None:
-        """Continues the call that waits for memory."""
+    def reserve(self) -> bool:
+        """Continues the call that waits for memory; False while there is none."""
+        self._starved = False
         if self._running is not None and self._running.data is not None and self._running.uuid is not None:
             self._submit(self._running.uuid, *self._running.data)
         elif self._running is None and self._call is not None:
-            self.deadline = self._server.clock.body_at
+            self.deadline = self._clock.body_at
             self._advance()
             if self._memory is not None:
                 self._read_on()
+        return not self._starved
 
     # ---- calls
 
     def _advance(self) -> None:
         """Starts the arriving call if it is complete, otherwise sets the deadline of its rest."""
         if not self._arrived:
-            self.deadline = self._server.clock.idle_at
+            self.deadline = self._clock.idle_at
             return
         if self._call is None:
             self._call = thrift.ThriftCall()
-            self.deadline = self._server.clock.body_at
+            self.deadline = self._clock.body_at
         try:
             complete = len(self._arrived) >= self._call.need and self._read(self._call)
             if not complete:
@@ -280,11 +210,20 @@ class ThriftConnection(asyncio.Protocol):
         reserved = 0 if self._memory is None else len(self._memory.view)
         if min(call.need, most) > max(BIG_BYTES, reserved):
             self._release_memory()
-            self._memory = self._server.allocate(min(call.need + MORE_BYTES, most))
+            self._memory = self._allocate(min(call.need + MORE_BYTES, most))
             if self._memory is None:
                 self.deadline = INF
-                self._pause()
-                self._server.when_free(self)
+                self._starve()
+
+    def _allocate(self, nbytes: int) -> Buffer | None:
+        """Shared memory; None while there is too little, or other connections wait for it."""
+        return self._server.backend.allocate(nbytes) if self._server.listener.memory.is_next(self) else None
+
+    def _starve(self) -> None:
+        """Reads nothing until there is memory."""
+        self._starved = True
+        self._pause()
+        self._server.listener.memory.add(self)
 
     def _begin(self, call: thrift.ThriftCall) -> None:
         """Answers or submits a call. Bytes of later calls stay in the buffer."""
@@ -310,8 +249,7 @@ class ThriftConnection(asyncio.Protocol):
         try:
             payload: Any = self._payload(start, end)
             if payload is None:
-                self._pause()
-                self._server.when_free(self)
+                self._starve()
                 return
             request_id = uuid.decode() if uuid.isascii() and uuid.decode().isprintable() and len(uuid) <= 128 else ""
             item = Item(payload, "thrift", request_id=request_id)
@@ -330,7 +268,7 @@ class ThriftConnection(asyncio.Protocol):
         with memoryview(self._arrived) as view:
             if end - start <= BIG_BYTES:
                 return bytes(view[start:end])
-            buffer, self._memory = self._memory or self._server.allocate(end - start), None
+            buffer, self._memory = self._memory or self._allocate(end - start), None
             if buffer is not None:
                 buffer.shrink(end - start)
                 buffer.view[:] = view[start:end]
@@ -376,7 +314,7 @@ class ThriftConnection(asyncio.Protocol):
 
     def _shut(self) -> None:
         """Closes after all bytes are sent. A client that does not read is dropped after the write timeout."""
-        self.deadline = self._server.clock.write_at
+        self.deadline = self._clock.write_at
         self.transport.close()
 
     def _write(self, message: bytes) -> None:
@@ -388,7 +326,7 @@ class ThriftConnection(asyncio.Protocol):
         if self._arrived:
             asyncio.get_running_loop().call_soon(self._resume)
         else:
-            self.deadline = self._server.clock.idle_at
+            self.deadline = self._clock.idle_at
 
     def _resume(self) -> None:
         if self._running is None and not self._choked and not self._ending:

@@ -177,7 +177,7 @@ async def test_a_call_completed_just_after_an_answer_runs_once(wait_until: Any) 
         client.send(infer(b"x") + infer(b"yy")[:-5])
         await wait_until(lambda: held)
         answer(held.pop())
-        (connection,) = listener.server._connections
+        (connection,) = listener.server.listener.connections
         connection.data_received(infer(b"yy")[-5:])
         assert (await client.answer()).label == "1"
         (call,) = held
@@ -192,7 +192,7 @@ async def test_bytes_that_arrive_during_a_call_are_limited() -> None:
         client.send(infer(b"x" * 900_000) * 20)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.writer.drain(), 0.5)
-        (connection,) = listener.server._connections
+        (connection,) = listener.server.listener.connections
         assert len(connection._arrived) < 2**20
 
 
@@ -304,7 +304,7 @@ async def test_calls_wait_for_memory_in_their_order(wait_until: Any) -> None:
         for n, client in enumerate(clients):
             client.send(infer(b"x" * 150_000, str(n)))
             await wait_until(lambda: held)
-            await wait_until(lambda n=n: len(listener.server._starved) == n)
+            await wait_until(lambda n=n: len(listener.server.listener.memory) == n)
         for n, client in enumerate(clients):
             await wait_until(lambda: held)
             call = held.pop()
@@ -320,9 +320,9 @@ async def test_a_client_that_disconnects_while_waiting_for_memory_blocks_no_othe
         first, second, third = [await listener.connect() for _ in range(3)]
         for client in (first, second, third):
             client.send(infer(b"x" * 150_000))
-        await wait_until(lambda: held and len(listener.server._starved) == 2)
-        next(iter(listener.server._starved)).transport.abort()
-        await wait_until(lambda: len(listener.server._starved) == 1)
+        await wait_until(lambda: held and len(listener.server.listener.memory) == 2)
+        next(iter(listener.server.listener.memory._stalled)).transport.abort()
+        await wait_until(lambda: len(listener.server.listener.memory) == 1)
         answer(held.pop())
         await wait_until(lambda: held)
         answer(held.pop())
@@ -337,8 +337,8 @@ async def test_incomplete_calls_use_no_more_than_the_whole_memory_pool(wait_unti
         call = infer(b"x" * 2_000_000)
         for client in clients:
             client.writer.write((struct.pack(">i", len(call)) + call if client.framed else call)[:-1])
-        await wait_until(lambda: len(listener.server._starved) == 5)
-        arrived = [len(connection._arrived) for connection in listener.server._starved]
+        await wait_until(lambda: len(listener.server.listener.memory) == 5)
+        arrived = [len(connection._arrived) for connection in listener.server.listener.memory._stalled]
         assert sum(arrived) < 5 * 600_000  # a read or two each
         for client in clients:
             client.writer.write(call[-1:])
@@ -384,9 +384,9 @@ async def test_a_call_larger_than_all_memory_is_rejected_even_if_others_wait(wai
         first.send(infer(b"x" * 150_000))
         await wait_until(lambda: held)
         second.send(infer(b"x" * 150_000))
-        await wait_until(lambda: len(listener.server._starved) == 1)
+        await wait_until(lambda: len(listener.server.listener.memory) == 1)
         third.writer.write(infer(b"x" * 900_000)[:100])
-        await wait_until(lambda: len(listener.server._starved) == 2)
+        await wait_until(lambda: len(listener.server.listener.memory) == 2)
         answer(held.pop())
         assert b"payload_too_large" in await asyncio.wait_for(third.reader.read(), LIMIT_S)
         await wait_until(lambda: held)
@@ -452,10 +452,10 @@ async def test_a_connection_that_ends_does_not_become_an_idle_one(wait_until: An
     async with listening() as listener:
         await listener.connect()
         await wait_until(lambda: listener.server.connections == 1)
-        (connection,) = listener.server._connections
+        (connection,) = listener.server.listener.connections
         connection.close_soon()
         connection.resume_writing()
-        assert connection.deadline < listener.server.clock.idle_at
+        assert connection.deadline < listener.server.listener.clock.idle_at
 
 
 async def test_calls_that_do_not_end_are_dropped_at_shutdown(wait_until: Any) -> None:
