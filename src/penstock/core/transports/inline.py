@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
 
 from penstock.core.transports.slot import SlotTransport, WorkerSlot
-from penstock.core.transports.thread import Lease, abandon, let_go, readable
-from penstock.core.wire.slabs import Slab, SlabPool
+from penstock.core.transports.thread import ABANDONED, Lease, LocalSlot, readable, run_batch
+from penstock.core.wire.slabs import Slab
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
-from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import BadRequest, Cancelled, LoadFailed, PenstockError, WorkerDied
 from penstock.types import Batch, BatchPart, Item, Ready
 
@@ -23,16 +21,6 @@ class InlineTransport(SlotTransport):
 
     depth = 1
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        slots: int = 1,
-        devices: Sequence[str] = ("cpu",),
-        pool: SlabPool | None = None,
-        reply_bytes: int = 0,
-    ) -> None:
-        super().__init__(spec, devices[:1])
-
     def _make(self, number: int, device: str) -> WorkerSlot:
         return _InlineSlot(self._spec, number, device)
 
@@ -41,12 +29,11 @@ class InlineTransport(SlotTransport):
         raise BadRequest("the inline transport has one instance: use transport = 'thread' or 'process' for more")
 
 
-class _InlineSlot(WorkerSlot):
+class _InlineSlot(LocalSlot):
     """Runs each batch in a callback of the loop, so `run_timeout_s` cannot be enforced."""
 
     _runner: BatchRunner | None = None
     _abandoned = 0
-    _held: list[Lease]
 
     def launch(self) -> None:
         """Raises LoadFailed, TargetNotFound."""
@@ -55,7 +42,6 @@ class _InlineSlot(WorkerSlot):
         if inspect.iscoroutinefunction(predict) or inspect.isasyncgenfunction(predict):
             raise LoadFailed("an async model cannot run on the event loop's thread: use transport = 'thread'")
         self._runner = runner
-        self._held = []
         self.loop.call_soon(self._loaded, ready)
 
     def _loaded(self, ready: Ready) -> None:
@@ -70,34 +56,25 @@ class _InlineSlot(WorkerSlot):
     def _run(self, batch_id: int, items: list[Item], leases: list[Lease]) -> None:
         if self._runner is None or batch_id not in self.sent:
             return  # the model ended meanwhile, and the caller was answered
-        final: list[BatchPart] = []
-
-        def emit(part: BatchPart) -> None:
-            if part.final:
-                final.append(part)
-            elif self._abandoned == batch_id:
-                raise Cancelled("the caller no longer waits for this stream")
-            else:
-                self.tell(self.answered(part).on_part, part)
-
         try:
-            self._runner.run(batch_id, self._runner.decode(items), emit)
+            part = run_batch(self._runner, batch_id, items, self._emit)
         except SystemExit as e:
             self.kill(WorkerDied(f"the model called sys.exit({e.code})"))
             return
         del items
-        sent = self.answered(final[0])
-        self._held = let_go([*self._held, *leases])
-        self.tell(sent.on_part, final.pop())
+        self.pass_on(part, leases)
+
+    def _emit(self, part: BatchPart) -> None:
+        if self._abandoned == part.batch_id:
+            raise Cancelled(ABANDONED)
+        self.pass_on(part, [])
 
     def abandon(self, batch_id: int) -> None:
         self._abandoned = batch_id
 
     def kill(self, why: PenstockError) -> None:
         self._runner = None
-        abandon(self._held)
-        self._held = []
-        self.down(why)
+        self.ended(why)
 
     async def stop(self, idle: bool) -> None:
         runner, self._runner = self._runner, None

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from penstock.core.contracts import TransportListener
@@ -48,17 +48,9 @@ MAX_FREE = 16  # read reply places that wait for the next batch to be reported
 
 
 class ProcessTransport(SlotTransport):
-    """`slots` worker processes; slot i is on `devices[i % len(devices)]`.
+    """One worker process per slot."""
 
-    `pool` holds request slabs in shared memory; `reply_bytes` is the size of each worker's own region for answers.
-    """
-
-    def __init__(
-        self, spec: WorkerSpec, slots: int, devices: Sequence[str], pool: SlabPool | None, reply_bytes: int
-    ) -> None:
-        self._pool, self._reply_bytes = pool, reply_bytes
-        self._packed: tuple[bytes, tuple[str, str]] | None = None
-        super().__init__(spec, [devices[i % len(devices)] for i in range(slots)])
+    _packed: tuple[bytes, tuple[str, str]] | None = None
 
     def _make(self, number: int, device: str) -> WorkerSlot:
         return _ProcessSlot(self._spec, number, device, self._pool, self._reply_bytes, self._pack)

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from penstock.config.schema import with_options
 from penstock.core.contracts import OnPart, TransportListener
-from penstock.core.wire.slabs import Slab
+from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import LoadFailed, PenstockError, WorkerDied, describe
 from penstock.types import Batch, BatchPart, Ready
@@ -210,13 +210,24 @@ class WorkerSlot:
 
 
 class SlotTransport:
-    """A Transport of independent slots. Slabs are pinned while a worker may read them, and stay the caller's."""
+    """A Transport of `slots` independent slots; slot i is on `devices[i % len(devices)]`.
+
+    Slabs are pinned while a worker may read them, and stay the caller's. `pool` holds request slabs in shared memory;
+    `reply_bytes` is the size of each worker process's own region for answers.
+    """
 
     depth = 8
 
-    def __init__(self, spec: WorkerSpec, devices: Sequence[str]) -> None:
-        self._spec = spec
-        self._places = {number: self._make(number, device) for number, device in enumerate(devices)}
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        slots: int = 1,
+        devices: Sequence[str] = ("cpu",),
+        pool: SlabPool | None = None,
+        reply_bytes: int = 0,
+    ) -> None:
+        self._spec, self._pool, self._reply_bytes = spec, pool, reply_bytes
+        self._places = {number: self._make(number, devices[number % len(devices)]) for number in range(slots)}
         self._closing = False
         self._parked: list[
             tuple[Batch, OnPart]
@@ -227,7 +238,6 @@ class SlotTransport:
         raise NotImplementedError
 
     async def start(self, listener: TransportListener) -> None:
-        """See `Transport.start`."""
         self._listener = listener
         for place in list(self._places.values()):
             if self._closing:
@@ -236,29 +246,24 @@ class SlotTransport:
             await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let other tasks run
 
     def add_slot(self, slot: int, device: str) -> None:
-        """See `Transport.add_slot`."""
         assert slot not in self._places, f"slot {slot} still has a worker"
         place = self._places[slot] = self._make(slot, device)
         place.start(self._listener)
 
     async def remove_slot(self, slot: int, drain_s: float) -> None:
-        """See `Transport.remove_slot`."""
         await self._places[slot].close(drain_s)
         del self._places[slot]
 
     def send(self, batch: Batch, on_part: OnPart) -> None:
-        """See `Transport.send`."""
         if self._closing:
             self._parked.append((batch, on_part))
         else:
             self._places[batch.slot].send(batch, on_part)
 
     def abandon(self, slot: int, batch_id: int) -> None:
-        """See `Transport.abandon`."""
         self._places[slot].abandon(batch_id)
 
     async def close(self, drain_s: float) -> None:
-        """See `Transport.close`."""
         self._closing = True
         await asyncio.gather(*(place.close(drain_s) for place in list(self._places.values())))
         parked, self._parked = self._parked, []
@@ -266,7 +271,6 @@ class SlotTransport:
             on_part(BatchPart(batch.id, error=WorkerDied("the workers were stopped"), started=False))
 
     def forget(self) -> None:
-        """See `Transport.forget`."""
         for place in self._places.values():
             place.forget()
 

@@ -16,41 +16,55 @@ import msgspec
 from penstock import metrics
 from penstock.core import os_threads
 from penstock.core.transports.slot import SlotTransport, WorkerSlot, within
-from penstock.core.wire.slabs import Slab, SlabPool
+from penstock.core.wire.slabs import Slab
+from penstock.core.worker.batch import Emit
+from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import Cancelled, PenstockError, WorkerDied
 from penstock.types import Batch, BatchPart, Item, Ready
 
 STOP_S = 5.0  # for `unload`; then the thread is abandoned
+ABANDONED = "the caller no longer waits for this stream"
 
 Lease = tuple[Slab, "weakref.ref[Any]"]
 
 
 class ThreadTransport(SlotTransport):
-    """`slots` threads; slot i is on `devices[i % len(devices)]`. Objects are passed unchanged."""
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        slots: int,
-        devices: Sequence[str],
-        pool: SlabPool | None = None,
-        reply_bytes: int = 0,
-    ) -> None:
-        super().__init__(spec, [devices[i % len(devices)] for i in range(slots)])
+    """One thread per slot. Objects are passed unchanged."""
 
     def _make(self, number: int, device: str) -> WorkerSlot:
         return _ThreadSlot(self._spec, number, device)
 
 
-class _ThreadSlot(WorkerSlot):
+class LocalSlot(WorkerSlot):
+    """A slot whose model runs in this process. It keeps slabs pinned while the model or its answers refer to them."""
+
+    _held: Sequence[Lease] = ()
+
+    def pass_on(self, part: BatchPart, leases: list[Lease]) -> None:
+        """Passes a part to the caller of its batch; `leases` are the batch's if the part is final."""
+        sent = self.answered(part)
+        if part.final:
+            self._held = let_go([*self._held, *leases])
+        self.tell(sent.on_part, part)
+
+    def ended(self, error: PenstockError) -> None:
+        """Handles the end of the model. Slabs that it still refers to are never reused."""
+        held, self._held = self._held, ()
+        for slab, alive in held:
+            if alive() is not None:
+                slab.retire()
+            slab.unpin()
+        self.down(error)
+
+
+class _ThreadSlot(LocalSlot):
     """One place for a worker thread."""
 
     _thread: _WorkerThread | None = None
 
     def launch(self) -> None:
-        self._held: list[Lease] = []
         self._gone = asyncio.Event()
         self._thread = _WorkerThread(self, self.spec, self.device)
 
@@ -73,7 +87,8 @@ class _ThreadSlot(WorkerSlot):
         for sent in list(self.sent.values())[:1]:
             for slab in sent.slabs:
                 slab.retire()
-        self._ended(why)
+        self._gone.set()
+        self.ended(why)
 
     async def stop(self, idle: bool) -> None:
         if self._thread is None:
@@ -89,23 +104,14 @@ class _ThreadSlot(WorkerSlot):
             self.is_up(ready)
 
     def on_part(self, thread: _WorkerThread, part: BatchPart, leases: list[Lease]) -> None:
-        if thread is not self._thread:
-            return
-        sent = self.answered(part)
-        if part.final:
-            self._held = let_go([*self._held, *leases])
-        self.tell(sent.on_part, part)
+        if thread is self._thread:
+            self.pass_on(part, leases)
 
     def on_end(self, thread: _WorkerThread, error: PenstockError) -> None:
         if thread is self._thread:
             self._thread = None
-            self._ended(error)
-
-    def _ended(self, error: PenstockError) -> None:
-        abandon(self._held)
-        self._held = []
-        self._gone.set()
-        self.down(error)
+            self._gone.set()
+            self.ended(error)
 
 
 class _WorkerThread:
@@ -136,20 +142,16 @@ class _WorkerThread:
         self._post(self._slot.on_up, self, ready)
         while (work := self.batches.get()) is not None and not self.abandoned:
             batch_id, items, leases = work
-            final: list[BatchPart] = []
-
-            def emit(part: BatchPart, final: list[BatchPart] = final) -> None:
-                if part.final:
-                    final.append(part)
-                elif self.unwanted == part.batch_id:
-                    raise Cancelled("the caller no longer waits for this stream")
-                else:
-                    self._post(self._slot.on_part, self, part, [])
-
-            runner.run(batch_id, runner.decode(items), emit)
+            part = run_batch(runner, batch_id, items, self._emit)
             del work, items  # from here on only the model or the answer refers to a slab
-            self._post(self._slot.on_part, self, final.pop(), leases)
+            self._post(self._slot.on_part, self, part, leases)
+            del part
         runner.close()
+
+    def _emit(self, part: BatchPart) -> None:
+        if self.unwanted == part.batch_id:
+            raise Cancelled(ABANDONED)
+        self._post(self._slot.on_part, self, part, [])
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
@@ -171,12 +173,11 @@ def readable(items: list[Item]) -> tuple[list[Item], list[Lease]]:
     return items, leases
 
 
-def abandon(leases: list[Lease]) -> None:
-    """Unpins slabs whose model is gone; slabs with live references are never reused."""
-    for slab, alive in leases:
-        if alive() is not None:
-            slab.retire()
-        slab.unpin()
+def run_batch(runner: BatchRunner, batch_id: int, items: list[Item], emit: Emit) -> BatchPart:
+    """The final part of a batch; `emit` receives the parts before it. Raises only exceptions in `ENDS`."""
+    final: list[BatchPart] = []
+    runner.run(batch_id, runner.decode(items), lambda part: final.append(part) if part.final else emit(part))
+    return final.pop()  # the model may keep a reference to the callback
 
 
 def let_go(leases: list[Lease]) -> list[Lease]:
