@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol, Self
 
 from penstock.core.contracts import Ticket
-from penstock.core.engine.inbox import PortalBackend
+from penstock.core.engine.loop_thread import PortalBackend
 from penstock.core.engine.portal import Portal
 from penstock.core.engine.waiters import Future
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull

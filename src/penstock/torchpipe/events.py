@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.core import os_threads
-from penstock.core.engine.waiters import SyncWaiter
+from penstock.core.engine.waiters import SyncWaiter, new_waiter
 
 log = logging.getLogger("penstock.compat")
 
@@ -90,7 +90,7 @@ class Event:
                 return
             if os_threads.thread_id() in _answering:
                 raise RuntimeError("a callback must not wait for an event: its thread delivers the answers")
-            waiter = _waiter()
+            waiter = new_waiter()
             self._waiters.append(waiter)
         if not waiter.wait(timeout_s):
             with self._lock:
@@ -148,11 +148,3 @@ def _call(callback: Callable[[], object]) -> None:
         callback()
     except Exception:
         log.exception("callback_failed: waiting threads still wake")
-
-
-def _waiter() -> SyncWaiter:
-    if os_threads.patched():
-        from penstock.core.engine.gevent_waiter import GeventWaiter
-
-        return GeventWaiter()
-    return SyncWaiter()

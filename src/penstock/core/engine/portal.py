@@ -21,9 +21,8 @@ from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
 from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.inbox import Caller, PortalBackend
-from penstock.core.engine.loop_thread import LoopThread
-from penstock.core.engine.waiters import Convert, Future, SyncWaiter, all_items, every_item, the_item
+from penstock.core.engine.loop_thread import Caller, LoopThread, PortalBackend
+from penstock.core.engine.waiters import Convert, Future, SyncWaiter, all_items, every_item, new_waiter, the_item
 from penstock.errors import DeadlineExceeded, ModelNotReady
 from penstock.types import Item, ItemResult
 
@@ -156,10 +155,9 @@ class Portal:
         return future
 
     def _waiter(self) -> SyncWaiter:
+        """The waiter of this thread, or a new one for this greenlet."""
         if os_threads.patched():
-            from penstock.core.engine.gevent_waiter import GeventWaiter
-
-            return GeventWaiter()
+            return new_waiter()
         waiter: SyncWaiter | None = getattr(self._waiters, "waiter", None)
         if waiter is None:
             waiter = self._waiters.waiter = SyncWaiter()

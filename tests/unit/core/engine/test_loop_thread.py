@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.core.engine.inbox import A_PASS, RequestInbox
+from penstock.core.engine.loop_thread import A_PASS, RequestInbox
 from penstock.types import Item
 
 
