@@ -28,20 +28,6 @@ GATE = 1.2  # stagger only while n* <= GATE * (1 - 1/m) * a/b: above that, greed
 class Returns:
     """When the rows of a completed batch return: arrivals per completed row, in bins of 1/8 of a/m."""
 
-    __slots__ = (
-        "_arrived",
-        "_excess",
-        "_rate",
-        "_seen",
-        "_served",
-        "closed",
-        "counts",
-        "rounds",
-        "rows",
-        "since_s",
-        "width",
-    )
-
     def __init__(self) -> None:
         self.since_s = -INF  # the last completion
         self.rows = 0  # rows it answered

@@ -84,11 +84,9 @@ class BatchPolicy(Protocol):
 
     def on_arrival(self, entry: Entry, now: float) -> None:
         """A request was queued."""
-        ...
 
     def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
         """A batch was answered. `view.inside_rows` still counts it; `view.cost` includes it."""
-        ...
 
     def select(self, view: View, now: float) -> Choice:
         """The choice for `view.bucket`. Called again after every Take and Drop, until WaitUntil or None."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.batching.entry import Entry
-from penstock.core.batching.policies.base import Choice, SlotBatch, Take, View, WaitUntil
+from penstock.core.batching.policies.base import BatchPolicy, Choice, Take, View, WaitUntil
 
 DEFAULT_DELAY_S = 0.1
 
 
-class Fixed:
+class Fixed(BatchPolicy):
     """Sends a batch when it is full, when its head is `max_hold_s` old, or when the head's deadline requires it. With 0
     it is greedy: it sends everything that waits at once."""
 
@@ -26,12 +25,6 @@ class Fixed:
         if config.max_hold_s == "auto":
             return cls(min(DEFAULT_DELAY_S, (config.slo_s or config.timeout_s) / 2))
         return cls(config.max_hold_s)
-
-    def on_arrival(self, entry: Entry, now: float) -> None:
-        pass
-
-    def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
-        pass
 
     def select(self, view: View, now: float) -> Choice:
         if not view.idle:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.batching.entry import Entry
-from penstock.core.batching.policies.base import Choice, SlotBatch, Take, View
+from penstock.core.batching.policies.base import BatchPolicy, Choice, Take, View
 
 
-class Unbatched:
+class Unbatched(BatchPolicy):
     """Sends one request per batch as soon as a slot is idle."""
 
     @classmethod
     def of(cls, config: BatchingConfig) -> Unbatched:
         """No key of `[models.NAME.batching]` matters."""
         return cls()
-
-    def on_arrival(self, entry: Entry, now: float) -> None:
-        pass
-
-    def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
-        pass
 
     def select(self, view: View, now: float) -> Choice:
         return Take(1, full=True, reason="unbatched") if view.idle else None
