@@ -31,6 +31,7 @@ MOST_BATCHES: Final = 1000  # in one response of /debug/batches
 GRACE_S: Final = 2  # for responses in flight when an admin listener closes
 
 Handler = Callable[[Request], Awaitable[Response]]
+Change = Callable[[ManagementBackend, Request], Awaitable[None]]
 Routes = dict[str, dict[str, Handler]]
 
 
@@ -200,84 +201,65 @@ class UvicornServer:
 
 def management_routes(backend: Backend, management: ManagementBackend | None) -> Routes:
     """path -> method -> handler. Without `management` every change is refused."""
-    queries = _Queries(backend, management)
-    changes = _Changes(management)
-    routes: Routes = {
-        "/models": {"GET": queries.models},
-        "/models/{model}": {"GET": queries.model, "PUT": changes.put, "DELETE": changes.unload},
-        "/models/{model}/scale": {"PUT": changes.scale},
-        "/models/{model}/default": {"PUT": changes.default},
-        "/models/{model}/traffic": {"PUT": changes.traffic},
-        "/models/{model}/{version}": {"GET": queries.version, "PUT": changes.put, "DELETE": changes.unload},
-        "/models/{model}/{version}/scale": {"PUT": changes.scale},
+    statuses = backend.statuses if management is None else management.statuses
+
+    async def models(request: Request) -> Response:
+        return Response(admin.models_body(statuses()), media_type=JSON)
+
+    async def model(request: Request) -> Response:
+        return Response(admin.model_body(statuses(), request.path_params["model"]), media_type=JSON)
+
+    async def version(request: Request) -> Response:
+        name, number = request.path_params["model"], request.path_params["version"]
+        learned = {} if management is None else management.learned(name, number)
+        return Response(admin.version_body(statuses(), name, number, learned), media_type=JSON)
+
+    def change(apply: Change) -> Handler:
+        """A handler that answers with the resulting state of the model. Refuses a change before it reads a body."""
+
+        async def handler(request: Request) -> Response:
+            if management is None:
+                raise Forbidden("changing models is off: set management = true in [server]")
+            management.check_open()
+            await apply(management, request)
+            return Response(admin.changed_body(statuses(), request.path_params["model"]), media_type=JSON)
+
+        return handler
+
+    put, unload, scale = change(_put), change(_unload), change(_scale)
+    return {
+        "/models": {"GET": models},
+        "/models/{model}": {"GET": model, "PUT": put, "DELETE": unload},
+        "/models/{model}/scale": {"PUT": scale},
+        "/models/{model}/default": {"PUT": change(_set_default)},
+        "/models/{model}/traffic": {"PUT": change(_set_traffic)},
+        "/models/{model}/{version}": {"GET": version, "PUT": put, "DELETE": unload},
+        "/models/{model}/{version}/scale": {"PUT": scale},
     }
-    return routes
 
 
-class _Queries:
-    """Handlers that change nothing."""
-
-    def __init__(self, backend: Backend, management: ManagementBackend | None) -> None:
-        self._statuses = backend.statuses if management is None else management.statuses
-        self._learned = (lambda model, version: {}) if management is None else management.learned
-
-    async def models(self, request: Request) -> Response:
-        return Response(admin.models_body(self._statuses()), media_type=JSON)
-
-    async def model(self, request: Request) -> Response:
-        return Response(admin.model_body(self._statuses(), request.path_params["model"]), media_type=JSON)
-
-    async def version(self, request: Request) -> Response:
-        model, version = request.path_params["model"], request.path_params["version"]
-        learned = self._learned(model, version)
-        return Response(admin.version_body(self._statuses(), model, version, learned), media_type=JSON)
+async def _put(management: ManagementBackend, request: Request) -> None:
+    await management.put(*_names(request), admin.read_keys(await _body(request)))
 
 
-class _Changes:
-    """Handlers of changes; each answers with the resulting state of the model."""
+async def _unload(management: ManagementBackend, request: Request) -> None:
+    await management.unload(*_names(request))
 
-    def __init__(self, management: ManagementBackend | None) -> None:
-        self._management = management
 
-    def _open(self) -> ManagementBackend:
-        """Raises Forbidden, ModelNotReady, before a body is read."""
-        if self._management is None:
-            raise Forbidden("changing models is off: set management = true in [server]")
-        self._management.check_open()
-        return self._management
+async def _scale(management: ManagementBackend, request: Request) -> None:
+    await management.scale(*_names(request), admin.read_instances(await _body(request)))
 
-    async def put(self, request: Request) -> Response:
-        management = self._open()
-        await management.put(*_names(request), admin.read_keys(await _body(request)))
-        return _changed(request, management)
 
-    async def unload(self, request: Request) -> Response:
-        management = self._open()
-        await management.unload(*_names(request))
-        return _changed(request, management)
+async def _set_default(management: ManagementBackend, request: Request) -> None:
+    await management.set_default(request.path_params["model"], admin.read_version(await _body(request)))
 
-    async def scale(self, request: Request) -> Response:
-        management = self._open()
-        await management.scale(*_names(request), admin.read_instances(await _body(request)))
-        return _changed(request, management)
 
-    async def default(self, request: Request) -> Response:
-        management = self._open()
-        await management.set_default(request.path_params["model"], admin.read_version(await _body(request)))
-        return _changed(request, management)
-
-    async def traffic(self, request: Request) -> Response:
-        management = self._open()
-        await management.set_traffic(request.path_params["model"], admin.read_weights(await _body(request)))
-        return _changed(request, management)
+async def _set_traffic(management: ManagementBackend, request: Request) -> None:
+    await management.set_traffic(request.path_params["model"], admin.read_weights(await _body(request)))
 
 
 def _names(request: Request) -> tuple[str, str | None]:
     return request.path_params["model"], request.path_params.get("version")
-
-
-def _changed(request: Request, management: ManagementBackend) -> Response:
-    return Response(admin.changed_body(management.statuses(), request.path_params["model"]), media_type=JSON)
 
 
 async def _body(request: Request) -> bytes:
