@@ -10,9 +10,9 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.config.schema import LimitsConfig
-from penstock.core.contracts import Backend, Ticket
+from penstock.core.contracts import Backend
 from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
-from penstock.serving.http.context import STREAM_BACKLOG
+from penstock.serving.http.context import STREAM_BACKLOG, RequestOptions
 from penstock.serving.http.flavor import SPECIAL_NAMES, Router, check_method, read_special
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake
@@ -20,6 +20,8 @@ from penstock.serving.http.responses import error_result, sse_event, stream_part
 from penstock.serving.protocols.route import Route
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Item, ItemResult
+
+SERVER_NAMES = (b"expect", b"transfer-encoding")  # headers that the ASGI server handles
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -30,23 +32,13 @@ class _Gone(Exception):
     """The client disconnected."""
 
 
-class _Call:
+class _Call(RequestOptions):
     """One request: the options from its headers, and the results so far."""
 
+    length = 0
+
     def __init__(self, most_unread: int) -> None:
-        self.route: Route | None = None
-        self.target = b""
-        self.request_id = ""
-        self.sse = False
-        self.plain = True
-        self.budget_s: float | None = None
-        self.priority = 0
-        self.content_type = ""
-        self.codec = ""
-        self.key = b""
-        self.length = 0
         self.results: asyncio.Queue[ItemResult] = asyncio.Queue()
-        self.ticket: Ticket | None = None
         self._unread = most_unread
 
     def sink(self, result: ItemResult) -> None:
@@ -117,10 +109,7 @@ class InferenceApp:
                 call.content_type = value.decode("latin-1")
             elif name == b"content-length":
                 call.length = int(value)
-            elif name in SPECIAL_NAMES and name not in (
-                b"expect",
-                b"transfer-encoding",
-            ):  # the ASGI server handles these
+            elif name in SPECIAL_NAMES and name not in SERVER_NAMES:
                 special[name] = value
         call.target = raw
         call.route = route = self.router.resolve(raw)
@@ -136,12 +125,7 @@ class InferenceApp:
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
         submit = partial(self.idempotency.submit, call.key) if call.key else self.backend.submit
         call.ticket = submit(
-            route.model,
-            route.version,
-            item,
-            call.sink,
-            budget_s=call.budget_s,
-            priority=call.priority,
+            route.model, route.version, item, call.sink, budget_s=call.budget_s, priority=call.priority
         )
         try:
             gone = asyncio.ensure_future(_until_gone(receive))

@@ -63,27 +63,33 @@ class ApiFlavor(Protocol):
         ...
 
 
-class RequestContext:
-    """One request and its response. The defaults are the plain case: HTTP/1.1, keep-alive, no special header."""
+class RequestOptions:
+    """What the head of a request states. The defaults are the plain case, without special headers."""
 
     route: Route | None = None
-    method: bytes = b"POST"  # both are set only if the route was not cached
-    target: bytes = b""
-    headers: Headers
+    target: bytes = b""  # set only if the route was not cached
     content_type: str = ""
     codec: str = ""  # overrides the codec of the route
     key: bytes = b""  # of a request with an Idempotency-Key
-    payload: Any = b""
     budget_s: float | None = None
     priority: int = 0
     request_id: str = ""
-    error: PenstockError | None = None  # the request was refused before it was submitted
+    sse = False
+    plain = True  # no option asks for more than a cached head, a length and the body
     ticket: Ticket | None = None
 
-    plain = True  # nothing below is set: the response is a cached head, a length and the body
+
+class RequestContext(RequestOptions):
+    """One request and its response. The defaults are the plain case: HTTP/1.1 and keep-alive."""
+
+    method: bytes = b"POST"  # set only if the route was not cached
+    headers: Headers
+    payload: Any = b""
+    error: PenstockError | None = None  # the request was refused before it was submitted
+
+    # these are set only if `plain` is not
     old = False  # HTTP/1.0
     head_only = False
-    sse = False
     close = False  # the connection closes after this response
     linger = False  # ... while the client may still be sending
     started = False  # the head of a stream was sent

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import unquote
 
 from penstock.errors import BadRequest, DeadlineExceeded
 from penstock.serving.http.auth import check_token
-from penstock.serving.http.context import RequestContext
+from penstock.serving.http.context import RequestContext, RequestOptions
 from penstock.serving.http.idempotency import parse_key
 from penstock.serving.http.responses import (
     ExpectationFailed,
@@ -151,19 +151,6 @@ def check_framing(special: dict[bytes, bytes]) -> None:
         raise ExpectationFailed("the only expectation that is met is 100-continue")
     if special.get(b"transfer-encoding", CHUNKED).lower() != CHUNKED:
         raise NotImplementedHere("the only transfer coding that is understood is chunked")
-
-
-class RequestOptions(Protocol):
-    """What the headers of one request may set."""
-
-    codec: str
-    content_type: str
-    key: bytes
-    request_id: str
-    sse: bool
-    plain: bool
-    budget_s: float | None
-    priority: int
 
 
 def read_special(options: RequestOptions, route: Route, special: dict[bytes, bytes], tokens: frozenset[bytes]) -> None:
