@@ -12,7 +12,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Expire, Fail, Outcome, Shed
@@ -29,24 +30,23 @@ from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 log = logging.getLogger("penstock.engine")
 
 
-class Call:
+class Call(Struct, eq=False):
     """One accepted request: its caller and the state of its answer.
 
     `label` is its front-end's name for the version, for observers. `sent_s` and `batch_id` belong to the last batch it
     was sent in. `end` is how it ended for its caller: "" (not yet), "ok" or "failed" (answered), else the reason.
     """
 
-    __slots__ = ("_on_cancel", "batch_id", "end", "entry", "item", "label", "parts", "sent_s", "sink", "streamed")
-
-    def __init__(self, item: Item, sink: Sink, entry: Entry, on_cancel: Callable[[Call], None]) -> None:
-        self._on_cancel = on_cancel
-        self.item = item
-        self.sink: Sink | None = sink
-        self.entry = entry
-        self.end = self.label = ""
-        self.sent_s, self.batch_id = 0.0, 0
-        self.streamed = False  # a part of the answer was sent: the request must not run again
-        self.parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
+    item: Item
+    sink: Sink | None
+    entry: Entry
+    on_cancel: Callable[[Call], None]
+    end: str = ""
+    label: str = ""
+    sent_s: float = 0.0
+    batch_id: int = 0
+    streamed: bool = False  # a part of the answer was sent: the request must not run again
+    parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
 
     def settle(self, result: ItemResult, reason: str = "") -> None:
         """Delivers the final answer, once, unless the caller left. `reason`: why a model did not answer."""
@@ -77,24 +77,21 @@ class Call:
         if self.sink is not None:
             self.sink = None
             self.end = "cancelled"
-            self._on_cancel(self)
+            self.on_cancel(self)
 
 
-class RunningBatch:
+class RunningBatch(Struct, eq=False):
     """A batch on a slot. `failed` holds the requests with a failed item, `failures` counts items.
 
     `unwanted`: a caller left a batch on a concurrent slot.
     """
 
-    __slots__ = ("calls", "dispatch", "failed", "failures", "sent_s", "unwanted")
-
-    def __init__(self, dispatch: Dispatch, calls: list[Call], sent_s: float) -> None:
-        self.dispatch = dispatch
-        self.calls = calls
-        self.sent_s = sent_s
-        self.failed: set[int] = set()
-        self.failures = 0
-        self.unwanted = False
+    dispatch: Dispatch
+    calls: list[Call]
+    sent_s: float
+    failed: set[int] = field(default_factory=set)
+    failures: int = 0
+    unwanted: bool = False
 
 
 def release(item: Item) -> None:
@@ -234,7 +231,7 @@ class Batcher:
             item = call.item
             if entry.parent is not None:
                 stop = entry.start + entry.rows
-                item = msgspec.structs.replace(item, rows=entry.rows, start=entry.start, stop=stop)
+                item = replace(item, rows=entry.rows, start=entry.start, stop=stop)
             if dispatch.concurrent and entry.deadline_s != INF:
                 item.budget_s = entry.deadline_s - now
             items.append(item)
