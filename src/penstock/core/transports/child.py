@@ -1,8 +1,7 @@
 """The worker's end of the process transport: `python -m penstock.core.transports.child`, started by `launch.py` alone.
 
 The main thread runs the model and sends the answers; a reader thread receives and decodes the next batch. Models that
-run batches concurrently use `concurrent.py`. The child ends when its
-socket closes, and with its parent.
+run batches concurrently use `concurrent.py`. The child ends when its socket closes, and with its parent.
 """
 
 from __future__ import annotations
@@ -93,10 +92,10 @@ class Worker:
         if self._runner.model.concurrency > 1:
             ready.concurrency = self._runner.model.concurrency
             self._concurrent = ConcurrentBatches(self._runner, self._replies, self._pack, self._send)
-            self._send(write(WorkerUp(ready)))
+        self._send(write(WorkerUp(ready)))
+        if self._concurrent is not None:
             self._concurrent.attend()
         else:
-            self._send(write(WorkerUp(ready)))
             self._run_all()
         self._runner.close()
         if self._concurrent is not None:
@@ -157,17 +156,18 @@ class Worker:
             raise Cancelled("the caller no longer waits for this stream")
         outbox = MessageWriter(self._replies)
         outbox.results(run.items, part.results)
-        self._send_packed(PartMessage(part, [], []), outbox)
+        self._send(self._pack(PartMessage(part, [], []), outbox))
 
     def _answer(self, run: RunBatch, leases: list[Lease], part: BatchPart) -> None:
         outbox = MessageWriter(self._replies)
         outbox.results(run.items, part.results)
+        held: list[int] = []
+        let_go: list[int] = []
         if leases or self._held:
             for item in run.items:
                 item.payload = None
-            self._send_packed(PartMessage(part, *self._held.after(leases)), outbox)
-        else:
-            self._send_packed(PartMessage(part, [], []), outbox)
+            held, let_go = self._held.after(leases)
+        self._send(self._pack(PartMessage(part, held, let_go), outbox))
 
     def _finish(self) -> None:
         """The finisher's thread: makes final parts in order, while the next batch is predicted."""
@@ -184,9 +184,6 @@ class Worker:
         except BaseException:
             traceback.print_exc()
             _end(1)
-
-    def _send_packed(self, message: PartMessage, outbox: MessageWriter) -> None:
-        self._send(self._pack(message, outbox))
 
     def _pack(self, message: PartMessage, outbox: MessageWriter) -> list[Buffer]:
         for slab in outbox.slabs:

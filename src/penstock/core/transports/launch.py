@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from penstock.core import os_threads
 from penstock.core.wire.messages import Buffer, Pickled, frame_of
 from penstock.core.wire.slabs import SlabPool, anonymous_file, map_read_only
@@ -24,22 +26,14 @@ from penstock.plugins import module_name
 _MAINS = (b"__main__", b"__mp_main__")  # of a script, and of a script spawned by multiprocessing
 
 
-class Child:
+class Child(Struct, eq=False):
     """The parent's handle of a running worker process."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        sock: socket.socket,
-        pidfd: int | None,
-        replies: mmap.mmap,
-        output_fd: int | None = None,
-    ) -> None:
-        self.process = process
-        self.sock = sock
-        self.pidfd = pidfd  # readable when the process has ended; None if the system has no pidfd
-        self.replies = replies
-        self.output_fd = output_fd  # its output; None: it shares the parent's stdout and stderr
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    pidfd: int | None  # readable when the process has ended; None if the system has no pidfd
+    replies: mmap.mmap
+    output_fd: int | None = None  # its output; None: it shares the parent's stdout and stderr
 
     def kill(self) -> None:
         """Kills the process and what it has started. Only before `ended`: later the number may be another's."""
