@@ -99,9 +99,7 @@ class _ByMethod:
         request = Request(scope, receive)
         handler = self._table.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
-            error = MethodNotAllowed(f"this route takes {' and '.join(self._allow)} only")
-            error.allow = ", ".join(self._allow)
-            raise error
+            raise MethodNotAllowed.only(*self._allow)
         response = await handler(request)
         await response(scope, receive, send)
 

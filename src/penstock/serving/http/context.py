@@ -343,29 +343,15 @@ class ResponseWriter:
             if template.serve is not None:
                 self.listener.run(_serve(template.serve, _read_request(context, route), context))
                 return
-            item = Item(
-                context.payload,
-                context.codec or template.codec,
-                context.content_type,
-                1,
-                False,
-                context.request_id,
-                context.headers,
-            )
-            backend = self.listener.backend
+            codec, kind = context.codec or template.codec, context.content_type
+            item = Item(context.payload, codec, kind, 1, False, context.request_id, context.headers)
+            backend, sink = self.listener.backend, context.on_result
             if context.plain:
-                ticket = backend.submit(route.model, route.version, item, context.on_result)
+                context.ticket = backend.submit(route.model, route.version, item, sink)
             else:
                 submit = partial(self.listener.idempotency.submit, context.key) if context.key else backend.submit
-                ticket = submit(
-                    route.model,
-                    route.version,
-                    item,
-                    context.on_result,
-                    budget_s=context.budget_s,
-                    priority=context.priority,
-                )
-            context.ticket = ticket
+                budget_s, priority = context.budget_s, context.priority
+                context.ticket = submit(route.model, route.version, item, sink, budget_s=budget_s, priority=priority)
         except PenstockError as error:
             context.fail(error)
         except Exception:
@@ -479,29 +465,14 @@ async def _serve(function: Serve, request: HttpRequest, context: RequestContext)
         context.on_result(result)
 
 
-def _read_query(raw: bytes) -> dict[str, list[str]]:
-    """Every key of a raw query with its values, in order; invalid UTF-8 is replaced."""
-    return parse_qs(raw.decode("latin-1"), keep_blank_values=True, errors="replace")
-
-
 def _read_request(context: RequestContext, route: Route) -> HttpRequest:
     """The argument of a route's function. Takes the context's body and releases a Buffer."""
+    body, context.payload = context.payload, b""
+    if not isinstance(body, bytes):
+        buffer, body = body, bytes(body.view)
+        buffer.release()
+    target = context.target.decode("latin-1")
+    query = parse_qs(target.partition("#")[0].partition("?")[2], keep_blank_values=True, errors="replace")
     return HttpRequest(
-        context.method.decode("ascii"),
-        context.target.decode("latin-1"),
-        _read_query(context.target.partition(b"#")[0].partition(b"?")[2]),
-        context.headers,
-        context.content_type,
-        _plain_body(context),
-        route.names,
+        context.method.decode("ascii"), target, query, context.headers, context.content_type, body, route.names
     )
-
-
-def _plain_body(context: RequestContext) -> bytes:
-    payload: Any = context.payload
-    context.payload = b""
-    if isinstance(payload, bytes):
-        return payload
-    body = bytes(payload.view)
-    payload.release()
-    return body

@@ -15,7 +15,6 @@ from penstock.serving.http.responses import (
     ExpectationFailed,
     MethodNotAllowed,
     NotImplementedHere,
-    PostOnly,
     RouteNotFound,
     status_line,
 )
@@ -100,9 +99,9 @@ def check_method(route: Route, method: bytes) -> None:
     """Raises MethodNotAllowed."""
     if route.template.codec:
         if method != b"POST":
-            raise PostOnly("this route takes POST only")
+            raise MethodNotAllowed.only("POST")
     elif method not in (b"GET", b"HEAD"):
-        raise MethodNotAllowed("this route takes GET and HEAD only")
+        raise MethodNotAllowed.only("GET", "HEAD")
 
 
 class Router:

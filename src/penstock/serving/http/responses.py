@@ -33,16 +33,17 @@ class RouteNotFound(PenstockError):
 
 
 class MethodNotAllowed(PenstockError):
-    """The route has another method; `allow` is the value of the Allow header."""
+    """The route has other methods."""
 
     code = "method_not_allowed"
-    allow = "GET, HEAD"
+    allow = "GET, HEAD"  # the value of the Allow header
 
-
-class PostOnly(MethodNotAllowed):
-    """The route is for POST."""
-
-    allow = "POST"
+    @classmethod
+    def only(cls, *methods: str) -> MethodNotAllowed:
+        """The error of a route that takes these methods."""
+        error = cls(f"this route takes {' and '.join(methods)} only")
+        error.allow = ", ".join(methods)
+        return error
 
 
 class MalformedHttp(BadRequest):
