@@ -17,6 +17,7 @@ _BLANK = " \t\f"
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 _SPECIAL = {character: f"\\{letter}" for letter, character in _ESCAPES.items()}
 _KEY = re.compile(r"(?:\\.|[^\\=: \t\f])*+\\?", re.DOTALL)
+_ESCAPED = re.compile(r"\\(u.{0,4}|.?)", re.DOTALL)
 _HEX4 = re.compile(r"[0-9a-fA-F]{4}")
 
 
@@ -94,38 +95,25 @@ def _key_end(line: str) -> int:
 
 
 def _unescape(text: str, where: str) -> str:
-    if "\\" not in text:
-        return text
-    out: list[str] = []
-    i = 0
-    while i < len(text):
-        character = text[i]
-        i += 1
-        if character != "\\":
-            out.append(character)
-        elif text[i : i + 1] == "u":
-            digits = text[i + 1 : i + 5]
-            if not _HEX4.fullmatch(digits):
-                raise ConfigError(f"{where}: found \\u{digits}, expected four hexadecimal digits after \\u")
-            out.append(chr(int(digits, 16)))
-            i += 5
-        elif i < len(text):
-            out.append(_ESCAPES.get(text[i], text[i]))
-            i += 1
+    def character(match: re.Match[str]) -> str:
+        escaped = match[1]
+        if escaped[:1] != "u":
+            return _ESCAPES.get(escaped, escaped)
+        if not _HEX4.fullmatch(escaped[1:]):
+            raise ConfigError(f"{where}: found \\{escaped}, expected four hexadecimal digits after \\u")
+        return chr(int(escaped[1:], 16))
+
+    plain = _ESCAPED.sub(character, text)
     # Characters beyond 16 bits are surrogate pairs.
-    return "".join(out).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _escape(text: str, *, is_key: bool) -> str:
-    out: list[str] = []
-    for i, character in enumerate(text):
-        if character in _SPECIAL:
-            out.append(_SPECIAL[character])
-        elif character in "\\=:#!" or (character == " " and (is_key or i == 0)):
-            out.append(f"\\{character}")
-        elif " " <= character <= "~":
-            out.append(character)
-        else:
-            units = character.encode("utf-16-be", "surrogatepass").hex()
-            out += [f"\\u{units[n : n + 4]}" for n in range(0, len(units), 4)]
-    return "".join(out)
+    def escaped(match: re.Match[str]) -> str:
+        character = match[0]
+        if " " <= character <= "~":
+            return character if character == " " and match.start() and not is_key else f"\\{character}"
+        units = character.encode("utf-16-be", "surrogatepass").hex()
+        return _SPECIAL.get(character) or re.sub("(....)", r"\\u\1", units)
+
+    return re.sub(r"[\\=:#! ]|[^ -~]", escaped, text)
