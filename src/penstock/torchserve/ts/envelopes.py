@@ -124,28 +124,11 @@ class KServev2Envelope(BaseEnvelope):
         ]
 
 
-_DATATYPES = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "uint16": "UINT16",
-    "uint32": "UINT32",
-    "uint64": "UINT64",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "float32": "FP32",
-    "float64": "FP64",
-    "object": "BYTES",
-}
-
-
 def _output(name: str, values: Any) -> dict[str, Any]:
     import numpy as np
 
     flat = np.array(values).flatten()
-    datatype = "BYTES" if flat.dtype.kind == "U" else _DATATYPES[str(flat.dtype)]
+    datatype = "BYTES" if flat.dtype.kind in "UO" else flat.dtype.name.upper().replace("FLOAT", "FP")
     return {"name": name, "datatype": datatype, "data": flat.tolist(), "shape": list(flat.shape)}
 
 
