@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -34,27 +34,17 @@ T = TypeVar("T")
 
 async def run_in_thread(work: Callable[[], T]) -> T:
     """The result of blocking work. Unlike asyncio's, the daemon thread does not delay the end of the process."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():  # the caller was cancelled
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # the thread settles it even if the caller is cancelled
 
     def run() -> None:
         try:
-            outcome: tuple[T | None, BaseException | None] = work(), None
+            future.set_result(work())
         except BaseException as e:
-            outcome = None, e
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, *outcome)
+            future.set_exception(e)
 
     threading.Thread(target=run, name="penstock-archives", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 class ArchiveOpener:
