@@ -1,4 +1,4 @@
-"""An `Administration` without models, for tests of the TorchServe listeners."""
+"""An `Administrator` without models, for tests of the TorchServe listeners."""
 
 from __future__ import annotations
 

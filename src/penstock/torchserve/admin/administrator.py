@@ -1,4 +1,4 @@
-"""TorchServe's management API on the engine. See `Administration` in protocol/api.py."""
+"""TorchServe's management operations on the engine, behind its HTTP and gRPC APIs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _IN_PROGRESS = ChangeResult("Processing worker updates...", 202)
 
 
 class Administrator:
-    """Changes models while the server runs. A change completes even if its caller leaves.
+    """Changes models while the server runs. A change completes even if its caller leaves. Failures raise ApiError.
 
-    Changes of one version run one after the other; unregistering ends a change in progress. The constructor takes the
-    parts of the server as keyword arguments: `tokens` None turns token checks off, `snapshots` None writes no
-    snapshots, and `max_workers` is the maximum per version.
+    `version` None is the default version. Changes of one version run one after the other; unregistering ends a change
+    in progress. The constructor takes the parts of the server as keyword arguments: `tokens` None turns token checks
+    off, `snapshots` None writes no snapshots, and `max_workers` is the maximum per version.
     """
 
     def __init__(
@@ -64,10 +64,12 @@ class Administrator:
     # ---- queries
 
     def check_token(self, group: str, authorization: bytes | None) -> None:
+        """Raises ApiError (InvalidKeyException) unless tokens are off or the header is `Bearer` and the group's key."""
         if self._tokens is not None:
             self._tokens.check("management" if group == "management" else "inference", authorization)
 
     def new_token(self, group: str, authorization: bytes | None) -> None:
+        """Creates a new key for "management" or "inference", authorized by the API key, and rewrites the key file."""
         if self._tokens is None:
             raise ApiError(
                 "ResourceNotFoundException", "Requested resource is not found, please refer to API document."
@@ -80,6 +82,7 @@ class Administrator:
             raise ApiError("InternalServerException", message) from e
 
     def healthy(self) -> bool:
+        """False if the default version of any model has fewer live workers than its minWorkers."""
         return (
             not self.opening
             and not self._engine.draining
@@ -87,10 +90,12 @@ class Administrator:
         )
 
     async def describe(self, model: str, version: str | None, *, customized: bool = False) -> list[dict[str, Any]]:
+        """The objects of `GET /models/{m}[/{version}|/all]`; `version` "all" means every version."""
         found = self._models.versions(model) if version == "all" else [self._models.find(model, version)]
         return await self._describer.describe(found, customized=customized)
 
     def models(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
+        """((name, url) of each default version on the page, by name; the next page's token, None on the last page)."""
         defaults = self._models.defaults()
         end = page_token + limit
         page = [(version.name, version.spec.url) for version in defaults[page_token:end]]
@@ -106,8 +111,8 @@ class Administrator:
         model: str,
         version: str | None,
         *,
-        min_worker: int | None = None,
-        max_worker: int | None = None,
+        min_worker: int | None = None,  # None: 1
+        max_worker: int | None = None,  # None: min_worker
         synchronous: bool = False,
     ) -> ChangeResult:
         self._check_open()
@@ -133,6 +138,7 @@ class Administrator:
             self._models.set_traffic(version.name, weights)
 
     async def set_traffic(self, model: str, weights: Mapping[str, float]) -> ChangeResult:
+        """Splits requests without a version by weight; at least one weight is above 0. A Penstock extension."""
         self._check_open()
         self._models.set_traffic(model, weights)
         self.snapshot("snapshot")

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
+from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.calls import (
     Code,
     GrpcError,
@@ -28,7 +29,7 @@ from penstock.torchserve.grpc.calls import (
 from penstock.torchserve.grpc.services import HEALTH, INFERENCE, OPEN_INFERENCE, message_class
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.http.flavor import new_id
-from penstock.torchserve.protocol.api import Administration, json_text
+from penstock.torchserve.protocol.api import json_text
 from penstock.types import Item
 
 CODEC: Final = "torchserve_inputs"
@@ -61,7 +62,7 @@ class HealthService:
 
     NAME: Final = f"{HEALTH}.Health"
 
-    def __init__(self, administration: Administration, services: Iterable[str]) -> None:
+    def __init__(self, administration: Administrator, services: Iterable[str]) -> None:
         self._administration = administration
         self._known = frozenset(("", *services))
 
@@ -77,7 +78,7 @@ class InferenceService:
 
     NAME: Final = f"{INFERENCE}.InferenceAPIsService"
 
-    def __init__(self, backend: Backend, administration: Administration) -> None:
+    def __init__(self, backend: Backend, administration: Administrator) -> None:
         self._backend = backend
         self._administration = administration
 
@@ -127,7 +128,7 @@ class OpenInferenceService:
 
     NAME: Final = f"{OPEN_INFERENCE}.GRPCInferenceService"
 
-    def __init__(self, backend: Backend, administration: Administration, codec: str) -> None:
+    def __init__(self, backend: Backend, administration: Administrator, codec: str) -> None:
         self._backend = backend
         self._administration = administration
         self._codec = codec  # the HTTP listener's, so that both decode JSON alike

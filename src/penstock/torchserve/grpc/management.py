@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.services import MANAGEMENT, message_class
 from penstock.torchserve.protocol.api import (
-    Administration,
     ApiError,
     ChangeResult,
     RegisterRequest,
@@ -25,7 +25,7 @@ class ManagementService:
 
     NAME: Final = f"{MANAGEMENT}.ManagementAPIsService"
 
-    def __init__(self, administration: Administration) -> None:
+    def __init__(self, administration: Administrator) -> None:
         self._administration = administration
 
     async def DescribeModel(self, request: Any) -> Any:

@@ -13,10 +13,11 @@ from msgspec import Struct
 from penstock.core.contracts import Backend
 from penstock.errors import ConfigError
 from penstock.serving.http.sockets import free_path
+from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.inference import HealthService, InferenceService, OpenInferenceService
 from penstock.torchserve.grpc.management import GATED, ManagementService
 from penstock.torchserve.grpc.services import POOL, CallDispatcher, GrpcService
-from penstock.torchserve.protocol.api import Administration, ListenerConfig
+from penstock.torchserve.protocol.api import ListenerConfig
 
 MAX_STREAMS: Final = 1024  # concurrent calls per connection; the client queues the others
 
@@ -37,7 +38,7 @@ class GrpcServer:
     def __init__(
         self,
         backend: Backend,
-        administration: Administration,
+        administration: Administrator,
         config: ListenerConfig,
         limits: GrpcLimits,
         *,
@@ -90,7 +91,7 @@ class GrpcServer:
                 os.unlink(self._path)
 
 
-def _services(backend: Backend, administration: Administration, config: ListenerConfig) -> list[GrpcService]:
+def _services(backend: Backend, administration: Administrator, config: ListenerConfig) -> list[GrpcService]:
     services = []
     if "inference" in config.groups:
         services.append(GrpcService(InferenceService.NAME, InferenceService(backend, administration), "inference"))

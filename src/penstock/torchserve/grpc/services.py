@@ -19,9 +19,10 @@ from msgspec import Struct
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
+from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.calls import Code, GrpcError, management_error
 from penstock.torchserve.http.errors import api_error
-from penstock.torchserve.protocol.api import Administration, ApiError, Group
+from penstock.torchserve.protocol.api import ApiError, Group
 
 log = logging.getLogger("penstock.frontends")
 
@@ -73,7 +74,7 @@ class _Call(Struct, frozen=True):
 class CallDispatcher(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Finds the handler of each call before the server reads anything but its path and metadata."""
 
-    def __init__(self, services: Sequence[GrpcService], backend: Backend, administration: Administration) -> None:
+    def __init__(self, services: Sequence[GrpcService], backend: Backend, administration: Administrator) -> None:
         self._backend = backend
         self._administration = administration
         self._calls: dict[str, _Call] = {}

@@ -17,8 +17,9 @@ from penstock.serving.http.context import RequestContext, ResponseWriter
 from penstock.serving.http.flavor import check_framing, split_target
 from penstock.serving.http.responses import REASONS, MethodNotAllowed, RouteNotFound, status_line
 from penstock.serving.protocols.route import Route, RouteTable, Template, remember
+from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.http.errors import api_error
-from penstock.torchserve.protocol.api import Administration, Group, ListenerConfig, error_body
+from penstock.torchserve.protocol.api import Group, ListenerConfig, error_body
 from penstock.torchserve.protocol.openapi import JSON
 from penstock.types import Headers, ItemResult
 
@@ -63,7 +64,7 @@ class TorchServeFlavor:
 
     guarded = True
 
-    def __init__(self, administration: Administration, config: ListenerConfig, templates: Sequence[Template]) -> None:
+    def __init__(self, administration: Administrator, config: ListenerConfig, templates: Sequence[Template]) -> None:
         logged = access_log.isEnabledFor(logging.INFO)  # checked once: without the log, requests pay nothing for it
         self.context: type[RequestContext] = LoggedRequest if logged else TorchServeRequest
         self.known: dict[bytes, Route] = {}

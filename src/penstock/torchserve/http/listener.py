@@ -16,6 +16,7 @@ from penstock.core.contracts import Backend
 from penstock.serving.http.responses import MethodNotAllowed
 from penstock.serving.http.server import HttpServer
 from penstock.serving.protocols.route import HttpRequest, Template
+from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.http.flavor import TorchServeFlavor
 from penstock.torchserve.http.management import NO_MODEL, management_actions, names, token_action
 from penstock.torchserve.http.routes import (
@@ -28,7 +29,7 @@ from penstock.torchserve.http.routes import (
     open_inference_actions,
     templates_of,
 )
-from penstock.torchserve.protocol.api import Administration, ListenerConfig, json_body
+from penstock.torchserve.protocol.api import ListenerConfig, json_body
 from penstock.torchserve.protocol.openapi import JSON, OpenApiResponses, Operation, operations_document
 from penstock.types import ItemResult
 
@@ -51,7 +52,7 @@ PREDICTED: Final[OpenApiResponses] = (
 
 def make_listener(
     backend: Backend,
-    administration: Administration,
+    administration: Administrator,
     config: ListenerConfig,
     limits: LimitsConfig,
     *,
@@ -64,7 +65,7 @@ def make_listener(
 
 
 def listener_templates(
-    administration: Administration, config: ListenerConfig, scrape: Scrape | None = None
+    administration: Administrator, config: ListenerConfig, scrape: Scrape | None = None
 ) -> tuple[Template, ...]:
     """The routes of the listener's groups and of their descriptions, in matching order."""
     inference: tuple[Template, ...] = ()
@@ -141,7 +142,7 @@ def _management_document(actions: Sequence[Action]) -> Document:
     return document
 
 
-def _model_actions(root: str, administration: Administration, document: Document) -> list[Action]:
+def _model_actions(root: str, administration: Administrator, document: Document) -> list[Action]:
     """`OPTIONS {root}/{model}[/{version}]`; an unknown model is an error."""
 
     async def describe(request: HttpRequest) -> ItemResult:

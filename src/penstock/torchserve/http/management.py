@@ -6,8 +6,9 @@ from typing import Final
 
 from penstock.serving.http.responses import MethodNotAllowed
 from penstock.serving.protocols.route import HttpRequest
+from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.http.routes import Action, change_result, json_result
-from penstock.torchserve.protocol.api import Administration, ListenerConfig, model_page
+from penstock.torchserve.protocol.api import ListenerConfig, model_page
 from penstock.torchserve.protocol.management import (
     PAGE_SIZE,
     RUNTIMES,
@@ -131,7 +132,7 @@ TOKEN: Final = Operation(
 )
 
 
-def management_actions(administration: Administration, config: ListenerConfig) -> tuple[Action, ...]:
+def management_actions(administration: Administrator, config: ListenerConfig) -> tuple[Action, ...]:
     """All routes that need the management key; `token_action` is the route with a key of its own."""
     api = _ManagementApi(administration)
     register = api.register if config.model_api else _not_allowed
@@ -151,7 +152,7 @@ def management_actions(administration: Administration, config: ListenerConfig) -
     )
 
 
-def token_action(administration: Administration) -> Action:
+def token_action(administration: Administrator) -> Action:
     """The route that renews keys, authorized by the API key."""
 
     async def new_token(request: HttpRequest) -> ItemResult:
@@ -183,7 +184,7 @@ def names(request: HttpRequest) -> tuple[str, str | None]:
 
 
 class _ManagementApi:
-    def __init__(self, administration: Administration) -> None:
+    def __init__(self, administration: Administrator) -> None:
         self._administration = administration
 
     async def list(self, request: HttpRequest) -> ItemResult:

@@ -14,7 +14,8 @@ from msgspec import Struct
 from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.serving.protocols.route import HttpRequest, Route, Template
-from penstock.torchserve.protocol.api import Administration, ChangeResult, Group, ListenerConfig, json_body
+from penstock.torchserve.admin.administrator import Administrator
+from penstock.torchserve.protocol.api import ChangeResult, Group, ListenerConfig, json_body
 from penstock.torchserve.protocol.management import unknown_parameters
 from penstock.torchserve.protocol.openapi import JSON, METRICS, Operation, QueryParameter
 from penstock.types import Headers, ItemResult
@@ -44,7 +45,7 @@ Scrape = Callable[[list[str]], Awaitable[bytes]]  # metric names (empty: all) ->
 # ---- inference
 
 
-def inference_routes(administration: Administration, config: ListenerConfig) -> tuple[Template, ...]:
+def inference_routes(administration: Administrator, config: ListenerConfig) -> tuple[Template, ...]:
     """`/ping` and every route to a prediction or an explanation except the legacy ones."""
 
     def ping(backend: Backend, route: Route) -> ItemResult:

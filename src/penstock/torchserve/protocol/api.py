@@ -5,8 +5,7 @@ Source: the endpoints, texts, status codes and responses of TorchServe 0.12.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
@@ -84,53 +83,6 @@ class ChangeResult(Struct, frozen=True):
     status: int = 200
 
 
-class Administration(Protocol):
-    """The management operations behind the HTTP and gRPC APIs. Called on the loop's thread; failures raise ApiError.
-
-    `version` None is the default version.
-    """
-
-    def check_token(self, group: Group, authorization: bytes | None) -> None:
-        """Raises ApiError (InvalidKeyException) unless tokens are off or the header is `Bearer` and the group's key."""
-        ...
-
-    def new_token(self, group: str, authorization: bytes | None) -> None:
-        """Creates a new key for "management" or "inference", authorized by the API key, and rewrites the key file."""
-        ...
-
-    def healthy(self) -> bool:
-        """False if the default version of any model has fewer live workers than its minWorkers."""
-        ...
-
-    async def register(self, registration: RegisterRequest) -> ChangeResult: ...
-
-    async def scale(
-        self,
-        model: str,
-        version: str | None,
-        *,
-        min_worker: int | None = None,  # None: 1
-        max_worker: int | None = None,  # None: min_worker
-        synchronous: bool = False,
-    ) -> ChangeResult: ...
-
-    async def describe(self, model: str, version: str | None, *, customized: bool = False) -> list[dict[str, Any]]:
-        """The objects of `GET /models/{m}[/{version}|/all]`; `version` "all" means every version."""
-        ...
-
-    def models(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
-        """((name, url) of each default version on the page, by name; the next page's token, None on the last page)."""
-        ...
-
-    async def set_default(self, model: str, version: str) -> ChangeResult: ...
-
-    async def set_traffic(self, model: str, weights: Mapping[str, float]) -> ChangeResult:
-        """Splits requests without a version by weight; at least one weight is above 0. A Penstock extension."""
-        ...
-
-    async def unregister(self, model: str, version: str | None) -> ChangeResult: ...
-
-
 class ListenerConfig(Struct, frozen=True, kw_only=True):
     """The routes and headers of one listener. Groups with the same address share a listener."""
 
@@ -158,7 +110,7 @@ def json_text(value: Any) -> str:
 
 
 def model_page(models: list[tuple[str, str]], next_token: int | None) -> dict[str, Any]:
-    """The JSON object of `GET /models` for one page of `Administration.models`."""
+    """The JSON object of `GET /models` for one page of `Administrator.models`."""
     found = [{"modelName": name, "modelUrl": url} for name, url in models]
     return {"nextPageToken": None if next_token is None else str(next_token), "models": found}
 

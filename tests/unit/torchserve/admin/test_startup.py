@@ -11,7 +11,7 @@ from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
 from penstock.torchserve.config.properties import load_properties, read_properties
-from penstock.torchserve.protocol.api import Administration, ApiError, RegisterRequest
+from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 ServerSetup = Any  # see conftest.py
 
@@ -38,7 +38,7 @@ def newest(server: ServerSetup) -> Any:
 
 async def test_the_components_implement_the_interfaces(server: ServerSetup) -> None:
     components = server.open()
-    administration: Administration = components.administrator
+    administration = components.administrator
     backend: Backend = components.backend
     assert administration.healthy()
     assert backend.ready()
