@@ -16,7 +16,7 @@ MAX_YAML_BYTES: Final = 2**20  # real files have a few KB
 _BLANK = " \t\f"
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 _SPECIAL = {character: f"\\{letter}" for letter, character in _ESCAPES.items()}
-_KEY = re.compile(r"(?:\\.|[^\\=: \t\f])*+\\?", re.DOTALL)
+_LINE = re.compile(r"((?:\\.|[^\\=: \t\f])*+\\?)[ \t\f]*[=:]?[ \t\f]*(.*)", re.DOTALL)  # key, value
 _ESCAPED = re.compile(r"\\(u.{0,4}|.?)", re.DOTALL)
 _HEX4 = re.compile(r"[0-9a-fA-F]{4}")
 
@@ -55,13 +55,10 @@ def parse_properties(text: str, source: str) -> dict[str, Property]:
     """The keys of the text; the last value of a repeated key counts. Raises ConfigError with `source` and line."""
     found: dict[str, Property] = {}
     for number, line in _logical_lines(text):
-        key_end = _key_end(line)
-        rest = line[key_end:].lstrip(_BLANK)
-        if rest[:1] in ("=", ":"):
-            rest = rest[1:].lstrip(_BLANK)
-        where = f"{source}:{number}"
-        key = _unescape(line[:key_end], where)
-        found[key] = Property(key, _unescape(rest, where), number)
+        match = _LINE.fullmatch(line)
+        assert match is not None  # each part may be empty
+        key, value = (_unescape(part, f"{source}:{number}") for part in match.groups())
+        found[key] = Property(key, value, number)
     return found
 
 
@@ -87,11 +84,6 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         parts = []
     if parts:  # the last line ends with a continuation
         yield first, "".join(parts)
-
-
-def _key_end(line: str) -> int:
-    match = _KEY.match(line)
-    return match.end() if match else 0
 
 
 def _unescape(text: str, where: str) -> str:

@@ -25,7 +25,8 @@ MAX_BYTES: Final = 2**20  # of a command's output
 _MIB: Final = 2**20
 _GIB: Final = 2**30
 _LINE: Final = re.compile(
-    r"\s*(?P<name>[\w ]+)\.[\w ]+:(?P<value>-?[0-9][-+0-9.eE]*)\|#(?P<dimensions>[^|]*)(\|#type:[^|]+)?\|#hostname:.+"
+    r"\s*(?P<name>[\w ]+)\.[\w ]+:(?P<value>-?[0-9]+\.?[0-9]*([eE][-+]?[0-9]+)?)"
+    r"\|#(?P<dimensions>[^|]*)(\|#type:[^|]+)?\|#hostname:.+"
 )
 
 
@@ -143,12 +144,8 @@ def parse_line(line: str) -> SystemMetric | None:
     match = _LINE.fullmatch(line.rstrip())
     if match is None:
         return None
-    try:
-        value = float(match["value"])
-    except ValueError:
-        return None
     pairs = [pair.partition(":") for pair in match["dimensions"].split(",") if pair]
-    return SystemMetric(match["name"], tuple(found for _, _, found in pairs), value)
+    return SystemMetric(match["name"], tuple(found for _, _, found in pairs), float(match["value"]))
 
 
 def measure_of(command: str | None, folder: str | None, interval_s: float) -> Measure:
