@@ -43,20 +43,10 @@ class ManagementService:
 
     async def RegisterModel(self, request: Any) -> Any:
         """Returns before the workers are up, unless `synchronous` is set."""
-        registration = RegisterRequest(
-            url=request.url or None,
-            model_name=request.model_name or None,
-            handler=request.handler or None,
-            runtime=request.runtime or None,
-            batch_size=_count(request.batch_size),
-            max_batch_delay=_count(request.max_batch_delay),
-            initial_workers=_count(request.initial_workers),
-            synchronous=request.synchronous,
-            response_timeout=_count(request.response_timeout),
-            startup_timeout=_count(request.startup_timeout),
-            s3_sse_kms=request.s3_sse_kms,
-        )
-        return _response(await self._administration.register(check_registration(registration)))
+        sent = {name: getattr(request, name) for name in RegisterRequest.__struct_fields__}
+        given = {k: v for k, v in sent.items() if isinstance(v, bool) or (v if isinstance(v, str) else v > 0)}
+        change = await self._administration.register(check_registration(RegisterRequest(**given)))
+        return _response(change)
 
     async def ScaleWorker(self, request: Any) -> Any:
         """Cannot scale to zero workers: 0 means the default, 1."""
@@ -74,11 +64,9 @@ class ManagementService:
         return _response(change)
 
     async def SetDefault(self, request: Any) -> Any:
-        """Makes a version the default."""
         return _response(await self._administration.set_default(request.model_name, request.model_version))
 
     async def UnregisterModel(self, request: Any) -> Any:
-        """Removes a version, or the model."""
         if not request.model_name:
             raise ApiError("BadRequestException", "Parameter url is required.")
         return _response(await self._administration.unregister(request.model_name, request.model_version or None))
