@@ -60,7 +60,6 @@ class ArchiveOpener:
         self._installs: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # while in use
 
     def names(self) -> list[str]:
-        """The names in the store."""
         return self._store.names()
 
     async def open(self, request: VersionRequest) -> tuple[ModelSpec, UnpackedArchive]:

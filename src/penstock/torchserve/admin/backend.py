@@ -9,7 +9,7 @@ from penstock.core.engine.batcher import release
 from penstock.core.engine.engine import Engine
 from penstock.core.wire.slabs import Slab
 from penstock.errors import PenstockError
-from penstock.torchserve.admin.models import ModelVersion, PendingRequest, VersionRegistry, submit_error
+from penstock.torchserve.admin.models import PendingRequest, VersionRegistry, submit_error
 from penstock.torchserve.metrics.observer import UNVERSIONED
 from penstock.torchserve.protocol.api import no_worker
 from penstock.types import Item, ModelMetadata, ModelStatus, Sink
@@ -39,7 +39,9 @@ class ModelsBackend:
             found = self._models.route(model, version)
             label = version or UNVERSIONED
             self.requests[model, label] = self.requests.get((model, label), 0) + 1
-            if found.handle is None or (found.spec.settings.use_job_ticket and not _has_ticket(found)):
+            handle = found.handle
+            # with useJobTicket, no request waits in the queue
+            if handle is None or (found.spec.settings.use_job_ticket and handle.pending >= handle.up):
                 raise no_worker(model, version)
             if found.loading:
                 if len(found.pending) >= found.spec.settings.job_queue_size:
@@ -74,7 +76,6 @@ class ModelsBackend:
         return found.handle.metadata, versions
 
     def statuses(self) -> list[ModelStatus]:
-        """The status of every version with workers."""
         return self._engine.statuses()
 
     def allocate(self, nbytes: int) -> Slab | None:
@@ -82,8 +83,3 @@ class ModelsBackend:
 
     def when_free(self, wake: Callable[[], None]) -> None:
         self._engine.when_free(wake)
-
-
-def _has_ticket(version: ModelVersion) -> bool:
-    """True if a worker is idle. With useJobTicket, no request waits in the queue."""
-    return version.handle is not None and version.handle.pending < version.handle.up

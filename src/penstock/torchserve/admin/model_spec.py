@@ -65,7 +65,6 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def target(self) -> Wrapped:
-        """The object that workers load."""
         return Wrapped(None, WRAPPER, {"setup": self.setup})
 
 
@@ -141,7 +140,6 @@ def make_spec(
 def _handler_setup(
     source: ArchiveSource, properties: Properties, settings: ModelSettings, name: str, handler: str
 ) -> dict[str, Any]:
-    """The arguments of HandlerSetup."""
     manifest = source.archive.manifest
     trust = {"trust": settings.trust} if settings.trust != "none" else {}
     return {

@@ -102,7 +102,6 @@ class ModelVersion(Struct, eq=False):
 
     @property
     def ready(self) -> bool:
-        """True if at least one worker is live."""
         return self.handle is not None and self.handle.ready
 
     @property
@@ -217,7 +216,6 @@ class VersionRegistry:
         return [self._models[name].default for name in sorted(self._models)]
 
     def is_default(self, version: ModelVersion) -> bool:
-        """True for the default version of its model."""
         return self._models[version.name].default is version
 
     def weight(self, version: ModelVersion) -> float | None:

@@ -52,7 +52,6 @@ def http_addresses(properties: Properties) -> list[tuple[ListenerAddress, set[Gr
 
 
 def grpc_addresses(properties: Properties) -> list[GrpcAddress]:
-    """The gRPC listeners."""
     return [
         GrpcAddress(group, getattr(properties, f"grpc_{group}_address"), getattr(properties, f"grpc_{group}_port"))
         for group in GRPC_GROUPS
@@ -119,7 +118,6 @@ class Listeners:
             log.info("%s gRPC API bind to: %s", at.group.capitalize(), structs.replace(at, port=port))
 
     def close_tls(self) -> None:
-        """Removes generated TLS files."""
         if self._tls_files is not None:
             self._tls_files.close()
 

@@ -193,7 +193,6 @@ class ServerLogs:
         self._queues.append((found, handler))
 
     def _write(self) -> None:
-        """The thread's loop."""
         while (queued := self._waiting.get()) is not None:
             record, handlers = queued
             for handler in handlers:

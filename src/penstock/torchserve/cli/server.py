@@ -194,7 +194,6 @@ class ServerMetrics:
         self._tasks.append(asyncio.create_task(work))
 
     async def close(self) -> None:
-        """Writes the last lines."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -28,7 +28,6 @@ SERVER_MODULE: Final = "penstock.torchserve.cli.server"
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
-    """The console script."""
     given = list(sys.argv[1:] if words is None else words)
     try:
         code = _run(parser().parse_args(given), given)

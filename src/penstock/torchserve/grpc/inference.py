@@ -83,7 +83,6 @@ class InferenceService:
         self._administration = administration
 
     async def Ping(self, request: Any) -> Any:
-        """The text of `GET /ping`."""
         status = "Healthy" if self._administration.healthy() else "Unhealthy"
         return _Ping(health=json_text({"status": status}))
 
@@ -98,7 +97,6 @@ class InferenceService:
                 yield _Prediction(prediction=part)
 
     async def StreamPredictions2(self, requests: Any) -> AsyncIterator[Any]:
-        """Not served."""
         raise GrpcError(Code.UNIMPLEMENTED, "sequences are not served: use Predictions or StreamPredictions")
         yield  # makes this an async generator
 
@@ -134,7 +132,6 @@ class OpenInferenceService:
         self._codec = codec  # the HTTP listener's, so that both decode JSON alike
 
     async def ServerLive(self, request: Any) -> Any:
-        """Always live."""
         return _Live(live=True)
 
     async def ServerReady(self, request: Any) -> Any:
@@ -142,11 +139,9 @@ class OpenInferenceService:
         return _Ready(ready=True)
 
     async def ModelReady(self, request: Any) -> Any:
-        """Whether the version has a worker."""
         return _ModelReady(ready=self._is_ready(*model_of(request.name, request.version, "name")))
 
     async def ModelMetadata(self, request: Any) -> Any:
-        """Name and versions."""
         name, version = model_of(request.name, request.version)
         self._is_ready(name, version)  # raises for an unknown model or version
         described = await self._administration.describe(name, "all")

@@ -47,12 +47,10 @@ POOL: Final = _read_descriptors()
 
 
 def message_class(name: str) -> Any:
-    """The class of a message, by its full name."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(name))
 
 
 def service_descriptor(name: str) -> Any:
-    """The descriptor of a service, by its full name."""
     return POOL.FindServiceByName(name)
 
 

@@ -166,11 +166,9 @@ class TorchServeRequest(RequestContext):
         return ItemResult(body=body, content_type=JSON, status=found.status, reason=reason)
 
     def part_type(self, result: ItemResult) -> str:
-        """The handler's content type, if it set one."""
         return result.content_type
 
     def part_data(self, result: ItemResult) -> bytes:
-        """The handler's bytes, unchanged."""
         return bytes(result.body)
 
     def _id(self) -> bytes:
@@ -206,7 +204,6 @@ class LoggedRequest(TorchServeRequest):
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix"
 
     def on_result(self, result: ItemResult) -> None:
-        """The sink."""
         writer = self.writer
         super().on_result(result)
         if writer is not None and self.writer is None:
@@ -214,12 +211,10 @@ class LoggedRequest(TorchServeRequest):
             access_log.info('%s "%s" %d %d', self._peer, self._request_line, self._status, took_ms)
 
     def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes:
-        """Records the status."""
         self._status = result.status
         return super().plain_head(writer, result)
 
     def head_lines(self, writer: ResponseWriter, result: ItemResult, content_type: str) -> list[bytes]:
-        """Records the status."""
         self._status = result.status
         return super().head_lines(writer, result, content_type)
 

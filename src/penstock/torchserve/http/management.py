@@ -179,7 +179,6 @@ async def _not_allowed(request: HttpRequest) -> ItemResult:
 
 
 def names(request: HttpRequest) -> tuple[str, str | None]:
-    """Model and version of the path."""
     return request.names["model_name"], request.names.get("model_version")
 
 

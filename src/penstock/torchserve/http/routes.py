@@ -117,12 +117,10 @@ def _template(path: str, table: dict[str, Action], guard: Group | None) -> Templ
 
 
 def json_result(value: Any, status: int = 200) -> ItemResult:
-    """The value as TorchServe's JSON."""
     return ItemResult(body=json_body(value), content_type=JSON, status=status)
 
 
 def change_result(change: ChangeResult) -> ItemResult:
-    """The response to a change."""
     return json_result({"status": change.message}, change.status)
 
 

@@ -151,7 +151,6 @@ class TorchServeMetrics(Observer):
             self._batches.append(oldest)
 
     def measured(self, values: Sequence[SystemMetric]) -> None:
-        """Adds system metrics."""
         for m in values:
             self._add(m.name, m.dimensions, m.value)
 
@@ -189,7 +188,6 @@ class TorchServeMetrics(Observer):
                 self._flushing = self._flush()
 
     async def close(self) -> None:
-        """Writes the remaining events."""
         await asyncio.wrap_future(self._flush())
         self._thread.shutdown(wait=False)
 

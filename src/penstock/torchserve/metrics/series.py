@@ -63,20 +63,15 @@ class SeriesTable:
         if found is None and not self._admit(family, labels, owner):
             return
         if definition.kind == "histogram":
-            self._histogram(family, labels, found).extend(values)
+            histogram = found if isinstance(found, Histogram) else Histogram(BOUNDS)
+            histogram.extend(values)
+            family.series[labels] = histogram
         elif definition.kind == "counter":
             family.series[labels] = sum(values) + (found if isinstance(found, float) else 0.0)
         else:
             family.series[labels] = values[-1]
 
-    @staticmethod
-    def _histogram(family: _Family, labels: Labels, found: float | Histogram | None) -> Histogram:
-        if not isinstance(found, Histogram):
-            found = family.series[labels] = Histogram(BOUNDS)
-        return found
-
     def forget(self, owner: Owner) -> None:
-        """Drops an owner's series."""
         for family in self._families.values():
             for labels in [labels for labels, whose in family.owners.items() if whose == owner]:
                 del family.owners[labels]

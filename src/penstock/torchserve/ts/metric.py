@@ -125,11 +125,9 @@ class Metric:
         self.request_id = request_id
 
     def update(self, value: float) -> None:
-        """Records another value."""
         self._metric.add_or_update(value, self.dimension_values, self.request_id or "")
 
     def reset(self) -> None:
-        """Records a zero."""
         self.update(0)
 
     def __str__(self) -> str:
@@ -152,7 +150,5 @@ class Metric:
 
 
 class MetricEncoder(JSONEncoder):
-    """Encodes metrics and dimensions as JSON."""
-
     def default(self, o: Any) -> Any:
         return o.to_dict() if isinstance(o, (Metric, Dimension)) else super().default(o)

@@ -64,7 +64,6 @@ class _AddMethods(abc.ABC):
         self._add(name, value, unit, self._request_id(idx), dimensions, metric_type)
 
     def add_counter(self, name: str, value: float, idx: int | None = None, dimensions: Any = None) -> None:
-        """Increments a counter."""
         self._add(name, value, "count", self._request_id(idx), dimensions, MetricTypes.COUNTER)
 
     def add_time(
@@ -103,11 +102,9 @@ class _AddMethods(abc.ABC):
         dimensions: Any = None,
         metric_type: MetricTypes = MetricTypes.GAUGE,
     ) -> None:
-        """Records a percentage."""
         self._add(name, value, "percent", self._request_id(idx), dimensions, metric_type)
 
     def add_error(self, name: str, value: Any, dimensions: Any = None) -> None:
-        """Increments a counter of errors."""
         self._add(name, value, "", None, dimensions, MetricTypes.COUNTER)
 
     def _request_id(self, idx: int | None) -> Any:

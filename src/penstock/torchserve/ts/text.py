@@ -63,7 +63,6 @@ class TextHandler(BaseHandler, ABC):
         return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
     def _remove_html_tags(self, text: str) -> str:
-        """The text without HTML tags and entities."""
         return CLEANUP_REGEX.sub("", text)
 
     def _remove_punctuation(self, text: str) -> str:
