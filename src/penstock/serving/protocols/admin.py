@@ -1,4 +1,4 @@
-"""Bodies of the management listener: the table of models as JSON, and what the changing routes take. Pure."""
+"""Request and response bodies of the management API."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class _Default(Struct, forbid_unknown_fields=True):
     version: str
 
 
-# ---- answers
+# ---- responses
 
 
 def models_body(statuses: Sequence[ModelStatus]) -> bytes:
-    """`{"models": [...]}`: every version of every model, by name."""
+    """`{"models": [...]}`: every version of every model, sorted by name."""
     return msgspec.json.encode({"models": _sorted(statuses)})
 
 
 def model_body(statuses: Sequence[ModelStatus], name: str) -> bytes:
-    """`{"name", "versions": [...]}` of one model. Raises ModelNotFound."""
+    """`{"name", "versions": [...]}` of a model. Raises ModelNotFound."""
     versions = [s for s in statuses if s.name == name]
     if not versions:
         raise ModelNotFound(f"no model '{name[:100]}' is loaded{nearest(name[:100], {s.name for s in statuses})}")
@@ -39,44 +39,44 @@ def model_body(statuses: Sequence[ModelStatus], name: str) -> bytes:
 
 
 def changed_body(statuses: Sequence[ModelStatus], name: str) -> bytes:
-    """As `model_body`; after the last version was unloaded there are none."""
+    """`model_body` without the check: a change may have unloaded the last version."""
     return msgspec.json.encode({"name": name, "versions": _sorted([s for s in statuses if s.name == name])})
 
 
-def version_body(statuses: Sequence[ModelStatus], name: str, version: str, learned: Mapping[str, object]) -> bytes:
-    """The status of one version, and under "batching" what its scheduler has learned. Raises ModelNotFound."""
+def version_body(statuses: Sequence[ModelStatus], name: str, version: str, statistics: Mapping[str, object]) -> bytes:
+    """The status of a version; "batching" holds the state of its scheduler. Raises ModelNotFound."""
     model_body(statuses, name)
     found = [s for s in statuses if (s.name, s.version) == (name, version)]
     if not found:
-        there = ", ".join(dict.fromkeys(s.version for s in statuses if s.name == name))
-        raise ModelNotFound(f"model '{name[:100]}' has no version '{version[:100]}'; it has {there}")
-    return msgspec.json.encode({**msgspec.structs.asdict(found[0]), "batching": learned})
+        versions = ", ".join(dict.fromkeys(s.version for s in statuses if s.name == name))
+        raise ModelNotFound(f"model '{name[:100]}' has no version '{version[:100]}'; it has {versions}")
+    return msgspec.json.encode({**msgspec.structs.asdict(found[0]), "batching": statistics})
 
 
 def _sorted(statuses: Sequence[ModelStatus]) -> list[ModelStatus]:
     return sorted(statuses, key=lambda s: (s.name, s.version))
 
 
-# ---- what the changing routes take
+# ---- requests; every reader raises BadRequest
 
 
 def read_keys(body: bytes) -> dict[str, Any]:
-    """The keys of `[models.NAME]` for a PUT. Raises BadRequest."""
+    """The keys of `[models.NAME]`."""
     return _read(body, dict[str, Any], '{"target": "app.py:Model"}')
 
 
 def read_instances(body: bytes) -> int:
-    """Of `{"instances": n}`. Raises BadRequest."""
+    """The number in `{"instances": n}`."""
     return _read(body, _Scale, '{"instances": 2}').instances
 
 
 def read_version(body: bytes) -> str:
-    """Of `{"version": v}`. Raises BadRequest."""
+    """The version in `{"version": v}`."""
     return _read(body, _Default, '{"version": "2"}').version
 
 
 def read_weights(body: bytes) -> dict[str, float]:
-    """Of `{"1": 0.9, "2": 0.1}`. Raises BadRequest."""
+    """The weights by version, such as `{"1": 0.9, "2": 0.1}`."""
     return _read(body, dict[str, float], '{"1": 0.9, "2": 0.1}')
 
 
@@ -84,4 +84,4 @@ def _read(body: bytes, kind: type[T], example: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise BadRequest(f"the body cannot be read: {e}; expected for instance {example}") from None
+        raise BadRequest(f"the body is invalid: {e}; expected, for example, {example}") from None

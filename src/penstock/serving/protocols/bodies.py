@@ -1,11 +1,11 @@
-"""Bodies as values and back: JSON, text and forms, with errors that say where a body is wrong."""
+"""Request and response bodies: JSON, text and forms. An error names the position of an invalid byte."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -13,20 +13,20 @@ import msgspec
 from penstock.errors import BadOutput, BadRequest
 
 JSON: Final = "application/json"
-MAX_FIELDS: Final = 1000  # of a form; more is an attack on the parser, not an input of a model
+MAX_FIELDS: Final = 1000  # of a form; more is an attack on the parser
 
 _BYTE = re.compile(r"byte (\d+)")
 
 
 def decode_json(body: bytes | memoryview, type: Any = Any) -> Any:
-    """The value of a JSON body. Raises BadRequest with the byte where it stops being JSON."""
+    """The value of a JSON body. Raises BadRequest with the position of the first invalid byte."""
     try:
         return msgspec.json.decode(body, type=type)
     except msgspec.ValidationError as exc:
         raise BadRequest(f"the JSON body has the wrong form: {exc}") from None
     except msgspec.DecodeError as exc:
         found = str(exc)
-        if _BYTE.search(found) is None:  # msgspec names no byte when the input just ends
+        if _BYTE.search(found) is None:  # msgspec reports no position for truncated input
             found = f"the body ends at byte {len(body)} inside a value" if len(body) else "the body is empty (byte 0)"
         raise BadRequest(f"the body is not valid JSON: {found}") from None
     except UnicodeDecodeError:
@@ -36,7 +36,7 @@ def decode_json(body: bytes | memoryview, type: Any = Any) -> Any:
 
 
 def _bad_utf8(body: bytes | memoryview) -> str:
-    """Where the body stops being UTF-8; the decoder itself counts from the start of a string."""
+    """The position of the first byte that is not UTF-8. The decoder's own position is relative to the string."""
     try:
         str(body, "utf-8")
     except UnicodeDecodeError as exc:
@@ -45,7 +45,7 @@ def _bad_utf8(body: bytes | memoryview) -> str:
 
 
 def split_type(content_type: str) -> tuple[str, str]:
-    """Media type in lower case, and the charset ("utf-8" unless named)."""
+    """(media type in lower case, charset or "utf-8")."""
     kind, _, params = content_type.partition(";")
     charset = "utf-8"
     for param in params.split(";"):
@@ -56,7 +56,7 @@ def split_type(content_type: str) -> tuple[str, str]:
 
 
 def decode_text(body: bytes | memoryview, charset: str) -> str:
-    """The text of a body. Raises BadRequest for an unknown charset or bytes that are not in it."""
+    """The text of a body. Raises BadRequest for an unknown charset or invalid bytes."""
     try:
         return str(body, charset)
     except UnicodeDecodeError as exc:
@@ -66,16 +66,16 @@ def decode_text(body: bytes | memoryview, charset: str) -> str:
 
 
 def decode_form(body: bytes | memoryview) -> dict[str, Any]:
-    """The fields of a urlencoded body; a name that comes several times has the list of its values."""
+    """The fields of a urlencoded body; see `collect`."""
     try:
         pairs = parse_qsl(str(body, "utf-8"), keep_blank_values=True, errors="strict", max_num_fields=MAX_FIELDS)
-    except ValueError as exc:  # UnicodeDecodeError is one
+    except ValueError as exc:  # including UnicodeDecodeError
         raise BadRequest(f"the urlencoded body cannot be read: {exc}") from None
     return collect(pairs)
 
 
 def collect(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Name to value; the list of values where a name comes several times."""
+    """Name -> value; a repeated name has a list of its values."""
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name not in fields:
@@ -88,7 +88,7 @@ def collect(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _hook(value: Any) -> Any:
-    """Plain lists and numbers of whatever knows them: arrays and scalars of numpy, tensors, kinds of str and int."""
+    """Converts arrays, tensors, NumPy scalars and subclasses of str, int and float to plain values."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
@@ -111,14 +111,100 @@ def _has_nan(value: Any) -> bool:
 
 
 def encode_json(value: Any) -> bytes:
-    """The value as JSON. Raises BadOutput for NaN, infinity and for what JSON cannot hold."""
+    """The value as JSON. Raises BadOutput for NaN, infinity and other values that JSON cannot hold."""
     try:
         body = msgspec.json.encode(value, enc_hook=_hook)
-        # NaN becomes null in silence, so only an output that has a null somewhere is looked through
+        # msgspec writes NaN as null, so only an output with a null needs the search
         if b"null" in body and _has_nan(value):
             raise BadOutput("the model returned NaN or infinity, which JSON cannot hold")
     except RecursionError:
-        raise BadOutput("the model returned a value that is nested too deeply, or holds itself") from None
+        raise BadOutput("the model returned a value that is nested too deeply, or contains itself") from None
     except (TypeError, ValueError, OverflowError) as exc:
         raise BadOutput(f"the model returned a {type(value).__name__} that JSON cannot hold: {exc}") from None
     return body
+
+
+# ---- multipart forms
+
+
+class FormPart(NamedTuple):
+    """One part of a form. `content_type` is "" if the client sent none; `is_file`: the part has a file name."""
+
+    name: str
+    body: bytearray
+    content_type: str
+    is_file: bool
+
+
+class _Parts:
+    """Receives the parser's events. `found` holds the parts; `ended` is set at the closing boundary."""
+
+    def __init__(self, max_fields: int) -> None:
+        self.found: list[FormPart] = []
+        self.ended = False
+        self._max_fields = max_fields
+
+    def callbacks(self) -> dict[str, Any]:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_end": self._header_end,
+            "on_part_data": lambda data, start, end: self._body.extend(data[start:end]),
+            "on_part_end": self._part_end,
+            "on_end": self._end,
+        }
+
+    def _begin(self) -> None:
+        if len(self.found) >= self._max_fields:
+            raise BadRequest(f"the multipart body has more than {self._max_fields} parts")
+        self._field, self._value, self._body = bytearray(), bytearray(), bytearray()
+        self._headers: dict[str, bytes] = {}
+
+    def _header_end(self) -> None:
+        self._headers[self._field.decode("latin-1").lower()] = bytes(self._value)
+        self._field, self._value = bytearray(), bytearray()
+
+    def _part_end(self) -> None:
+        from python_multipart.multipart import parse_options_header
+
+        _, options = parse_options_header(self._headers.get("content-disposition"))
+        if b"name" not in options:
+            raise BadRequest(f"part {len(self.found) + 1} of the multipart body has no name in its content-disposition")
+        name = options[b"name"].decode("utf-8", "replace")
+        content_type = self._headers.get("content-type", b"").decode("latin-1")
+        self.found.append(FormPart(name, self._body, content_type, b"filename" in options))
+
+    def _end(self) -> None:
+        self.ended = True
+
+
+def parse_parts(body: bytes | memoryview, content_type: str, max_fields: int) -> list[FormPart]:
+    """The parts of a `multipart/form-data` body, in order. Raises BadRequest."""
+    from python_multipart.exceptions import FormParserError  # only forms need this library
+    from python_multipart.multipart import MultipartParser, parse_options_header
+
+    _, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary")
+    if not boundary:
+        raise BadRequest("the content type multipart/form-data has no boundary")
+    parts = _Parts(max_fields)
+    try:
+        parser = MultipartParser(boundary, parts.callbacks())  # type: ignore[arg-type]
+        parser.write(bytes(body))
+    except FormParserError as exc:
+        where = max(getattr(exc, "offset", 0), 0)
+        raise BadRequest(f"the multipart body is malformed at byte {where}") from None
+    if not parts.ended:
+        raise BadRequest(f"the multipart body ends at byte {len(body)} before its closing boundary")
+    return parts.found
+
+
+def parse_multipart(body: bytes | memoryview, content_type: str, max_fields: int) -> list[tuple[str, Any]]:
+    """(name, value) of each part: `str` for text fields, otherwise `bytes`. Raises BadRequest."""
+    pairs: list[tuple[str, Any]] = []
+    for part in parse_parts(body, content_type, max_fields):
+        kind, charset = split_type(part.content_type or "text/plain")
+        text = not part.is_file and kind.startswith("text/")
+        pairs.append((part.name, decode_text(bytes(part.body), charset) if text else bytes(part.body)))
+    return pairs

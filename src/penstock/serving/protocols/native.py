@@ -1,4 +1,4 @@
-"""The native protocol: the content type says what `predict` receives, the type of its result what goes out."""
+"""The native protocol: the content type selects the input type of `predict`, the result type the response type."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from penstock.serving.protocols.bodies import (
     decode_json,
     decode_text,
     encode_json,
+    parse_multipart,
     split_type,
 )
 from penstock.serving.protocols.route import Template
@@ -32,7 +33,7 @@ _FRAMING: Final = frozenset({"content-length", "transfer-encoding", "connection"
 
 
 def encode_response(response: Response) -> ItemResult:
-    """The answer that a model wrote itself. Raises BadOutput for headers that would break the framing."""
+    """The result for a model's own `Response`. Raises BadOutput for headers that would break the framing."""
     body = response.body
     for name, value in response.headers.items():
         if not _HEADER_NAME.fullmatch(name) or any(c in value for c in "\r\n\0") or not value.isascii():
@@ -59,7 +60,7 @@ class NativeCodec(Codec):
         self.version = version
 
     def decode(self, item: Item) -> tuple[Any, None]:
-        """JSON -> object, text -> str, form -> dict of name to str or bytes, anything else -> the payload itself."""
+        """JSON -> object, text -> str, form -> dict of str or bytes, any other type -> the payload."""
         kind, charset = split_type(item.content_type)
         value: Any = item.payload
         if kind == JSON or kind.endswith("+json"):
@@ -67,10 +68,6 @@ class NativeCodec(Codec):
         elif kind.startswith("text/"):
             value = decode_text(item.payload, charset)
         elif kind == "multipart/form-data":
-            from penstock.serving.protocols.multipart import (
-                parse_multipart,  # python-multipart is loaded by the first form
-            )
-
             value = collect(parse_multipart(item.payload, item.content_type, MAX_FIELDS))
         elif kind == "application/x-www-form-urlencoded":
             value = decode_form(item.payload)
@@ -78,12 +75,12 @@ class NativeCodec(Codec):
             return value, None
         if not isinstance(value, list):
             raise BadRequest(
-                f"a request of {item.rows} rows is larger than the largest batch, and only a JSON list can be split"
+                f"a request of {item.rows} rows exceeds the maximum batch size, and only a JSON list can be split"
             )
         return value[item.start : item.stop], None
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
-        """bytes -> octet-stream, str -> text, Response as it says, anything else -> JSON."""
+        """bytes -> octet-stream, str -> text, Response -> its own content type, any other type -> JSON."""
         if isinstance(value, bytes):
             return ItemResult(body=value if type(value) is bytes else bytes(value), content_type=BYTES)
         if isinstance(value, str):
@@ -97,17 +94,17 @@ class NativeCodec(Codec):
         return ItemResult(body=encode_json(value), content_type=JSON)
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """The rows of all parts in one answer: JSON lists become one list, text and bytes are put end to end."""
+        """One response from the parts of a split request: concatenated JSON lists, text or bytes."""
         first = parts[0]
         for part in parts:
             if part.error is not None or len(parts) == 1:
                 return part
             if part.content_type != first.content_type:
-                raise BadOutput("the parts of a split request were answered with different content types")
+                raise BadOutput("the responses to the parts of a split request have different content types")
         bodies = [bytes(part.body) for part in parts]
         if first.content_type == JSON:
             if not all(body.startswith(b"[") for body in bodies):
-                raise BadOutput("the answers to the parts of a split request can be joined only if they are lists")
+                raise BadOutput("the responses to the parts of a split request can be joined only if they are lists")
             inner = b",".join(body[1:-1] for body in bodies if len(body) > 2)
             return ItemResult(body=b"[" + inner + b"]", content_type=JSON)
         return ItemResult(body=b"".join(bodies), content_type=first.content_type, status=first.status)

@@ -1,8 +1,8 @@
-"""The Open Inference Protocol v2, with the extension for binary tensors: what requests and answers say.
+"""The Open Inference Protocol v2 with the binary tensor extension: its messages, and the base of its codecs.
 
-Tensors stand in the JSON, or in the bytes behind it: `parameters.binary_data_size` of a tensor says how many are its
-own. A request asks for binary outputs one by one (`parameters.binary_data` of an output) or for all of them
-(`parameters.binary_data_output`); whether its own inputs are binary has nothing to do with it.
+The data of a tensor is part of the JSON, or follows it as bytes: then `parameters.binary_data_size` of the tensor is
+their number. A request asks for binary outputs one by one (`parameters.binary_data` of an output) or for all of them
+(`parameters.binary_data_output`). The form of its own inputs does not matter.
 
 Source: the Open Inference Protocol's REST API, and Triton's binary tensor data extension.
 """
@@ -15,29 +15,41 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from penstock.errors import BadRequest
-from penstock.serving.protocols.oip_tensors import Error, check_form, from_bytes, from_json
-from penstock.types import Headers
+from penstock.core.contracts import Codec
+from penstock.errors import BadOutput, BadRequest
+from penstock.serving.protocols.bodies import JSON, decode_json
+from penstock.serving.protocols.native import BYTES, encode_response
+from penstock.serving.protocols.oip_tensors import (
+    MAX_DIMS,
+    Error,
+    check_form,
+    from_bytes,
+    from_json,
+    output_array,
+    to_bytes,
+    to_json,
+)
+from penstock.types import Headers, Item, ItemResult, ModelMetadata, Response
 
 if TYPE_CHECKING:
     import numpy as np
 
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 NPY: Final = "application/x-npy"
-HEADER_BYTES: Final = 64 * 1024  # most of the JSON before binary tensors: the front process reads it for the rows
-ALIGNMENT: Final = 64  # the first binary tensor of what we write begins at a multiple of it: the JSON ends in spaces
+HEADER_BYTES: Final = 64 * 1024  # largest JSON before binary tensors: the server process reads it for the rows
+ALIGNMENT: Final = 64  # of the first binary tensor; spaces pad the JSON
 _HEADER_NAME: Final = HEADER_LENGTH.lower().encode()
 _NO_DATA: Final = Raw(b"")
 
 
 class TensorParameters(Struct, omit_defaults=True):
-    """Of a tensor: how many bytes behind the JSON are its own; None: its data stand in the JSON."""
+    """Parameters of a tensor. `binary_data_size` is None for data in the JSON."""
 
     binary_data_size: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Tensor(Struct, omit_defaults=True):
-    """An input of a request, or an output of an answer."""
+    """An input of a request, or an output of a response."""
 
     name: str
     shape: list[int]
@@ -47,31 +59,31 @@ class Tensor(Struct, omit_defaults=True):
 
     @property
     def binary_bytes(self) -> int | None:
-        """Its size behind the JSON; None where it stands in it."""
+        """The size of its binary data; None for data in the JSON."""
         return None if self.parameters is None else self.parameters.binary_data_size
 
 
 class OutputParameters(Struct, omit_defaults=True):
-    """Of an output that is asked for."""
+    """Parameters of a requested output."""
 
     binary_data: bool | None = None
 
 
 class RequestedOutput(Struct, omit_defaults=True):
-    """An output that is asked for."""
+    """An output that the client requests."""
 
     name: str
     parameters: OutputParameters | None = None
 
 
 class RequestParameters(Struct, omit_defaults=True):
-    """Of a request. `binary_data_output`: of all outputs that do not say otherwise."""
+    """Parameters of a request. `binary_data_output` is the default for all outputs."""
 
     binary_data_output: bool | None = None
 
 
 class OipRequest(Struct, omit_defaults=True):
-    """The JSON of a request; what else is in it is ignored."""
+    """The JSON of a request; unknown keys are ignored."""
 
     inputs: list[Tensor]
     id: str | None = None
@@ -80,7 +92,7 @@ class OipRequest(Struct, omit_defaults=True):
 
 
 class OipResponse(Struct, omit_defaults=True):
-    """The JSON of an answer."""
+    """The JSON of a response."""
 
     model_name: str
     model_version: str
@@ -90,7 +102,7 @@ class OipResponse(Struct, omit_defaults=True):
 
 
 def header_length(headers: Headers | None) -> int | None:
-    """Bytes of the JSON at the start of a body, as its header says; None without one. Raises BadRequest."""
+    """The length of the JSON at the start of a body; None without the header. Raises BadRequest."""
     for name, value in headers or ():
         if len(name) == len(_HEADER_NAME) and name.lower() == _HEADER_NAME:
             return parse_length(value)
@@ -98,17 +110,17 @@ def header_length(headers: Headers | None) -> int | None:
 
 
 def parse_length(value: bytes) -> int:
-    """The value of the header. Raises BadRequest."""
+    """The value of the header `HEADER_LENGTH`. Raises BadRequest."""
     if value.isdigit() and len(value) < 10 and 1 <= (length := int(value)) <= HEADER_BYTES:
         return length
     raise BadRequest(
-        f"header {HEADER_LENGTH} must be a whole number from 1 to {HEADER_BYTES}, the bytes of the JSON before the"
-        f" tensors, found '{value[:40].decode('latin-1')}'"
+        f"header {HEADER_LENGTH} must be a whole number from 1 to {HEADER_BYTES}, the length of the JSON before"
+        f" the tensors, found '{value[:40].decode('latin-1')}'"
     )
 
 
-def cut(tensors: Sequence[Tensor], rest: memoryview, kind: str, error: Error) -> list[memoryview | None]:
-    """The bytes of each tensor, None where it stands in the JSON: slices that exactly fill `rest`. Raises `error`."""
+def split_sections(tensors: Sequence[Tensor], rest: memoryview, kind: str, error: Error) -> list[memoryview | None]:
+    """The bytes of each tensor, None for data in the JSON. The slices fill `rest` exactly. Raises `error`."""
     found: list[memoryview | None] = []
     at = 0
     for tensor in tensors:
@@ -118,20 +130,20 @@ def cut(tensors: Sequence[Tensor], rest: memoryview, kind: str, error: Error) ->
             continue
         if size > len(rest) - at:
             raise error(
-                f"{kind} '{tensor.name[:100]}': binary_data_size is {size}, and {len(rest) - at} bytes are left behind"
-                " the JSON"
+                f"{kind} '{tensor.name[:100]}': binary_data_size is {size}, but only {len(rest) - at} bytes remain"
+                " after the JSON"
             )
         found.append(rest[at : at + size])
         at += size
     if at != len(rest):
-        raise error(f"{len(rest)} bytes stand behind the JSON, and the binary_data_size of every {kind} sum up to {at}")
+        raise error(f"{len(rest)} bytes follow the JSON, but the binary_data_size of every {kind} adds up to {at}")
     return found
 
 
 def array_of_tensor(
     tensor: Tensor, data: memoryview | None, kind: str, least_rows: int, error: Error
 ) -> np.ndarray[Any, Any]:
-    """The tensor as an array, from the JSON or from its bytes. Raises `error`."""
+    """The tensor as an array. `data` is None for data in the JSON. Raises `error`."""
     what = f"{kind} '{tensor.name[:100]}'"
     check_form(what, tensor.datatype, tensor.shape, least_rows, error)
     if data is None:
@@ -144,6 +156,175 @@ def array_of_tensor(
 
 
 def write_head(message: OipRequest | OipResponse) -> bytes:
-    """The JSON before binary tensors, as long as a multiple of `ALIGNMENT`."""
+    """The JSON before binary tensors, padded to a multiple of `ALIGNMENT`."""
     head = msgspec.json.encode(message)
     return head + b" " * (-len(head) % ALIGNMENT)
+
+
+# ---- codecs
+
+
+class OipContext(Struct):
+    """The part of the request that `encode` needs. `outputs` holds (name, binary) pairs; None means all outputs."""
+
+    id: str | None = None
+    outputs: list[tuple[str, bool]] | None = None
+    binary: bool = False
+
+
+class OipCodec(Codec):
+    """Base of the codecs of `/v2/models/{m}/infer`. Checks requests against the inputs of `metadata`, if given."""
+
+    def __init__(self, model: str, version: str, metadata: ModelMetadata | None = None) -> None:
+        self.model = model
+        self.version = version
+        known = metadata or ModelMetadata(model, version)
+        self.inputs = {spec.name: spec for spec in known.inputs}
+        self.outputs = {spec.name: spec.datatype for spec in known.outputs}
+        revision = known.parameters.get("revision")
+        self.parameters = None if revision is None else {"revision": revision}
+
+    # ---- requests
+
+    def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
+        """(JSON of a body, bytes after it). Raises BadRequest."""
+        raise NotImplementedError
+
+    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
+        """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
+        head, rest = self.head_of(item)
+        request: OipRequest = decode_json(head, OipRequest)
+        arrays: dict[str, np.ndarray[Any, Any]] = {}
+        for tensor, data in zip(request.inputs, split_sections(request.inputs, rest, "input", BadRequest), strict=True):
+            if tensor.name in arrays:
+                raise BadRequest(f"input '{tensor.name[:100]}' is given twice")
+            self._check(tensor)
+            arrays[tensor.name] = array_of_tensor(tensor, data, "input", 1, BadRequest)
+        return self._rows(arrays, item), _context(request)
+
+    def _rows(self, arrays: dict[str, np.ndarray[Any, Any]], item: Item) -> dict[str, np.ndarray[Any, Any]]:
+        """The rows of this item. Raises BadRequest for missing inputs or different numbers of rows."""
+        self._check_set(arrays)
+        if item.stop < 0:
+            return arrays
+        return {name: array[item.start : item.stop] for name, array in arrays.items()}
+
+    def _check(self, tensor: Tensor) -> None:
+        if not self.inputs:
+            return
+        spec = self.inputs.get(tensor.name)
+        if spec is None:
+            raise BadRequest(f"unknown input '{tensor.name[:100]}'; the model has {', '.join(self.inputs)}")
+        if tensor.datatype != spec.datatype:
+            raise BadRequest(f"input '{spec.name}': datatype must be {spec.datatype}, found '{tensor.datatype[:40]}'")
+        shape = tensor.shape
+        fits = len(shape) == len(spec.shape) and all(
+            w in (-1, f) for w, f in zip(spec.shape[1:], shape[1:], strict=True)
+        )
+        if not fits:  # axis 0 holds the rows and may have any size
+            wanted = [-1, *spec.shape[1:]]
+            raise BadRequest(f"input '{spec.name}': shape must be {wanted} (-1 is any size), found {shape[:MAX_DIMS]}")
+
+    def _check_set(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        if not arrays:
+            raise BadRequest("inputs is empty, expected at least one tensor")
+        needed = [name for name, spec in self.inputs.items() if not spec.optional]
+        missing = [name for name in needed if name not in arrays]
+        if missing:
+            raise BadRequest(f"input '{missing[0]}' is missing; the model needs {', '.join(needed)}")
+        rows = {name: len(array) for name, array in arrays.items()}
+        if len(set(rows.values())) > 1:
+            counts = ", ".join(f"'{name[:100]}' {n}" for name, n in list(rows.items())[:4])
+            raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {counts}")
+
+    # ---- responses
+
+    def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
+        """The response for a dict of arrays, or one array ("output_0"). Raises BadRequest for an unknown output."""
+        if isinstance(value, Response):
+            return encode_response(value)
+        outputs = named_outputs(value)
+        requested: OipContext = context or OipContext()
+        selected = requested.outputs
+        if selected is None:
+            selected = [(name, requested.binary) for name in outputs]
+        tensors, sections = [], []
+        for name, binary in selected:
+            if name not in outputs:
+                raise BadRequest(f"unknown output '{name[:100]}' requested; the model returned {', '.join(outputs)}")
+            datatype, array = output_array(name, outputs[name], self.outputs.get(name))
+            tensor = Tensor(name, list(array.shape), datatype)
+            if binary:
+                sections.append(to_bytes(name, datatype, array))
+                tensor.parameters = TensorParameters(len(sections[-1]))
+            else:
+                tensor.data = to_json(name, datatype, array)
+            tensors.append(tensor)
+        return _response(OipResponse(self.model, self.version, tensors, requested.id, self.parameters), sections)
+
+    def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
+        """A part of a stream, in JSON. Raises BadRequest for binary outputs: their header describes one whole body."""
+        result = self.encode(value, item, context)
+        if any(name == HEADER_LENGTH for name, _ in result.headers or ()):
+            raise BadRequest("the model streams its response, which requires JSON outputs")
+        return result
+
+    def join(self, parts: list[ItemResult]) -> ItemResult:
+        """One response: the outputs of all parts, concatenated along axis 0. Raises BadOutput if they differ."""
+        for part in parts:
+            if part.error is not None or len(parts) == 1:
+                return part
+        answers = [_read_part(part) for part in parts]
+        first = answers[0][0]
+        sections: list[bytes | memoryview] = []
+        for position, tensor in enumerate(first.outputs):
+            same = [(a.outputs[position], split[position]) for a, split in answers if position < len(a.outputs)]
+            key = _key(tensor)
+            if len(same) != len(answers) or any(_key(t) != key for t, _ in same):
+                raise BadOutput(f"output '{tensor.name}' differs between the parts of a split request")
+            tensor.shape = [sum(t.shape[0] for t, _ in same), *tensor.shape[1:]]
+            if tensor.binary_bytes is None:
+                flat = b",".join(inner for t, _ in same if (inner := bytes(t.data)[1:-1]))
+                tensor.data = Raw(b"[" + flat + b"]")
+            else:
+                sections += [data for _, data in same if data is not None]
+                tensor.parameters = TensorParameters(sum(t.binary_bytes or 0 for t, _ in same))
+        return _response(first, sections)
+
+
+def named_outputs(value: Any) -> dict[str, Any]:
+    """Output name -> value for a result of the model. Raises BadOutput."""
+    if value is None:
+        raise BadOutput("the model returned None for this item; return an array or a dict of name to array")
+    return {str(name): one for name, one in value.items()} if isinstance(value, dict) else {"output_0": value}
+
+
+def _context(request: OipRequest) -> OipContext:
+    binary = request.parameters is not None and bool(request.parameters.binary_data_output)
+    if not request.outputs:
+        return OipContext(request.id, None, binary)
+    selected = []
+    for output in request.outputs:
+        binary_data = output.parameters.binary_data if output.parameters is not None else None
+        selected.append((output.name, binary if binary_data is None else binary_data))
+    return OipContext(request.id, selected, binary)
+
+
+def _key(tensor: Tensor) -> tuple[str, str, list[int], bool]:
+    """The properties of an output that must agree between parts."""
+    return tensor.name, tensor.datatype, tensor.shape[1:], tensor.binary_bytes is None
+
+
+def _read_part(part: ItemResult) -> tuple[OipResponse, list[memoryview | None]]:
+    body = memoryview(part.body)
+    length = next((int(value) for name, value in part.headers or () if name == HEADER_LENGTH), len(body))
+    answer = msgspec.json.decode(body[:length], type=OipResponse)
+    return answer, split_sections(answer.outputs, body[length:], "output", BadOutput)
+
+
+def _response(answer: OipResponse, sections: Sequence[bytes | memoryview]) -> ItemResult:
+    if all(tensor.binary_bytes is None for tensor in answer.outputs):
+        return ItemResult(body=msgspec.json.encode(answer), content_type=JSON)
+    head = write_head(answer)
+    headers = [(HEADER_LENGTH, str(len(head)))]
+    return ItemResult(body=b"".join([head, *sections]), content_type=BYTES, headers=headers)

@@ -1,4 +1,4 @@
-"""Open Inference Protocol v2 in JSON: its codec, its routes, and what the server process peeks at."""
+"""Open Inference Protocol v2 in JSON: codec and routes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.errors import BadRequest, PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import JSON
-from penstock.serving.protocols.oip import HEADER_BYTES, HEADER_LENGTH, NPY, parse_length
-from penstock.serving.protocols.oip_codec import OipCodec
+from penstock.serving.protocols.oip import HEADER_BYTES, HEADER_LENGTH, NPY, OipCodec, parse_length
 from penstock.serving.protocols.route import Route, Template
-from penstock.types import Item, ItemResult, ModelMetadata, TensorSpec
+from penstock.types import Item, ItemResult, TensorSpec
 
 PEEK_BYTES: Final = HEADER_BYTES
 _LENGTH_HEADER: Final = HEADER_LENGTH.lower().encode()
 EXTENSIONS: Final = ("binary_tensor_data",)
-_PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # how pickles begin
+_PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # first bytes of a pickle
 
 
 class _PeekInput(Struct):
@@ -36,22 +35,18 @@ class _Peek(Struct):
 _peek = msgspec.json.Decoder(_Peek)
 
 
-def _peek_inputs(body: bytes | memoryview) -> list[_PeekInput]:
-    if len(body) > PEEK_BYTES:
-        return []
-    try:
-        return _peek.decode(body).inputs
-    except (msgspec.DecodeError, ValueError, RecursionError):  # the worker tells what is wrong with it
-        return []
-
-
 def peek_json(head: bytes | memoryview, body_bytes: int) -> tuple[int, str] | None:
-    """(rows, shape key) of the JSON `head` of a body of `body_bytes`; None for malformed JSON.
+    """(rows, shape key) of the JSON `head` of a body of `body_bytes`; None for malformed or longer JSON.
 
     Rows are axis 0 of the first input, 1 if there are more rows than bytes. The key holds names, datatypes and shapes
     without axis 0, such as "x:FP32:3x224x224".
     """
-    inputs = _peek_inputs(head)
+    if len(head) > PEEK_BYTES:
+        return None
+    try:
+        inputs = _peek.decode(head).inputs
+    except (msgspec.DecodeError, ValueError, RecursionError):  # the worker reports the error
+        return None
     if not inputs:
         return None
     rows = inputs[0].shape[0] if inputs[0].shape else 1
@@ -60,27 +55,8 @@ def peek_json(head: bytes | memoryview, body_bytes: int) -> tuple[int, str] | No
 
 
 def error_body(error: PenstockError) -> bytes:
-    """`{"error": "..."}`; the detail of an error stays inside."""
+    """`{"error": "..."}` without the detail of the error."""
     return msgspec.json.encode({"error": error.message})
-
-
-def server_body(version: str) -> bytes:
-    """Answer of `GET /v2`."""
-    return msgspec.json.encode({"name": "penstock", "version": version, "extensions": EXTENSIONS})
-
-
-def metadata_body(metadata: ModelMetadata, versions: Sequence[str]) -> bytes:
-    """Answer of `GET /v2/models/{m}`."""
-    return msgspec.json.encode(
-        {
-            "name": metadata.name,
-            "versions": list(versions),
-            "platform": metadata.platform,
-            "inputs": metadata.inputs,
-            "outputs": metadata.outputs,
-            "parameters": metadata.parameters,
-        }
-    )
 
 
 def _schema(inputs: Sequence[TensorSpec]) -> dict[str, Any]:
@@ -100,23 +76,23 @@ def _schema(inputs: Sequence[TensorSpec]) -> dict[str, Any]:
 
 
 class OipJsonCodec(OipCodec):
-    """Codec of `/v2/models/{m}/infer` for bodies that are JSON throughout, whatever their content type says."""
+    """Codec of `/v2/models/{m}/infer` for pure JSON bodies; the content type does not matter."""
 
     request_types = ("application/json", "application/octet-stream", NPY)
     request_schema = staticmethod(_schema)
 
     @staticmethod
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
-        """Rows and shape key of up to 64 KiB of JSON."""
+        """(rows, shape key) of up to 64 KiB of JSON."""
         return peek_json(body, len(body)) if len(body) <= PEEK_BYTES else None
 
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
-        """The whole body. Raises BadRequest for what is plainly something else: then the JSON's error would mislead."""
+        """The whole body. Raises BadRequest for other formats, because a JSON error would be misleading."""
         payload = item.payload
         if bytes(payload[:2]) in _PICKLES:
             raise BadRequest("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
         if item.content_type.startswith("application/octet-stream") and bytes(payload[:1]) != b"{":
-            raise BadRequest(f"the body is no JSON; binary tensors need the header {HEADER_LENGTH}")
+            raise BadRequest(f"the body is not JSON; binary tensors need the header {HEADER_LENGTH}")
         return payload, memoryview(b"")
 
 
@@ -124,7 +100,7 @@ class OipJsonCodec(OipCodec):
 
 
 def select_codec(special: Mapping[bytes, bytes], content_type: bytes) -> str:
-    """The codec of an Open Inference request that is not plain JSON, else "". Raises BadRequest, UnsupportedType."""
+    """The codec of a request that is not plain JSON, otherwise "". Raises BadRequest, UnsupportedType."""
     kind = content_type.lower()
     if b"pickle" in kind:
         raise UnsupportedType("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
@@ -138,31 +114,42 @@ def select_codec(special: Mapping[bytes, bytes], content_type: bytes) -> str:
     return "oip_npy" if b"x-npy" in kind else ""
 
 
-def _json(body: bytes, status: int = 200) -> ItemResult:
-    return ItemResult(body=body, content_type=JSON, status=status)
+def _json(value: object, status: int = 200) -> ItemResult:
+    return ItemResult(body=msgspec.json.encode(value), content_type=JSON, status=status)
 
 
 def _metadata(backend: Backend, route: Route) -> ItemResult:
-    return _json(metadata_body(*backend.metadata(route.model, route.version)))
+    metadata, versions = backend.metadata(route.model, route.version)
+    return _json(
+        {
+            "name": metadata.name,
+            "versions": versions,
+            "platform": metadata.platform,
+            "inputs": metadata.inputs,
+            "outputs": metadata.outputs,
+            "parameters": metadata.parameters,
+        }
+    )
 
 
 def _model_ready(backend: Backend, route: Route) -> ItemResult:
     ready = backend.model_ready(route.model, route.version)
-    return _json(msgspec.json.encode({"name": route.model, "ready": ready}), 200 if ready else 503)
+    return _json({"name": route.model, "ready": ready}, 200 if ready else 503)
 
 
 def _server(backend: Backend, route: Route) -> ItemResult:
-    return _json(server_body(__version__))
+    return _json({"name": "penstock", "version": __version__, "extensions": EXTENSIONS})
 
 
 def live(backend: Backend, route: Route) -> ItemResult:
-    """200: the server is alive."""
-    return _json(b'{"live":true}')
+    """200 while the server is alive."""
+    return _json({"live": True})
 
 
 def ready(backend: Backend, route: Route) -> ItemResult:
-    """200 when every model can answer, else 503."""
-    return _json(b'{"ready":true}') if backend.ready() else _json(b'{"ready":false}', 503)
+    """200 if every model can answer, otherwise 503."""
+    healthy = backend.ready()
+    return _json({"ready": healthy}, 200 if healthy else 503)
 
 
 def _infer(path: str) -> Template:

@@ -1,6 +1,6 @@
-"""Arrays of numpy's own file format as requests and answers of the Open Inference routes: one tensor without names.
+"""The codec of the Open Inference routes for NumPy's file format: one tensor without a name.
 
-The format also holds pickled objects: these are refused by their dtype, and nothing here could load them.
+The format can also hold pickled objects. Their dtype is refused, and this code has no pickle loader.
 Source: numpy.lib.format, versions 1.0 to 3.0.
 """
 
@@ -13,29 +13,28 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip import NPY, Tensor
-from penstock.serving.protocols.oip_codec import OipCodec, OipContext, named_outputs
+from penstock.serving.protocols.oip import NPY, OipCodec, OipContext, Tensor, named_outputs
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes, output_array, to_bytes
 from penstock.types import Headers, Item, ItemResult, Response
 
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_HEAD_BYTES: Final = 10_000  # as numpy's own reader
+MAX_HEAD_BYTES: Final = 10_000  # the limit of NumPy's own reader
 _MAGIC: Final = b"\x93NUMPY"
 _DTYPES: Final = {
     "b1": "BOOL", "u1": "UINT8", "u2": "UINT16", "u4": "UINT32", "u8": "UINT64", "i1": "INT8", "i2": "INT16",
     "i4": "INT32", "i8": "INT64", "f2": "FP16", "f4": "FP32", "f8": "FP64",
 }  # fmt: skip
 _DESCRS: Final = {datatype: f"{'|' if name[1] == '1' else '<'}{name}" for name, datatype in _DTYPES.items()}
-# a Python literal of three keys; read by a pattern, since whatever evaluates a literal can be made to work hard
+# a Python literal with three keys; a pattern reads it, because evaluation of a crafted literal can be expensive
 _DICT: Final = re.compile(
     r"\{(?:'descr':\s*'([^']*)'|'fortran_order':\s*(True|False)|'shape':\s*\(([0-9,\s]*)\)|[,\s])*\}\s*"
 )
 
 
 class NpyHead(Struct):
-    """What precedes the elements; they begin at byte `start`."""
+    """The header of an array; the elements begin at byte `start`."""
 
     datatype: str
     shape: list[int]
@@ -44,18 +43,18 @@ class NpyHead(Struct):
 
 
 def read_head(body: bytes | memoryview) -> NpyHead:
-    """The head of an array. Raises BadRequest for what is none, and for dtypes that no tensor has."""
+    """The header of an array. Raises BadRequest for an invalid header or an unsupported dtype."""
     begin = bytes(body[:12])
     wide = begin[6:7] in (b"\2", b"\3")
     start = 12 if wide else 10
     if not begin.startswith(_MAGIC) or begin[6:7] not in (b"\1", b"\2", b"\3") or len(begin) < start:
-        raise BadRequest("the body is no array as numpy.save writes it, version 1 to 3")
+        raise BadRequest("the body is not an array in the format of numpy.save, version 1 to 3")
     size = int.from_bytes(begin[8:start], "little")
     if size > MAX_HEAD_BYTES or size > len(body) - start:
-        raise BadRequest(f"the head of the array has {size} bytes, expected at most {MAX_HEAD_BYTES}, all of them here")
+        raise BadRequest(f"the head of the array has {size} bytes, expected at most {MAX_HEAD_BYTES}, inside the body")
     found = _DICT.fullmatch(str(body[start : start + size], "latin-1"))
     if found is None or None in found.groups():
-        raise BadRequest("the head of the array is not that of a plain one: descr, fortran_order and shape")
+        raise BadRequest("the head of the array is invalid: expected descr, fortran_order and shape")
     descr, order, dims = found.groups()
     datatype = _DTYPES.get(descr.lstrip("<|"))
     if datatype is None:
@@ -69,7 +68,7 @@ def read_head(body: bytes | memoryview) -> NpyHead:
 
 
 def write_head(datatype: str, shape: Sequence[int]) -> bytes:
-    """The head of an array in C order, version 1.0; the elements behind it are aligned to 64 bytes."""
+    """The header of an array in C order, version 1.0, padded so that the elements are aligned to 64 bytes."""
     dims = "".join(f"{n}, " for n in shape)
     text = f"{{'descr': '{_DESCRS[datatype]}', 'fortran_order': False, 'shape': ({dims}), }}".encode()
     text += b" " * (-(10 + len(text) + 1) % 64) + b"\n"
@@ -77,13 +76,13 @@ def write_head(datatype: str, shape: Sequence[int]) -> bytes:
 
 
 class OipNpyCodec(OipCodec):
-    """Codec of `/v2/models/{m}/infer` for one array: the first input that the model declares, or "input_0"."""
+    """Codec of `/v2/models/{m}/infer` for one array: the model's first declared input, or "input_0"."""
 
     reads_headers = True
 
     @staticmethod
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
-        """Rows, at most the bytes there are, and the shape key; None for a malformed head."""
+        """(rows, at most the number of bytes; shape key); None for a malformed header."""
         try:
             head = read_head(body)
         except BadRequest:
@@ -92,7 +91,7 @@ class OipNpyCodec(OipCodec):
         return rows, f":{head.datatype}:{'x'.join(map(str, head.shape[1:]))}"
 
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
-        """The input's name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
+        """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
         import numpy as np
 
         body = memoryview(item.payload)
@@ -107,7 +106,7 @@ class OipNpyCodec(OipCodec):
         return self._rows({name: array}, item), OipContext()
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
-        """An array for those who accept one, if there is one output and it is not BYTES; else as for JSON."""
+        """An array if the client accepts it and the model has one output that is not BYTES; otherwise JSON."""
         if not _accepts(item.headers) or isinstance(value, Response):
             return super().encode(value, item, context)
         outputs = named_outputs(value)
@@ -120,7 +119,7 @@ class OipNpyCodec(OipCodec):
         return super().encode(value, item, context)
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """The rows of all parts in one array, put end to end. Raises BadOutput when they do not fit."""
+        """One array with the rows of all parts. Raises BadOutput if the parts differ."""
         if len(parts) == 1 or any(part.error is not None or part.content_type != NPY for part in parts):
             return super().join(parts)
         heads = [read_head(part.body) for part in parts]

@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol: arrays <-> what stands for them in JSON, and in bytes behind it.
+"""Tensors of the Open Inference Protocol: conversion between arrays, JSON and bytes.
 
-Bytes are little-endian and in C order. BF16, which numpy has no word for, is an array of float32, and has no form in
-JSON. An element of BYTES follows its length, 4 bytes.
+Bytes are little-endian and in C order. NumPy has no BF16, so a BF16 tensor is an array of float32; it has no JSON form.
+A 4-byte length precedes each element of a BYTES tensor.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_DIMS: Final = 32
-MAX_EMPTY: Final = 2**20  # of a shape with an axis of 0, taken as 1: no bytes stand for its other axes, but answers may
-_NO_JSON: Final = "BF16 has no form in JSON; send or ask for it in binary (parameters binary_data_size, binary_data)"
+MAX_EMPTY: Final = 2**20  # product of the other axes of an empty tensor, which its data does not bound
+_NO_JSON: Final = "BF16 has no form in JSON; send or request it in binary (parameters binary_data_size, binary_data)"
 _LENGTH: Final = struct.Struct("<I")
 
 Error = type[PenstockError]
 
 
-# ---- what comes in; `what` names the tensor in messages, `error` is what is raised
+# ---- input; `what` names the tensor in messages, `error` is the class to raise
 
 
 def check_form(what: str, datatype: str, shape: Sequence[int], least_rows: int, error: Error) -> None:
-    """Raises `error` for an unknown datatype, and for a shape that no array of ours has."""
+    """Raises `error` for an unknown datatype or an invalid shape."""
     if datatype not in DTYPES:
         known = ", ".join(DTYPES)
         raise error(f"{what}: unknown datatype '{datatype[:40]}', expected one of {known}")
@@ -50,7 +50,7 @@ def check_form(what: str, datatype: str, shape: Sequence[int], least_rows: int, 
 
 
 def _check_empty(what: str, shape: Sequence[int], error: Error) -> None:
-    """After the elements were counted: only a shape with an axis of 0 can still be too large."""
+    """Raises `error` for a huge shape with an axis of 0; the number of elements bounds all other shapes."""
     if 0 in shape and math.prod(max(n, 1) for n in shape) > MAX_EMPTY:
         raise error(f"{what}: shape {list(shape[:8])} is too large")
 
@@ -58,7 +58,7 @@ def _check_empty(what: str, shape: Sequence[int], error: Error) -> None:
 def from_json(
     what: str, datatype: str, shape: Sequence[int], data: Raw, error: Error = BadRequest
 ) -> np.ndarray[Any, Any]:
-    """The tensor as an array of its shape and datatype, which were checked; the data may be flat or nested."""
+    """The tensor as an array. The caller has checked shape and datatype; the data may be flat or nested."""
     if datatype == "BF16":
         raise error(f"{what}: {_NO_JSON}")
     raw = bytes(data)
@@ -78,15 +78,15 @@ def from_json(
 def from_bytes(
     what: str, datatype: str, shape: Sequence[int], data: memoryview, error: Error = BadRequest
 ) -> np.ndarray[Any, Any]:
-    """The tensor over that memory, read-only. A copy only of BF16, of BYTES, and of what lies at an odd address.
+    """The tensor as a read-only view of `data`; a copy for BF16, BYTES and unaligned data.
 
-    Datatype and shape were checked. Nothing is allocated before the size of the data was found to be right.
+    The caller has checked datatype and shape. Nothing is allocated before the size of the data has been checked.
     """
     import numpy as np
 
     count = math.prod(shape)
     if datatype == "BYTES":
-        return _texts(what, shape, count, data, error)
+        return _read_cells(what, shape, count, data, error)
     if count * SIZES[datatype] != len(data):
         wanted = f"{what}: shape {list(shape[:8])} of {datatype} needs {count * SIZES[datatype]} bytes"
         raise error(f"{wanted}, found {len(data)} (binary_data_size)")
@@ -99,7 +99,7 @@ def from_bytes(
     if datatype == "BOOL" and np.frombuffer(data, np.uint8).max() > 1:
         raise error(f"{what}: BOOL data holds a byte other than 0 and 1")
     array = np.frombuffer(data, _little(datatype))
-    if not array.flags.aligned:  # native code may count on it
+    if not array.flags.aligned:  # native code may rely on it
         array = array.copy()
         array.flags.writeable = False
     return array.reshape(shape)
@@ -112,10 +112,10 @@ def _little(datatype: str) -> np.dtype[Any]:
     return np.dtype(DTYPES[datatype]).newbyteorder("<")
 
 
-def _texts(what: str, shape: Sequence[int], count: int, data: memoryview, error: Error) -> np.ndarray[Any, Any]:
+def _read_cells(what: str, shape: Sequence[int], count: int, data: memoryview, error: Error) -> np.ndarray[Any, Any]:
     size = len(data)
     if count * _LENGTH.size > size:
-        raise error(f"{what}: {count} elements of BYTES take {count * _LENGTH.size} bytes or more, found {size}")
+        raise error(f"{what}: {count} elements of BYTES need at least {count * _LENGTH.size} bytes, found {size}")
     _check_empty(what, shape, error)
     cells = []
     at = 0
@@ -127,21 +127,21 @@ def _texts(what: str, shape: Sequence[int], count: int, data: memoryview, error:
         cells.append(bytes(data[begin:end]))
         at = end
     if at != size:
-        raise error(f"{what}: {size - at} bytes are left behind the last of {count} elements of BYTES")
+        raise error(f"{what}: {size - at} bytes follow the last of {count} elements of BYTES")
     return objects(cells, shape)
 
 
-# ---- what goes out; all raise BadOutput
+# ---- output; all raise BadOutput
 
 
 def output_array(name: str, value: Any, declared: str | None) -> tuple[str, np.ndarray[Any, Any]]:
-    """Datatype and array of an output, at least one axis; `declared` is its datatype in the metadata, if any."""
+    """(datatype, array with at least one axis) of an output. `declared` is its datatype in the metadata."""
     import numpy as np
 
     try:
         array = np.atleast_1d(np.asarray(value))
     except (ValueError, TypeError, RuntimeError) as exc:
-        raise BadOutput(f"output '{name}' of type {type(value).__name__} is no array: {exc}") from None
+        raise BadOutput(f"output '{name}' of type {type(value).__name__} is not an array: {exc}") from None
     kind = array.dtype.kind
     if kind in "US":
         array = array.astype(object)
@@ -150,14 +150,12 @@ def output_array(name: str, value: Any, declared: str | None) -> tuple[str, np.n
             return "BF16", array.astype(np.float32)
     datatype = DATATYPES.get(array.dtype.name)
     if datatype is None:
-        raise BadOutput(
-            f"output '{name}' is an array of {array.dtype}, which the Open Inference Protocol has no name for"
-        )
+        raise BadOutput(f"output '{name}' is an array of {array.dtype}, which the Open Inference Protocol lacks")
     return datatype, array
 
 
 def to_json(name: str, datatype: str, array: np.ndarray[Any, Any]) -> Raw:
-    """The elements in one flat list. Raises BadRequest for BF16: whoever asks for it can read it in binary only."""
+    """The elements as one flat list. Raises BadRequest for BF16, which clients can request only in binary."""
     import numpy as np
 
     if datatype == "BF16":
@@ -188,31 +186,31 @@ def _cell(name: str, cell: Any) -> bytes:
 
 
 def to_bytes(name: str, datatype: str, array: np.ndarray[Any, Any]) -> bytes | memoryview:
-    """The elements as they stand behind the JSON; a view of the array where it is so already."""
+    """The elements in binary; a view of the array if it already has this layout."""
     import numpy as np
 
     if datatype == "BYTES":
         cells = [_cell(name, cell) for cell in array.ravel().tolist()]
-        return b"".join([part for cell in cells for part in (_LENGTH.pack(len(cell)), cell)])
+        return b"".join([part for cell in cells for part in (length_of(cell), cell)])
     if datatype == "BF16":
-        array = _rounded(array)
+        array = _to_bfloat16(array)
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
         array = array.astype(array.dtype.newbyteorder("<"))
     array = np.ascontiguousarray(array)
     return array.reshape(-1).view(np.uint8).data if array.size else b""
 
 
-def _rounded(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The upper halves of float32, rounded to the nearest, ties to even."""
+def _to_bfloat16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The upper halves of float32, rounded to nearest, ties to even."""
     import numpy as np
 
     bits = np.ascontiguousarray(array).view(np.uint32)
     halves = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     nan = np.isnan(array)
-    halves[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x40  # a carry would make infinity of some
+    halves[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x40  # a carry could turn NaN into infinity
     return halves
 
 
 def length_of(cell: bytes | memoryview) -> bytes:
-    """What precedes an element of BYTES."""
+    """The length prefix of an element of BYTES."""
     return _LENGTH.pack(len(cell))

@@ -1,4 +1,4 @@
-"""Routes of an HTTP API as values: what a line of the route table says, and which route a path has."""
+"""HTTP routes as values: templates, the route table, and the cache of known request targets."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Template(Struct, frozen=True):
     summary: str
     codec: str = ""
     answer: Callable[[Backend, Route], ItemResult] | None = None
-    open: bool = False  # needs no token
+    open: bool = False  # requires no token
     error_body: Callable[[PenstockError], bytes] = error_body
     serve: Callable[[HttpRequest], Awaitable[ItemResult]] | None = None
     methods: frozenset[str] | None = None  # None: any, or the methods of the flavor
     headers: Headers = field(default_factory=list)  # added to the item of an inference route
-    guard: str = ""  # the group whose token opens it, in a flavor with several
+    guard: str = ""  # the token group that it requires, in a flavor with several
     query: bool = False  # the item of an inference route carries the query, as the header `:query`
     # (headers of `select_headers`, content type) -> the codec of this request; "" for `codec`
     select: Callable[[Mapping[bytes, bytes], bytes], str] | None = None

@@ -81,7 +81,7 @@ class TorchServeCodec(Codec):
             for name, value in _fields(item.payload):
                 inputs[name], headers[name] = value, {"content-type": ""}
         elif kind == "multipart/form-data":
-            from penstock.serving.protocols.multipart import parse_parts  # the first form loads python-multipart
+            from penstock.serving.protocols.bodies import parse_parts  # the first form loads python-multipart
 
             for part in parse_parts(item.payload, item.content_type, MAX_FIELDS):
                 kind = (media_type(part.content_type) or FILE) if part.is_file else ""

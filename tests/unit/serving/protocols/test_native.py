@@ -145,7 +145,7 @@ CYCLE.append(CYCLE)
         (object(), "type object"),
         ({"a": 1j}, "type complex"),
         ({(1, 2): object()}, "type object|JSON cannot hold"),
-        (CYCLE, "holds itself"),
+        (CYCLE, "contains itself"),
         (Response("x", headers={"A\r\nB": "c"}), "invalid header"),
         (Response("x", headers={"A": "c\r\nSet-Cookie: 1"}), "invalid header"),
         (Response("x", headers={"Content-Length": "1"}), "sets itself"),

@@ -166,7 +166,7 @@ def test_a_bare_array_is_output_0_and_only_the_outputs_asked_for_are_sent():
     _, context = CODEC.decode(item(tensor(), outputs=[{"name": "b"}]))
     answer = json.loads(CODEC.encode({"a": [1], "b": [2.5]}, Item(b""), context).body)
     assert [output["name"] for output in answer["outputs"]] == ["b"]
-    with pytest.raises(BadRequest, match="unknown output 'b' was asked for; the model returned a"):
+    with pytest.raises(BadRequest, match="unknown output 'b' requested; the model returned a"):
         CODEC.encode({"a": [1]}, Item(b""), context)
 
 
@@ -179,7 +179,7 @@ def test_a_bare_array_is_output_0_and_only_the_outputs_asked_for_are_sent():
         ({"a": np.array([1j])}, "complex128"),
         ({"a": object()}, "holds a object"),
         ({"a": [b"\xff"]}, "not UTF-8"),
-        ({"a": [[1], [2, 3]]}, "is no array"),
+        ({"a": [[1], [2, 3]]}, "is not an array"),
     ],
 )
 def test_what_cannot_be_an_answer_is_a_bad_output(value, why):

@@ -113,7 +113,7 @@ def test_a_form_has_one_key_per_field_and_the_last_value_wins():
 @pytest.mark.parametrize(
     ("body", "content_type", "says"),
     [
-        (form(("a", "", b"1")), "multipart/form-data", "names no boundary"),
+        (form(("a", "", b"1")), "multipart/form-data", "has no boundary"),
         (form(("a", "", b"1"), end=b""), MULTIPART, "before its closing boundary"),
         (b"junk", MULTIPART, "malformed"),
         (form(*[("a", "", b"")] * 1001), MULTIPART, "more than 1000 parts"),
