@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from penstock.errors import ConfigError, nearest
-from penstock.pipeline.graph import Graph, Node, NodeInput, NodeStep, unsupported
+from penstock.pipeline.graph import Graph, Node, NodeInput, NodeStep, cycle_in, unsupported
 from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import checked, op_class
 from penstock.pipeline.ops.base import DATA, RESULT
@@ -139,25 +139,6 @@ def check_structure(graph: Graph, source: TomlSource) -> None:
             raise source.error(
                 node.name, "", f"waits for items from {name}, which items that begin at [{graph.entry}] never reach"
             )
-
-
-def cycle_in(nodes: Mapping[str, Node]) -> str:
-    """A cycle as "a -> b -> a", or ""."""
-    done: set[str] = set()
-    for start in nodes:
-        path: list[str] = [start]
-        rest = [iter(nodes[start].next)]
-        while rest and start not in done:
-            following = next(rest[-1], None)
-            if following is None:
-                done.add(path.pop())
-                rest.pop()
-            elif following in path:
-                return " -> ".join([*path[path.index(following) :], following])
-            elif following not in done and following in nodes:
-                path.append(following)
-                rest.append(iter(nodes[following].next))
-    return ""
 
 
 # ---- fields

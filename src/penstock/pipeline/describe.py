@@ -129,9 +129,9 @@ def op_text(name: str) -> str:
     """An op with its docstring and its parameters. Raises ConfigError: no such op."""
     name = canonical(name)
     cls = find(name)
-    lines = [f"{name}: {cls.takes} -> {cls.gives}", "", inspect.getdoc(cls) or ""]
-    rows = [f"  {p.name} = {_default(p)}   {describe_type(p.type)}" for p in parameters_of(cls).values()]
-    return "\n".join([*lines, "", *rows])
+    text = (inspect.getdoc(cls) or "").partition("\n\n- `")[0]
+    rows = [f"  {p.name} = {_default(p)}   {describe_type(p.type)}: {p.doc}" for p in parameters_of(cls).values()]
+    return "\n".join([f"{name}: {cls.takes} -> {cls.gives}", "", text, "", *rows])
 
 
 def _first_line(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from penstock import metrics
@@ -105,8 +105,7 @@ class NodeEngine:
 
     def freed(self) -> None:
         """A batch or a queued item has left the node. There may be room, or nothing more to wait for."""
-        if self._backpressure.blocked:
-            self._backpressure.wake()
+        self._backpressure.wake()
 
     @property
     def queued_rows(self) -> int:
@@ -231,7 +230,7 @@ class Backpressure:
         self._ahead: dict[str, list[NodeEngine]] = {}  # nodes that an item may enter next
         self._feeders: dict[str, list[NodeEngine]] = {}  # the reverse
         self._upstream: dict[str, list[NodeEngine]] = {}  # all nodes from which an item may come
-        self._blocked: set[NodeEngine] = set()
+        self.blocked: set[NodeEngine] = set()  # nodes that wait to be woken
 
     def connect(self, engines: Mapping[str, NodeEngine]) -> None:
         """Registers the nodes."""
@@ -262,7 +261,7 @@ class Backpressure:
             return UNLIMITED
         rows = min(map(self._room, ahead))
         if rows < 1:
-            self._blocked.add(engine)
+            self.blocked.add(engine)
         return rows
 
     def _room(self, engine: NodeEngine) -> int:
@@ -308,24 +307,19 @@ class Backpressure:
                 out[after.name] = min(found, out.get(after.name, found))
         if engine.name not in out:
             return INF, 0
-        self._blocked.add(engine)
+        self.blocked.add(engine)
         return out[engine.name]
 
     def dispatched(self, engine: NodeEngine) -> None:
         """A queue has become shorter."""
         engine.pressed = False
-        if self._blocked:
-            self.wake()
+        self.wake()
 
     def wake(self) -> None:
         """Lets all blocked nodes try again, in this pass of the loop."""
-        blocked: Iterable[NodeEngine] = self._blocked
-        self._blocked = set()
+        if not self.blocked:
+            return
+        blocked, self.blocked = self.blocked, set()
         for engine in blocked:
             if engine.batcher is not None:
                 engine.batcher.wake()
-
-    @property
-    def blocked(self) -> bool:
-        """Whether a node waits to be woken."""
-        return bool(self._blocked)

@@ -6,6 +6,7 @@ Everything here is a value or a pure function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -125,21 +126,17 @@ class Graph(Struct, frozen=True, omit_defaults=True):
 
     def order(self) -> tuple[str, ...]:
         """All nodes in topological order. Raises ValueError for a cycle, which `check` reports first."""
-        waits = {name: len(before) for name, before in self._all_producers().items()}
+        if found := cycle_in(self.nodes):
+            raise ValueError(f"the nodes {found} are in a cycle")
         places = {name: place for place, name in enumerate(self.nodes)}
-        found: list[str] = []
-        ready = [name for name, count in waits.items() if not count]
-        while ready:
-            found += ready
-            freed = []
-            for target in (target for name in ready for target in dict.fromkeys(self.nodes[name].next)):
-                waits[target] -= 1
-                if not waits[target]:
-                    freed.append(target)
-            ready = sorted(freed, key=places.__getitem__)
-        if len(found) < len(self.nodes):
-            raise ValueError(f"the nodes {', '.join(name for name in waits if waits[name])} are in a cycle")
-        return tuple(found)
+        sorter = TopologicalSorter(self._all_producers())
+        sorter.prepare()
+        order: list[str] = []
+        while sorter:
+            ready = sorted(sorter.get_ready(), key=places.__getitem__)
+            order += ready
+            sorter.done(*ready)
+        return tuple(order)
 
     def upstream(self, name: str) -> frozenset[str]:
         """All nodes from which an item may reach this one."""
@@ -155,6 +152,15 @@ class Graph(Struct, frozen=True, omit_defaults=True):
             for target in dict.fromkeys(node.next):
                 found[target].append(node.name)
         return found
+
+
+def cycle_in(nodes: Mapping[str, Node]) -> str:
+    """A cycle as "a -> b -> a", or ""."""
+    try:
+        TopologicalSorter({name: node.next for name, node in nodes.items()}).prepare()
+    except CycleError as e:
+        return " -> ".join(reversed(e.args[1]))
+    return ""
 
 
 def _reachable(start: str, following: Callable[[str], Iterable[str]]) -> frozenset[str]:

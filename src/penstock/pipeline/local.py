@@ -50,7 +50,7 @@ class LocalPipeline:
 
     def wait_until_loaded(self) -> None:
         """Returns when all nodes are up. Raises LoadFailed, ConfigError that name the node."""
-        self._portal.call(_loaded)
+        self._portal.call(PipelineBackend.loaded)
 
     def infer(self, fields: Fields, node: str | None = None, budget_s: float | None = None) -> ItemOutcome:
         """The outcome of one item. Blocks only the calling thread."""
@@ -108,12 +108,12 @@ class LocalPipeline:
 
     def metadata(self) -> dict[str, ModelMetadata]:
         """The metadata of each node's model, by the node's name."""
-        return self._portal.call(_metadata)
+        return self._portal.call(PipelineBackend.metadata)
 
     @property
     def width(self) -> int:
         """Most items inside at once; 0 until it is loaded."""
-        return self._portal.call(_width)
+        return self._portal.call(PipelineBackend.width)
 
     def close(self, drain_s: float = 30.0) -> None:
         """Answers accepted items for at most `drain_s`, and stops all threads. Idempotent."""
@@ -167,20 +167,6 @@ def outcome_of(future: concurrent.futures.Future[Any]) -> ItemOutcome:
         return ItemOutcome({}, error)
     found: ItemOutcome = future.result()
     return found
-
-
-async def _loaded(backend: PipelineBackend) -> None:
-    await backend.loaded()
-
-
-async def _metadata(backend: PipelineBackend) -> dict[str, ModelMetadata]:
-    runner = backend.runner
-    found = {name: runner.node(name).engine.handle.metadata for name in runner.graph.nodes}
-    return {name: metadata for name, metadata in found.items() if metadata is not None}
-
-
-async def _width(backend: PipelineBackend) -> int:
-    return backend.runner.width
 
 
 class _WaitingItem:
@@ -266,6 +252,15 @@ class PipelineBackend:
         await asyncio.shield(self._loading)
         if self._error is not None:
             raise self._error.with_traceback(None)
+
+    async def metadata(self) -> dict[str, ModelMetadata]:
+        """The metadata of each node's model."""
+        found = {name: self.runner.node(name).engine.handle.metadata for name in self.runner.graph.nodes}
+        return {name: metadata for name, metadata in found.items() if metadata is not None}
+
+    async def width(self) -> int:
+        """Most items inside at once."""
+        return self.runner.width
 
     def submit(
         self,

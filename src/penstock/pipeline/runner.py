@@ -39,7 +39,7 @@ class PipelineRunner:
             following = [self._nodes[after] for after in graph.nodes[name].next]
             node.followers = [after for after in following if not after.sources]
             node.joins = [n for n in self._nodes.values() if name in n.sources]
-        self._width = 0
+        self.width = 0  # most items inside at once, known once it is loaded
         self._state = "LOADING"
         self._emptied = asyncio.Event()
 
@@ -51,7 +51,7 @@ class PipelineRunner:
             await self.close(0.0)
             raise
         engines = [node.engine for node in self._nodes.values()]
-        self._width = self.graph.in_flight or sum(e.capacity + e.concurrency for e in engines)
+        self.width = self.graph.in_flight or sum(e.capacity + e.concurrency for e in engines)
         if self._state == "LOADING":
             self._state = "READY"
 
@@ -67,11 +67,6 @@ class PipelineRunner:
                 pass
         left_s = max(0.0, end - time.monotonic())
         await asyncio.gather(*(node.engine.handle.close(left_s) for node in self._nodes.values()))
-
-    @property
-    def width(self) -> int:
-        """Most items inside at once: `in_flight` of the graph, or the sum of what nodes and queues hold."""
-        return self._width
 
     def submit(
         self, fields: Fields, done: Done, *, node: str | None = None, budget_s: float | None = None, priority: int = 0
@@ -90,7 +85,7 @@ class PipelineRunner:
             start = self.graph.entry
         known = self._routes.get(start) if isinstance(start, str) else None
         path = known or self._route(start)
-        if self.in_flight >= self._width:
+        if self.in_flight >= self.width:
             raise QueueFull(f"the pipeline is full ({self.in_flight} items are inside): try again later")
         deadline_s = None if budget_s is None else time.monotonic() + budget_s
         traversal = Traversal(path, done, self._ended, deadline_s, priority, self.graph.trace)
@@ -117,8 +112,7 @@ class PipelineRunner:
 
     def _ended(self, traversal: Traversal) -> None:
         self.in_flight -= 1
-        if self._backpressure.blocked:
-            self._backpressure.wake()
+        self._backpressure.wake()
         if not self.in_flight:
             self._emptied.set()
 
@@ -130,7 +124,7 @@ class PipelineRunner:
     def statistics(self) -> dict[str, object]:
         """The statistics of each node by name, and the number of items inside."""
         nodes = {name: node.engine.statistics() for name, node in self._nodes.items()}
-        return {"in_flight": self.in_flight, "width": self._width, "nodes": nodes}
+        return {"in_flight": self.in_flight, "width": self.width, "nodes": nodes}
 
     def node(self, name: str) -> RunningNode:
         """A running node."""

@@ -154,4 +154,4 @@ def test_a_waiting_node_is_woken_when_no_more_items_come(chain) -> None:
     flow.coming(h["c"], 1.0)
     assert flow.blocked
     flow.wake()
-    assert (h["c"].batcher.woken, flow.blocked) == (1, False)
+    assert (h["c"].batcher.woken, flow.blocked) == (1, set())

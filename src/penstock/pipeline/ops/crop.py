@@ -32,14 +32,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]} ..."
 
 
-def box_of(fields: Fields, op: str, height: int, width: int) -> tuple[int, int, int, int]:
-    """The box [x1, y1, x2, y2] in pixels, inside the image and not empty. Raises BadRequest."""
+def cropped(image: Array, fields: Fields, op: str) -> Array:
+    """The part of an image in its box. Raises BadRequest if the box is empty or not inside the image."""
+    height, width = image.shape[:2]
     x1, y1, x2, y2 = (int(v) for v in box_numbers(fields, op, (4,), "[x1, y1, x2, y2]")[:4])
     if not (0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):
         raise BadRequest(
             f"{op} found {BOX} = {_short(fields[BOX])}, expected 0 <= x1 < x2 <= {width} and 0 <= y1 < y2 <= {height}"
         )
-    return x1, y1, x2, y2
+    return image[y1:y2, x1:x2]
 
 
 class CropMat(MatOp):
@@ -51,9 +52,7 @@ class CropMat(MatOp):
     reads = (BOX,)
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        mat = as_mat(data, "CropMat")
-        x1, y1, x2, y2 = box_of(fields, "CropMat", *mat.shape[:2])
-        return mat[y1:y2, x1:x2]
+        return cropped(as_mat(data, "CropMat"), fields, "CropMat")
 
 
 class CropResizeMat(MatOp):

@@ -190,22 +190,10 @@ def _pillow(data: bytes, kind: str) -> Array:
 
 def upright(mat: Array, orientation: int) -> Array:
     """The image `[height, width, channels]` with the EXIF `orientation` applied (1: unchanged)."""
-    match orientation:
-        case 2:
-            return cv2.flip(mat, 1)
-        case 3:
-            return cv2.rotate(mat, cv2.ROTATE_180)
-        case 4:
-            return cv2.flip(mat, 0)
-        case 5:
-            return cv2.transpose(mat)
-        case 6:
-            return cv2.rotate(mat, cv2.ROTATE_90_CLOCKWISE)
-        case 7:
-            return cv2.flip(cv2.transpose(mat), -1)
-        case 8:
-            return cv2.rotate(mat, cv2.ROTATE_90_COUNTERCLOCKWISE)
-    return mat
+    if orientation >= 5:
+        mat = cv2.transpose(mat)
+    axis = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}.get(orientation)  # as in cv2.flip
+    return mat if axis is None else cv2.flip(mat, axis)
 
 
 class DecodeTensor(DecodeMat):

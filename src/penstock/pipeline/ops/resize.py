@@ -121,14 +121,18 @@ class FixRatioResizeMat(MatOp):
     writes = ("inverse_trans",)
 
     def __init__(self, max_h: int, max_w: int) -> None:
-        check_size("FixRatioResizeMat", max_h=max_h, max_w=max_w)
+        check_size(type(self).__name__, max_h=max_h, max_w=max_w)
         self.bounds = (max_h, max_w)
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         mat = as_mat(data, "FixRatioResizeMat")
-        height, width = fitted(mat, self.bounds, up=True)
+        return sized(mat, *self.fit(mat, fields, up=True))
+
+    def fit(self, mat: Array, fields: Fields, *, up: bool = False) -> tuple[int, int]:
+        """The size of the image inside the bounds, as in `fitted`. Sets `inverse_trans`."""
+        height, width = fitted(mat, self.bounds, up=up)
         fields["inverse_trans"] = Inverse(mat.shape[1] / width, mat.shape[0] / height)
-        return sized(mat, height, width)
+        return height, width
 
 
 def padded(mat: Array, height: int, width: int, value: tuple[float, ...], *, top: int = 0, left: int = 0) -> Array:
@@ -148,7 +152,7 @@ def four(pad_value: tuple[float, ...], op: str) -> tuple[float, ...]:
     return tuple(map(float, (pad_value + pad_value[-1:] * 4)[:4]))
 
 
-class ResizePadMat(MatOp):
+class ResizePadMat(FixRatioResizeMat):
     """The image scaled to fit, at the upper left of a frame: `[height, width, ...]` -> `[max_h, max_w, ...]`.
 
     `inverse_trans` maps points back.
@@ -158,18 +162,13 @@ class ResizePadMat(MatOp):
     - `pad_value`: the color of the padding: a number, or one for each channel.
     """
 
-    writes = ("inverse_trans",)
-
     def __init__(self, max_h: int, max_w: int, pad_value: tuple[float, ...] = (0.0,)) -> None:
-        check_size(type(self).__name__, max_h=max_h, max_w=max_w)
-        self.bounds = (max_h, max_w)
+        super().__init__(max_h, max_w)
         self.value = four(pad_value, type(self).__name__)
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         mat = as_mat(data, "ResizePadMat")
-        height, width = fitted(mat, self.bounds)
-        fields["inverse_trans"] = Inverse(mat.shape[1] / width, mat.shape[0] / height)
-        return padded(sized(mat, height, width), *self.bounds, self.value)
+        return padded(sized(mat, *self.fit(mat, fields)), *self.bounds, self.value)
 
 
 class ResizeCenterPadMat(ResizePadMat):

@@ -11,9 +11,9 @@ import numpy as np
 
 from penstock.errors import BadRequest
 from penstock.pipeline.ops.base import BOX, Array, Fields, TensorOp, as_tensor, found
-from penstock.pipeline.ops.crop import box_of
+from penstock.pipeline.ops.crop import cropped
 from penstock.pipeline.ops.mat import image_of, interleaved, planes
-from penstock.pipeline.ops.resize import Inverse, check_size, fitted, four, pillow_sized, sized
+from penstock.pipeline.ops.resize import ResizeMat, ResizePadMat, pillow_sized, sized
 
 
 class CvtColorTensor(TensorOp):
@@ -63,17 +63,15 @@ def aligned(mat: Array, height: int, width: int) -> Array:
     return mat.astype(np.float32, copy=False)
 
 
-class ResizeTensor(TensorOp):
+class ResizeTensor(TensorOp, ResizeMat):
     """The image at another size: -> float32 `[1, channels, resize_h, resize_w]`; `[height, width, channels]` stays so.
 
-    - `resize_h`: the new height.
-    - `resize_w`: the new width.
     - `align_corners`: whether the corner pixels stay unchanged, as in TorchPipe; false is faster.
     """
 
     def __init__(self, resize_h: int, resize_w: int, align_corners: bool = True) -> None:
-        check_size("ResizeTensor", resize_h=resize_h, resize_w=resize_w)
-        self.size, self.align_corners = (resize_h, resize_w), align_corners
+        super().__init__(resize_h, resize_w)
+        self.align_corners = align_corners
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         mat = image_of(data, "ResizeTensor")
@@ -84,44 +82,26 @@ class ResizeTensor(TensorOp):
         return mat if data.ndim == 3 else planes(mat)
 
 
-class PillowResizeTensor(TensorOp):
+class PillowResizeTensor(TensorOp, ResizeMat):
     """The image at another size, bit-identical to Pillow's bilinear filter: uint8, 1 or 3 channels,
-    -> uint8 `[1, channels, resize_h, resize_w]`.
-
-    - `resize_h`: the new height.
-    - `resize_w`: the new width.
-    """
-
-    def __init__(self, resize_h: int, resize_w: int) -> None:
-        check_size("PillowResizeTensor", resize_h=resize_h, resize_w=resize_w)
-        self.size = (resize_h, resize_w)
+    -> uint8 `[1, channels, resize_h, resize_w]`."""
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         return planes(pillow_sized(image_of(data, "PillowResizeTensor"), *self.size, "PillowResizeTensor"))
 
 
-class ResizePadTensor(TensorOp):
+class ResizePadTensor(TensorOp, ResizePadMat):
     """The image scaled to fit, at the upper left of a frame: -> float32 `[1, channels, max_h, max_w]`.
 
     `inverse_trans` maps points back.
 
-    - `max_h`: the height of the frame.
-    - `max_w`: the width of the frame.
     - `pad_value`: the value of the padding; only the first of several counts.
     """
 
-    writes = ("inverse_trans",)
-
-    def __init__(self, max_h: int, max_w: int, pad_value: tuple[float, ...] = (0.0,)) -> None:
-        check_size("ResizePadTensor", max_h=max_h, max_w=max_w)
-        self.bounds = (max_h, max_w)
-        self.value = four(pad_value, "ResizePadTensor")[0]
-
     def __call__(self, data: Any, fields: Fields) -> Array:
         mat = image_of(data, "ResizePadTensor")
-        height, width = fitted(mat, self.bounds)
-        fields["inverse_trans"] = Inverse(mat.shape[1] / width, mat.shape[0] / height)
-        frame = np.full((1, mat.shape[2], *self.bounds), self.value, np.float32)
+        height, width = self.fit(mat, fields)
+        frame = np.full((1, mat.shape[2], *self.bounds), self.value[0], np.float32)
         frame[0, :, :height, :width] = aligned(mat, height, width).transpose(2, 0, 1)
         return frame
 
@@ -135,9 +115,7 @@ class CropTensor(TensorOp):
     reads = (BOX,)
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        mat = image_of(data, "CropTensor")
-        x1, y1, x2, y2 = box_of(fields, "CropTensor", *mat.shape[:2])
-        return mat[y1:y2, x1:x2].transpose(2, 0, 1)[None]
+        return cropped(image_of(data, "CropTensor"), fields, "CropTensor").transpose(2, 0, 1)[None]
 
 
 class FloatTensor(TensorOp):
