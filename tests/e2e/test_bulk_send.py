@@ -139,7 +139,7 @@ def test_a_chunk_over_the_servers_limit_fails_alone(serve: Callable[..., Any]):
     assert answers[0] == expected(chunks[0])
     assert answers[2] == expected(chunks[2])
     assert isinstance(answers[1], Undelivered)
-    assert isinstance(answers[1].cause, PayloadTooLarge)
+    assert isinstance(answers[1].__cause__, PayloadTooLarge)
 
 
 def test_a_token_and_tls_keep_others_out(serve: Callable[..., Any], tmp_path: Path):

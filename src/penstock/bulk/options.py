@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +10,7 @@ from msgspec import Struct
 from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.servers import ServerInfo
 from penstock.bulk.types import Kernel, PixelMode, Pixels, Sampling, SendMode
+from penstock.core.os_threads import usable_cores
 from penstock.errors import ConfigError
 
 MAX_DECODERS: Final = 8  # unless more are requested: each holds some 30 MB of 1080p frames
@@ -96,11 +96,6 @@ def make_plan(options: JobOptions, servers: list[ServerInfo], videos: int, cores
         threads=max(1, cores // decoders),
         rounds=rounds,
     )
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _chunk_limit(options: JobOptions, servers: list[ServerInfo], decoders: int) -> int:

@@ -83,10 +83,10 @@ def write_outputs(outputs: OutputPaths, spools: Sequence[tuple[Video, Path]]) ->
         with ExitStack() as stack:
             writers: list[OutputWriter] = [stack.enter_context(_open_file(path)) for path in outputs.files]
             names = subtitle_names([video for video, _ in spools])
-            if outputs.vtt is not None:
-                writers.append(stack.enter_context(_open_subtitles(SubtitleWriter(outputs.vtt, names, vtt=True))))
-            if outputs.srt is not None:
-                writers.append(stack.enter_context(_open_subtitles(SubtitleWriter(outputs.srt, names, vtt=False))))
+            for folder, vtt in ((outputs.vtt, True), (outputs.srt, False)):
+                if folder is not None:
+                    writers.append(subtitles := SubtitleWriter(folder, names, vtt=vtt))
+                    stack.push(subtitles.file)  # discards a file that an error leaves incomplete
             for video, path in spools:
                 _write_video(writers, video, path)
     except OSError as e:
@@ -155,15 +155,6 @@ def _open_file(path: Path) -> Iterator[OutputWriter]:
             parquet = ParquetWriter(file)
             yield parquet
             parquet.close()
-
-
-@contextmanager
-def _open_subtitles(subtitles: SubtitleWriter) -> Iterator[OutputWriter]:
-    try:
-        yield subtitles
-    except BaseException as e:
-        subtitles.file.__exit__(type(e), e, e.__traceback__)  # discards an incomplete file
-        raise
 
 
 class OutputWriter:

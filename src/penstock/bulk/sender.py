@@ -12,13 +12,14 @@ import logging
 import random
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint, loop_time
 from penstock.bulk.protocol import UploadChunk, read_captions
 from penstock.bulk.servers import ServerInfo
 from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, SendStats
+from penstock.core.os_threads import new_event_loop
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 
 _logger = logging.getLogger("penstock.bulk")
@@ -27,27 +28,16 @@ BUSY: Final = (QueueFull, ModelNotReady, DeadlineExceeded)  # halve the window
 
 
 class Undelivered(PenstockError):
-    """A chunk has no captions after `attempts` attempts; `cause` is the error of the last one."""
+    """A chunk has no captions after its last attempt, whose error is the `__cause__`."""
 
     code = "undelivered"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        attempts: int = 1,
-        cause: PenstockError | None = None,
-        retry_after_s: float | None = None,
-        detail: str = "",
-    ) -> None:
-        super().__init__(message, retry_after_s=retry_after_s, detail=detail)
-        self.attempts = attempts
-        self.cause = cause
 
 
 def undelivered(cause: PenstockError, attempts: int) -> Undelivered:
     count = f" ({attempts} attempts)" if attempts > 1 else ""
-    return Undelivered(cause.message + count, attempts=attempts, cause=cause, detail=cause.detail)
+    error = Undelivered(cause.message + count, detail=cause.detail)
+    error.__cause__ = cause
+    return error
 
 
 def _closed() -> NotSent:
@@ -101,7 +91,7 @@ class ChunkSender:
         return self._delivery.stats(len(self._inbox), loop.time() if loop is not None else None)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             self._loop = runner.get_loop()
             self._started.set()
             runner.run(self._serve())
@@ -298,12 +288,3 @@ class _Delivery:
     def close(self) -> None:
         for endpoint in self._endpoints:
             endpoint.close()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

@@ -1,4 +1,4 @@
-"""Threads and locks of the operating system, also in a program that gevent has patched.
+"""Threads, locks, loops and cores of the operating system, also in a program that gevent has patched.
 
 There `threading` gives greenlets, which the background loop must not be: it would stand still whenever one of them
 does. Nothing here imports gevent; a program that is patched has done so itself.
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def patched() -> bool:
@@ -48,6 +52,23 @@ def start_thread(main: Callable[..., None], *arguments: object, name: str) -> No
         _original("_thread", "start_new_thread")(main, arguments)
     else:
         threading.Thread(target=main, args=arguments, name=name, daemon=True).start()
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A loop of uvloop if it is installed, otherwise of asyncio."""
+    import asyncio  # here, because workers load this module
+
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from penstock.core.os_threads import new_event_loop
 from penstock.errors import ConfigError, PenstockError
 
 T = TypeVar("T")
@@ -65,13 +66,5 @@ def exit_code(work: Callable[[], int]) -> int:
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
     """The result of the coroutine, on uvloop if installed. Ctrl-C cancels it and is raised after it ended."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(work)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop

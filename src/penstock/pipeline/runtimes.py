@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
+from penstock.core.os_threads import usable_cores
 from penstock.errors import ConfigError, LoadFailed
 from penstock.pipeline.collate import Normalization
 from penstock.runtimes import onnx, onnx_fuse
@@ -77,7 +78,7 @@ def cores() -> int:
     text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if text.isdecimal() and int(text) > 0:
         return int(text)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cores()
 
 
 def resolve(file: ModelFile, device: str) -> tuple[str, str]:

@@ -85,7 +85,7 @@ def test_a_failed_chunk_fails_its_video_after_earlier_captions_and_no_other(tmp_
 
     def answer(chunk: Chunk) -> PenstockError | None:
         bad = chunk.video.name.endswith("a.mp4") and 17 in chunk.frames
-        return Undelivered("the server failed 8 times", attempts=8) if bad else None
+        return Undelivered("the server failed 8 times") if bad else None
 
     summary = run(tmp_path, FakeParts(answer), source)
     assert (summary.exit_code, summary.failed, summary.partial, summary.complete) == (3, 1, 1, 1)
@@ -135,7 +135,7 @@ def test_servers_that_caption_nothing_stop_the_job_before_they_fail_every_video(
 ) -> None:
     def refuse(chunk: Chunk) -> PenstockError:
         time.sleep(0.005)  # slower than the disk: otherwise all videos fail before one is committed
-        return Undelivered("it is a 500", attempts=8)
+        return Undelivered("it is a 500")
 
     monkeypatch.setattr(spool.os, "fsync", lambda file: None)
     source = tmp_path / "videos"

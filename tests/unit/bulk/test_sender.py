@@ -325,7 +325,7 @@ def test_an_early_rejection_is_received_while_the_body_is_being_sent(server: Fak
     job.sent = 1
     outcome = job.wait()[0]
     assert isinstance(outcome, Undelivered)
-    assert isinstance(outcome.cause, PayloadTooLarge)
+    assert isinstance(outcome.__cause__, PayloadTooLarge)
     assert len(server.seen) == 1
     job.close()
 
@@ -349,8 +349,7 @@ def test_a_chunk_that_always_fails_fails_alone(server: FakeCaptioner, wrong: Ans
     answers = job.wait()
     outcome = answers.pop(2)
     assert isinstance(outcome, Undelivered)
-    assert outcome.attempts == 3
-    assert type(outcome.cause) is cause
+    assert type(outcome.__cause__) is cause
     assert "(3 attempts)" in outcome.message
     assert all(isinstance(other, list) for other in answers.values())
     answers[2] = outcome
@@ -364,8 +363,8 @@ def test_a_rejected_chunk_is_not_retried(server: FakeCaptioner, status: int, cau
     job.send(1)
     outcome = job.wait()[0]
     assert isinstance(outcome, Undelivered)
-    assert type(outcome.cause) is cause
-    assert outcome.attempts == 1
+    assert type(outcome.__cause__) is cause
+    assert "attempts" not in outcome.message
     assert len(server.seen) == 1
     job.close()
 

@@ -83,7 +83,7 @@ def test_rows_are_on_disk_in_order_up_to_the_first_failure(
         recorder.writer.video_read(task, ReadResult(len(chunks), frame))
     for one in random.Random(seed).sample(chunks, len(chunks)):
         bad = one.number == failing
-        recorder.writer.chunk_done(one, Undelivered("no", attempts=8) if bad else captions(one.frames))
+        recorder.writer.chunk_done(one, Undelivered("no") if bad else captions(one.frames))
     if not ends_early:
         recorder.writer.video_read(task, ReadResult(len(chunks), frame))
     recorder.writer.close()

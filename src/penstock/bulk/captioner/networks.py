@@ -18,19 +18,10 @@ _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bf
 _KERNELS: Final = {2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
 _BUCKETS: Final = (1, 8, 32, 64)  # batch sizes that a network is compiled for; batches are padded to one of them
 
-# Architectures that benchmarks fill with random weights: https://huggingface.co/Salesforce/blip2-opt-2.7b
+# Differences from the default configuration, of architectures that benchmarks fill with random weights: https://huggingface.co/Salesforce/blip2-opt-2.7b
 ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
     "blip2-opt-2.7b": {
         "model_type": "blip-2",
-        "vision_config": {
-            "hidden_size": 1408,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 39,
-            "num_attention_heads": 16,
-            "image_size": 224,
-            "patch_size": 14,
-        },
-        "qformer_config": {"encoder_hidden_size": 1408},
         "text_config": {
             "model_type": "opt",
             "vocab_size": 50304,
@@ -40,7 +31,6 @@ ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
             "num_attention_heads": 32,
             "word_embed_proj_dim": 2560,
         },
-        "num_query_tokens": 32,
         "image_token_index": 50265,
     }
 }
@@ -221,13 +211,9 @@ def _kind(source: ModelSource, config: Any, compiled: bool) -> NetworkKind:
 
 
 def _weights(cls: Any, source: ModelSource, dtype: torch.dtype, trust: str) -> Any:
-    safe = any(source.folder.glob("*.safetensors")) if source.folder is not None else True
+    safe = trust != "pickle" or source.folder is None or any(source.folder.glob("*.safetensors"))
     return cls.from_pretrained(
-        source.folder,
-        dtype=dtype,
-        local_files_only=True,
-        use_safetensors=safe or trust != "pickle",
-        weights_only=True,
+        source.folder, dtype=dtype, local_files_only=True, use_safetensors=safe, weights_only=True
     )
 
 
@@ -303,19 +289,9 @@ def _as_list(ids: Any) -> list[int]:
 
 # Settings that keep generation greedy, or have no effect on it.
 _PLAIN: Final = {
-    "_from_model_config",
-    "bos_token_id",
-    "do_sample",
-    "eos_token_id",
-    "max_new_tokens",
-    "min_new_tokens",
-    "num_beams",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "transformers_version",
-    "use_cache",
-}
+    "_from_model_config", "bos_token_id", "do_sample", "eos_token_id", "max_new_tokens", "min_new_tokens", "num_beams",
+    "output_attentions", "output_hidden_states", "pad_token_id", "transformers_version", "use_cache",
+}  # fmt: skip
 
 
 def is_plainly_greedy(settings: Any) -> bool:

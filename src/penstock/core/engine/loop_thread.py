@@ -112,7 +112,7 @@ class LoopThread:
 
     def _main(self, make: Callable[[], PortalBackend]) -> None:
         self._thread = os_threads.thread_id()
-        loop = self._loop = _new_loop()
+        loop = self._loop = os_threads.new_event_loop()
         asyncio.set_event_loop(loop)
         self.post = loop.call_soon_threadsafe
 
@@ -166,14 +166,6 @@ class LoopThread:
         self.post(self._loop.stop)
         self._ended.acquire()
         waiter.value.result()
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:

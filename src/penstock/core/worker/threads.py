@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
+from penstock.core.os_threads import usable_cores
 from penstock.core.worker.spec import WorkerSpec
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -22,7 +22,7 @@ def threads_of(spec: WorkerSpec) -> int:
         return 1
     import psutil  # only the parent asks
 
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = usable_cores()
     cores = min(psutil.cpu_count(logical=False) or allowed, allowed)
     return max(1, cores // spec.instances)
 

@@ -18,6 +18,7 @@ import psutil
 from msgspec import Struct, field
 
 from penstock._version import __version__
+from penstock.core.os_threads import usable_cores
 from penstock.errors import plain
 from penstock.perf.bench.measurement import SCHEMA
 from penstock.serving.observe.system import Gpus
@@ -76,7 +77,7 @@ def machine() -> dict[str, Any]:
     cpu = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return {
         "cpu": cpu[1] if cpu else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "gpus": [name for (_, name), *_ in Gpus().read()],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import shlex
 import sys
 from contextlib import suppress
@@ -19,6 +18,7 @@ from msgspec import Struct
 from penstock.client.endpoint import read_token
 from penstock.config.load import load_config
 from penstock.config.targets import read_options, split_targets
+from penstock.core.os_threads import usable_cores
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.document import Report, align, markdown
@@ -86,8 +86,7 @@ def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
 
 def default_space() -> str:
     """The space without --space: batch sizes, and up to one instance per core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"batch=1..32,instances=1..{min(MOST_INSTANCES, max(2, cores))}"
+    return f"batch=1..32,instances=1..{min(MOST_INSTANCES, max(2, usable_cores()))}"
 
 
 def _tuned_model(target: str, flags: dict[str, Any]) -> tuple[TunedModel, str | None]:

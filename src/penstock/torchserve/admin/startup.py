@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from penstock.core.engine.engine import Engine
+from penstock.core.os_threads import usable_cores
 from penstock.errors import PenstockError
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.archives import ArchiveOpener
@@ -129,7 +130,7 @@ async def load_startup(components: ServerComponents) -> int:
 
 async def _load(components: ServerComponents, model: _StartupModel) -> ModelVersion | None:
     properties, administrator = components.properties, components.administrator
-    workers = properties.default_workers_per_model or min(components.gpus or _cores(), components.max_workers)
+    workers = properties.default_workers_per_model or min(components.gpus or usable_cores(), components.max_workers)
     request = VersionRequest(model.registration, model.settings, workers)
     try:
         try:
@@ -144,10 +145,6 @@ async def _load(components: ServerComponents, model: _StartupModel) -> ModelVers
         return None
     log.info("loaded model=%s version=%s workers=%d", version.name, version.version, version.up)
     return version
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 async def _startup_models(components: ServerComponents) -> Sequence[_StartupModel]:
