@@ -13,7 +13,7 @@ from penstock.bulk.protocol import RevisionChanged, ServerFault, WrongAnswer, re
 from penstock.bulk.servers import ServerInfo, authorization, fetch
 from penstock.bulk.types import EndpointStats, SendMode, SendOptions
 from penstock.bulk.window import AimdWindow, RoundWindow, Window
-from penstock.client.errors import (
+from penstock.client.endpoint import (
     ConnectionLost,
     MalformedResponse,
     ResponseTimeout,

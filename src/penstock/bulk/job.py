@@ -18,8 +18,7 @@ from penstock.bulk.run import JobEvents, JobParts, JobRun, RunSpec
 from penstock.bulk.servers import ServerInfo, require_same
 from penstock.bulk.types import Video
 from penstock.bulk.video import VideoError, av_library
-from penstock.client.endpoint import parse_url, tls_context
-from penstock.client.errors import ConnectionLost, Unreachable
+from penstock.client.endpoint import ConnectionLost, Unreachable, parse_url, tls_context
 from penstock.errors import ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
 
 NOT_UP = (Unreachable, ConnectionLost, DeadlineExceeded, ModelNotReady)  # a later run may find the server

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.bulk.types import Chunk, Video
-from penstock.client.errors import ConnectionLost
+from penstock.client.endpoint import ConnectionLost
 from penstock.client.http import HttpResponse
 from penstock.errors import (
     BadRequest,

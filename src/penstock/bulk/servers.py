@@ -13,8 +13,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Struct
 
-from penstock.client.endpoint import Endpoint, parse_url
-from penstock.client.errors import ConnectionLost, Unreachable
+from penstock.client.endpoint import ConnectionLost, Endpoint, Unreachable, parse_url
 from penstock.client.http import ClientConnection, HttpResponse
 from penstock.errors import DeadlineExceeded, Forbidden, ModelNotFound, ModelNotReady, PenstockError, Unauthorized
 

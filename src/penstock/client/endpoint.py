@@ -1,4 +1,4 @@
-"""How to reach a server: host, port, TLS, path prefix, and the token."""
+"""How to reach a server: host, port, TLS, path prefix, and the token; and the errors on the way to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -95,3 +95,46 @@ def read_token(path: str | None) -> str | None:
     if not token:
         raise ConfigError(f"the token file {path} is empty; its first line must be the token")
     return token
+
+
+# ---- errors, independent of what a response means
+
+
+class Unreachable(PenstockError):
+    """The connection could not be opened; nothing of the request was sent."""
+
+    code = "unreachable"
+    retryable = True
+
+
+class UntrustedCertificate(PenstockError):
+    """The client does not trust the server's certificate for this host name."""
+
+    code = "not_trusted"
+
+
+class ConnectionLost(PenstockError):
+    """The connection ended before the response was complete. The server may have run the request."""
+
+    code = "connection_lost"
+    retryable = True
+
+
+class ResponseTimeout(DeadlineExceeded):
+    """The server did not respond in time. It may hang, and it may have run the request."""
+
+    code = "no_answer"
+    retryable = True
+
+
+class MalformedResponse(PenstockError):
+    """The server did not send valid HTTP/1.1."""
+
+    code = "malformed_answer"
+    retryable = True
+
+
+class ResponseTooLarge(MalformedResponse):
+    """The response exceeds the caller's limit. The client closes the connection without storing it."""
+
+    code = "answer_too_large"

@@ -14,9 +14,9 @@ from typing import Final, TypeAlias, cast
 import httptools
 from msgspec import Struct
 
-from penstock.client.endpoint import Endpoint
-from penstock.client.errors import (
+from penstock.client.endpoint import (
     ConnectionLost,
+    Endpoint,
     MalformedResponse,
     ResponseTimeout,
     ResponseTooLarge,

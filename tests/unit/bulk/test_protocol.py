@@ -25,7 +25,7 @@ from penstock.bulk.protocol import (
 )
 from penstock.bulk.sender import Undelivered, undelivered
 from penstock.bulk.types import Chunk, Video
-from penstock.client.errors import ConnectionLost
+from penstock.client.endpoint import ConnectionLost
 from penstock.client.http import HttpResponse
 from penstock.errors import (
     BadRequest,

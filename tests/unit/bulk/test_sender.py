@@ -18,8 +18,7 @@ from penstock.bulk.protocol import RevisionChanged, ServerFault, WrongAnswer
 from penstock.bulk.sender import ChunkSender, Undelivered
 from penstock.bulk.servers import ask
 from penstock.bulk.types import Chunk, SendOptions, Video
-from penstock.client.endpoint import tls_context
-from penstock.client.errors import ConnectionLost, ResponseTooLarge
+from penstock.client.endpoint import ConnectionLost, ResponseTooLarge, tls_context
 from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
 from penstock.serving.http.auth import make_ssl_context
 from support.captioner import (

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from penstock.bulk.servers import NotACaptioner, ServersDiffer, ask, require_same
-from penstock.client.endpoint import tls_context
-from penstock.client.errors import Unreachable, UntrustedCertificate
+from penstock.client.endpoint import Unreachable, UntrustedCertificate, tls_context
 from penstock.errors import (
     ConfigError,
     DeadlineExceeded,

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import uvloop
 
-from penstock.client.endpoint import parse_url, tls_context
-from penstock.client.errors import (
+from penstock.client.endpoint import (
     ConnectionLost,
     MalformedResponse,
     ResponseTooLarge,
     Unreachable,
     UntrustedCertificate,
+    parse_url,
+    tls_context,
 )
 from penstock.client.http import ClientConnection, HttpResponse
 from penstock.errors import BadRequest, DeadlineExceeded

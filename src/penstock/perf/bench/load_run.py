@@ -18,8 +18,7 @@ from typing import Final, Literal, NamedTuple, cast
 
 import httptools
 
-from penstock.client.endpoint import Endpoint
-from penstock.client.errors import Unreachable
+from penstock.client.endpoint import Endpoint, Unreachable
 from penstock.errors import ConfigError
 
 LOST: Final = 0  # the connection ended before the response

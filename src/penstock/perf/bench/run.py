@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from msgspec import structs
 
-from penstock.client.errors import Unreachable
+from penstock.client.endpoint import Unreachable
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
 from penstock.perf.bench.figures import summarise

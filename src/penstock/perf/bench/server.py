@@ -21,8 +21,14 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from penstock.client.endpoint import Endpoint
-from penstock.client.errors import ConnectionLost, MalformedResponse, ResponseTimeout, Unreachable, UntrustedCertificate
+from penstock.client.endpoint import (
+    ConnectionLost,
+    Endpoint,
+    MalformedResponse,
+    ResponseTimeout,
+    Unreachable,
+    UntrustedCertificate,
+)
 from penstock.errors import ConfigError, PenstockError
 
 MOST_BYTES: Final = 2**24  # of a response; a metrics page has some 100 kB

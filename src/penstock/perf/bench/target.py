@@ -14,8 +14,7 @@ import msgspec
 import psutil
 from msgspec import Struct, structs
 
-from penstock.client.endpoint import Endpoint, parse_url
-from penstock.client.errors import Unreachable
+from penstock.client.endpoint import Endpoint, Unreachable, parse_url
 from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, Unauthorized, nearest
 from penstock.perf.bench.origin import redacted
 from penstock.perf.bench.server import Reply, ServerProcess, check_reachable, fetch

@@ -14,7 +14,7 @@ from typing import Any, Final
 import psutil
 from msgspec import Struct
 
-from penstock.client.errors import Unreachable
+from penstock.client.endpoint import Unreachable
 from penstock.core.worker.devices import expanded
 from penstock.errors import ConfigError, LoadFailed, PenstockError
 from penstock.perf.bench.measurement import Load, Measurement

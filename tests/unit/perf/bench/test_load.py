@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client.endpoint import Endpoint, tls_context
-from penstock.client.errors import Unreachable
+from penstock.client.endpoint import Endpoint, Unreachable, tls_context
 from penstock.errors import ConfigError
 from penstock.perf.bench import load, load_run
 from penstock.perf.bench.figures import summarise

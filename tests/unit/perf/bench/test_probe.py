@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.endpoint import parse_url
-from penstock.client.errors import Unreachable
+from penstock.client.endpoint import Unreachable, parse_url
 from penstock.core.contracts import BatchRecord
 from penstock.perf.bench import probe as module
 from penstock.perf.bench.probe import MetricsPage, ServerProbe, between, read_page

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from penstock.client.endpoint import Endpoint
-from penstock.client.errors import Unreachable
+from penstock.client.endpoint import Endpoint, Unreachable
 from penstock.errors import ConfigError
 from penstock.perf.bench import load_run as generator
 from penstock.perf.bench import run as module

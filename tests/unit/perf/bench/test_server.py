@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.client.endpoint import Endpoint
-from penstock.client.errors import ConnectionLost, MalformedResponse, ResponseTimeout, Unreachable
+from penstock.client.endpoint import ConnectionLost, Endpoint, MalformedResponse, ResponseTimeout, Unreachable
 from penstock.perf.bench.server import Reply, check_reachable, fetch
 from penstock.perf.bench.target import find_listeners, listening_process
 

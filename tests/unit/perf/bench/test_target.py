@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.endpoint import Endpoint
-from penstock.client.errors import Unreachable
+from penstock.client.endpoint import Endpoint, Unreachable
 from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, Unauthorized
 from penstock.perf.bench import target as module
 from penstock.perf.bench.server import Reply

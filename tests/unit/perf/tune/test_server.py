@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.client.endpoint import Endpoint
-from penstock.client.errors import ConnectionLost
+from penstock.client.endpoint import ConnectionLost, Endpoint
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
 from penstock.perf.bench.server import Reply
