@@ -12,10 +12,10 @@ import numpy as np
 
 from penstock.bulk.decode import BlockPool
 from penstock.bulk.endpoints import NotSent
+from penstock.bulk.job import JobParts
 from penstock.bulk.options import JobOptions
 from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.progress import Progress, ProgressReporter
-from penstock.bulk.run import JobParts
 from penstock.bulk.servers import ServerInfo
 from penstock.bulk.spool import SpoolEnd
 from penstock.bulk.types import Chunk, OnResult, Pixels, Position, ReadResult, Sampling, SendOptions, SendStats, Video

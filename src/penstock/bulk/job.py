@@ -1,43 +1,79 @@
-"""One bulk job: videos become captions on disk, continuing where an earlier run ended."""
+"""One bulk job: videos become captions on disk, continuing where an earlier run ended.
+
+In a run, decoder threads read and send, the sender talks to the servers, and the writer commits. A prober counts the
+frames ahead, and the caller's thread waits for the end and reports progress.
+"""
 
 from __future__ import annotations
 
+import logging
 import queue
 import ssl
 import sys
+import threading
+import time
+from collections.abc import Callable
 
 import msgspec
+from msgspec import Struct
 
 from penstock.bulk import outputs, pixels, spool
-from penstock.bulk.decode import estimate
+from penstock.bulk.decode import estimate, read_chunks
+from penstock.bulk.endpoints import NotSent
 from penstock.bulk.folder import WorkFolder, fingerprint, fingerprint_digest
 from penstock.bulk.inputs import expand, valid_text
 from penstock.bulk.options import JPEG_SHARE, JobOptions, JobPlan, make_plan
-from penstock.bulk.progress import JobSummary, ProgressReporter, duration, make_reporter
-from penstock.bulk.run import JobEvents, JobParts, JobRun, RunSpec
-from penstock.bulk.servers import ServerInfo, require_same
-from penstock.bulk.types import Video
-from penstock.bulk.video import VideoError, av_library
+from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
+from penstock.bulk.reading import DecoderThreads, ReadChunks
+from penstock.bulk.sender import ChunkSender
+from penstock.bulk.servers import ServerInfo, ask, require_same
+from penstock.bulk.spool import SpoolEnd
+from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, Video
+from penstock.bulk.video import VideoError, VideoProbe, av_library, probe
+from penstock.bulk.writer import CaptionWriter
 from penstock.client.endpoint import ConnectionLost, Unreachable, parse_url, tls_context
 from penstock.errors import ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
 
+_logger = logging.getLogger("penstock.bulk")
+
 NOT_UP = (Unreachable, ConnectionLost, DeadlineExceeded, ModelNotReady)  # a later run may find the server
 LINK_BYTES_PER_S = 118e6  # of payload on a link of 1 Gbit/s
+DRAIN_S = 60.0  # for requests in flight at an interrupt: longer than a batch of a slow model takes
+MAX_REFUSED = 10  # videos in a row that fail at the servers, without a caption between: the others would fail too
+PROBE_S = 5.0  # for the header that is being probed at the end
+
+
+class AllRefused(PenstockError):
+    """The servers answer, but caption nothing."""
+
+    code = "all_refused"
+
+
+class JobParts(Struct, frozen=True):
+    """The parts of a job that tests replace."""
+
+    ask: Callable[..., ServerInfo] = ask
+    read_chunks: ReadChunks = read_chunks
+    probe: Callable[[str], VideoProbe] = probe
+    sender: Callable[[list[ServerInfo], SendOptions, OnResult], ChunkSender] = ChunkSender
 
 
 class BulkJob:
-    """`run` once, in the main thread; `interrupt` from a signal handler or another thread."""
+    """`run` once, in the main thread; `interrupt` from a signal handler or another thread.
+
+    `events` end the run: "done", "interrupt", or an error of the whole job. Its `put` is safe in signal handlers.
+    """
 
     def __init__(self, options: JobOptions, reporter: ProgressReporter, parts: JobParts | None = None) -> None:
         self.options = options
         self.parts = parts or JobParts()
         self.running = False  # whether an interrupt has anything in flight to wait for
-        self._reporter = reporter
-        self._events: JobEvents = queue.SimpleQueue()
+        self.reporter = reporter
+        self.events: queue.SimpleQueue[str | PenstockError] = queue.SimpleQueue()
 
     def interrupt(self) -> None:
         """Starts nothing new, keeps what is in flight, and ends the job."""
-        self._events.put("interrupt")
+        self.events.put("interrupt")
 
     def run(self) -> JobSummary:
         """Raises errors found before anything was captioned; later errors are in the summary."""
@@ -59,8 +95,7 @@ class BulkJob:
             configuration = fingerprint(servers[0].parameters, options.sampling, plan.pixels)
             folder.require(configuration, restart=options.restart)
             folder.save_videos(videos)
-            spec = RunSpec(options, plan, servers, videos, folder, fingerprint_digest(configuration))
-            run = JobRun(spec, self.parts, self._events, self._reporter)
+            run = JobRun(self, plan, servers, videos, folder, fingerprint_digest(configuration))
             self.running = True
             summary = run.caption()
             self.running = False
@@ -73,9 +108,9 @@ class BulkJob:
         """The videos of the inputs. Raises InputError, ConfigError."""
         videos, notes = expand(self.options.inputs, stdin=sys.stdin.buffer, from0=self.options.from0)
         if notes.skipped:
-            self._reporter.note(f"skipped {notes.skipped:,} files that are not videos")
+            self.reporter.note(f"skipped {notes.skipped:,} files that are not videos")
         for name in notes.duplicates[:5]:
-            self._reporter.note(f"named twice, captioned once: {name}")
+            self.reporter.note(f"named twice, captioned once: {name}")
         if not videos:
             raise ConfigError(f"there is no video in {', '.join(map(valid_text, self.options.inputs))}")
         return videos
@@ -97,7 +132,7 @@ class BulkJob:
         if absent and not found:
             raise next(iter(absent.values()))
         for url, error in absent.items():
-            self._reporter.note(f"continues without a server until it is up: {error.message}")
+            self.reporter.note(f"continues without a server until it is up: {error.message}")
             found.append(msgspec.structs.replace(found[0], address=parse_url(url, tls)))
         if found:
             require_same(found)
@@ -111,7 +146,7 @@ class BulkJob:
         except NOT_UP as e:
             if not options.wait_s:
                 raise
-            self._reporter.note(f"{e.message}; waiting for it, at most {options.wait_s:g} s")
+            self.reporter.note(f"{e.message}; waiting for it, at most {options.wait_s:g} s")
         return ask(url, options.model, token=options.token, tls=tls, patience_s=options.wait_s)
 
     def _finish(self, folder: WorkFolder, videos: list[Video], summary: JobSummary) -> None:
@@ -134,6 +169,199 @@ class BulkJob:
                 summary.outputs = tuple(str(path) for path in self.options.outputs.all())
         except PenstockError as e:
             summary.stopped = summary.stopped or e
+
+
+class FrameTotals:
+    """An estimate of the number of frames in all videos, from those whose headers were read."""
+
+    def __init__(self, videos: int) -> None:
+        self._videos = videos
+        self._expected: dict[str, int] = {}
+        self._sum = 0
+
+    def set(self, video: Video, frames: int, *, known: bool) -> None:
+        """Sets the number of one video; an estimate never replaces an earlier number."""
+        if video.name in self._expected and not known:
+            return
+        self._sum += frames - self._expected.get(video.name, 0)
+        self._expected[video.name] = frames
+
+    def frames(self) -> int | None:
+        """The estimated sum, with the mean for the other videos; None before the first."""
+        seen = len(self._expected)
+        return round(self._sum * self._videos / seen) if seen else None
+
+
+class RunCounters:
+    """What the threads of a run count. Changes hold `lock`; a reader may see values from a moment apart."""
+
+    def __init__(self, videos: int) -> None:
+        self.lock = threading.Lock()
+        self.totals = FrameTotals(videos)
+        self.videos = videos
+        self.frames = self.new_frames = self.ended = self.failed = 0
+        self.left = 0  # videos of this run that have not ended
+        self.refused = 0  # videos in a row that failed at the servers
+
+
+class JobRun:
+    """`caption` once; implements `JobListener` for the threads that it starts."""
+
+    def __init__(
+        self,
+        job: BulkJob,
+        plan: JobPlan,
+        servers: list[ServerInfo],
+        videos: list[Video],
+        folder: WorkFolder,
+        digest: str,
+    ) -> None:
+        """`digest` identifies the configuration."""
+        parts, self._options = job.parts, job.options
+        self._events, self._reporter, self._probe_header = job.events, job.reporter, parts.probe
+        self._counters = RunCounters(len(videos))
+        self._videos = self._remaining(videos, folder)
+        self._counters.left = len(self._videos)
+        self._writer = CaptionWriter(self)
+        self._decoders = DecoderThreads(self._videos, folder.spool, plan, parts.read_chunks, self._writer, self)
+        sending = SendOptions(
+            mode=job.options.mode, fingerprint=digest, rows=plan.chunk_size, give_up_s=job.options.give_up_s
+        )
+        self._sender = parts.sender(servers, sending, self._chunk_done)
+
+    def _remaining(self, videos: list[Video], folder: WorkFolder) -> list[Video]:
+        """The videos of this run; counts the others."""
+        remaining, counters = [], self._counters
+        for video in videos:
+            state = spool.read_end(folder.spool(video))
+            if state is not None and not state.is_of(video):
+                self._reporter.note(f"changed since it was captioned, begins anew: {video.name}")
+                state = None
+            if state is None or (state.failed and self._options.retry_failed):
+                remaining.append(video)
+                continue
+            counters.frames += state.rows
+            counters.ended += 1
+            counters.failed += state.failed
+            counters.totals.set(video, state.rows, known=True)
+        return remaining
+
+    def caption(self) -> JobSummary:
+        """Captions until everything is done, interrupted, or cannot continue."""
+        start_s = time.monotonic()
+        summary = JobSummary()
+        if self._videos:
+            prober = threading.Thread(target=self._probe, name="penstock-prober", daemon=True)
+            self._writer.start()
+            self._sender.start()
+            self._decoders.start(self._sender)
+            prober.start()
+            try:
+                self._wait(summary, start_s)
+            finally:
+                self._close(summary)
+                prober.join(PROBE_S)
+        stats = self._sender.stats()
+        summary.seconds = time.monotonic() - start_s
+        summary.new_frames = self._counters.new_frames
+        summary.retries, summary.sent_bytes = stats.retries, stats.sent_bytes
+        return summary
+
+    def _wait(self, summary: JobSummary, start_s: float) -> None:
+        rates = RateWindow()
+        rates.add(start_s, 0, 0)
+        while True:
+            try:
+                event = self._events.get(timeout=self._reporter.every_s)
+            except queue.Empty:
+                self._reporter.show(self._progress(rates, start_s))
+                continue
+            if isinstance(event, PenstockError):
+                summary.stopped = event
+            elif event == "interrupt":
+                summary.interrupted = True
+                in_flight = self._sender.stats().in_flight
+                self._reporter.note(
+                    f"interrupted: waiting for {in_flight} requests in flight; interrupt again to stop at once"
+                )
+            self._reporter.show(self._progress(rates, start_s))
+            return
+
+    def _close(self, summary: JobSummary) -> None:
+        """Ends the threads in the order in which frames pass them. An interrupt keeps what is in flight."""
+        self._decoders.close()
+        self._sender.close(DRAIN_S if summary.interrupted else 0.0)
+        self._writer.close()
+
+    def _progress(self, rates: RateWindow, start_s: float) -> Progress:
+        stats, counters = self._sender.stats(), self._counters
+        now_s = time.monotonic()
+        frames_per_s, bytes_per_s = rates.add(now_s, counters.new_frames, stats.sent_bytes)
+        total = counters.totals.frames()
+        left = max(0, total - counters.frames) if total is not None else None
+        return Progress(
+            elapsed_s=round(now_s - start_s, 3),
+            frames=counters.frames,
+            frames_total=total,
+            videos=counters.ended,
+            videos_total=counters.videos,
+            failed=counters.failed,
+            frames_per_s=round(frames_per_s, 2),
+            bytes_per_s=round(bytes_per_s),
+            eta_s=round(left / frames_per_s, 1) if left is not None and frames_per_s > 0 else None,
+            in_flight=stats.in_flight,
+            retries=stats.retries,
+            servers=stats.servers,
+        )
+
+    def _probe(self) -> None:
+        for video in self._videos:
+            if self._decoders.stop.is_set():
+                return
+            try:
+                found = self._probe_header(video.path)
+                frames = estimate(self._options.sampling, found.frames, found.duration_s)
+            except Exception:  # only an estimate: the video's decoder reports the error
+                frames = 0
+            with self._counters.lock:
+                self._counters.totals.set(video, frames, known=False)
+
+    # ---- called in the threads of decoders, sender and writer
+
+    def _chunk_done(self, chunk: Chunk, result: ChunkResult) -> None:
+        self._decoders.chunk_done()
+        self._writer.chunk_done(chunk, result)
+
+    def resumed(self, video: Video, rows: int) -> None:
+        with self._counters.lock:
+            self._counters.frames += rows
+
+    def committed(self, video: Video, rows: int) -> None:
+        counters = self._counters
+        with counters.lock:
+            counters.frames += rows
+            counters.new_frames += rows
+            counters.refused = 0 if rows else counters.refused
+
+    def closed(self, video: Video, end: SpoolEnd) -> None:
+        if end.end == "failed":
+            _logger.info("video=%s stage=%s frame=%s captions=%d", video.name, end.stage, end.frame, end.rows)
+        counters = self._counters
+        with counters.lock:
+            counters.ended += 1
+            counters.failed += end.end == "failed"
+            counters.totals.set(video, end.rows, known=True)
+            counters.refused += end.stage == "send"
+            counters.left -= 1
+            if counters.left == 0:
+                self._events.put("done")
+            elif counters.refused == MAX_REFUSED:
+                self.fatal(AllRefused(f"{MAX_REFUSED} videos in a row failed at the servers, the last: {end.error}"))
+
+    def fatal(self, error: PenstockError) -> None:
+        if not isinstance(error, NotSent):
+            self._decoders.stop.set()  # at once; the waiting thread learns of it a moment later
+            self._events.put(error)
 
 
 def check_libraries(plan: JobPlan) -> None:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from penstock.bulk import spool
 from penstock.bulk.endpoints import NoServer
 from penstock.bulk.folder import FingerprintDiffers
-from penstock.bulk.job import BulkJob
+from penstock.bulk.job import BulkJob, FrameTotals, JobParts
 from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.progress import JobSummary
-from penstock.bulk.run import FrameTotals, JobParts
 from penstock.bulk.sender import Undelivered
 from penstock.bulk.servers import ServerInfo, ServersDiffer
 from penstock.bulk.types import Chunk, Sampling, Video
