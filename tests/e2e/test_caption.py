@@ -200,7 +200,7 @@ def test_two_servers_share_the_work(tmp_path: Path) -> None:
 
 
 def test_two_jobs_into_one_output_are_rejected(tmp_path: Path) -> None:
-    from penstock.bulk.folder import WorkFolder
+    from penstock.bulk.spool import WorkFolder
 
     make_clip(tmp_path / "a.mp4", 5)
     held = WorkFolder(tmp_path / "captions.jsonl.work")

@@ -34,7 +34,7 @@ def read_chunks(
 
     After `resume` the same frames follow as in an uninterrupted run. The receiver owns a chunk's block. The block
     being filled returns to the pool when the generator is closed, or when Stopped interrupts its wait for memory.
-    Seven parameters: the interface of `reading.ReadChunks`, which tests replace.
+    Seven parameters: the interface of `threads.ReadChunks`, which tests replace.
     """
     builder = _ChunkBuilder(video, pixels, chunk_size, pool)
     reader = FrameReader(video.path, threads, resume)

@@ -20,17 +20,15 @@ from msgspec import Struct
 from penstock.bulk import outputs, pixels, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
-from penstock.bulk.folder import WorkFolder, fingerprint, fingerprint_digest
 from penstock.bulk.inputs import expand, valid_text
 from penstock.bulk.options import JPEG_SHARE, JobOptions, JobPlan, make_plan
 from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
-from penstock.bulk.reading import DecoderThreads, ReadChunks
 from penstock.bulk.sender import ChunkSender
 from penstock.bulk.servers import ServerInfo, ask, require_same
-from penstock.bulk.spool import SpoolEnd
+from penstock.bulk.spool import SpoolEnd, WorkFolder, fingerprint, fingerprint_digest
+from penstock.bulk.threads import CaptionWriter, DecoderThreads, ReadChunks
 from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, Video
 from penstock.bulk.video import VideoError, VideoProbe, av_library, probe
-from penstock.bulk.writer import CaptionWriter
 from penstock.client.endpoint import ConnectionLost, Unreachable, parse_url, tls_context
 from penstock.errors import ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
 

@@ -108,7 +108,7 @@ def write_failures(path: Path, spools: Iterable[tuple[Video, Path]]) -> bool:
         if not failures:
             path.unlink(missing_ok=True)
             return False
-        with atomic_file(path) as out:
+        with spool.atomic_file(path) as out:
             out.writelines(msgspec.json.encode(failure) + b"\n" for failure in failures)
     except OSError as e:
         raise OutputError(f"cannot write {path}: {e.strerror}") from e
@@ -129,23 +129,8 @@ def _write_video(writers: list[OutputWriter], video: Video, path: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name, replacing an older one, when the block ends without an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextmanager
 def _open_file(path: Path) -> Iterator[OutputWriter]:
-    with atomic_file(path) as file:
+    with spool.atomic_file(path) as file:
         suffix = path.suffix.lower()
         if suffix == ".jsonl":
             yield JsonLinesWriter(file)
@@ -242,7 +227,7 @@ class SubtitleWriter(OutputWriter):
 
     def begin(self, video: Video) -> None:
         suffix = ".vtt" if self._vtt else ".srt"
-        self._file = self.file.enter_context(atomic_file(self._folder / (self._names[video.name] + suffix)))
+        self._file = self.file.enter_context(spool.atomic_file(self._folder / (self._names[video.name] + suffix)))
         self._cues = 0
         self._start_s, self._caption = 0.0, ""
         self._last: CaptionRow | None = None

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from penstock.bulk import spool
 from penstock.bulk.endpoints import NoServer
-from penstock.bulk.folder import FingerprintDiffers
 from penstock.bulk.job import BulkJob, FrameTotals, JobParts
 from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.progress import JobSummary
 from penstock.bulk.sender import Undelivered
 from penstock.bulk.servers import ServerInfo, ServersDiffer
+from penstock.bulk.spool import FingerprintDiffers
 from penstock.bulk.types import Chunk, Sampling, Video
 from penstock.errors import ConfigError, PenstockError, Unauthorized
 from support.bulk import FakeParts, FakeVideos, RecordingReporter, job_options, server_info

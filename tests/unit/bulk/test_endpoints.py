@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bulk.window import MAX_WINDOW, AimdWindow, RoundWindow, Window
+from penstock.bulk.endpoints import MAX_WINDOW, AimdWindow, RoundWindow, Window
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["send", "answered", "refused", "lost"]), st.integers(0, 50), st.floats(0.001, 1.0)),
