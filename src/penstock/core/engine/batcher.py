@@ -20,8 +20,7 @@ from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Expir
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import traits_of
 from penstock.core.contracts import Observer, Transport
-from penstock.core.engine.notifier import Notifier
-from penstock.core.engine.outcomes import PartMerger, error_of, reason_of
+from penstock.core.engine.outcomes import Notifier, PartMerger, error_of, reason_of
 from penstock.core.engine.timer import Timer
 from penstock.core.wire.slabs import Slab
 from penstock.errors import DeadlineExceeded, PenstockError

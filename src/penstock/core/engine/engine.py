@@ -14,7 +14,7 @@ from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.contracts import Observer, ServerSnapshot, Transport
 from penstock.core.engine.batcher import Call, release
 from penstock.core.engine.handle import ModelHandle
-from penstock.core.engine.notifier import notify
+from penstock.core.engine.outcomes import notify
 from penstock.core.engine.registry import ModelRegistry
 from penstock.core.engine.rules import devices_of
 from penstock.core.wire.slabs import Slab, SlabPool

@@ -13,8 +13,7 @@ from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.batcher import Batcher, Call
 from penstock.core.engine.instances import Instances, WorkerSnapshot
-from penstock.core.engine.notifier import notify, overriding
-from penstock.core.engine.outcomes import reason_of
+from penstock.core.engine.outcomes import notify, overriding, reason_of
 from penstock.core.engine.rules import bucket_rule, check_rules, policy_of, queue_bound, rows_rule
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec

@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.contracts import Observer, Transport
 from penstock.core.engine.batcher import Batcher
-from penstock.core.engine.notifier import notify
+from penstock.core.engine.outcomes import notify
 from penstock.core.engine.rules import next_device
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady, PenstockError, describe
@@ -155,7 +155,6 @@ class Instances:
         self._fail(ModelNotReady(f"model '{self._spec.name}' was stopped while it was loading"))
 
     def forget(self) -> None:
-        """See `Engine.forget`."""
         self._transport.forget()
 
     def _stop(self, why: PenstockError) -> None:
@@ -170,7 +169,6 @@ class Instances:
     # ---- scale
 
     async def scale(self, instances: int, drain_s: float) -> None:
-        """See `ModelHandle.scale`."""
         async with self._scaling:
             if self._end is not None:
                 raise self._end

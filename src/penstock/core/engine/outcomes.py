@@ -1,16 +1,19 @@
-"""How requests end: merged answers of split requests, errors of dropped ones, and the reasons that metrics count."""
+"""How requests and batches end: merged answers, errors of dropped requests, and the reports to observers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from penstock.core.batching.entry import Expire, Fail, Shed
+from penstock.core.batching.entry import Dispatch, Entry, Expire, Fail, Shed
 from penstock.core.codecs import OBJECT, ModelCodecs
+from penstock.core.contracts import BatchRecord, Observer
 from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, WorkerDied
-from penstock.types import Item, ItemResult, ModelMetadata
+from penstock.types import BatchPart, Item, ItemResult, ModelMetadata
 
 log = logging.getLogger("penstock.engine")
+observe_log = logging.getLogger("penstock.observe")
 
 
 class PartMerger:
@@ -54,3 +57,99 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, DeadlineExceeded):
         return "expired"
     return error.code if isinstance(error, PenstockError) else PenstockError.code
+
+
+def overriding(observers: Sequence[Observer], hook: str) -> list[Observer]:
+    """The observers that override a hook; only they need a call for every request."""
+    return [o for o in observers if getattr(type(o), hook, None) not in (None, getattr(Observer, hook))]
+
+
+def notify(observers: Sequence[Observer], hook: str, *arguments: object) -> None:
+    """Calls one hook of every observer."""
+    for observer in observers:
+        try:
+            getattr(observer, hook)(*arguments)
+        except Exception:
+            observe_log.exception("observer_failed hook=%s observer=%s", hook, type(observer).__name__)
+
+
+class EndedRequest(Protocol):
+    """What observers learn from of a request that ended; see `batcher.Call`."""
+
+    entry: Entry
+    end: str
+    label: str
+    sent_s: float
+
+
+class SentBatch(Protocol):
+    """What observers learn from of a batch; see `batcher.RunningBatch`."""
+
+    dispatch: Dispatch
+    sent_s: float
+    failures: int
+
+
+class Notifier:
+    """Calls observers, once per batch where possible."""
+
+    def __init__(self, name: str, version: str, observers: Sequence[Observer]) -> None:
+        self._name, self._version = name, version
+        self._observers = observers
+        self._served_observers = overriding(observers, "on_served")
+
+    def ended(self, calls: Sequence[EndedRequest], now: float) -> None:
+        """Reports that these requests ended, each as its `end` states; called once for each."""
+        latencies, failed = [now - c.entry.arrival_s for c in calls if c.end == "ok"], 0
+        if len(latencies) < len(calls):
+            for call in calls:
+                if call.end == "failed":
+                    latencies.append(now - call.entry.arrival_s)
+                    failed += 1
+                elif call.end != "ok":
+                    notify(self._observers, "on_reject", self._name, self._version, call.end)
+        if latencies:
+            notify(self._observers, "on_answer", self._name, self._version, latencies, failed)
+            if self._served_observers and failed < len(latencies):
+                self._served([c for c in calls if c.end == "ok"], now)
+
+    def _served(self, calls: Sequence[EndedRequest], now: float) -> None:
+        labels = [c.label for c in calls]
+        waits_s = [c.sent_s - c.entry.arrival_s for c in calls]
+        latencies_s = [now - c.entry.arrival_s for c in calls]
+        notify(self._served_observers, "on_served", self._name, self._version, labels, waits_s, latencies_s)
+
+    def failures(self, item: Item, result: ItemResult) -> int:
+        """Reports the items that failed in this final result, and returns their number."""
+        if result.error is not None:
+            errors = [result.error]
+        elif item.many:
+            errors = [value for value in result.body if isinstance(value, PenstockError)]
+        else:
+            return 0
+        for error in errors:
+            notify(self._observers, "on_error", self._name, self._version, error)
+        return len(errors)
+
+    def batch(self, running: SentBatch, part: BatchPart, now: float, outcome: str, max_batch_size: int) -> None:
+        """Reports that a batch ended with `part`; see `BatchRecord`."""
+        sent = running.dispatch
+        record = BatchRecord(
+            model=self._name,
+            version=self._version,
+            slot=sent.slot,
+            rows=sent.rows,
+            max_batch_size=max_batch_size,
+            reason=sent.reason,
+            ahead=sent.ahead,
+            run_s=part.run_s,
+            seconds=now - running.sent_s,
+            waits_s=[running.sent_s - e.arrival_s for e in sent.entries],
+            failed=running.failures,
+            bucket=sent.entries[0].bucket,
+            outcome=outcome,
+            stages_s=part.stages_s,
+        )
+        notify(self._observers, "on_complete", record)
+        if part.metrics:
+            notify(self._observers, "on_model_metrics", self._name, self._version, record.slot, part.metrics)

@@ -14,7 +14,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.notifier import Notifier
+from penstock.core.engine.outcomes import Notifier
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
