@@ -248,7 +248,6 @@ class Scheduler:
         return events
 
     def _see(self) -> None:
-        """Updates the view."""
         view = self._view
         view.slots = self._slots.up
         view.inside_rows = self._queue.rows + self._running_rows

@@ -28,15 +28,7 @@ class SlotState(IntEnum):
 
 SLOT_MOVES: dict[SlotState, frozenset[SlotState]] = {
     SlotState.DOWN: frozenset({SlotState.DOWN, SlotState.IDLE}),
-    SlotState.IDLE: frozenset(
-        {
-            SlotState.IDLE,
-            SlotState.BUSY,
-            SlotState.DOWN,
-            SlotState.DYING,
-            SlotState.RETIRING,
-        }  # DYING and RETIRING only if concurrent
-    ),
+    SlotState.IDLE: frozenset(SlotState),  # DYING and RETIRING only if concurrent
     SlotState.BUSY: frozenset({SlotState.BUSY, SlotState.IDLE, SlotState.DYING, SlotState.RETIRING}),
     SlotState.DYING: frozenset({SlotState.DYING, SlotState.DOWN, SlotState.IDLE, SlotState.RETIRING}),
     SlotState.RETIRING: frozenset(),
@@ -94,9 +86,7 @@ class Slots:
         if slot is None or slot.state in (SlotState.DOWN, SlotState.RETIRING):
             return
         if slot.batches:
-            raise ValueError(
-                f"slot {number} went down with {len(slot.batches)} batches still on it: complete them first"
-            )
+            raise ValueError(f"slot {number} went down with {len(slot.batches)} batches on it: complete them first")
         if slot.state == SlotState.IDLE:
             self.up -= 1
         self._set(slot, SlotState.DOWN)
@@ -124,7 +114,6 @@ class Slots:
             self.idle.sort()
 
     def start(self, id: int, number: int, entries: list[Entry], rows: int, now: float, exact: bool) -> SlotBatch:
-        """Puts a batch on a slot, and returns it."""
         slot = self._slots[number]
         concurrent = slot.concurrency > 1
         ahead = bool(slot.batches) and not concurrent

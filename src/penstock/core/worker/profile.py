@@ -40,8 +40,7 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
     limit_s = batching.slo_s / 2 if batching.slo_s else 0.0
     profile: list[tuple[int, float]] = []
     best, best_rate, without_gain = None, 0.0, 0
-    size, started = 1, time.monotonic()
-    budget_s = 0.0
+    size, started, budget_s = 1, time.monotonic(), 0.0
     while True:
         items = [samples[i % len(samples)] for i in range(size)]
         runs = [_seconds(runner, items) for _ in range(RUNS)]

@@ -48,16 +48,15 @@ class _Kept(Struct):
     until: float
 
 
-class _Caller:
+class _Caller(Struct, eq=False):
     """One of the callers that wait for the same answer."""
 
-    def __init__(self, shared: _Shared, sink: Sink) -> None:
-        self._shared = shared
-        self.sink = sink
+    shared: _Shared
+    sink: Sink
 
     def cancel(self) -> None:
         """Leaves the other callers waiting; the last one cancels the request."""
-        self._shared.leave(self)
+        self.shared.leave(self)
 
 
 class _Answered:
@@ -79,7 +78,6 @@ class _Shared:
         self._callers: list[_Caller] = []
 
     def join(self, sink: Sink) -> Ticket:
-        """Adds a caller."""
         caller = _Caller(self, sink)
         self._callers.append(caller)
         return caller

@@ -90,8 +90,6 @@ class BatchPolicy(Protocol):
 
     def select(self, view: View, now: float) -> Choice:
         """The choice for `view.bucket`. Called again after every Take and Drop, until WaitUntil or None."""
-        ...
 
     def explain(self) -> dict[str, object]:
         """What the policy has learned, for people."""
-        ...
