@@ -39,7 +39,6 @@ class Ticket(Protocol):
 
     def cancel(self) -> None:
         """Abandons the request. A queued request is not run, a running one is not answered; the sink stays silent."""
-        ...
 
 
 class Buffer(Protocol):
@@ -49,11 +48,9 @@ class Buffer(Protocol):
 
     def shrink(self, length: int) -> None:
         """Keeps only the first `length` bytes."""
-        ...
 
     def release(self) -> None:
         """Frees the memory. Only for a buffer that was never submitted."""
-        ...
 
 
 class Submitter(Protocol):
@@ -73,7 +70,6 @@ class Submitter(Protocol):
 
         Takes ownership of `item.payload`, also when it raises: the engine releases a Buffer.
         """
-        ...
 
 
 class Backend(Submitter, Protocol):
@@ -81,28 +77,23 @@ class Backend(Submitter, Protocol):
 
     def ready(self) -> bool:
         """True when every model can answer and the server is not draining."""
-        ...
 
     def model_ready(self, model: str, version: str | None) -> bool:
         """Raises ModelNotFound."""
-        ...
 
     def metadata(self, model: str, version: str | None) -> tuple[ModelMetadata, list[str]]:
         """The metadata, with the server's own parameters added to the model's, and all versions.
 
         Raises ModelNotFound, ModelNotReady.
         """
-        ...
 
     def statuses(self) -> list[ModelStatus]: ...
 
     def allocate(self, nbytes: int) -> Buffer | None:
         """Memory for a body, or None while the pool is full. Raises PayloadTooLarge if it can never fit."""
-        ...
 
     def when_free(self, wake: Callable[[], None]) -> None:
         """Calls `wake()` once, soon after the pool got memory back."""
-        ...
 
 
 class ManagementBackend(Protocol):
@@ -115,36 +106,28 @@ class ManagementBackend(Protocol):
 
     def check_open(self) -> None:
         """Raises the errors that every change can raise."""
-        ...
 
     def statuses(self) -> list[ModelStatus]:
         """Like `Backend.statuses`, plus versions that are still loading or already draining."""
-        ...
 
     def learned(self, model: str, version: str) -> dict[str, object]:
         """What the scheduler of a version has learned; empty when there is no scheduler."""
-        ...
 
     async def put(self, model: str, version: str | None, keys: Mapping[str, Any]) -> None:
         """Loads a version, replacing one of the same number. Raises BadRequest, Forbidden, Conflict, LoadFailed;
         then nothing has changed."""
-        ...
 
     async def unload(self, model: str, version: str | None) -> None:
         """Unloads one version, or all of them. Raises ModelNotFound."""
-        ...
 
     async def scale(self, model: str, version: str | None, instances: int) -> None:
         """Raises ModelNotFound, BadRequest, Conflict, LoadFailed; then nothing has changed."""
-        ...
 
     async def set_default(self, model: str, version: str) -> None:
         """Raises ModelNotFound."""
-        ...
 
     async def set_traffic(self, model: str, weights: Mapping[str, float]) -> None:
         """Raises ModelNotFound, BadRequest."""
-        ...
 
 
 # ---- inside a worker
@@ -181,11 +164,9 @@ class Codec(Protocol):
 
     def decode(self, item: Item) -> tuple[Any, Any]:
         """(value for `predict`, context for `encode`). Raises BadRequest; then only this item fails."""
-        ...
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """The response. Raises BadOutput when the value cannot be serialised."""
-        ...
 
     def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
         """One part of a streamed response. Raises BadOutput, and BadRequest if the format has no such parts."""
@@ -193,7 +174,6 @@ class Codec(Protocol):
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
         """One response from the responses to the parts of a split request, in row order. Runs in the server process."""
-        ...
 
 
 @runtime_checkable
@@ -206,16 +186,13 @@ class Model(Protocol):
 
     def load(self, device: str) -> None:
         """Called once, before anything else. `device` is "cpu", "cuda:0" ..."""
-        ...
 
     def predict(self, items: list[Any]) -> Any:
         """The results, aligned with `items`: a list, a tuple or an array. An exception in place of a result fails that
         item alone. May be a coroutine function, or a generator (sync or async) that yields lists of parts."""
-        ...
 
     def unload(self) -> None:
         """Called once, at an orderly shutdown of the worker."""
-        ...
 
 
 # ---- transports
@@ -228,18 +205,15 @@ class TransportListener(Protocol):
 
     def slot_up(self, slot: int, ready: Ready) -> None:
         """The model of this slot is loaded: batches may be sent."""
-        ...
 
     def slot_down(self, slot: int, error: PenstockError, retry_in_s: float | None) -> None:
         """The slot died, or failed to load. It restarts by itself after `retry_in_s`; None: it does not restart.
 
         Every batch on the slot has had its final part before this call.
         """
-        ...
 
     def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
         """Model metrics from a worker with concurrent batches. Other workers send them with a batch."""
-        ...
 
 
 class Transport(Protocol):
@@ -252,7 +226,6 @@ class Transport(Protocol):
 
     async def start(self, listener: TransportListener) -> None:
         """Begins to start every slot and returns; `listener` receives each slot when it is up or has failed."""
-        ...
 
     def send(self, batch: Batch, on_part: OnPart) -> None:
         """Runs a batch. `on_part` gets any number of parts and exactly one final one, whatever happens.
@@ -260,12 +233,10 @@ class Transport(Protocol):
         Slabs among the payloads stay the caller's, which may have to run them again. They are pinned while a worker may
         read them, so the caller can release them at any time.
         """
-        ...
 
     def abandon(self, slot: int, batch_id: int) -> None:
         """No caller waits for this batch any more. A streaming batch ends at its next part; its final part still
         arrives."""
-        ...
 
     def add_slot(self, slot: int, device: str) -> None:
         """Begins to start one more slot, as `start` does. `listener` may be called before this returns.
@@ -273,19 +244,15 @@ class Transport(Protocol):
         The number may be reused after a slot was removed, never while its worker lives. Raises BadRequest if the
         transport cannot have more slots.
         """
-        ...
 
     async def remove_slot(self, slot: int, drain_s: float) -> None:
         """Waits up to `drain_s` for the running batches of the slot, then ends its worker."""
-        ...
 
     async def close(self, drain_s: float) -> None:
         """Waits up to `drain_s` for running batches, then kills the workers and releases everything."""
-        ...
 
     def forget(self) -> None:
         """In a forked child: closes the child's copies of descriptors, without any effect on the parent's workers."""
-        ...
 
 
 # ---- observers

@@ -25,15 +25,12 @@ class PortalBackend(Submitter, Protocol):
 
     def statistics(self, model: str) -> dict[str, object]:
         """Statistics of a model. Raises ModelNotFound."""
-        ...
 
     async def close(self, drain_s: float) -> None:
         """Answers accepted requests for up to `drain_s`, refuses the rest, and stops everything it started."""
-        ...
 
     def forget(self) -> None:
         """In a forked child, on any thread: closes the child's copies of descriptors, and touches nothing else."""
-        ...
 
 
 class Caller(Protocol):

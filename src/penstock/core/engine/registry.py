@@ -18,7 +18,6 @@ class Servable(Protocol):
     @property
     def ready(self) -> bool:
         """True while a worker can answer."""
-        ...
 
 
 T = TypeVar("T", bound=Servable)

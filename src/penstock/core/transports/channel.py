@@ -43,7 +43,6 @@ class Channel:
             self.flush()
 
     def flush(self) -> None:
-        """Sends waiting frames."""
         if not self._blocked:
             self._flush()
             if self._unsent:

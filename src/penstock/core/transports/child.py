@@ -104,7 +104,6 @@ class Worker:
     # ---- main thread
 
     def _run_all(self) -> None:
-        """Runs batches one after the other."""
         assert self._runner is not None
         finisher = None
         if self._runner.model.finishes_apart:

@@ -60,13 +60,11 @@ class ConcurrentBatches:
     # ---- reader's thread
 
     def run(self, run: RunBatch, decoded: Decoded, leases: list[Lease]) -> None:
-        """Passes a batch to the model."""
         work = ConcurrentBatch(self._runner, run.id, decoded, self._note)
         self._batches[run.id] = _Batch(run, leases, work)
         work.start()
 
     def abandon(self, batch_id: int) -> None:
-        """Cancels an abandoned batch."""
         batch = self._batches.get(batch_id)
         if batch is not None:
             batch.work.cancel()

@@ -55,7 +55,6 @@ class Child(Struct, eq=False):
             return f"was killed by signal {-code}"
 
     def close(self) -> None:
-        """Closes what the parent has of it."""
         self.sock.close()
         if self.pidfd is not None:
             os.close(self.pidfd)

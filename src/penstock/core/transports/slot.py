@@ -59,7 +59,6 @@ class WorkerSlot:
         raise NotImplementedError
 
     def abandon(self, batch_id: int) -> None:
-        """See `Transport.abandon`."""
         raise NotImplementedError
 
     def kill(self, why: PenstockError) -> None:

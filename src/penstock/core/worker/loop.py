@@ -103,7 +103,6 @@ class BatchRunner:
         return run, ready
 
     def close(self) -> None:
-        """Unloads the model."""
         try:
             self.model.unload()
         finally:

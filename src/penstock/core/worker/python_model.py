@@ -111,7 +111,6 @@ class PythonModel:
         return options_of(self._model)
 
     def unload(self) -> None:
-        """Calls the model's `unload`, if it has one."""
         unload = getattr(self._model, "unload", None)
         if unload is not None:
             unload()

@@ -79,7 +79,6 @@ class InferenceApp:
         self.idempotency = IdempotencyCache(backend, time.monotonic)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answers one request, or the two lifespan events."""
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":

@@ -89,11 +89,9 @@ class Connection(asyncio.BufferedProtocol):
         self.writer.lost()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
         self.writer.pause_writing()
 
     def resume_writing(self) -> None:
-        """The client reads again."""
         self.writer.resume_writing()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -126,7 +124,6 @@ class Connection(asyncio.BufferedProtocol):
     # ---- the parser
 
     def on_message_begin(self) -> None:
-        """First byte of a request."""
         if self.phase == DISCARD:
             raise _Stop
         self.phase = HEAD
@@ -140,7 +137,6 @@ class Connection(asyncio.BufferedProtocol):
         self.head_bytes = -self.read_bytes  # the read in which it begins is not counted: it is bounded anyhow
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request target."""
         self.url = self.url + url if self.url else url
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -338,11 +334,9 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(RequestTimeout(f"the {part} of the request did not arrive in time"))
 
     def check_writing(self, now: float) -> None:
-        """Drops a client that does not read its responses."""
         self.writer.check_writing(now)
 
     def abort(self) -> None:
-        """Drops the client."""
         self.writer.transport.abort()
 
     def close_soon(self) -> None:

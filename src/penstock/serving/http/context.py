@@ -48,19 +48,15 @@ class ApiFlavor(Protocol):
 
     def too_many(self) -> bytes:
         """The whole response to a connection above `limits.max_connections`."""
-        ...
 
     def no_tls(self) -> bytes:
         """The whole response to plain HTTP on a TLS port; empty: the connection is dropped without one."""
-        ...
 
     def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
         """The route, also set on the context before an error of the method is raised. Raises PenstockError."""
-        ...
 
     def read_head(self, context: RequestContext, special: dict[bytes, bytes]) -> None:
         """Authenticates the caller and reads the headers of SPECIAL_NAMES (lower case). Raises PenstockError."""
-        ...
 
 
 class RequestOptions:
@@ -278,13 +274,11 @@ class ResponseWriter:
         self.kept = 0  # bytes of responses that wait for earlier ones
 
     def pause_writing(self) -> None:
-        """Called when the client does not read: stops reading from it."""
         self.pause(WRITE)
         self.taken, self.written = 0, self.transport.get_write_buffer_size()
         self.write_at = self.listener.now() + self.listener.config.write_timeout_s
 
     def resume_writing(self) -> None:
-        """Called when the client reads again."""
         self.write_at = INF
         self.resume(WRITE)
         if self.backlog:
@@ -370,7 +364,6 @@ class ResponseWriter:
             self.connection.deadline = self.listener.clock.idle_at
 
     def write(self, data: Any) -> None:
-        """Sends bytes to the client."""
         self.transport.write(data)
         if self.paused:
             self.written += len(data)

@@ -53,7 +53,6 @@ class NativeFlavor:
         return status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
     def no_tls(self) -> bytes:
-        """No response."""
         return b""
 
     def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:

@@ -28,23 +28,18 @@ class Waiting(Protocol):
 
     def expire(self) -> None:
         """The time of the connection's phase is over."""
-        ...
 
     def check_writing(self, now: float) -> None:
         """Drops a client that does not read."""
-        ...
 
     def reserve(self) -> bool:
         """Tries to get memory for a large body; False while there is none."""
-        ...
 
     def close_soon(self) -> None:
         """Closes after the last response."""
-        ...
 
     def abort(self) -> None:
         """Drops the connection."""
-        ...
 
 
 class Clock:
@@ -64,7 +59,6 @@ class Clock:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, connections: set[Waiting]) -> None:
-        """Begins to sweep, unless it already does."""
         if self._timer is None:
             self.tick()
             self._timer = asyncio.get_running_loop().call_later(self.sweep_s, self._sweep, connections)
@@ -191,7 +185,6 @@ class Listener:
         return True
 
     def remove(self, connection: Waiting) -> None:
-        """Removes a closed connection."""
         self.connections.discard(connection)
         self.memory.discard(connection)
         if not self.connections:
@@ -220,5 +213,4 @@ class Listener:
         return task
 
     def now(self) -> float:
-        """The event loop's time in seconds."""
         return asyncio.get_running_loop().time()

@@ -107,7 +107,6 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """Open connections."""
         return len(self.listener.connections)
 
     @property

@@ -61,7 +61,6 @@ class ThriftServer:
 
     @property
     def connections(self) -> int:
-        """The number of open connections."""
         return len(self.listener.connections)
 
     @property
@@ -70,7 +69,6 @@ class ThriftServer:
         return self.listener.counts.refused
 
     def ready(self) -> bool:
-        """Whether the model answers."""
         return not self.listener.closing and self.backend.ready()
 
 
