@@ -13,8 +13,7 @@ from msgspec import structs
 
 from penstock.config.schema import Config, LimitsConfig, ModelConfig, ServerConfig
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.management import Management
-from penstock.core.engine.targets import AllowedTargets
+from penstock.core.engine.management import AllowedTargets, Management
 from penstock.errors import BadRequest, Conflict, Forbidden, LoadFailed, ModelNotFound, ModelNotReady
 from penstock.types import ModelStatus
 
