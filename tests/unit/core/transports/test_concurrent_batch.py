@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.worker.concurrent import ConcurrentBatch
+from penstock.core.transports.concurrent import ConcurrentBatch
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, Cancelled, ItemFailed, PenstockError
