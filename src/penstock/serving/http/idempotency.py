@@ -48,15 +48,16 @@ class _Kept(Struct):
     until: float
 
 
-class _Caller(Struct, eq=False):
+class _Caller:
     """One of the callers that wait for the same answer."""
 
-    shared: _Shared
-    sink: Sink
+    def __init__(self, shared: _Shared, sink: Sink) -> None:
+        self._shared = shared
+        self.sink = sink
 
     def cancel(self) -> None:
         """Leaves the other callers waiting; the last one cancels the request."""
-        self.shared.leave(self)
+        self._shared.leave(self)
 
 
 class _Answered:

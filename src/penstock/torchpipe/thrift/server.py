@@ -59,15 +59,6 @@ class ThriftServer:
             self._server.close()
         await self.listener.drain(drain_s)
 
-    @property
-    def connections(self) -> int:
-        return len(self.listener.connections)
-
-    @property
-    def refused(self) -> int:
-        """Connections beyond the limit."""
-        return self.listener.counts.refused
-
     def ready(self) -> bool:
         return not self.listener.closing and self.backend.ready()
 

@@ -411,7 +411,7 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
         assert await second.closed()
         first.send(infer(b"x"))
         assert (await first.answer()).label == "1"
-        assert listener.server.refused == 1
+        assert listener.server.listener.counts.refused == 1
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ async def test_shutdown_answers_the_running_call_and_accepts_no_other(wait_until
 async def test_a_connection_that_ends_does_not_become_an_idle_one(wait_until: Any) -> None:
     async with listening() as listener:
         await listener.connect()
-        await wait_until(lambda: listener.server.connections == 1)
+        await wait_until(lambda: len(listener.server.listener.connections) == 1)
         (connection,) = listener.server.listener.connections
         connection.close_soon()
         connection.resume_writing()
@@ -464,7 +464,7 @@ async def test_calls_that_do_not_end_are_dropped_at_shutdown(wait_until: Any) ->
         client.send(infer(b"x"))
         await wait_until(lambda: listener.backend.calls)
         await listener.server.close(0.05)
-        assert listener.server.connections == 0
+        assert not listener.server.listener.connections
         assert listener.backend.calls[0].cancelled
 
 
