@@ -99,34 +99,27 @@ class CallDispatcher(grpc.GenericRpcHandler):  # type: ignore[misc]
         return _failing(DISABLED) if call.disabled else call.handler
 
     def _handler(self, method: Any, function: Any) -> Any:
+        async def stream(request: Any, context: Any) -> None:
+            async with aclosing(function(request)) as answers:
+                async for answer in answers:
+                    await context.write(answer)
+
         read = _reader(message_class(method.input_type.full_name))
         if method.client_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._streaming(function), read, _write)
+            return grpc.stream_stream_rpc_method_handler(self._serving(stream), read, _write)
         if method.server_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._streaming(function), read, _write)
-        return grpc.unary_unary_rpc_method_handler(self._unary(function), read, _write)
+            return grpc.unary_stream_rpc_method_handler(self._serving(stream), read, _write)
+        unary = self._serving(lambda request, context: function(request))
+        return grpc.unary_unary_rpc_method_handler(unary, read, _write)
 
-    def _unary(self, function: Callable[[Any], Awaitable[Any]]) -> Any:
+    def _serving(self, run: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+        """A function of request and context that ends the call with the status of an error."""
+
         async def serve(request: Any, context: Any) -> Any:
             try:
                 if isinstance(request, GrpcError):
                     raise request
-                return await function(request)
-            except Exception as error:
-                failure = self._failure(error)
-            await context.abort(failure.code, failure.details)
-
-        return serve
-
-    def _streaming(self, function: Any) -> Any:
-        async def serve(request: Any, context: Any) -> None:
-            try:
-                if isinstance(request, GrpcError):
-                    raise request
-                async with aclosing(function(request)) as answers:
-                    async for answer in answers:
-                        await context.write(answer)
-                return
+                return await run(request, context)
             except Exception as error:
                 failure = self._failure(error)
             await context.abort(failure.code, failure.details)
