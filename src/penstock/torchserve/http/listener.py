@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ssl import SSLContext
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 from msgspec.structs import replace
@@ -32,8 +32,6 @@ from penstock.torchserve.http.routes import (
 from penstock.torchserve.protocol.api import ListenerConfig, json_body
 from penstock.torchserve.protocol.openapi import JSON, OpenApiResponses, Operation, operations_document
 from penstock.types import ItemResult
-
-Document = Callable[[str], dict[str, Any]]  # model name -> OpenAPI document of its routes
 
 TITLE: Final = "TorchServe APIs"
 ABOUT: Final = "The routes that this Penstock listener serves to clients of TorchServe."
@@ -75,11 +73,13 @@ def listener_templates(
     predictions = [operation_of(template) for template in (*inference, *legacy)]
     inferring, managing, unguarded = list[Action](), list[Action](), list[Action]()
     if "inference" in config.groups:
-        inferring += _model_actions("/predictions", administration, _inference_document(predictions))
+        own = [each for each in predictions if "{model_name}" in each.path]
+        inferring += _model_actions("/predictions", administration, "RESTful API", own)
         inferring += open_inference_actions() if config.open_inference else ()
     if "management" in config.groups:
         managing += management_actions(administration, config)
-        managing += _model_actions("/models", administration, _management_document(tuple(managing)))
+        own = [each.operation for each in managing if each.operation.path.startswith("/models/{model_name}")]
+        managing += _model_actions("/models", administration, "RESTful Management API", own)
         unguarded.append(token_action(administration))
     if "metrics" in config.groups and config.metrics_api and scrape is not None:
         unguarded.append(metrics_action(scrape))
@@ -120,35 +120,17 @@ def _description_actions(operations: Sequence[Operation]) -> tuple[Action, ...]:
     return (Action(ROOT, describe_root, any_method=True), Action(ALIAS, describe, any_method=True))
 
 
-def _inference_document(operations: Sequence[Operation]) -> Document:
-    def document(model: str) -> dict[str, Any]:
-        name = quote(model, safe="")
-        own = [
-            replace(operation, path=operation.path.replace("{model_name}", name))
-            for operation in operations
-            if "{model_name}" in operation.path
-        ]
-        return operations_document(f"RESTful API for: {model}", __version__, own)
-
-    return document
-
-
-def _management_document(actions: Sequence[Action]) -> Document:
-    own = [action.operation for action in actions if action.operation.path.startswith("/models/{model_name}")]
-
-    def document(model: str) -> dict[str, Any]:
-        return operations_document(f"RESTful Management API for: {model}", __version__, own)
-
-    return document
-
-
-def _model_actions(root: str, administration: Administrator, document: Document) -> list[Action]:
+def _model_actions(
+    root: str, administration: Administrator, title: str, operations: Sequence[Operation]
+) -> list[Action]:
     """`OPTIONS {root}/{model}[/{version}]`; an unknown model is an error."""
 
     async def describe(request: HttpRequest) -> ItemResult:
         model, version = names(request)
         await administration.describe(model, version)
-        return json_result(document(model))
+        segment = quote(model, safe="") if root == "/predictions" else "{model_name}"
+        own = [replace(each, path=each.path.replace("{model_name}", segment)) for each in operations]
+        return json_result(operations_document(f"{title} for: {model}", __version__, own))
 
     base, name = f"{root}/{{model_name}}", "apiOf" + root[1:].capitalize()
     default = Operation("OPTIONS", base, name, "Describes the routes of a model.", responses=(*DOCUMENT, NO_MODEL))
