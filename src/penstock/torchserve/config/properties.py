@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta, Struct, ValidationError, convert, field, structs
 
@@ -26,7 +26,32 @@ Models = dict[str, dict[str, dict[str, Any]]]
 ANY_URL: Final = "file://.*|http(s)?://.*"
 
 
-class Properties(Struct, frozen=True, kw_only=True):
+class _IgnoredProperties(Struct, frozen=True, kw_only=True):
+    """Keys without effect: they configure the JVM, netty, or features that are not supported."""
+
+    number_of_netty_threads: Count = 0
+    netty_client_threads: Count = 0
+    prefer_direct_buffer: bool = False
+    use_native_io: bool = True
+    io_ratio: Count = 50
+    vmargs: str | None = None
+    async_logging: bool = False
+    debug: bool = False
+    plugins_path: str | None = None
+    model_server_home: str | None = None
+    cpp_log_config: str | None = None
+    cpu_launcher_enable: bool = False
+    cpu_launcher_args: str | None = None
+    ipex_enable: bool = False
+    ipex_gpu_enable: bool = False
+    initial_distribution_port: Port = 29500
+    workflow_store: str | None = None
+    ts_header_key_sequence_id: str = "ts_request_sequence_id"
+    ts_header_key_sequence_start: str = "ts_request_sequence_start"
+    ts_header_key_sequence_end: str = "ts_request_sequence_end"
+
+
+class Properties(_IgnoredProperties, frozen=True, kw_only=True):
     """The keys of config.properties. Units are those of the file; None means not set.
 
     `allowed_urls` are regular expressions that match a whole URL. `models` is {name: {version: {key: value}}}.
@@ -45,7 +70,6 @@ class Properties(Struct, frozen=True, kw_only=True):
     grpc_management_max_connection_age_grace_ms: Positive | None = None
     enable_grpc_ssl: bool = False
     model_store: str | None = None
-    workflow_store: str | None = None
     load_models: list[str] = field(default_factory=list)
     models: Models = field(default_factory=dict)
     model_snapshot: dict[str, Any] | None = None
@@ -55,8 +79,6 @@ class Properties(Struct, frozen=True, kw_only=True):
     unregister_model_timeout: Count = 120  # s
     job_queue_size: Positive = 100
     number_of_gpu: Count | None = None  # None: all
-    number_of_netty_threads: Count = 0
-    netty_client_threads: Count = 0
     max_request_size: Positive = 6553500
     max_response_size: Positive = 6553500
     limit_max_image_pixels: bool = True
@@ -71,7 +93,7 @@ class Properties(Struct, frozen=True, kw_only=True):
     disable_token_authorization: bool = False
     token_expiration_min: Minutes = 60.0
     enable_metrics_api: bool = True
-    metrics_mode: str = "log"
+    metrics_mode: Literal["log", "prometheus", "legacy"] = "log"
     metrics_config: str | None = None
     model_metrics_auto_detect: bool = False
     disable_system_metrics: bool = False
@@ -85,25 +107,8 @@ class Properties(Struct, frozen=True, kw_only=True):
     cors_allowed_origin: str = ""
     cors_allowed_methods: str = ""
     cors_allowed_headers: str = ""
-    cpu_launcher_enable: bool = False
-    cpu_launcher_args: str | None = None
-    ipex_enable: bool = False
-    ipex_gpu_enable: bool = False
     ts_open_inference_protocol: bool = False
-    ts_header_key_sequence_id: str = "ts_request_sequence_id"
-    ts_header_key_sequence_start: str = "ts_request_sequence_start"
-    ts_header_key_sequence_end: str = "ts_request_sequence_end"
     initial_worker_port: Port = 9000
-    initial_distribution_port: Port = 29500
-    async_logging: bool = False
-    debug: bool = False
-    vmargs: str | None = None
-    plugins_path: str | None = None
-    model_server_home: str | None = None
-    cpp_log_config: str | None = None
-    prefer_direct_buffer: bool = False
-    use_native_io: bool = True
-    io_ratio: Count = 50
     enable_envvars_config: bool = False
     # Penstock's own.
     ts_yaml_wins: bool = False
@@ -119,20 +124,10 @@ class Properties(Struct, frozen=True, kw_only=True):
         return parse_address(group, getattr(self, f"{group}_address"))
 
 
-IGNORED: Final = frozenset(
-    {
-        "number_of_netty_threads", "netty_client_threads", "prefer_direct_buffer", "use_native_io", "io_ratio",
-        "vmargs", "async_logging", "debug", "plugins_path", "model_server_home", "cpp_log_config",
-        "cpu_launcher_enable", "cpu_launcher_args", "ipex_enable", "ipex_gpu_enable", "initial_distribution_port",
-        "workflow_store", "ts_header_key_sequence_id", "ts_header_key_sequence_start", "ts_header_key_sequence_end",
-    }
-)  # fmt: skip
-"""Keys without effect: they configure the JVM, netty, or features that are not supported."""
-
+IGNORED: Final = frozenset(_IgnoredProperties.__struct_fields__)
 _ENVIRONMENT: Final = {"log_location": "LOG_LOCATION", "metrics_location": "METRICS_LOCATION"}
 _VARIABLES: Final = {"token_expiration_min": "TS_TOKEN_EXPIRATION_TIME_MIN"}  # all others: TS_ and the key
 _SILENT: Final = frozenset({"version", "tsConfigFile", "name", "modelCount", "created"})  # other keys of snapshots
-_MODES: Final = ("log", "prometheus", "legacy")
 _VARIABLE = re.compile(r"\$\$(\w+)\$\$")
 _FALSE: Final = ("false", "")
 
@@ -221,9 +216,6 @@ def _typed(values: Mapping[str, tuple[str, str]], env: Mapping[str, str]) -> Pro
             properties.address(group)
         except ConfigError as error:
             raise ConfigError(f"{values[f'{group}_address'][1]}: {error.message}") from None
-    if properties.metrics_mode not in _MODES:
-        where = values["metrics_mode"][1]
-        raise ConfigError(f"{where}: metrics_mode: found {properties.metrics_mode!r}, expected {', '.join(_MODES)}")
     return properties
 
 

@@ -153,7 +153,7 @@ def test_lists_lose_blanks_and_empty_parts(tmp_path: Path) -> None:
         ("number_of_gpu=-1", "number_of_gpu: found '-1', expected a whole number, 0 or more"),
         ("max_request_size=1.5", "max_request_size: found '1.5', expected a whole number"),
         ("grpc_inference_port=70700", "grpc_inference_port: found '70700', expected a whole number from 0 to 65535"),
-        ("metrics_mode=loud", "metrics_mode: found 'loud', expected log, prometheus, legacy"),
+        ("metrics_mode=loud", 'metrics_mode: found \'loud\', expected "legacy" or "log" or "prometheus"'),
         ("token_expiration_min=nan", "token_expiration_min: found 'nan'"),
         ("models={", "models: not valid JSON"),
         ('models={"a": 1}', "models: Expected `object`, got `int`"),
