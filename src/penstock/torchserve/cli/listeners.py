@@ -15,10 +15,10 @@ from penstock.serving.http.server import HttpServer
 from penstock.torchserve.admin.startup import ServerComponents
 from penstock.torchserve.cli.tls import TlsFiles
 from penstock.torchserve.config.addresses import GrpcAddress, ListenerAddress
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.http.routes import Scrape
-from penstock.torchserve.protocol.api import Group, ListenerConfig
+from penstock.torchserve.protocol.api import Group
 
 if TYPE_CHECKING:
     from penstock.torchserve.grpc.server import GrpcServer
@@ -58,20 +58,6 @@ def grpc_addresses(properties: Properties) -> list[GrpcAddress]:
     ]
 
 
-def listener_config(properties: Properties, groups: Iterable[Group]) -> ListenerConfig:
-    """The routes and headers of a listener for these groups."""
-    return ListenerConfig(
-        groups=frozenset(groups),
-        codec="torchserve" if properties.decode_input_request else "torchserve_raw",
-        cors_origin=properties.cors_allowed_origin,
-        cors_methods=properties.cors_allowed_methods,
-        cors_headers=properties.cors_allowed_headers,
-        open_inference=properties.ts_open_inference_protocol,
-        model_api=properties.enable_model_api,
-        metrics_api=properties.enable_metrics_api,
-    )
-
-
 def limits_of(properties: Properties) -> LimitsConfig:
     """The core's limits, which admit the largest request, also over a slow line."""
     defaults = LimitsConfig()
@@ -102,7 +88,7 @@ class Listeners:
             listener = make_listener(
                 components.backend,
                 components.administrator,
-                listener_config(properties, groups),
+                ListenerConfig(frozenset(groups), properties),
                 self._limits,
                 ssl=self._tls().context() if address.tls else None,
                 scrape=scrape,
@@ -156,7 +142,7 @@ def grpc_listeners(
             max_age_ms=getattr(properties, f"grpc_{address.group}_max_connection_age_ms"),
             max_age_grace_ms=getattr(properties, f"grpc_{address.group}_max_connection_age_grace_ms"),
         )
-        config = listener_config(properties, {address.group})
+        config = ListenerConfig(frozenset({address.group}), properties)
         yield GrpcServer(components.backend, components.administrator, config, bounds, tls=tls), address
 
 

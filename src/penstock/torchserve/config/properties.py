@@ -14,6 +14,7 @@ from penstock.config.toml import bare, expected
 from penstock.errors import ConfigError, nearest
 from penstock.torchserve.config.addresses import ListenerAddress, parse_address
 from penstock.torchserve.config.files import Property, parse_properties
+from penstock.torchserve.protocol.api import Group
 
 log = logging.getLogger("penstock.config")
 
@@ -122,6 +123,17 @@ class Properties(_IgnoredProperties, frozen=True, kw_only=True):
     def address(self, group: str) -> ListenerAddress:
         """The address of the "inference", "management" or "metrics" listener. Raises ConfigError."""
         return parse_address(group, getattr(self, f"{group}_address"))
+
+
+class ListenerConfig(Struct, frozen=True):
+    """The groups that one listener serves, and the keys that determine its routes and headers."""
+
+    groups: frozenset[Group]
+    properties: Properties
+
+    @property
+    def codec(self) -> str:
+        return "torchserve" if self.properties.decode_input_request else "torchserve_raw"
 
 
 IGNORED: Final = frozenset(_IgnoredProperties.__struct_fields__)

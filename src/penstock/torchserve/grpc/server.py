@@ -14,10 +14,10 @@ from penstock.core.contracts import Backend
 from penstock.errors import ConfigError
 from penstock.serving.http.sockets import free_path
 from penstock.torchserve.admin.administrator import Administrator
+from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.grpc.inference import HealthService, InferenceService, OpenInferenceService
 from penstock.torchserve.grpc.management import GATED, ManagementService
 from penstock.torchserve.grpc.services import POOL, CallDispatcher, GrpcService
-from penstock.torchserve.protocol.api import ListenerConfig
 
 MAX_STREAMS: Final = 1024  # concurrent calls per connection; the client queues the others
 
@@ -95,11 +95,11 @@ def _services(backend: Backend, administration: Administrator, config: ListenerC
     services = []
     if "inference" in config.groups:
         services.append(GrpcService(InferenceService.NAME, InferenceService(backend, administration), "inference"))
-        if config.open_inference:
+        if config.properties.ts_open_inference_protocol:
             open_inference = OpenInferenceService(backend, administration, config.codec)
             services.append(GrpcService(OpenInferenceService.NAME, open_inference, "inference"))
     if "management" in config.groups:
-        disabled = frozenset() if config.model_api else GATED
+        disabled = frozenset() if config.properties.enable_model_api else GATED
         management = ManagementService(administration)
         services.append(GrpcService(ManagementService.NAME, management, "management", disabled))
     names = [service.name for service in services]

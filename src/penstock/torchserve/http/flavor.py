@@ -18,8 +18,9 @@ from penstock.serving.http.flavor import check_framing, split_target
 from penstock.serving.http.responses import REASONS, MethodNotAllowed, RouteNotFound, status_line
 from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.torchserve.admin.administrator import Administrator
+from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.http.errors import api_error
-from penstock.torchserve.protocol.api import Group, ListenerConfig, error_body
+from penstock.torchserve.protocol.api import Group, error_body
 from penstock.torchserve.protocol.openapi import JSON
 from penstock.types import Headers, ItemResult
 
@@ -238,5 +239,7 @@ def _route(template: Template, names: dict[str, str], query: bytes) -> GuardedRo
 
 
 def _cors(config: ListenerConfig) -> bytes:
-    allowed = (("Origin", config.cors_origin), ("Methods", config.cors_methods), ("Headers", config.cors_headers))
-    return "".join(f"Access-Control-Allow-{name}: {value}\r\n" for name, value in allowed if value).encode("latin-1")
+    p = config.properties
+    allowed = {"Origin": p.cors_allowed_origin, "Methods": p.cors_allowed_methods, "Headers": p.cors_allowed_headers}
+    lines = [f"Access-Control-Allow-{name}: {value}\r\n" for name, value in allowed.items() if value]
+    return "".join(lines).encode("latin-1")

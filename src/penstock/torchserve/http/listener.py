@@ -17,6 +17,7 @@ from penstock.serving.http.responses import MethodNotAllowed
 from penstock.serving.http.server import HttpServer
 from penstock.serving.protocols.route import HttpRequest, Template
 from penstock.torchserve.admin.administrator import Administrator
+from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.http.flavor import TorchServeFlavor
 from penstock.torchserve.http.management import NO_MODEL, management_actions, names, token_action
 from penstock.torchserve.http.routes import (
@@ -29,7 +30,7 @@ from penstock.torchserve.http.routes import (
     open_inference_actions,
     templates_of,
 )
-from penstock.torchserve.protocol.api import ListenerConfig, json_body
+from penstock.torchserve.protocol.api import json_body
 from penstock.torchserve.protocol.openapi import JSON, OpenApiResponses, Operation, operations_document
 from penstock.types import ItemResult
 
@@ -75,13 +76,13 @@ def listener_templates(
     if "inference" in config.groups:
         own = [each for each in predictions if "{model_name}" in each.path]
         inferring += _model_actions("/predictions", administration, "RESTful API", own)
-        inferring += open_inference_actions() if config.open_inference else ()
+        inferring += open_inference_actions() if config.properties.ts_open_inference_protocol else ()
     if "management" in config.groups:
         managing += management_actions(administration, config)
         own = [each.operation for each in managing if each.operation.path.startswith("/models/{model_name}")]
         managing += _model_actions("/models", administration, "RESTful Management API", own)
         unguarded.append(token_action(administration))
-    if "metrics" in config.groups and config.metrics_api and scrape is not None:
+    if "metrics" in config.groups and config.properties.enable_metrics_api and scrape is not None:
         unguarded.append(metrics_action(scrape))
     others = [action.operation for action in (*inferring, *managing, *unguarded)]
     return (

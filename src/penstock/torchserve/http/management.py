@@ -7,8 +7,9 @@ from typing import Final
 from penstock.serving.http.responses import MethodNotAllowed
 from penstock.serving.protocols.route import HttpRequest
 from penstock.torchserve.admin.administrator import Administrator
+from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.http.routes import Action, change_result, json_result
-from penstock.torchserve.protocol.api import ListenerConfig, model_page
+from penstock.torchserve.protocol.api import model_page
 from penstock.torchserve.protocol.management import (
     PAGE_SIZE,
     RUNTIMES,
@@ -135,8 +136,8 @@ TOKEN: Final = Operation(
 def management_actions(administration: Administrator, config: ListenerConfig) -> tuple[Action, ...]:
     """All routes that need the management key; `token_action` is the route with a key of its own."""
     api = _ManagementApi(administration)
-    register = api.register if config.model_api else _not_allowed
-    unregister = api.unregister if config.model_api else _not_allowed
+    register = api.register if config.properties.enable_model_api else _not_allowed
+    unregister = api.unregister if config.properties.enable_model_api else _not_allowed
     return (
         Action(LIST, api.list),
         Action(REGISTER, register),

@@ -15,7 +15,8 @@ from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.serving.protocols.route import HttpRequest, Route, Template
 from penstock.torchserve.admin.administrator import Administrator
-from penstock.torchserve.protocol.api import ChangeResult, Group, ListenerConfig, json_body
+from penstock.torchserve.config.properties import ListenerConfig
+from penstock.torchserve.protocol.api import ChangeResult, Group, json_body
 from penstock.torchserve.protocol.management import unknown_parameters
 from penstock.torchserve.protocol.openapi import JSON, METRICS, Operation, QueryParameter
 from penstock.types import Headers, ItemResult

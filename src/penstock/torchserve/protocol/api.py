@@ -83,19 +83,6 @@ class ChangeResult(Struct, frozen=True):
     status: int = 200
 
 
-class ListenerConfig(Struct, frozen=True, kw_only=True):
-    """The routes and headers of one listener. Groups with the same address share a listener."""
-
-    groups: frozenset[Group]
-    codec: str = "torchserve"  # "torchserve_raw" with decode_input_request=false
-    cors_origin: str = ""
-    cors_methods: str = ""
-    cors_headers: str = ""
-    open_inference: bool = False  # ts_open_inference_protocol
-    model_api: bool = False  # enable_model_api
-    metrics_api: bool = True  # enable_metrics_api
-
-
 # ---- JSON
 
 

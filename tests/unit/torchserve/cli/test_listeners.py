@@ -18,7 +18,6 @@ from penstock.torchserve.cli.listeners import (
     grpc_listeners,
     http_addresses,
     limits_of,
-    listener_config,
 )
 from penstock.torchserve.cli.tls import TlsFiles
 from penstock.torchserve.config.addresses import ListenerAddress
@@ -111,19 +110,6 @@ def test_a_shared_listener_of_inference_and_management_serves_metrics() -> None:
 
 def test_without_the_metrics_api_there_is_no_metrics_listener() -> None:
     assert groups_of(enable_metrics_api=False) == [["inference"], ["management"]]
-
-
-def test_a_listener_follows_the_file() -> None:
-    config = listener_config(
-        Properties(decode_input_request=False, cors_allowed_origin="*", ts_open_inference_protocol=True),
-        {"inference"},
-    )
-    assert (config.codec, config.cors_origin, config.open_inference, config.model_api) == (
-        "torchserve_raw",
-        "*",
-        True,
-        False,
-    )
 
 
 def test_the_largest_request_fits_into_the_limits() -> None:

@@ -10,13 +10,14 @@ import grpc
 import pytest
 
 from penstock.errors import ModelNotFound
+from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.grpc import services
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
-from penstock.torchserve.protocol.api import ListenerConfig
 from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
+BOTH = frozenset({"inference", "management"})
 SERVICES = (
     f"{services.INFERENCE}.InferenceAPIsService",
     f"{services.MANAGEMENT}.ManagementAPIsService",
@@ -80,11 +81,14 @@ def grpc_site(administration: FakeAdministration) -> Callable[..., Any]:
     """`async with grpc_site(models, ...) as ask`: both groups on one port, with all options on."""
 
     @asynccontextmanager
-    async def run(models: Any = None, max_request_bytes: int = 2**20, **config: Any) -> AsyncIterator[GrpcSite]:
+    async def run(
+        models: Any = None, max_request_bytes: int = 2**20, groups: Any = BOTH, **keys: Any
+    ) -> AsyncIterator[GrpcSite]:
         backend = KnownBackend(models)
-        config = {"groups": frozenset({"inference", "management"}), "model_api": True, "open_inference": True} | config
+        keys = {"enable_model_api": True, "ts_open_inference_protocol": True} | keys
+        config = ListenerConfig(groups, Properties(**keys))
         limits = GrpcLimits(max_request_bytes=max_request_bytes, max_calls=100)
-        server = GrpcServer(backend, administration, ListenerConfig(**config), limits)
+        server = GrpcServer(backend, administration, config, limits)
         site = GrpcSite(administration, backend, server, await server.start("127.0.0.1", 0, "a_key"))
         try:
             yield site

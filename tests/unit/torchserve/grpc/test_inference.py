@@ -261,9 +261,9 @@ async def test_metadata_has_name_and_versions(grpc_site):
         assert (found.name, list(found.versions), found.platform, list(found.inputs)) == ("m", ["1.0", "2.0"], "", [])
 
 
-@pytest.mark.parametrize("codec", ["torchserve", "torchserve_raw"])
-async def test_the_handler_receives_kserve_v2_json(grpc_site, codec):
-    async with grpc_site({"m": echo}, codec=codec) as ask:
+@pytest.mark.parametrize(("decode", "codec"), [(True, "torchserve"), (False, "torchserve_raw")])
+async def test_the_handler_receives_kserve_v2_json(grpc_site, decode, codec):
+    async with grpc_site({"m": echo}, decode_input_request=decode) as ask:
         await ask(
             "ModelInfer", model_name="m", model_version="1.0", id="r", inputs=[tensor("FP32", "fp32_contents", [1.5])]
         )
@@ -330,5 +330,5 @@ async def test_an_answer_that_is_not_an_object_is_an_internal_error(grpc_site, b
 
 
 async def test_the_service_exists_only_when_enabled(grpc_site):
-    async with grpc_site(open_inference=False) as ask:
+    async with grpc_site(ts_open_inference_protocol=False) as ask:
         assert (await ask.refusal("ServerLive"))[0] == "UNIMPLEMENTED"

@@ -142,7 +142,7 @@ async def test_a_failed_change_is_reported(grpc_site, administration, caplog, er
 
 
 async def test_changes_need_the_model_api(grpc_site, administration):
-    async with grpc_site(model_api=False) as ask:
+    async with grpc_site(enable_model_api=False) as ask:
         for call in ("RegisterModel", "UnregisterModel"):
             assert await ask.refusal(call) == (
                 "PERMISSION_DENIED",

@@ -9,13 +9,13 @@ import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from penstock.errors import ConfigError
+from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
-from penstock.torchserve.protocol.api import ListenerConfig
 from support.backend import FakeBackend
 
 TLS = Path(__file__).parents[3] / "tls"
 LIMITS = GrpcLimits(max_request_bytes=1000, max_calls=10)
-INFERENCE = ListenerConfig(groups=frozenset({"inference"}))
+INFERENCE = ListenerConfig(frozenset({"inference"}), Properties())
 
 
 async def ping(channel):
@@ -118,7 +118,7 @@ async def test_a_silent_connection_is_closed(administration):
 
 
 async def test_reflection_lists_the_services(grpc_site):
-    async with grpc_site(open_inference=False) as ask:
+    async with grpc_site(ts_open_inference_protocol=False) as ask:
 
         def names():
             with grpc.insecure_channel(f"127.0.0.1:{ask.port}") as channel:

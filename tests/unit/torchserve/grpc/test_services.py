@@ -58,7 +58,7 @@ async def test_every_call_needs_the_key_of_its_group(guarded, call, model_api):
     site, keys, clock = guarded
     key = keys[GUARDS[call]]
     other = keys["management" if GUARDS[call] == "inference" else "inference"]
-    async with site({"m": Call.reply}, model_api=model_api) as ask:
+    async with site({"m": Call.reply}, enable_model_api=model_api) as ask:
         wrong = ["", key, f"Bearer {key}x", f"Bearer {key[:-1]}", f"Basic {key}", f"bearer {key}", f"Bearer  {key}"]
         wrong += ["Bearer", "Bearer ", f"Bearer {other}", f"Bearer {keys['API']}"]
         for authorization in wrong:

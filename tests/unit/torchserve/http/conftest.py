@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import LimitsConfig
+from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
-from penstock.torchserve.protocol.api import ListenerConfig
 from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 
@@ -60,16 +60,18 @@ def administration() -> FakeAdministration:
 
 @pytest.fixture
 def site(administration: FakeAdministration) -> Callable[..., Any]:
-    """`async with site(groups=..., scrape=..., **face) as ask`; by default everything is on."""
+    """`async with site(groups=..., scrape=..., **keys) as ask`; by default everything is on."""
 
     @asynccontextmanager
-    async def run(groups: frozenset[Any] = ALL, scrape: Any = None, **face: Any) -> AsyncIterator[Site]:
+    async def run(groups: frozenset[Any] = ALL, scrape: Any = None, **keys: Any) -> AsyncIterator[Site]:
         async def show(names: list[str]) -> bytes:
             return b"metrics of " + ",".join(names).encode()
 
         backend = FakeBackend()
-        face = {"groups": groups, "model_api": True, "open_inference": True} | face
-        server = make_listener(backend, administration, ListenerConfig(**face), LimitsConfig(), scrape=scrape or show)
+        config = ListenerConfig(
+            groups, Properties(**{"enable_model_api": True, "ts_open_inference_protocol": True} | keys)
+        )
+        server = make_listener(backend, administration, config, LimitsConfig(), scrape=scrape or show)
         _, port = await server.start("127.0.0.1", 0)
         try:
             yield Site(administration, backend, port)

@@ -11,9 +11,9 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ItemFailed
 from penstock.serving.http.server import HttpServer
+from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.http.flavor import TorchServeRequest
 from penstock.torchserve.http.listener import make_listener
-from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.types import ItemResult
 from support.backend import Call, FakeBackend
 from support.torchserve import FakeAdministration
@@ -30,7 +30,7 @@ def listener() -> HttpServer:
         "bad": lambda call: call.sink(ItemResult(error=ItemFailed("no"))),
         "stream": stream,
     }
-    config = ListenerConfig(groups=frozenset({"inference", "management"}))
+    config = ListenerConfig(frozenset({"inference", "management"}), Properties())
     return make_listener(FakeBackend(models), FakeAdministration(), config, LimitsConfig())
 
 

@@ -28,8 +28,9 @@ from penstock.errors import (
     WorkerDied,
 )
 from penstock.serving.http.server import HttpServer
+from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
-from penstock.torchserve.protocol.api import ApiError, ListenerConfig
+from penstock.torchserve.protocol.api import ApiError
 from penstock.types import ItemResult
 from support.backend import Call, FakeBackend, FakeBuffer
 from support.torchserve import FakeAdministration
@@ -99,12 +100,13 @@ async def listening(
     models: dict[str, Callable[[Call], None]] | None = None,
     administration: FakeAdministration | None = None,
     limits: dict[str, Any] | None = None,
-    **face: Any,
+    groups: frozenset[Any] = frozenset({"inference"}),
+    **keys: Any,
 ) -> AsyncIterator[Peer]:
     backend = FakeBackend(models or {"m": plain})
     administration = administration or FakeAdministration()
-    face = {"groups": frozenset({"inference"})} | face
-    server = make_listener(backend, administration, ListenerConfig(**face), LimitsConfig(**limits or {}))
+    config = ListenerConfig(groups, Properties(**keys))
+    server = make_listener(backend, administration, config, LimitsConfig(**limits or {}))
     peer = Peer(server, backend, administration)
     await peer.connect((await server.start("127.0.0.1", 0))[1])
     try:
@@ -178,7 +180,7 @@ async def test_every_inference_route_accepts_any_method_and_sets_the_handlers_he
 
 
 async def test_the_codec_follows_the_configuration():
-    async with listening(codec="torchserve_raw") as peer:
+    async with listening(decode_input_request=False) as peer:
         peer.ask("POST", "/predictions/m")
         await peer.answer()
         assert peer.backend.calls[0].item.codec == "torchserve_raw"
@@ -262,7 +264,7 @@ async def test_options_on_any_inference_route_describes_the_model(target, versio
     ("method", "target"), [("POST", "/models/m/1/set-default"), ("PUT", "/models"), ("DELETE", "/models")]
 )
 async def test_a_wrong_method_is_405(method, target):
-    async with listening(groups=frozenset({"management"}), model_api=True) as peer:
+    async with listening(groups=frozenset({"management"}), enable_model_api=True) as peer:
         peer.ask(method, target)
         assert await peer.answer() == error(405, "Method Not Allowed", "MethodNotAllowedException", WRONG)
 
@@ -444,7 +446,7 @@ TOO_LARGE = (
 @pytest.mark.parametrize("line", [b"POST /predictions/m", b"POST /models"])
 async def test_a_body_over_the_limit_is_413_with_an_empty_body(line, sent):
     groups = frozenset({"inference", "management"})
-    async with listening(limits={"max_body_bytes": 1000}, groups=groups, model_api=True) as peer:
+    async with listening(limits={"max_body_bytes": 1000}, groups=groups, enable_model_api=True) as peer:
         peer.send(line + b" HTTP/1.1\r\n" + sent)
         assert await peer.answer() == (TOO_LARGE % FIXED, b"")
         assert await peer.rest() == b""
@@ -634,14 +636,14 @@ async def test_excess_connections_get_503():
 
 
 async def test_cors_headers_are_on_every_response_if_configured():
-    async with listening(cors_origin="*", cors_methods="GET, POST", cors_headers="X-A") as peer:
+    async with listening(cors_allowed_origin="*", cors_allowed_methods="GET, POST", cors_allowed_headers="X-A") as peer:
         for method, target in (("GET", "/ping"), ("POST", "/predictions/m"), ("GET", "/nope")):
             peer.ask(method, target)
             assert (
                 b"Expires: Thu, 01 Jan 1970 00:00:00 UTC\r\nAccess-Control-Allow-Origin: *\r\n"
                 b"Access-Control-Allow-Methods: GET, POST\r\nAccess-Control-Allow-Headers: X-A\r\n"
             ) in (await peer.answer())[0]
-    async with listening(cors_origin="http://a") as peer:
+    async with listening(cors_allowed_origin="http://a") as peer:
         peer.ask("GET", "/ping")
         head = (await peer.answer())[0]
         assert b"Access-Control-Allow-Origin: http://a\r\n" in head

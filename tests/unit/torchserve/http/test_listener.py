@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.http.listener import listener_templates
-from penstock.torchserve.protocol.api import ListenerConfig
 from support.torchserve import FakeAdministration
 
 ALL = ("inference", "management", "metrics")
@@ -27,7 +27,7 @@ def plain(path: str) -> str:
 @pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(sorted(groups)))
 async def test_a_document_has_exactly_the_routes_of_its_listener(site, groups):
     administration = FakeAdministration()
-    config = ListenerConfig(groups=groups, open_inference=True)
+    config = ListenerConfig(groups, Properties(ts_open_inference_protocol=True))
     templates = listener_templates(administration, config, no_metrics)
     async with site(groups) as ask:
         document = (await ask("OPTIONS", "/")).json()

@@ -92,7 +92,7 @@ async def test_an_error_of_the_administration_is_returned(site, administration):
 
 
 async def test_register_and_unregister_need_the_model_api(site, administration):
-    async with site(MANAGEMENT, model_api=False) as ask:
+    async with site(MANAGEMENT, enable_model_api=False) as ask:
         for method, target in (("POST", "/models?url=a.mar"), ("DELETE", "/models/m"), ("DELETE", "/models/m/1.0")):
             reply = await ask(method, target)
             assert (reply.status, reply.json()["message"]) == (405, WRONG_METHOD)

@@ -14,8 +14,8 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import BadRequest
 from penstock.serving.http.server import HttpServer
 from penstock.serving.protocols.route import HttpRequest, Template
+from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.http.flavor import TorchServeFlavor
-from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.types import ItemResult
 from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
@@ -27,7 +27,7 @@ Function = Callable[[HttpRequest], Awaitable[ItemResult]]
 @asynccontextmanager
 async def serving(function: Function, path: str = "/do/{what}", **limits: Any) -> AsyncIterator[tuple[HttpServer, int]]:
     table = [Template(path, "", serve=function, methods=frozenset({"PUT", "GET", "POST"}))]
-    flavor = TorchServeFlavor(FakeAdministration(), ListenerConfig(groups=frozenset({"management"})), table)
+    flavor = TorchServeFlavor(FakeAdministration(), ListenerConfig(frozenset({"management"}), Properties()), table)
     server = HttpServer(FakeBackend(), LimitsConfig(**limits), flavor=flavor)
     _, port = await server.start("127.0.0.1", 0)
     try:
@@ -185,7 +185,7 @@ async def test_metrics_need_no_token_and_are_only_on_their_listener(site, admini
 
 
 async def test_disabled_metrics_are_not_found(site):
-    async with site(METRICS, metrics_api=False) as ask:
+    async with site(METRICS, enable_metrics_api=False) as ask:
         assert (await ask("GET", "/metrics")).status == 404
 
 
@@ -222,7 +222,7 @@ async def test_the_open_inference_routes_return_torchserves_json(site, target, s
 
 @pytest.mark.parametrize("target", [target for target, _, _ in ROUTES])
 async def test_open_inference_routes_exist_only_if_enabled(site, target):
-    async with site(INFERENCE, open_inference=False) as ask:
+    async with site(INFERENCE, ts_open_inference_protocol=False) as ask:
         assert (await ask("GET", target)).status == 404
     async with site(frozenset({"management"})) as ask:
         assert (await ask("GET", target)).status == 404

@@ -16,8 +16,8 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
+from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
-from penstock.torchserve.protocol.api import ListenerConfig
 from support.backend import Call, FakeBackend
 from support.torchserve import FakeAdministration
 
@@ -36,7 +36,7 @@ async def guarded(**limits: Any) -> AsyncIterator[tuple[HttpServer, int]]:
     server = make_listener(
         FakeBackend({"m": lambda call: call.reply(content_type="")}),
         FakeAdministration(),
-        ListenerConfig(groups=frozenset({"inference"})),
+        ListenerConfig(frozenset({"inference"}), Properties()),
         LimitsConfig(**limits),
         ssl=make_ssl_context(CERT, KEY),
     )
@@ -210,7 +210,7 @@ async def test_a_port_in_use_and_an_invalid_host_are_refused():
             other = make_listener(
                 FakeBackend(),
                 FakeAdministration(),
-                ListenerConfig(groups=frozenset({"inference"})),
+                ListenerConfig(frozenset({"inference"}), Properties()),
                 LimitsConfig(),
                 ssl=make_ssl_context(CERT, KEY),
             )
