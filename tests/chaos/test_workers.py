@@ -18,6 +18,7 @@ from penstock.errors import WorkerDied
 from penstock.plugins import resolve
 from penstock.testing.transports import TransportHarness, values
 from penstock.types import Item
+from support.scripted import CRASHING
 
 
 def process(spec, pool):
@@ -49,7 +50,7 @@ def alive(pid: int) -> bool:
 
 async def test_kill_9_in_the_middle_of_a_batch_is_told_within_50_ms():
     delays = []
-    async with TransportHarness(process) as harness:
+    async with TransportHarness(process, CRASHING) as harness:
         for _ in range(5):
             pid = await pid_of(harness)
             running, ahead = harness.post([Item(("hang", 0))]), harness.post([Item(1)])
@@ -89,7 +90,7 @@ async def test_what_a_dead_worker_looked_at_is_given_back():
     ],
 )
 async def test_a_crash_is_named_and_the_next_worker_answers(item, found, capfd):
-    async with TransportHarness(process) as harness:
+    async with TransportHarness(process, CRASHING) as harness:
         part = await harness.run(item)
         if found is None:
             assert part.error is None
@@ -102,7 +103,7 @@ async def test_a_crash_is_named_and_the_next_worker_answers(item, found, capfd):
 
 
 async def test_a_worker_that_is_stopped_by_a_signal_is_killed_at_its_limit():
-    async with TransportHarness(process, run_timeout_s=0.2) as harness:
+    async with TransportHarness(process, CRASHING, run_timeout_s=0.2) as harness:
         pid = await pid_of(harness)
         os.kill(pid, signal.SIGSTOP)
         part = await harness.final(harness.post([Item(1)]))
@@ -131,12 +132,12 @@ async def test_a_thread_that_hangs_is_abandoned_and_replaced():
 
 
 async def test_no_descriptor_and_no_process_is_left():
-    async with TransportHarness(process) as harness:  # what is opened once and for all
+    async with TransportHarness(process, CRASHING) as harness:  # what is opened once and for all
         await harness.up()
     gc.collect()
     before, others = descriptors(), psutil.Process().children()  # other tests may keep helpers
     for _ in range(3):
-        async with TransportHarness(process) as harness:
+        async with TransportHarness(process, CRASHING) as harness:
             pid = await pid_of(harness)
             await harness.run(b"x" * 200_000)
             os.kill(pid, signal.SIGKILL)
@@ -152,7 +153,7 @@ async def test_no_descriptor_and_no_process_is_left():
 
 @pytest.mark.parametrize("end", ["kill", "close"])
 async def test_what_a_worker_has_started_ends_with_it(end):
-    async with TransportHarness(process) as harness:
+    async with TransportHarness(process, CRASHING) as harness:
         worker, started = await harness.values(("pid", 0), ("start", ["sleep", "60"]))
         assert alive(started)
         if end == "kill":
@@ -168,7 +169,7 @@ async def test_what_a_worker_has_started_ends_with_it(end):
 
 
 async def test_close_kills_what_does_not_end():
-    async with TransportHarness(process) as harness:
+    async with TransportHarness(process, CRASHING) as harness:
         pid = await pid_of(harness)
         running = harness.post([Item(("hold_the_gil", 60))])
         await asyncio.sleep(0.05)

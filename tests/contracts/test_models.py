@@ -11,6 +11,7 @@ from penstock.config.schema import ModelConfig
 from penstock.runtimes.files import file_model
 from penstock.testing import scripted
 from penstock.testing.models import check_model
+from support.scripted import echo_async, stream_async
 
 
 @pytest.mark.parametrize(
@@ -18,9 +19,9 @@ from penstock.testing.models import check_model
     [
         (scripted.ScriptedModel, [1, "two", (None, 3)]),
         (scripted.ScriptedModel(), [("raise_nothing", 1)]),
-        (scripted.echo_async, [1, 2, 3]),
+        (echo_async, [1, 2, 3]),
         (scripted.stream, [1, 4, 2]),
-        (scripted.stream_async, [3, 1]),
+        (stream_async, [3, 1]),
     ],
     ids=["class", "instance", "coroutine", "generator", "async generator"],
 )

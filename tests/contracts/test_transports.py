@@ -21,7 +21,7 @@ async def test_transport(name, check):
 
 def apart(spec, pool):
     """A worker that finishes results in a separate thread."""
-    wrapped = structs.replace(spec, target=Wrapped(spec.target, "penstock.testing.scripted:apart"))
+    wrapped = structs.replace(spec, target=Wrapped(spec.target, "support.scripted:apart"))
     return resolve("transport", "process")(wrapped, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
 
 

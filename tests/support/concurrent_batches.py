@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import threading
@@ -263,6 +264,17 @@ async def check_an_abandoned_batch_is_cancelled_and_ends(make: MakeTransport) ->
         assert await harness.values(1) == [1]
 
 
+async def until_free(harness: TransportHarness) -> None:
+    """Waits until the pool is not in use."""
+    freed = asyncio.Event()
+    harness.pool.when_free(freed.set)
+    while harness.pool.in_use_bytes:
+        async with asyncio.timeout(WAIT_S):
+            await freed.wait()
+        freed.clear()
+        harness.pool.when_free(freed.set)
+
+
 async def check_a_slab_is_released_with_its_batch(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()
@@ -274,7 +286,7 @@ async def check_a_slab_is_released_with_its_batch(make: MakeTransport) -> None:
         assert bytes(found) == b"s" * LARGE
         del found
         slab.release()
-        await harness.until_free()
+        await until_free(harness)
         assert not harness.parts[gate]
         await harness.values(("open", "a"))
 
@@ -288,7 +300,7 @@ async def check_a_slab_is_not_reused_while_the_model_keeps_it(make: MakeTranspor
             assert await harness.values(n) == [n]
         assert harness.pool.in_use_bytes > 0
         await harness.values(("release", None))
-        await harness.until_free()
+        await until_free(harness)
 
 
 async def check_metrics_are_reported_until_the_end(make: MakeTransport) -> None:

@@ -71,15 +71,6 @@ class TransportHarness:
     async def up(self) -> None:
         await self.until(lambda: self.ready is not None)
 
-    async def until_free(self) -> None:
-        """Waits until the pool is not in use."""
-        self.pool.when_free(self._changed.set)
-        while self.pool.in_use_bytes:
-            async with asyncio.timeout(WAIT_S):
-                await self._changed.wait()
-            self._changed.clear()
-            self.pool.when_free(self._changed.set)
-
     def post(self, items: Sequence[Item], more: bool = False) -> int:
         """Sends a batch and returns its number. `more`: another batch follows at once."""
         self._ids += 1

@@ -24,8 +24,8 @@ def process(spec, pool):
 
 
 async def pid_of(harness: TransportHarness) -> int:
-    (pid,) = await harness.values(("pid", 0))
-    return pid
+    await harness.up()
+    return harness.ready.pid
 
 
 async def test_what_a_worker_answered_before_it_died_counts():
