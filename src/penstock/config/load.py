@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.config import toml
 from penstock.config.checks import check_config
-from penstock.config.schema import Config, ModelConfig
+from penstock.config.schema import AuthConfig, Config, ModelConfig
 from penstock.config.toml import bare, expected, found, is_table
 from penstock.errors import ConfigError, nearest
 from penstock.plugins import is_whole_file
@@ -42,14 +42,8 @@ SERVER_SECTIONS = ("server", "limits", "auth")
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PATH_KEYS = {
-    ("server", "tls_cert"),
-    ("server", "tls_key"),
-    ("server", "tls_client_ca"),
-    ("server", "model_store"),
-    ("auth", "token_file"),
-    ("auth", "inference_token_file"),
-    ("auth", "management_token_file"),
-    ("auth", "metrics_token_file"),
+    "server": ("tls_cert", "tls_key", "tls_client_ca", "model_store"),
+    "auth": AuthConfig.__struct_fields__,
 }
 
 
@@ -79,7 +73,7 @@ def load_config(
     merged: Tree = {}
     for source, tree in layers:
         _check(tree, Config, (), source)
-        _merge(merged, tree)
+        merged = _merge(merged, tree)
     _check_targets(merged, layers)
     config = msgspec.convert(merged, Config)
     check_config(config)
@@ -106,18 +100,20 @@ def _of_server(tree: Tree) -> Tree:
 
 def _root_paths(tree: Tree, folder: str) -> None:
     """Joins relative paths in a file's tree to the file's folder. `_check` reports wrong types later."""
-    for section, key in _PATH_KEYS:
-        table = tree.get(section)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
-            table[key] = os.path.join(folder, os.path.expanduser(table[key]))
+
+    def root(table: Any, *keys: str) -> None:
+        for key in keys:
+            if isinstance(table, dict) and isinstance(table.get(key), str):
+                table[key] = os.path.join(folder, os.path.expanduser(table[key]))
+
+    for section, keys in _PATH_KEYS.items():
+        root(tree.get(section), *keys)
     models = tree.get("models")
     for model in models.values() if isinstance(models, dict) else ():
-        if isinstance(model, dict) and isinstance(model.get("target"), str):
-            file = model["target"].partition(":")[0]
-            if file.endswith(".py") or "/" in file or is_whole_file(file):  # otherwise it names a module
-                model["target"] = os.path.join(folder, os.path.expanduser(model["target"]))
-        if isinstance(model, dict) and isinstance(model.get("weights"), str):
-            model["weights"] = os.path.join(folder, os.path.expanduser(model["weights"]))
+        root(model, "weights")
+        file = str(model.get("target")).partition(":")[0] if isinstance(model, dict) else ""
+        if file.endswith(".py") or "/" in file or is_whole_file(file):  # otherwise it names a module
+            root(model, "target")
 
 
 def _from_env(env: Mapping[str, str]) -> list[tuple[str, Tree]]:
@@ -144,8 +140,7 @@ def _env_path(name: str) -> Path:
 
 
 def _warn_single_underscore(name: str) -> None:
-    for section in Config.__struct_fields__:
-        kind = _kinds(Config)[section]
+    for section, kind in _kinds(Config).items():
         key = name.removeprefix(f"{ENV_PREFIX}{section.upper()}_").lower()
         if is_table(kind) and key in _kinds(kind):
             right = f"{ENV_PREFIX}{section.upper()}__{key.upper()}"
@@ -229,24 +224,16 @@ def _check(value: Any, kind: Any, path: Path, source: str) -> None:
             _check(child, _child(plain, name, path, source), (*path, name), source)
         return
     try:
-        fits = all(map(math.isfinite, _floats(msgspec.convert(value, kind))))
-        where = ""
+        leaf = msgspec.convert(value, kind)
+        numbers = leaf if isinstance(leaf, tuple) else (leaf,)
+        if all(math.isfinite(n) for n in numbers if isinstance(n, float)):
+            return
+        index = None
     except msgspec.ValidationError as error:
-        fits, where = False, _index(str(error))
-    if not fits:
-        wrong = value[int(where)] if where and isinstance(value, (list, tuple)) else value
-        key = ".".join(path) + (f"[{where}]" if where else "")
-        raise ConfigError(f"{source}: {key}: found {found(wrong)}, expected {expected(kind)}")
-
-
-def _floats(value: Any) -> list[float]:
-    """The floats in a leaf, to refuse "inf" and "nan"."""
-    return [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, float)]
-
-
-def _index(message: str) -> str:
-    match = re.search(r"at `\$\[(\d+)\]`", message)
-    return match[1] if match else ""
+        index = re.search(r"at `\$\[(\d+)\]`", str(error))
+    wrong = value[int(index[1])] if index and isinstance(value, (list, tuple)) else value
+    key = ".".join(path) + (f"[{index[1]}]" if index else "")
+    raise ConfigError(f"{source}: {key}: found {found(wrong)}, expected {expected(kind)}")
 
 
 def _check_targets(merged: Tree, layers: list[tuple[str, Tree]]) -> None:
@@ -261,28 +248,17 @@ def _check_targets(merged: Tree, layers: list[tuple[str, Tree]]) -> None:
             raise ConfigError(f'models.{name}.target: found an empty string, expected for example "app.py:Model"')
 
 
-def _nest(path: Path, value: Any) -> Tree:
-    for name in reversed(path):
-        value = {name: value}
-    tree: Tree = value
-    return tree
+def _nest(path: Path, value: Any) -> Any:
+    return {path[0]: _nest(path[1:], value)} if path else value
 
 
-def _merge(into: Tree, tree: Tree) -> None:
-    for name, value in tree.items():
-        if isinstance(value, dict) and isinstance(into.get(name), dict):
-            _merge(into[name], value)
-        else:
-            into[name] = _copy(value)
-
-
-def _copy(value: Any) -> Any:
-    return {name: _copy(child) for name, child in value.items()} if isinstance(value, dict) else value
+def _merge(tree: Any, over: Any) -> Any:
+    """`tree` with the values of `over`; neither is changed."""
+    if not (isinstance(tree, dict) and isinstance(over, dict)):
+        return over
+    return tree | {name: _merge(tree.get(name), value) for name, value in over.items()}
 
 
 def _without_none(tree: Tree) -> Tree:
-    return {
-        name: _without_none(value) if isinstance(value, dict) else value
-        for name, value in tree.items()
-        if value is not None
-    }
+    present = {name: value for name, value in tree.items() if value is not None}
+    return {name: _without_none(value) if isinstance(value, dict) else value for name, value in present.items()}

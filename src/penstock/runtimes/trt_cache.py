@@ -95,9 +95,8 @@ class EngineCache:
         return "" if stored.get("files") == self._files() else "files differ from those that were written"
 
     def _files(self) -> dict[str, str]:
-        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
-        names = [str(path.relative_to(self.folder)) for path in files]
-        return {name: file_digest(str(path)) for name, path in zip(names, files, strict=True) if name != SIDECAR}
+        files = {str(path.relative_to(self.folder)): path for path in sorted(self.folder.rglob("*")) if path.is_file()}
+        return {name: file_digest(str(path)) for name, path in files.items() if name != SIDECAR}
 
 
 def file_digest(path: str) -> str:

@@ -71,7 +71,7 @@ class LocalBackend(ChunkingBackend):
         return not self._load_task.done()
 
     async def ready(self) -> None:
-        """See `StreamerBackend.ready`."""
+        """See `ChunkingBackend.ready`."""
         self._retry_if_due()
         await asyncio.shield(self._load_task)
         if self._failure is not None:

@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 
 from penstock.core.contracts import Ticket
-from penstock.core.engine.loop_thread import PortalBackend
 from penstock.core.engine.portal import Portal
 from penstock.core.engine.waiters import Future
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
@@ -18,14 +17,6 @@ from penstock.types import Item, ItemResult, Sink
 
 WORKER_MODULE = "penstock.core.transports.child"  # `__main__` of a worker process while it loads a model
 CHUNKS_IN_FLIGHT = 2  # the workers run the second chunk while the client receives the results of the first
-
-
-class StreamerBackend(PortalBackend, Protocol):
-    """The backend of a streamer."""
-
-    async def ready(self) -> None:
-        """Waits until the backend can answer requests. Raises the error that prevents it."""
-        ...
 
 
 class BaseStreamer:
@@ -114,12 +105,9 @@ class BaseStreamer:
     def _wait_for_worker_ready(self, timeout: float | None = None) -> None:
         """Waits until the workers are ready. Raises the model's own error; DeadlineExceeded after `timeout`, which
         defaults to `worker_timeout`."""
-
-        async def ready(backend: StreamerBackend) -> None:
-            await backend.ready()
-
+        timeout_s = self._worker_timeout if timeout is None else timeout
         try:
-            self._portal.call(ready, timeout_s=self._worker_timeout if timeout is None else timeout)
+            self._portal.call(lambda backend: backend.ready(), timeout_s=timeout_s)
         except Exception as e:
             raise_for_caller(self._explain_timeout(e))
 
@@ -223,9 +211,13 @@ Submit = Callable[[Item, Sink, float | None, int], Ticket]
 
 
 class ChunkingBackend:
-    """Base of backends with a queue of `max_queue` items. It sends larger calls in chunks."""
+    """Base of the backends of streamers, with a queue of `max_queue` items. It sends larger calls in chunks."""
 
     max_queue: int
+
+    async def ready(self) -> None:
+        """Waits until the backend can answer requests. Raises the error that prevents it."""
+        raise NotImplementedError
 
     def submit(
         self,
