@@ -62,8 +62,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_body_bytes: Annotated[Positive, doc("largest request body; a larger one is answered with 413")] = 64 * 2**20
     max_header_bytes: Annotated[Positive, doc("largest request head; a larger one is answered with 431")] = 64 * 2**10
     max_connections: Annotated[
-        Positive,
-        doc("connections of the inference listener, beyond which it answers 503; also of the Thrift listener"),
+        Positive, doc("connections of the inference listener, beyond which it answers 503; also of the Thrift listener")
     ] = 20_000
     max_pipelined: Annotated[Positive, doc("requests in flight on one connection; further ones are read later")] = 64
     header_timeout_s: Annotated[Seconds, doc("longest time for a request's head to arrive")] = 10.0
@@ -97,8 +96,7 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     policy: Annotated[str, doc('"adaptive", "fixed", "none", or "pkg.mod:Class"')] = "adaptive"
     options: Annotated[
-        dict[str, Any],
-        doc("arguments of your own policy class, such as delay_s = 0.02; built-in policies take none"),
+        dict[str, Any], doc("arguments of your own policy class, such as delay_s = 0.02; built-in policies take none")
     ] = field(default_factory=dict)
     max_batch_size: Annotated[
         Positive | Literal["auto"],
@@ -120,9 +118,7 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         str, doc('property that requests of a batch must share: "none", "shape", "content-type" or "header:NAME"')
     ] = "none"
     priority: Annotated[
-        tuple[Hold, ...],
-        Meta(min_length=1),
-        doc("extra seconds that requests of `x-priority` 0, 1, 2 ... may wait"),
+        tuple[Hold, ...], Meta(min_length=1), doc("extra seconds that requests of `x-priority` 0, 1, 2 ... may wait")
     ] = (0.0, 10.0, 20.0)
     retry_split: Annotated[bool, doc("re-run a batch that raised in halves, until the failing item is alone")] = True
     idempotent: Annotated[bool, doc("items may run again after an error or a worker's death")] = True
@@ -148,8 +144,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         str | None, doc("state dict file, also .safetensors, for a target that is a subclass of torch.nn.Module")
     ] = None
     inputs: Annotated[
-        dict[str, str],
-        doc('inputs of a PyTorch model that does not declare them, in order: x = "FP32[-1,3,224,224]"'),
+        dict[str, str], doc('inputs of a PyTorch model that does not declare them, in order: x = "FP32[-1,3,224,224]"')
     ] = field(default_factory=dict)
     name: Annotated[str | None, doc("name of the model, by default NAME; versions of one model share it")] = None
     version: Annotated[str, doc("version of the model")] = "1"

@@ -59,17 +59,11 @@ def _open_onnx(path: str, settings: ProgramSettings) -> Program:
     from penstock.runtimes import onnx
 
     _refuse_inputs(settings, "an ONNX graph")
-    if onnx.compiled(settings.device, settings.precision, settings.optimize):
-        return onnx.OnnxProgram(
-            onnx.open_tensorrt(
-                path,
-                settings.device,
-                threads=settings.threads,
-                precision=settings.precision,
-                most_rows=settings.most_rows or onnx.PROFILE_ROWS,
-            )
-        )
-    return onnx.OnnxProgram(onnx.open_session(path, settings.device, threads=settings.threads))
+    device, threads, precision = settings.device, settings.threads, settings.precision
+    if not onnx.compiled(device, precision, settings.optimize):
+        return onnx.OnnxProgram(onnx.open_session(path, device, threads=threads))
+    rows = settings.most_rows or onnx.PROFILE_ROWS
+    return onnx.OnnxProgram(onnx.open_tensorrt(path, device, threads=threads, precision=precision, most_rows=rows))
 
 
 def _open_torch(path: str, settings: ProgramSettings) -> Program:
@@ -98,11 +92,7 @@ def _of_module(module: Any, settings: ProgramSettings) -> Program:
     from penstock.runtimes import torch_program
 
     return torch_program.of_module(
-        module,
-        settings.device,
-        precision=settings.precision,
-        optimize=settings.optimize,
-        inputs=settings.inputs,
+        module, settings.device, precision=settings.precision, optimize=settings.optimize, inputs=settings.inputs
     )
 
 

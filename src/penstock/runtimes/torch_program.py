@@ -80,12 +80,7 @@ class TorchProgram:
 
 
 def of_module(
-    module: Any,
-    device: str,
-    *,
-    precision: str = "fp32",
-    optimize: str = "none",
-    inputs: tuple[TensorSpec, ...] = (),
+    module: Any, device: str, *, precision: str = "fp32", optimize: str = "none", inputs: tuple[TensorSpec, ...] = ()
 ) -> TorchProgram:
     """The program of an `nn.Module` or TorchScript module. Raises LoadFailed, ConfigError.
 

@@ -34,12 +34,7 @@ class BaseStreamer:
         self.destroy_workers()
 
     def predict(
-        self,
-        batch: Iterable[Any],
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-        return_exceptions: bool = False,
+        self, batch: Iterable[Any], *, priority: int = 0, deadline: float | None = None, return_exceptions: bool = False
     ) -> list[Any]:
         """The results of the items of `batch`, in order. The items share batches with items of other calls.
 
@@ -66,12 +61,7 @@ class BaseStreamer:
         return self._submit(_to_list(batch), priority, deadline, return_exceptions=False)
 
     async def apredict(
-        self,
-        batch: Iterable[Any],
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-        return_exceptions: bool = False,
+        self, batch: Iterable[Any], *, priority: int = 0, deadline: float | None = None, return_exceptions: bool = False
     ) -> list[Any]:
         """`predict` for coroutines. Cancelling the call removes its queued items from the queue."""
         future = self._submit(_to_list(batch), priority, deadline, return_exceptions)

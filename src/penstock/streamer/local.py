@@ -14,13 +14,11 @@ from penstock.core.transports.launch import pack_target
 from penstock.core.worker.spec import Wrapped
 from penstock.streamer.backend import LocalBackend
 from penstock.streamer.base import BaseStreamer, in_worker
-from penstock.streamer.model import StreamerModel
+from penstock.streamer.model import wrapped
 
 MAX_QUEUE = 65_536  # items: enough for a loop of many thousands of `submit`
 NEVER_S = 1e7  # without `timeout_s`, a future may wait without limit
 RUN_TIMEOUT_FACTOR = 3  # times `worker_timeout` is the longest run of a batch
-
-WRAPPER = f"{StreamerModel.__module__}:{StreamerModel.__qualname__}"
 
 
 class LocalStreamer(BaseStreamer):
@@ -28,7 +26,7 @@ class LocalStreamer(BaseStreamer):
 
     def __init__(
         self,
-        given: Any,
+        target: Wrapped,
         batch_size: int,
         max_latency: float,
         worker_timeout: float | None,
@@ -36,32 +34,28 @@ class LocalStreamer(BaseStreamer):
         slo_s: float | None,
         timeout_s: float | None,
         max_queue: int | None,
-        arguments: dict[str, Any] | None = None,
         **keys: Any,
     ) -> None:
-        """Public keyword arguments, plus `arguments` of StreamerModel and `keys` of ModelConfig."""
-        for name, number in (("batch_size", batch_size), ("max_queue", 1 if max_queue is None else max_queue)):
+        """Public keyword arguments, plus `keys` of ModelConfig."""
+        max_queue = MAX_QUEUE if max_queue is None else max_queue
+        for name, number in (("batch_size", batch_size), ("max_queue", max_queue)):
             check_count(name, number)
         for name, seconds in (("worker_timeout", worker_timeout), ("slo_s", slo_s), ("timeout_s", timeout_s)):
             if seconds is not None and not seconds > 0:
                 raise ValueError(f"{name}: expected seconds above 0, found {seconds!r}")
-        if not max_latency >= 0:
-            raise ValueError(f"max_latency: expected seconds from 0, found {max_latency!r}")
-        name = str(getattr(given, "__name__", type(given).__name__))
+        check_latency(max_latency)
+        name = str(getattr(target.target, "__name__", type(target.target).__name__))
         batching = BatchingConfig(
             max_batch_size=batch_size,
             max_hold_s=max_latency,
             slo_s=slo_s,
             timeout_s=NEVER_S if timeout_s is None else timeout_s,
-            max_queue=max_queue or MAX_QUEUE,
+            max_queue=max_queue,
             run_timeout_s=NEVER_S if worker_timeout is None else RUN_TIMEOUT_FACTOR * worker_timeout,
         )
         config = ModelConfig(target=name, batching=batching, **keys)
-        target: Any = Wrapped(given, WRAPPER, arguments or {})
-        if config.transport == "process":
-            target = pack_target(target)
+        packed = pack_target(target) if config.transport == "process" else target
         sys_path = [path for path in sys.path if path]
-        queued = max_queue or MAX_QUEUE
         self._backend: LocalBackend | None = None  # of this process
 
         def make() -> LocalBackend:
@@ -70,7 +64,7 @@ class LocalStreamer(BaseStreamer):
                     "the model's module calls a streamer while a worker imports it, so that workers would start "
                     "workers of their own without end: call it in a function, or under if __name__ == '__main__'"
                 )
-            self._backend = LocalBackend(name, config, target, sys_path, queued)
+            self._backend = LocalBackend(name, config, packed, sys_path, max_queue)
             return self._backend
 
         super().__init__(Portal(make=make, lazy=in_worker(), word="streamer"), name, worker_timeout)
@@ -100,7 +94,7 @@ class ThreadedStreamer(LocalStreamer):
         """Public keyword arguments; the last three belong to `[models.NAME.batching]`. Raises ValueError, TypeError."""
         check_callable("predict_function", predict_function)
         super().__init__(
-            predict_function,
+            wrapped(predict_function),
             batch_size,
             max_latency,
             worker_timeout,
@@ -142,17 +136,13 @@ class Streamer(LocalStreamer):
         check_count("worker_num", worker_num)
         check_start_method(mp_start_method)
         super().__init__(
-            predict_function_or_model,
+            wrapped(predict_function_or_model, model_init_args, model_init_kwargs),
             batch_size,
             max_latency,
             worker_timeout,
             slo_s=slo_s,
             timeout_s=timeout_s,
             max_queue=max_queue,
-            arguments={
-                "model_init_args": tuple(model_init_args or ()),
-                "model_init_kwargs": dict(model_init_kwargs or {}),
-            },
             transport="process",
             instances=worker_num,
             devices=tuple(device_of(number) for number in cuda_devices or ()) or ("cpu",),
@@ -196,6 +186,12 @@ def check_count(name: str, number: int) -> None:
         raise TypeError(f"{name}: expected a whole number, found {number!r}")
     if number < 1:
         raise ValueError(f"{name}: expected 1 or more, found {number}")
+
+
+def check_latency(max_latency: float) -> None:
+    """Raises ValueError for a negative number."""
+    if not max_latency >= 0:
+        raise ValueError(f"max_latency: expected seconds from 0, found {max_latency!r}")
 
 
 def check_callable(name: str, given: object) -> None:

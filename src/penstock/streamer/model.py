@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput
 
 
@@ -40,13 +41,9 @@ class StreamerModel:
     """The model that a worker loads: wraps a function of a list, or a class like ManagedModel."""
 
     def __init__(
-        self,
-        given: Any,
-        model_init_args: Sequence[Any] = (),
-        model_init_kwargs: Mapping[str, Any] | None = None,
+        self, given: Any, model_init_args: Sequence[Any] = (), model_init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        self._given = given
-        self._args, self._kwargs = model_init_args, model_init_kwargs or {}
+        self._given, self._args, self._kwargs = given, model_init_args, model_init_kwargs or {}
         self._predict: Callable[[list[Any]], Any] = given
 
     def load(self, device: str) -> None:
@@ -60,6 +57,12 @@ class StreamerModel:
         """The results in a type that the engine accepts. Raises BadOutput, and what the model raises."""
         results = self._predict(items)
         return _await(results) if inspect.iscoroutine(results) else _indexable(results)
+
+
+def wrapped(given: Any, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None) -> Wrapped:
+    """The target whose worker loads `StreamerModel(given, args, kwargs)`."""
+    arguments = {"model_init_args": tuple(args or ()), "model_init_kwargs": dict(kwargs or {})}
+    return Wrapped(given, f"{__name__}:StreamerModel", arguments)
 
 
 def served(given: Any) -> Any:

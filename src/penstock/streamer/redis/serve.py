@@ -17,18 +17,12 @@ from msgspec import Struct
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
 from penstock.core.transports.launch import pack_spec
-from penstock.core.worker.spec import WorkerSpec, Wrapped
+from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import PenstockError
 from penstock.serving.lifetime import runner
 from penstock.streamer.base import raise_for_caller
-from penstock.streamer.local import (
-    NEVER_S,
-    WRAPPER,
-    check_callable,
-    check_count,
-    check_start_method,
-    device_of,
-)
+from penstock.streamer.local import NEVER_S, check_callable, check_count, check_latency, check_start_method, device_of
+from penstock.streamer.model import wrapped
 from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
 
@@ -123,15 +117,10 @@ class RedisWorker:
         malformed address; LoadFailed if the model cannot be sent to a process."""
         check_callable("model_class", model_class)
         check_count("batch_size", batch_size)
-        if not max_latency >= 0:
-            raise ValueError(f"max_latency: expected seconds from 0, found {max_latency!r}")
+        check_latency(max_latency)
         parse_address(redis_broker)
         self._queue = QueueOptions(redis_broker, prefix, lease_s, drain_s)
-        self._target = Wrapped(
-            model_class,
-            WRAPPER,
-            {"model_init_args": tuple(model_init_args or ()), "model_init_kwargs": dict(model_init_kwargs or {})},
-        )
+        self._target = wrapped(model_class, model_init_args, model_init_kwargs)
         self._batching = BatchingConfig(max_batch_size=batch_size, max_hold_s=max_latency, timeout_s=NEVER_S)
         pack_spec(WorkerSpec(MODEL, "1", self._config(1, ()), self._target))
 
@@ -181,14 +170,7 @@ def run_redis_workers_forever(
     check_start_method(mp_start_method)
     check_count("worker_num", worker_num)
     worker = RedisWorker(
-        model_class,
-        batch_size,
-        max_latency,
-        redis_broker,
-        prefix,
-        model_init_args,
-        model_init_kwargs,
-        lease_s=lease_s,
+        model_class, batch_size, max_latency, redis_broker, prefix, model_init_args, model_init_kwargs, lease_s=lease_s
     )
     devices = tuple(cuda_devices or ())
     if block:

@@ -15,14 +15,7 @@ import uuid
 from typing import Any
 
 from penstock.core.contracts import Backend, Observer
-from penstock.errors import (
-    BrokerUnavailable,
-    DeadlineExceeded,
-    ModelNotReady,
-    PenstockError,
-    QueueFull,
-    WorkerDied,
-)
+from penstock.errors import BrokerUnavailable, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, WorkerDied
 from penstock.streamer.redis.codec import MalformedMessage
 from penstock.streamer.redis.connection import BrokerAddress, CommandRefused, RedisConnection
 from penstock.streamer.redis.protocol import GROUP, INHERIT, LEAVE, QueueKeys, RequestHeader, load_header
