@@ -11,12 +11,10 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from penstock.config.schema import OPTIMIZATIONS, PRECISIONS
 from penstock.errors import ConfigError, LoadFailed, describe, not_installed
-
-KINDS: Final = {"script": "a TorchScript program", "exported": "an exported program", "pickled": "a pickled file"}
 
 
 def import_torch() -> Any:
@@ -80,7 +78,7 @@ def load_script(path: str, device: str = "cpu") -> Any:
         try:
             return torch.jit.load(path, map_location=torch.device(device)).train(False)
         except (RuntimeError, ValueError) as e:
-            raise _unreadable(path, KINDS["script"], torch, e) from e
+            raise _unreadable(path, "a TorchScript program", torch, e) from e
 
 
 def load_exported(path: str, device: str = "cpu") -> Any:
@@ -94,7 +92,7 @@ def load_exported(path: str, device: str = "cpu") -> Any:
 
                 program = move_to_device_pass(program, device)
         except Exception as e:  # from the archive, its JSON, or an unknown operator
-            raise _unreadable(path, KINDS["exported"], torch, e) from e
+            raise _unreadable(path, "an exported program", torch, e) from e
     return program
 
 

@@ -126,10 +126,7 @@ class _PendingRequest:
         self, forget: Callable[[_PendingRequest], None], item: Item, sink: Sink, budget_s: float | None, priority: int
     ) -> None:
         self.item = item
-        self._forget = forget
-        self._sink = sink
-        self._budget_s, self._priority = budget_s, priority
-        self._arrived_s = time.monotonic()
+        self._forget, self._sink, self._priority = forget, sink, priority
         self._ticket: Ticket | None = None
         self._timer: asyncio.TimerHandle | None = None
         if budget_s is not None:
@@ -143,10 +140,8 @@ class _PendingRequest:
 
     def release(self, engine: Engine, name: str, error: PenstockError | None) -> None:
         """Submits the request to the engine, or answers it with `error`."""
+        budget_s = None if self._timer is None else self._timer.when() - asyncio.get_running_loop().time()
         self._stop_waiting()
-        budget_s = self._budget_s
-        if budget_s is not None:
-            budget_s -= time.monotonic() - self._arrived_s
         try:
             if error is not None:
                 raise error

@@ -26,7 +26,7 @@ def check_op(
     assert items, "check_op needs at least one item"
     _check_declarations(cls)
     op = _made(cls, params, device)
-    results = [_alone(op, item) for item in items]
+    results = [_together(op, [item])[0] for item in items]
     for item, (result, fields) in zip(items, results, strict=True):
         _check_kinds(op, item, result)
         _check_fields(op, item, fields)
@@ -63,12 +63,8 @@ def _made(cls: type[Op], params: Mapping[str, Any] | None, device: str) -> Any:
     return op
 
 
-def _alone(op: Any, item: Mapping[str, Any]) -> tuple[Any, Fields]:
-    """The result of one item, and the copy of its fields after the call."""
-    return _together(op, [item])[0]
-
-
 def _together(op: Any, items: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Fields]]:
+    """The results of one call, each with the copy of its item's fields after the call."""
     fields = [dict(item) for item in items]
     before = copy.deepcopy([_values(item) for item in items])
     if isinstance(op, BatchOp):

@@ -149,11 +149,8 @@ class PolicyChecker(ScriptPlayer):
     def on_cancel(self, id: int, gone: bool) -> None:
         r = self.requests.get(id)
         if gone:
-            self.need(
-                "I1",
-                r is not None and bool(r.waits | r.rerun),
-                f"cancel({id}) of a request that does not wait returned True",
-            )
+            waits = r is not None and bool(r.waits | r.rerun)
+            self.need("I1", waits, f"cancel({id}) of a request that does not wait returned True")
             self.end(id, "cancelled")
         elif r is not None:
             self.need("I1", bool(r.runs) or r.over, f"cancel({id}) of a waiting request returned False")
@@ -253,9 +250,8 @@ class PolicyChecker(ScriptPlayer):
         name = batch.entries[0].bucket
         other = head.entry.bucket != name and self.rules.holds
         full = other and sum(r.rows for r in self.requests.values() if r.waits and r.entry.bucket == name) >= self.most
-        slow_s = (
-            self.cost.high(self.most) if self.rules.model else 0.0
-        )  # its choice, before requests that do not fit were left out
+        # the policy's choice, before requests that do not fit were left out
+        slow_s = self.cost.high(self.most) if self.rules.model else 0.0
         tight = head.entry.deadline_s < self.now + slow_s or (batch.ahead and head.entry.deadline_s < INF)
         self.need("I9", full or tight, f"{batch} without the head {head}")
 
@@ -343,9 +339,8 @@ class PolicyChecker(ScriptPlayer):
         if self.rules.model:
             self.need("I7", cost.ready and cost.a > 0, f"a hold with a={cost.a}, ready={cost.ready}")
             end = (self.hold_start_s + 2 * cost.a / m) * (1 + 1e-9)
-            self.need(
-                "I5", self.now < end and wake <= end, f"held since {self.hold_start_s} until {wake}, at most to {end}"
-            )
+            held = f"held since {self.hold_start_s} until {wake}, at most to {end}"
+            self.need("I5", self.now < end and wake <= end, held)
             alone = m == 1 or self.even_batch() <= 1
             self.need("I6", not alone or self.now < self.quiet_s, "a hold at light load")
 

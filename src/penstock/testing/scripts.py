@@ -59,11 +59,8 @@ class ScriptSetup(Struct, frozen=True):
 
 def random_setup(rng: Random, steps: int = 60) -> ScriptSetup:
     """A setup with a script. Each draws its own rates, so that idle, crowded and failing traces all occur."""
-    deadlines, sizes, buckets = (
-        rng.choice((0, 0, 0.5, 1)),
-        rng.choice((1, 1, 4, 20)),
-        rng.choice(("", "", "ab", "abcd")),
-    )
+    deadlines, sizes = rng.choice((0, 0, 0.5, 1)), rng.choice((1, 1, 4, 20))
+    buckets = rng.choice(("", "", "ab", "abcd"))
     trouble, pace = rng.choice((0, 0.05, 0.3)), rng.choice((0, 1, 4, 30))
     timeout = rng.choice((0, 2000, 20000))
     classes = rng.choice((1, 1, 3))
@@ -193,10 +190,8 @@ class ScriptPlayer:
         elif step.kind == "up" and self.down:
             self.up(self.down[step.pick % len(self.down)])
         elif step.kind == "down" and len(self.on_slot) > len(self.down):
-            self.die(
-                [n for n in self.on_slot if n not in self.down][step.pick % (len(self.on_slot) - len(self.down))],
-                "lost",
-            )
+            up = [n for n in self.on_slot if n not in self.down]
+            self.die(up[step.pick % len(up)], "lost")
         elif step.kind in ("died", "lost") and busy:
             self.die(busy[step.pick % len(busy)], step.kind)
         elif step.kind in ("ok", "failed", "oom") and busy:
@@ -214,13 +209,12 @@ class ScriptPlayer:
 
     def offer(self, step: ScriptStep) -> None:
         id = self.number(len(self.ids) + 1)
+        most = self.setup.max_queue * 7 // 8  # the rest of the queue is reserved for the most urgent class
         # keeps deadlines distinct, see `takes_s`
         deadline_s = self.now + (step.deadline_ticks + 0.000731 * len(self.ids)) * self.tick_s
         entry = Entry(
             id=id,
-            rows=min(
-                step.rows, self.setup.max_queue * 7 // 8
-            ),  # the rest of the queue is reserved for the most urgent class
+            rows=min(step.rows, most),
             nbytes=10 * step.rows,
             arrival_s=self.now,
             deadline_s=deadline_s if step.deadline_ticks else INF,
