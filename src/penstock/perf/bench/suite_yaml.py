@@ -10,9 +10,9 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, ValidationError, convert, structs
 
 from penstock.errors import ConfigError, install_hint, nearest
 
@@ -28,12 +28,6 @@ _IGNORED: Final = {
     "image": "the run is on this machine, not in a container",
     "docker_runtime": "the run is on this machine, not in a container",
 }
-_KEYS: Final = (
-    "benchmark_engine", "url", "workers", "batch_delay", "batch_size", "requests", "concurrency", "input",
-    "content_type", "exec_env", "processors", "backend_profiling", "handler_profiling", "generate_graphs", "image",
-    "docker_runtime",
-)  # fmt: skip
-_ENGINES: Final = ("ab", "locust", "penstock")
 
 
 class Processor(Struct, frozen=True):
@@ -44,6 +38,37 @@ class Processor(Struct, frozen=True):
     @property
     def text(self) -> str:
         return f"gpus {self.gpus}" if self.gpus else "cpu"
+
+
+class _Gpus(Struct, forbid_unknown_fields=True):
+    gpus: Annotated[int, Meta(ge=1)] | Annotated[str, Meta(pattern="^(all|0*[1-9][0-9]*)$")]
+
+    @property
+    def number(self) -> int | Literal["all"]:
+        return "all" if self.gpus == "all" else int(self.gpus)
+
+
+_Text = Annotated[str, Meta(min_length=1)]
+_Count = Annotated[int, Meta(ge=1)]
+_Counts = _Count | Annotated[list[_Count], Meta(min_length=1)]
+_Device = Literal["cpu"] | _Gpus
+_COUNTS: Final = "a whole number from 1, or a list of them"
+_DEVICES: Final = "cpu, gpus: all, or gpus: N from 1, or a list of them"
+_KINDS: Final[dict[str, tuple[Any, str]]] = {
+    "url": (_Text, "a string"),
+    "input": (_Text, "a string"),
+    "content_type": (_Text, "a string"),
+    "workers": (_Counts, _COUNTS),
+    "batch_size": (_Counts, _COUNTS),
+    "concurrency": (_Counts, _COUNTS),
+    "requests": (_Count, "a whole number from 1"),
+    "batch_delay": (Annotated[int, Meta(ge=0)], "a whole number from 0"),
+    "processors": (_Device | Annotated[list[_Device], Meta(min_length=1)], _DEVICES),
+    "benchmark_engine": (Literal["ab", "locust", "penstock"], "ab or locust or penstock"),
+    "exec_env": (Literal["local", "docker"], "local or docker"),
+}
+_LISTS: Final = ("workers", "batch_size", "concurrency", "processors")
+_KEYS: Final = (*_KINDS, *(key for key in _IGNORED if key not in _TEMPLATE))
 
 
 class SuiteCase(Struct, frozen=True, kw_only=True):
@@ -164,102 +189,47 @@ def _models(file: YamlFile, notes: dict[str, None]) -> list[SuiteCase]:
             if str(keys.get("url")).endswith(".war"):
                 notes.setdefault(f"{model} {mode} is left out: workflows are not supported")
             else:
-                found.append(_case(_Section(file, (model, mode), keys), notes))
+                found.append(_case(file, (model, mode), keys, notes))
     return found
 
 
-def _case(section: _Section, notes: dict[str, None]) -> SuiteCase:
-    model, mode = section.at
-    for key in section.keys:
+def _case(file: YamlFile, at: tuple[str, str], keys: Mapping[str, Any], notes: dict[str, None]) -> SuiteCase:
+    model, mode = at
+    for key in keys:
         if key not in _KEYS:
-            raise section.error(key, f"unknown key {key!r}", f"one of {', '.join(_KEYS)}{nearest(key, _KEYS)}")
-    url = section.text("url")
-    if url is None:
-        expected = "url: FILE.mar, a model of --model-store, app.py:Model or model.onnx"
-        raise section.file.error(section.at, "no url", expected)
-    engine = section.one_of("benchmark_engine", _ENGINES)
-    if engine not in (None, "penstock"):
+            expected = f"one of {', '.join(_KEYS)}{nearest(key, _KEYS)}"
+            raise file.error((*at, key), f"{'.'.join(at)}: unknown key {key!r}", expected)
+    if keys.get("url") is None:
+        raise file.error(at, "no url", "url: FILE.mar, a model of --model-store, app.py:Model or model.onnx")
+    given = {key: _value(file, at, key, keys[key]) for key in _KINDS if keys.get(key) is not None}
+    engine = given.pop("benchmark_engine", "penstock")
+    if engine != "penstock":
         notes.setdefault(f"benchmark_engine {engine}: penstock's own generator sends the load")
-    if section.one_of("exec_env", ("local", "docker")) == "docker":
+    if given.pop("exec_env", "local") == "docker":
         notes.setdefault(f"exec_env docker: {model} {mode} runs on this machine, not in a container")
     for key, why in _IGNORED.items():
-        if section.keys.get(key):
+        if keys.get(key):
             notes.setdefault(f"{key} is ignored: {why}")
-    given = {
-        "workers": section.numbers("workers"),
-        "batch_size": section.numbers("batch_size"),
-        "concurrency": section.numbers("concurrency"),
-        "batch_delay_ms": section.number("batch_delay", 0),
-        "requests": section.number("requests", 1),
-        "processors": section.processors(),
-        "input": section.text("input"),
-        "content_type": section.text("content_type"),
-    }
-    case = SuiteCase(model=model, mode=mode, url=url, folder=section.file.path.parent, where=section.where)
-    return structs.replace(case, **{key: value for key, value in given.items() if value is not None})
+    if "batch_delay" in given:
+        given["batch_delay_ms"] = given.pop("batch_delay")
+    return SuiteCase(model=model, mode=mode, folder=file.path.parent, where=file.where(at), **given)
 
 
-class _Section:
-    """The keys of one mode. Each method returns None for a missing key and raises ConfigError for an invalid value."""
+def _value(file: YamlFile, at: tuple[str, str], key: str, value: Any) -> Any:
+    """The value of a key of a mode; a list becomes a tuple without duplicates. Raises ConfigError if it is invalid."""
+    kind, expected = _KINDS[key]
+    try:
+        found = convert(value, kind)
+    except ValidationError:
+        hint = nearest(value, get_args(kind)) if get_origin(kind) is Literal and isinstance(value, str) else ""
+        raise file.error((*at, key), f"{'.'.join(at)}: {key}: {_shown(value)}", expected + hint) from None
+    if key == "processors":
+        found = [Processor(each.number if isinstance(each, _Gpus) else 0) for each in _listed(found)]
+    return tuple(dict.fromkeys(_listed(found))) if key in _LISTS else found
 
-    def __init__(self, file: YamlFile, at: tuple[str, str], keys: Mapping[str, Any]) -> None:
-        self.file, self.at, self.keys = file, at, keys
 
-    @property
-    def where(self) -> str:
-        return self.file.where(self.at)
-
-    def error(self, key: str, found: str, expected: str) -> ConfigError:
-        return self.file.error((*self.at, key), f"{'.'.join(self.at)}: {found}", expected)
-
-    def invalid(self, key: str, expected: str) -> ConfigError:
-        return self.error(key, f"{key}: {_shown(self.keys[key])}", expected)
-
-    def text(self, key: str) -> str | None:
-        value = self.keys.get(key)
-        if value is None or (isinstance(value, str) and value):
-            return value
-        raise self.invalid(key, "a string")
-
-    def one_of(self, key: str, words: tuple[str, ...]) -> str | None:
-        value = self.text(key)
-        if value is None or value in words:
-            return value
-        raise self.error(key, f"{key}: {value}", f"{' or '.join(words)}{nearest(value, words)}")
-
-    def number(self, key: str, least: int) -> int | None:
-        value = self.keys.get(key)
-        if value is None or (type(value) is int and value >= least):
-            return value
-        raise self.invalid(key, f"a whole number from {least}")
-
-    def numbers(self, key: str) -> tuple[int, ...] | None:
-        value = self.keys.get(key)
-        if value is None:
-            return None
-        found: list[Any] = value if isinstance(value, list) else [value]
-        if found and all(type(each) is int and each >= 1 for each in found):
-            return tuple(dict.fromkeys(found))
-        raise self.invalid(key, "a whole number from 1, or a list of them")
-
-    def processors(self) -> tuple[Processor, ...] | None:
-        value = self.keys.get("processors")
-        if value is None:
-            return None
-        if value == []:
-            raise self.invalid("processors", "cpu, or gpus: all, or both")
-        return tuple(dict.fromkeys(map(self._processor, value if isinstance(value, list) else [value])))
-
-    def _processor(self, value: object) -> Processor:
-        if value == "cpu":
-            return Processor()
-        if isinstance(value, dict) and list(value) == ["gpus"]:
-            gpus = value["gpus"]
-            if gpus == "all" or (type(gpus) is int and gpus >= 1):
-                return Processor(gpus)
-            if isinstance(gpus, str) and gpus.isdecimal() and int(gpus):
-                return Processor(int(gpus))
-        raise self.error("processors", f"processors: {_shown(value)}", "cpu, gpus: all, or gpus: N from 1")
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 class YamlFile:

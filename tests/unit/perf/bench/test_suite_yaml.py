@@ -101,7 +101,7 @@ def test_a_model_without_the_templates_hardware_is_left_out(tmp_path: Path) -> N
         ("[gpus: few]", "gpus: N from 1"),
         ("[gpus: true]", "gpus: N from 1"),
         ("[{gpus: 1, tpus: 1}]", "cpu, gpus: all, or gpus: N"),
-        ("[[gpus]]", r"processors: \['gpus'\], expected"),
+        ("[[gpus]]", r"processors: \[\['gpus'\]\], expected"),
     ],
 )
 def test_processors_are_the_cpu_all_gpus_or_some(tmp_path: Path, processors: str, found: list[int | str] | str) -> None:
@@ -151,7 +151,7 @@ def test_a_workflow_is_left_out_and_alone_refused(tmp_path: Path) -> None:
         ("m:\n  e:\n    url: 3\n", 3, "url: 3, expected a string"),
         ("m:\n  e:\n    url: a.mar\n    exec_env: dokcer\n", 4, "did you mean 'docker'"),
         ("m:\n  e:\n    url: a.mar\n    benchmark_engine: wrk\n", 4, "expected ab or locust or penstock"),
-        ("m:\n  e:\n    url: a.mar\n    processors: [tpu]\n", 4, "processors: 'tpu'"),
+        ("m:\n  e:\n    url: a.mar\n    processors: [tpu]\n", 4, r"processors: \['tpu'\]"),
         ("m:\n  e:\n    url: a.mar\n    processors: [gpus: 0]\n", 4, "gpus: N from 1"),
         ("m:\n  e:\n    url: a.mar\n    url: b.mar\n", 4, "duplicate key 'url'"),
         ("7:\n  e:\n    url: a.mar\n", 1, "found the key 7, expected a string"),
