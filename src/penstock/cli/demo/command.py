@@ -45,18 +45,9 @@ def demo(connections: int, requests: int | None, keep: bool, port: int) -> None:
     """
     from rich.console import Console
 
-    from penstock.cli.demo.trial import forward_terminations
-    from penstock.errors import PenstockError
+    from penstock.perf.cli import FAILED, exit_code
 
-    forward_terminations()
-    try:
-        sys.exit(0 if _run(Console(), connections, requests, keep, port) else 1)
-    except PenstockError as error:
-        click.echo(f"penstock: {error.message}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        click.echo("penstock: stopped", err=True)
-        sys.exit(130)
+    sys.exit(exit_code(lambda: 0 if _run(Console(), connections, requests, keep, port) else FAILED))
 
 
 def _run(console: Console, connections: int, requests: int | None, keep: bool, port: int) -> bool:

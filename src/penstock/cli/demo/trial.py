@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,10 +123,3 @@ class DemoLoad:
             mean_batch=(more_rows - rows) / max(1.0, more_batches - batches),
             failures=failures,
         )
-
-
-def forward_terminations() -> None:
-    """Makes SIGTERM and SIGHUP end this process as Ctrl-C does, which also stops its server."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))

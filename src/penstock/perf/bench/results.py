@@ -12,7 +12,7 @@ import fcntl
 import io
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Self
@@ -154,10 +154,13 @@ _COLUMNS: Final = (
 
 def summary(measurements: Sequence[Measurement]) -> str:
     """The measurements as CSV. Unknown figures, and all figures of invalid measurements, are empty."""
+    return as_csv([_COLUMNS, *([row.get(name) for name in _COLUMNS] for row in map(_row, measurements))])
+
+
+def as_csv(table: Iterable[Sequence[object]]) -> str:
+    """The table as CSV; None is empty."""
     out = io.StringIO()
-    table = csv.DictWriter(out, _COLUMNS, lineterminator="\n")
-    table.writeheader()
-    table.writerows(_row(m) for m in measurements)
+    csv.writer(out, lineterminator="\n").writerows(table)
     return out.getvalue()
 
 

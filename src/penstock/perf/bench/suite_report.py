@@ -5,8 +5,6 @@ Figures are medians of the repeats. An unknown figure is empty, never 0.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, Final
@@ -40,6 +38,7 @@ from penstock.perf.bench.measurement import (
 )
 from penstock.perf.bench.origin import Origin, redacted
 from penstock.perf.bench.plots import draw
+from penstock.perf.bench.results import as_csv
 from penstock.perf.bench.suite_yaml import SuitePoint
 
 AB_REPORT: Final = "ab_report.csv"
@@ -153,11 +152,8 @@ COLUMNS: Final = (
 
 def ab_report(rows: Sequence[SuiteRow], machine: Mapping[str, Any]) -> str:
     """The rows as CSV; times in milliseconds, shares in percent."""
-    out = io.StringIO()
-    table = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-    table.writeheader()
-    table.writerows(_cells(row, machine) for row in rows)
-    return out.getvalue()
+    found = [_cells(row, machine) for row in rows]
+    return as_csv([COLUMNS, *([cells.get(name) for name in COLUMNS] for cells in found)])
 
 
 def _cells(row: SuiteRow, machine: Mapping[str, Any]) -> dict[str, object]:

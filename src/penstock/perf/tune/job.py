@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import shlex
-import sys
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,16 +22,16 @@ from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.document import Report, align, markdown
 from penstock.perf.bench.measurement import MOST_ERRORS
-from penstock.perf.bench.origin import Origin, command_line, machine, versions
+from penstock.perf.bench.origin import Origin, usable_cores
 from penstock.perf.bench.report import PAGE, REPORT, VERDICT, compose, publish
-from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Results, read, write_error, write_whole
+from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Results, as_csv, read, write_error, write_whole
 from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.cli import FAILED, INTERRUPTED
 from penstock.perf.tune.accuracy import AccuracySample, read_samples
 from penstock.perf.tune.app import AppOptions, AppUnderTest
 from penstock.perf.tune.config_file import TunedFile
 from penstock.perf.tune.rates import Effort
-from penstock.perf.tune.result import TuningResult, as_csv, settings_table
+from penstock.perf.tune.result import TuningResult, settings_table
 from penstock.perf.tune.runner import Journal
 from penstock.perf.tune.search import strategy
 from penstock.perf.tune.server import TunedModel, keys_of, missing_device
@@ -187,7 +186,8 @@ def run_job(target: str, flags: dict[str, Any]) -> int:
     job = read_job(target, flags)
     if not flags["resume"]:
         _delete_results(job.folder)
-    origin, measured = _origin(job), True
+    libraries = ("torch", "onnxruntime", "numpy", "optuna")
+    origin, measured = Origin.of_process("tune", job.tuned.target, job.slo.text, flags["seed"], libraries), True
     try:
         with (
             Results.open(job.folder, origin, resume=True) as results,
@@ -296,7 +296,6 @@ def _unproven(job: TuneJob, result: TuningResult) -> str:
 
 
 def _write(job: TuneJob, result: TuningResult, page: Path) -> None:
-
     if job.file is None:
         return
     if why := _unproven(job, result):
@@ -317,17 +316,3 @@ def _delete_results(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
-
-
-def _origin(job: TuneJob) -> Origin:
-
-    return Origin(
-        command="tune",
-        line=command_line(sys.argv[1:]),
-        target=job.tuned.target,
-        slo=job.slo.text,
-        seed=job.flags["seed"],
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=machine(),
-        versions=versions(("torch", "onnxruntime", "numpy", "optuna")),
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -239,13 +237,6 @@ def settings_table(runs: Sequence[Measurement], slo: Slo, model: ModelConfig, pa
     chosen = [_representative(found, slo) for found in by_label.values()]
     ordered = sorted(chosen, key=lambda found: (not found[1], -found[0].throughput))
     return [list(COLUMNS), *(_row(run, kept, model, payload_bytes) for run, kept in ordered)]
-
-
-def as_csv(table: Sequence[Sequence[str]]) -> str:
-    """The table as CSV."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(table)
-    return out.getvalue()
 
 
 def _representative(runs: Sequence[Measurement], slo: Slo) -> tuple[Measurement, bool]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_the_slo_limits_errors_even_if_it_does_not_say_so() -> None:
 
 
 def test_the_default_space_has_batches_and_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     found = read_job("app.py:Net", flags())
     assert found.space.text == "batch=1,2,4,8,16,32,instances=1,2,4"
     assert found.folder == Path("tune-net")

@@ -9,10 +9,11 @@ from msgspec import structs
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.perf.bench.measurement import Latency, Load, Measurement
+from penstock.perf.bench.results import as_csv
 from penstock.perf.bench.slo import parse_slo
 from penstock.perf.tune.confirm import Finalist
 from penstock.perf.tune.rates import Effort
-from penstock.perf.tune.result import COLUMNS, ResultBuilder, TuningResult, as_csv, settings_table
+from penstock.perf.tune.result import COLUMNS, ResultBuilder, TuningResult, settings_table
 from penstock.perf.tune.runner import Journal, TrialRunner
 from penstock.perf.tune.search import SearchState
 from penstock.perf.tune.space import CandidateSettings, parse_settings, parse_space
