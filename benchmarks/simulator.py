@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -19,15 +21,10 @@ import harness
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.fixed import Fixed
-from penstock.perf.simulate.simulator import (
-    ClosedLoop,
-    OpenLoop,
-    ServiceTime,
-    SimulationResult,
-    SimulationSettings,
-    poisson,
-    simulate,
-)
+from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.simulator import ClosedLoop, SimulationResult, SimulationSettings, poisson, simulate
 
 SEEDS = 3
 REFERENCE = harness.HERE / "simulator_reference.json"

@@ -20,19 +20,10 @@ from penstock.errors import LoadFailed
 from penstock.perf.bench.figures import latency_of
 from penstock.perf.bench.measurement import Load, Measurement
 from penstock.perf.bench.slo import Slo, parse_slo
-from penstock.perf.simulate.simulator import (
-    WARM,
-    ClosedLoop,
-    OpenLoop,
-    ServiceTime,
-    SimulationResult,
-    SimulationSettings,
-    ThinkTime,
-    poisson,
-    simulate,
-)
+from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime
 from penstock.perf.tune.space import CandidateSettings
 from penstock.perf.tune.system import BatchCurve, MeasuredRun
+from support.simulator import ClosedLoop, SimulationResult, SimulationSettings, ThinkTime, poisson, simulate
 
 CURVE_SIZES: Final = (1, 2, 4, 8, 16, 32)
 

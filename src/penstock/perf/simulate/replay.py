@@ -159,7 +159,6 @@ def replay(
             handover_s=server.handover_s,
             max_batch_size=batch,
             slo_s=slo.latency_s,
-            deadlines=False,
             seed=seed,
         )
         found = simulate(server.service, policy.make(), OpenLoop(arrivals, rows), settings)

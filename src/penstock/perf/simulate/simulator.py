@@ -5,21 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Final
 
 from msgspec import Struct
 
-from penstock.core.batching.entry import INF, Dispatch, Entry, Outcome
+from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Outcome
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
 
 WARM: Final = 0.15  # the share of a simulation that is warm-up and excluded from results
-_UNBOUNDED = 2**62
-_BULK = -1  # stands for a client's number
-_RETRY_S = 0.010  # a closed-loop client retries this long after its request was dropped
-_OK = Outcome()
+UNBOUNDED: Final = 2**62
+_OK: Final = Outcome()
 
 
 class ServiceTime(Struct, frozen=True):
@@ -53,14 +51,6 @@ class ServiceTime(Struct, frozen=True):
         return [(n, self.t(n) * math.exp(rng.gauss(0, self.jitter))) for n in sizes for _ in range(3)]
 
 
-class ThinkTime(Struct, frozen=True):
-    """A closed-loop client's pause before its next request: fixed + exponential(mean) + its position in the batch."""
-
-    fixed_s: float = 0.0003
-    mean_s: float = 0.0003
-    position_s: float = 0.00002
-
-
 class OpenLoop(Struct, frozen=True):
     """Requests at fixed times, in order. `rows` has the size of each request; every request has one row if empty."""
 
@@ -68,289 +58,137 @@ class OpenLoop(Struct, frozen=True):
     rows: Sequence[int] = ()
 
 
-class ClosedLoop(Struct, frozen=True):
-    """`clients` that each wait for an answer before the next request, until `horizon_s`."""
-
-    clients: int
-    horizon_s: float
-    think: ThinkTime = ThinkTime()
-
-
-class BulkLoad(Struct, frozen=True):
-    """A bulk job that runs alongside the load and keeps `in_flight` requests of `rows` rows in a lower class.
-
-    Each answer is followed by the next request after `think_s`. A `divisible` request may be cut to fill a batch.
-    """
-
-    in_flight: int
-    rows: int
-    priority: int = 1
-    think_s: float = 0.001
-    divisible: bool = True
-
-
 class SimulationSettings(Struct, frozen=True, kw_only=True):
     """The simulated server.
 
     `slots` instances receive batches up to `depth` ahead. `handover_s` passes between dispatch and run and between the
-    end of the run and the answer, together. Each row takes `prepare_s` before its batch runs, possibly while another
-    batch runs. `slo_s` is each request's deadline; the scheduler ignores it unless `deadlines`. With `profile` the cost
-    model starts from a warm-up. `bulk` adds a bulk job. `seed` seeds every random draw.
+    end of the run and the answer, together. `slo_s` is the latency that goodput allows. `seed` seeds every random draw.
     """
 
     slots: int = 1
     depth: int = 1
     max_batch_size: int = 64
     handover_s: float = 0.0
-    prepare_s: float = 0.0
     slo_s: float | None = None
-    deadlines: bool = True
-    profile: bool = True
-    priority: tuple[float, ...] = (0.0,)
-    bulk: BulkLoad | None = None
     seed: int = 1
 
 
-class SimulationResult(Struct, frozen=True):
-    """The steady part of a simulation: seconds and requests per second, bulk requests excluded.
+class SimulationResult(Struct, frozen=True, kw_only=True):
+    """The steady part of a simulation: sorted latencies, and requests per second.
 
-    `goodput` counts answers within the SLO, `dropped` is a share of arrivals, `busy` a share of the slots' time.
-    `requests` counts every arrival, the warm-up included. `latencies_s` is sorted. `bulk_throughput` is in rows.
+    `goodput` counts answers within the SLO; `busy` is a share of the slots' time.
     """
 
-    mean_s: float
-    p50_s: float
-    p99_s: float
+    latencies_s: Sequence[float]
     throughput: float
     goodput: float
-    dropped: float
     mean_batch: float
     busy: float
-    requests: int
-    bulk_throughput: float = 0.0
-    latencies_s: Sequence[float] = ()
-
-
-def poisson(rate: float, n: int, rng: random.Random) -> Iterator[float]:
-    """Times of n independent arrivals at `rate` per second."""
-    t = 0.0
-    for _ in range(n):
-        t += rng.expovariate(rate)
-        yield t
 
 
 def simulate(
-    service: ServiceTime, policy: BatchPolicy, load: OpenLoop | ClosedLoop, settings: SimulationSettings | None = None
+    service: ServiceTime, policy: BatchPolicy, load: OpenLoop, settings: SimulationSettings
 ) -> SimulationResult:
     """The result of `policy` under a load. The same arguments give the same result."""
-    settings = settings or SimulationSettings()
     scheduler = Scheduler(
         policy,
         max_batch_size=settings.max_batch_size,
-        max_queue=_UNBOUNDED,
-        max_queue_bytes=_UNBOUNDED,
+        max_queue=UNBOUNDED,
+        max_queue_bytes=UNBOUNDED,
         depth=settings.depth,
-        priority=settings.priority,
         horizon_s=settings.slo_s or 30.0,
     )
-    if settings.profile:
-        scheduler.prime(service.profile(settings.max_batch_size))
-    for slot in range(settings.slots):
-        scheduler.slot_up(slot, 0.0)
-    return _Simulation(service, scheduler, load, settings).run()
+    scheduler.prime(service.profile(settings.max_batch_size))
+    simulation = Simulation(service, scheduler, settings)
+    simulation.run(load)
+    return simulation.result(simulation.last_arrival_s)
 
 
-class _Instances:
-    """The simulated instances: when each of them finishes the batches it received."""
+class Simulation:
+    """One simulation: the event loop and what it records. The tests add other loads in a subclass."""
 
-    def __init__(self, service: ServiceTime, settings: SimulationSettings) -> None:
-        self.service, self.prepare_s = service, settings.prepare_s
-        self.one_way_s = settings.handover_s / 2
-        self.rng = random.Random(settings.seed + 7)
-        self.prepared_s: dict[int, float] = {}  # slot -> when its latest batch is prepared
+    def __init__(self, service: ServiceTime, scheduler: Scheduler, settings: SimulationSettings) -> None:
+        self.service, self.scheduler, self.settings = service, scheduler, settings
+        self.rng = random.Random(settings.seed + 7)  # of service times
+        self.events: list[tuple[float, int, int, list[Entry] | None]] = []  # (time, order, batch or client, entries)
+        self.order = itertools.count()
+        self.requests, self.last_arrival_s = 0, 0.0
         self.free_s: dict[int, float] = {}  # slot -> when its latest batch has run
         self.run_s: dict[int, float] = {}  # batch -> run time
         self.batches: list[tuple[float, int, float]] = []  # (start, rows, seconds)
-
-    def start(self, batch: Dispatch, now: float) -> float:
-        """The time at which the server has the answers of a batch that is sent now."""
-        seconds = self.service.draw(batch.rows, self.rng)
-        ready = max(now + self.one_way_s, self.prepared_s.get(batch.slot, 0.0)) + self.prepare_s * batch.rows
-        self.prepared_s[batch.slot] = ready
-        start = max(ready, self.free_s.get(batch.slot, 0.0))
-        self.free_s[batch.slot] = end = start + seconds
-        self.run_s[batch.batch_id] = seconds
-        self.batches.append((start, batch.rows, seconds))
-        return end + self.one_way_s
-
-    def outcome(self, batch: int, entries: Sequence[Entry]) -> Outcome:
-        """What the scheduler learns about a finished batch."""
-        run_s = self.run_s.pop(batch)
-        rows = sum([e.rows for e in entries])
-        return Outcome("ok", run_s, prepare_s=self.prepare_s * rows) if self.one_way_s else _OK
-
-
-class _BulkJob:
-    """The requests of a bulk job; their ids are negative."""
-
-    def __init__(self, load: BulkLoad) -> None:
-        self.load = load
-        self.last_id = 0
-        self.left: dict[int, int] = {}  # request -> unanswered rows
-        self.done: list[tuple[float, int]] = []  # (answer, rows)
-
-    def request(self, now: float) -> Entry:
-        """The next request."""
-        self.last_id = id = self.last_id - 1
-        self.left[id] = self.load.rows
-        return Entry(
-            id=id, rows=self.load.rows, arrival_s=now, priority=self.load.priority, divisible=self.load.divisible
-        )
-
-    def answer(self, part: Entry, now: float) -> bool:
-        """Records a part of a request; returns whether it completes the request."""
-        self.done.append((now, part.rows))
-        self.left[part.id] -= part.rows
-        if self.left[part.id]:
-            return False
-        del self.left[part.id]
-        return True
-
-
-class _Record:
-    """The requests of a simulation and how each ended."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.last_arrival_s = 0.0
-        self.done: list[tuple[float, float]] = []  # (arrival, answer)
-        self.drops: list[float] = []  # arrival
-
-    def result(
-        self, instances: _Instances, bulk: _BulkJob | None, slo_s: float, slots: int, end: float | None
-    ) -> SimulationResult:
-        """The figures of the steady part. `end` is the end of a closed loop; None stands for the last arrival."""
-        closed = end is not None
-        end = self.last_arrival_s if end is None else end
-        t0 = WARM * end
-        span = (end - t0) or INF
-        latency = sorted(f - t for t, f in self.done if t >= t0 and (closed or t <= end))
-        steady = [f - t for t, f in self.done if t0 <= t <= end]
-        drops = sum(1 for t in self.drops if t0 <= t <= end)
-        batches = [(n, d) for t, n, d in instances.batches if t0 <= t <= end]
-        n = len(latency)
-        return SimulationResult(
-            mean_s=sum(latency) / n if n else INF,
-            p50_s=latency[n // 2] if n else INF,
-            p99_s=latency[min(n - 1, int(0.99 * n))] if n else INF,
-            throughput=sum(1 for _, f in self.done if t0 <= f <= end) / span,
-            goodput=sum(1 for x in steady if x <= slo_s) / span,
-            dropped=drops / max(1, drops + len(steady)),
-            mean_batch=sum(k for k, _ in batches) / max(1, len(batches)),
-            busy=min(1.0, sum(d for _, d in batches) / span / slots),
-            requests=self.requests,
-            bulk_throughput=sum(rows for t, rows in bulk.done if t0 <= t <= end) / span if bulk else 0.0,
-            latencies_s=latency,
-        )
-
-
-class _Simulation:
-    """One simulation: the event loop."""
-
-    def __init__(
-        self,
-        service: ServiceTime,
-        scheduler: Scheduler,
-        load: OpenLoop | ClosedLoop,
-        settings: SimulationSettings,
-    ) -> None:
-        self.scheduler, self.load, self.settings = scheduler, load, settings
-        self.rows = load.rows if isinstance(load, OpenLoop) else ()
-        self.deadline_s = (settings.slo_s or INF) if settings.deadlines else INF
-        self.instances, self.record = _Instances(service, settings), _Record()
-        self.bulk = _BulkJob(settings.bulk) if settings.bulk else None
-        self.rng = random.Random(settings.seed)
-        self.events: list[tuple[float, int, int, list[Entry] | None]] = []  # (time, order, batch or client, entries)
-        self.order = itertools.count()
-        self.client: dict[int, int] = {}  # closed loop: request -> client
         self.arrived: dict[int, float] = {}  # unanswered request -> arrival
         self.left: dict[int, int] = {}  # request that was cut -> unanswered rows
+        self.done: list[tuple[float, float]] = []  # (arrival, answer)
+        for slot in range(settings.slots):
+            scheduler.slot_up(slot, 0.0)
 
-    def run(self) -> SimulationResult:
-        """Runs the load to its end."""
-        load, settings = self.load, self.settings
-        for _ in range(settings.bulk.in_flight if settings.bulk else 0):
-            self._schedule(0.0, _BULK)
-        if isinstance(load, ClosedLoop):
-            for client in range(load.clients):
-                self._schedule(self.rng.random() * 0.005, client)
-            end = self._loop(iter(()), load.horizon_s)
-        else:
-            self._loop(iter(load.arrivals), INF)
-            end = None
-        return self.record.result(self.instances, self.bulk, settings.slo_s or INF, settings.slots, end)
-
-    def _loop(self, arrivals: Iterator[float], horizon_s: float) -> float:
+    def run(self, load: OpenLoop, horizon_s: float = INF) -> float:
         """Handles events until the horizon or until nothing is left; returns the time at the end."""
-        events, scheduler = self.events, self.scheduler
+        events, scheduler, arrivals, rows = self.events, self.scheduler, iter(load.arrivals), load.rows
         arrival, last = next(arrivals, INF), 0.0
         while True:
             wake = scheduler.wake_at
             event = events[0][0] if events else INF
             now = min(event, arrival, INF if wake is None else wake)
-            if now > horizon_s or now == INF or (self.bulk and arrival == INF and not self.arrived):
+            if now > horizon_s or now == INF or self.over(arrival):
                 return min(now, horizon_s) if horizon_s < INF else last
             last = now
             if arrival <= now:
-                self._arrive(now, -1)
+                self.arrive(now, rows[self.requests] if rows else 1)
                 arrival = next(arrivals, INF)
             elif event <= now:
                 _, _, number, entries = heappop(events)
-                if entries is not None:
-                    self._answer(number, entries, now)
-                elif number == _BULK:
-                    assert self.bulk is not None
-                    scheduler.offer(self.bulk.request(now), now)
+                if entries is None:
+                    self.client_event(number, now)
                 else:
-                    self._arrive(now, number)
-            self._poll(now)
+                    self.answer(number, entries, now)
+            for each in scheduler.poll(now):
+                self.handle(each, now)
 
-    def _schedule(self, t: float, number: int, entries: list[Entry] | None = None) -> None:
+    def over(self, arrival: float) -> bool:
+        """Whether the simulation ends before its events do; `arrival` is the next one, INF without any."""
+        return False
+
+    def client_event(self, number: int, now: float) -> None:
+        """Handles an event without entries, which only other loads schedule."""
+        raise NotImplementedError
+
+    def schedule(self, t: float, number: int, entries: list[Entry] | None = None) -> None:
         heappush(self.events, (t, next(self.order), number, entries))
 
-    def _arrive(self, now: float, client: int) -> None:
-        self.record.requests = id = self.record.requests + 1
-        if client >= 0:
-            self.client[id] = client
-        self.arrived[id] = self.record.last_arrival_s = now
-        rows = self.rows[id - 1] if self.rows else 1
-        self.scheduler.offer(Entry(id=id, rows=rows, arrival_s=now, deadline_s=now + self.deadline_s), now)
+    def arrive(self, now: float, rows: int = 1, deadline_s: float = INF) -> int:
+        """Offers the next request and returns its id."""
+        self.requests = id = self.requests + 1
+        self.arrived[id] = self.last_arrival_s = now
+        self.scheduler.offer(Entry(id=id, rows=rows, arrival_s=now, deadline_s=now + deadline_s), now)
+        return id
 
-    def _poll(self, now: float) -> None:
-        for event in self.scheduler.poll(now):
-            if type(event) is Dispatch:
-                self._schedule(self.instances.start(event, now), event.batch_id, event.entries)
-            else:
-                self.record.drops.append(self.arrived.pop(event.id))  # type: ignore[union-attr]
-                if self.client:
-                    self._schedule(now + _RETRY_S, self.client.pop(event.id))  # type: ignore[union-attr]
+    def handle(self, event: Event, now: float) -> None:
+        assert type(event) is Dispatch, "no request has a deadline, and the queue has no bound"
+        self.schedule(self.start(event, now + self.settings.handover_s / 2), event.batch_id, event.entries)
 
-    def _answer(self, batch: int, entries: list[Entry], now: float) -> None:
-        self.scheduler.complete(batch, self.instances.outcome(batch, entries), now)
-        arrived, done, load = self.arrived, self.record.done, self.load
-        for j, e in enumerate(entries):
-            if e.id < 0:
-                assert self.bulk is not None
-                if self.bulk.answer(e, now):
-                    self._schedule(now + self.bulk.load.think_s, _BULK)
-                continue
-            if e.parent is not None and not self._completes(e, e.parent):
-                continue
-            done.append((arrived.pop(e.id), now))
-            if isinstance(load, ClosedLoop):
-                think = load.think
-                pause = think.fixed_s + self.rng.expovariate(1 / think.mean_s) + j * think.position_s
-                self._schedule(now + pause, self.client.pop(e.id))
+    def start(self, batch: Dispatch, ready: float) -> float:
+        """The time at which the server has the answers of a batch that is ready to run at `ready`."""
+        seconds = self.service.draw(batch.rows, self.rng)
+        start = max(ready, self.free_s.get(batch.slot, 0.0))
+        self.free_s[batch.slot] = end = start + seconds
+        self.run_s[batch.batch_id] = seconds
+        self.batches.append((start, batch.rows, seconds))
+        return end + self.settings.handover_s / 2
+
+    def outcome(self, run_s: float, entries: Sequence[Entry]) -> Outcome:
+        """What the scheduler learns about a finished batch."""
+        return Outcome("ok", run_s) if self.settings.handover_s else _OK
+
+    def answer(self, batch: int, entries: list[Entry], now: float) -> None:
+        self.scheduler.complete(batch, self.outcome(self.run_s.pop(batch), entries), now)
+        for place, entry in enumerate(entries):
+            if entry.parent is None or self._completes(entry, entry.parent):
+                self.answered(entry, place, now)
+
+    def answered(self, entry: Entry, place: int, now: float) -> None:
+        """Records the last answer of a request; `place` is its place in the batch."""
+        self.done.append((self.arrived.pop(entry.id), now))
 
     def _completes(self, part: Entry, request: Entry) -> bool:
         """Whether this part completes a request that was cut; a part of a dropped request completes nothing."""
@@ -360,3 +198,17 @@ class _Simulation:
         if left:
             self.left[part.id] = left
         return not left
+
+    def result(self, end: float, *, closed: bool = False) -> SimulationResult:
+        """The figures of the steady part until `end`. Only a closed loop counts later arrivals."""
+        t0 = WARM * end
+        span = (end - t0) or INF
+        steady = [f - t for t, f in self.done if t0 <= t <= end]
+        batches = [(n, d) for t, n, d in self.batches if t0 <= t <= end]
+        return SimulationResult(
+            latencies_s=sorted(f - t for t, f in self.done if t >= t0 and (closed or t <= end)),
+            throughput=sum(1 for _, f in self.done if t0 <= f <= end) / span,
+            goodput=sum(1 for x in steady if x <= (self.settings.slo_s or INF)) / span,
+            mean_batch=sum(k for k, _ in batches) / max(1, len(batches)),
+            busy=min(1.0, sum(d for _, d in batches) / span / self.settings.slots),
+        )

@@ -11,16 +11,8 @@ import pytest
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.fixed import Fixed
-from penstock.perf.simulate.simulator import (
-    BulkLoad,
-    ClosedLoop,
-    OpenLoop,
-    ServiceTime,
-    SimulationResult,
-    SimulationSettings,
-    poisson,
-    simulate,
-)
+from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
+from support.simulator import BulkLoad, ClosedLoop, SimulationResult, SimulationSettings, poisson, simulate
 
 ACC = ServiceTime(0.005, 0.0002)
 CPU = ServiceTime(0.0005, 0.004)

@@ -1,0 +1,201 @@
+"""The simulator with the loads that only tests and benchmarks use: clients in a closed loop, bulk jobs, deadlines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Outcome
+from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.scheduler import Scheduler
+from penstock.perf.simulate import simulator
+from penstock.perf.simulate.simulator import UNBOUNDED, WARM, OpenLoop, ServiceTime, Simulation
+
+_BULK = -1  # stands for a client's number
+_RETRY_S = 0.010  # a closed-loop client retries this long after its request was dropped
+
+
+class ThinkTime(Struct, frozen=True):
+    """A closed-loop client's pause before its next request: fixed + exponential(mean) + its position in the batch."""
+
+    fixed_s: float = 0.0003
+    mean_s: float = 0.0003
+    position_s: float = 0.00002
+
+
+class ClosedLoop(Struct, frozen=True):
+    """`clients` that each wait for an answer before the next request, until `horizon_s`."""
+
+    clients: int
+    horizon_s: float
+    think: ThinkTime = ThinkTime()
+
+
+class BulkLoad(Struct, frozen=True):
+    """A bulk job that runs alongside the load and keeps `in_flight` requests of `rows` rows in a lower class.
+
+    Each answer is followed by the next request after `think_s`. A `divisible` request may be cut to fill a batch.
+    """
+
+    in_flight: int
+    rows: int
+    priority: int = 1
+    think_s: float = 0.001
+    divisible: bool = True
+
+
+class SimulationSettings(simulator.SimulationSettings, frozen=True, kw_only=True):
+    """Each row takes `prepare_s` before its batch runs, possibly while another batch runs. `slo_s` is each request's
+    deadline; the scheduler ignores it unless `deadlines`. With `profile` the cost model starts from a warm-up. `bulk`
+    adds a bulk job."""
+
+    prepare_s: float = 0.0
+    deadlines: bool = True
+    profile: bool = True
+    priority: tuple[float, ...] = (0.0,)
+    bulk: BulkLoad | None = None
+
+
+class SimulationResult(simulator.SimulationResult, frozen=True, kw_only=True):
+    """Bulk requests are excluded from all but `bulk_throughput`, which is in rows. `dropped` is a share of arrivals.
+    `requests` counts every arrival, the warm-up included."""
+
+    dropped: float
+    requests: int
+    bulk_throughput: float
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.latencies_s) / len(self.latencies_s) if self.latencies_s else INF
+
+    @property
+    def p50_s(self) -> float:
+        return self.latencies_s[len(self.latencies_s) // 2] if self.latencies_s else INF
+
+    @property
+    def p99_s(self) -> float:
+        n = len(self.latencies_s)
+        return self.latencies_s[min(n - 1, int(0.99 * n))] if n else INF
+
+
+def poisson(rate: float, n: int, rng: random.Random) -> Iterator[float]:
+    """Times of n independent arrivals at `rate` per second."""
+    t = 0.0
+    for _ in range(n):
+        t += rng.expovariate(rate)
+        yield t
+
+
+def simulate(
+    service: ServiceTime, policy: BatchPolicy, load: OpenLoop | ClosedLoop, settings: SimulationSettings | None = None
+) -> SimulationResult:
+    """The result of `policy` under a load. The same arguments give the same result."""
+    settings = settings or SimulationSettings()
+    scheduler = Scheduler(
+        policy,
+        max_batch_size=settings.max_batch_size,
+        max_queue=UNBOUNDED,
+        max_queue_bytes=UNBOUNDED,
+        depth=settings.depth,
+        priority=settings.priority,
+        horizon_s=settings.slo_s or 30.0,
+    )
+    if settings.profile:
+        scheduler.prime(service.profile(settings.max_batch_size))
+    return _Simulation(service, scheduler, load, settings).finish()
+
+
+class _Simulation(Simulation):
+    settings: SimulationSettings
+
+    def __init__(
+        self, service: ServiceTime, scheduler: Scheduler, load: OpenLoop | ClosedLoop, settings: SimulationSettings
+    ) -> None:
+        super().__init__(service, scheduler, settings)
+        self.load, self.bulk = load, settings.bulk
+        self.deadline_s = (settings.slo_s or INF) if settings.deadlines else INF
+        self.clients_rng = random.Random(settings.seed)
+        self.client: dict[int, int] = {}  # closed loop: request -> client
+        self.drops: list[float] = []  # arrival
+        self.prepared_s: dict[int, float] = {}  # slot -> when its latest batch is prepared
+        self.last_bulk_id = 0
+        self.bulk_left: dict[int, int] = {}  # bulk request -> unanswered rows
+        self.bulk_done: list[tuple[float, int]] = []  # (answer, rows)
+
+    def finish(self) -> SimulationResult:
+        load = self.load
+        for _ in range(self.bulk.in_flight if self.bulk else 0):
+            self.schedule(0.0, _BULK)
+        if isinstance(load, ClosedLoop):
+            for client in range(load.clients):
+                self.schedule(self.clients_rng.random() * 0.005, client)
+            end = self.run(OpenLoop(()), load.horizon_s)
+        else:
+            self.run(load)
+            end = self.last_arrival_s
+        found = self.result(end, closed=isinstance(load, ClosedLoop))
+        t0 = WARM * end
+        answers = sum(1 for t, _ in self.done if t0 <= t <= end)
+        drops = sum(1 for t in self.drops if t0 <= t <= end)
+        return SimulationResult(
+            **{name: getattr(found, name) for name in found.__struct_fields__},
+            dropped=drops / max(1, drops + answers),
+            requests=self.requests,
+            bulk_throughput=sum(rows for t, rows in self.bulk_done if t0 <= t <= end) / ((end - t0) or INF),
+        )
+
+    def over(self, arrival: float) -> bool:
+        return self.bulk is not None and arrival == INF and not self.arrived
+
+    def client_event(self, number: int, now: float) -> None:
+        if number != _BULK:
+            self.client[self.arrive(now)] = number
+            return
+        assert self.bulk is not None
+        self.last_bulk_id = id = self.last_bulk_id - 1
+        self.bulk_left[id] = rows = self.bulk.rows
+        entry = Entry(id=id, rows=rows, arrival_s=now, priority=self.bulk.priority, divisible=self.bulk.divisible)
+        self.scheduler.offer(entry, now)
+
+    def arrive(self, now: float, rows: int = 1, deadline_s: float = INF) -> int:
+        return super().arrive(now, rows, self.deadline_s)
+
+    def handle(self, event: Event, now: float) -> None:
+        if type(event) is Dispatch:
+            super().handle(event, now)
+            return
+        self.drops.append(self.arrived.pop(event.id))  # type: ignore[union-attr]
+        if self.client:
+            self.schedule(now + _RETRY_S, self.client.pop(event.id))  # type: ignore[union-attr]
+
+    def start(self, batch: Dispatch, ready: float) -> float:
+        ready = max(ready, self.prepared_s.get(batch.slot, 0.0)) + self.settings.prepare_s * batch.rows
+        self.prepared_s[batch.slot] = ready
+        return super().start(batch, ready)
+
+    def outcome(self, run_s: float, entries: Sequence[Entry]) -> Outcome:
+        prepare_s = self.settings.prepare_s * sum(e.rows for e in entries)
+        return Outcome("ok", run_s, prepare_s=prepare_s) if self.settings.handover_s else Outcome()
+
+    def answer(self, batch: int, entries: list[Entry], now: float) -> None:
+        super().answer(batch, entries, now)
+        for part in entries:
+            if part.id >= 0:
+                continue
+            assert self.bulk is not None
+            self.bulk_done.append((now, part.rows))
+            self.bulk_left[part.id] -= part.rows
+            if not self.bulk_left[part.id]:
+                del self.bulk_left[part.id]
+                self.schedule(now + self.bulk.think_s, _BULK)
+
+    def answered(self, entry: Entry, place: int, now: float) -> None:
+        if entry.id < 0:
+            return
+        super().answered(entry, place, now)
+        if isinstance(self.load, ClosedLoop):
+            think = self.load.think
+            pause = think.fixed_s + self.clients_rng.expovariate(1 / think.mean_s) + place * think.position_s
+            self.schedule(now + pause, self.client.pop(entry.id))
