@@ -29,6 +29,7 @@ _EXACT: Final = 50_000  # above this sample size the normal approximation of the
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
+SHARES: Final = {"p50_s": 0.5, "p75_s": 0.75, "p90_s": 0.9, "p95_s": 0.95, "p99_s": 0.99, "p999_s": 0.999}
 _WORDS: Final = {LOST: "lost", TIMED_OUT: "timeout", REFUSED: "refused", WRONG: "wrong"}
 CLOSED: Final = "a closed loop sends nothing while the server is stalled, so it cannot see stalls: use --mode open"
 NO_HISTOGRAM: Final = f"no histogram was stored: {install_hint('bench')}"
@@ -115,8 +116,7 @@ def latency_of(ordered: Sequence[float]) -> Latency:
     """The figures of sorted latencies; a percentile with too few samples is None."""
     if not ordered:
         return Latency()
-    shares = {"p50_s": 0.5, "p75_s": 0.75, "p90_s": 0.9, "p95_s": 0.95, "p99_s": 0.99, "p999_s": 0.999}
-    known = {name: percentile(ordered, q) for name, q in shares.items() if enough(len(ordered), q)}
+    known = {name: percentile(ordered, q) for name, q in SHARES.items() if enough(len(ordered), q)}
     low, high = interval_p99(ordered)
     mean_s = math.fsum(ordered) / len(ordered)
     return Latency(mean_s=mean_s, max_s=ordered[-1], p99_low_s=low, p99_high_s=high, **known)

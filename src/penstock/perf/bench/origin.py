@@ -85,10 +85,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def versions(libraries: Sequence[str] = ()) -> dict[str, str]:
     """The versions of Python, Penstock (with its commit in a checkout) and the installed ones of `libraries`."""
     found = {"python": platform.python_version()}

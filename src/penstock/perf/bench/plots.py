@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from penstock.errors import ConfigError, install_hint
 from penstock.perf.bench.document import Plot, seconds
-from penstock.perf.bench.figures import decode
+from penstock.perf.bench.figures import SHARES, decode
 from penstock.perf.bench.measurement import (
     STAGES,
     LoadPoint,
@@ -232,9 +232,6 @@ def _percentiles(axes: Axes, data: PlotData) -> tuple[str, str] | None:
     return "Percentiles", "A line ends at its slowest sample."
 
 
-_SHARES: Final = {"p50_s": 0.5, "p75_s": 0.75, "p90_s": 0.9, "p95_s": 0.95, "p99_s": 0.99, "p999_s": 0.999}
-
-
 def _curve(point: LoadPoint) -> list[tuple[float, float]]:
     """(1 / (1 - q), seconds) from the histograms of all repeats, or else from the stored percentiles."""
     try:
@@ -246,7 +243,7 @@ def _curve(point: LoadPoint) -> list[tuple[float, float]]:
     if not count:
         known = (
             (1 / (1 - q), point.median(lambda m, name=name: getattr(m.latency, name)))  # type: ignore[misc]
-            for name, q in _SHARES.items()
+            for name, q in SHARES.items()
         )
         return [(x, y) for x, y in known if y is not None]
     total, below = count.total(), 0

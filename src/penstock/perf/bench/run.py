@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -111,9 +112,14 @@ class _LoadSender:
     def __init__(
         self, target: Target, requests: Sequence[bytes], load: Load, check: Check | None, timeout_s: float | None
     ) -> None:
-        self._target, self._requests, self._load, self._check = target, requests, load, check
+        self._target, self._requests, self._load = target, requests, load
         self._timeout_s = timeout_s or (CLOSED_S if load.mode == "closed" else OPEN_S)
         self._times, self._whole = _arrival_times(load) if load.mode == "open" else (array("d"), False)
+        endpoint, patience_s = target.endpoint, self._timeout_s
+        self._closed = partial(closed_loop, endpoint, timeout_s=patience_s, check=check)
+        self._open = partial(
+            open_loop, endpoint, requests, connections=load.connections, patience_s=patience_s, check=check
+        )
         self._rate = load.rate or _mean_rate(self._times)
         self.slice_s = SLICE_S if load.mode == "closed" else max(SLICE_S, min(SLICE_REQUESTS / self._rate, LONGEST_S))
 
@@ -124,7 +130,7 @@ class _LoadSender:
         for number in range(LOOKS):
             request = self._requests[number % len(self._requests)]
             samples = Samples()
-            await self._closed([request], samples, concurrency=1, at_least=1)
+            await self._closed([request], samples=samples, concurrency=1, at_least=1)
             if 200 <= samples.status[0] < 300:
                 return
             first = first or samples
@@ -139,9 +145,10 @@ class _LoadSender:
         samples = Samples()
         start = time.perf_counter()
         if self._load.mode == "closed":
-            await self._closed(self._requests, samples, concurrency=self._load.concurrency, seconds=seconds)
+            clients = self._load.concurrency
+            await self._closed(self._requests, samples=samples, concurrency=clients, seconds=seconds)
         else:
-            await self._open(times(parse_arrival("constant"), self._rate, seconds, 0), 0.0, samples, None)
+            await self._open(times(parse_arrival("constant"), self._rate, seconds, 0), samples=samples)
         if samples.ended == "gone":
             raise Unreachable(f"{self._target.url} went away during the warm-up")
         took = _good_latencies(samples)
@@ -150,43 +157,16 @@ class _LoadSender:
         return len(took) / (time.perf_counter() - start) if self._load.mode == "closed" else 1 / statistics.median(took)
 
     async def run(self, samples: Samples, on_progress: Progress | None) -> None:
-        load = self._load
+        load, seconds = self._load, 0.0 if self._whole else self._load.seconds
         if load.mode == "open":
-            await self._open(self._times, 0.0 if self._whole else load.seconds, samples, on_progress)
+            await self._open(self._times, seconds=seconds, samples=samples, on_progress=on_progress)
         else:
-            await self._closed(
-                self._requests,
-                samples,
-                concurrency=load.concurrency,
-                seconds=load.seconds,
-                at_least=load.requests,
-                on_progress=on_progress,
-            )
-
-    async def _closed(self, requests: Sequence[bytes], samples: Samples, **options: Any) -> None:
-        await closed_loop(
-            self._target.endpoint,
-            requests,
-            timeout_s=self._timeout_s,
-            check=self._check,
-            samples=samples,
-            **options,
-        )
-
-    async def _open(
-        self, arrivals: Sequence[float], seconds: float, samples: Samples, on_progress: Progress | None
-    ) -> None:
-        await open_loop(
-            self._target.endpoint,
-            self._requests,
-            arrivals,
-            seconds=seconds,
-            connections=self._load.connections,
-            patience_s=self._timeout_s,
-            check=self._check,
-            on_progress=on_progress,
-            samples=samples,
-        )
+            counted: dict[str, Any] = {
+                "concurrency": load.concurrency,
+                "seconds": load.seconds,
+                "at_least": load.requests,
+            }
+            await self._closed(self._requests, **counted, samples=samples, on_progress=on_progress)
 
 
 def _arrival_times(load: Load) -> tuple[array[float], bool]:

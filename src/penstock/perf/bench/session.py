@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from penstock.errors import PenstockError
 from penstock.perf.bench.document import UNKNOWN, Paragraph, align, markdown, page
-from penstock.perf.bench.measurement import Load, Measurement, ObjectiveResult, ServerStats
+from penstock.perf.bench.measurement import STAGES, Load, Measurement, ObjectiveResult, server_stats
 from penstock.perf.bench.modes import LoadPlan, in_units, run_plan
 from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.payload import check_of
@@ -303,14 +303,13 @@ def notes(runs: Sequence[Measurement]) -> list[str]:
 def server_lines(runs: Sequence[Measurement]) -> list[str]:
     """A line per valid run about the server."""
     named = zip(runs, _names(runs), strict=True)
-    lines = ((name, _server(run.server)) for run, name in named if run.server is not None and not run.invalid)
+    lines = ((name, _server(run)) for run, name in named if not run.invalid)
     return [f"{name}: {text}" for name, text in lines if text]
 
 
-def _server(server: ServerStats) -> str:
-    times = {"queue": server.queue_s, "preprocess": server.preprocess_s, "run": server.run_s}
-    times["postprocess"] = server.postprocess_s
-    parts = [f"{name} {_ms(value)} ms" for name, value in times.items() if value is not None]
+def _server(run: Measurement) -> str:
+    server = server_stats(run)
+    parts = [f"{name} {_ms(value)} ms" for name, figure in STAGES.items() if (value := figure(run)) is not None]
     if server.batches:
         counts = " ".join(f"<={rows}:{count:,}" for rows, count in server.batches.items() if count)
         parts.append(f"batches by rows {counts}")

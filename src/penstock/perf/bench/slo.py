@@ -53,19 +53,19 @@ class Slo(Struct, frozen=True):
         tail = [o.limit for o in latencies if o.name in _TAIL]
         return min(tail or [o.limit for o in latencies[-1:]], default=None)
 
-    def judge(self, run: Measurement, *, upper: bool = False) -> list[ObjectiveResult]:
-        """The result of each objective. With `upper` the p99 counts with the upper bound of its interval."""
-        values = [(o, _value(o.name, run, upper)) for o in self.objectives]
+    def judge(self, run: Measurement) -> list[ObjectiveResult]:
+        """The result of each objective."""
+        values = [(o, measured_value(o.name, run)) for o in self.objectives]
         return [ObjectiveResult(text=o.text, value=v, met=None if v is None else o.met_by(v)) for o, v in values]
 
 
-def _value(name: str, run: Measurement, upper: bool) -> float | None:
+def measured_value(name: str, run: Measurement) -> float | None:
+    """The value of an objective in a run; None with too few samples."""
     if name == "error":
         return run.error_share if run.requests else None
     if name == "throughput":
         return run.throughput
-    field = "p99_high_s" if name == "p99" and upper else f"{name.replace('.', '')}_s"
-    found: float | None = getattr(run.latency, field)
+    found: float | None = getattr(run.latency, f"{name.replace('.', '')}_s")
     return found
 
 

@@ -22,7 +22,7 @@ from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.document import Report, align, markdown
 from penstock.perf.bench.measurement import MOST_ERRORS
-from penstock.perf.bench.origin import Origin, usable_cores
+from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.report import PAGE, REPORT, VERDICT, compose, publish
 from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Results, as_csv, read, write_error, write_whole
 from penstock.perf.bench.slo import Slo, parse_slo

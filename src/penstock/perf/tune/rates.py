@@ -198,7 +198,7 @@ class RateProber:
             return start
         if bad.throughput < KEPT_UP * bad.rate:
             return 0.93 * bad.throughput
-        p99, limit = bad.p99_s, self.slo.latency_s
+        p99, limit = bad.run.latency.p99_s, self.slo.latency_s
         return bad.rate * (0.4 if p99 is not None and limit is not None and p99 > 2 * limit else 0.75)
 
     def settle(self, trial: TuningTrial, start: float) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from penstock.perf.bench.measurement import Measurement
-from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.slo import Slo, measured_value
 from penstock.perf.tune.space import CandidateSettings
 
 
@@ -29,11 +29,6 @@ class MeasuredRun(Struct, frozen=True, kw_only=True):
         return self.run.throughput
 
     @property
-    def p99_s(self) -> float | None:
-        """None if there are too few samples."""
-        return self.run.latency.p99_s
-
-    @property
     def late_share(self) -> float | None:
         """The share of latencies over the SLO's, among answers and timed-out requests, which percentiles count too.
 
@@ -52,10 +47,8 @@ class MeasuredRun(Struct, frozen=True, kw_only=True):
     def value(self, name: str) -> float | None:
         """The measured value of the SLO part `name`. A percentile with too few samples is replaced by the largest
         latency, which is an upper bound of it."""
-        if name == "error":
-            return self.run.error_share if self.run.requests else None
-        found: float | None = getattr(self.run.latency, "p999_s" if name == "p99.9" else f"{name}_s")
-        return self.run.latency.max_s if found is None else found
+        found = measured_value(name, self.run)
+        return self.run.latency.max_s if found is None and name != "error" else found
 
     def violation(self, slo: Slo) -> str | None:
         """Which part of the SLO the run violates, as "p99 140 ms (wanted p99<=100ms)"; None if it keeps the SLO.

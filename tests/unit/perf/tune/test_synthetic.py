@@ -33,13 +33,13 @@ def test_a_measurement_records_its_load_and_cost() -> None:
     found = bench.measure(ONE, 300, 2.0, 1)
     assert found.rate == 300
     assert found.throughput == pytest.approx(300, rel=0.15)
-    assert found.p99_s is not None
+    assert found.run.latency.p99_s is not None
     assert found.run.latency.p99_high_s is not None
-    assert 0.005 < (found.run.latency.p50_s or 0) < found.p99_s <= found.run.latency.p99_high_s < 0.05
+    assert 0.005 < (found.run.latency.p50_s or 0) < found.run.latency.p99_s <= found.run.latency.p99_high_s < 0.05
     assert found.cost_s == pytest.approx(2.0 / 0.85)
     assert found == bench.measure(ONE, 300, 2.0, 1), "same seed, same arrivals"
     assert found != bench.measure(ONE, 300, 2.0, 2)
-    assert bench.measure(ONE, 20, 2.0, 1).p99_s is None, "too few samples"
+    assert bench.measure(ONE, 20, 2.0, 1).run.latency.p99_s is None, "too few samples"
 
 
 def test_the_curve_describes_one_instance_alone() -> None:

@@ -30,7 +30,7 @@ SLO = parse_slo("p99<=100ms,error<=1%,throughput>=500")
 def test_a_run_that_keeps_the_latency_has_no_violation_whatever_the_throughput() -> None:
     found = measured(p99_s=0.09, p99_high_s=0.12)
     assert found.violation(SLO) is None
-    assert (found.rate, found.p99_s, found.throughput) == (100, 0.09, 99.0)
+    assert (found.rate, found.run.latency.p99_s, found.throughput) == (100, 0.09, 99.0)
 
 
 def test_a_violation_names_its_figures() -> None:
