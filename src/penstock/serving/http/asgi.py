@@ -13,7 +13,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
 from penstock.serving.http.context import STREAM_BACKLOG, RequestOptions
-from penstock.serving.http.flavor import SPECIAL_NAMES, Router, check_method, read_special
+from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route, read_special
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.responses import error_result, sse_event, stream_part, stream_type
@@ -75,7 +75,7 @@ class InferenceApp:
         self.backend = backend
         self.config = config or LimitsConfig()
         self.tokens = tokens
-        self.router = Router()
+        self.known: dict[bytes, Route] = {}
         self.idempotency = IdempotencyCache(backend, time.monotonic)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -111,15 +111,14 @@ class InferenceApp:
             elif name in SPECIAL_NAMES and name not in SERVER_NAMES:
                 special[name] = value
         call.target = raw
-        call.route = route = self.router.resolve(raw)
+        call.route = route = find_route(self.known, raw)
         check_method(route, scope["method"].encode("ascii"))
         read_special(call, route, special, self.tokens)
         template = route.template
         if template.answer is not None:
             await self._whole(call, template.answer(self.backend, route), send, head_only=scope["method"] == "HEAD")
             return
-        payload = await self._body(call, route, receive)
-        headers = list(scope["headers"])
+        payload, headers = await self._body(call, route, receive), list(scope["headers"])
         codec = call.codec or template.codec
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
         submit = partial(self.idempotency.submit, call.key) if call.key else self.backend.submit
@@ -172,12 +171,9 @@ class InferenceApp:
             result = await call.next(gone)
             assert call.route is not None
             error_body = call.route.template.error_body
-            if result.error is not None and not started:
-                result = error_result(result.error, error_body)
-                await self._whole(call, result, send)
-                return
-            if result.final and not started and not call.sse:
-                await self._whole(call, result, send)
+            if not started and (result.error is not None or (result.final and not call.sse)):
+                whole = result if result.error is None else error_result(result.error, error_body)
+                await self._whole(call, whole, send)
                 return
             if not started:
                 started = True

@@ -46,7 +46,7 @@ class NativeFlavor:
         self.known: dict[bytes, Route] = {}
         self.guarded = bool(tokens)
         self._tokens = tokens
-        self._router = Router()
+        self._routes: dict[bytes, Route] = {}  # of all methods
 
     def too_many(self) -> bytes:
         """503 with a Retry-After of one second."""
@@ -57,7 +57,7 @@ class NativeFlavor:
 
     def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
         """Raises RouteNotFound, BadRequest, MethodNotAllowed."""
-        context.route = route = self._router.resolve(target)
+        context.route = route = find_route(self._routes, target)
         check_method(route, method)
         if route.template.codec:
             remember(self.known, target, route)
@@ -103,19 +103,13 @@ def check_method(route: Route, method: bytes) -> None:
         raise MethodNotAllowed.only("GET", "HEAD")
 
 
-class Router:
+def find_route(known: dict[bytes, Route], path: bytes) -> Route:
     """`resolve` with a cache of recent paths."""
-
-    def __init__(self) -> None:
-        self.known: dict[bytes, Route] = {}
-
-    def resolve(self, path: bytes) -> Route:
-        """The route of a raw path. Raises RouteNotFound, BadRequest."""
-        route = self.known.get(path)
-        if route is None:
-            route = resolve(path)
-            remember(self.known, path, route)
-        return route
+    route = known.get(path)
+    if route is None:
+        route = resolve(path)
+        remember(known, path, route)
+    return route
 
 
 def parse_budget(value: bytes) -> float:

@@ -172,7 +172,7 @@ async def test_a_body_that_cannot_be_meant_is_a_bad_request(management: FakeMana
     async with client(management) as c:
         answer = await c.put(path, content=body)
     assert answer.status_code == 400, answer.text
-    assert "expected for instance {" in answer.json()["error"]["message"]
+    assert "expected, for example, {" in answer.json()["error"]["message"]
     assert not management.asked
 
 
