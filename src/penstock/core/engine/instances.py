@@ -106,7 +106,7 @@ class Instances:
         return {slot: i.pid for slot, i in self._slots.items() if i.up and i.pid not in (0, os.getpid())}
 
     def workers(self) -> list[WorkerSnapshot]:
-        """What there is to be, by slot."""
+        """The state of every slot that is not being removed, in order."""
         pids = self.pids()
         return [
             WorkerSnapshot(slot, i.device, i.up, pids.get(slot, 0), i.since_s)
@@ -118,7 +118,7 @@ class Instances:
         return self._soonest(self._slots.values())
 
     def back_in_s(self) -> float | None:
-        """As `retry_in_s`, of those that one may hope for: what failed again and again may need long to fail anew."""
+        """Like `retry_in_s`, without workers that failed repeatedly, whose next attempt will probably fail too."""
         return self._soonest(i for i in self._slots.values() if i.failures < HOPELESS)
 
     @staticmethod
@@ -142,7 +142,7 @@ class Instances:
         return loading
 
     def closing(self) -> None:
-        """Nothing is begun any more; what was begun raises ModelNotReady."""
+        """Ends a scaling under way with ModelNotReady; no other one begins."""
         self._stop(ModelNotReady(f"model '{self._spec.name}' was stopped while it was scaled"))
 
     async def close(self, drain_s: float) -> None:
@@ -164,7 +164,7 @@ class Instances:
     def _fail(self, error: PenstockError) -> None:
         if not self._loaded.done():
             self._loaded.set_exception(error)
-            self._loaded.exception()  # nobody may be waiting for it: that is no mistake
+            self._loaded.exception()  # asyncio warns of an exception that is never read
 
     # ---- scale
 
@@ -201,7 +201,7 @@ class Instances:
             raise
 
     def _add(self) -> int:
-        """Begins to start one more worker: its slot."""
+        """Begins to start one more worker and returns its slot."""
         slot = next(n for n in itertools.count() if n not in self._slots)
         device = next_device(self._spec.config, [i.device for i in self._slots.values()])
         self._slots[slot] = Instance(device)
@@ -213,12 +213,12 @@ class Instances:
         return slot
 
     def _settled(self, slots: Sequence[int]) -> bool:
-        """Each of them is up, or one is known not to be."""
+        """True when all of them are up, or one has failed."""
         found = [self._slots[slot] for slot in slots]
         return all(i.up for i in found) or any(i.reported and not i.up for i in found)
 
     async def _take_away(self, slots: Sequence[int], drain_s: float) -> None:
-        """Out of sight at once; then each answers what it has, and its worker ends, also if the caller leaves."""
+        """Hides the slots at once. Each then answers its batches and ends its worker, even if the caller leaves."""
         slots = [slot for slot in slots if slot in self._slots]  # `close` may have been faster
         for slot in slots:
             self._slots[slot].leaving, self._slots[slot].up = True, False

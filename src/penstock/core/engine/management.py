@@ -110,9 +110,7 @@ class Management:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(
-            error, PenstockError
-        ):  # the caller, which may have left, does not receive the reason
+        if error is not None and not isinstance(error, PenstockError):  # a bug, whose reason no caller receives
             log.error("change_failed error=%s", describe(error), exc_info=error)
 
     async def _in_turn(self, model: str, change: Change) -> None:
