@@ -81,22 +81,8 @@ class _Registry:
         return [MetricDelta(kind, name, value, dict(labels)) for (kind, name, labels), value in taken] + records
 
 
-class _ForAll(_Registry):
-    """The registry of threads that count for the whole process and report nothing themselves."""
-
-    def add(self, kind: str, name: str, value: float, labels: dict[str, object]) -> None:
-        _shared.add(kind, name, value, labels)
-
-    def add_timings(self, key: _Key, values: Iterable[float]) -> None:
-        _shared.add_timings(key, values)
-
-    def record(self, delta: MetricDelta) -> None:
-        _shared.record(delta)
-
-
 _shared = _Registry()
-_for_all = _ForAll()
-_own = threading.local()
+_own = threading.local()  # `registry`: _Registry, or None on a thread whose changes other threads report
 
 
 def own_registry() -> None:
@@ -107,12 +93,11 @@ def own_registry() -> None:
 def count_for_all() -> None:
     """Undoes `own_registry`: metrics of the calling thread are reported with the answers of other threads."""
     if hasattr(_own, "registry"):
-        _own.registry = _for_all
+        _own.registry = None
 
 
 def _current() -> _Registry:
-    registry: _Registry = getattr(_own, "registry", _shared)
-    return registry
+    return getattr(_own, "registry", None) or _shared
 
 
 def counter(name: str, value: float = 1, **labels: object) -> None:
@@ -157,8 +142,10 @@ def timings(name: str, seconds: Iterable[float], **labels: object) -> None:
 
 def drain() -> list[MetricDelta] | None:
     """The changes since the last call, by this thread's model and by threads without a model."""
-    registry = _current()
-    changes = registry.drain()
-    if registry not in (_shared, _for_all):
+    own: _Registry | None = getattr(_own, "registry", _shared)
+    if own is None:
+        return None
+    changes = own.drain()
+    if own is not _shared:
         changes += _shared.drain()
     return changes or None

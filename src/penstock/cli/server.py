@@ -1,10 +1,11 @@
-"""The composition root of `penstock serve`: joins engine, listeners and signals into one running server."""
+"""The composition root of `penstock serve`: engine, listeners and signals."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -31,8 +32,8 @@ from penstock.types import ModelStatus, TensorSpec
 if TYPE_CHECKING:
     from penstock.torchpipe.thrift.server import ThriftServer
 
-_MOST_ROWS = 5  # in the banner's table of models
-_MOST_ELEMENTS = 64  # in an example input of the banner
+_MAX_ROWS = 5  # of the models table in the banner
+_MAX_ELEMENTS = 64  # of an example input in the banner
 
 
 def run(config: Config, on_ready: Callable[[dict[str, str]], None] | None = None, *, record: str | None = None) -> int:
@@ -66,10 +67,12 @@ class Server:
         engine = Engine(self._config.limits, [each for each in observers if each is not None])
         management = Management(engine, self._config, [os.getcwd()])
         self._stop.catch()
-        http = self._listener(engine)
+        s = self._config.server
+        context = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
+        http = HttpServer(engine, self._config.limits, tokens=tokens_for(self._config, "inference"), ssl=context)
         self._metrics.read = lambda: _reading(engine, http)
         try:
-            await self._bind_inference(http)
+            self._note("inference", *await http.start(s.host, s.port))
             await self._bind_thrift(engine)
             loads = asyncio.ensure_future(self._load_models(engine))
             try:
@@ -103,15 +106,6 @@ class Server:
 
     # ---- listeners
 
-    def _listener(self, engine: Engine) -> HttpServer:
-        s = self._config.server
-        tokens = tokens_for(self._config, "inference")
-        context = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
-        return HttpServer(engine, self._config.limits, tokens=tokens, ssl=context)
-
-    async def _bind_inference(self, http: HttpServer) -> None:
-        self._note("inference", *await http.start(self._config.server.host, self._config.server.port))
-
     async def _bind_thrift(self, engine: Engine) -> None:
         s = self._config.server
         if s.thrift_port is None:
@@ -127,19 +121,11 @@ class Server:
         from penstock.serving.http.admin import UvicornServer, admin_app, metrics_app
 
         s = self._config.server
+        admin = admin_app(engine, tokens_for(self._config, "management"), management)
+        metrics = metrics_app(self._metrics.scrape, self._records.body, tokens_for(self._config, "metrics"))
         for name, app, host, port in (
-            (
-                "management",
-                admin_app(engine, tokens_for(self._config, "management"), management),
-                s.management_host,
-                s.management_port,
-            ),
-            (
-                "metrics",
-                metrics_app(self._metrics.scrape, self._records.body, tokens_for(self._config, "metrics")),
-                s.metrics_host,
-                s.metrics_port,
-            ),
+            ("management", admin, s.management_host, s.management_port),
+            ("metrics", metrics, s.metrics_host, s.metrics_port),
         ):
             server = UvicornServer(app, tls_cert=s.tls_cert, tls_key=s.tls_key, tls_client_ca=s.tls_client_ca)
             self._note(name, *await server.start(host, port, f"server.{name}_port"))
@@ -173,9 +159,9 @@ def _reading(engine: Engine, http: HttpServer) -> ServerSnapshot:
 
 
 def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) -> str:
-    """At most 12 lines: addresses, models, and one line to try."""
+    """At most 12 lines: addresses, models and an example request."""
     rows = [("MODEL", "VERSION", "INSTANCES", "BATCH", "DEVICE", "STATE")]
-    for m in models[:_MOST_ROWS]:
+    for m in models[:_MAX_ROWS]:
         devices = ",".join(dict.fromkeys(m.devices))
         rows.append((m.name, m.version, str(m.instances), str(m.max_batch_size), devices, m.state))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -184,14 +170,14 @@ def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) ->
     lines += [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    if len(models) > _MOST_ROWS:
-        lines.append(f"  ... and {len(models) - _MOST_ROWS} more: GET {urls['management']}/models")
+    if len(models) > _MAX_ROWS:
+        lines.append(f"  ... and {len(models) - _MAX_ROWS} more: GET {urls['management']}/models")
     lines.append(f"  {example}")
     return "\n".join(lines)
 
 
 def _curl(config: Config) -> str:
-    """`curl` with the options that the inference listener requires."""
+    """`curl` with the TLS and token options that the inference listener requires."""
     words = ["curl"]
     if config.server.tls_cert:
         words.append("-k")  # the certificate has a host name, this URL an address
@@ -203,7 +189,7 @@ def _curl(config: Config) -> str:
 
 
 def _example(engine: Engine, url: str, curl: str) -> str:
-    """A curl line that works when pasted: an inference if the model declares small inputs, otherwise its metadata."""
+    """A working curl command: an inference if the model declares small inputs, otherwise its metadata."""
     name = next((m.name for m in engine.statuses() if m.state == "READY"), None)
     if name is None:
         return f"{curl} {url}/readyz"
@@ -217,10 +203,8 @@ def _example(engine: Engine, url: str, curl: str) -> str:
 
 def _zeros(spec: TensorSpec) -> dict[str, Any] | None:
     shape = [1 if n < 0 else n for n in spec.shape]
-    count = 1
-    for n in shape:
-        count *= n
-    if count > _MOST_ELEMENTS or spec.datatype == "BYTES":
+    count = math.prod(shape)
+    if count > _MAX_ELEMENTS or spec.datatype == "BYTES":
         return None
     zero: Any = False if spec.datatype == "BOOL" else 0
     return {"name": spec.name, "datatype": spec.datatype, "shape": shape, "data": [zero] * count}

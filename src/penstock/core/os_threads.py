@@ -1,7 +1,7 @@
-"""Threads, locks, loops and cores of the operating system, also in a program that gevent has patched.
+"""Threads, locks, loops and cores of the operating system, even after gevent has patched the standard library.
 
-There `threading` gives greenlets, which the background loop must not be: it would stand still whenever one of them
-does. Nothing here imports gevent; a program that is patched has done so itself.
+A patched `threading` module creates greenlets, and a blocked greenlet would stop the background loop. This module does
+not import gevent, because a patched program has already imported it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def patched() -> bool:
-    """Whether gevent has taken the place of threads in this program."""
+    """Whether gevent has patched `threading`."""
     monkey = sys.modules.get("gevent.monkey")
     return monkey is not None and bool(monkey.is_module_patched("threading"))
 
@@ -32,7 +32,7 @@ def _original(module: str, name: str) -> Any:
 
 
 def new_lock() -> Any:
-    """A lock that blocks its thread, greenlets and all."""
+    """A lock that blocks the whole thread, including its greenlets."""
     return _original("_thread", "allocate_lock")() if patched() else threading.Lock()
 
 
@@ -42,7 +42,7 @@ def new_queue() -> Any:
 
 
 def thread_id() -> int:
-    """A number of this thread, the same for all of its greenlets."""
+    """The identifier of this thread, the same for all of its greenlets."""
     return int(_original("_thread", "get_ident")() if patched() else threading.get_ident())
 
 
@@ -72,7 +72,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that wait for nothing but the system."""
+    """Two connected sockets without gevent's hooks."""
     if not patched():
         return socket.socketpair()
     import _socket
@@ -81,14 +81,14 @@ def socketpair() -> tuple[socket.socket, socket.socket]:
 
 
 def popen(*arguments: Any, **keys: Any) -> subprocess.Popen[bytes]:
-    """A `subprocess.Popen` that no greenlet waits for."""
+    """A `subprocess.Popen` without gevent's hooks."""
     process: subprocess.Popen[bytes] = (_subprocess() if patched() else subprocess).Popen(*arguments, **keys)
     return process
 
 
 @functools.cache
 def _subprocess() -> Any:
-    """A copy of the module as it was: gevent takes away what its classes need."""
+    """An unpatched copy of the module: gevent removes functions that its classes need."""
     spec = importlib.util.find_spec("subprocess")
     assert spec is not None
     assert spec.loader is not None

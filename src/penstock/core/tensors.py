@@ -22,10 +22,10 @@ def array_of(name: str, data: Any, datatype: str) -> np.ndarray[Any, Any]:
 
 
 def has_text(data: Any, depth: int = 64) -> bool:
-    """Whether nested lists, no deeper than NumPy's own, hold a text.
+    """Whether nested lists, up to NumPy's maximum depth, contain a string.
 
-    To be asked before NumPy gets them: it takes for every element the memory of the longest text, which are gigabytes
-    for 200 kB of JSON, makes texts of numbers, and ends texts at their last NUL.
+    Check this before calling NumPy: it allocates the size of the longest string for every element (gigabytes for 200 kB
+    of JSON), converts numbers to strings, and strips trailing NULs.
     """
     if not isinstance(data, list | tuple):
         return isinstance(data, str | bytes)
@@ -53,7 +53,7 @@ def as_array(what: str, data: Any, datatype: str, error: Error, holds_text: bool
         return _as_bytes(what, found, error)
     if found.dtype.kind not in _KINDS.get(dtype.kind, ""):
         raise error(f"{what}: {datatype} data holds {_found(found)}")
-    beyond = f"{what}: data holds a number that {datatype} cannot"
+    beyond = f"{what}: data holds a number outside the range of {datatype}"
     if dtype.kind in "ui":
         limits = np.iinfo(dtype)
         if int(found.min()) < limits.min or int(found.max()) > limits.max:
@@ -66,7 +66,7 @@ def as_array(what: str, data: Any, datatype: str, error: Error, holds_text: bool
 
 
 def _as_bytes(what: str, found: np.ndarray[Any, Any], error: Error) -> np.ndarray[Any, Any]:
-    """Objects of bytes, from objects of which one at least is a text."""
+    """An object array of bytes, from an object array with at least one string."""
     cells = found.ravel().tolist()
     if any(isinstance(cell, list | tuple) for cell in cells):
         raise error(f"{what}: data is a ragged array")
@@ -76,7 +76,7 @@ def _as_bytes(what: str, found: np.ndarray[Any, Any], error: Error) -> np.ndarra
 
 
 def _large_integers(data: Any, found: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Integers as such: numpy makes fractions of a list that has some below 2**63 and some above."""
+    """Unsigned integers: NumPy converts a list with values below and above 2**63 to floats."""
     import numpy as np
 
     cells = np.asarray(data, object)

@@ -123,7 +123,7 @@ TWO = (X, Input("k", "INT64", (-1,)))
         ((X,), [[1], [2, 3]], "ragged"),
         ((X,), ["a", "b"], "holds strings"),
         ((X,), [None, 1], "null or mixed"),
-        ((X,), [1e300, 1], "a number that FP32 cannot"),
+        ((X,), [1e300, 1], "outside the range of FP32"),
         ((X,), True, "booleans|no rows"),
         ((ANY,), [[1], [2, 3]], "ragged"),
         ((ANY,), ["a"], "holds strings"),

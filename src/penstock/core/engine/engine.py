@@ -1,4 +1,4 @@
-"""Engine: the asyncio face of everything below it, and the Backend that front-ends are handed."""
+"""Engine: the asyncio API of the core, and the Backend of the front-ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("penstock.engine")
 
 
 class Engine:
-    """Loads models, and answers requests for them. All calls on one event loop; `Portal` is the face for threads.
+    """Loads models and answers requests. All calls must come from one event loop; `Portal` is the API for threads.
 
     Use as `async with Engine() as engine`, or call `close()` at the end.
     """
@@ -36,7 +36,7 @@ class Engine:
         self._limits = limits or LimitsConfig()
         self._observers = tuple(observers)
         self._registry = ModelRegistry()
-        self._live: set[ModelHandle] = set()  # also those that are out of sight: loading beside another, or draining
+        self._live: set[ModelHandle] = set()  # includes hidden ones, which load or drain
         self._pool: SlabPool | None = None
         self._draining = False
 
@@ -49,11 +49,11 @@ class Engine:
     # ---- models
 
     async def load(self, name: str, config: ModelConfig, *, target: Any = None, sys_path: Sequence[str] = ()) -> None:
-        """Starts the instances of a model and returns when one is up. Meanwhile it is in sight as LOADING.
+        """Starts the instances of a model and waits until one is up. Until then the model is visible as LOADING.
 
-        Raises LoadFailed, TargetNotFound, ConfigError; ModelNotReady when the engine is closed, now or meanwhile.
+        `target`: a function, class or object that overrides `config.target`, for callers in this process.
 
-        `target`: a function, class or object in place of `config.target`, for callers in this process.
+        Raises LoadFailed, TargetNotFound, ConfigError; ModelNotReady if the engine is closed or closes meanwhile.
         """
         handle = self.prepare(name, config, target=target, sys_path=sys_path)
         try:
@@ -64,10 +64,10 @@ class Engine:
             raise
 
     async def put(self, handle: ModelHandle, *, drain_s: float = 30.0, keep: bool = False) -> None:
-        """Loads what was prepared, out of sight; then it answers, beside the other versions or in place of its own.
+        """Loads a prepared version while it is hidden, then makes it visible; it replaces an equal version.
 
-        Returns when the one it replaces has answered what it accepted. Raises what `load` does; nothing has changed
-        then. `keep`: one that does not load stays, as FAILED, while its workers are tried again and again.
+        Returns when a replaced version has answered its accepted requests. Raises the errors of `load`; then nothing
+        has changed. `keep`: a version that does not load stays as FAILED, and its workers are restarted repeatedly.
         """
         try:
             try:
@@ -76,7 +76,7 @@ class Engine:
                 if not keep:
                     raise
                 detail = f"\n{e.detail}" if e.detail else ""
-                log.warning("load_failed model=%s error=%s: it is tried again%s", handle.name, e, detail)
+                log.warning("load_failed model=%s error=%s: retrying%s", handle.name, e, detail)
             if handle.state == "DRAINING":
                 raise ModelNotReady(f"model '{handle.name}' was stopped while it was loading")
             old = self._registry.get(handle.name, handle.version)
@@ -100,14 +100,14 @@ class Engine:
         wants_headers: bool = False,
         capture_output: bool = False,
     ) -> ModelHandle:
-        """A version that is not loaded and out of sight; to be handed to `put`. The flags are those of `WorkerSpec`.
+        """A hidden version for `put`, not loaded yet. `WorkerSpec` defines the flags.
 
-        Raises ConfigError, ModelNotReady, and Conflict when there are as many versions as may be.
+        Raises ConfigError, ModelNotReady, and Conflict at the maximum number of versions.
         """
         if self._draining:
             raise ModelNotReady(f"model '{name}' is not loaded: the engine is draining or closed")
         check_model(config, f"model '{name}': ")
-        self._bound(name, config.version)
+        self._check_version_limit(name, config.version)
         devices = devices_of(config)
         spec = WorkerSpec(
             name=name,
@@ -130,24 +130,24 @@ class Engine:
         self._live.add(handle)
         return handle
 
-    def _bound(self, name: str, version: str) -> None:
-        there = {(h.name, h.version) for h in self._live} - {(name, version)}
-        if len(there) >= self._limits.max_versions:
+    def _check_version_limit(self, name: str, version: str) -> None:
+        loaded = {(h.name, h.version) for h in self._live} - {(name, version)}
+        if len(loaded) >= self._limits.max_versions:
             raise Conflict(
-                f"model '{name}' version '{version}': {len(there)} versions are loaded, as many as limits.max_versions"
-                " allows; unload one first"
+                f"model '{name}' version '{version}': {len(loaded)} versions are loaded, the maximum of"
+                " limits.max_versions; unload one first"
             )
 
     def abort(self, name: str, version: str | None) -> bool:
-        """Ends loads and scale-ups of a version (None: of all) that are under way: they raise Conflict.
+        """Aborts pending loads and scale-ups of a version (None: all versions); they raise Conflict.
 
-        True if there was a load. To be followed by `unload`, if the version is in sight.
+        True if there was a load. The caller then unloads the version if it is visible.
         """
         found = [h for h in self._live if h.name == name and version in (None, h.version)]
         return any([h.abort() for h in found])
 
     async def retire(self, handle: ModelHandle, drain_s: float) -> None:
-        """Takes a handle out of sight at once, answers what it has accepted, and ends its workers."""
+        """Hides a handle at once, answers its accepted requests and ends its workers."""
         self._registry.remove(handle)
         try:
             await handle.close(drain_s)
@@ -157,32 +157,31 @@ class Engine:
                 notify(self._observers, "on_unload", handle.name, handle.version)
 
     async def unload(self, name: str, version: str | None = None, *, drain_s: float = 30.0) -> None:
-        """Takes a version out of sight, answers what it has accepted, and ends its workers. Raises ModelNotFound."""
+        """Hides a version, answers its accepted requests and ends its workers. Raises ModelNotFound."""
         await self.retire(self._registry.find(name, version), drain_s)
 
     async def scale(self, name: str, instances: int, version: str | None = None, *, drain_s: float = 30.0) -> None:
-        """See `ModelHandle.scale`. Raises ModelNotFound too."""
+        """See `ModelHandle.scale`. Also raises ModelNotFound."""
         await self._registry.find(name, version).scale(instances, drain_s)
 
     def version_of(self, name: str, version: str | None) -> str:
-        """The version that is meant: without one, the default. Raises ModelNotFound."""
+        """The version, or the default version for None. Raises ModelNotFound."""
         return self._registry.find(name, version).version
 
     def set_default(self, name: str, version: str) -> None:
-        """Requests that name no version go to this one from now on. Raises ModelNotFound."""
+        """Sends requests without a version to this one. Raises ModelNotFound."""
         self._registry.set_default(name, version)
 
     def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:
-        """Requests that name no version are shared out by these weights, whose sum is 1. Raises ModelNotFound,
-        ConfigError."""
+        """Splits requests without a version by weights whose sum is 1. Raises ModelNotFound, ConfigError."""
         self._registry.set_traffic(name, weights)
 
     def drain(self) -> None:
-        """Readiness is false from now on; requests are still answered."""
+        """Makes the engine unready; it still answers requests."""
         self._draining = True
 
     async def close(self, drain_s: float = 30.0) -> None:
-        """Answers what was accepted, at most for `drain_s`, and ends every worker."""
+        """Answers accepted requests for at most `drain_s`, then ends every worker."""
         self._draining = True
         await asyncio.gather(*(handle.close(drain_s) for handle in self._live))
         for handle in list(self._registry):
@@ -193,13 +192,13 @@ class Engine:
             self._pool = None
 
     def forget(self) -> None:
-        """In a forked child: closes this process's copies of the workers' sockets, and touches nothing else."""
+        """In a forked child: closes this process's copies of the workers' sockets and nothing else."""
         for handle in self._live:
             handle.forget()
 
     @property
     def pool(self) -> SlabPool:
-        """The shared memory of large payloads; made at first use."""
+        """The shared memory of large payloads; created at first use."""
         if self._pool is None:
             self._pool = SlabPool(self._limits.pool_bytes)
         return self._pool
@@ -219,7 +218,7 @@ class Engine:
         """Queues one item; see `Backend.submit`."""
         registry = self._registry
         try:
-            # most servers split no traffic: one dictionary look-up finds the handle
+            # without a traffic split, one dictionary look-up finds the handle
             handle = None if registry.splits else registry.handles.get((model, version))
             if handle is None:
                 handle = registry.route(model, version)
@@ -237,7 +236,7 @@ class Engine:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Any:
-        """What the model returned for `payload`. Raises the item's own error, or that of `submit`."""
+        """The result of the model for `payload`. Raises the error of the item or of `submit`."""
         return await self._ask(model, version, Item(payload), budget_s, priority)
 
     async def infer_many(
@@ -249,7 +248,7 @@ class Engine:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> list[Any]:
-        """What the model returned for each payload, in order; an item that failed has its exception in its place."""
+        """The result of the model for each payload, in order; an exception for an item that failed."""
         if not payloads:
             return []
         item = Item(list(payloads), rows=len(payloads), many=True)
@@ -282,7 +281,7 @@ class Engine:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> AsyncIterator[Any]:
-        """The parts of a streaming model's answer as they come. Leaving the loop early cancels the request."""
+        """Yields the parts of a streaming model's answer. Leaving the loop early cancels the request."""
         parts: asyncio.Queue[ItemResult] = asyncio.Queue()
         call = self.submit(model, version, Item(payload), parts.put_nowait, budget_s=budget_s, priority=priority)
         try:
@@ -297,10 +296,10 @@ class Engine:
         finally:
             call.cancel()
 
-    # ---- what front-ends ask
+    # ---- state, for front-ends
 
     def ready(self) -> bool:
-        """True when every model has a worker up and the engine is not draining."""
+        """True if every model has a worker up and the engine is not draining."""
         handles = list(self._registry)
         return not self._draining and bool(handles) and all(h.ready for h in handles)
 
@@ -324,9 +323,8 @@ class Engine:
         return [self._status(h) for h in self._registry]
 
     def all_statuses(self) -> list[ModelStatus]:
-        """`statuses`, and those that are out of sight: loading beside another, or draining."""
-        seen = set(self._registry)
-        hidden = [structs.replace(h.status(), default=False, traffic=0.0) for h in self._live - seen]
+        """`statuses`, and the hidden versions, which load or drain."""
+        hidden = [structs.replace(h.status(), default=False, traffic=0.0) for h in self._live - set(self._registry)]
         return self.statuses() + hidden
 
     def _status(self, handle: ModelHandle) -> ModelStatus:
@@ -339,12 +337,12 @@ class Engine:
         return self._draining
 
     def statistics(self, model: str, version: str | None = None) -> dict[str, object]:
-        """What the scheduler of a model has learned and done. Raises ModelNotFound."""
+        """The statistics of the model's scheduler. Raises ModelNotFound."""
         return self._registry.find(model, version).statistics()
 
     def reading(self) -> ServerSnapshot:
-        """The models and the pool as they stand, for the gauges of metrics."""
-        models = {(h.name, h.version): h for h in (*self._live, *self._registry)}  # the one in sight, of two alike
+        """The state of the models and the pool, for the metric gauges."""
+        models = {(h.name, h.version): h for h in (*self._live, *self._registry)}  # visible ones win
         readings = [models[key].reading() for key in sorted(models)]
         if self._pool is None:
             return ServerSnapshot(readings)

@@ -23,13 +23,13 @@ from penstock.types import Item, ModelMetadata, ModelStatus, Ready, Sink
 log = logging.getLogger("penstock.engine")
 
 _DEFAULT_BATCH = 64
-_PATIENCE_S = 1.0  # a worker that is back so soon is waited for
+_MAX_RESTART_WAIT_S = 1.0  # requests wait for a worker that restarts within this time
 
 
 class ModelHandle:
-    """Owns instances, scheduler and batcher of one model version: who may be answered, and what it says of itself.
+    """Owns the instances, scheduler and batcher of one model version, and its state.
 
-    `policy` makes the one that is used in place of what the configuration names.
+    `policy` makes a batching policy that overrides the configured one.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ModelHandle:
         self.config = spec.config
         self.metadata: ModelMetadata | None = None
         self.state = "LOADING"
-        self.batching: BatchingConfig = spec.config.batching  # with the model's own options, once it is loaded
+        self.batching: BatchingConfig = spec.config.batching  # includes the model's own options after loading
         check_rules(spec.config.batching)
         self._policy = policy
         self._transport = transport
@@ -57,28 +57,28 @@ class ModelHandle:
         self._broken = False
         self._instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
 
-    # ---- life
+    # ---- lifecycle
 
     async def load(self) -> None:
-        """Returns when every slot has reported and one is up. Raises LoadFailed, ConfigError; Conflict if aborted."""
+        """Waits until every slot has reported and one is up. Raises LoadFailed, ConfigError; Conflict if aborted."""
         await self._instances.load()
 
     def abort(self) -> bool:
-        """Ends a load or a scale-up under way, which raises Conflict; true if it was a load. An unload follows."""
+        """Aborts a pending load or scale-up, which raises Conflict; True for a load. The caller unloads next."""
         return self._instances.abort()
 
     async def scale(self, instances: int, drain_s: float) -> None:
-        """Returns when there are so many: new ones are up, those that go have answered what they had.
+        """Waits until new instances are up and removed ones have answered their batches.
 
-        Raises ModelNotReady while it is loading or draining; LoadFailed if a new one does not load, and BadRequest if
-        the transport can have no more: nothing has changed then.
+        Raises ModelNotReady while the model loads or drains, LoadFailed if a new instance does not load, and BadRequest
+        if the transport cannot be scaled. After an error, nothing has changed.
         """
         if self.state not in ("READY", "FAILED"):
             raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
         await self._instances.scale(instances, drain_s)
 
     async def close(self, drain_s: float) -> None:
-        """Answers what was accepted, at most for `drain_s`, and ends every worker."""
+        """Answers accepted requests for at most `drain_s`, then ends every worker."""
         self.state = "DRAINING"
         self._instances.closing()
         end = time.monotonic() + drain_s
@@ -88,13 +88,13 @@ class ModelHandle:
             )
         await self._instances.close(max(0.0, end - time.monotonic()))
         if self._batcher is not None:
-            self._batcher.close(ModelNotReady(f"model '{self.name}' was stopped before the request was run"))
+            self._batcher.close(ModelNotReady(f"model '{self.name}' was stopped before the request ran"))
 
     def forget(self) -> None:
         """See `Engine.forget`."""
         self._instances.forget()
 
-    # ---- what the instances tell
+    # ---- callbacks of the instances
 
     def _on_up(self, ready: Ready) -> Batcher:
         self.metadata = ready.metadata
@@ -104,7 +104,7 @@ class ModelHandle:
         return self._batcher
 
     def _make_batcher(self, ready: Ready) -> Batcher:
-        """Raises ConfigError, or whatever a policy raises."""
+        """Raises ConfigError, or any error of a policy."""
         b = self.batching = with_options(self.config.batching, ready.options)
         self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
         self._custom_rows = b.rows != "auto"
@@ -128,7 +128,7 @@ class ModelHandle:
         self._on_change()
 
     def _on_change(self) -> None:
-        """Instances came or went: the state and the bound of the queue follow."""
+        """Adapts the state and the queue limit to the instances."""
         if self._batcher is not None:
             scheduler = self._batcher.scheduler
             scheduler.max_queue = queue_bound(self.batching, self._instances.count, scheduler.max_batch_size)
@@ -158,7 +158,7 @@ class ModelHandle:
                 nbytes = len(payload)
             else:
                 nbytes = payload.length if isinstance(payload, Slab) else getattr(payload, "nbytes", 0)
-                if not isinstance(nbytes, int):  # any object may be a payload
+                if not isinstance(nbytes, int):  # a payload can be any object
                     nbytes = 0
             if self._request_observers:
                 notify(self._request_observers, "on_request", self.name, self.version, item.rows, nbytes)
@@ -168,28 +168,28 @@ class ModelHandle:
             raise
 
     def _refuse(self, batcher: Batcher | None) -> None:
-        """Raises ModelNotReady, unless the only reason is a worker that will be back soon."""
+        """Raises ModelNotReady, unless a worker restarts soon."""
         if batcher is not None and self.state == "FAILED" and not self._broken:
             back_in_s = self._instances.back_in_s()
-            if back_in_s is not None and back_in_s <= _PATIENCE_S:
+            if back_in_s is not None and back_in_s <= _MAX_RESTART_WAIT_S:
                 return
             raise ModelNotReady(
-                f"model '{self.name}' has no worker that runs",
+                f"model '{self.name}' has no running worker",
                 retry_after_s=self._instances.retry_in_s(),
                 detail=self._instances.why_down(),
             )
         raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
 
-    # ---- what it says of itself
+    # ---- state
 
     @property
     def batcher(self) -> Batcher | None:
-        """What its requests wait in; None before the first worker is up."""
+        """The batcher; None before the first worker is up."""
         return self._batcher
 
     @property
     def ready(self) -> bool:
-        """True while a worker is up to answer."""
+        """True while a worker can answer."""
         return self.state == "READY"
 
     def status(self) -> ModelStatus:
@@ -207,24 +207,24 @@ class ModelHandle:
 
     @property
     def pending(self) -> int:
-        """Requests that were accepted and not answered yet."""
+        """The number of accepted requests without an answer."""
         return self._batcher.pending if self._batcher else 0
 
     @property
     def up(self) -> int:
-        """Workers that are up."""
+        """The number of workers that are up."""
         return self._instances.up
 
     def why_down(self) -> str:
-        """What an instance that is not up said last."""
+        """The last error or output of an instance that is down."""
         return self._instances.why_down()
 
     def workers(self) -> list[WorkerSnapshot]:
-        """The places for workers, those that are leaving left out."""
+        """The slots of the workers, without retiring ones."""
         return self._instances.workers()
 
     def reading(self) -> ModelSnapshot:
-        """What the gauges of metrics show."""
+        """The values for the metric gauges."""
         batcher = self._batcher
         if batcher is None:
             return ModelSnapshot(self.status())
@@ -240,5 +240,5 @@ class ModelHandle:
         )
 
     def statistics(self) -> dict[str, object]:
-        """What the scheduler has learned and done; empty before the first worker is up."""
+        """The statistics of the scheduler; empty before the first worker is up."""
         return self._batcher.scheduler.explain() if self._batcher else {}

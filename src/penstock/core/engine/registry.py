@@ -1,4 +1,4 @@
-"""ModelRegistry: name and version -> handle. Which version answers a request that names none."""
+"""ModelRegistry: (name, version) -> handle, and the version for requests without one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import ConfigError, ModelNotFound, nearest
 
 
 class Servable(Protocol):
-    """One version."""
+    """A model version that can receive traffic."""
 
     @property
     def ready(self) -> bool:
@@ -62,28 +62,28 @@ class TrafficSplit(Generic[T]):
 
 
 class ModelRegistry:
-    """The models of one engine. Lookups are plain dictionary reads; they happen once a request."""
+    """The models of one engine. Each request costs one dictionary look-up."""
 
     def __init__(self) -> None:
         self.handles: dict[tuple[str, str | None], ModelHandle] = {}  # version None: the default
         self.splits: dict[str, TrafficSplit[ModelHandle]] = {}
 
-    # ---- changes: each is one step, no request sees the half of it
+    # ---- changes: each is atomic for requests
 
     def add(self, handle: ModelHandle) -> None:
-        """The first version of a name is its default. Raises ConfigError if it is there already."""
+        """Adds a version; the first one of a name is its default. Raises ConfigError for a duplicate."""
         key = (handle.name, handle.version)
         if key in self.handles:
-            raise ConfigError(f"model '{handle.name}' version '{handle.version}' is loaded already; unload it first")
+            raise ConfigError(f"model '{handle.name}' version '{handle.version}' is already loaded; unload it first")
         self.handles[key] = handle
         self.handles.setdefault((handle.name, None), handle)
 
     def replace(self, old: ModelHandle, new: ModelHandle) -> None:
-        """`new` answers from now on wherever `old` did."""
+        """`new` takes over all requests of `old`."""
         name = old.name
         assert (name, old.version) == (new.name, new.version)
         assert self.handles[(name, old.version)] is old
-        del self.handles[(name, old.version)]  # to its end: the newest
+        del self.handles[(name, old.version)]  # the newest version comes last
         self.handles[(name, old.version)] = new
         if self.handles[(name, None)] is old:
             self.handles[(name, None)] = new
@@ -91,9 +91,9 @@ class ModelRegistry:
             self.splits[name].replace(old, new)
 
     def remove(self, handle: ModelHandle) -> None:
-        """Takes it out of sight. The newest of the others becomes the default if it was; the others share its traffic.
+        """Removes a version. The newest remaining version replaces a removed default, and all share its traffic.
 
-        Idempotent: a load that fails may meet an unload.
+        Idempotent: a failed load and an unload may both remove a handle.
         """
         name = handle.name
         if self.handles.get((name, handle.version)) is not handle:
@@ -112,12 +112,12 @@ class ModelRegistry:
                 self.splits[name] = TrafficSplit({v: w / total for v, w in weights.items()}, others)
 
     def set_default(self, name: str, version: str) -> None:
-        """Requests that name no version go to this one, all of them. Raises ModelNotFound."""
+        """Sends all requests without a version to this one. Raises ModelNotFound."""
         self.handles[(name, None)] = self.find(name, version)
         self.splits.pop(name, None)
 
     def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:
-        """Requests that name no version are shared out so. Raises ModelNotFound, ConfigError."""
+        """Splits requests without a version by weight. Raises ModelNotFound, ConfigError."""
         for version in (None, *weights):
             self.find(name, version)
         others = self._versions(name)
@@ -127,7 +127,7 @@ class ModelRegistry:
     # ---- lookups
 
     def route(self, name: str, version: str | None) -> ModelHandle:
-        """Who answers the next request. Raises ModelNotFound."""
+        """The handle for the next request. Raises ModelNotFound."""
         if version is None and self.splits:
             split = self.splits.get(name)
             if split is not None:
@@ -138,7 +138,7 @@ class ModelRegistry:
         return self.handles.get((name, version))
 
     def find(self, name: str, version: str | None) -> ModelHandle:
-        """The version, or the default. Raises ModelNotFound, naming what there is."""
+        """The handle of the version, or of the default. Raises ModelNotFound, which lists the known names."""
         handle = self.handles.get((name, version))
         if handle is not None:
             return handle
@@ -149,7 +149,7 @@ class ModelRegistry:
         raise ModelNotFound(f"no model is named '{name}'{nearest(name, names)}")
 
     def share(self, handle: ModelHandle) -> tuple[bool, float]:
-        """(whether it is the default, its part of the requests that name no version)."""
+        """(is the default, share of the requests without a version)."""
         default = self.handles.get((handle.name, None)) is handle
         split = self.splits.get(handle.name)
         return default, float(default) if split is None else split.weights.get(handle.version, 0.0)
@@ -158,7 +158,7 @@ class ModelRegistry:
         return list(self._versions(name))
 
     def _versions(self, name: str) -> dict[str, ModelHandle]:
-        """The handles of a name by version, the newest last."""
+        """Version -> handle for a name, the newest last."""
         return {h.version: h for h in self if h.name == name}
 
     def __iter__(self) -> Iterator[ModelHandle]:

@@ -1,4 +1,4 @@
-"""What the keys of `[models.NAME]` mean to the engine: devices, the policy, the queue bound, rows and buckets."""
+"""The meaning of `[models.NAME]` keys in the engine: devices, policy, queue limit, rows and buckets."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.errors import BadRequest, ConfigError, describe
 from penstock.plugins import BUILTIN, resolve
 from penstock.types import Item
 
-_QUEUED_BATCHES = 16  # that may wait for each instance, without `max_queue`
+_QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
 
 
 def devices_of(config: ModelConfig) -> tuple[str, ...]:
-    """The device of each instance, in turn over `devices`: as many as there are to be."""
+    """The device of each instance, round robin over `devices`."""
     devices = expanded(config.devices)
     if config.instances != "auto":
         n = config.instances
-    elif config.transport == "inline":  # there is one event loop
+    elif config.transport == "inline":  # it runs in the only event loop
         n = 1
     elif all(d == "cpu" for d in devices):
         n = max(1, (psutil.cpu_count(logical=False) or 1) // 2)
@@ -34,20 +34,20 @@ def devices_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 def next_device(config: ModelConfig, used: Sequence[str]) -> str:
-    """Where one more instance belongs: the device with the smallest part of what it is named for."""
+    """The device for one more instance: the least used one, relative to its share of `devices`."""
     devices = expanded(config.devices)
     return min(dict.fromkeys(devices), key=lambda d: used.count(d) / devices.count(d))
 
 
 def check_rules(config: BatchingConfig) -> None:
-    """Raises ConfigError for a policy or a rule that does not exist."""
+    """Raises ConfigError for an unknown policy or rule."""
     rows_rule(config)
     bucket_rule(config)
     policy_of(config)
 
 
 def policy_of(config: BatchingConfig) -> BatchPolicy:
-    """A new policy: a built-in one takes its parameters from the keys of `config`, any other from `options`.
+    """A new policy. A built-in one gets its parameters from the keys of `config`, any other from `options`.
 
     Raises ConfigError.
     """
@@ -69,7 +69,7 @@ def policy_of(config: BatchingConfig) -> BatchPolicy:
 
 
 def queue_bound(config: BatchingConfig, instances: int, max_batch_size: int) -> int:
-    """Most rows that may wait: `max_queue`, or as the number of instances says."""
+    """The maximum number of queued rows: `max_queue`, or a multiple of the number of instances."""
     return config.max_queue or _QUEUED_BATCHES * max(1, instances) * max_batch_size
 
 

@@ -1,7 +1,7 @@
 """One timer with microsecond resolution.
 
-Event loops round timers to milliseconds (epoll's unit; uvloop also caches its clock), which is as long as a whole
-batch of a fast model. A timerfd has neither limit. Where there is none the loop's own timer is used.
+Event loops round timers to milliseconds (epoll's unit; uvloop also caches its clock). A batch of a fast model takes no
+longer than that. A timerfd has neither limit; systems without it use the loop's own timer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _libc() -> Any:
 
 
 class Timer:
-    """Calls `callback` on the loop's thread at the earliest time asked for; `time.monotonic` seconds."""
+    """Calls `callback` on the loop's thread at the earliest requested time, in `time.monotonic` seconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._loop = loop
@@ -42,7 +42,7 @@ class Timer:
             loop.add_reader(self._fd, self._fired)
 
     def at(self, when: float) -> None:
-        """Makes sure of a call at or before `when`. A timer that is due earlier is left: it asks anew when it fires."""
+        """Requests a call at or before `when`. An earlier request stays: its callback must request the next one."""
         if self._armed is not None and self._armed <= when:
             return
         self._armed = when
@@ -60,7 +60,7 @@ class Timer:
         if self._fd >= 0:
             try:
                 os.read(self._fd, 8)
-            except BlockingIOError:  # re-armed for later between the wake-up and this call
+            except BlockingIOError:  # rearmed for a later time after the wake-up
                 return
         self._callback()
 

@@ -18,8 +18,8 @@ from msgspec import Struct
 from penstock.core import os_threads
 from penstock.core.wire.messages import Buffer, Pickled, frame_of
 from penstock.core.wire.slabs import SlabPool, anonymous_file, map_read_only
+from penstock.core.worker.devices import environment
 from penstock.core.worker.spec import WorkerSpec, Wrapped
-from penstock.core.worker.threads import environment
 from penstock.errors import LoadFailed
 from penstock.plugins import module_name
 

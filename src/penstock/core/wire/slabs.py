@@ -1,7 +1,7 @@
-"""Shared memory for large payloads: a pool of pages that this process fills and its workers read, without a name.
+"""Anonymous shared memory for large payloads: a pool that this process fills and its workers read.
 
-The pool is one memfd (an unlinked temporary file where memfd is missing), mapped by every worker. The side that owns
-the pool allocates; the other maps it read-only.
+The pool is one memfd (an unlinked temporary file on systems without memfd) that every worker maps. The owner allocates;
+the other side maps it read-only.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from penstock.errors import PayloadTooLarge
 
 PAGE = mmap.PAGESIZE
-GIVE_BACK_BYTES = 16 * 2**20  # slabs from this size on go back to the system when freed; smaller ones are soon reused
+GIVE_BACK_BYTES = 16 * 2**20  # freed slabs of at least this size return to the system; smaller ones are reused
 
 
 class Slab:
-    """Memory for one payload. `view` is writable; `release` gives the memory back once nobody has pinned it.
+    """Memory for one payload. `view` is writable.
 
-    A transport pins the slab while a worker may read it, so `release` is safe, and idempotent, at any time.
+    A transport pins the slab while a worker may read it, so `release` is safe at any time. It is idempotent.
     """
 
     __slots__ = ("_extent", "_pins", "_pool", "_released", "length", "offset", "view")
@@ -54,25 +54,25 @@ class Slab:
             self._pool._give_back(self.offset + keep, tail)
 
     def pin(self) -> None:
-        """The memory stays as it is until `unpin`, also when it is released."""
+        """Keeps the memory until `unpin`, even after `release`."""
         self._pins += 1
 
     def unpin(self) -> None:
-        """Ends one `pin`; the last one frees a slab that was released."""
+        """Undoes one `pin`; the last one frees a released slab."""
         self._pins -= 1
         self._maybe_free()
 
     def release(self) -> None:
-        """Gives the memory back, now or with the last `unpin`."""
+        """Frees the memory, now or at the last `unpin`."""
         self._released = True
         self._maybe_free()
 
     def retire(self) -> None:
-        """Never reuses this memory: somebody may look at it for ever."""
+        """Never reuses this memory, because a reader may keep a view of it."""
         self._extent = 0
 
     def lease(self) -> tuple[memoryview, weakref.ref[Any]]:
-        """A read-only view, and what tells whether anybody still looks at it; see `lease`."""
+        """A read-only view, and a reference that dies with its last reader; see `lease`."""
         return lease(self._pool.memory, self.offset, self.length)
 
     def _maybe_free(self) -> None:
@@ -80,15 +80,15 @@ class Slab:
             extent, self._extent = self._extent, 0
             try:
                 self.view.release()
-            except BufferError:  # a reader of this process still has it in its hands: it reads what comes next
+            except BufferError:  # a reader in this process still holds it and will see the next payload
                 pass
             self._pool._give_back(self.offset, extent)
 
 
 class SlabPool:
-    """`capacity_bytes` of shared memory, cut into slabs of whole pages, first fit. Safe from several threads.
+    """`capacity_bytes` of shared memory, allocated in whole pages, first fit. Thread-safe.
 
-    `fd` is what a worker maps. With `fd` given, the pool is laid over memory that a peer made.
+    Workers map `fd`. With the argument `fd`, the pool uses memory that a peer has created.
     """
 
     def __init__(self, capacity_bytes: int, fd: int | None = None) -> None:
@@ -96,13 +96,13 @@ class SlabPool:
         self.fd = anonymous_file(self.capacity_bytes) if fd is None else fd
         self.memory = mmap.mmap(self.fd, self.capacity_bytes)
         self.in_use_bytes = 0
-        self._offsets = [0]  # of the free extents, sorted
+        self._offsets = [0]  # of free extents, sorted
         self._lengths = [self.capacity_bytes]
         self._waiters: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
     def allocate(self, n: int) -> Slab | None:
-        """A slab of `n` bytes, or None while there is no room. Raises PayloadTooLarge if it can never fit."""
+        """A slab of `n` bytes; None if the pool is full at the moment. Raises PayloadTooLarge if it can never fit."""
         extent = _pages(n)
         if extent > self.capacity_bytes:
             raise PayloadTooLarge(
@@ -123,11 +123,11 @@ class SlabPool:
         return Slab(self, offset, n, extent, memoryview(self.memory)[offset : offset + n])
 
     def when_free(self, wake: Callable[[], None]) -> None:
-        """Calls `wake()` once, when memory was given back; in the thread that gave it back."""
+        """Calls `wake()` once, after memory is freed, on the thread that freed it."""
         self._waiters.append(wake)
 
     def close(self) -> None:
-        """Unmaps the pool; views that are still alive keep the mapping, not the descriptor, alive."""
+        """Closes the descriptor and unmaps the pool; live views keep the mapping."""
         self._waiters.clear()
         try:
             self.memory.close()
@@ -159,16 +159,16 @@ class SlabPool:
 
 
 def map_read_only(fd: int, capacity_bytes: int) -> mmap.mmap:
-    """The memory of a peer's pool, for `lease`."""
+    """A read-only mapping of a peer's pool, for `lease`."""
     return mmap.mmap(fd, capacity_bytes, prot=mmap.PROT_READ)
 
 
 def lease(memory: mmap.mmap, offset: int, length: int, writable: bool = False) -> tuple[memoryview, weakref.ref[Any]]:
-    """A view `[length]` of bytes, and a reference that is dead when nobody looks at that memory any more.
+    """A view `[length]` of bytes, and a weak reference that dies with the last view of this memory.
 
-    Releasing a view does not tell of slices that were taken of it; the life of the array below all of them does.
+    A released view may have live slices, so the reference is to the array below all of them.
     """
-    import numpy as np  # here: a worker that never sees a large payload does not load it
+    import numpy as np  # only workers with large payloads need it
 
     if offset < 0 or length < 0 or offset + length > len(memory):
         raise ValueError(f"[{offset}, {offset + length}) is outside the pool of {len(memory)} bytes")
@@ -182,7 +182,7 @@ def _pages(n: int) -> int:
 
 
 def anonymous_file(size: int) -> int:
-    """A file descriptor of `size` bytes that has no name, and is not inherited unless asked for."""
+    """The descriptor of an unnamed file of `size` bytes, not inherited by default."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
     else:
@@ -197,16 +197,16 @@ def _give_to_system(memory: mmap.mmap, offset: int, extent: int) -> None:
     if option is not None:
         try:
             memory.madvise(option, offset, extent)
-        except OSError:  # the file system of the temporary file cannot: the memory stays resident, nothing else
+        except OSError:  # the file system cannot punch holes: the memory stays resident
             pass
 
 
 Lease = tuple[int, "weakref.ref[Any]"]
-"""Offset of a request slab, and a reference that is dead once nothing looks at the slab."""
+"""(offset of a request slab, weak reference that dies with its last reader)."""
 
 
 class HeldSlabs:
-    """In a worker: the request slabs that a model still looks at after its answer."""
+    """In a worker: the request slabs that a model still references after its answer."""
 
     def __init__(self) -> None:
         self._held: list[Lease] = []
@@ -216,11 +216,11 @@ class HeldSlabs:
 
     @property
     def offsets(self) -> set[int]:
-        """The slabs held at the last look."""
+        """The offsets of the slabs held at the last call of `after`."""
         return {offset for offset, _ in self._held}
 
     def after(self, leases: list[Lease], collect: bool = True) -> tuple[list[int], list[int]]:
-        """(offsets of `leases` that are still held after an answer, offsets that were held before and are free now).
+        """(offsets of `leases` held after an answer, offsets held before and released since).
 
         `collect`: runs the garbage collector, so that a slab in a reference cycle does not count as held.
         """
@@ -229,9 +229,9 @@ class HeldSlabs:
             gc.collect(1)
             held = _alive(held)
         kept = _alive(self._held)
-        let_go = {offset for offset, _ in self._held} - {offset for offset, _ in kept}
+        released = {offset for offset, _ in self._held} - {offset for offset, _ in kept}
         self._held = kept + held
-        return [offset for offset, _ in held], list(let_go)
+        return [offset for offset, _ in held], list(released)
 
 
 def _alive(leases: list[Lease]) -> list[Lease]:

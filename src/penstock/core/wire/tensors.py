@@ -1,6 +1,6 @@
-"""Tensors of torch between a process and its own child, as arrays are: their memory apart from the pickle.
+"""Pickles with out-of-band torch tensors, for messages between a process and its own child.
 
-torch's own pickles copy that memory several times. Nothing here imports torch before there is a tensor.
+torch's own pickles copy the memory of a tensor several times. This module imports torch only to rebuild a tensor.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 
 def dumps(value: object, buffer_callback: Callable[[pickle.PickleBuffer], object]) -> bytes:
-    """`pickle.dumps(value, 5)`, with the memory of plain CPU tensors handed to `buffer_callback` as that of arrays."""
+    """`pickle.dumps(value, 5)`; `buffer_callback` also receives the memory of plain CPU tensors."""
     torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "Tensor"):  # nobody has a tensor, or torch is being imported
+    if torch is None or not hasattr(torch, "Tensor"):  # torch is absent or still being imported
         return pickle.dumps(value, 5, buffer_callback=buffer_callback)
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 5, buffer_callback=buffer_callback)
@@ -37,7 +37,7 @@ def _reduced(tensor: Any) -> Any:
 
 
 def rebuild(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """The tensor over that memory."""
+    """A tensor that shares the memory of `data`."""
     import torch
 
     return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)

@@ -12,11 +12,11 @@ from typing import Any
 
 from penstock.config.schema import with_options
 from penstock.core.wire.messages import Pickled
+from penstock.core.worker.devices import threads_of
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import warm_up
 from penstock.core.worker.python_model import PythonModel, is_torch_module
 from penstock.core.worker.spec import WorkerSpec, Wrapped
-from penstock.core.worker.threads import threads_of
 from penstock.errors import LoadFailed, PenstockError, describe
 from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at, resolve
 from penstock.types import Ready

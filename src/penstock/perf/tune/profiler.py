@@ -22,10 +22,10 @@ import msgspec
 from msgspec import Struct, field
 
 from penstock.config.schema import ModelConfig
+from penstock.core.worker.devices import environment
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec
-from penstock.core.worker.threads import environment
 from penstock.errors import LoadFailed, OutOfMemory, PenstockError
 from penstock.types import BatchPart, Item
 

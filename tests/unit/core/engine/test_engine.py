@@ -287,7 +287,7 @@ async def test_the_end_of_a_version_is_told_when_no_handle_of_it_is_left(transpo
         await engine.load("m", config(transport), target=double)
         await engine.load("m", config(transport, version="2"), target=double)
         await engine.put(engine.prepare("m", config(transport), target=double))
-        with pytest.raises(ConfigError, match="loaded already"):
+        with pytest.raises(ConfigError, match="already loaded"):
             await engine.load("m", config(transport), target=double)
         assert ("unload", "m", "1") not in heard
         heard.clear()

@@ -360,7 +360,7 @@ async def test_after_two_failures_nobody_waits_for_an_attempt_that_may_take_long
     stage.down(0, WorkerDied("killed"), retry_in_s=0.0)
     stage.ask()
     stage.down(0, retry_in_s=0.0)  # from now on it is loading again
-    with pytest.raises(ModelNotReady, match="no worker that runs"):
+    with pytest.raises(ModelNotReady, match="no running worker"):
         stage.ask()
     stage.up(0)
     stage.down(0, WorkerDied("killed"), retry_in_s=0.0)

@@ -485,7 +485,7 @@ async def test_there_are_no_more_versions_than_may_be(engine: Engine, config: Co
         await manage.put("m", "1", keys("two.py:Model"))
         await manage.put("n", "1", keys("two.py:Model"))
         await manage.put("m", "1", keys("deep/three.py:Model"))  # a swap is no more
-        with pytest.raises(Conflict, match=r"2 versions are loaded, as many as limits.max_versions allows"):
+        with pytest.raises(Conflict, match=r"2 versions are loaded, the maximum of limits.max_versions"):
             await manage.put("m", "2", keys("two.py:Model"))
         await manage.unload("n", None)
         await manage.put("m", "2", keys("two.py:Model"))

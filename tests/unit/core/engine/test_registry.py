@@ -60,7 +60,7 @@ def test_an_unknown_model_names_the_nearest_and_an_unknown_version_those_there_a
 def test_the_same_version_twice_is_refused() -> None:
     registry = ModelRegistry()
     registry.add(handle("m"))
-    with pytest.raises(ConfigError, match="loaded already"):
+    with pytest.raises(ConfigError, match="already loaded"):
         registry.add(handle("m"))
 
 

@@ -4,8 +4,8 @@ import psutil
 import pytest
 
 from penstock.config.schema import ModelConfig
+from penstock.core.worker.devices import THREAD_VARIABLES, environment, threads_of
 from penstock.core.worker.spec import WorkerSpec
-from penstock.core.worker.threads import THREAD_VARIABLES, environment, threads_of
 
 
 def spec(instances=1, **config):
