@@ -31,7 +31,7 @@ def test_counters_add_up_and_gauges_keep_the_last_value():
     assert metrics.drain() is None
 
 
-def test_a_timer_gives_every_time_also_of_a_block_that_raises():
+def test_a_timer_measures_a_block_that_raises():
     with metrics.timer("step"):
         pass
     with pytest.raises(KeyError), metrics.timer("step"):
@@ -46,7 +46,7 @@ def test_a_counter_cannot_go_down():
         metrics.counter("faces", -1)
 
 
-def test_a_counter_is_not_spoilt_by_a_number_that_is_none():
+def test_a_counter_refuses_a_value_that_is_not_a_number():
     with pytest.raises(ValueError, match="use a gauge"):
         metrics.counter("faces", float("nan"))
     with pytest.raises(ValueError, match="could not convert"):
@@ -54,14 +54,14 @@ def test_a_counter_is_not_spoilt_by_a_number_that_is_none():
     assert drained() == []
 
 
-def test_numbers_of_numpy_and_any_text_become_what_can_be_sent():
+def test_numpy_numbers_and_any_text_are_converted():
     metrics.gauge("fill", np.float32(0.5), file="\udcff")
     ((_, _, value, labels),) = drained()
     assert type(value) is float
     assert labels == {"file": "\\udcff"}
 
 
-def test_what_is_kept_between_two_batches_is_bounded():
+def test_changes_between_two_batches_are_bounded():
     for i in range(metrics.MAX_SERIES + 10):
         metrics.counter("request", id=i)
     assert len(drained()) == metrics.MAX_SERIES
@@ -111,7 +111,7 @@ def test_records_keep_name_unit_and_request_and_are_not_added_up():
     assert metrics.drain() is None
 
 
-def test_a_record_that_is_no_number_is_refused():
+def test_a_record_without_a_number_is_refused():
     with pytest.raises(ValueError, match="could not convert"):
         metrics.record("gauge", "fill", "full", {})  # type: ignore[arg-type]
     assert metrics.drain() is None
@@ -123,7 +123,7 @@ def test_records_between_two_batches_are_bounded():
     assert len(metrics.drain() or []) == metrics.MAX_TIMINGS
 
 
-def test_a_thread_may_count_for_the_whole_process():
+def test_a_thread_can_report_through_other_threads():
     told = []
 
     def work():
@@ -144,13 +144,13 @@ def test_a_thread_may_count_for_the_whole_process():
     ]
 
 
-def test_a_thread_without_a_registry_of_its_own_counts_for_all_anyway():
+def test_a_thread_without_its_own_registry_uses_the_shared_one():
     metrics.count_for_all()
     metrics.counter("faces", 2)
     assert drained() == [("counter", "faces", 2, {})]
 
 
-def test_timings_that_nobody_asks_for_are_bounded():
+def test_undrained_timings_are_bounded():
     metrics.timings("step", [0.1] * (metrics.MAX_TIMINGS + 5))
     metrics.timings("step", [0.1] * 5)
     assert len(drained()) == metrics.MAX_TIMINGS

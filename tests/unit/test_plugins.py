@@ -38,7 +38,7 @@ def test_an_object_of_a_package_is_found():
     assert load_object("json.decoder:JSONDecoder") is json.decoder.JSONDecoder
 
 
-def test_candidates_are_what_the_file_defines_itself(app):
+def test_candidates_are_definitions_of_the_file_itself(app):
     with pytest.raises(TargetNotFound) as caught:
         load_object(f"{app}:Modell")
     assert "did you mean 'Model'?" in caught.value.message
@@ -67,7 +67,7 @@ def test_candidates_of_a_module_without_any(tmp_path):
         ("json.nothing:Model", "there is no module 'json.nothing'"),
     ],
 )
-def test_what_cannot_be_found_is_named(spec, told):
+def test_a_missing_object_is_named(spec, told):
     with pytest.raises(TargetNotFound) as caught:
         load_object(spec)
     assert told in caught.value.message
@@ -118,5 +118,5 @@ def test_a_pipeline_is_a_toml_file(target):
 
 
 @pytest.mark.parametrize("target", ["app.py:toml", "app.py:net.toml", "net.onnx", "toml"])
-def test_what_names_an_object_is_no_pipeline(target):
+def test_an_object_target_is_not_a_pipeline_file(target):
     assert not is_pipeline_file(target)

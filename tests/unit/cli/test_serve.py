@@ -55,7 +55,7 @@ def test_several_devices_have_an_instance_each(
 
 
 @pytest.mark.parametrize(("error", "code"), [(TargetNotFound("there is no 'Nte'"), 2), (LoadFailed("no weights"), 1)])
-def test_a_target_that_names_nothing_is_wrong_usage_and_one_that_does_not_load_is_not(
+def test_only_an_unknown_target_is_a_usage_error(
     error: PenstockError, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: object, **__: object) -> int:

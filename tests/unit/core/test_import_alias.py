@@ -24,7 +24,7 @@ def test_the_alias_is_importable_only_after_it_is_requested(package):
     importlib.import_module("other.part")
 
 
-def test_both_names_give_one_module(package):
+def test_both_names_import_the_same_module(package):
     make_importable("other", "real")
     make_importable("other", "real")
     for path in ("part", "sub", "sub.inner"):

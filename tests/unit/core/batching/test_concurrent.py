@@ -66,7 +66,7 @@ def test_the_slot_with_the_most_room_is_next(bench: Make) -> None:
     assert poll(b) == [(1, [9])]
 
 
-def test_what_is_answered_in_part_makes_room(bench: Make) -> None:
+def test_a_partial_result_makes_room(bench: Make) -> None:
     b = concurrent(bench, 4)
     b.offer(*range(1, 7))
     assert poll(b) == [(0, [1, 2, 3, 4])]
@@ -103,7 +103,7 @@ def test_a_request_larger_than_a_batch_ends_with_its_last_part(bench: Make) -> N
     assert b.complete(3) == [1]
 
 
-def test_nothing_is_learned_of_batches_beside_others(bench: Make) -> None:
+def test_concurrent_batches_do_not_train_the_cost_model(bench: Make) -> None:
     b = concurrent(bench, 8, policy=Adaptive())
     for batch in range(1, 30):
         b.offer(batch)
@@ -128,7 +128,7 @@ def kill(b: Any, *batches: int, slot: int = 0, concurrency: int = 16) -> None:
     b.scheduler.slot_up(slot, b.now, concurrency)
 
 
-def test_what_was_in_a_death_has_a_slot_alone_until_it_is_answered(bench: Make) -> None:
+def test_items_of_a_dead_worker_are_retried_on_an_exclusive_slot(bench: Make) -> None:
     b = concurrent(bench, 16)
     for id in range(6):
         b.offer(id)
@@ -144,7 +144,7 @@ def test_what_was_in_a_death_has_a_slot_alone_until_it_is_answered(bench: Make) 
     assert poll(b) == [(0, [9])]
 
 
-def test_what_was_answered_in_part_is_not_run_again(bench: Make) -> None:
+def test_partly_answered_items_are_not_retried(bench: Make) -> None:
     b = concurrent(bench, 16)
     b.offer(1, 2, 3, 4)
     poll(b)
@@ -174,7 +174,7 @@ def test_many_that_were_in_a_death_are_run_again_in_about_eight_pieces(bench: Ma
     assert sizes == [8] * 8
 
 
-def test_pieces_are_of_one_death_and_not_of_one_that_is_over(bench: Make) -> None:
+def test_a_retry_batch_holds_items_of_one_recent_death(bench: Make) -> None:
     b = concurrent(bench, 64, max_batch_size=64)
     b.offer(*range(64))
     poll(b)
@@ -190,7 +190,7 @@ def test_pieces_are_of_one_death_and_not_of_one_that_is_over(bench: Make) -> Non
     assert poll(b) == [(0, [100, 101])]
 
 
-def test_a_piece_is_of_one_bucket(bench: Make) -> None:
+def test_a_retry_batch_has_one_bucket(bench: Make) -> None:
     b = concurrent(bench, 64, max_batch_size=64)
     for id in range(16):
         b.offer(id, bucket="ab"[id % 2])
@@ -201,7 +201,7 @@ def test_a_piece_is_of_one_bucket(bench: Make) -> None:
     assert poll(b) == [(0, [1])]
 
 
-def test_what_was_in_a_death_is_run_on_another_slot_if_there_is_one(bench: Make) -> None:
+def test_items_of_a_dead_worker_are_retried_on_another_slot(bench: Make) -> None:
     b = concurrent(bench, 8, 8)
     b.offer(1)
     assert poll(b) == [(0, [1])]
@@ -209,7 +209,7 @@ def test_what_was_in_a_death_is_run_on_another_slot_if_there_is_one(bench: Make)
     assert poll(b) == [(1, [1])]
 
 
-def test_who_is_in_a_second_death_fails_and_the_others_do_not(bench: Make) -> None:
+def test_only_items_of_a_second_death_fail(bench: Make) -> None:
     b = concurrent(bench, 16, 16)
     b.offer(*range(8))
     assert poll(b) == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])]
@@ -221,7 +221,7 @@ def test_who_is_in_a_second_death_fails_and_the_others_do_not(bench: Make) -> No
     assert b.scheduler.running_rows == 6
 
 
-def test_while_one_slot_empties_for_what_was_in_a_death_others_go_on(bench: Make) -> None:
+def test_other_slots_continue_while_one_drains_for_a_retry(bench: Make) -> None:
     b = concurrent(bench, 8, 8, 8)
     for ids in ((1, 2), (3, 4), (5, 6)):
         b.offer(*ids)
@@ -241,7 +241,7 @@ def test_while_one_slot_empties_for_what_was_in_a_death_others_go_on(bench: Make
     assert poll(b) == [(1, [11])]
 
 
-def test_a_wide_slot_that_is_taken_away_answers_what_it_has_and_gets_nothing(bench: Make) -> None:
+def test_a_retired_concurrent_slot_answers_its_batches_and_gets_no_more(bench: Make) -> None:
     b = concurrent(bench, 8, 8)
     b.offer(1)
     assert poll(b) == [(0, [1])]
@@ -255,7 +255,7 @@ def test_a_wide_slot_that_is_taken_away_answers_what_it_has_and_gets_nothing(ben
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_request_ends_once_whatever_the_slots_do(bench: Make, seed: int) -> None:
+def test_every_request_ends_exactly_once(bench: Make, seed: int) -> None:
     random = Random(seed)
     b = concurrent(bench, 7, 12, max_batch_size=5, max_queue=1000)
     running: dict[int, list[Any]] = {}

@@ -58,7 +58,7 @@ def test_the_ratio_settles_near_the_upper_end_of_the_spread() -> None:
 
 
 @pytest.mark.parametrize("bad", [(0, 1.0), (-1, 1.0), (1, float("nan")), (1, float("inf")), (1, -1.0)])
-def test_what_cannot_be_a_measurement_is_ignored(bad: tuple[int, float]) -> None:
+def test_an_impossible_measurement_is_ignored(bad: tuple[int, float]) -> None:
     good = [(n, 0.1 + 0.01 * n) for n in (1, 2, 4, 8) for _ in range(3)]
     one, two = learned(good), learned(good)
     two.add(*bad)

@@ -60,7 +60,7 @@ def test_without_anything_on_its_way_nothing_is_waited_for() -> None:
     assert harness.poll(0.0) == [1]
 
 
-def test_a_batch_waits_for_what_is_coming_but_not_longer_than_it_may() -> None:
+def test_a_batch_waits_for_expected_requests_within_its_limit() -> None:
     harness = TransportHarness()
     harness.coming = (0.005, 1)
     harness.offer(1, 0.0)
@@ -70,14 +70,14 @@ def test_a_batch_waits_for_what_is_coming_but_not_longer_than_it_may() -> None:
     assert harness.poll(0.01) == [1]
 
 
-def test_a_full_batch_goes_at_once() -> None:
+def test_a_full_batch_is_sent_at_once() -> None:
     harness = TransportHarness()
     harness.coming = (0.005, 1)
     harness.offer(4, 0.0)
     assert harness.poll(0.0) == [4]
 
 
-def test_what_comes_too_late_is_not_waited_for() -> None:
+def test_late_requests_are_not_waited_for() -> None:
     harness = TransportHarness()
     harness.coming = (0.02, 1)
     harness.offer(1, 0.0)
@@ -93,7 +93,7 @@ def test_a_wait_must_save_more_than_it_costs(set_up_s: float, sent: list[int]) -
     assert harness.poll(now) == sent
 
 
-def test_what_comes_beyond_a_full_batch_saves_nothing() -> None:
+def test_requests_beyond_a_full_batch_save_nothing() -> None:
     harness = TransportHarness()
     now = harness.learn(0.008, 0.001)
     harness.coming = (now + 0.005, 100)
@@ -116,7 +116,7 @@ def test_behind_a_running_batch_the_wait_ends_when_that_does(ahead_s: float, ans
     assert not isinstance(choice, Take) or not choice.full, "another slot may be idle sooner"
 
 
-def test_work_that_gains_nothing_by_batches_is_never_held() -> None:
+def test_batches_without_savings_are_never_held() -> None:
     harness = TransportHarness()
     now = harness.learn(0.0, 0.003)
     harness.coming = (now + 0.001, 1)
@@ -124,7 +124,7 @@ def test_work_that_gains_nothing_by_batches_is_never_held() -> None:
     assert harness.poll(now) == [1]
 
 
-def test_a_head_whose_time_would_run_out_is_not_held_that_long() -> None:
+def test_a_hold_ends_before_the_deadline_of_the_head() -> None:
     harness = TransportHarness()
     harness.coming = (0.005, 1)
     harness.offer(1, 0.0, deadline_s=0.006)
@@ -142,7 +142,7 @@ def test_no_more_starts_than_there_is_credit_for() -> None:
     assert harness.poll(1.0) == [3]
 
 
-def test_what_expires_while_there_is_no_credit_is_told() -> None:
+def test_requests_that_expire_during_backpressure_are_reported() -> None:
     harness = TransportHarness(wait_s=0.0)
     harness.credit = 0
     harness.offer(1, 0.0, deadline_s=0.5)
@@ -160,19 +160,19 @@ def test_a_slice_of_slow_items_is_small_and_of_brief_ones_large() -> None:
         assert harness.poll(now)[:1] == [rows]
 
 
-def test_what_waits_is_shared_out_to_idle_slots() -> None:
+def test_queued_requests_are_shared_among_idle_slots() -> None:
     harness = TransportHarness(wait_s=0.0, slice_s=0.001, slots=4, most=32)
     harness.offer(8, 0.0)
     assert harness.poll(0.0) == [2, 2, 2, 2]
 
 
-def test_a_slice_of_what_nothing_is_known_of_is_small() -> None:
+def test_a_slice_without_a_known_cost_is_small() -> None:
     harness = TransportHarness(wait_s=0.0, slice_s=0.001, most=32)
     harness.offer(32, 0.0)
     assert harness.poll(0.0)[:1] == [4]
 
 
-def test_what_is_so_brief_that_a_hand_over_costs_more_is_not_shared_out() -> None:
+def test_work_shorter_than_a_hand_over_is_not_shared() -> None:
     harness = TransportHarness(wait_s=0.0, slice_s=0.001, most=32)
     now = harness.learn(0.0002, 0.000002)
     for slot in range(1, 4):
@@ -181,7 +181,7 @@ def test_what_is_so_brief_that_a_hand_over_costs_more_is_not_shared_out() -> Non
     assert harness.poll(now) == [8]
 
 
-def test_it_tells_what_it_did() -> None:
+def test_statistics_count_decisions() -> None:
     harness = TransportHarness()
     harness.coming = (0.005, 1)
     harness.offer(1, 0.0)
@@ -190,7 +190,7 @@ def test_it_tells_what_it_did() -> None:
     assert (told["policy"], told["wait_s"], told["lingered"]) == ("linger", 0.01, 1)
 
 
-def test_a_scheduler_tells_when_the_next_batch_ends() -> None:
+def test_a_scheduler_reports_the_end_of_the_next_batch() -> None:
     harness = TransportHarness(wait_s=0.0)
     assert harness.scheduler.next_end() == (INF, 0)
     assert harness.scheduler.seconds(3) == 0.0
@@ -202,7 +202,7 @@ def test_a_scheduler_tells_when_the_next_batch_ends() -> None:
     assert round(harness.scheduler.seconds(2), 4) == 0.006
 
 
-def test_what_is_late_is_waited_for_no_longer_than_it_could_save() -> None:
+def test_the_wait_for_a_late_request_is_bounded_by_its_savings() -> None:
     harness = TransportHarness(wait_s=1.0)
     now = harness.learn(0.008, 0.001)
     harness.coming = (now + 0.002, 1)

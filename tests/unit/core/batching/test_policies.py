@@ -87,7 +87,7 @@ def test_adaptive_takes_the_largest_batch_that_enough_can_bear_and_skips_tight_h
     assert b.scheduler.queued == 1
 
 
-def test_adaptive_drops_what_cannot_be_in_time_even_alone(bench: Make) -> None:
+def test_adaptive_drops_requests_that_cannot_meet_their_deadline_alone(bench: Make) -> None:
     b = bench(Adaptive())
     b.prime(1.0, 1.0)
     b.offer(1, deadline_s=b.now + 1.9)
@@ -174,7 +174,7 @@ def test_urgent_requests_fill_a_batch_themselves(sixty: Any) -> None:
     assert sixty.poll() == [[*range(1001, 1061)]]
 
 
-def test_what_waits_beside_an_urgent_request_goes_with_it_while_it_is_little(sixty: Any) -> None:
+def test_a_few_queued_requests_share_the_batch_of_an_urgent_one(sixty: Any) -> None:
     sixty.offer(1, 2, 3, priority=1)
     sixty.offer(1000)
     assert sixty.poll() == [[1000, 1, 2, 3]]
@@ -193,7 +193,7 @@ def test_a_request_that_has_waited_its_budget_leads_a_full_batch_itself(sixty: A
     assert sixty.poll() == [[*range(1, 65)]]
 
 
-def test_a_cut_bulk_request_fills_the_room_beside_an_urgent_one(sixty: Any) -> None:
+def test_a_split_bulk_request_fills_the_batch_of_an_urgent_one(sixty: Any) -> None:
     for id in (1, 2, 3):
         sixty.offer(id, rows=32, priority=1, divisible=True)
     sixty.offer(1000)

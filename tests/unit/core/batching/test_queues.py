@@ -19,14 +19,14 @@ def ids(entries: list[Entry]) -> list[int]:
     return [e.id for e in entries]
 
 
-def test_push_tells_whether_the_head_is_new() -> None:
+def test_push_returns_whether_the_head_changed() -> None:
     bucket = Bucket("")
     assert [bucket.push(entry(i, v)) for i, v in ((1, 5.0), (2, 6.0), (3, 4.0), (4, 4.0))] == [True, False, True, False]
     assert ids(bucket.entries) == [3, 4, 1, 2]
     assert bucket.keys == [4.0, 4.0, 5.0, 6.0]
 
 
-def test_what_is_pushed_back_comes_before_its_equals_that_are_younger() -> None:
+def test_a_returned_entry_precedes_younger_equals() -> None:
     bucket = filled(entry(1, 5.0), entry(3, 5.0))
     assert bucket.push_back(entry(2, 5.0)) is False
     assert bucket.push_back(entry(0, 5.0)) is True
@@ -41,7 +41,7 @@ def test_removal_takes_the_very_entry_among_equals() -> None:
     assert (bucket.rows, bucket.finite) == (4, 2)
 
 
-def test_tight_and_bearing_entries_are_told_apart_by_the_real_deadline() -> None:
+def test_tight_and_tolerant_entries_differ_by_the_real_deadline() -> None:
     mixed = filled(entry(1, 3.0), entry(2, 9.0, rows=2, deadline=4.0), entry(3, 9.0, rows=4, deadline=6.0))
     assert ids(mixed.tight(5.0)) == [2]  # 1 comes first, but has no deadline
     assert mixed.rows_bearing(5.0) == 5
@@ -65,7 +65,7 @@ def test_take_from_a_mixed_bucket_keeps_all_counts() -> None:
     assert (bucket.rows, bucket.finite, bucket.loose) == (0, 0, 0)
 
 
-def test_the_first_entry_is_taken_even_if_it_is_larger_than_asked_for() -> None:
+def test_the_first_entry_is_taken_even_if_it_exceeds_the_limit() -> None:
     assert ids(filled(entry(1, 1.0, 3), entry(2, 2.0)).take(1, -INF)) == [1]
 
 
@@ -85,7 +85,7 @@ def test_ends_come_in_order_whatever_the_order_of_arrival() -> None:
     assert ends.next() == 9.0
 
 
-def test_ends_forget_what_left_the_queue() -> None:
+def test_deadlines_drop_entries_that_left_the_queue() -> None:
     ends = Expiries(waiting=1)
     gone, stays = entry(1, INF, deadline=1.0), entry(2, INF, deadline=2.0)
     ends.add(gone)

@@ -19,7 +19,7 @@ Make = Callable[..., Any]
 # ---- bounds
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(bench: Make) -> None:
+def test_a_full_queue_refuses_at_once_with_retry_after(bench: Make) -> None:
     b = bench(max_queue=3, slots=1)
     b.prime(1.0, 0.5)
     b.offer(1, 2, rows=1)
@@ -70,7 +70,7 @@ def test_bulk_requests_leave_room_in_the_queue_for_urgent_ones(bench: Make) -> N
         ({"nbytes": 1001}, PayloadTooLarge, "1001 bytes"),
     ],
 )
-def test_what_can_never_be_queued_is_a_bad_request(
+def test_a_request_larger_than_the_queue_is_a_bad_request(
     bench: Make, fields: dict[str, int], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -121,7 +121,7 @@ def test_a_class_beyond_the_last_has_the_budget_of_the_last(bench: Make) -> None
     assert b.poll() == [[1]]
 
 
-def test_only_one_bucket_shares_a_batch_and_the_oldest_head_is_served(bench: Make) -> None:
+def test_a_batch_has_one_bucket_and_the_oldest_head_is_served(bench: Make) -> None:
     b = bench()
     b.offer(1, bucket="x")
     b.now += 1
@@ -132,7 +132,7 @@ def test_only_one_bucket_shares_a_batch_and_the_oldest_head_is_served(bench: Mak
     assert b.poll() == [[2, 3, 4, 5]]
 
 
-def test_what_does_not_fit_is_passed_over_and_heads_the_next_batch(bench: Make) -> None:
+def test_a_misfit_is_skipped_and_heads_the_next_batch(bench: Make) -> None:
     b = bench()
     for id, rows in ((1, 3), (2, 2), (3, 1)):
         b.offer(id, rows=rows)
@@ -158,7 +158,7 @@ def test_an_entry_is_passed_over_at_most_eight_times(bench: Make) -> None:
 # ---- time
 
 
-def test_a_request_that_waited_its_timeout_is_told_so(bench: Make) -> None:
+def test_a_request_that_exceeds_its_timeout_is_expired(bench: Make) -> None:
     b = bench(slots=0)
     b.offer(1, expires_s=b.now + 2)
     b.poll()
@@ -176,7 +176,7 @@ def test_a_passed_deadline_is_never_run_even_when_it_passed_before_the_offer(ben
     assert b.told == [Expire(1, "expired")]
 
 
-def test_a_timeout_that_is_shorter_than_that_of_older_requests_is_kept(bench: Make) -> None:
+def test_a_timeout_shorter_than_older_ones_is_kept(bench: Make) -> None:
     b = bench(slots=0)
     b.offer(1, expires_s=b.now + 30)
     b.offer(2, expires_s=b.now + 1)
@@ -186,7 +186,7 @@ def test_a_timeout_that_is_shorter_than_that_of_older_requests_is_kept(bench: Ma
     assert b.told == [Expire(2, "timeout")]
 
 
-def test_a_long_lived_head_does_not_keep_the_ends_of_those_that_left(bench: Make) -> None:
+def test_a_long_lived_head_does_not_keep_deadlines_of_removed_entries(bench: Make) -> None:
     b = bench(max_batch_size=1, max_queue=10_000)
     b.offer(1, priority=0, bucket="slow", deadline_s=b.now + 1000)  # ordered behind all others, which are served
     for k in range(5000):
@@ -232,7 +232,7 @@ def test_a_request_larger_than_the_batch_runs_in_parts_and_ends_once(bench: Make
     assert b.complete(3) == [1]
 
 
-def test_a_failed_part_purges_what_waits_and_ends_the_request_when_nothing_runs(bench: Make) -> None:
+def test_a_failed_part_purges_queued_parts_and_ends_the_request(bench: Make) -> None:
     b = bench(slots=2)
     b.offer(1, rows=12)
     b.poll()
@@ -251,7 +251,7 @@ def test_a_split_request_that_runs_in_part_ends_after_a_cancel_when_the_part_is_
     assert b.complete(1) == [1]
 
 
-def test_a_split_request_whose_time_is_over_is_told_when_its_running_part_is_back(bench: Make) -> None:
+def test_an_expired_split_request_ends_with_its_running_part(bench: Make) -> None:
     b = bench()
     b.offer(1, rows=8, expires_s=b.now + 1)
     b.poll()
@@ -262,7 +262,7 @@ def test_a_split_request_whose_time_is_over_is_told_when_its_running_part_is_bac
     assert b.told == [Expire(1, "timeout")]
 
 
-def test_a_lower_ceiling_cuts_what_waits(bench: Make) -> None:
+def test_a_lower_ceiling_splits_queued_requests(bench: Make) -> None:
     b = bench()
     b.offer(1)
     b.poll()
@@ -278,7 +278,7 @@ def test_a_lower_ceiling_cuts_what_waits(bench: Make) -> None:
 # ---- death
 
 
-def test_a_batch_that_killed_its_worker_is_run_again_in_halves_on_other_slots(bench: Make) -> None:
+def test_a_batch_that_killed_its_worker_is_retried_in_halves_on_other_slots(bench: Make) -> None:
     b = bench(slots=3)
     b.offer(1, 2, 3, 4)
     b.poll()
@@ -312,7 +312,7 @@ def test_without_idempotence_a_death_fails_at_once(bench: Make) -> None:
     assert b.told == [Fail(1, "worker_died"), Fail(2, "worker_died")]
 
 
-def test_what_was_lost_behind_another_batch_waits_again_in_front_without_blame(bench: Make) -> None:
+def test_a_batch_lost_behind_another_is_requeued_in_front_without_blame(bench: Make) -> None:
     b = bench(depth=2, max_batch_size=2)
     b.offer(1, 2, 3, 4, 5)
     assert b.poll() == [[1, 2], [3, 4]]
@@ -360,9 +360,7 @@ def test_a_part_that_dies_twice_fails_its_request_once(bench: Make) -> None:
         (lambda b: b.scheduler.slot_up(0, b.now), "complete them first"),
     ],
 )
-def test_a_caller_that_breaks_the_order_of_calls_is_told(
-    bench: Make, wrong: Callable[[Any], object], words: str
-) -> None:
+def test_a_wrong_order_of_calls_raises(bench: Make, wrong: Callable[[Any], object], words: str) -> None:
     b = bench()
     b.offer(1)
     b.poll()
@@ -457,7 +455,7 @@ def test_brief_batches_that_are_not_full_keep_filling(bench: Make) -> None:
     assert b.poll() == [[5, 6, 7, 8]]
 
 
-def test_of_many_batches_ahead_a_death_ends_only_the_one_that_ran(bench: Make) -> None:
+def test_a_death_ends_only_the_running_batch_of_several_sent_ahead(bench: Make) -> None:
     b = bench(depth=8, max_batch_size=1, slots=1, idempotent=False)
     b.prime(0.0, 0.0001)
     b.offer(*range(6))
@@ -509,7 +507,7 @@ def test_the_time_of_a_batch_sent_ahead_counts_from_the_end_of_the_one_before_it
     assert b.scheduler.explain()["b_s"] == pytest.approx(1.5, rel=0.05)
 
 
-def test_a_full_batch_of_a_lower_class_leaves_only_so_early_that_it_is_ready_in_time(bench: Make) -> None:
+def test_a_full_lower_class_batch_is_sent_just_in_time(bench: Make) -> None:
     b = bench(Fixed(0.0), depth=2, priority=(0.0, 10.0))
     b.prime(1.0, 1.0)
     b.offer(0)
@@ -543,7 +541,7 @@ def test_a_full_batch_of_the_most_urgent_class_is_sent_ahead_at_once(bench: Make
     assert b.poll() == [[11, 12, 13, 14]]
 
 
-def test_behind_brief_batches_those_of_a_lower_class_are_sent_at_once_too(bench: Make) -> None:
+def test_lower_class_batches_follow_brief_batches_at_once(bench: Make) -> None:
     b = bench(depth=8, priority=(0.0, 10.0))
     b.prime(0.0, 0.00001)
     b.offer(*range(1, 33), priority=1)
@@ -591,7 +589,7 @@ def test_holds_can_be_explained(bench: Make) -> None:
     assert (told["holds"], told["held_s"]) == (1, 1.0)
 
 
-def test_the_policy_drops_what_the_whole_queue_cannot_serve_in_time_lowest_class_first(bench: Make) -> None:
+def test_the_policy_sheds_overload_lowest_class_first(bench: Make) -> None:
     b = bench(Adaptive(), max_batch_size=2, horizon_s=10.0, priority=(0.0, 0.0))
     b.prime(1.0, 0.5)  # two rows take 2 s
     b.offer(1, 2)
@@ -615,7 +613,7 @@ def test_a_scheduler_that_could_starve_or_never_send_is_refused(wrong: dict[str,
 # ---- slots that are taken away
 
 
-def test_a_retired_slot_answers_what_it_has_and_gets_nothing_more(bench: Make) -> None:
+def test_a_retired_slot_answers_its_batches_and_gets_no_more(bench: Make) -> None:
     b = bench(slots=2, depth=2)
     b.offer(*range(8))
     b.poll()
@@ -635,7 +633,7 @@ def test_a_retired_slot_answers_what_it_has_and_gets_nothing_more(bench: Make) -
     assert 0 in {d.slot for d in b.sent}
 
 
-def test_what_a_retired_slot_loses_is_run_elsewhere(bench: Make) -> None:
+def test_batches_lost_by_a_retired_slot_run_elsewhere(bench: Make) -> None:
     b = bench(slots=2, depth=2)
     b.offer(1)
     b.poll()

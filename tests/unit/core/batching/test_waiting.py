@@ -57,7 +57,7 @@ def test_a_part_is_cut_again(bench: Make) -> None:
         ([(9, False), (3, False)], [(1, 0, 8)]),
     ],
 )
-def test_what_is_cut_and_what_is_not(bench: Make, requests: list[tuple[int, bool]], sent: list[Any]) -> None:
+def test_only_divisible_requests_are_split(bench: Make, requests: list[tuple[int, bool]], sent: list[Any]) -> None:
     b = bench(Adaptive(), max_batch_size=8)
     for k, (rows, divisible) in enumerate(requests):
         b.offer(k + 1, rows=rows, divisible=divisible)
@@ -65,7 +65,7 @@ def test_what_is_cut_and_what_is_not(bench: Make, requests: list[tuple[int, bool
     assert parts(b) == [sent]
 
 
-def test_a_policy_that_does_not_ask_for_it_gets_whole_requests(bench: Make) -> None:
+def test_a_policy_gets_whole_requests_by_default(bench: Make) -> None:
     b = bench(Fixed(0.0), max_batch_size=8)
     b.offer(1, rows=5, divisible=True)
     b.offer(2, rows=5, divisible=True)

@@ -31,7 +31,7 @@ async def died(batcher: Batcher, transport: Any, started: bool = True) -> None:
     await turns()
 
 
-async def test_requests_of_one_pass_of_the_loop_meet_in_one_batch(make_batcher, transport, caller) -> None:
+async def test_requests_of_one_loop_iteration_share_a_batch(make_batcher, transport, caller) -> None:
     batcher = make_batcher()
     callers = [caller() for _ in range(3)]
     for i, sink in enumerate(callers):
@@ -56,7 +56,7 @@ async def test_a_batch_grows_while_the_slot_is_busy(make_batcher, transport, cal
     assert len(transport.sent[0][0].items) == 3
 
 
-async def test_whoever_asks_hears_of_a_batch_before_it_is_sent(make_batcher, transport, caller) -> None:
+async def test_listeners_are_called_before_a_batch_is_sent(make_batcher, transport, caller) -> None:
     batcher, heard = make_batcher(), []
     batcher.on_dispatch = lambda dispatch: heard.append((dispatch.rows, len(transport.sent)))
     submit(batcher, caller(), rows=3)
@@ -180,7 +180,7 @@ async def test_a_slab_is_given_back_when_its_request_is_answered_cancelled_or_re
     pool.close()
 
 
-async def test_a_batch_whose_worker_died_is_run_again_in_halves(make_batcher, transport, caller) -> None:
+async def test_the_batch_of_a_dead_worker_is_retried_in_halves(make_batcher, transport, caller) -> None:
     batcher = make_batcher()
     callers = [caller() for _ in range(4)]
     for sink in callers:
@@ -288,7 +288,7 @@ async def test_a_failed_part_fails_the_request_once_and_purges_its_siblings(make
     assert batcher.pending == 0
 
 
-async def test_close_answers_everybody_who_waits(make_batcher, transport, caller) -> None:
+async def test_close_answers_every_waiting_caller(make_batcher, transport, caller) -> None:
     batcher = make_batcher()
     running, queued = caller(), caller()
     submit(batcher, running)
@@ -321,7 +321,7 @@ async def test_drain_ends_when_the_last_caller_leaves_the_queue(make_batcher, tr
         assert await draining
 
 
-async def test_a_batch_that_cannot_be_sent_fails_and_the_next_one_runs(make_batcher, transport, caller, caplog) -> None:
+async def test_an_unsendable_batch_fails_and_the_next_one_runs(make_batcher, transport, caller, caplog) -> None:
     batcher = make_batcher()
     send, transport.send = transport.send, None
     lost = caller()
@@ -340,7 +340,7 @@ async def test_a_batch_that_cannot_be_sent_fails_and_the_next_one_runs(make_batc
     assert batcher.pending == 0
 
 
-async def test_a_scheduler_that_breaks_answers_everybody_and_tells(make_batcher, transport, caller, caplog) -> None:
+async def test_a_broken_scheduler_answers_every_caller_and_reports(make_batcher, transport, caller, caplog) -> None:
     batcher = make_batcher()
     told: list[bool] = []
     batcher.on_broken = lambda: told.append(True)

@@ -59,9 +59,7 @@ async def test_each_caller_is_answered_as_soon_as_its_item_is(batcher, transport
     assert (batcher.pending, batcher.scheduler.running) == (0, 0)
 
 
-async def test_the_payload_of_an_answered_item_is_given_back_while_others_of_its_batch_run(
-    batcher, transport, caller
-) -> None:
+async def test_the_payload_of_an_answered_item_is_freed_while_its_batch_runs(batcher, transport, caller) -> None:
     pool = SlabPool(2**20)
     slab = pool.allocate(70_000)
     submit(batcher, caller(), slab)
@@ -71,7 +69,7 @@ async def test_the_payload_of_an_answered_item_is_given_back_while_others_of_its
     assert pool.in_use_bytes == 0
 
 
-async def test_an_answer_in_part_makes_room_for_who_waits(make_batcher, transport, caller) -> None:
+async def test_a_partial_result_makes_room_for_waiting_requests(make_batcher, transport, caller) -> None:
     batcher = make_batcher(width=2)
     for _ in range(3):
         submit(batcher, caller())
@@ -97,7 +95,7 @@ async def test_a_worker_that_takes_many_batches_hears_the_time_that_each_request
     assert transport.sent[-1][0].items[0].budget_s is None
 
 
-async def test_what_was_in_flight_in_a_death_is_run_again_but_for_what_was_answered(batcher, transport, caller) -> None:
+async def test_unanswered_items_of_a_dead_worker_are_retried(batcher, transport, caller) -> None:
     callers = [caller() for _ in range(4)]
     for i, sink in enumerate(callers):
         submit(batcher, sink, b"%d" % i)
@@ -131,7 +129,7 @@ async def test_a_caller_that_left_is_not_run_again_after_a_death(batcher, transp
     assert batcher.pending == 0
 
 
-async def test_a_batch_is_abandoned_when_nobody_waits_for_the_rest_of_it(batcher, transport, caller) -> None:
+async def test_a_batch_without_remaining_callers_is_abandoned(batcher, transport, caller) -> None:
     calls = [submit(batcher, caller()) for _ in range(3)]
     await turns()
     submit(batcher, caller())
@@ -195,7 +193,7 @@ async def test_observers_hear_of_a_batch_once_and_of_each_answer(make_batcher, t
     assert ear.batches == [(3, 1)]
 
 
-async def test_close_answers_those_of_whom_a_part_of_their_batch_was_answered(batcher, transport, caller) -> None:
+async def test_close_answers_the_rest_of_a_partly_answered_batch(batcher, transport, caller) -> None:
     callers = [caller() for _ in range(2)]
     for sink in callers:
         submit(batcher, sink)

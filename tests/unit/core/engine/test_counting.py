@@ -95,7 +95,7 @@ def bench(make_batcher: Callable[..., Batcher], transport: Any) -> Callable[...,
     return lambda **keys: Bench(make_batcher, transport, **keys)
 
 
-async def test_answers_and_failures_are_told_apart(bench, caller) -> None:
+async def test_answers_and_failures_are_counted_separately(bench, caller) -> None:
     b = bench()
     for _ in range(3):
         b.submit(caller())
@@ -106,7 +106,7 @@ async def test_answers_and_failures_are_told_apart(bench, caller) -> None:
     assert [(r.outcome, r.failed, r.rows) for r in b.ledger.batches] == [("ok", 1, 3)]
 
 
-async def test_what_was_served_is_told_with_its_label_its_wait_and_its_latency(bench, caller) -> None:
+async def test_a_served_batch_is_reported_with_label_wait_and_latency(bench, caller) -> None:
     b = bench(max_batch_size=2)
     told: list[tuple[Any, ...]] = []
 
@@ -139,7 +139,7 @@ async def test_items_that_fail_inside_a_request_of_many_are_failures_and_the_req
     assert b.ledger.batches[0].failed == 2
 
 
-async def test_a_request_that_is_split_is_one_answer(bench, caller) -> None:
+async def test_a_split_request_counts_as_one_answer(bench, caller) -> None:
     b = bench(max_queue=16)
     b.submit(caller(), rows=10)
     await b.turns()
@@ -181,7 +181,7 @@ async def test_a_caller_that_left_before_the_death_is_cancelled(bench, caller) -
 
 
 @pytest.mark.parametrize("idempotent", [True, False])
-async def test_an_answer_that_was_out_before_the_death_of_its_batch_is_an_answer(bench, caller, idempotent) -> None:
+async def test_an_answer_before_the_death_of_its_worker_counts(bench, caller, idempotent) -> None:
     b = bench(idempotent=idempotent)
     early, late = caller(), caller()
     b.submit(early)
@@ -208,7 +208,7 @@ async def test_close_counts_everybody_it_answers(bench, caller) -> None:
     assert b.batcher.pending == 0
 
 
-async def test_a_batch_whose_worker_died_is_recorded_and_so_is_one_that_waited_behind_it(bench, caller) -> None:
+async def test_the_batches_of_a_dead_worker_are_recorded(bench, caller) -> None:
     b = bench(depth=2)
     for _ in range(8):
         b.submit(caller())
@@ -218,7 +218,7 @@ async def test_a_batch_whose_worker_died_is_recorded_and_so_is_one_that_waited_b
     assert [(r.outcome, r.rows, r.ahead) for r in b.ledger.batches] == [("died", 4, False), ("lost", 4, True)]
 
 
-async def test_an_early_answer_to_a_part_does_not_answer_the_whole_request(bench, caller) -> None:
+async def test_a_partial_result_does_not_answer_the_whole_request(bench, caller) -> None:
     b = bench()
     sink = caller()
     b.submit(sink, rows=6)
@@ -251,7 +251,7 @@ async def test_a_request_that_is_refused_has_come_and_is_counted_by_its_reason(e
         assert (ledger.arrivals, ledger.reasons) == (1, Counter({reason: 1}))
 
 
-async def test_the_size_of_each_request_is_told_before_it_is_queued_also_of_one_that_finds_no_room() -> None:
+async def test_the_size_of_each_request_is_reported_even_if_the_queue_is_full() -> None:
     sizes: list[tuple[Any, ...]] = []
 
     class Sizes(Observer):
@@ -269,7 +269,7 @@ async def test_the_size_of_each_request_is_told_before_it_is_queued_also_of_one_
     assert sizes == [("m", "1", 3, 4), ("m", "1", 2, 0)]
 
 
-async def test_a_model_that_is_not_ready_counts_what_it_refuses() -> None:
+async def test_an_unready_model_counts_refused_requests() -> None:
     ledger = Ledger()
     async with Engine(observers=[ledger]) as engine:
         handle = engine.prepare("m", ModelConfig(target="", transport="inline"), target=lambda items: items)
@@ -327,7 +327,7 @@ async def play(b: Bench, random: Random, caller: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-async def test_requests_are_answers_rejections_and_what_is_in_flight_at_every_moment(bench, caller, seed) -> None:
+async def test_requests_equal_answers_rejections_and_requests_in_flight(bench, caller, seed) -> None:
     random = Random(seed)
     b = bench(depth=1 + seed % 2, idempotent=seed % 3 > 0, max_queue=16)
     stayed = await play(b, random, caller)

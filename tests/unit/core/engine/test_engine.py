@@ -80,7 +80,7 @@ async def test_a_stream_gives_its_parts_and_can_be_left_early(transport: str) ->
         assert [part async for part in engine.stream("count", 2)] == [0, 1]
 
 
-async def test_a_model_that_does_not_load_is_told_and_leaves_nothing_behind(transport: str) -> None:
+async def test_a_failed_load_raises_and_leaves_nothing_behind(transport: str) -> None:
     async with Engine() as engine:
         with pytest.raises(LoadFailed):
             await engine.load("never", config(transport), target=NeverLoads)
@@ -112,7 +112,7 @@ async def test_ready_only_while_every_model_is_up_and_nothing_drains() -> None:
     await engine.close()
 
 
-async def test_close_answers_what_was_accepted() -> None:
+async def test_close_answers_accepted_requests() -> None:
     engine = Engine()
     await engine.load("m", config(), target=double)
     answers = [asyncio.ensure_future(engine.infer("m", i)) for i in range(5)]
@@ -223,7 +223,7 @@ class NoPolicy:
         raise ValueError("a bug")
 
 
-async def test_a_policy_that_cannot_be_made_is_told_and_nothing_hangs(transport: str) -> None:
+async def test_a_failing_policy_constructor_raises_without_a_hang(transport: str) -> None:
     @penstock.model(policy=f"{__name__}:NoPolicy")
     def echo(items: list[Any]) -> list[Any]:
         return items
@@ -235,7 +235,7 @@ async def test_a_policy_that_cannot_be_made_is_told_and_nothing_hangs(transport:
         assert engine.statuses() == []
 
 
-async def test_priorities_that_are_none_are_refused_and_nothing_hangs(transport: str) -> None:
+async def test_invalid_priorities_are_refused_without_a_hang(transport: str) -> None:
     with pytest.raises(ConfigError, match="priority"):
         penstock.model(priority=[])(double)
     async with Engine() as engine, asyncio.timeout(5):
@@ -257,7 +257,7 @@ async def test_a_configuration_made_in_python_is_checked_too(keys: dict[str, Any
             await engine.load("m", config(**keys), target=double)
 
 
-async def test_a_load_that_never_ends_is_given_up_in_time() -> None:
+async def test_a_hanging_load_times_out() -> None:
     gate = threading.Event()
 
     class Hangs:
@@ -273,7 +273,7 @@ async def test_a_load_that_never_ends_is_given_up_in_time() -> None:
     gate.set()
 
 
-async def test_the_end_of_a_version_is_told_when_no_handle_of_it_is_left(transport: str) -> None:
+async def test_an_unload_is_reported_after_the_last_handle_of_a_version(transport: str) -> None:
     heard: list[tuple[str, ...]] = []
 
     class Ear(Observer):
@@ -315,7 +315,7 @@ async def test_a_version_that_cannot_be_closed_is_forgotten_all_the_same(monkeyp
         assert engine.all_statuses() == []
 
 
-async def test_a_policy_may_be_a_class_of_the_users_own(transport: str) -> None:
+async def test_a_policy_can_be_a_user_class(transport: str) -> None:
     async with Engine() as engine:
         keys = {"policy": "penstock.core.batching.policies.none:Unbatched"}
         await engine.load("double", config(transport, **keys), target=double)
@@ -359,7 +359,7 @@ async def test_unloading_under_load_answers_every_request_once(transport: str) -
         await unloading
 
 
-async def test_a_model_whose_scheduler_broke_is_not_ready_and_says_so(transport: str, caplog: Any) -> None:
+async def test_a_model_with_a_broken_scheduler_is_not_ready(transport: str, caplog: Any) -> None:
     async with Engine() as engine:
         await engine.load("double", config(transport), target=double)
         engine._registry.find("double", None)._batcher.scheduler.poll = None  # type: ignore[union-attr,assignment]
@@ -370,7 +370,7 @@ async def test_a_model_whose_scheduler_broke_is_not_ready_and_says_so(transport:
             await engine.infer("double", 1)
 
 
-async def test_an_observer_that_raises_costs_nobody_an_answer(transport: str, caplog: Any) -> None:
+async def test_a_raising_observer_loses_no_answer(transport: str, caplog: Any) -> None:
     class Broken(Observer):
         def __getattribute__(self, name: str) -> Any:
             if name.startswith("on_"):
@@ -425,7 +425,7 @@ class LoadsTheSecondTime:
         return items
 
 
-async def test_a_version_that_does_not_load_may_stay_and_is_tried_again(
+async def test_a_version_that_fails_to_load_can_stay_and_is_retried(
     transport: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoadsTheSecondTime, "tries", 0)
@@ -448,7 +448,7 @@ async def test_a_version_that_does_not_load_may_stay_and_is_tried_again(
         assert await engine.infer("m", 1) == 1
 
 
-async def test_without_that_wish_it_goes(transport: str) -> None:
+async def test_a_version_that_fails_to_load_is_removed_by_default(transport: str) -> None:
     async with Engine() as engine:
         with pytest.raises(LoadFailed):
             await engine.put(engine.prepare("m", config(transport), target=NeverLoads))
@@ -468,7 +468,7 @@ async def test_a_handle_is_retired_by_itself_though_another_has_its_number(trans
         assert (old.ready, new.ready, new.up, new.pending) == (False, True, 1, 0)
 
 
-async def test_places_of_workers_are_told_with_the_time_of_their_making() -> None:
+async def test_worker_snapshots_include_the_start_time() -> None:
     before_s = time.time()
     async with Engine() as engine:
         handle = engine.prepare("m", config(instances=2), target=double)

@@ -126,7 +126,7 @@ async def stage() -> AsyncIterator[Stage]:
 # ---- a scale that fails
 
 
-async def test_a_failed_scale_lets_a_new_instance_answer_what_it_runs(stage: Stage) -> None:
+async def test_a_failed_scale_lets_a_new_instance_answer_its_batch(stage: Stage) -> None:
     scaling = await stage.begin(stage.handle.scale(3, drain_s=7.0))
     answers = [stage.ask(), stage.ask()]
     stage.up(1)
@@ -148,7 +148,7 @@ async def test_a_failed_scale_lets_a_new_instance_answer_what_it_runs(stage: Sta
     assert stage.slots == {0}
 
 
-async def test_a_scale_fails_as_soon_as_one_does_and_waits_for_no_other(stage: Stage) -> None:
+async def test_a_scale_fails_with_its_first_failed_instance(stage: Stage) -> None:
     scaling = await stage.begin(stage.handle.scale(4, 0))
     stage.down(2)
     with pytest.raises(LoadFailed):
@@ -156,7 +156,7 @@ async def test_a_scale_fails_as_soon_as_one_does_and_waits_for_no_other(stage: S
     assert stage.seen == ("READY", 1, 1)
 
 
-async def test_a_new_instance_that_dies_at_once_is_one_that_did_not_load(stage: Stage) -> None:
+async def test_a_new_instance_that_dies_at_once_counts_as_not_loaded(stage: Stage) -> None:
     scaling = await stage.begin(stage.handle.scale(3, 0))
     stage.down(0, LoadFailed("the reason of another"))
     stage.up(1)
@@ -165,7 +165,7 @@ async def test_a_new_instance_that_dies_at_once_is_one_that_did_not_load(stage: 
         await scaling
 
 
-async def test_a_model_whose_workers_die_while_it_loads_was_not_loaded() -> None:
+async def test_a_model_whose_workers_die_during_loading_fails_to_load() -> None:
     stage = Stage(2)
     loading = await stage.begin(stage.handle.load())
     stage.up(0)
@@ -189,7 +189,7 @@ async def test_a_model_that_has_no_worker_after_a_failed_scale_is_not_ready(stag
     assert not stage.handle.ready
 
 
-async def test_a_transport_that_refuses_leaves_everything_as_it_was(stage: Stage, monkeypatch: Any) -> None:
+async def test_a_transport_that_refuses_to_scale_changes_nothing(stage: Stage, monkeypatch: Any) -> None:
     def refuse(slot: int, device: str) -> None:
         raise ConfigError("no more")
 
@@ -203,7 +203,7 @@ async def test_a_transport_that_refuses_leaves_everything_as_it_was(stage: Stage
 # ---- scales that meet
 
 
-async def test_two_scales_at_once_are_made_one_after_the_other(stage: Stage) -> None:
+async def test_concurrent_scales_run_in_sequence(stage: Stage) -> None:
     first = await stage.begin(stage.handle.scale(3, 0))
     second = await stage.begin(stage.handle.scale(1, 0))
     assert stage.slots == {0, 1, 2}
@@ -214,7 +214,7 @@ async def test_two_scales_at_once_are_made_one_after_the_other(stage: Stage) -> 
     assert stage.slots == {0}
 
 
-async def test_an_aborted_scale_ends_at_once_and_takes_away_what_it_began(stage: Stage) -> None:
+async def test_an_aborted_scale_ends_at_once_and_removes_its_instances(stage: Stage) -> None:
     scaling = await stage.begin(stage.handle.scale(3, 0))
     stage.up(1)
     assert stage.handle.abort() is False, "it was no load"
@@ -267,7 +267,7 @@ async def test_a_caller_that_leaves_a_scale_down_does_not_leave_a_worker_behind(
     await again
 
 
-async def test_all_that_start_share_the_machine_as_those_will_that_there_are_to_be(stage: Stage) -> None:
+async def test_starting_instances_share_the_cores_of_the_final_number(stage: Stage) -> None:
     growing = await stage.begin(stage.handle.scale(4, 0))
     assert stage.shares == [4, 4, 4]
     stage.up(1, 2, 3)
@@ -279,7 +279,7 @@ async def test_all_that_start_share_the_machine_as_those_will_that_there_are_to_
 # ---- slots
 
 
-async def test_a_slot_that_is_taken_away_for_good_is_told_as_removed(stage: Stage) -> None:
+async def test_a_removed_slot_is_reported(stage: Stage) -> None:
     growing = await stage.begin(stage.handle.scale(2, 0))
     stage.up(1)
     await growing
@@ -296,9 +296,7 @@ async def test_a_slot_that_is_taken_away_for_good_is_told_as_removed(stage: Stag
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), WorkerDied("odd")])
-async def test_what_a_first_worker_cannot_be_used_for_is_a_load_that_failed(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+async def test_an_unusable_first_worker_fails_the_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     stage = Stage()
 
     def fail(ready: Ready) -> Any:
@@ -322,7 +320,7 @@ async def test_an_empty_list_of_priorities_is_refused_and_nothing_hangs() -> Non
     await stage.handle.close(0)
 
 
-async def test_slots_of_a_broken_scheduler_come_and_go_without_it(stage: Stage, caplog: Any) -> None:
+async def test_slots_can_change_after_the_scheduler_broke(stage: Stage, caplog: Any) -> None:
     answer = stage.ask()
     await asyncio.sleep(0)
     assert stage.handle._batcher is not None
@@ -348,7 +346,7 @@ async def test_requests_wait_for_a_worker_that_will_be_back_soon(stage: Stage) -
     assert answer[0].error is None
 
 
-async def test_requests_do_not_wait_for_one_that_is_tried_only_later(stage: Stage) -> None:
+async def test_requests_do_not_wait_for_a_late_restart(stage: Stage) -> None:
     stage.down(0, WorkerDied("killed"), retry_in_s=20.0)
     with pytest.raises(ModelNotReady) as refused:
         stage.ask()
@@ -356,7 +354,7 @@ async def test_requests_do_not_wait_for_one_that_is_tried_only_later(stage: Stag
     assert refused.value.detail.endswith("killed")
 
 
-async def test_after_two_failures_nobody_waits_for_an_attempt_that_may_take_long(stage: Stage) -> None:
+async def test_after_two_failures_requests_do_not_wait_for_a_restart(stage: Stage) -> None:
     stage.down(0, WorkerDied("killed"), retry_in_s=0.0)
     stage.ask()
     stage.down(0, retry_in_s=0.0)  # from now on it is loading again
@@ -394,7 +392,7 @@ async def test_a_worker_s_load_is_timed_from_its_own_start() -> None:
     assert 2.0 <= second_s < 3.0
 
 
-async def test_a_batch_is_no_larger_than_what_a_worker_takes_side_by_side() -> None:
+async def test_a_batch_is_limited_by_the_concurrency_of_the_worker() -> None:
     stage = Stage(batching={"max_batch_size": "auto"})
     loading = await stage.begin(stage.handle.load())
     stage.listener.slot_up(0, Ready(ModelMetadata("m", "1"), concurrency=8))

@@ -113,7 +113,7 @@ def only(manage: Management) -> ModelStatus:
 # ---- load, swap, unload
 
 
-async def test_a_version_that_is_loaded_stands_beside_the_default(manage: Management, engine: Engine) -> None:
+async def test_a_loaded_version_does_not_replace_the_default(manage: Management, engine: Engine) -> None:
     await manage.put("m", "2", keys("two.py:Model"))
     assert await engine.infer("m", 0) == "one"
     assert await engine.infer("m", 0, version="2") == "two"
@@ -124,7 +124,7 @@ async def test_a_version_that_is_loaded_stands_beside_the_default(manage: Manage
     assert shown(manage) == [("1", "READY")]
 
 
-async def test_while_it_loads_nobody_sees_it_and_the_server_stays_ready(manage: Management, engine: Engine) -> None:
+async def test_a_loading_version_is_hidden_and_the_server_stays_ready(manage: Management, engine: Engine) -> None:
     loading = asyncio.ensure_future(manage.put("m", "2", keys("two.py:Slow")))
     await asyncio.sleep(0.05)
     assert shown(manage) == [("1", "READY"), ("2", "LOADING")]
@@ -137,7 +137,7 @@ async def test_while_it_loads_nobody_sees_it_and_the_server_stays_ready(manage: 
     assert await engine.infer("m", 0, version="2") == "two"
 
 
-async def test_a_swap_answers_what_the_old_one_had_accepted(manage: Management, engine: Engine) -> None:
+async def test_a_swap_answers_the_accepted_requests_of_the_old_version(manage: Management, engine: Engine) -> None:
     old = [asyncio.ensure_future(engine.infer("m", 0.1)) for _ in range(3)]
     await asyncio.sleep(0)
     await manage.put("m", None, keys("two.py:Model"))
@@ -156,7 +156,7 @@ async def test_unloading_a_model_unloads_all_versions(manage: Management, engine
     assert await engine.infer("m", 0) == "two"
 
 
-async def test_unload_ends_a_load_that_may_never_end(manage: Management, engine: Engine) -> None:
+async def test_unload_ends_a_hanging_load(manage: Management, engine: Engine) -> None:
     loading = asyncio.ensure_future(manage.put("m", "2", keys("two.py:Slow")))
     await asyncio.sleep(0.05)
     await manage.unload("m", "2")
@@ -166,7 +166,7 @@ async def test_unload_ends_a_load_that_may_never_end(manage: Management, engine:
     sys.modules["two"].go.set()
 
 
-async def test_a_load_that_fails_changes_nothing_and_tells_no_path(manage: Management, engine: Engine) -> None:
+async def test_a_failed_load_changes_nothing_and_reveals_no_path(manage: Management, engine: Engine) -> None:
     for version in ("1", "2"):
         with pytest.raises(LoadFailed, match="nothing has changed") as caught:
             await manage.put("m", version, keys("two.py:Broken"))
@@ -175,7 +175,7 @@ async def test_a_load_that_fails_changes_nothing_and_tells_no_path(manage: Manag
     assert await engine.infer("m", 0) == "one"
 
 
-async def test_changes_of_one_model_wait_for_each_other_and_those_of_others_do_not(
+async def test_changes_run_in_sequence_per_model_and_concurrently_across_models(
     manage: Management, engine: Engine
 ) -> None:
     slow = asyncio.ensure_future(manage.put("m", "2", keys("two.py:Slow")))
@@ -197,7 +197,7 @@ async def test_a_caller_that_leaves_does_not_leave_half_a_change(manage: Managem
     assert await engine.infer("m", 0) == "two"
 
 
-async def test_unload_ends_a_load_under_way_and_those_that_wait_behind_it(manage: Management, engine: Engine) -> None:
+async def test_unload_ends_a_running_load_and_queued_ones(manage: Management, engine: Engine) -> None:
     loads = [asyncio.ensure_future(manage.put("m", "2", keys("two.py:Slow"))) for _ in range(3)]
     other = asyncio.ensure_future(manage.put("m", "3", keys("two.py:Model")))
     await asyncio.sleep(0.05)
@@ -211,7 +211,7 @@ async def test_unload_ends_a_load_under_way_and_those_that_wait_behind_it(manage
     sys.modules["two"].go.set()
 
 
-async def test_unload_of_what_only_waits_to_be_loaded_finds_nothing_more_to_do(manage: Management) -> None:
+async def test_unload_cancels_a_queued_load(manage: Management) -> None:
     hanging = asyncio.ensure_future(manage.put("m", "3", keys("two.py:Slow")))
     waiting = asyncio.ensure_future(manage.put("m", "2", keys("two.py:Model")))
     await asyncio.sleep(0.05)
@@ -226,7 +226,7 @@ async def test_unload_of_what_only_waits_to_be_loaded_finds_nothing_more_to_do(m
     assert shown(manage) == [("1", "READY"), ("3", "READY")]
 
 
-async def test_a_load_that_comes_after_an_unload_is_made(manage: Management, engine: Engine) -> None:
+async def test_a_load_after_an_unload_succeeds(manage: Management, engine: Engine) -> None:
     hanging = asyncio.ensure_future(manage.put("m", "2", keys("two.py:Slow")))
     await asyncio.sleep(0.05)
     unloading = asyncio.ensure_future(manage.unload("m", None))
@@ -241,7 +241,7 @@ async def test_a_load_that_comes_after_an_unload_is_made(manage: Management, eng
     sys.modules["two"].go.set()
 
 
-async def test_unload_ends_a_scale_that_hangs_and_one_that_waits(manage: Management, engine: Engine) -> None:
+async def test_unload_ends_a_hanging_scale_and_a_queued_one(manage: Management, engine: Engine) -> None:
     await manage.put("n", None, keys("two.py:Third"))
     scales = [asyncio.ensure_future(manage.scale("n", None, n)) for n in (2, 3)]
     await asyncio.sleep(0.05)
@@ -317,7 +317,7 @@ async def test_scaling_moves_the_instances_and_the_bound_of_the_queue(manage: Ma
         assert await engine.infer_many("m", [0] * 50) == ["one"] * 50
 
 
-async def test_an_instance_that_goes_answers_what_it_runs(manage: Management, engine: Engine) -> None:
+async def test_a_removed_instance_answers_its_batch(manage: Management, engine: Engine) -> None:
     await manage.scale("m", None, 3)
     running = [asyncio.ensure_future(engine.infer("m", 0.1)) for _ in range(3)]
     await asyncio.sleep(0.02)
@@ -333,7 +333,7 @@ async def test_the_inline_transport_cannot_be_scaled(manage: Management) -> None
 
 
 @pytest.mark.parametrize("instances", [0, -1, 5, 10**6])
-async def test_a_number_of_instances_out_of_bounds_is_refused(manage: Management, instances: int) -> None:
+async def test_an_invalid_number_of_instances_is_refused(manage: Management, instances: int) -> None:
     with pytest.raises(BadRequest, match="expected 1 to 4"):
         await manage.scale("m", None, instances)
 
@@ -422,7 +422,7 @@ async def test_closing_the_engine_ends_a_change_under_way(manage: Management, en
         (keys("net.onnx"), LoadFailed, "could not be loaded"),
     ],
 )
-async def test_what_may_not_be_loaded_is_refused(
+async def test_a_forbidden_target_is_refused(
     manage: Management, folder: Path, body: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words) as caught:
@@ -432,7 +432,7 @@ async def test_what_may_not_be_loaded_is_refused(
 
 
 @pytest.mark.parametrize("target", ["app.py:Model", "{}/app.py:Model", "in.py:Model", "deep/three.py:Model"])
-async def test_what_is_configured_or_in_the_store_may_be_loaded(
+async def test_targets_from_the_configuration_or_the_store_can_be_loaded(
     manage: Management, engine: Engine, folder: Path, target: str
 ) -> None:
     await manage.put("m", "2", keys(target.format(folder)))
@@ -442,7 +442,7 @@ async def test_what_is_configured_or_in_the_store_may_be_loaded(
     assert env == ({"A": "1"} if expected == "one" else {}), "what only the configuration may say stays"
 
 
-async def test_of_two_sections_with_one_target_the_own_one_counts(manage: Management, folder: Path) -> None:
+async def test_of_two_sections_with_one_target_the_models_own_applies(manage: Management, folder: Path) -> None:
     target = f"{folder}/app.py:Model"
     sections = {
         "first": ModelConfig(target=target, env={"A": "first"}),
@@ -464,7 +464,7 @@ def test_files_of_pipelines_are_found_as_model_files_are(config: Config, folder:
         targets.resolve(str(folder / "other.toml"), "m", "1")
 
 
-def test_model_files_are_those_that_are_configured_or_in_the_store(config: Config, folder: Path) -> None:
+def test_model_files_must_be_configured_or_in_the_store(config: Config, folder: Path) -> None:
     (folder / "net.pt").write_text("")
     section = ModelConfig(target=f"{folder}/net.pt")
     targets = AllowedTargets(structs.replace(config, models={"n": section}))
@@ -477,7 +477,7 @@ def sections_of(sections: dict[str, ModelConfig], env: str) -> ModelConfig:
     return next(s for s in sections.values() if s.env == {"A": env})
 
 
-async def test_there_are_no_more_versions_than_may_be(engine: Engine, config: Config) -> None:
+async def test_the_number_of_versions_is_bounded(engine: Engine, config: Config) -> None:
     few = Engine(LimitsConfig(max_versions=2))
     manage = Management(few, config)
     manage.started = True
@@ -491,7 +491,7 @@ async def test_there_are_no_more_versions_than_may_be(engine: Engine, config: Co
         await manage.put("m", "2", keys("two.py:Model"))
 
 
-async def test_a_bug_in_a_change_whose_caller_has_left_is_logged(
+async def test_an_error_in_a_change_without_a_caller_is_logged(
     manage: Management, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine, "set_default", lambda model, version: 1 / 0)
@@ -516,7 +516,7 @@ async def test_a_name_that_no_model_can_have_is_refused(manage: Management, mode
         await manage.put(model, None, keys("two.py:Model"))
 
 
-async def test_changes_of_what_is_not_there_are_not_found(manage: Management) -> None:
+async def test_changes_of_unknown_models_are_not_found(manage: Management) -> None:
     for change in (
         manage.unload("m", "9"),
         manage.unload("n", None),

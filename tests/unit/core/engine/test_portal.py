@@ -44,7 +44,7 @@ def test_many_threads_share_batches_and_each_gets_its_own_answer() -> None:
     assert max(sizes) > 2
 
 
-def test_the_first_failed_item_raises_unless_exceptions_are_asked_for() -> None:
+def test_the_first_failed_item_raises_unless_exceptions_are_requested() -> None:
     with Portal() as portal:
         portal.load("m", config(), target=double)
         with pytest.raises(Exception, match=r"ValueError|negative"):
@@ -74,7 +74,7 @@ def test_submit_gives_a_real_future() -> None:
             portal.submit("n", 1).result(10)
 
 
-def test_a_closed_portal_says_so() -> None:
+def test_a_closed_portal_raises() -> None:
     portal = Portal()
     portal.close()
     portal.close()
@@ -150,7 +150,7 @@ def test_a_call_that_times_out_takes_its_request_back(echo: tuple[Portal, Echo])
         portal.call(never, timeout_s=0.01)
 
 
-def test_a_backend_that_cannot_be_made_says_why() -> None:
+def test_a_failed_backend_reports_the_reason() -> None:
     def broken() -> Echo:
         raise OSError("no such place")
 
@@ -219,7 +219,7 @@ def test_a_child_whose_second_model_does_not_load_again_keeps_no_loop_of_the_fir
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_after_a_fork_the_child_starts_workers_of_its_own_and_the_parents_go_on(tmp_path: Path) -> None:
+def test_a_forked_child_starts_its_own_workers_and_the_parent_continues(tmp_path: Path) -> None:
     code = """
         import os, sys, warnings
         from penstock import Portal
@@ -289,7 +289,7 @@ def test_a_cancelled_future_counts_as_done() -> None:
         assert running.result(5) == 1
 
 
-def test_close_ends_a_load_that_goes_on_in_another_thread() -> None:
+def test_close_ends_a_load_in_another_thread() -> None:
     at_gate, gate = threading.Event(), threading.Event()
 
     class LoadsAtTheGate:
@@ -323,7 +323,7 @@ def test_a_request_that_meets_the_close_is_refused_and_not_forgotten() -> None:
         portal.statistics("m")
 
 
-def test_what_cannot_be_queued_is_an_error_and_no_hang() -> None:
+def test_a_rejected_request_raises_instead_of_hanging() -> None:
     class Odd:
         nbytes = "many"
 

@@ -14,7 +14,7 @@ def config(version: str = "1", **keys: Any) -> ModelConfig:
     return ModelConfig(target="here", transport="thread", version=version, batching=BatchingConfig(**keys))
 
 
-async def test_a_reading_tells_of_queue_costs_and_memory() -> None:
+async def test_a_snapshot_holds_queue_costs_and_memory() -> None:
     go = threading.Event()
 
     def wait(items: list[Any]) -> list[Any]:
@@ -68,7 +68,7 @@ async def test_a_record_names_the_bucket_and_a_listener_hears_arrivals() -> None
     assert (ears.arrivals, ears.buckets) == (1, ("image/png",))
 
 
-async def test_while_a_version_is_replaced_only_the_one_in_sight_is_read() -> None:
+async def test_during_a_swap_only_the_visible_version_is_in_the_snapshot() -> None:
     async with Engine() as engine:
         await engine.load("m", config(), target=lambda items: items)
         same = engine.prepare("m", config(), target=lambda items: items)

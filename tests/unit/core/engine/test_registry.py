@@ -40,7 +40,7 @@ def test_the_first_version_is_the_default_until_it_is_removed() -> None:
     assert registry.versions("m") == ["2"]
 
 
-def test_the_newest_of_the_others_becomes_the_default(three: Any) -> None:
+def test_the_newest_remaining_version_becomes_the_default(three: Any) -> None:
     registry, (one, two, _) = three
     again = handle("m", "2")
     registry.replace(two, again)
@@ -48,7 +48,7 @@ def test_the_newest_of_the_others_becomes_the_default(three: Any) -> None:
     assert registry.find("m", None) is again
 
 
-def test_an_unknown_model_names_the_nearest_and_an_unknown_version_those_there_are() -> None:
+def test_an_unknown_model_names_the_nearest_and_an_unknown_version_lists_versions() -> None:
     registry = ModelRegistry()
     registry.add(handle("digits"))
     with pytest.raises(ModelNotFound, match="did you mean 'digits'"):
@@ -64,7 +64,7 @@ def test_the_same_version_twice_is_refused() -> None:
         registry.add(handle("m"))
 
 
-def test_what_replaces_a_version_answers_wherever_it_did(three: Any) -> None:
+def test_a_replacement_takes_over_all_requests_of_a_version(three: Any) -> None:
     registry, (one, _, _) = three
     registry.set_traffic("m", {"1": 0.5, "2": 0.5})
     again = handle("m", "1")
@@ -90,7 +90,7 @@ def test_any_stretch_of_requests_is_shared_out_as_the_weights_say(three: Any, we
         assert all(found[v] == 0 for v, w in split.items() if w == 0)
 
 
-def test_a_small_part_is_spread_and_not_sent_in_one_go(three: Any) -> None:
+def test_a_small_share_is_spread_evenly(three: Any) -> None:
     registry, _ = three
     registry.set_traffic("m", {"1": 0.75, "2": 0.25})
     seen = "".join(registry.route("m", None).version for _ in range(12))
@@ -129,7 +129,7 @@ def test_an_unloaded_version_leaves_its_part_to_the_others(three: Any) -> None:
         registry.route("m", None)
 
 
-def test_without_its_only_share_all_goes_to_the_default(three: Any) -> None:
+def test_removing_the_only_share_sends_all_requests_to_the_default(three: Any) -> None:
     registry, (one, two, _) = three
     registry.set_traffic("m", {"2": 1.0})
     registry.remove(two)

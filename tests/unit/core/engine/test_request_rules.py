@@ -21,7 +21,7 @@ def test_a_body_over_64_kib_is_not_looked_into() -> None:
     assert rows_rule(BatchingConfig())(Item(INFER + b" " * 70_000, codec="oip_json")) == 1
 
 
-def test_rows_may_come_from_a_header() -> None:
+def test_rows_can_be_read_from_a_header() -> None:
     rows = rows_rule(BatchingConfig(rows="header:X-Rows"))
     assert rows(Item(b"", codec="native", headers=[(b"x-rows", b"5")])) == 5
     assert rows(Item(b"", codec="native")) == 1
@@ -53,7 +53,7 @@ def test_an_unknown_rule_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("in_slab", [False, True])
-def test_rows_and_shape_of_tensors_in_binary_are_told_however_large_they_are(in_slab):
+def test_rows_and_shape_of_binary_tensors_of_any_size_are_read(in_slab):
     pool = SlabPool(2**20)
 
     def item(rows, side, codec):

@@ -16,7 +16,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("kind")
-async def test_it_calls_at_the_earliest_time_asked_for_and_not_before() -> None:
+async def test_the_timer_fires_at_the_earliest_requested_time() -> None:
     fired: list[float] = []
     event = asyncio.Event()
     timer = Timer(asyncio.get_running_loop(), lambda: (fired.append(time.monotonic()), event.set()))

@@ -41,7 +41,7 @@ def ticket() -> Any:
     return SimpleNamespace(cancel=lambda: cancelled.append(True), cancelled=cancelled)
 
 
-def test_a_waiter_serves_one_call_after_the_other() -> None:
+def test_a_waiter_can_be_reused() -> None:
     waiter, mine = SyncWaiter(), ticket()
     assert not waiter.wait(0.001)
     for value in (1, 2):
@@ -95,7 +95,7 @@ def test_a_future_of_a_closed_portal_can_be_cancelled(posted: Posted) -> None:
     assert Future(posted, the_item).cancel()
 
 
-def test_a_failed_future_is_no_garbage_that_must_be_collected(posted: Posted) -> None:
+def test_a_failed_future_creates_no_reference_cycle(posted: Posted) -> None:
     future = Future(posted, all_items)
     future(ItemResult([1, ItemFailed("no")]))
     assert isinstance(future.exception(0), ItemFailed)

@@ -23,7 +23,7 @@ async def pair():
     theirs.close()
 
 
-async def test_what_the_socket_does_not_take_at_once_is_sent_later_and_in_order(pair):
+async def test_unsent_bytes_are_sent_later_in_order(pair):
     channel, peer, _, _ = pair
     sent = [(b"%d" % i, [bytes([i]) * 300_000]) for i in range(20)]
     for head, buffers in sent:
@@ -46,7 +46,7 @@ async def test_a_frame_with_more_to_come_leaves_with_the_next_or_when_it_must(pa
     assert [f.head for f in frames.FrameDecoder().feed(peer.recv(2**20))] == [b"one", b"two", b"three"]
 
 
-async def test_what_waits_for_more_keeps_its_place_behind_what_the_socket_does_not_take(pair):
+async def test_buffered_frames_stay_behind_unsent_bytes(pair):
     channel, peer, _, _ = pair
     channel.send(frames.frame_of(b"large", [b"x" * 3_000_000]))
     channel.send(frames.frame_of(b"one"), more=True)
@@ -57,7 +57,7 @@ async def test_what_waits_for_more_keeps_its_place_behind_what_the_socket_does_n
     assert [f.head for f in received] == [b"large", b"one", b"two"]
 
 
-async def test_frames_are_received_and_the_end_is_told_once(pair):
+async def test_frames_are_received_and_the_end_is_reported_once(pair):
     channel, peer, heard, ended = pair
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(peer, b"".join(map(bytes, frames.frame_of(b"one") + frames.frame_of(b"two", [b"x" * 10]))))
@@ -67,7 +67,7 @@ async def test_frames_are_received_and_the_end_is_told_once(pair):
     channel.send(frames.frame_of(b"into the void"))  # not an error: who sends hears of the death soon
 
 
-async def test_draining_takes_what_has_arrived_without_a_turn_of_the_loop(pair):
+async def test_draining_reads_received_frames_without_a_loop_iteration(pair):
     channel, peer, heard, ended = pair
     for i in range(100):
         peer.send(frames.frame_of(b"%d" % i)[0])

@@ -102,7 +102,7 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-def test_answers_of_one_turn_leave_in_one_write(stage: Stage) -> None:
+def test_answers_of_one_loop_iteration_share_a_write(stage: Stage) -> None:
     stage.run(1, 3)
     stage.run(2, 1)
     stage.model.answers[0]([(2, "c")])
@@ -115,7 +115,7 @@ def test_answers_of_one_turn_leave_in_one_write(stage: Stage) -> None:
     assert stage.told == [[(1, [2, 0], False), (2, [0], True)], [(1, [1], True)]]
 
 
-def test_a_loop_that_takes_no_calls_holds_up_no_answer(stage: Stage) -> None:
+def test_a_blocked_loop_delays_no_answer(stage: Stage) -> None:
     def refuse(call: Any) -> None:
         raise RuntimeError("the loop is closed")
 
@@ -125,7 +125,7 @@ def test_a_loop_that_takes_no_calls_holds_up_no_answer(stage: Stage) -> None:
     assert stage.told == [[(1, [0], True)]]
 
 
-def test_the_end_waits_for_what_is_not_answered(stage: Stage) -> None:
+def test_close_waits_for_unanswered_batches(stage: Stage) -> None:
     stage.runner.model.soon = None
     stage.run(1, 2)
     stage.concurrent.stop()
@@ -136,7 +136,7 @@ def test_the_end_waits_for_what_is_not_answered(stage: Stage) -> None:
     late.join()
 
 
-def test_a_slab_that_the_model_let_go_is_not_held(stage: Stage, uncollected: None) -> None:
+def test_a_released_slab_is_not_held(stage: Stage, uncollected: None) -> None:
     stage.run_with_slab(1)
     stage.model.values.clear()
     stage.model.answers[0]([(0, "a")])

@@ -55,7 +55,7 @@ class Stage:
         ]
 
 
-def test_parts_leave_as_they_are_answered_and_the_last_one_is_final() -> None:
+def test_parts_are_sent_at_once_and_the_last_one_is_final() -> None:
     stage = Stage(Late(), [Item(n) for n in range(4)])
     assert stage.model.values == [0, 1, 2, 3]
     stage.model.answer([(2, "c"), (0, "a")])
@@ -74,7 +74,7 @@ def test_an_exception_among_the_answers_fails_its_item() -> None:
     assert good == {1}
 
 
-def test_what_cannot_be_encoded_fails_its_item_alone() -> None:
+def test_an_unencodable_result_fails_only_its_item() -> None:
     stage = Stage(Late(), [Item(b"0", "native", "application/json"), Item(b"1", "native", "application/json")])
     stage.model.answer([(0, object()), (1, 1)])
     ((_, (bad, good), _),) = stage.told
@@ -82,7 +82,7 @@ def test_what_cannot_be_encoded_fails_its_item_alone() -> None:
     assert good == b"1"
 
 
-def test_a_model_may_answer_before_it_has_taken_the_whole_batch() -> None:
+def test_a_model_can_answer_before_it_reads_the_whole_batch() -> None:
     class Eager(Late):
         def __penstock_submit__(self, values: list[Any], budgets_s: list[float | None], answer: Any) -> Any:
             for place, value in enumerate(values):
@@ -96,7 +96,7 @@ def test_a_model_may_answer_before_it_has_taken_the_whole_batch() -> None:
     assert len(stage.parts) == 2
 
 
-def test_what_the_model_raises_is_the_answer_of_all_that_it_has_not_answered() -> None:
+def test_an_exception_answers_all_unanswered_items() -> None:
     class Breaks(Late):
         def __penstock_submit__(self, values: list[Any], budgets_s: list[float | None], answer: Any) -> Any:
             answer([(1, "b")])
@@ -108,7 +108,7 @@ def test_what_the_model_raises_is_the_answer_of_all_that_it_has_not_answered() -
     assert all(type(e) is ItemFailed for e in errors)
 
 
-def test_a_cancelled_batch_ends_and_what_is_answered_late_is_not_told() -> None:
+def test_a_cancelled_batch_ends_and_late_answers_are_dropped() -> None:
     stage = Stage(Late(), [Item(0), Item(1)])
     stage.model.answer([(0, "a")])
     stage.batch.cancel()
@@ -153,7 +153,7 @@ def test_preprocess_and_postprocess_are_called_as_for_any_model() -> None:
     assert ended.message == "postprocess raised SystemExit"
 
 
-def test_budgets_are_those_of_the_items_that_the_values_belong_to() -> None:
+def test_each_value_has_the_budget_of_its_item() -> None:
     stage = Stage(Late(), [Item([1, 2], many=True, budget_s=3.0), Item(3)])
     assert stage.model.values == [1, 2, 3]
     assert stage.model.budgets_s == [3.0, 3.0, None]
@@ -162,7 +162,7 @@ def test_budgets_are_those_of_the_items_that_the_values_belong_to() -> None:
     assert stage.told == [([1], ["c"], False), ([0], [["a", "b"]], True)]
 
 
-def test_answers_of_many_threads_are_told_once_each() -> None:
+def test_answers_of_many_threads_are_sent_once_each() -> None:
     stage = Stage(Late(), [Item(n) for n in range(400)])
     threads = [
         threading.Thread(target=lambda k=k: [stage.model.answer([(n, k)]) for n in range(k, 400)]) for k in range(4)
@@ -176,7 +176,7 @@ def test_answers_of_many_threads_are_told_once_each() -> None:
     assert stage.parts[-1].final
 
 
-def test_a_width_without_a_submit_is_none() -> None:
+def test_concurrency_requires_a_submit_method() -> None:
     class Plain:
         __penstock_concurrency__ = 8
 

@@ -29,7 +29,7 @@ def test_names_and_objects_of_modules_are_sent():
 
 
 @pytest.mark.parametrize("target", [lambda items: items, {"lock": (x for x in ())}])
-def test_what_cannot_be_sent_is_named(target):
+def test_an_unsendable_target_is_named(target):
     with pytest.raises(LoadFailed, match=r"a (function|dict), cannot be sent to a worker process .*app.py:Model"):
         pack_spec(spec(target))
 
@@ -39,7 +39,7 @@ def test_an_argument_that_cannot_be_sent_is_named():
         pack_spec(spec(Wrapped(os.path.join, "m:m", {"init_args": ((x for x in ()),)})))
 
 
-def test_a_target_may_be_packed_before_its_workers_start():
+def test_a_target_can_be_packed_before_its_workers_start():
     packed = pack_target(Wrapped(os.path.join, "m:m"))
     assert packed.load().target is os.path.join
     assert pickle.loads(pack_spec(spec(packed))[0]).target.load().target is os.path.join
@@ -68,7 +68,7 @@ def script(monkeypatch):
         del sys.modules[name]
 
 
-def test_a_worker_is_told_of_the_script_that_its_target_needs(script, tmp_path):
+def test_a_worker_receives_the_script_of_its_target(script, tmp_path):
     (tmp_path / "script.py").touch()
     script.__file__ = str(tmp_path / "script.py")
     for target in (script.Model, script.Model(), Wrapped(os.path.join, "m:m", {"args": (script.Model(),)})):
@@ -82,7 +82,7 @@ def test_a_module_that_is_run_as_a_script_keeps_its_package(script):
     assert pack_spec(spec(script.Model))[1] == ("package.app", "package.app")
 
 
-def test_what_a_console_defines_cannot_be_found_by_a_worker(script):
+def test_console_definitions_are_not_available_to_workers(script):
     with pytest.raises(LoadFailed, match="needs the main program"):
         pack_spec(spec(script.Model()))
 
@@ -94,7 +94,7 @@ def test_what_a_console_defines_cannot_be_found_by_a_worker(script):
         (f"import os; os.kill(0, {int(signal.SIGKILL)})", "killed by SIGKILL"),
     ],
 )
-def test_the_end_of_a_process_is_told_in_words(code, told):
+def test_the_exit_of_a_process_is_described_in_words(code, told):
     fd = anonymous_file(4096)
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     import socket

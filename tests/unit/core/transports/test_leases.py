@@ -30,7 +30,7 @@ def in_a_circle(view: Any) -> None:
     box.append(box)
 
 
-def test_what_the_model_keeps_is_held_until_it_lets_go(pool: SlabPool) -> None:
+def test_a_slab_is_held_until_the_model_releases_it(pool: SlabPool) -> None:
     held = HeldSlabs()
     first, first_alive = lease(pool.memory, 0, 10)
     second, second_alive = lease(pool.memory, 4096, 10)
@@ -51,7 +51,7 @@ def test_garbage_is_not_held(pool: SlabPool) -> None:
     assert HeldSlabs().after([(0, alive)]) == ([], [])
 
 
-def test_garbage_that_is_not_looked_for_is_held_until_it_is_collected(pool: SlabPool) -> None:
+def test_uncollected_garbage_holds_its_slab(pool: SlabPool) -> None:
     held = HeldSlabs()
     view, alive = lease(pool.memory, 0, 10)
     in_a_circle(view)

@@ -48,7 +48,7 @@ class Printer:
         self.output.close()
 
 
-async def test_each_line_is_a_record_that_says_whose_it_is(caplog):
+async def test_each_line_is_a_log_record_with_its_worker(caplog):
     printer = Printer(caplog)
     await printer.write(b"one\ntw")
     assert await printer.until(1) == ["one"]
@@ -97,7 +97,7 @@ async def test_a_pass_of_the_loop_logs_a_bounded_number_of_lines(caplog):
     printer.close()
 
 
-async def test_nothing_is_kept_where_nobody_listens(caplog):
+async def test_output_without_a_listener_is_not_kept(caplog):
     printer = Printer(caplog)
     caplog.set_level(logging.WARNING, "penstock.model")
     await printer.write(b"quiet\n")
@@ -135,7 +135,7 @@ def printing(tmp_path):
     return lambda: TransportHarness(make, f"{tmp_path}/printing.py:predict")
 
 
-async def test_what_a_worker_prints_is_logged_by_its_parent(printing, caplog, capfd):
+async def test_the_output_of_a_worker_is_logged_by_its_parent(printing, caplog, capfd):
     caplog.set_level(logging.INFO, "penstock.model")
     async with printing() as harness:
         assert await harness.values("x") == ["x"]
@@ -145,7 +145,7 @@ async def test_what_a_worker_prints_is_logged_by_its_parent(printing, caplog, ca
     assert capfd.readouterr() == ("", "")
 
 
-async def test_the_last_words_of_a_worker_are_logged_and_those_of_the_next(printing, caplog):
+async def test_the_last_output_of_a_worker_and_its_successor_is_logged(printing, caplog):
     caplog.set_level(logging.INFO, "penstock.model")
     async with printing() as harness:
         await harness.up()

@@ -28,7 +28,7 @@ async def pid_of(harness: TransportHarness) -> int:
     return harness.ready.pid
 
 
-async def test_what_a_worker_answered_before_it_died_counts():
+async def test_answers_before_a_worker_death_count():
     async with TransportHarness(process) as harness:
         pid = await pid_of(harness)
         number = harness.post([Item(1)])
@@ -39,7 +39,7 @@ async def test_what_a_worker_answered_before_it_died_counts():
         assert values(harness.parts[number][-1]) == [1]
 
 
-async def test_a_batch_that_waits_for_the_next_one_leaves_also_if_that_cannot_be_sent():
+async def test_a_buffered_batch_is_sent_even_if_the_next_one_is_unsendable():
     async with TransportHarness(process) as harness:
         await harness.up()
         first = harness.post([Item(1)], more=True)
@@ -59,7 +59,7 @@ class Marks:
         return os.mkdir, (self.path,)
 
 
-async def test_a_batch_that_is_ahead_is_decoded_while_this_one_computes(tmp_path: Path):
+async def test_a_batch_sent_ahead_is_decoded_during_the_current_one(tmp_path: Path):
     file = tmp_path / "app.py"
     file.write_text(
         """
@@ -118,7 +118,7 @@ async def test_the_next_batch_is_predicted_while_answers_are_finished_apart(tmp_
         assert values(await harness.final(second)) == [after]
 
 
-async def test_a_model_that_ends_its_process_while_it_finishes_is_one_that_died(tmp_path: Path):
+async def test_a_model_that_exits_during_postprocessing_counts_as_dead(tmp_path: Path):
     file = tmp_path / "app.py"
     file.write_text(APART + "\n    postprocess = lambda self, result: exit(3)\n")
     async with TransportHarness(process, f"{file}:Model") as harness:
@@ -128,7 +128,7 @@ async def test_a_model_that_ends_its_process_while_it_finishes_is_one_that_died(
         assert part.error.message == "the worker exited with code 3"
 
 
-async def test_a_worker_that_dies_is_lost_on_what_it_predicts_not_on_what_it_still_finishes(tmp_path: Path):
+async def test_a_death_is_attributed_to_the_predicted_batch(tmp_path: Path):
     file = tmp_path / "app.py"
     file.write_text(
         APART.replace("for item in items:", "for item in items:\n            if item == 'kill': os._exit(3)")
@@ -184,7 +184,7 @@ async def test_without_memfd_large_payloads_cross_in_an_unlinked_file(tmp_path: 
     assert os.listdir(tmp_path) == []
 
 
-def test_what_a_script_defines_can_be_a_target_and_a_payload(tmp_path: Path):
+def test_script_definitions_can_be_targets_and_payloads(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
         """

@@ -60,7 +60,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("name", ["thread", "process"])
-async def test_a_slot_that_is_removed_answers_what_it_has_and_its_number_comes_again(name: str) -> None:
+async def test_a_removed_slot_answers_its_batches_and_its_number_is_reused(name: str) -> None:
     async with Bench(name, 1) as b:
         b.transport.add_slot(1, "cpu")
         await b.until(lambda: b.up == {0, 1})
@@ -82,7 +82,7 @@ async def test_a_slot_that_is_removed_answers_what_it_has_and_its_number_comes_a
 
 
 @pytest.mark.parametrize("name", ["thread", "process"])
-async def test_a_slot_that_does_not_end_in_time_is_killed_and_its_batches_are_told(name: str) -> None:
+async def test_a_slot_that_does_not_stop_in_time_is_killed_and_its_batches_are_reported(name: str) -> None:
     async with Bench(name, 2) as b:
         await b.until(lambda: b.up == {0, 1})
         b.send(1, 1, ("sleep", 3.0))

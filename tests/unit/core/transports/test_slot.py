@@ -126,7 +126,7 @@ def test_a_batch_that_is_ahead_has_its_time_from_when_it_begins(place):
     assert "run_timeout_s=60" in heard[0].error.message
 
 
-def test_a_load_that_never_ends_is_given_up_and_tried_anew(place):
+def test_a_hanging_load_times_out_and_is_retried(place):
     place.hangs = True
     place._launch()
     place.loop.clock.advance(599.9)
@@ -216,7 +216,7 @@ def test_a_place_is_answered_once(concurrent):
         concurrent.answered(part(1, 0, 1))
 
 
-def test_a_death_is_that_of_all_batches_side_by_side(concurrent):
+def test_a_death_affects_all_concurrent_batches(concurrent):
     heard = [send(concurrent, number) for number in (1, 2, 3)]
     concurrent.answered(part(2, 0))
     concurrent.down(WorkerDied("signal 9"))
@@ -227,7 +227,7 @@ def test_a_death_is_that_of_all_batches_side_by_side(concurrent):
     ]
 
 
-def test_a_worker_of_which_nothing_is_heard_for_run_timeout_s_is_given_up_with_all_it_has(concurrent):
+def test_a_worker_silent_for_run_timeout_s_is_killed_with_its_batches(concurrent):
     first = send(concurrent, 1)
     concurrent.loop.clock.advance(50)
     second = send(concurrent, 2)
@@ -237,7 +237,7 @@ def test_a_worker_of_which_nothing_is_heard_for_run_timeout_s_is_given_up_with_a
     assert [type(parts[0].error) for parts in (first, second)] == [WorkerDied, WorkerDied]
 
 
-def test_a_batch_that_hangs_beside_others_costs_its_worker_only_after_twice_run_timeout_s(concurrent):
+def test_a_hanging_concurrent_batch_kills_its_worker_after_twice_run_timeout_s(concurrent):
     hung = send(concurrent, 1)
     for number in range(2, 13):
         send(concurrent, number)
@@ -248,7 +248,7 @@ def test_a_batch_that_hangs_beside_others_costs_its_worker_only_after_twice_run_
     assert "run_timeout_s=60" in hung[0].error.message
 
 
-def test_an_idle_time_between_batches_is_no_silence(concurrent):
+def test_idle_time_does_not_count_as_silence(concurrent):
     for number in (1, 2, 3):
         send(concurrent, number)
         concurrent.loop.clock.advance(59)
@@ -258,7 +258,7 @@ def test_an_idle_time_between_batches_is_no_silence(concurrent):
     assert not concurrent.errors
 
 
-def test_a_batch_after_a_shorter_idle_time_has_all_of_its_own(concurrent):
+def test_a_batch_after_idle_time_gets_its_full_timeout(concurrent):
     send(concurrent, 1)
     concurrent.loop.clock.advance(10)
     concurrent.answered(part(1, 0))

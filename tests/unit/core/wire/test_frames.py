@@ -48,7 +48,7 @@ def test_noise_gives_messages_or_a_frame_error_and_nothing_else(noise):
         pass
 
 
-def test_the_receive_buffer_may_be_reused():
+def test_the_receive_buffer_can_be_reused():
     decoder = frames.FrameDecoder()
     buffer = bytearray(stream_of([(b"head", [b"large"])]))
     (frame,) = decoder.feed(buffer)

@@ -23,7 +23,7 @@ def pool():
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6 * PAGE), st.integers(0, 20)), max_size=60))
-def test_slabs_never_overlap_and_all_memory_comes_back(steps):
+def test_slabs_never_overlap_and_all_memory_is_freed(steps):
     pool = SlabPool(16 * PAGE)
     held = []
     for verb, size, pick in steps:
@@ -48,7 +48,7 @@ def test_slabs_never_overlap_and_all_memory_comes_back(steps):
     pool.close()
 
 
-def test_a_full_pool_gives_none_and_wakes_who_waits_once(pool):
+def test_a_full_pool_returns_none_and_wakes_each_waiter_once(pool):
     slab = pool.allocate(16 * PAGE)
     assert pool.allocate(1) is None
     woken = []
@@ -59,7 +59,7 @@ def test_a_full_pool_gives_none_and_wakes_who_waits_once(pool):
     assert woken == [True]
 
 
-def test_what_can_never_fit_is_refused(pool):
+def test_a_payload_larger_than_the_pool_is_refused(pool):
     with pytest.raises(PayloadTooLarge, match="raise limits"):
         pool.allocate(16 * PAGE + 1)
 
@@ -75,7 +75,7 @@ def test_a_pinned_slab_is_freed_by_its_last_unpin(pool):
     assert pool.in_use_bytes == 0
 
 
-def test_unpinning_does_not_free_what_is_not_released(pool):
+def test_unpinning_does_not_free_an_unreleased_slab(pool):
     slab = pool.allocate(10)
     slab.pin()
     slab.unpin()
@@ -96,7 +96,7 @@ def test_a_slab_cannot_grow(pool):
         slab.shrink(11)
 
 
-def test_a_peer_sees_what_is_written_and_cannot_write(pool):
+def test_a_peer_can_read_the_pool_but_not_write(pool):
     slab = pool.allocate(5)
     slab.view[:] = b"hello"
     view, _ = slabs.lease(slabs.map_read_only(pool.fd, pool.capacity_bytes), slab.offset, 5)
@@ -108,7 +108,7 @@ def test_a_peer_sees_what_is_written_and_cannot_write(pool):
 @pytest.mark.parametrize(
     "look", [lambda view: view[1:3], lambda view: np.frombuffer(view, np.uint8)[2:], lambda view: view]
 )
-def test_a_lease_tells_whether_anybody_still_looks(pool, look):
+def test_a_lease_reports_whether_a_reader_remains(pool, look):
     view, alive = pool.allocate(100).lease()
     kept = look(view)
     del view
@@ -123,7 +123,7 @@ def test_a_lease_outside_of_the_pool_is_refused(pool):
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name is counted on Linux only")
-def test_freed_memory_of_large_slabs_goes_back_to_the_system():
+def test_freed_memory_of_large_slabs_returns_to_the_system():
     size = 32 * 2**20
     pool = SlabPool(size)
     process = psutil.Process()

@@ -19,7 +19,7 @@ def crossed(value: Any) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64"])
-def test_a_tensors_memory_goes_beside_the_pickle(dtype: str) -> None:
+def test_the_memory_of_a_tensor_is_sent_out_of_band(dtype: str) -> None:
     tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, dtype))
     found, buffers = crossed({"a": [tensor]})
     assert torch.equal(found["a"][0], tensor)

@@ -38,7 +38,7 @@ def test_cuda_is_all_of_them_in_turn(driver, monkeypatch):
     ("says", "count"),
     [(b"GPU 0: H0 (UUID: x)\nGPU 1: H0 (UUID: y)\n", 2), (b"No devices found\n", 0), (None, 0)],
 )
-def test_without_the_drivers_folder_nvidia_smi_is_asked(monkeypatch, tmp_path, says, count):
+def test_nvidia_smi_is_the_fallback_without_the_driver_folder(monkeypatch, tmp_path, says, count):
     def run(command, **_):
         if says is None:
             raise FileNotFoundError(command[0])

@@ -30,7 +30,7 @@ def test_physical_cores_are_shared_out(cores, instances, threads):
     assert device == "cpu"
 
 
-def test_as_many_instances_as_gain_have_one_thread_each(cores):
+def test_automatic_instances_have_one_thread_each(cores):
     def threads(**keys):
         return threads_of(WorkerSpec("m", "1", ModelConfig(target="m:m", instances="auto", **keys), "m:m", instances=4))
 
@@ -39,7 +39,7 @@ def test_as_many_instances_as_gain_have_one_thread_each(cores):
     assert threads(devices=("cuda:0", "cuda:1")) == 2
 
 
-def test_cores_that_this_process_may_not_use_are_not_counted(cores, monkeypatch):
+def test_only_cores_of_the_affinity_mask_are_counted(cores, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
     assert threads_of(spec()) == 2
 
@@ -54,7 +54,7 @@ def test_the_users_environment_wins_and_configuration_over_it(cores):
 
 
 @pytest.mark.parametrize("policy", ["ACTIVE", "PASSIVE"])
-def test_how_threads_wait_is_the_users_whole_when_he_says_it(cores, policy):
+def test_a_users_omp_wait_policy_is_kept(cores, policy):
     said = {"OMP_WAIT_POLICY": policy}  # a count of spins would be obeyed rather than this
     for env, _ in (environment(spec(), "cpu", said), environment(spec(env=said), "cpu", {})):
         assert env["OMP_WAIT_POLICY"] == policy

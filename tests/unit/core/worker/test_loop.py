@@ -74,7 +74,7 @@ def counting(fails):
     return predict, sizes
 
 
-def test_results_are_aligned_and_run_time_is_told():
+def test_results_are_aligned_and_run_time_is_reported():
     (part,) = run(lambda items: [i + 1 for i in items], [1, 2, 3])
     assert values(part) == [2, 3, 4]
     assert 0 < part.run_s < 1
@@ -98,14 +98,14 @@ def test_the_guilty_item_is_found_by_halves():
 
 
 @pytest.mark.parametrize("off", [{"retry_split": False}, {"idempotent": False}])
-def test_without_leave_to_run_again_the_whole_batch_fails(off):
+def test_without_retries_the_whole_batch_fails(off):
     predict, sizes = counting(lambda items: 5 in items)
     (part,) = run(predict, range(8), **off)
     assert kinds(part) == [ItemFailed] * 8
     assert sizes == [8]
 
 
-def test_what_a_wrapper_finds_wrong_with_the_answer_is_not_run_again_in_halves():
+def test_an_invalid_answer_is_not_retried_in_halves():
     calls = []
 
     def predict(items):
@@ -128,7 +128,7 @@ def test_out_of_memory_halves_even_without_retry_split():
     assert part.oom == (4, 2)
 
 
-def test_what_a_failed_call_held_is_free_before_the_halves_run():
+def test_the_memory_of_a_failed_call_is_freed_before_the_retry():
     import weakref
 
     class Tensor:
@@ -167,7 +167,7 @@ def test_rows_are_counted_when_memory_ends():
     assert part.oom == (5, 0)
 
 
-def test_a_model_that_is_not_idempotent_fails_whole_when_memory_ends():
+def test_out_of_memory_fails_the_whole_batch_of_a_non_idempotent_model():
     def predict(items):
         raise MemoryError
 
@@ -297,7 +297,7 @@ def test_a_stream_that_raises_before_its_first_part_is_split():
     assert [[v for v in values(p) if v is not None] for p in parts[:-1]] == [[1], [2]]
 
 
-def test_a_stream_that_breaks_off_fails_what_is_not_finished():
+def test_a_broken_stream_fails_its_unfinished_items():
     calls = []
 
     def breaks(items):
@@ -361,7 +361,7 @@ def test_a_coroutine_that_is_cancelled_from_inside_fails_its_items():
 
 
 @pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
-def test_what_ends_a_worker_is_not_an_item_error(end):
+def test_a_worker_exit_is_not_an_item_error(end):
     def predict(items):
         raise end
 
@@ -378,7 +378,7 @@ def test_a_repeated_error_is_logged_once_a_minute(caplog):
     assert "ValueError: same" in caplog.text
 
 
-def test_nothing_of_a_batch_is_kept_after_it():
+def test_a_finished_batch_leaves_no_references():
     import weakref
 
     class Payload:
@@ -434,7 +434,7 @@ def test_a_part_that_cannot_be_sent_ends_its_item_alone():
     assert kinds(parts[2]) == [BadOutput, bytes]
 
 
-def test_what_sent_a_part_is_not_run_again_in_halves():
+def test_a_batch_with_sent_parts_is_not_retried():
     model = Telling()
     parts = run(model, [["a", "raise"], ["b", "c"]])
     assert kinds(parts[-1]) == [ItemFailed, ItemFailed]
@@ -444,7 +444,7 @@ def test_what_sent_a_part_is_not_run_again_in_halves():
     assert len(model.calls) == 3
 
 
-def test_a_call_goes_on_when_nobody_waits_for_its_parts_any_more():
+def test_a_call_continues_without_readers_of_its_parts():
     model = Telling()
     made = runner(model)
     found = []
@@ -543,7 +543,7 @@ class SlowCodec(Upper):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_the_time_of_each_stage_is_told_also_when_postprocessing_is_done_apart(monkeypatch, apart):
+def test_stage_times_are_reported_with_separate_postprocessing(monkeypatch, apart):
     slow = Slow()
     monkeypatch.setattr("penstock.core.worker.loop.time", slow)
     made = runner(slow)
@@ -562,7 +562,7 @@ def test_the_time_of_each_stage_is_told_also_when_postprocessing_is_done_apart(m
     assert part.run_s == (22 if apart else 20_222)
 
 
-def test_what_a_model_that_failed_took_counts_as_predicting(monkeypatch):
+def test_the_time_of_a_failed_call_counts_as_predict_time(monkeypatch):
     slow = Slow()
     monkeypatch.setattr("penstock.core.worker.loop.time", slow)
     monkeypatch.setattr(slow, "predict", lambda items: slow.__setattr__("now", slow.now + 10) or 1 / 0)

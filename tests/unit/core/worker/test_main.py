@@ -38,7 +38,7 @@ class Told:
         return [self.said for _ in items]
 
 
-def test_a_class_is_told_its_options_and_its_load_the_keys_that_it_names():
+def test_a_class_receives_its_options_and_load_its_named_keys():
     config = ModelConfig(target="m:m", options={"prompt": "a"}, precision="bf16", threads=3, trust="pickle")
     runner, _ = open_model(WorkerSpec("m", "1", config, Told), "cpu")
     parts = []

@@ -106,7 +106,7 @@ def test_memory_ends_the_profile_at_the_size_before(clock):
     assert max(n for n, _ in found) == 4
 
 
-def test_samples_may_be_the_rows_of_an_array(clock):
+def test_samples_can_be_the_rows_of_an_array(clock):
     assert profile(clock, lambda n: 0.001, samples=np.zeros((2, 3)), max_batch_size=1)[2] == [1, 1, 1]
 
 

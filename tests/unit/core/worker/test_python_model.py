@@ -28,7 +28,7 @@ class Full:
         self.calls.append("unload")
 
 
-def test_a_class_is_made_and_loaded_with_what_its_load_accepts():
+def test_load_receives_the_arguments_that_it_accepts():
     wrapped = PythonModel(Full, precision="fp16", optimize="compile")
     wrapped.load("cuda:1")
     assert wrapped.predict([1]) == [1]
@@ -51,7 +51,7 @@ def test_functions_and_instances_are_models(target):
 
 
 @pytest.mark.parametrize("target", [5, type("Empty", (), {})])
-def test_what_cannot_predict_is_named(target):
+def test_a_target_without_predict_is_named(target):
     with pytest.raises(LoadFailed, match=r"the target is a .*(int|Empty).* without predict"):
         PythonModel(target).load("cpu")
 
@@ -86,7 +86,7 @@ def test_the_decorator_leaves_its_target_and_keeps_options():
     assert plain([1]) == [1]
 
 
-def test_a_loaded_model_may_know_its_options_better_than_its_class():
+def test_a_loaded_model_can_override_the_options_of_its_class():
     @model(max_batch_size=8)
     class Knows:
         def load(self, device):
@@ -149,7 +149,7 @@ def loaded(parameters):
 
 
 @pytest.mark.parametrize("given", [{}, {"revision": "1", "sizes": [1, {"x": None}], "path": (1.5, True)}])
-def test_parameters_are_what_a_client_may_read(given):
+def test_parameters_are_visible_to_clients(given):
     assert loaded(given).metadata("m", "1").parameters == given
     assert loaded(lambda self: given).metadata("m", "1").parameters == {}
 
@@ -160,7 +160,7 @@ def test_parameters_that_no_client_could_read_are_refused_by_name(given):
         loaded(given).metadata("m", "1")
 
 
-def test_what_takes_time_to_find_out_is_asked_only_by_a_load_that_has_a_parameter_for_it() -> None:
+def test_expensive_values_are_computed_only_for_a_load_that_takes_them() -> None:
     class Plain:
         def load(self, device: str) -> None: ...
 

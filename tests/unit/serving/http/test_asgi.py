@@ -143,7 +143,7 @@ async def test_open_inference_routes(face_of):
 
 
 @pytest.mark.parametrize(("path", "told"), [("/v2/models/echo/config", str), ("/v1/models/echo", dict)])
-async def test_where_there_is_no_route_the_error_is_told_as_its_neighbours_tell_theirs(face_of, path, told):
+async def test_an_unknown_route_uses_the_error_format_of_its_neighbours(face_of, path, told):
     async with face_of() as client:
         answer = await client.get(path)
         assert (answer.status_code, type(answer.json()["error"])) == (404, told)
@@ -245,7 +245,7 @@ async def test_a_client_that_hangs_up_is_cancelled(wait_until):
     assert backend.calls[0].cancelled
 
 
-async def test_a_stream_that_is_read_too_slowly_is_given_up(wait_until):
+async def test_a_stream_to_a_slow_reader_is_aborted(wait_until):
     backend = FakeBackend({"m": lambda call: None})
     app = InferenceApp(backend, LimitsConfig(write_buffer_bytes=1000))
     messages = [{"type": "http.request", "body": b"x"}]

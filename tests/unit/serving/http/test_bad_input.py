@@ -164,7 +164,7 @@ async def test_ninety_megabytes_of_headers_are_refused_with_flat_memory(listen):
 
 
 @pytest.mark.parametrize(("size", "status"), [(900, 200), (1100, 431), (30_000, 431)])
-async def test_the_head_limit_is_exact_also_when_the_head_comes_in_one_piece(listen, size, status):
+async def test_the_head_limit_is_exact_for_a_head_in_one_piece(listen, size, status):
     async with listen(max_header_bytes=1000) as listener:
         client = await listener.connect()
         client.get("/ping", "X: " + "h" * (size - 50))
@@ -202,7 +202,7 @@ async def test_a_head_that_drips_is_timed_out_all_the_same(listen):
         assert (await client.answer()).status == 408
 
 
-async def test_a_kept_alive_connection_is_closed_when_it_idles(listen):
+async def test_an_idle_keep_alive_connection_is_closed(listen):
     async with listen(header_timeout_s=5.0, body_timeout_s=5.0, idle_timeout_s=0.1) as listener:
         client = await listener.connect()
         client.post("/predictions/echo", b"a")
@@ -220,7 +220,7 @@ async def test_a_running_request_is_not_timed_out_by_the_listener(listen, wait_u
         assert (await client.answer()).body == b"slow"
 
 
-async def test_a_full_pool_stops_reading_without_a_timer_and_goes_on_when_there_is_room(listen, wait_until):
+async def test_a_full_pool_pauses_reading_without_a_timer_until_memory_is_freed(listen, wait_until):
     backend = FakeBackend({"m": hold}, pool_bytes=300_000)
     async with listen(backend, **SHORT) as listener:
         first, second = await listener.connect(), await listener.connect()
@@ -255,7 +255,7 @@ async def test_a_chunked_body_that_finds_the_pool_full_is_429(listen, wait_until
 
 
 @pytest.mark.parametrize("size", [1000, 200_000])
-async def test_a_client_that_goes_before_its_body_ends_is_never_run(listen, wait_until, size):
+async def test_a_request_with_an_incomplete_body_never_runs(listen, wait_until, size):
     async with listen() as listener:
         client = await listener.connect()
         client.send(b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\nabc" % size)
@@ -266,7 +266,7 @@ async def test_a_client_that_goes_before_its_body_ends_is_never_run(listen, wait
         assert listener.backend.used_bytes == 0
 
 
-async def test_a_client_that_goes_while_it_waits_is_cancelled_with_all_its_requests(listen, wait_until):
+async def test_a_disconnect_cancels_all_requests_of_the_client(listen, wait_until):
     async with listen(FakeBackend({"m": hold})) as listener:
         calls = listener.backend.calls
         client = await listener.connect()
@@ -278,7 +278,7 @@ async def test_a_client_that_goes_while_it_waits_is_cancelled_with_all_its_reque
         calls[0].sink(ItemResult(body=b"late"))  # nobody is there: nothing happens
 
 
-async def test_a_client_that_takes_no_byte_of_its_answer_is_dropped(listen, wait_until):
+async def test_a_client_that_reads_nothing_is_disconnected(listen, wait_until):
     models = {"big": lambda call: call.reply(b"x" * 30_000_000)}
     async with listen(FakeBackend(models), write_timeout_s=0.2) as listener:
         client = await listener.connect()
@@ -300,7 +300,7 @@ async def test_the_reader_of_a_stream_that_falls_behind_is_dropped(listen, wait_
         await wait_until(lambda: call.cancelled)
 
 
-async def test_connections_beyond_the_bound_are_told_503(listen, wait_until):
+async def test_connections_beyond_the_limit_receive_503(listen, wait_until):
     async with listen(max_connections=1) as listener:
         await listener.connect()
         await wait_until(lambda: listener.server.listener.connections)
@@ -322,7 +322,7 @@ async def test_the_listener_answers_others_after_all_this(listen):
 
 
 @pytest.mark.parametrize("path", ["/ping", "/v2", "/openapi.json"])
-async def test_a_chunked_body_on_a_route_that_takes_none_costs_no_shared_memory(listen, path):
+async def test_a_chunked_body_on_a_route_without_body_uses_no_shared_memory(listen, path):
     async with listen() as listener:
         client = await listener.connect()
         client.send(b"GET %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode())
@@ -334,7 +334,7 @@ async def test_a_chunked_body_on_a_route_that_takes_none_costs_no_shared_memory(
         assert listener.backend.used_bytes == 0
 
 
-async def test_who_waits_for_memory_is_served_in_turn_and_a_large_body_does_not_starve(listen, wait_until):
+async def test_requests_get_memory_in_order_and_a_large_body_does_not_starve(listen, wait_until):
     backend = FakeBackend({"m": hold}, pool_bytes=350_000)
     async with listen(backend) as listener:
         first, large, late = [await listener.connect() for _ in range(3)]
@@ -372,7 +372,7 @@ async def test_clients_that_leave_while_they_wait_for_memory_are_passed_over(lis
         assert backend.used_bytes == 0
 
 
-async def test_closing_drops_who_still_waits_for_memory(listen, wait_until):
+async def test_close_drops_requests_that_wait_for_memory(listen, wait_until):
     backend = FakeBackend({"m": hold}, pool_bytes=300_000)
     async with listen(backend) as listener:
         for n in range(3):

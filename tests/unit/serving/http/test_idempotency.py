@@ -43,7 +43,7 @@ async def harness() -> CacheHarness:
     return CacheHarness()
 
 
-async def test_a_request_that_comes_again_joins_the_first_or_gets_its_answer(harness):
+async def test_a_repeated_request_joins_the_first_or_gets_its_answer(harness):
     first, second = harness.ask(), harness.ask()
     assert len(harness.calls) == 1
     harness.calls[0].reply(b"one")
@@ -55,7 +55,7 @@ async def test_a_request_that_comes_again_joins_the_first_or_gets_its_answer(har
     assert not harness.calls[0].cancelled
 
 
-async def test_an_answer_is_kept_for_a_minute(harness):
+async def test_an_answer_is_cached_for_a_minute(harness):
     harness.ask()
     harness.calls[0].reply(b"one")
     harness.now = KEPT_S - 0.001
@@ -106,7 +106,7 @@ async def test_the_memory_of_a_repeated_body_is_given_back_at_once(harness):
     assert harness.backend.used_bytes == 0
 
 
-async def test_it_is_cancelled_with_the_last_who_waits(harness):
+async def test_a_request_is_cancelled_with_its_last_waiter(harness):
     first, second = harness.ask(), harness.ask()
     first.cancel()
     first.cancel()
@@ -118,7 +118,7 @@ async def test_it_is_cancelled_with_the_last_who_waits(harness):
     assert (first.got, second.got, third.got) == ([], [], [b"two"])
 
 
-async def test_errors_reach_all_who_wait_and_are_not_kept(harness):
+async def test_errors_reach_every_waiter_and_are_not_cached(harness):
     waiting = [harness.ask(), harness.ask()]
     error = QueueFull("full")
     harness.calls[0].reply(b"", error=error)
@@ -129,7 +129,7 @@ async def test_errors_reach_all_who_wait_and_are_not_kept(harness):
     assert len(harness.calls) == 3
 
 
-async def test_what_is_not_accepted_is_not_remembered(harness):
+async def test_a_rejected_request_is_not_cached(harness):
     harness.backend.refuse = ModelNotFound("no")
     for _ in range(2):
         with pytest.raises(ModelNotFound):
@@ -139,7 +139,7 @@ async def test_what_is_not_accepted_is_not_remembered(harness):
     assert len(harness.calls) == 1
 
 
-async def test_a_stream_is_neither_kept_nor_joined_in_its_middle(harness):
+async def test_a_stream_is_neither_cached_nor_joined(harness):
     first, second = harness.ask(), harness.ask()
     harness.calls[0].reply(b"a", final=False)
     late = harness.ask()
@@ -156,7 +156,7 @@ async def test_a_stream_is_neither_kept_nor_joined_in_its_middle(harness):
     assert len(harness.calls) == 4
 
 
-async def test_what_is_kept_is_bounded_in_answers_and_in_bytes(harness, monkeypatch):
+async def test_the_cache_is_bounded_in_answers_and_bytes(harness, monkeypatch):
     monkeypatch.setattr(idempotency, "MAX_KEPT", 3)
     monkeypatch.setattr(idempotency, "MAX_KEPT_BYTES", 100)
     for n, size in enumerate((10, 10, 10, 10, 85, 1000)):

@@ -182,7 +182,7 @@ async def test_a_body_is_bounded(management: FakeManagement) -> None:
     assert answer.status_code == 413
 
 
-async def test_one_version_shows_what_its_scheduler_has_learned(management: FakeManagement) -> None:
+async def test_a_version_shows_its_scheduler_statistics(management: FakeManagement) -> None:
     async with client(management) as c:
         found = (await c.get("/models/m/1")).json()
         assert (found["version"], found["traffic"], found["batching"]) == ("1", 1.0, {"a_s": 0.5})

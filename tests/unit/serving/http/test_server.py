@@ -58,7 +58,7 @@ async def test_open_inference_requests_carry_their_codec_model_and_version(liste
 
 
 @pytest.mark.parametrize("size", [64 * 1024, 64 * 1024 + 1, 1_000_000])
-async def test_a_large_body_arrives_whole_in_a_buffer_which_is_given_back(listen, size):
+async def test_a_large_body_arrives_whole_and_its_buffer_is_freed(listen, size):
     body = bytes(range(256)) * (size // 256 + 1)
     async with listen() as listener:
         client = await listener.connect()
@@ -204,7 +204,7 @@ async def test_http_1_0_closes_unless_asked_to_keep_alive(listen):
         assert await client.closed()
 
 
-async def test_connection_close_is_honoured_and_what_follows_is_not_run(listen):
+async def test_connection_close_is_honoured_and_later_requests_do_not_run(listen):
     async with listen() as listener:
         client = await listener.connect()
         client.post("/predictions/echo", b"a", "Connection: close")
@@ -260,7 +260,7 @@ async def test_errors_become_status_and_terse_json(listen, error, status, retry,
         assert msgspec.json.decode((await client.answer()).body) == {"error": error.message}
 
 
-async def test_a_bug_in_the_backend_is_a_500_that_tells_nothing(listen, caplog):
+async def test_a_backend_bug_is_a_500_without_details(listen, caplog):
     backend = FakeBackend()
     backend.refuse = ZeroDivisionError("secret")  # type: ignore[assignment]
     async with listen(backend) as listener:
@@ -354,7 +354,7 @@ async def test_a_token_is_needed_except_for_health(listen):
         assert (await client.answer()).status == 401
 
 
-async def test_a_stream_goes_out_in_chunks_as_it_comes(listen, wait_until):
+async def test_a_stream_is_sent_in_chunks_without_delay(listen, wait_until):
     async with listen(FakeBackend({"m": hold})) as listener:
         client = await listener.connect()
         client.post("/predictions/m", b"")
@@ -390,7 +390,7 @@ async def test_a_stream_of_json_is_lines(listen):
         assert (answer.headers["content-type"], answer.body) == ("application/x-ndjson", b"1\n[2]\n")
 
 
-async def test_server_sent_events_when_they_are_asked_for(listen):
+async def test_server_sent_events_are_sent_on_request(listen):
     models = {"m": stream(b"a\nb\r\nc", b"d"), "bad": stream(b"a", error=ItemFailed("oh")), "one": Call.reply}
     async with listen(FakeBackend(models)) as listener:
         client = await listener.connect()
@@ -421,7 +421,7 @@ async def test_a_stream_to_http_1_0_ends_with_the_connection(listen):
         assert (answer.body, answer.headers["connection"]) == (b"ab", "close")
 
 
-async def test_close_answers_what_is_in_flight_and_says_so(listen, wait_until):
+async def test_close_answers_requests_in_flight_and_announces_the_end(listen, wait_until):
     async with listen(FakeBackend({"m": hold})) as listener:
         busy, idle = await listener.connect(), await listener.connect()
         busy.post("/predictions/m", b"last")
@@ -436,7 +436,7 @@ async def test_close_answers_what_is_in_flight_and_says_so(listen, wait_until):
         await closing
 
 
-async def test_close_drops_what_is_not_done_within_the_drain(listen, wait_until):
+async def test_close_drops_requests_after_the_drain_time(listen, wait_until):
     async with listen(FakeBackend({"m": hold})) as listener:
         client = await listener.connect()
         client.post("/predictions/m", b"")

@@ -37,7 +37,7 @@ async def test_small_and_large_bodies_pass_through_tls():
     assert backend.used_bytes == 0
 
 
-async def test_a_client_certificate_is_asked_for_when_an_authority_is_named():
+async def test_a_configured_authority_requires_client_certificates():
     server = HttpServer(FakeBackend(), LimitsConfig(), ssl=make_ssl_context(CERT, KEY, CERT))
     _, port = await server.start("127.0.0.1", 0)
     async with client(port, cert=True) as http:

@@ -34,7 +34,7 @@ async def test_it_answers_there_and_takes_the_path_away_with_it(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-async def test_what_a_killed_server_left_is_replaced(tmp_path):
+async def test_the_stale_socket_of_a_killed_server_is_replaced(tmp_path):
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(path)
@@ -54,7 +54,7 @@ async def test_a_path_where_another_listens_is_refused_and_left_alone(tmp_path):
     await first.close(1.0)
 
 
-async def test_a_file_that_is_no_socket_is_refused_and_left_alone(tmp_path):
+async def test_a_file_other_than_a_socket_is_refused_and_kept(tmp_path):
     path = tmp_path / "s"
     path.write_text("mine")
     with pytest.raises(ConfigError, match="a file that is not a socket is there"):

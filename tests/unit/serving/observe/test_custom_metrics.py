@@ -33,7 +33,7 @@ def test_a_models_own_metrics_keep_their_labels_apart() -> None:
     assert found["resize_seconds_count", M] == 1
 
 
-def test_a_counter_that_is_called_total_is_not_called_so_twice() -> None:
+def test_a_counter_name_gets_the_suffix_total_only_once() -> None:
     custom = CustomMetrics()
     custom.add("m", "1", [MetricDelta("counter", "images_total", 2.0)])
     assert list(shown(custom)) == [("images_total", M)]
@@ -49,7 +49,7 @@ def test_a_counter_that_is_called_total_is_not_called_so_twice() -> None:
         (MetricDelta("counter", "x", 1.0), MetricDelta("counter", "x_total", 2.0)),
     ],
 )
-def test_two_kinds_of_one_name_do_not_spoil_the_page(
+def test_a_second_kind_of_the_same_name_is_dropped(
     first: MetricDelta, second: MetricDelta, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone, both = CustomMetrics(), CustomMetrics()
@@ -65,7 +65,7 @@ def test_two_kinds_of_one_name_do_not_spoil_the_page(
 @pytest.mark.parametrize(
     ("kind", "label"), [("counter", "a-b"), ("counter", ""), ("gauge", "__x"), ("timer", "le"), ("gauge", "ä")]
 )
-def test_a_label_that_prometheus_does_not_take_is_left_out(kind: str, label: str) -> None:
+def test_a_series_with_an_invalid_label_is_dropped(kind: str, label: str) -> None:
     custom = CustomMetrics()
     custom.add("m", "1", [MetricDelta(kind, "x", 1.0, {label: "v"}), MetricDelta("gauge", "good", 1.0)])
     assert shown(custom) == {("good", M): 1.0}
@@ -92,7 +92,7 @@ def test_the_series_of_an_unloaded_version_make_room_for_others(caplog: pytest.L
     assert not caplog.records
 
 
-def test_a_name_that_nobody_uses_any_more_may_become_another_kind() -> None:
+def test_an_unused_name_can_become_another_kind() -> None:
     custom = CustomMetrics()
     custom.add("m", "1", [MetricDelta("timer", "x", 1.0)])
     custom.forget("m", "1")

@@ -54,7 +54,7 @@ def test_batches_requests_and_rejections_are_counted(busy: Callable[..., Prometh
     assert found["penstock_worker_events_total", with_label("state", "died")] == 1
 
 
-def test_a_batch_that_a_death_ended_is_counted_and_timed_and_one_that_was_never_run_only_counted(
+def test_a_batch_of_a_dead_worker_is_timed_and_a_lost_batch_only_counted(
     record: Callable[..., BatchRecord],
 ) -> None:
     observer = PrometheusObserver()
@@ -68,7 +68,7 @@ def test_a_batch_that_a_death_ended_is_counted_and_timed_and_one_that_was_never_
     assert found["penstock_request_seconds_count", M] == 0
 
 
-def test_the_stages_of_a_batch_are_timed_where_they_are_told(record: Callable[..., BatchRecord]) -> None:
+def test_reported_stages_of_a_batch_are_timed(record: Callable[..., BatchRecord]) -> None:
     observer = PrometheusObserver()
     observer.on_complete(record(stages_s=(0.25, 2.0, 0.5)))
     observer.on_complete(record(stages_s=(0.25, 1.0, 0.0)))
@@ -80,7 +80,7 @@ def test_the_stages_of_a_batch_are_timed_where_they_are_told(record: Callable[..
     assert found["penstock_run_seconds_count", M] == 3
 
 
-def test_what_stands_now_is_shown(busy: Callable[..., PrometheusObserver]) -> None:
+def test_the_page_shows_the_current_state(busy: Callable[..., PrometheusObserver]) -> None:
     found = samples(busy())
     assert found["penstock_requests_in_flight", M] == 7
     assert found["penstock_queue_requests", M] == 3
@@ -110,7 +110,7 @@ def test_a_model_that_has_learned_nothing_claims_no_cost(reading: Callable[..., 
     assert "penstock_http_connections" not in names
 
 
-def test_a_worker_that_comes_up_after_a_death_is_a_restart_and_the_first_is_none() -> None:
+def test_a_worker_after_a_death_counts_as_a_restart_but_the_first_does_not() -> None:
     observer = PrometheusObserver()
     for slot, state in ((0, "ready"), (1, "ready")):
         observer.on_worker("m", "1", slot, state)
@@ -128,7 +128,7 @@ def test_a_worker_that_comes_up_after_a_death_is_a_restart_and_the_first_is_none
         ("ready", "died", "unload", "ready"),
     ],
 )
-def test_a_worker_that_follows_no_death_of_its_own_slot_is_no_restart(states: tuple[str, ...]) -> None:
+def test_a_worker_in_a_slot_without_a_death_is_not_a_restart(states: tuple[str, ...]) -> None:
     observer = PrometheusObserver()
     for state in states:
         if state == "unload":
@@ -142,7 +142,7 @@ def versions_shown(observer: PrometheusObserver) -> set[str]:
     return {dict(labels)["version"] for name, labels in samples(observer) if name == "penstock_requests_total"}
 
 
-def test_versions_that_come_and_go_do_not_pile_up_and_what_is_live_is_never_forgotten() -> None:
+def test_unloaded_versions_are_bounded_and_live_ones_are_kept() -> None:
     observer = PrometheusObserver()
     observer.on_arrival("m", "live")
     for version in range(MAX_GONE + 5):
@@ -151,7 +151,7 @@ def test_versions_that_come_and_go_do_not_pile_up_and_what_is_live_is_never_forg
     assert versions_shown(observer) == {"live"} | {str(v) for v in range(5, MAX_GONE + 5)}
 
 
-def test_a_version_that_is_loaded_anew_goes_on_counting_and_is_live_again() -> None:
+def test_a_reloaded_version_continues_its_counters() -> None:
     observer = PrometheusObserver()
     observer.on_arrival("m", "1")
     observer.on_unload("m", "1")
@@ -195,7 +195,7 @@ def test_odd_names_and_labels_come_back_as_they_were(model: str, version: str, l
     assert found["own_total", tuple(sorted((*key, ("x", label))))] == 1
 
 
-async def test_a_gpu_that_does_not_answer_keeps_the_page_waiting_and_nobody_else(
+async def test_a_hanging_gpu_delays_only_the_page(
     one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, busy: Callable[..., PrometheusObserver]
 ) -> None:
     ill = threading.Event()

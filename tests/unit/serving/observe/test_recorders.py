@@ -45,7 +45,7 @@ def test_times_and_sizes_of_requests_are_written_and_read_as_a_trace(tmp_path: P
     ]
 
 
-def test_what_came_is_in_the_file_soon_and_nothing_is_done_while_nothing_comes(
+def test_requests_are_written_soon_and_an_idle_recorder_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorders, "FLUSH_INTERVAL_S", 0.0)
@@ -71,7 +71,7 @@ def test_what_came_is_in_the_file_soon_and_nothing_is_done_while_nothing_comes(
     asyncio.run(main())
 
 
-def test_a_file_of_the_largest_size_ends_the_recording_with_whole_lines(
+def test_the_maximum_file_size_ends_the_recording_with_whole_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def write(recorder: ArrivalRecorder) -> None:
@@ -138,7 +138,7 @@ def test_a_file_that_is_there_or_cannot_be_made_is_refused(tmp_path: Path) -> No
         ArrivalRecorder(str(tmp_path / "no" / "file"))
 
 
-def test_where_nothing_came_no_file_is_left(tmp_path: Path) -> None:
+def test_a_recording_without_requests_leaves_no_file(tmp_path: Path) -> None:
     recorder = ArrivalRecorder(str(tmp_path / "arrivals.jsonl"))
     fd = recorder._fd
     recorder.close()
@@ -147,7 +147,7 @@ def test_where_nothing_came_no_file_is_left(tmp_path: Path) -> None:
         os.fstat(fd)
 
 
-def test_a_record_tells_why_the_batch_had_this_size(record: Callable[..., BatchRecord]) -> None:
+def test_a_batch_report_gives_the_reason_for_its_size(record: Callable[..., BatchRecord]) -> None:
     records = BatchRecords()
     before = time.time()
     records.on_complete(
@@ -175,7 +175,7 @@ def test_a_record_tells_why_the_batch_had_this_size(record: Callable[..., BatchR
     }
 
 
-def test_the_last_thousand_are_kept_newest_first(record: Callable[..., BatchRecord]) -> None:
+def test_the_last_thousand_batches_are_listed_newest_first(record: Callable[..., BatchRecord]) -> None:
     records = BatchRecords()
     for rows in range(1, KEPT_BATCHES + 11):
         records.on_complete(record(1, max_batch_size=rows))
@@ -184,7 +184,7 @@ def test_the_last_thousand_are_kept_newest_first(record: Callable[..., BatchReco
 
 
 @pytest.mark.parametrize(("model", "limit", "rows"), [("a", 10, [5, 3, 1]), ("a", 2, [5, 3]), ("c", 10, [])])
-def test_one_model_can_be_asked_for(
+def test_batches_can_be_filtered_by_model(
     record: Callable[..., BatchRecord], model: str, limit: int, rows: list[int]
 ) -> None:
     records = BatchRecords()

@@ -46,5 +46,5 @@ def test_every_number_is_read_back(value: float) -> None:
     assert repr(family.samples[0].value) == repr(value)
 
 
-def test_numbers_that_are_none_have_the_words_of_prometheus() -> None:
+def test_nan_and_infinity_are_written_in_prometheus_notation() -> None:
     assert [number(float(x)) for x in ("nan", "inf", "-inf")] == ["NaN", "+Inf", "-Inf"]

@@ -19,7 +19,7 @@ def test_models_are_listed_by_name_and_version():
     assert found[0]["ready_instances"] == 1
 
 
-def test_one_model_shows_its_versions_and_an_unknown_one_the_nearest_name():
+def test_a_model_lists_its_versions_and_an_unknown_one_the_nearest_name():
     assert len(json.loads(model_body(STATUSES, "a"))["versions"]) == 2
     statuses = [ModelStatus("digits", "1", "READY", 1, 1, 8, ("cpu",))]
     with pytest.raises(ModelNotFound, match="did you mean 'digits'"):

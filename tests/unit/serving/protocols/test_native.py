@@ -152,7 +152,7 @@ CYCLE.append(CYCLE)
         (Response("x", "text/plain\r\nX: 1"), "invalid content type"),
     ],
 )
-def test_what_cannot_be_an_answer_is_a_bad_output_that_says_why(value, why):
+def test_an_invalid_result_is_a_bad_output_with_a_reason(value, why):
     with pytest.raises(BadOutput, match=why):
         CODEC.encode(value, Item(b""), None)
 

@@ -137,7 +137,7 @@ def test_declared_bf16_outputs_are_rounded_to_the_nearest_even():
         (Item(b"{}", "oip_binary"), "binary tensors need the header"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_was_found_and_expected(item, why):
+def test_an_inconsistent_request_is_refused_with_the_found_and_expected_values(item, why):
     with pytest.raises(BadRequest, match=why):
         CODEC.decode(item)
 
@@ -148,7 +148,7 @@ def test_a_header_length_is_a_whole_number_from_1_to_64_kib(value):
         parse_length(value)
 
 
-def test_outputs_are_binary_one_by_one_or_all():
+def test_binary_outputs_are_requested_one_by_one_or_for_all():
     value = {"a": np.array([[1, 2]], np.int16), "s": ["é"], "f": [0.5]}
     for wishes, binary in (
         ({}, []),
@@ -195,7 +195,7 @@ def test_the_revision_of_the_model_stands_in_every_answer():
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_the_answers_to_the_parts_are_the_answer_to_the_whole(binary):
+def test_joined_parts_equal_the_whole_answer(binary):
     head, buffers = encode_request(
         [
             ("x", "INT32", (5, 2), np.arange(10, dtype=np.int32).tobytes()),
@@ -216,7 +216,7 @@ def test_the_answers_to_the_parts_are_the_answer_to_the_whole(binary):
     assert answered(whole).outputs["y"].shape == (5, 2)
 
 
-def test_an_optional_input_may_be_left_out_and_a_needed_one_may_not():
+def test_only_an_optional_input_can_be_omitted():
     inputs = (
         TensorSpec("frames", "UINT8", (-1, -1, -1, 3), True),
         TensorSpec("jpeg", "BYTES", (-1,), True),
@@ -269,12 +269,12 @@ def test_a_request_that_does_not_fit_itself_is_not_written():
         ),
     ],
 )
-def test_an_answer_that_is_none_is_a_bad_output(body, length, why):
+def test_an_invalid_answer_is_a_bad_output(body, length, why):
     with pytest.raises(BadOutput, match=why):
         decode_answer(body, length)
 
 
-def test_what_came_as_a_pickle_or_without_its_header_is_told_so():
+def test_a_pickle_or_a_missing_header_has_its_own_error():
     codec = OipJsonCodec("m", "1")
     with pytest.raises(BadRequest, match="is a pickle, which is never loaded"):
         codec.decode(Item(b"\x80\x04K\x01."))

@@ -30,7 +30,7 @@ def item(*inputs, start=0, stop=-1, **more):
 
 
 @pytest.mark.parametrize("datatype", [d for d in DTYPES if d != "BF16"])
-def test_every_datatype_comes_as_its_array(datatype):
+def test_every_datatype_becomes_its_array(datatype):
     data = {"BOOL": [True, False], "BYTES": ["a", "é"]}.get(datatype, [1, 2])
     arrays, _ = CODEC.decode(item(tensor(datatype=datatype, data=data)))
     assert arrays["x"].dtype == np.dtype(DTYPES[datatype])
@@ -80,12 +80,12 @@ def test_flat_and_nested_data_are_the_same_tensor(cells, nested):
         ([{**tensor(), "shape": "2"}], r"\$.inputs\[0\].shape"),
     ],
 )
-def test_wrong_tensors_are_refused_with_what_was_found_and_expected(inputs, why):
+def test_an_invalid_tensor_is_refused_with_the_found_and_expected_values(inputs, why):
     with pytest.raises(BadRequest, match=why):
         CODEC.decode(item(*inputs))
 
 
-def test_texts_keep_what_they_end_with():
+def test_strings_keep_trailing_nuls():
     texts = [["a\0", ""], ["\0", "é\0\0"]]
     arrays, _ = CODEC.decode(item(tensor(shape=(2, 2), datatype="BYTES", data=texts)))
     assert arrays["x"].tolist() == [[text.encode() for text in row] for row in texts]
@@ -120,12 +120,12 @@ def test_truncated_json_is_refused_with_the_byte_offset():
         ([tensor(shape=(2, 3), data=range(6))], r"found \[2, 3\]"),
     ],
 )
-def test_requests_are_held_against_the_inputs_that_the_model_declares(inputs, why):
+def test_requests_are_checked_against_the_declared_inputs(inputs, why):
     with pytest.raises(BadRequest, match=why):
         STRICT.decode(item(*inputs))
 
 
-def test_what_the_model_declares_is_taken():
+def test_declared_inputs_are_accepted():
     arrays, _ = STRICT.decode(item(tensor(shape=(1, 2)), tensor("y", (1,), "INT8", [7])))
     assert arrays["y"].tolist() == [7]
 
@@ -155,7 +155,7 @@ def test_parts_with_different_outputs_cannot_be_joined():
         CODEC.join(parts)
 
 
-def test_a_bare_array_is_output_0_and_only_the_outputs_asked_for_are_sent():
+def test_a_bare_array_is_output_0_and_only_requested_outputs_are_sent():
     _, context = CODEC.decode(item(tensor()))
     answer = json.loads(CODEC.encode(np.zeros((2, 1), np.uint8), Item(b""), context).body)
     assert answer == {
@@ -182,12 +182,12 @@ def test_a_bare_array_is_output_0_and_only_the_outputs_asked_for_are_sent():
         ({"a": [[1], [2, 3]]}, "is not an array"),
     ],
 )
-def test_what_cannot_be_an_answer_is_a_bad_output(value, why):
+def test_an_invalid_result_is_a_bad_output(value, why):
     with pytest.raises(BadOutput, match=why):
         CODEC.encode(value, Item(b""), None)
 
 
-def test_peeks_tell_rows_and_shape_of_good_requests_only():
+def test_peek_returns_rows_and_shape_of_valid_requests_only():
     body = item(tensor("b", (3, 4, 5), data=range(60)), tensor("a", (3,), "INT8", [1, 2, 3])).payload
 
     def peek(body):

@@ -29,7 +29,7 @@ def head(text: str, size: int | None = None) -> bytes:
 @pytest.mark.parametrize("dtype", ["?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"])
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_what_numpy_saves_comes_as_it_was(dtype, version, order):
+def test_an_array_from_numpy_save_arrives_unchanged(dtype, version, order):
     array = np.asarray(np.arange(24).reshape(2, 3, 4) % 2, dtype, order)
     arrays, _ = CODEC.decode(Item(saved(array, version)))
     assert list(arrays) == ["input_0"]
@@ -94,12 +94,12 @@ GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }"
         (saved(np.array([0, 1, 2], np.uint8)).replace(b"|u1", b"|b1"), "other than 0 and 1"),
     ],
 )
-def test_what_is_no_plain_array_is_refused(body, why):
+def test_a_body_other_than_a_plain_array_is_refused(body, why):
     with pytest.raises(BadRequest, match=why):
         CODEC.decode(Item(body))
 
 
-def test_those_who_accept_arrays_get_one_of_one_output():
+def test_a_client_that_accepts_arrays_gets_a_single_output_as_an_array():
     item = Item(b"", headers=WANTS_NPY)
     for value in (np.arange(6, dtype=">i2").reshape(2, 3), {"y": np.array([np.nan])}, [True, False]):
         result = CODEC.encode(value, item, None)
@@ -111,19 +111,19 @@ def test_those_who_accept_arrays_get_one_of_one_output():
 
 
 @pytest.mark.parametrize("value", [{"a": [1], "b": [2]}, {"a": ["text"]}])
-def test_what_is_more_than_one_array_of_numbers_is_answered_in_json(value):
+def test_several_or_textual_outputs_are_answered_in_json(value):
     answer = json.loads(CODEC.encode(value, Item(b"", headers=WANTS_NPY), None).body)
     assert [output["name"] for output in answer["outputs"]] == list(value)
 
 
-def test_without_being_asked_for_the_answer_is_json():
+def test_the_default_answer_is_json():
     assert CODEC.encode([1], Item(b"", headers=[(b"accept", b"*/*")]), None).content_type == "application/json"
     assert CODEC.encode(Response("own"), Item(b"", headers=WANTS_NPY), None).body == b"own"
     with pytest.raises(BadOutput, match="returned None"):
         CODEC.encode(None, Item(b"", headers=WANTS_NPY), None)
 
 
-def test_the_answers_to_the_parts_are_the_answer_to_the_whole():
+def test_joined_parts_equal_the_whole_answer():
     whole = np.arange(10, dtype=np.float16).reshape(5, 2)
     for headers in (WANTS_NPY, None):
         item = Item(b"", headers=headers)
@@ -142,6 +142,6 @@ def test_rows_and_shape_are_peeked_from_the_head():
     assert peek(Item(b""), head("{'descr': '|u1', 'fortran_order': False, 'shape': (99999999, 0), }"))[0] == 1
 
 
-def test_what_is_written_is_read_again():
+def test_a_written_head_can_be_read():
     assert read_head(write_head("FP16", (3, 4))).shape == [3, 4]
     assert len(write_head("BOOL", (3,))) % 64 == 0
