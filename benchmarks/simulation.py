@@ -10,7 +10,9 @@ the rounds. "requests simulated per second" covers the open loops, on one core.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import harness
 import models
@@ -21,8 +23,11 @@ from penstock.perf.bench.figures import latency_of, summarise
 from penstock.perf.bench.load import closed_loop
 from penstock.perf.bench.measurement import Latency, Load
 from penstock.perf.bench.slo import Slo
-from penstock.perf.simulate.replay import DEPTH, ReplayedServer, ReplayGrid, parse_policies, replay
-from penstock.perf.simulate.simulator import ClosedLoop, ServiceTime, SimulationSettings, simulate
+from penstock.perf.simulate.replay import DEPTH, ReplayGrid, parse_policies, replay
+from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.simulator import ClosedLoop, SimulationSettings, simulate
 
 BODY = b'{"id": 12345, "text": "a small request of 50 bytes"}'
 WORKLOAD = harness.Workload("accelerator", BODY, {"id": 12345, "text": "a small request of 50 bytes"})
@@ -35,13 +40,12 @@ WANTED = 50_000  # requests simulated per second
 Figures = dict[str, float]
 
 
-def calibrated(server: harness.Server) -> ReplayedServer:
-    """The simulator's input: the measured cost of batches and the handover."""
+def calibrated(server: harness.Server) -> tuple[ServiceTime, float]:
+    """The simulator's input: the measured cost of batches, and the seconds of the handover."""
     one, full = (harness.timed(lambda n=n: models.accelerator([None] * n), 1.0)["p50_ms"] / 1e3 for n in (1, ROWS))
     b = (full - one) / (ROWS - 1)
     lone = measured(server, Load(mode="closed", concurrency=1), 0, 1)["p50_ms"] / 1e3
-    service = ServiceTime(one - b, b, jitter=0.01, tail=0.0)
-    return ReplayedServer(service=service, handover_s=max(0.0, lone - one))
+    return ServiceTime(one - b, b, jitter=0.01, tail=0.0), max(0.0, lone - one)
 
 
 def in_ms(latency: Latency) -> Figures:
@@ -64,16 +68,17 @@ def measured(server: harness.Server, load: Load, seed: int, seconds: float) -> F
     return {"rate": run.throughput, **in_ms(run.latency), "invalid": float(bool(run.invalid))}
 
 
-def predicted(server: ReplayedServer, load: Load, seed: int, seconds: float) -> Figures:
+def predicted(service: ServiceTime, handover_s: float, load: Load, seed: int, seconds: float) -> Figures:
     """The simulator's prediction for the same arrivals, with the number of requests and the seconds it took."""
     start = time.process_time()
     if load.mode == "open":
         arrivals = harness.poisson(load.rate, seconds, seed)
-        one = next(replay(arrivals, server, ReplayGrid(parse_policies("adaptive"), [ROWS]), Slo()))
+        grid = ReplayGrid(parse_policies("adaptive"), [ROWS])
+        one = next(replay(OpenLoop(arrivals), service, grid, Slo(), handover_s=handover_s))
         rate, latency, requests = one.throughput, one.latency, len(arrivals)
     else:
-        settings = SimulationSettings(depth=DEPTH, handover_s=server.handover_s, seed=seed)
-        found = simulate(server.service, Adaptive(), ClosedLoop(load.concurrency, seconds), settings)
+        settings = SimulationSettings(depth=DEPTH, handover_s=handover_s, seed=seed)
+        found = simulate(service, Adaptive(), ClosedLoop(load.concurrency, seconds), settings)
         rate, latency, requests = found.throughput, latency_of(found.latencies_s), found.requests
     took = time.process_time() - start
     return {"rate": rate, **in_ms(latency), "requests": requests, "seconds": took}
@@ -93,7 +98,7 @@ def main() -> None:
             load: [measured(server, load, seed, options.seconds) for seed in range(options.rounds)] for load in loads
         }
     for load, samples in runs.items():
-        predictions = [predicted(model, load, seed, options.seconds) for seed in range(options.rounds)]
+        predictions = [predicted(*model, load, seed, options.seconds) for seed in range(options.rounds)]
         if load.mode == "open":
             simulated = [
                 total + sum(one[key] for one in predictions)

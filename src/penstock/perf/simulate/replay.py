@@ -68,13 +68,6 @@ class ReplayGrid(Struct, frozen=True):
                 yield policy, batch, count
 
 
-class ReplayedServer(Struct, frozen=True, kw_only=True):
-    """How long the server takes: `service` for a batch; `handover_s` from queue to worker and back, together."""
-
-    service: ServiceTime
-    handover_s: float = 0.0
-
-
 class ReplayResult(Struct, frozen=True, kw_only=True):
     """The result of one combination. `offered` and `throughput` are requests per second, `capacity` is the rows per
     second of full batches, `busy` the share of the instances' time."""
@@ -137,18 +130,13 @@ def parse_policies(text: str) -> list[PolicyChoice]:
 
 
 def replay(
-    arrivals: Sequence[float],
-    server: ReplayedServer,
-    grid: ReplayGrid,
-    slo: Slo,
-    *,
-    rows: Sequence[int] = (),
-    seed: int = 0,
+    load: OpenLoop, service: ServiceTime, grid: ReplayGrid, slo: Slo, *, handover_s: float = 0.0, seed: int = 0
 ) -> Iterator[ReplayResult]:
-    """One result for each combination of the grid, as soon as it is known. `rows` has the size of each request.
+    """One result for each combination of the grid, as soon as it is known.
 
     The server rejects and expires nothing, so overload shows as latency.
     """
+    arrivals = load.arrivals
     start = WARM * arrivals[-1]  # the throughput counts from here, too
     span = arrivals[-1] - start
     offered = (len(arrivals) - bisect_left(arrivals, start)) / span if span > 0 else 0.0
@@ -156,12 +144,12 @@ def replay(
         settings = SimulationSettings(
             slots=instances,
             depth=DEPTH,
-            handover_s=server.handover_s,
+            handover_s=handover_s,
             max_batch_size=batch,
             slo_s=slo.latency_s,
             seed=seed,
         )
-        found = simulate(server.service, policy.make(), OpenLoop(arrivals, rows), settings)
+        found = simulate(service, policy.make(), load, settings)
         run = Measurement(
             load=Load(mode="open", rate=offered),
             requests=len(found.latencies_s),
@@ -174,7 +162,7 @@ def replay(
             instances=instances,
             offered=offered,
             throughput=found.throughput,
-            capacity=server.service.capacity(instances, batch),
+            capacity=service.capacity(instances, batch),
             goodput=None if slo.latency_s is None else found.goodput,
             latency=run.latency,
             mean_batch=found.mean_batch,
@@ -202,7 +190,7 @@ def run_simulation(flags: dict[str, Any]) -> int:
     """Runs `penstock simulate` and returns its exit status. Raises ConfigError."""
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
     service = ServiceTime(*parse_cost(flags["cost"]), flags["jitter"], 0.0)
-    server = ReplayedServer(service=service, handover_s=parse_duration(flags["handover"]))
+    handover_s = parse_duration(flags["handover"])
     grid = ReplayGrid(
         parse_policies(flags["policies"]),
         _numbers("batch", flags["batch"]),
@@ -212,7 +200,8 @@ def run_simulation(flags: dict[str, Any]) -> int:
     results: list[ReplayResult] = []
     if not flags["as_json"]:
         click.echo(_summary(trace), err=True)
-    for result in replay(trace.times_s, server, grid, slo, rows=trace.rows, seed=flags["seed"]):
+    load = OpenLoop(trace.times_s, trace.rows)
+    for result in replay(load, service, grid, slo, handover_s=handover_s, seed=flags["seed"]):
         results.append(result)
         if flags["as_json"]:
             click.echo(msgspec.json.encode(result))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Final
 
@@ -54,7 +54,7 @@ class ServiceTime(Struct, frozen=True):
 class OpenLoop(Struct, frozen=True):
     """Requests at fixed times, in order. `rows` has the size of each request; every request has one row if empty."""
 
-    arrivals: Iterable[float]
+    arrivals: Sequence[float]
     rows: Sequence[int] = ()
 
 

@@ -10,7 +10,6 @@ from penstock.errors import ConfigError
 from penstock.perf.bench.arrivals import parse_arrival, times
 from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.simulate.replay import (
-    ReplayedServer,
     ReplayGrid,
     ReplayResult,
     best,
@@ -19,9 +18,9 @@ from penstock.perf.simulate.replay import (
     parse_policies,
     replay,
 )
-from penstock.perf.simulate.simulator import ServiceTime
+from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
 
-EXACT = ReplayedServer(service=ServiceTime(0.005, 0.0002, jitter=0.0, tail=0.0))
+EXACT = ServiceTime(0.005, 0.0002, jitter=0.0, tail=0.0)
 
 
 def results(
@@ -31,11 +30,8 @@ def results(
     instances: Sequence[int] = (1,),
     **more: Any,
 ) -> list[ReplayResult]:
-    given: dict[str, Any] = {
-        "arrivals": times(parse_arrival("poisson"), rate, 1000 / rate, 1),
-        "server": EXACT,
-        "slo": Slo(),
-    }
+    arrivals = more.pop("arrivals", None) or times(parse_arrival("poisson"), rate, 1000 / rate, 1)
+    given: dict[str, Any] = {"load": OpenLoop(arrivals, more.pop("rows", ())), "service": EXACT, "slo": Slo()}
     return list(replay(grid=ReplayGrid(parse_policies(policies), batches, instances), **(given | more)))
 
 
@@ -89,7 +85,7 @@ def test_batching_keeps_up_with_a_rate_that_single_requests_cannot() -> None:
 
 def test_a_lone_request_takes_a_batch_of_one_plus_the_handover() -> None:
     arrivals = [n * 0.1 for n in range(200)]
-    found = results(arrivals=arrivals, server=ReplayedServer(service=EXACT.service, handover_s=0.002))[0]
+    found = results(arrivals=arrivals, handover_s=0.002)[0]
     assert found.latency.p50_s == pytest.approx(0.005 + 0.0002 + 0.002)
     assert found.mean_batch == 1
 
@@ -105,8 +101,8 @@ def test_throughput_counts_requests_and_a_request_larger_than_a_batch_is_answere
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
-    jittery = ReplayedServer(service=ServiceTime(0.005, 0.0002))
-    once, again, other = (results(server=jittery, seed=seed) for seed in (1, 1, 2))
+    jittery = ServiceTime(0.005, 0.0002)
+    once, again, other = (results(service=jittery, seed=seed) for seed in (1, 1, 2))
     assert once == again != other
 
 
