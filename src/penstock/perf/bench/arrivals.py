@@ -31,12 +31,10 @@ class Arrival(Struct, frozen=True):
 
 
 class Trace(Struct, frozen=True):
-    """Recorded arrivals: sorted seconds from the first, rows and bytes of each (1 and 0 if unknown), and the names of
-    the models."""
+    """Recorded arrivals: sorted seconds from the first, rows of each (1 if unknown), and the names of the models."""
 
     times_s: array[float]
     rows: array[int]
-    bytes: array[int]
     models: tuple[str, ...] = ()
 
 
@@ -134,6 +132,5 @@ def read_trace(path: str, model: str = "") -> Trace:
     return Trace(
         array("d", (line.t - first for line in lines)),
         array("q", (line.rows for line in lines)),
-        array("q", (line.bytes for line in lines)),
         models,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
@@ -18,7 +17,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError
-from penstock.perf.bench.arrivals import Trace, parse_arrival, read_trace, times
+from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
 from penstock.perf.bench.document import align
 from penstock.perf.bench.figures import latency_of
 from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult
@@ -196,11 +195,10 @@ def run_simulation(flags: dict[str, Any]) -> int:
         _numbers("batch", flags["batch"]),
         _numbers("instances", flags["instances"]),
     )
-    trace = _arrivals(flags)
+    load = _arrivals(flags)
     results: list[ReplayResult] = []
     if not flags["as_json"]:
-        click.echo(_summary(trace), err=True)
-    load = OpenLoop(trace.times_s, trace.rows)
+        click.echo(_summary(load), err=True)
     for result in replay(load, service, grid, slo, handover_s=handover_s, seed=flags["seed"]):
         results.append(result)
         if flags["as_json"]:
@@ -217,7 +215,7 @@ def _numbers(name: str, text: str) -> list[int]:
     return [value for value in values if isinstance(value, int)]
 
 
-def _arrivals(flags: dict[str, Any]) -> Trace:
+def _arrivals(flags: dict[str, Any]) -> OpenLoop:
     """The arrivals of the flags. Raises ConfigError."""
     text = flags["arrivals"]
     kind, _, rate_text = text.rpartition(":")
@@ -227,7 +225,7 @@ def _arrivals(flags: dict[str, Any]) -> Trace:
             raise ConfigError(f"{text} has requests for {', '.join(trace.models)}; name one with --model")
         rate, duration = flags["rate"] or 0.0, flags["duration"] or 0.0
         arrivals = times(parse_arrival(f"trace:{text}"), rate, duration, 0, trace.times_s)
-        return Trace(arrivals, trace.rows[: len(arrivals)], trace.bytes[: len(arrivals)])
+        return OpenLoop(arrivals, trace.rows[: len(arrivals)])
     if flags["rate"] or flags["model"]:
         raise ConfigError(f"--rate and --model are for a file of arrivals; found {text}")
     try:
@@ -238,12 +236,12 @@ def _arrivals(flags: dict[str, Any]) -> Trace:
     arrivals = times(parse_arrival(kind), rate, duration, flags["seed"])
     if not arrivals:
         raise ConfigError(f'arrivals "{text}": no request arrives within {duration:g} s; raise the rate or the time')
-    return Trace(arrivals, array("q"), array("q"))
+    return OpenLoop(arrivals)
 
 
-def _summary(trace: Trace) -> str:
-    n, last = len(trace.times_s), trace.times_s[-1]
-    rows = sum(trace.rows) / n if trace.rows else 1.0
+def _summary(load: OpenLoop) -> str:
+    n, last = len(load.arrivals), load.arrivals[-1]
+    rows = sum(load.rows) / n if load.rows else 1.0
     return f"{n:,} requests in {last:,.4g} s, {rows:.3g} rows each"
 
 

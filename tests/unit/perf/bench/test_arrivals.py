@@ -88,7 +88,6 @@ def test_a_trace_is_read_in_order_of_time_from_its_first(write: Callable[[str], 
     trace = read_trace(write(RECORDED))
     assert list(trace.times_s) == [0.0, 0.25, 2.25]
     assert list(trace.rows) == [1, 2, 1]
-    assert list(trace.bytes) == [0, 300, 7]
 
 
 async def test_a_recording_of_the_server_is_a_trace(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ async def test_a_recording_of_the_server_is_a_trace(tmp_path: Path) -> None:
     recorder.on_request('odd "name"', "2", 16, 0)
     recorder.close()
     trace = read_trace(str(tmp_path / "arrivals.jsonl"))
-    assert (list(trace.times_s), list(trace.rows), list(trace.bytes)) == ([0.0, 0.5], [1, 16], [300, 0])
+    assert (list(trace.times_s), list(trace.rows)) == ([0.0, 0.5], [1, 16])
 
 
 def test_a_trace_of_several_models_can_be_read_for_one(write: Callable[[str], str]) -> None:
