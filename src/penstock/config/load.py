@@ -14,6 +14,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -164,13 +165,10 @@ def _value(text: str, path: Path, source: str) -> Any:
     """`text` as a TOML value if the key accepts it, otherwise as a string."""
     kind = _kind_at(path, source)
     parsed = toml_value(text)
-    try:
-        msgspec.convert(parsed, kind)
-    except msgspec.ValidationError:
-        try:
-            return msgspec.convert(text, kind)  # version=2 is the string "2"
-        except msgspec.ValidationError:
-            pass
+    for value in (parsed, text):  # version=2 is the string "2"
+        with suppress(msgspec.ValidationError):
+            msgspec.convert(value, kind)
+            return value
     return parsed
 
 

@@ -261,14 +261,10 @@ class ScriptPlayer:
                 self.trace.append((t, type(event).__name__, self.ids.index(event.id), event.reason))
         self.on_poll(events)
 
-    def on_offer(self, entry: Entry) -> None:
-        pass
+    def on_offer(self, entry: Entry) -> None: ...
 
-    def on_cancel(self, id: int, gone: bool) -> None:
-        pass
+    def on_cancel(self, id: int, gone: bool) -> None: ...
 
-    def on_complete(self, batch: Dispatch, outcome: Outcome, ended: list[int]) -> None:
-        pass
+    def on_complete(self, batch: Dispatch, outcome: Outcome, ended: list[int]) -> None: ...
 
-    def on_poll(self, events: list[Event]) -> None:
-        pass
+    def on_poll(self, events: list[Event]) -> None: ...

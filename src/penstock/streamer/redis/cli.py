@@ -22,7 +22,8 @@ SERVED = "penstock.streamer.model:served"
 
 
 def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> ModelConfig:
-    """The configuration of the one model. `sets`: KEY=VALUE with the keys of `[models.NAME]`. Raises ConfigError."""
+    """The configuration of the one model. `sets`: KEY=VALUE with the keys of `[models.NAME]`, as `keys`, in which None
+    means absent. Raises ConfigError."""
     toml, models = split_targets((target,))
     if toml is not None:
         raise ConfigError(f"a worker serves one model: name app.py:obj or pkg.mod:obj instead of {toml}")
@@ -72,10 +73,8 @@ def worker(
     TARGET is app.py:obj or pkg.mod:obj, such as a ManagedModel, or any other model that `penstock serve` accepts.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    keys: dict[str, Any] = {"instances": flags["workers"], "devices": flags["devices"]}
-    keys = {key: value for key, value in keys.items() if value is not None}
-    if flags["max_batch_size"] is not None:
-        keys["batching"] = {"max_batch_size": flags["max_batch_size"]}
+    batching = {"max_batch_size": flags["max_batch_size"]}
+    keys = {"instances": flags["workers"], "devices": flags["devices"], "batching": batching}
     try:
         config = build_config(target, keys, sets)
         broker = parse_address(redis)

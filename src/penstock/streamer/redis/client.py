@@ -13,6 +13,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from penstock.core.contracts import Ticket
@@ -53,10 +54,9 @@ class RedisStreamer(BaseStreamer):
         patience_s: float = 10.0,
     ) -> None:
         parse_address(redis_broker)
-
-        def make() -> BrokerClient:
-            return BrokerClient(redis_broker, prefix, max_queue=max_queue, timeout_s=timeout_s, patience_s=patience_s)
-
+        make = partial(
+            BrokerClient, redis_broker, prefix, max_queue=max_queue, timeout_s=timeout_s, patience_s=patience_s
+        )
         super().__init__(Portal(make=make, lazy=True), f"redis:{prefix}", worker_timeout)
 
     def destroy_workers(self) -> None:
