@@ -63,7 +63,8 @@ def load_config(
     layers: list[tuple[str, Tree]] = []
     if path is not None:
         layers.append((path, read_toml(path)))
-    layers += [(file, _of_server(read_toml(file))) for file in pipelines]
+    for file in pipelines:
+        layers.append((file, {name: table for name, table in read_toml(file).items() if name in SERVER_SECTIONS}))
     layers += _from_env(env)
     if base:
         layers.append(("command line", _without_none(base)))
@@ -90,10 +91,6 @@ def read_toml(path: str) -> Tree:
     tree, _ = toml.read(path)
     _root_paths(tree, os.path.dirname(path))
     return tree
-
-
-def _of_server(tree: Tree) -> Tree:
-    return {section: tree[section] for section in SERVER_SECTIONS if section in tree}
 
 
 def _root_paths(tree: Tree, folder: str) -> None:

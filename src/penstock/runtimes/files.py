@@ -69,7 +69,7 @@ def _open_onnx(path: str, settings: ProgramSettings) -> Program:
 def _open_torch(path: str, settings: ProgramSettings) -> Program:
     from penstock.runtimes import torch, torch_program
 
-    _set_threads(settings)
+    torch.import_torch().set_num_threads(settings.threads)
     if torch.kind_of(path) == "exported":
         _refuse_inputs(settings, "an exported program")
         program = torch.load_exported(path, settings.device)
@@ -82,7 +82,7 @@ def _open_torch(path: str, settings: ProgramSettings) -> Program:
 def _open_module(target: Any, weights: str | None, settings: ProgramSettings) -> Program:
     from penstock.runtimes import torch
 
-    _set_threads(settings)
+    torch.import_torch().set_num_threads(settings.threads)
     if weights is None:
         return _of_module(torch.instance_of(target), settings)
     return _of_module(torch.load_weights(target, weights, settings.device, trust=settings.trust), settings)
@@ -94,12 +94,6 @@ def _of_module(module: Any, settings: ProgramSettings) -> Program:
     return torch_program.of_module(
         module, settings.device, precision=settings.precision, optimize=settings.optimize, inputs=settings.inputs
     )
-
-
-def _set_threads(settings: ProgramSettings) -> None:
-    from penstock.runtimes import torch
-
-    torch.import_torch().set_num_threads(settings.threads)
 
 
 def _refuse_inputs(settings: ProgramSettings, what: str) -> None:
