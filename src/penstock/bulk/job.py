@@ -169,37 +169,29 @@ class BulkJob:
             summary.stopped = summary.stopped or e
 
 
-class FrameTotals:
-    """An estimate of the number of frames in all videos, from those whose headers were read."""
-
-    def __init__(self, videos: int) -> None:
-        self._videos = videos
-        self._expected: dict[str, int] = {}
-        self._sum = 0
-
-    def set(self, video: Video, frames: int, *, known: bool) -> None:
-        """Sets the number of one video; an estimate never replaces an earlier number."""
-        if video.name in self._expected and not known:
-            return
-        self._sum += frames - self._expected.get(video.name, 0)
-        self._expected[video.name] = frames
-
-    def frames(self) -> int | None:
-        """The estimated sum, with the mean for the other videos; None before the first."""
-        seen = len(self._expected)
-        return round(self._sum * self._videos / seen) if seen else None
-
-
 class RunCounters:
     """What the threads of a run count. Changes hold `lock`; a reader may see values from a moment apart."""
 
     def __init__(self, videos: int) -> None:
         self.lock = threading.Lock()
-        self.totals = FrameTotals(videos)
         self.videos = videos
         self.frames = self.new_frames = self.ended = self.failed = 0
         self.left = 0  # videos of this run that have not ended
         self.refused = 0  # videos in a row that failed at the servers
+        self._expected: dict[str, int] = {}  # frames of each video whose header was read
+        self._expected_sum = 0
+
+    def expect(self, video: Video, frames: int, *, known: bool) -> None:
+        """Sets the number of frames of one video; an estimate never replaces an earlier number."""
+        if video.name in self._expected and not known:
+            return
+        self._expected_sum += frames - self._expected.get(video.name, 0)
+        self._expected[video.name] = frames
+
+    def expected_frames(self) -> int | None:
+        """An estimate for all videos, with the mean for those not read yet; None before the first."""
+        read = len(self._expected)
+        return round(self._expected_sum * self.videos / read) if read else None
 
 
 class JobRun:
@@ -241,7 +233,7 @@ class JobRun:
             counters.frames += state.rows
             counters.ended += 1
             counters.failed += state.failed
-            counters.totals.set(video, state.rows, known=True)
+            counters.expect(video, state.rows, known=True)
         return remaining
 
     def caption(self) -> JobSummary:
@@ -295,7 +287,7 @@ class JobRun:
         stats, counters = self._sender.stats(), self._counters
         now_s = time.monotonic()
         frames_per_s, bytes_per_s = rates.add(now_s, counters.new_frames, stats.sent_bytes)
-        total = counters.totals.frames()
+        total = counters.expected_frames()
         left = max(0, total - counters.frames) if total is not None else None
         return Progress(
             elapsed_s=round(now_s - start_s, 3),
@@ -322,7 +314,7 @@ class JobRun:
             except Exception:  # only an estimate: the video's decoder reports the error
                 frames = 0
             with self._counters.lock:
-                self._counters.totals.set(video, frames, known=False)
+                self._counters.expect(video, frames, known=False)
 
     # ---- called in the threads of decoders, sender and writer
 
@@ -348,7 +340,7 @@ class JobRun:
         with counters.lock:
             counters.ended += 1
             counters.failed += end.end == "failed"
-            counters.totals.set(video, end.rows, known=True)
+            counters.expect(video, end.rows, known=True)
             counters.refused += end.stage == "send"
             counters.left -= 1
             if counters.left == 0:

@@ -276,13 +276,9 @@ def cue_text(caption: str) -> str:
 
 def subtitle_names(videos: Sequence[Video]) -> dict[str, str]:
     """Video name -> subtitle file name without suffix; files with the same name get a digest to tell them apart."""
-    stems = {video.name: _cut(Path(video.name).stem) for video in videos}
+    stems = {v.name: Path(v.name).stem.encode()[:NAME_BYTES].decode(errors="ignore") for v in videos}
     often = Counter(stem.casefold() for stem in stems.values())
     return {
         name: f"{stem}-{hashlib.sha256(name.encode()).hexdigest()[:8]}" if often[stem.casefold()] > 1 else stem
         for name, stem in stems.items()
     }
-
-
-def _cut(stem: str) -> str:
-    return stem.encode()[:NAME_BYTES].decode(errors="ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import math
@@ -118,12 +119,7 @@ def jpeg_encoder() -> Callable[[Array], bytes]:
         simplejpeg: Any = importlib.import_module("simplejpeg")
     except ImportError:
         return _pillow_encoder()
-
-    def encode(rgb: Array) -> bytes:
-        data: bytes = simplejpeg.encode_jpeg(rgb, quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="420")
-        return data
-
-    return encode
+    return functools.partial(simplejpeg.encode_jpeg, quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling="420")
 
 
 def _pillow_encoder() -> Callable[[Array], bytes]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
-from penstock.bulk.types import Chunk, Video
+from penstock.bulk.types import Chunk
 from penstock.client.endpoint import ConnectionLost
 from penstock.client.http import HttpResponse
 from penstock.errors import (
@@ -93,12 +93,10 @@ class UploadChunk:
 
 def idempotency_key(chunk: Chunk, job: str) -> str:
     """The same for all attempts of this chunk and for no other: job, video, first frame, number of frames."""
-    return f"{job}-{_digest(chunk.video)}-{chunk.frames[0]}-{len(chunk.frames)}"
-
-
-def _digest(video: Video) -> str:
+    video = chunk.video
     text = f"{video.name}\0{video.bytes}\0{video.mtime_ns}"
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{job}-{digest}-{chunk.frames[0]}-{len(chunk.frames)}"
 
 
 def _inputs(chunk: Chunk) -> list[tuple[str, str, tuple[int, ...], Buffer | Sequence[bytes]]]:

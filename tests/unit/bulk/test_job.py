@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.bulk import spool
 from penstock.bulk.endpoints import NoServer
-from penstock.bulk.job import BulkJob, FrameTotals, JobParts
+from penstock.bulk.job import BulkJob, JobParts, RunCounters
 from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.progress import JobSummary
 from penstock.bulk.sender import Undelivered
@@ -374,14 +374,14 @@ def test_progress_ends_with_the_exact_totals(tmp_path: Path) -> None:
 
 def test_totals_count_unknown_videos_as_the_mean_of_the_others() -> None:
     videos = [Video(name, name, 0, 0) for name in "abcd"]
-    totals = FrameTotals(4)
-    assert totals.frames() is None
-    totals.set(videos[0], 100, known=False)
-    assert totals.frames() == 400
-    totals.set(videos[1], 50, known=False)
-    assert totals.frames() == 300
-    totals.set(videos[0], 90, known=True)
-    totals.set(videos[0], 100, known=False)  # a late prober
+    counters = RunCounters(4)
+    assert counters.expected_frames() is None
+    counters.expect(videos[0], 100, known=False)
+    assert counters.expected_frames() == 400
+    counters.expect(videos[1], 50, known=False)
+    assert counters.expected_frames() == 300
+    counters.expect(videos[0], 90, known=True)
+    counters.expect(videos[0], 100, known=False)  # a late prober
     for video in videos[1:]:
-        totals.set(video, 10, known=True)
-    assert totals.frames() == 120
+        counters.expect(video, 10, known=True)
+    assert counters.expected_frames() == 120

@@ -6,7 +6,7 @@ The size in an image's header is checked before decoding: a file of some kilobyt
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -62,7 +62,7 @@ def _read(value: Any) -> CaptionRequest:
             raise BadRequest("the body is empty; expected an image file")
         return CaptionRequest(1, images=[value if isinstance(value, memoryview) else bytes(value)], single=True)
     if isinstance(value, np.ndarray) and value.ndim == 3:
-        return CaptionRequest(1, frames=_checked_frames(value[np.newaxis]), single=True)
+        return _frames(value[np.newaxis], single=True)
     if isinstance(value, np.ndarray) and value.ndim:
         return _frames(value)
     raise BadRequest(
@@ -87,17 +87,12 @@ def _read_named(value: dict[Any, Any]) -> CaptionRequest:
     return request
 
 
-def _frames(frames: Any) -> CaptionRequest:
-    checked = _checked_frames(frames)
-    return CaptionRequest(len(checked), frames=checked)
-
-
-def _checked_frames(frames: Any) -> Array:
+def _frames(frames: Any, *, single: bool = False) -> CaptionRequest:
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
         raise BadRequest(f"input 'frames': {_describe(frames)}; expected UINT8 of shape [rows, height, width, 3]")
     if 0 in frames.shape:
         raise BadRequest(f"input 'frames': shape {list(frames.shape)} holds no pixels")
-    return frames
+    return CaptionRequest(len(frames), frames=frames, single=single)
 
 
 def _jpegs(jpeg: Any) -> CaptionRequest:
@@ -124,31 +119,25 @@ def decode_image(data: Bytes, where: str) -> Array:
 
     Ignores the orientation in a camera's metadata, as the processors of `transformers` do.
     """
-    decode = _simple_jpeg() if bytes(data[:3]) == _JPEG else None
     try:
-        return decode(data, where) if decode is not None else _pillow(data, where)
+        return (_jpeg if bytes(data[:3]) == _JPEG else _pillow)(data, where)
     except BadRequest:
         raise
     except Exception as e:  # decoders raise anything on bytes from anywhere
         raise BadRequest(f"{where} is not an image file that can be decoded", detail=describe(e)) from None
 
 
-def _simple_jpeg() -> Callable[[Bytes, str], Array] | None:
-    """The fast decoder, if it is installed."""
+def _jpeg(data: Bytes, where: str) -> Array:
     try:
         import simplejpeg
     except ImportError:
-        return None
-
-    def decode(data: Bytes, where: str) -> Array:
-        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
-        _check_size(width, height, where)
-        if space in ("CMYK", "YCCK"):  # from printing: simplejpeg does not convert them to RGB
-            return _pillow(data, where)
-        found: Array = simplejpeg.decode_jpeg(data, colorspace="RGB")
-        return found
-
-    return decode
+        return _pillow(data, where)
+    height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+    _check_size(width, height, where)
+    if space in ("CMYK", "YCCK"):  # from printing: simplejpeg does not convert them to RGB
+        return _pillow(data, where)
+    found: Array = simplejpeg.decode_jpeg(data, colorspace="RGB")
+    return found
 
 
 def _pillow(data: Bytes, where: str) -> Array:
