@@ -11,8 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.bulk.frames import DecodedFrame, FrameReader
-from penstock.bulk.pixels import Array, FrameConverter, jpeg_encoder
+from penstock.bulk.frames import Array, DecodedFrame, FrameConverter, FrameReader, jpeg_encoder
 from penstock.bulk.types import Chunk, Pixels, Position, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
 

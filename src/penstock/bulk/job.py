@@ -17,9 +17,10 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from penstock.bulk import outputs, pixels, spool
+from penstock.bulk import outputs, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
+from penstock.bulk.frames import exact_kernel, jpeg_encoder
 from penstock.bulk.inputs import expand, valid_text
 from penstock.bulk.options import JPEG_SHARE, JobOptions, JobPlan, make_plan
 from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
@@ -358,9 +359,9 @@ def check_libraries(plan: JobPlan) -> None:
     """Raises ConfigError if a library that the job needs is missing."""
     av_library()
     if plan.pixels.mode == "jpeg":
-        pixels.jpeg_encoder()
+        jpeg_encoder()
     if plan.pixels.kernel == "exact" and plan.pixels.mode != "source":
-        pixels.exact_kernel()
+        exact_kernel()
 
 
 def dry_run(options: JobOptions, parts: JobParts | None = None) -> list[str]:
