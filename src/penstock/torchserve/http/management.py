@@ -16,7 +16,7 @@ from penstock.torchserve.protocol.management import (
     read_customized,
     read_page,
     read_registration,
-    read_scale_request,
+    read_scaling,
     read_weights,
 )
 from penstock.torchserve.protocol.openapi import JSON, OpenApiResponse, OpenApiResponses, Operation, QueryParameter
@@ -209,15 +209,10 @@ class _ManagementApi:
 
     async def scale(self, request: HttpRequest) -> ItemResult:
         model, version = names(request)
-        asked = read_scale_request(request.query)
-        change = await self._administration.scale(
-            model,
-            version or asked.version,
-            min_worker=asked.min_worker,
-            max_worker=asked.max_worker,
-            synchronous=asked.synchronous,
-        )
-        return change_result(change)
+        scaling = read_scaling(request.query)
+        if version:
+            scaling["version"] = version
+        return change_result(await self._administration.scale(model, **scaling))
 
     async def set_default(self, request: HttpRequest) -> ItemResult:
         model, version = request.names["model_name"], request.names["model_version"]

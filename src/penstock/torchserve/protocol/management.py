@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from msgspec import Struct
-
 from penstock.errors import BadRequest
 from penstock.serving.protocols.bodies import decode_json, split_type
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
@@ -25,15 +23,6 @@ RUNTIMES: Final = ("python", "python3", "LSP")
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")  # int() itself refuses more digits
 _SHOWN: Final = 40  # characters of an invalid value that a message shows
-
-
-class ScaleRequest(Struct, frozen=True):
-    """The parameters of `PUT /models/{m}[/{ver}]`; None means not given. `version` serves paths without a version."""
-
-    min_worker: int | None = None
-    max_worker: int | None = None
-    version: str | None = None
-    synchronous: bool = False
 
 
 def read_registration(query: Query, content_type: str, body: bytes | memoryview) -> RegisterRequest:
@@ -69,19 +58,19 @@ def check_registration(registration: RegisterRequest) -> RegisterRequest:
     return registration
 
 
-def read_scale_request(query: Query) -> ScaleRequest:
-    """The parameters of `PUT /models/{m}[/{ver}]`."""
+def read_scaling(query: Query) -> dict[str, Any]:
+    """The parameters of `PUT /models/{m}[/{ver}]`, as arguments of `Administrator.scale`.
+
+    `version` serves paths without a version.
+    """
     values = _first(query)
-    scaling = ScaleRequest(
-        _integer("min_worker", values.get("min_worker"), 0),
-        _integer("max_worker", values.get("max_worker"), 0),
-        _text("model_version", values.get("model_version")),
-        bool(_boolean("synchronous", values.get("synchronous"))),
-    )
-    minimum = 1 if scaling.min_worker is None else scaling.min_worker
-    if scaling.max_worker is not None and scaling.max_worker < minimum:
+    minimum = _integer("min_worker", values.get("min_worker"), 0)
+    maximum = _integer("max_worker", values.get("max_worker"), 0)
+    version = _text("model_version", values.get("model_version"))
+    synchronous = bool(_boolean("synchronous", values.get("synchronous")))
+    if maximum is not None and maximum < (1 if minimum is None else minimum):
         raise ApiError("BadRequestException", "max_worker cannot be less than min_worker.")
-    return scaling
+    return {"version": version, "min_worker": minimum, "max_worker": maximum, "synchronous": synchronous}
 
 
 def read_page(query: Query) -> tuple[int, int]:

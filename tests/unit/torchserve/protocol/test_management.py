@@ -17,7 +17,7 @@ NUMBERS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout
 READERS = (
     lambda query, body: parsers.read_registration(query, "", body),
     lambda query, body: parsers.read_registration(query, JSON, body),
-    lambda query, body: parsers.read_scale_request(query),
+    lambda query, body: parsers.read_scaling(query),
     lambda query, body: parsers.read_page(query),
     lambda query, body: parsers.read_customized(query),
     lambda query, body: parsers.read_weights(body),
@@ -124,22 +124,24 @@ def test_an_unknown_runtime_is_refused():
 
 
 def test_a_scale_request_has_the_parameters_of_the_query():
-    assert parsers.read_scale_request(query("")) == parsers.ScaleRequest()
-    assert parsers.read_scale_request(
-        query("min_worker=2&synchronous=true&model_version=2.0&timeout=x&number_gpu=")
-    ) == (parsers.ScaleRequest(2, None, "2.0", True))
-    assert parsers.read_scale_request(query("min_worker=0&max_worker=0")) == parsers.ScaleRequest(0, 0)
+    names = ("version", "min_worker", "max_worker", "synchronous")
+    assert parsers.read_scaling(query("")) == dict(zip(names, (None, None, None, False), strict=True))
+    assert parsers.read_scaling(query("min_worker=2&synchronous=true&model_version=2.0&timeout=x&number_gpu=")) == dict(
+        zip(names, ("2.0", 2, None, True), strict=True)
+    )
+    zero = parsers.read_scaling(query("min_worker=0&max_worker=0"))
+    assert zero == dict(zip(names, (None, 0, 0, False), strict=True))
 
 
 @pytest.mark.parametrize("text", ["min_worker=3&max_worker=2", "max_worker=0"])
 def test_max_worker_cannot_be_less_than_min_worker(text):
-    assert refusal(parsers.read_scale_request, query(text)).message == "max_worker cannot be less than min_worker."
+    assert refusal(parsers.read_scaling, query(text)).message == "max_worker cannot be less than min_worker."
 
 
 @pytest.mark.parametrize("value", ["-1", "NaN", "", "1" + "0" * 30, "one"])
 @pytest.mark.parametrize("name", ["min_worker", "max_worker"])
 def test_an_invalid_number_in_a_scale_request_is_refused(name, value):
-    assert refusal(parsers.read_scale_request, {name: [value]}).message.endswith(
+    assert refusal(parsers.read_scaling, {name: [value]}).message.endswith(
         f"is {value!r}, expected a whole number from 0 to 2147483647"
     )
 
