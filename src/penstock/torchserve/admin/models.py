@@ -128,16 +128,13 @@ class VersionRegistry:
 
     def add(self, version: ModelVersion) -> None:
         """The first version of a name becomes its default. Raises ApiError for a registered version."""
-        model = self._models.get(version.name)
-        if model is None:
-            self._models[version.name] = _Model({version.version: version}, version)
-        elif version.version in model.versions:
+        model = self._models.setdefault(version.name, _Model({}, version))
+        if version.version in model.versions:
             raise ApiError(
                 "ConflictStatusException",
                 f"Model version {version.version} is already registered for model {version.name}",
             )
-        else:
-            model.versions[version.version] = version
+        model.versions[version.version] = version
 
     def check_removal(self, version: ModelVersion) -> None:
         """Raises ApiError for the default version while the model has other versions."""
@@ -178,8 +175,7 @@ class VersionRegistry:
             raise ApiError(
                 "BadRequestException", f"weights: found {weights}, expected numbers from 0, at least one above 0"
             )
-        model = self._models[name]
-        model.split = TrafficSplit(weights, model.versions)
+        self._models[name].split = TrafficSplit(weights, self._models[name].versions)
 
     # ---- lookups
 

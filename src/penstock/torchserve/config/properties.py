@@ -199,10 +199,9 @@ def _add_environment(values: dict[str, tuple[str, str]], env: Mapping[str, str])
             name = _VARIABLES.get(key, f"TS_{key.removeprefix('ts_').upper()}")
             if name in env and key not in _ENVIRONMENT and (key != "allowed_urls" or on("use_env_allowed_urls")):
                 values[key] = (env[name], f"environment variable {name}")
-    if (protocol := env.get("TS_OPEN_INFERENCE_PROTOCOL")) is not None:
-        text = "true" if protocol.strip().lower() in ("oip", "true") else "false"
-        if text == "true":  # the variable only enables the protocol
-            values["ts_open_inference_protocol"] = (text, "environment variable TS_OPEN_INFERENCE_PROTOCOL")
+    protocol = "TS_OPEN_INFERENCE_PROTOCOL"  # this variable only enables the protocol
+    if env.get(protocol, "").strip().lower() in ("oip", "true"):
+        values["ts_open_inference_protocol"] = ("true", f"environment variable {protocol}")
 
 
 def _warn_unused(path: str | None, values: Mapping[str, tuple[str, str]]) -> None:
