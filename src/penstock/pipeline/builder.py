@@ -61,9 +61,21 @@ class NodeRef:
 
         A node as an input stands for its result. Raises ConfigError.
         """
+        name, nodes = self._name, self._pipeline._nodes
         if isinstance(source, NodeField):
             inputs = {"data": source, **inputs}
-        self._pipeline._follow(self._name, source if isinstance(source, NodeRef) else None, inputs)
+        elif source is None and not inputs:
+            raise ConfigError(f"[{name}] follows nothing: call it with a node, or with fields such as data=prep.result")
+        elif source is not None:
+            if inputs:
+                raise ConfigError(f"[{name}] takes either all fields of {source} or the named ones, not both")
+            if source._pipeline is not self._pipeline:
+                raise ConfigError(f"[{name}] cannot follow {source}, which belongs to another pipeline")
+            before = nodes[source._name]
+            before["next"] = [*before.get("next", []), name]
+        if inputs:
+            fields = {k: v if isinstance(v, NodeField) else NodeField(v._name, "result") for k, v in inputs.items()}
+            nodes[name]["inputs"] = {k: f"{field.node}.{field.name}" for k, field in fields.items()}
         return self
 
     def __getattr__(self, name: str) -> NodeField:
@@ -163,17 +175,3 @@ class Pipeline:
         """The pipeline, running in threads of this process. The caller closes it. Raises ConfigError, LoadFailed."""
         self.check()
         return LocalPipeline(self.graph)
-
-    def _follow(self, name: str, source: NodeRef | None, inputs: dict[str, NodeRef | NodeField]) -> None:
-        if source is None and not inputs:
-            raise ConfigError(f"[{name}] follows nothing: call it with a node, or with fields such as data=prep.result")
-        named = {k: v if isinstance(v, NodeField) else NodeField(v._name, "result") for k, v in inputs.items()}
-        if source is not None:
-            if named:
-                raise ConfigError(f"[{name}] takes either all fields of {source} or the named ones, not both")
-            if source._pipeline is not self:
-                raise ConfigError(f"[{name}] cannot follow {source}, which belongs to another pipeline")
-            before = self._nodes[source._name]
-            before["next"] = [*before.get("next", []), name]
-        if named:
-            self._nodes[name]["inputs"] = {k: f"{v.node}.{v.name}" for k, v in named.items()}

@@ -10,15 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.pipeline.graph import AUTO, Graph, Node, NodeStep
-from penstock.pipeline.keys import NODE
+from penstock.pipeline.keys import EACH, FIELDS
 from penstock.pipeline.lower import PATHS, TARGET, OpDraft, takes_size
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _WIDTH = 100
-_UNIT = {"wait_ms": "wait_s", "deadline_ms": "deadline_s"}
-_FIELDS = {"else": "otherwise"} | _UNIT
-_EACH = {"each": "split", "body": "body", "gather": "gather", "max_fanout": "max_fanout", "on_item_error": None}
-_OWN = {"ops", "backend", "inputs", *_EACH}  # keys that are not fields of a node
 _DEFAULTS = Node("")
 
 
@@ -54,7 +50,7 @@ def _settings(graph: Graph) -> Iterator[tuple[str, Any]]:
 
 def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
     """The keys of a node's table: values other than the default, and values that its ops received."""
-    fields = {key: getattr(node, _FIELDS.get(key, key)) for key in NODE if key not in _OWN}
+    fields = {key: getattr(node, field) for key, field in FIELDS.items()}
     given = {name for step in node.steps for name, value in step.params.items() if fields.get(name) == value}
     if node.steps:
         known = {key: fields[key] for key in given}
@@ -65,11 +61,11 @@ def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
     for key, value in fields.items():
         if key in usual and value == usual[key] and key not in given:
             continue
-        if key in usual or value != getattr(_DEFAULTS, _FIELDS.get(key, key)) or key in given:
-            yield key, _milliseconds(value) if key in _UNIT else value
+        if key in usual or value != getattr(_DEFAULTS, FIELDS[key]) or key in given:
+            yield key, _milliseconds(value) if key.endswith("_ms") else value
     if node.each is not None:
-        for key, name in _EACH.items():
-            if (value := getattr(node.each, name or key)) is not None:
+        for key, name in EACH.items():
+            if (value := getattr(node.each, name)) is not None:
                 yield key, value
 
 

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from penstock.config.toml import found
 from penstock.errors import ConfigError
 from penstock.pipeline.check import OPEN, Kinds, edges_of, fields_of
-from penstock.pipeline.dialect import TORCHPIPE
 from penstock.pipeline.engine import GPU_WAIT_S
 from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.keys import NODE, PIPELINE, Key
@@ -146,12 +145,7 @@ def _first_line(name: str) -> str:
 
 def tables() -> dict[str, str]:
     """The tables, by the name in their marks."""
-    return {
-        "keys of a node": _keys(NODE),
-        "keys of the pipeline": _keys(PIPELINE),
-        "ops": _ops(),
-        "keys of TorchPipe": _torchpipe(),
-    }
+    return {"keys of a node": _keys(NODE), "keys of the pipeline": _keys(PIPELINE), "ops": _ops()}
 
 
 def with_tables(page: str) -> str:
@@ -195,11 +189,6 @@ def _default(parameter: OpParameter) -> str:
         return "(must be set)"
     value = parameter.default
     return '""' if value == "" else "none" if value is None or value == () else str(value)
-
-
-def _torchpipe() -> str:
-    rows = [(f"`{k.name}`", k.state, f"`{k.native}`" if k.native else "", k.means) for k in TORCHPIPE.values()]
-    return _markdown(("TorchPipe's key", "state", "native key", "here"), rows)
 
 
 def _markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -22,71 +22,39 @@ class TorchPipeKey(Struct, frozen=True):
     """A key of TorchPipe's files.
 
     "accepted" keys are kept, but a graph that has them does not run yet. "ignored" keys cause a warning, and
-    "not supported" keys an error.
+    "not supported" keys an error, with the reason `why`.
     """
 
     name: str
     state: KeyState
-    means: str
-    native: str = ""
+    why: str
 
 
-def _keys(state: KeyState, *rows: tuple[str, ...]) -> list[TorchPipeKey]:
-    return [TorchPipeKey(row[0], state, row[1], row[2] if len(row) > 2 else "") for row in rows]
+def _keys(state: KeyState, *rows: tuple[str, str]) -> list[TorchPipeKey]:
+    """The keys of rows: names with spaces between, and the reason."""
+    return [TorchPipeKey(name, state, why) for names, why in rows for name in names.split()]
 
 
 _TORCHPIPE = [
     *_keys(
         "used",
-        ("backend", "expression of ops", "backend"),
-        ("next", "text with commas, or a list", "next"),
-        ("map", "`src[srckey:dstkey,...],...`; the node may be omitted if there is only one", "inputs"),
-        ("filter", "`swap`, `or` and `run`; others are accepted, but rejected when run", "filter"),
-        ("or", "true means `filter = \"or\"`", "filter"),
-        ("instance_num", "", "instances"),
-        ("max", "a number, or a shape whose first number counts; `;` separates the sizes of instances", "max_batch"),
-        ("min", "as `max`", "min_batch"),
-        ("batching_timeout", "milliseconds, with fractions", "wait_ms"),
-        ("device_id", "cuda:N; without a GPU the CPU, with a warning", "device"),
-        ("model", "parameter of the model op; relative paths start at the file's folder"),
-        ("model::cache", "parameter of the model op; used only after a sidecar file confirms it", "model_cache"),
-        ("precision", "parameter of the model op; fp16 on a CPU runs in fp32, with a warning"),
-        ("mean", "parameter of the model op"),
-        ("std", "parameter of the model op"),
-        ("input_reorder", "parameter of the model op"),
-        ("output_reorder", "parameter of the model op"),
-        ("color", "parameter of CvtColorMat"),
-        ("data_format", "parameter of Mat2Tensor"),
-        ("resize_h", "parameter of the resizing ops"),
-        ("resize_w", "parameter of the resizing ops"),
-        ("node_name", "in an item: the node where it begins"),
+        ("backend next map filter or instance_num max min batching_timeout device_id node_name", ""),
+        ("model model::cache precision mean std input_reorder output_reorder", ""),  # of ops, as those that follow
+        ("color data_format resize_h resize_w", ""),
     ),
-    *_keys(
-        "accepted",
-        ("jump", "the node where the items of a fan-out begin", "body"),
-        ("split", "the field whose elements become items", "each"),
-        ("merge", "the fields gathered from these items", "gather"),
-    ),
+    *_keys("accepted", ("jump split merge", "")),
     *_keys(
         "ignored",
-        ("Interpreter::backend", "there is one way to run nodes"),
+        ("Interpreter::backend PipelineV3::backend node_entrypoint entrypoint", "there is one way to run nodes"),
         ("Interpreter::env", "set environment variables before the server starts"),
-        ("PipelineV3::backend", "there is one way to run nodes"),
-        ("Schedule::backend", "there is one way to form batches"),
-        ("scheduler", "there is one way to form batches"),
-        ("node_entrypoint", "there is one way to run nodes"),
-        ("entrypoint", "there is one way to run nodes"),
+        ("Schedule::backend scheduler", "there is one way to form batches"),
         ("force_range", "batches are formed from the items that wait"),
         ("fake_instance_num", "instances are threads; set `sizes` for sizes"),
         ("number_factor", "batches have one shape without sorting"),
         ("model::timingcache", "kept next to the engine"),
-        ("max_workspace_size", "left to the runtime"),
-        ("weight_budget_percentage", "left to the runtime"),
+        ("max_workspace_size weight_budget_percentage allocator", "left to the runtime"),
         ("batch_process", "the runner forms batches"),
-        ("allocator", "left to the runtime"),
-        ("log_level", "see logging"),
-        ("Logger::path", "see logging"),
-        ("Logger::level", "see logging"),
+        ("log_level Logger::path Logger::level", "see logging"),
         ("priority", "the runtime controls its streams"),
         ("register_config", "Python backends are found by name"),
         ("model_type", "the file extension determines it"),
@@ -94,43 +62,26 @@ _TORCHPIPE = [
     *_keys(
         "not supported",
         ("split_size", "it belongs to a test backend"),
-        ("instances_grp", "instances belong to one node"),
-        ("active_instances_grp", "instances belong to one node"),
+        ("instances_grp active_instances_grp", "instances belong to one node"),
         ("borrow_from", "instances belong to one node; a table `[rec.2]` is an alias of `rec`"),
-        ("request_size", "an item counts as one"),
-        ("cal_request_size_method", "an item counts as one"),
-        ("contiguous_batching", "serve language models as separate models"),
-        ("restart", "serve language models as separate models"),
-        ("calibrate_input", "int8 engines are built from quantized ONNX files"),
-        ("calibrate_cache", "int8 engines are built from quantized ONNX files"),
+        ("request_size cal_request_size_method", "an item counts as one"),
+        ("contiguous_batching restart", "serve language models as separate models"),
+        ("calibrate_input calibrate_cache", "int8 engines are built from quantized ONNX files"),
         ("preprocessor", "write an op before the model"),
         ("postprocessor", "write an op after the model, such as SoftmaxCpu"),
-        ("precision::fp32", "layers keep the precision of their file"),
-        ("precision::fp16", "layers keep the precision of their file"),
-        ("precision::output::fp32", "layers keep the precision of their file"),
-        ("precision::output::fp16", "layers keep the precision of their file"),
-        ("force_layer_norm_pattern_fp32", "layers keep the precision of their file"),
+        ("precision::fp32 precision::fp16 precision::output::fp32 precision::output::fp16"
+         " force_layer_norm_pattern_fp32", "layers keep the precision of their file"),
     ),
 ]  # fmt: skip
 TORCHPIPE = {key.name: key for key in _TORCHPIPE}
 """All known keys of TorchPipe's files, by name."""
 
 TASK_KEYS = {
-    "BOX": "_box",
-    "CONTEXT": "context",
-    "CPU_RESULT": "cpu_result",
-    "DATA": "data",
-    "DEFAULT_NAME": "_default_node_name",
-    "EVENT": "event",
-    "INFO": "_info",
-    "NODE_NAME": "node_name",
-    "REQUEST": "request",
-    "REQUEST_SIZE": "request_size",
-    "RESTART": "restart",
-    "RESULT": "result",
-    "STACK": "_stack",
-    "TMP": "tmp",
-}
+    name.upper(): name
+    for name in (
+        "context", "cpu_result", "data", "event", "node_name", "request", "request_size", "restart", "result", "tmp",
+    )
+} | {"BOX": "_box", "DEFAULT_NAME": "_default_node_name", "INFO": "_info", "STACK": "_stack"}  # fmt: skip
 """Field names by the middle part of TorchPipe's constants: `TASK_DATA_KEY` is `data`."""
 
 _TASK_KEY = re.compile(r"\bTASK_([A-Z_]+?)_KEY\b")
@@ -153,9 +104,9 @@ def native_table(table: dict[str, Any], node: str, source: TomlSource) -> dict[s
     for key, value in table.items():
         known = TORCHPIPE.get(key)
         if known is not None and known.state == "not supported":
-            raise source.error(node, key, f"is not supported: {known.means}")
+            raise source.error(node, key, f"is not supported: {known.why}")
         if known is not None and known.state == "ignored":
-            source.warn(node, key, f"has no meaning here and is ignored: {known.means}")
+            source.warn(node, key, f"has no meaning here and is ignored: {known.why}")
             continue
         if key == "node_name" and value == node:  # TorchPipe's parse_toml writes it
             continue
@@ -181,7 +132,7 @@ def _with_field_names(value: Any, node: str, key: str, source: TomlSource) -> An
 
     def field(match: re.Match[str]) -> str:
         if match[1] not in TASK_KEYS:
-            known = ", ".join(f"TASK_{name}_KEY" for name in TASK_KEYS)
+            known = ", ".join(f"TASK_{name}_KEY" for name in sorted(TASK_KEYS))
             raise source.error(node, key, f"found {match[0]}, expected one of {known}")
         return TASK_KEYS[match[1]]
 

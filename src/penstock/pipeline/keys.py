@@ -118,7 +118,14 @@ ONLY_IN_NODES: Final = {"next", "inputs", "filter", "when", "else", "require", "
 ONLY_WITH_A_MODEL: Final = {"max_batch", "min_batch", "sizes", "wait_ms", "pad_to"}
 """Keys whose defaults apply to nodes with a model only. Other nodes gain nothing from batches."""
 
-OF_AN_ALIAS: Final = {"next", "inputs", "filter", "when", "else"}
+EACH: Final = {
+    "each": "split", "body": "body", "gather": "gather", "max_fanout": "max_fanout", "on_item_error": "on_item_error",
+}  # fmt: skip
+"""The fields of `graph.Each` by their keys."""
+
+_RENAMED = {"else": "otherwise", "wait_ms": "wait_s", "deadline_ms": "deadline_s"}
+FIELDS: Final = {key: _RENAMED.get(key, key) for key in NODE if key not in ("ops", "backend", "inputs", *EACH)}
+"""The fields of `graph.Node` by their keys. Keys in milliseconds are fields in seconds."""
 
 PIPELINE: Final = {
     "name": Key(str, "the pipeline's name", "the file's, without .toml"),

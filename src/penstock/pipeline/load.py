@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check_structure, entry_of, linked
 from penstock.pipeline.dialect import TORCHPIPE, native_table
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput
-from penstock.pipeline.keys import NODE, OF_AN_ALIAS, ONLY_IN_NODES, ONLY_WITH_A_MODEL, PIPELINE, TomlSource
+from penstock.pipeline.keys import EACH, FIELDS, NODE, ONLY_IN_NODES, ONLY_WITH_A_MODEL, PIPELINE, TomlSource
 from penstock.pipeline.lower import (
     FAN_OUT,
     OpDraft,
@@ -41,15 +41,7 @@ _GLOBAL = "global"  # the table in which TorchPipe's parse_toml puts the keys ab
 NO_NODES = (*SERVER_TABLES, _GLOBAL)  # names that a node cannot have
 
 _STEPS = {"ops", "backend"}
-_UNCHANGED = {
-    "instances", "max_batch", "min_batch", "sizes", "bucket", "pad_to", "device", "queue", "queue_bytes",
-    "run_timeout_s", "retry_split", "idempotent", "on_error", "filter", "when", "require", "next",
-}  # fmt: skip
-_RENAMED = {"else": "otherwise"}
-_IN_SECONDS = {"wait_ms": "wait_s", "deadline_ms": "deadline_s"}
-_EACH = {
-    "each": "split", "body": "body", "gather": "gather", "max_fanout": "max_fanout", "on_item_error": "on_item_error",
-}  # fmt: skip
+_OF_AN_ALIAS = {"next", "inputs", "filter", "when", "else", "map", "backend"}
 
 
 def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
@@ -140,7 +132,7 @@ def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: TomlSource) -
 
 
 def _is_alias(value: Any) -> bool:
-    return isinstance(value, dict) and all(key in OF_AN_ALIAS or key in ("map", "backend") for key in value)
+    return isinstance(value, dict) and value.keys() <= _OF_AN_ALIAS
 
 
 def _alias(name: str, table: Mapping[str, Any], nodes: Mapping[str, Any], source: TomlSource) -> Node | None:
@@ -207,8 +199,8 @@ class NodeReader:
             raise source.error(name, "device", f"found {found(device)}, expected auto, cpu, cuda, or such as cuda:0")
         values["device"] = "cuda:0" if device == "cuda" else device
         values["filter"] = filter_name(values.get("filter", "swap"))
-        fields = {_RENAMED.get(key, key): values[key] for key in (*_UNCHANGED, *_RENAMED) if key in values}
-        fields |= {_IN_SECONDS[key]: values[key] / 1000 for key in _IN_SECONDS if key in values}
+        fields = {field: values[key] for key, field in FIELDS.items() if key in values}
+        fields |= {field: fields[field] / 1000 for field in ("wait_s", "deadline_s") if field in fields}
         inputs = tuple(self._input(name, k, v) for k, v in values.get("inputs", {}).items())
         return Node(name=name, steps=steps, inputs=inputs, each=self._each(name, values), **fields)
 
@@ -276,9 +268,9 @@ class NodeReader:
         return NodeInput(producer, field, name) if dot else NodeInput(value, "result", name)
 
     def _each(self, node: str, values: Mapping[str, Any]) -> Each | None:
-        given = {_EACH[key]: values[key] for key in _EACH if key in values}
+        given = {EACH[key]: values[key] for key in EACH if key in values}
         if "each" not in values:
-            for key in _EACH:
+            for key in EACH:
                 if key in values:
                     raise self._source.error(node, key, "needs 'each', the field to split, for a fan-out")
             return None
