@@ -109,12 +109,10 @@ class NodeEngine:
 
     @property
     def queued_rows(self) -> int:
-        """Items in the queue."""
         return 0 if self.batcher is None else self.batcher.scheduler.queued_rows
 
     @property
     def running_rows(self) -> int:
-        """Items in running batches."""
         return 0 if self.batcher is None else self.batcher.scheduler.running_rows
 
     @property
@@ -124,7 +122,6 @@ class NodeEngine:
 
     @property
     def capacity(self) -> int:
-        """Most items in the queue."""
         return self.node.queue or QUEUED_BATCHES * self.concurrency
 
     @property
@@ -233,7 +230,6 @@ class Backpressure:
         self.blocked: set[NodeEngine] = set()  # nodes that wait to be woken
 
     def connect(self, engines: Mapping[str, NodeEngine]) -> None:
-        """Registers the nodes."""
         order = self._graph.order()
         for name, engine in engines.items():
             ahead, upstream = self._next_queues(engine), self._graph.upstream(name)
@@ -311,7 +307,6 @@ class Backpressure:
         return out[engine.name]
 
     def dispatched(self, engine: NodeEngine) -> None:
-        """A queue has become shorter."""
         engine.pressed = False
         self.wake()
 

@@ -151,7 +151,6 @@ class SubmittedItems:
             self._ticket.cancel()
 
     def accepted(self, ticket: Ticket) -> None:
-        """See `inbox.Caller`."""
         self._ticket = ticket
 
     def __call__(self, result: ItemResult) -> None:
@@ -183,7 +182,6 @@ class _WaitingItem:
         self.traversal: Traversal | None = None
 
     def cancel(self) -> None:
-        """See `Ticket.cancel`."""
         self.done = None
         if self.traversal is not None:
             self.traversal.cancel()
@@ -191,11 +189,12 @@ class _WaitingItem:
             self.backend.pump()
 
     def ended(self, outcome: ItemOutcome) -> None:
-        """Reports the outcome, once."""
+        """Reports the outcome, once, and lets the next item in."""
         self.traversal = None
         done, self.done = self.done, None
         if done is not None:
             done(outcome)
+        self.backend.pump()
 
 
 class _ManyItems:
@@ -220,7 +219,6 @@ class _ManyItems:
         return note
 
     def cancel(self) -> None:
-        """See `Ticket.cancel`."""
         self._sink = None
         for ticket in self.tickets:
             ticket.cancel()
@@ -308,26 +306,16 @@ class PipelineBackend:
             if self._error is not None:
                 raise self._error
             waiting.traversal = self.runner.submit(
-                item.fields, self._done(waiting), node=item.node, budget_s=budget_s, priority=waiting.priority
+                item.fields, waiting.ended, node=item.node, budget_s=budget_s, priority=waiting.priority
             )
         except Exception as e:  # the other items go on
             # later, because `submit` has not returned the ticket yet
             self.loop.call_soon(waiting.ended, ItemOutcome(item.fields, _as_penstock_error(e)))
 
-    def _done(self, waiting: _WaitingItem) -> Done:
-        def done(outcome: ItemOutcome) -> None:
-            waiting.ended(outcome)
-            if self._queue:
-                self.pump()
-
-        return done
-
     def statistics(self, model: str) -> dict[str, object]:
-        """See `PortalBackend.statistics`."""
         return self.runner.statistics() | {"waiting": len(self._queue)}
 
     async def close(self, drain_s: float) -> None:
-        """See `PortalBackend.close`."""
         end = self.loop.time() + drain_s
         if self._queue and not self._error:
             self._emptied = asyncio.Event()

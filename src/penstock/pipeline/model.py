@@ -130,7 +130,6 @@ class PipelineModel:
             loop.call_soon(call)
 
     def unload(self) -> None:
-        """Closes the pipeline."""
         self._pipeline.close()
 
     def _request(self, value: Any) -> PipelineRequest | Exception:

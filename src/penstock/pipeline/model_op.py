@@ -51,10 +51,9 @@ class _ModelItem(Struct):
 
 
 class _Signature(Struct, frozen=True):
-    """The inputs and outputs of an opened model, in the order of the data and the result."""
+    """The inputs of an opened model, in the order of the data, and who normalizes them."""
 
     inputs: tuple[Input, ...]
-    outputs: tuple[Any, ...]
     normalizations: dict[str, Normalization]
     takes_raw: bool  # the program normalizes pixels itself
 
@@ -125,7 +124,7 @@ class ModelOp(BatchOp):
         self.inputs = tuple(
             TensorSpec(i.name, i.datatype, i.shape) for i in inputs if i.datatype is not None and i.shape is not None
         )
-        self._signature = _Signature(inputs, self.outputs, self._normalizations_of(specs), opened.raw)
+        self._signature = _Signature(inputs, self._normalizations_of(specs), opened.raw)
         self._known: dict[tuple[Any, ...], tuple[int, _GroupKey]] = {}  # dtypes and shapes -> rows, key
         self._collators = [Collator() for _ in inputs]
         self._programs = {opened.raw: program}
@@ -173,7 +172,6 @@ class ModelOp(BatchOp):
             self([arrays if len(arrays) > 1 else arrays[0]], [{}])
 
     def unload(self) -> None:
-        """Releases the programs."""
         self._programs.clear()
 
     # ---- a batch

@@ -137,7 +137,6 @@ class NodeModel:
         return min([size, *(op.max_rows for op in models if op.max_rows is not None)])
 
     def unload(self) -> None:
-        """Unloads the ops."""
         for part in self._parts:
             for step in part:
                 step.op.unload()

@@ -7,15 +7,11 @@ import os
 import signal
 import sys
 import warnings
-from typing import TYPE_CHECKING
 
 from penstock.config.load import SERVER_SECTIONS, read_toml
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, PenstockError, describe
 from penstock.plugins import is_pipeline_file
-
-if TYPE_CHECKING:
-    from penstock.pipeline.graph import Graph
 
 log = logging.getLogger("penstock.cli")
 
@@ -93,20 +89,14 @@ def check_pipelines(pipelines: dict[str, bool], *, models: bool = False) -> None
         return
     from penstock.pipeline.check import check
     from penstock.pipeline.load import load_graph
+    from penstock.pipeline.ops.catalog import is_model
 
     sys.path[:0] = [os.getcwd()]  # as in the workers
     for file, compat in pipelines.items():
         graph = load_graph(file, compat=compat)
         check(graph)
-        if models:
-            _check_models(graph, file)
-
-
-def _check_models(graph: Graph, file: str) -> None:
-    from penstock.pipeline.ops.catalog import is_model
-
-    for node in graph.nodes.values():
-        for step in node.steps:
-            model = step.params.get("model", "")
-            if is_model(step.op) and not os.path.isfile(model):
-                raise ConfigError(f"{file}: [{node.name}] model: there is no file {model}")
+        for node in graph.nodes.values() if models else ():
+            for step in node.steps:
+                model = step.params.get("model", "")
+                if is_model(step.op) and not os.path.isfile(model):
+                    raise ConfigError(f"{file}: [{node.name}] model: there is no file {model}")

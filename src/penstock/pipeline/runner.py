@@ -127,5 +127,4 @@ class PipelineRunner:
         return {"in_flight": self.in_flight, "width": self.width, "nodes": nodes}
 
     def node(self, name: str) -> RunningNode:
-        """A running node."""
         return self._nodes[name]

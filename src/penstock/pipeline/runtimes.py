@@ -86,8 +86,12 @@ def resolve(file: ModelFile, device: str) -> tuple[str, str]:
 
     Raises ConfigError, or LoadFailed for a missing file or one that no runtime can run.
     """
-    path = file.model
-    _check_file(file)
+    path, cache = file.model, file.cache
+    if os.path.isdir(path):
+        raise LoadFailed(f"model: {path} is a folder, expected a file such as {os.path.join(path, 'model.onnx')}")
+    if not os.path.isfile(path):
+        other = f"; model::cache {cache} alone is not enough: engines of others cannot be checked and do not run"
+        raise LoadFailed(f"model: there is no file {path}{other if cache and os.path.exists(cache) else ''}")
     torch_file = path.lower().endswith(_TORCH_FILES)
     if not torch_file and not path.lower().endswith(".onnx"):
         engine = path.lower().endswith(_ENGINES)
@@ -105,18 +109,6 @@ def resolve(file: ModelFile, device: str) -> tuple[str, str]:
     if not device.startswith("cuda"):
         return "cpu", device
     return ("tensorrt" if onnx.TENSORRT in onnx.import_onnxruntime().get_available_providers() else "cuda"), device
-
-
-def _check_file(file: ModelFile) -> None:
-    path, cache = file.model, file.cache
-    if os.path.isdir(path):
-        raise LoadFailed(f"model: {path} is a folder, expected a file such as {os.path.join(path, 'model.onnx')}")
-    if os.path.isfile(path):
-        return
-    hint = ""
-    if cache and os.path.exists(cache):
-        hint = f"; model::cache {cache} alone is not enough: engines of others cannot be checked and do not run"
-    raise LoadFailed(f"model: there is no file {path}{hint}")
 
 
 def open_program(

@@ -109,9 +109,8 @@ class Move(_Pairs):
 
     def __call__(self, data: Any, fields: Fields) -> Any:
         for source, name in self.pairs:
-            value = field(fields, source, "Move")
-            del fields[source]
-            fields[name] = value
+            field(fields, source, "Move")
+            fields[name] = fields.pop(source)
         return data
 
 

@@ -40,15 +40,13 @@ class OpParameter(Struct, frozen=True):
 
 def parameters_of(cls: type[Op]) -> dict[str, OpParameter]:
     """The keys of an op by name, documented by lines "- `name`: text" in its docstring."""
-    if cls.__init__ is object.__init__:
-        return {}
     hints = _types(cls.__init__)
     docs = {
         name: " ".join(text.split())
         for base in reversed(cls.__mro__)
         for name, text in _DOC.findall(inspect.cleandoc(base.__doc__ or ""))
     }
-    return {
+    return {  # none of `object.__init__`, which has only *args and **kwargs
         p.name: OpParameter(p.name, hints.get(p.name, Any), p.default, docs.get(p.name, ""))
         for p in list(inspect.signature(cls.__init__).parameters.values())[1:]
         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
