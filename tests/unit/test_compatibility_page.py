@@ -14,9 +14,8 @@ from penstock.torchserve.admin import settings
 from penstock.torchserve.archive.pack import BUILT_IN
 from penstock.torchserve.cli.archive import archive
 from penstock.torchserve.cli.torchserve import parser
-from penstock.torchserve.config.properties import IGNORED, Properties
+from penstock.torchserve.config.properties import IGNORED, ListenerConfig, Properties
 from penstock.torchserve.http.listener import listener_templates
-from penstock.torchserve.protocol.api import ListenerConfig
 from penstock.torchserve.ts import MODULES
 from penstock.torchserve.ts.context import Context
 from penstock.torchserve.ts.metric_cache import MetricsCache
@@ -79,9 +78,8 @@ async def _no_metrics(names: list[str]) -> bytes:
 
 def test_every_route_of_the_listeners_has_a_row() -> None:
     administration: Any = FakeAdministration()
-    config = ListenerConfig(
-        groups=frozenset({"inference", "management", "metrics"}), open_inference=True, model_api=True
-    )
+    properties = Properties(ts_open_inference_protocol=True, enable_model_api=True)
+    config = ListenerConfig(frozenset({"inference", "management", "metrics"}), properties)
     templates = listener_templates(administration, config, _no_metrics)
     routes = set()
     for template in templates:
