@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import io
 import ipaddress
@@ -26,7 +27,9 @@ IDLE_TIMEOUT_S: Final = 30.0  # without a byte
 TIMEOUT_S: Final = 3600.0  # the whole download: 100 GB at 28 MB/s
 
 
-def download(url: str, target: Path, allowed_urls: Sequence[str], *, sign_s3: bool = False, max_bytes: int) -> None:
+def download(
+    url: str, target: Path, allowed_urls: Sequence[str], *, sha256: str = "", sign_s3: bool = False, max_bytes: int
+) -> None:
     """Writes the file at the URL to `target`, completely or not at all. The caller has matched `allowed_urls`.
 
     The host name is resolved once, and the connection goes to the address that was checked. A non-public address is
@@ -43,7 +46,7 @@ def download(url: str, target: Path, allowed_urls: Sequence[str], *, sign_s3: bo
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:64]}.", dir=target.parent)
         try:
             with open(handle, "wb") as out, _DeadlineReader(_connect(addresses), deadline_s) as reader:
-                _save(_request(parts, headers, reader), out, max_bytes)
+                _save(_request(parts, headers, reader), out, sha256, max_bytes)
             os.link(temporary, target)  # unlike a rename, never replaces a file
         finally:
             os.unlink(temporary)
@@ -99,21 +102,24 @@ def _request(parts: SplitResult, headers: dict[str, str], reader: _DeadlineReade
     return connection.getresponse()
 
 
-def _save(response: http.client.HTTPResponse, out: BinaryIO, max_bytes: int) -> None:
-    """Writes the response's body. Raises OSError, or ValueError unless it is the complete file."""
+def _save(response: http.client.HTTPResponse, out: BinaryIO, sha256: str, max_bytes: int) -> None:
+    """Writes the response's body. Raises OSError, or ValueError unless it is the complete, expected file."""
     if response.status != 200:
         raise ValueError(f"the server answers {response.status}; redirects are not followed")
     expected = response.length
     if expected is not None and expected > max_bytes:
         raise ValueError(f"the file has {expected} bytes; at most {max_bytes}")
-    size = 0
+    size, digest = 0, hashlib.sha256()
     while data := response.read1(CHUNK_BYTES):
         size += len(data)
         if size > max_bytes:
             raise ValueError(f"the file has more than {max_bytes} bytes")
+        digest.update(data)
         out.write(data)
     if expected is not None and size != expected:
         raise ValueError(f"the connection ended after {size} of {expected} bytes")
+    if sha256 and digest.hexdigest() != sha256.lower():
+        raise ValueError(f"its SHA-256 is {digest.hexdigest()}; expected {sha256}")
 
 
 class _DeadlineReader(io.RawIOBase):

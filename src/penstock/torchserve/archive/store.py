@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO, Final
 from urllib.parse import unquote, urlsplit
 
@@ -77,11 +78,12 @@ def unpack_archive(file: BinaryIO, name: str, target: Path, *, limits: UnpackLim
 class UnpackedArchive:
     """An archive in use. Its files stay until `close`; closing the last use removes them.
 
-    `cached` is its folder in the cache; None for a folder that is used in place.
+    `digest` is the archive's SHA-256, "" for a folder, which is used in place.
     """
 
-    def __init__(self, archive: Archive, cached: Path | None = None, in_use: int = -1) -> None:
+    def __init__(self, archive: Archive, digest: str = "", cached: Path | None = None, in_use: int = -1) -> None:
         self.archive = archive
+        self.digest = digest
         self._cached = cached
         self._in_use = in_use  # a descriptor with a shared lock
 
@@ -101,6 +103,12 @@ class UnpackedArchive:
                 lock.unlink()
             finally:
                 os.close(self._in_use)
+
+    def __enter__(self) -> UnpackedArchive:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
 
 class ModelStore:
@@ -137,13 +145,13 @@ class ModelStore:
         entries = [e for e in os.scandir(self.root) if not e.name.startswith(".")]
         return sorted(e.name for e in entries if e.is_dir() or (e.is_file() and e.name.endswith(".mar")))
 
-    def open(self, url: str, *, name: str = "", s3_sse_kms: bool = False) -> UnpackedArchive:
+    def open(self, url: str, *, name: str = "", sha256: str = "", s3_sse_kms: bool = False) -> UnpackedArchive:
         """The unpacked archive at the URL. Close it when its files are no longer used.
 
         `name` names a model without a manifest. Raises like `locate`, and ArchiveError for a bad archive, whose
         download is then removed.
         """
-        path = self.locate(url, s3_sse_kms=s3_sse_kms)
+        path = self.locate(url, sha256=sha256, s3_sse_kms=s3_sse_kms)
         try:
             if path.is_dir():
                 return UnpackedArchive(read_folder(path, name=name or path.name))
@@ -152,11 +160,12 @@ class ModelStore:
             self.forget(url)
             raise
 
-    def locate(self, url: str, *, s3_sse_kms: bool = False) -> Path:
+    def locate(self, url: str, *, sha256: str = "", s3_sse_kms: bool = False) -> Path:
         """The local path of an archive; an http(s) URL is first downloaded into the store.
 
-        A bare name is a file or folder of the store. Other local paths must be folders and are used in place. Raises
-        ArchiveNotFound, UrlForbidden, ArchiveExists, DownloadFailed, with TorchServe's messages.
+        A bare name is a file or folder of the store. Other local paths must be folders and are used in place.
+        `sha256` is the expected digest of a download. Raises ArchiveNotFound, UrlForbidden, ArchiveExists,
+        DownloadFailed, with TorchServe's messages.
         """
         if self.root is None:
             raise ArchiveNotFound("Model store has not been configured.")
@@ -165,7 +174,7 @@ class ModelStore:
         if ".." in url:
             raise ArchiveNotFound(f"Relative path is not allowed in url: {url}")
         if _URL.fullmatch(url):
-            return self._fetched(self.root, url, s3_sse_kms)
+            return self._fetched(self.root, url, sha256, s3_sse_kms)
         stored = self.root / _file_name(url, url)
         if os.path.isfile(stored):
             return self._permitted(stored, url)
@@ -179,7 +188,7 @@ class ModelStore:
         if self.root is not None and url.startswith(("http://", "https://")):
             (self.root / _file_name(urlsplit(url).path, url)).unlink(missing_ok=True)
 
-    def _fetched(self, root: Path, url: str, s3_sse_kms: bool) -> Path:
+    def _fetched(self, root: Path, url: str, sha256: str, s3_sse_kms: bool) -> Path:
         self._check_allowed(url, [url])
         try:
             parts = urlsplit(url)
@@ -195,7 +204,7 @@ class ModelStore:
             return self._permitted(path, url)
         from penstock.torchserve.archive.download import download
 
-        download(url, target, self.allowed_urls, sign_s3=s3_sse_kms, max_bytes=self.limits.total_bytes)
+        download(url, target, self.allowed_urls, sha256=sha256, sign_s3=s3_sse_kms, max_bytes=self.limits.total_bytes)
         return target
 
     def _permitted(self, path: Path, url: str) -> Path:
@@ -227,7 +236,7 @@ class ModelStore:
                     raise
                 in_use = os.open(cached, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(in_use, fcntl.LOCK_SH)  # never blocks: only the holder of `lock` takes it exclusively
-        return UnpackedArchive(archive, cached, in_use)
+        return UnpackedArchive(archive, digest, cached, in_use)
 
 
 def _remove_leftovers(cached: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.server
 import ipaddress
 import socket
@@ -9,7 +10,6 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,14 @@ def test_a_tls_certificate_is_verified(tmp_path: Path, monkeypatch: pytest.Monke
         assert (tmp_path / "m.mar").read_bytes() == b"abc"
     finally:
         server.close()
+
+
+def test_the_digest_is_checked(server: FileServer, tmp_path: Path):
+    server.answers["/m.mar"] = b"abc"
+    with pytest.raises(DownloadFailed) as e:
+        fetch(f"{server.url}/m.mar", tmp_path / "m.mar", sha256="0" * 64)
+    assert "SHA-256" in e.value.detail
+    fetch(f"{server.url}/m.mar", tmp_path / "m.mar", sha256=hashlib.sha256(b"abc").hexdigest().upper())
 
 
 ANSWERS = {
@@ -238,7 +246,7 @@ def test_a_store_opens_and_forgets_its_downloads(server: FileServer, archives: A
     folder.mkdir()
     store = ModelStore(folder, allowed_urls=[rf"http://localhost:{server.port}/.*"], cache=tmp_path / "cache")
     url = f"{server.url}/x/m.mar"
-    with closing(store.open(url)) as opened:
+    with store.open(url) as opened:
         assert opened.archive.manifest.model_name == "m"
         assert store.names() == ["m.mar"]
         with pytest.raises(ArchiveExists):
