@@ -353,7 +353,7 @@ class Batcher:
 
     def _break(self) -> None:
         """Handles a bug in the scheduler or its policy: its state is unusable, so every caller gets an error."""
-        log.exception("batcher_broken model=%s: it answers nobody any more until it is loaded anew", self.name)
+        log.exception("batcher_broken model=%s: it answers no requests until it is loaded again", self.name)
         self.on_broken()  # first: a caller that gets the error may retry at once
         self.close(PenstockError("internal error"))
 

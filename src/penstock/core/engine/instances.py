@@ -273,9 +273,9 @@ class Instances:
         if was_up and (scheduler := self._scheduler()) is not None:
             scheduler.slot_down(slot, time.monotonic())
         self._notify(slot, "died" if was_up else "failed")
-        told = self._loaded.done()
+        was_loaded = self._loaded.done()
         self._report(instance)
-        if told or not self._loaded.done() or self.up:  # else `load` raises it
+        if was_loaded or not self._loaded.done() or self.up:  # else `load` raises it
             detail = f"\n{error.detail}" if error.detail else ""
             log.warning(
                 "slot_down model=%s slot=%d retry_in_s=%s error=%s%s", self._spec.name, slot, retry_in_s, error, detail

@@ -224,7 +224,7 @@ class Management:
 
 
 class AllowedTargets:
-    """The targets that may be loaded at run time: those of the configuration, and the files of the model store.
+    """The targets that may be loaded at run time: configured ones, and the files of the model store.
 
     Symbolic links are resolved before anything is compared.
     """
@@ -236,7 +236,7 @@ class AllowedTargets:
     def resolve(self, target: str, model: str, version: str) -> tuple[str, ModelConfig | None]:
         """(the target to load, the section that names it, None for a file of the store). Raises Forbidden, BadRequest.
 
-        Of several sections with the target that of the very version counts, else one of the model, else the first. A
+        If several sections have the target, the one of this version wins, else one of the model, else the first. A
         relative path starts at the folder of the configured file, or at the store. The messages name no path of this
         machine.
         """

@@ -235,7 +235,7 @@ class _ProcessSlot(WorkerSlot):
         if self._free and (not self.sent or len(self._free) > MAX_FREE):
             self._channel.send(write(FreeReplies(self._free)))
             self._free = []
-        self.tell(sent.on_part, part)
+        self.deliver(sent.on_part, part)
 
     def _let_go(self, sent: Sent, message: PartMessage) -> None:
         """Unpins the slabs of an answered batch, except those that the model still refers to."""

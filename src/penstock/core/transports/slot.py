@@ -118,7 +118,7 @@ class WorkerSlot:
             unpin(sent.slabs)
             started = self.concurrent or sent is guilty
             run_s = self.loop.time() - sent.started_s if started else 0.0
-            self.tell(sent.on_part, BatchPart(sent.batch.id, error=died, started=started, run_s=run_s))
+            self.deliver(sent.on_part, BatchPart(sent.batch.id, error=died, started=started, run_s=run_s))
         self.idle.set()
         if self.closing:
             if lost:
@@ -141,11 +141,11 @@ class WorkerSlot:
     def send(self, batch: Batch, on_part: OnPart) -> None:
         if not self.up:
             part = BatchPart(batch.id, error=WorkerDied("no worker runs on this slot"), started=False)
-            self.loop.call_soon(self.tell, on_part, part)
+            self.loop.call_soon(self.deliver, on_part, part)
             return
         found = self.submit(batch)
         if isinstance(found, BatchPart):
-            self.loop.call_soon(self.tell, on_part, found)
+            self.loop.call_soon(self.deliver, on_part, found)
             return
         now = self.loop.time()
         if self.concurrent and not self.sent:
@@ -178,7 +178,7 @@ class WorkerSlot:
     def _fits_first(self, sent: Sent, part: BatchPart) -> bool:
         return sent is self._first() and len(part.results) == len(sent.batch.items)
 
-    def tell(self, on_part: OnPart, part: BatchPart) -> None:
+    def deliver(self, on_part: OnPart, part: BatchPart) -> None:
         try:
             on_part(part)
         except Exception:

@@ -47,7 +47,7 @@ class LocalSlot(WorkerSlot):
         sent = self.answered(part)
         if part.final:
             self._held = let_go([*self._held, *leases])
-        self.tell(sent.on_part, part)
+        self.deliver(sent.on_part, part)
 
     def ended(self, error: PenstockError) -> None:
         """Handles the end of the model. Slabs that it still refers to are never reused."""

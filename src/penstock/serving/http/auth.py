@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, Unauthorized
 def check_token(tokens: frozenset[bytes], authorization: bytes | None) -> None:
     """Raises Unauthorized unless the header is `Bearer` and one of `tokens`; no tokens at all open to everybody.
 
-    Every token is compared, each in constant time: the time tells nothing of which one was nearly right.
+    Every token is compared in constant time, so the time reveals nothing about a nearly correct one.
     """
     if not tokens:
         return

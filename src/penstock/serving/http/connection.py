@@ -29,7 +29,7 @@ from penstock.types import Headers
 
 log = logging.getLogger("penstock.frontends")
 
-# reasons why the socket is not read (beside those of the answers)
+# a reason why the socket is not read, in addition to those in context.py
 POOL: Final = 4
 
 LENGTH, TYPE, SPECIAL = 1, 2, 3
@@ -140,7 +140,7 @@ class Connection(asyncio.BufferedProtocol):
         self.url = self.url + url if self.url else url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; or, behind a chunked body, a trailer, which nobody asked for."""
+        """A header. Ignores trailers after a chunked body."""
         if self.phase != HEAD:
             return
         self.headers.append((name, value))

@@ -112,7 +112,7 @@ def status_line(status: int, reason: str | None = None) -> bytes:
 
 
 def status_of(error: PenstockError) -> int:
-    """The HTTP status of an error: that of its nearest ancestor in the table."""
+    """The HTTP status of an error, from its nearest ancestor in the table."""
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 

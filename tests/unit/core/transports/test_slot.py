@@ -105,7 +105,7 @@ def test_the_first_answered_batch_resets_the_wait_and_coming_up_does_not(place):
     heard = []
     place.send(Batch(1, 0, [Item(1)]), heard.append)
     part = BatchPart(1, [ItemResult()])
-    place.tell(place.answered(part).on_part, part)
+    place.deliver(place.answered(part).on_part, part)
     assert heard == [part]
     place.down(WorkerDied("it died after it answered"))
     assert place.waits[-1] == 0.1

@@ -97,5 +97,5 @@ class Linger:
         return min(due, last, min(view.held_s, now) + view.ahead_s + cost.a)
 
     def explain(self) -> dict[str, object]:
-        """Keys: those of the base policy, wait_s, and lingered (how often a batch was held)."""
+        """Keys: the base policy's keys, wait_s, and lingered (how often a batch was held)."""
         return {**self._base.explain(), "policy": "linger", "wait_s": self._wait_s, "lingered": self._lingered}
