@@ -5,8 +5,6 @@ traceback, a path) may not: it is for logs and for callers in the same process. 
 every front-end has one table from class to status.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import ClassVar

@@ -4,8 +4,6 @@ Callable from any thread. Changes are sent to the server process with the answer
 a second.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Names to objects: "adaptive", "pkg.mod:Class", "app.py:obj". Imports only what is named."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.machinery
 import importlib.util

@@ -1,7 +1,5 @@
 """`penstock caption`: parses flags, runs one bulk job, and exits with its status."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

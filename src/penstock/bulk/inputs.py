@@ -1,7 +1,5 @@
 """The videos of a job: from files, folders, patterns, and a list on standard input."""
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 import hashlib

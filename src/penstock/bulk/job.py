@@ -4,8 +4,6 @@ In a run, decoder threads read and send, the sender talks to the servers, and th
 frames ahead, and the caller's thread waits for the end and reports progress.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import ssl

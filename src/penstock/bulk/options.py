@@ -1,7 +1,5 @@
 """The options of a job, and the plan that follows from them and the servers: pixels, chunk size, memory, threads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The progress of a job and its final summary, for people (a bar or plain lines) and for programs (JSON)."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import logging

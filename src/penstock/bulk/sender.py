@@ -3,8 +3,6 @@
 One thread runs one event loop. A request is written directly from the block that holds its pixels.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import heapq

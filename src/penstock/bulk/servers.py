@@ -1,7 +1,5 @@
 """What a captioning server reports about its model: read before a job begins, and while the server is away."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import ssl

@@ -4,8 +4,6 @@ A spool has one line each for the video, its rows in frame order, numbered witho
 only grows. An incomplete line and everything after it count as never written; those rows are captioned again.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

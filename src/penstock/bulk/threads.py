@@ -4,8 +4,6 @@ Results arrive in any order and reach the disk in frame order. Everything that a
 each spool with new rows is written and synced once.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -1,7 +1,5 @@
 """`penstock config check FILE`: checks a configuration without starting anything."""
 
-from __future__ import annotations
-
 import os
 import sys
 

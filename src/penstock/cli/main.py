@@ -1,7 +1,5 @@
 """The `penstock` command. Subcommands come from their subsystems and are imported only when they are used."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

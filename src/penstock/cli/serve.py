@@ -1,7 +1,5 @@
 """`penstock serve`: reads flags, files and environment into one Config and starts the server."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """How to reach a server: host, port, TLS, path prefix, and the token; and the errors on the way to it."""
 
-from __future__ import annotations
-
 import os
 import ssl
 from pathlib import Path

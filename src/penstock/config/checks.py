@@ -1,7 +1,5 @@
 """Checks across keys: contradicting bounds, missing files, unguarded listeners, traffic weights and tokens."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import math

@@ -1,7 +1,5 @@
 """Generates `docs/configuration.md` from the schema: `python -m penstock.config.document > docs/configuration.md`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

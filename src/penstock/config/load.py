@@ -6,8 +6,6 @@ sensitive. Names with single underscores are ignored, because container platform
 called "penstock".
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

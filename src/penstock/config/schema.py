@@ -3,8 +3,6 @@
 `docs/configuration.md` is generated from the meanings; a test keeps it up to date.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins

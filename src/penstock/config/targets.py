@@ -1,7 +1,5 @@
 """TARGETs of the command line, and the option values that several commands share."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads TOML files, and describes their keys and values in words for error messages and the table of keys."""
 
-from __future__ import annotations
-
 import os
 import tomllib
 from collections.abc import Mapping

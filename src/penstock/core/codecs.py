@@ -1,7 +1,5 @@
 """Codecs by name: what a codec declares about its format, and codecs made for one model."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

@@ -10,8 +10,6 @@ The core imports none of its implementations.
 - Observer, with BatchRecord and the snapshots: how metrics and traces see requests, batches and workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 

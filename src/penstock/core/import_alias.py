@@ -1,7 +1,5 @@
 """Makes a package importable under another name, such as `ts`, which TorchServe's handlers import."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Shared by the commands that measure: flags, exit statuses, signals and the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

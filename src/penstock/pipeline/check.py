@@ -1,7 +1,5 @@
 """Checks of a graph before it runs: its structure, its ops and parameters, and the fields on its edges."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """Batches of a model: which items can share one, which calls run it, and one array made from many."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A Graph as TOML with native keys in a fixed order. Loading the text gives the same graph, without `compat`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 `python -m penstock.pipeline.describe PAGE...` updates the tables in pages.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

@@ -3,8 +3,6 @@
 docs/migrate-from-torchpipe.md shows the table of keys. A test keeps both equal.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 Everything here is a value or a pure function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 docs/pipelines.md shows the tables. A test keeps both equal.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

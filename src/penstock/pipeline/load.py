@@ -1,7 +1,5 @@
 """A Graph from TOML: `load_graph` reads a file, `parse_graph` its tables. Both accept native and TorchPipe's keys."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

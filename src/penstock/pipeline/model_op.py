@@ -1,7 +1,5 @@
 """ModelOp: the op that runs a model file in batches. See docs/pipelines.md."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast

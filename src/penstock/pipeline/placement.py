@@ -1,7 +1,5 @@
 """Placement of nodes on this machine: their devices, how many instances run, and which share one thread hand-over."""
 
-from __future__ import annotations
-
 import logging
 
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """Checks of the pipelines that `penstock serve` and `penstock config` find, before any worker starts."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """PipelineRunner: runs all nodes of a graph concurrently, in threads of this process. Call it on one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

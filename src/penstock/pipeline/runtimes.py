@@ -3,8 +3,6 @@
 This module imports a runtime only when a file needs it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -4,8 +4,6 @@ A worker uses it for targets with one of these suffixes, and for an `nn.Module` 
 runtime that the file needs.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

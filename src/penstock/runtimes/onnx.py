@@ -3,8 +3,6 @@
 Functions import onnxruntime when they are called.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

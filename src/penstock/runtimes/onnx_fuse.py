@@ -3,8 +3,6 @@
 The device then receives a quarter of the bytes, and Python does not touch the pixels. Needs the package `onnx`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

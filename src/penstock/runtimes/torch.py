@@ -4,8 +4,6 @@ Functions import torch when they are called. `torch.load(weights_only=True)`, wh
 unless the model's configuration has `trust = "pickle"`.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 import zipfile

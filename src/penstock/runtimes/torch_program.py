@@ -1,7 +1,5 @@
 """TorchProgram: a PyTorch module as a program over arrays, with the names and shapes of its inputs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Process lifetime of servers: the event loop, stop signals, the ready message and garbage collection."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """BaseStreamer: the calls that all streamers share, the errors that callers receive, and calls larger than a queue."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

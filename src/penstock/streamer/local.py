@@ -1,7 +1,5 @@
 """ThreadedStreamer and Streamer: the model runs in a thread of this program, or in processes that it starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """StreamerModel: the model in a streamer's worker, a function or a ManagedModel that only the worker instantiates."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -1,7 +1,5 @@
 """check_codec: the contract of codecs. Run it with some requests and values of a new codec."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """check_model: the contract of models, for a function, or a class or instance with `predict`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

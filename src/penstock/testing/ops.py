@@ -1,7 +1,5 @@
 """Conformance check of ops: `check_op(cls, items)` for a subclass of ItemOp or BatchOp."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Models controlled by their items, for the checks of transports."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A script names batches and requests by number modulo their count. Therefore any 
 script can be played shifted or stretched in time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Literal

@@ -3,8 +3,6 @@
 After `install()`, `import torchpipe` also loads this package. See docs/migrate-from-torchpipe.md.
 """
 
-from __future__ import annotations
-
 from penstock._version import __version__ as __version__
 from penstock.torchpipe import utils as utils
 from penstock.torchpipe.events import Event as Event

@@ -3,8 +3,6 @@
 Nothing here imports torch. In a program without it there are no tensors, and results stay arrays.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TorchPipe's Event: signals the end of items that no caller waits for. It has the names of both TorchPipe branches."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The module name `torchpipe`, and stand-ins for TorchPipe's names that have no counterpart here."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any, NoReturn
 

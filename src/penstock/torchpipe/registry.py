@@ -1,7 +1,5 @@
 """A program's own backends: classes with `init(config)`, `forward(list of dicts)` and optionally `max()`."""
 
-from __future__ import annotations
-
 import inspect
 from enum import Enum
 from typing import Any

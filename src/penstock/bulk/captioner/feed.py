@@ -1,7 +1,5 @@
 """Frames on their way to the device: gathered, copied, resized and normalised while another batch is captioned."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

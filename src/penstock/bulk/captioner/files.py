@@ -1,7 +1,5 @@
 """The files of a captioning network, and a revision that changes with them."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any, Final

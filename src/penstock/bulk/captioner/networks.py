@@ -1,7 +1,5 @@
 """The captioning networks of `transformers`: how each is loaded, prompted, and made to write."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Final

@@ -3,8 +3,6 @@
 The size in an image's header is checked before decoding: a file of some kilobytes may claim to be gigapixels.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from typing import Any, Final

@@ -5,8 +5,6 @@ weights. `unroll` writes out that matrix once, at load, and a forward pass becom
 batch. Reading the matrices costs the same for one image as for sixty-four: that is why batching pays.
 """
 
-from __future__ import annotations
-
 import os
 from importlib import resources, util
 from typing import Any

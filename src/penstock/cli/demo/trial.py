@@ -1,7 +1,5 @@
 """One run of the demo: sends the held-out images to a server process and measures its answers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

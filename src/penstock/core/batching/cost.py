@@ -1,7 +1,5 @@
 """Cost: the run time of a batch of n rows, learned from finished batches."""
 
-from __future__ import annotations
-
 MOST_S = 1e6  # longer claims are not measurements, and their sums would overflow
 READY_SAMPLES = 6  # after the skipped ones: fewer samples predict noise
 _FORGET = 0.995  # share of its weight that a size keeps per sample of any size

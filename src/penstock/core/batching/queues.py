@@ -4,8 +4,6 @@ Both are plain sorted lists with an append as the fast path. Arrivals are nearly
 pointers costs about as much as two attribute look-ups: a cleverer structure does not pay at the sizes of `max_queue`.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import deque
 from heapq import heappop, heappush

@@ -5,8 +5,6 @@ The scheduler adds the bounds, the turn (`poll`), sending ahead, re-runs after a
 from out-of-memory. It reads no clock and uses no randomness: the same calls give the same events.
 """
 
-from __future__ import annotations
-
 from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Event, Expire, Outcome, Shed
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, SlotBatch, Take, View, WaitUntil

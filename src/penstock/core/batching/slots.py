@@ -1,7 +1,5 @@
 """The slots of one model: which are idle, what runs on each, and when each is predicted to be free."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from enum import IntEnum

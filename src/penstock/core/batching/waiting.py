@@ -6,8 +6,6 @@ failed or expired, or the caller has left, it ends as soon as no part runs, beca
 its waiting parts are purged at once. Every request leaves the queue exactly once.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from heapq import heappop, heappush
 

@@ -4,8 +4,6 @@ Only for programs patched by gevent. The portal's thread never touches a greenle
 of the hub.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """ModelHandle: one version of one model, from loading to unloading."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

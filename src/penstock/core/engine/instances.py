@@ -1,7 +1,5 @@
 """Instances: the worker slots of one model version, from first start to last exit."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """LoopThread: the background thread of a portal, with an event loop, a backend, and an inbox for requests."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

@@ -1,7 +1,5 @@
 """Management: load, swap, unload, scale, default and traffic while the server runs, one change of a model at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

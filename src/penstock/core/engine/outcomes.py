@@ -1,7 +1,5 @@
 """How requests and batches end: merged answers, errors of dropped requests, and the reports to observers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol

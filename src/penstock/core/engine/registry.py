@@ -1,7 +1,5 @@
 """ModelRegistry: (name, version) -> handle, and the version for requests without one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 

@@ -1,7 +1,5 @@
 """The meaning of `[models.NAME]` keys in the engine: devices, policy, queue limit, rows and buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Event loops round timers to milliseconds (epoll's unit; uvloop also caches its c
 longer than that. A timerfd has neither limit; systems without it use the loop's own timer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

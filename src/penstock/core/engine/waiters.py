@@ -3,8 +3,6 @@
 Each is a sink of `Backend.submit`. The sink, `accepted` and `leave` are called on the portal's loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator

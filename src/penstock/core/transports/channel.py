@@ -1,7 +1,5 @@
 """The parent's end of a worker's socket: frames in and out on the event loop, without a task or a copy."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections import deque

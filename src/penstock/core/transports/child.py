@@ -4,8 +4,6 @@ The main thread runs the model and sends the answers; a reader thread receives a
 run batches concurrently use `concurrent.py`. The child ends when its socket closes, and with its parent.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import mmap

@@ -1,7 +1,5 @@
 """The inline transport: the model runs on the event loop's own thread. For tests, and for functions of microseconds."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 

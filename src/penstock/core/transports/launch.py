@@ -1,7 +1,5 @@
 """Starts a worker process with its socket, shared memory and environment, all unnamed."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import pickle

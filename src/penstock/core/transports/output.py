@@ -1,7 +1,5 @@
 """A worker's output as lines of the log "penstock.model". A flood costs a bounded share of the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

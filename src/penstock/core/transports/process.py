@@ -3,8 +3,6 @@
 The pidfd (or the end of the socket) reports a death at once. The other end is `child.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

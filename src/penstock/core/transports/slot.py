@@ -1,7 +1,5 @@
 """The common part of the transports: a slot that starts a worker, feeds it, detects its end, and restarts it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ Python objects (codec "object") are pickled with protocol 5, and their large buf
 only between a process and its own child. Errors cross as data, so that neither side imports the other's classes.
 """
 
-from __future__ import annotations
-
 import pickle
 import struct
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 torch's own pickles copy the memory of a tensor several times. This module imports torch only to rebuild a tensor.
 """
 
-from __future__ import annotations
-
 import copyreg
 import io
 import pickle

@@ -4,8 +4,6 @@ One bad item fails alone. A result may be an exception; a call that raises or ru
 until the guilty item is alone. The scheduler halves too, but only after a death: then no worker is left to do it here.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The devices of workers, and the environment of a worker process: threads, memory and visible devices."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Start of a worker: finds the target, loads the model and warms it up."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The warm-up: runs of growing size before the first request, the first samples of the cost model."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model in plain Python: a function `predict(items) -> results`, a class, or an instance of one."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast, overload

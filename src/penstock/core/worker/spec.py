@@ -1,7 +1,5 @@
 """What a worker needs to load a model and run batches. Sent to the child pickled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec import Struct, field

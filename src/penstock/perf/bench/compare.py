@@ -1,7 +1,5 @@
 """Two results folders compared load by load, and the decision of a gate for builds. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """Reports as blocks, rendered as Markdown or as one HTML file, and the formats of their figures. Pure."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The load generator: an open loop sends at given times, a closed loop when the previous response has arrived."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import math

@@ -1,7 +1,5 @@
 """The result of one run of load as it is stored, the repeats of a load grouped, and the verdict of a search."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Nothing here sends requests: `measure` is an argument, so that tests run the searches without a server and a clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, Literal
 

@@ -1,7 +1,5 @@
 """The origin of results: the command without its secrets, the machine, and the versions of the software."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

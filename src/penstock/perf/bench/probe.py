@@ -3,8 +3,6 @@
 Sampling during the run takes well under a millisecond of the generator's thread, twice a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

@@ -1,7 +1,5 @@
 """The report of a results folder: the verdict first, then the evidence."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@
 Reading drops a last line truncated by a power failure or a full disk.
 """
 
-from __future__ import annotations
-
 import csv
 import errno
 import fcntl

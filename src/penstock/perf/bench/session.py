@@ -1,7 +1,5 @@
 """One call of `penstock bench` or `benchmark-suite`: runs its loads, and prints and stores their measurements."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence

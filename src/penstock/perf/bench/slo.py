@@ -1,7 +1,5 @@
 """SLOs as text, such as "p99<=100ms,error<=0.1%": parsed, and checked against measurements. Pure."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

@@ -3,8 +3,6 @@
 The unit is the repeat, never the request: the requests of one run are not independent.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

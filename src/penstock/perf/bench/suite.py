@@ -4,8 +4,6 @@ A model is registered with its batch size, delay and workers, and the server is 
 is measured: TorchServe's own suite sends the delay under a name that its server ignores.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Figures are medians of the repeats. An unknown figure is empty, never 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The target of a measurement: a model of a running server, or of one started for the run; checked before the run."""
 
-from __future__ import annotations
-
 import re
 import ssl
 from collections.abc import Iterator, Sequence

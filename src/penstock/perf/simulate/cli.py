@@ -1,7 +1,5 @@
 """`penstock simulate`: the command line."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replays arrivals through each policy and batch size: the real scheduler in virtual time."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Simulates a batching policy under a load: the scheduler that serves, driven on a virtual clock."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -6,8 +6,6 @@ because they are labels and counts: 281 is not nearly 282. Everything else must 
 bytes that are not JSON.
 """
 
-from __future__ import annotations
-
 import zipfile
 import zlib
 from collections.abc import Sequence

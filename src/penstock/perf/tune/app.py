@@ -1,7 +1,5 @@
 """The system under test for a real app: a server under load, and profiles of one instance alone."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

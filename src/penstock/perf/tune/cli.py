@@ -1,7 +1,5 @@
 """`penstock tune`: the command line."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Writes tuned settings into a `penstock.toml`: only the tuned keys change, comments stay, and one comment is added."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

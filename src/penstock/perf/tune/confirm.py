@@ -3,8 +3,6 @@
 Settings keep the SLO only if the upper bound of the repeats does, because a wrong choice here means a slow service.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

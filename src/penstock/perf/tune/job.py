@@ -1,7 +1,5 @@
 """Runs `penstock tune`: reads and checks the flags, tunes, reports, and writes the configuration."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import shlex

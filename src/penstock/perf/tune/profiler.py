@@ -4,8 +4,6 @@ There is no server, no queue and no other instance. Settings that are too slow o
 ruling them out needs no load. `profile_instance` runs `python -m penstock.perf.tune.profiler`, which is that process.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import statistics

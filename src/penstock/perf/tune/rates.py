@@ -4,8 +4,6 @@ The load is an open loop, because a closed loop slows down with the server and s
 server cannot keep up with reveals the server's throughput, which saves most steps of a plain bisection.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Final

@@ -1,7 +1,5 @@
 """The result of tuning: the choice, its gain, the reasons in words, and the table of all settings."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Final, Literal

@@ -4,8 +4,6 @@ A search depends only on its seed and its measurements. A search that was killed
 time, continues where it stopped, and ends as if it had never been interrupted.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import math

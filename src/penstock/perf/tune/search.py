@@ -4,8 +4,6 @@ A challenger costs one probe, at the rate that the best settings so far sustain:
 own. Settings that the offline batch curve already rules out cost nothing.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from types import ModuleType

@@ -4,8 +4,6 @@ A different number of instances is scaled. Other keys of the model unload and re
 never holds two copies. Keys that only a configuration may set (`options`, `weights`) restart the server.
 """
 
-from __future__ import annotations
-
 import logging
 import ssl
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The system under test as the tuner sees it, and the results of measuring it."""
 
-from __future__ import annotations
-
 import math
 from typing import Protocol
 

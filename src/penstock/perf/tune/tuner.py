@@ -1,7 +1,5 @@
 """Tuning: searches for the settings with the largest goodput within an SLO, and proves them."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Final

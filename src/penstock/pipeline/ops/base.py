@@ -4,8 +4,6 @@ Each instance of a node creates its own ops and calls them in its own thread. Th
 `__init__`, with their annotations and defaults, are the keys that a node may set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

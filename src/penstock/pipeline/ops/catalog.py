@@ -1,7 +1,5 @@
 """The ops by name. The requirements of an op, such as OpenCV or a model runtime, are loaded when it is looked up."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Cropping, and rectification of quadrangles. The field `_box` has the coordinates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

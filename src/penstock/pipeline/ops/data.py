@@ -4,8 +4,6 @@ Their names and parameters are TorchPipe's. `Copy`, `Move`, `Add`, `AddInt` and 
 `Copy[box:first_box]`.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -4,8 +4,6 @@ Both ops release the interpreter lock while they decode. simplejpeg decodes JPEG
 bits as OpenCV in 6 % less CPU time, and detects missing data. OpenCV decodes the other formats.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Headers of encoded images. They give the size before anything is allocated for the image."""
 
-from __future__ import annotations
-
 import struct
 
 from msgspec import Struct

@@ -1,7 +1,5 @@
 """Images as mats: color order, number type, and conversion to and from tensors. Also configures OpenCV for all ops."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import cv2 as cv2

@@ -3,8 +3,6 @@
 Values come from TOML, where TorchPipe's users write numbers and lists as text: `"224"`, `"1"`, `"123.7, 116.3, 103.5"`.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import types

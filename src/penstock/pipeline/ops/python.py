@@ -4,8 +4,6 @@ Python code holds the interpreter lock, so instances take turns. Threads help an
 OpenCV or a network, and slow down one that spends it in loops. Raise `--workers` for the latter, not `instances`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

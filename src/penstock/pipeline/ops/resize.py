@@ -1,7 +1,5 @@
 """Resizing, padding and aligning of images. Bilinear: OpenCV's without antialiasing, or Pillow's with it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """SaveMat. It is alone here because it writes files, and the other image ops only compute (see `placement`)."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scores of classifiers: softmax, the best class and its score, along the last axis of `[rows, classes]`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

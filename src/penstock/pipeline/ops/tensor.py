@@ -3,8 +3,6 @@
 Tensors are `[1, channels, height, width]` unless stated otherwise. `[height, width, channels]` is also accepted.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The management and metrics APIs, and the uvicorn that serves them inside our own event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

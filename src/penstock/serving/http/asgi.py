@@ -1,7 +1,5 @@
 """The native routes as an ASGI app, for mounting in an existing application."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping

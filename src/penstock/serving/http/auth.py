@@ -1,7 +1,5 @@
 """Who may call: bearer tokens, and TLS."""
 
-from __future__ import annotations
-
 import hmac
 import ssl
 

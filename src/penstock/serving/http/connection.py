@@ -1,7 +1,5 @@
 """One connection of the inference listener: httptools in, Items out, answers in order, everything bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from typing import Final, cast

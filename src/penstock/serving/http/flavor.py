@@ -1,7 +1,5 @@
 """API flavors: which routes a listener has, who may call them, and which headers it reads."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Final

@@ -1,7 +1,5 @@
 """Collects the body of a request: in plain memory while it is small, in a Buffer (shared memory) when it is large."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 from penstock.core.contracts import Backend, Buffer

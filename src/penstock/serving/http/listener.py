@@ -1,7 +1,5 @@
 """What all connections of one listener share: limits, clock, memory queue, counters and background tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Coroutine

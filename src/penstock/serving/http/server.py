@@ -1,7 +1,5 @@
 """The inference listener: an asyncio server of connections, with an orderly shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

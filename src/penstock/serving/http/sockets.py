@@ -1,7 +1,5 @@
 """Listening sockets: bind errors that name the key to change, Unix sockets, and a TLS port that refuses plain HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -4,8 +4,6 @@ Latencies arrive as one list per batch. NumPy counts many of them into buckets a
 every request would cost as much as the rest of the request in the server.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import re

@@ -1,7 +1,5 @@
 """Observers that keep records: request arrivals in a file (`--record`), and the last batches (`GET /debug/batches`)."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -3,8 +3,6 @@
 A GPU driver may take long to start and to answer, so a separate thread reads it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -3,8 +3,6 @@
 A scrape blocks the event loop, and prometheus_client takes four times as long for fifty models.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Request and response bodies of the management API."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Request and response bodies: JSON, text and forms. An error names the position of an invalid byte."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The native protocol: the content type selects the input type of `predict`, the result type the response type."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Open Inference Protocol v2 in JSON: codec and routes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 

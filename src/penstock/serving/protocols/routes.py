@@ -1,7 +1,5 @@
 """The native route table: the routes of every protocol, health checks and the OpenAPI document."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import quote

@@ -1,7 +1,5 @@
 """`penstock worker`: serves a model to RedisStreamers over a Redis broker."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

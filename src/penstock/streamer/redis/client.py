@@ -7,8 +7,6 @@ still knows this client; if not (it was flushed or restarted), requests that van
 request may then run twice; its number makes sure that it is answered once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import uuid

@@ -5,8 +5,6 @@ on the CPU, or these nested. Every type survives the round trip; a subclass (an 
 becomes its plain base.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import struct

@@ -4,8 +4,6 @@ The client library connects, speaks TLS and logs in. This module sends the comma
 translates errors.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

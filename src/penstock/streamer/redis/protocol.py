@@ -4,8 +4,6 @@ An entry of the queue has the fields `h` (a RequestHeader) and `p` (the value, s
 replies has one field, `a` (BrokerReplies): one message for all results of one batch to one client. Pure.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Annotated, TypeVar
 

@@ -1,7 +1,5 @@
 """RedisWorker and run_redis_workers_forever: load a model and serve a queue of a Redis broker with it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import multiprocessing

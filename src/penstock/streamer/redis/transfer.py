@@ -1,7 +1,5 @@
 """RequestSender and receive_replies: the two tasks that exchange a client's requests and replies with the broker."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

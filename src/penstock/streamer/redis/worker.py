@@ -4,8 +4,6 @@ It reads no more than one batch ahead of each instance, and nothing while no ins
 what remains in the broker. It renews a lease on each entry until the entry is answered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,6 +1,4 @@
 """torchpipe.utils: `test` measures functions; `cpp_extension` has stand-ins."""
 
-from __future__ import annotations
-
 from penstock.torchpipe.utils import cpp_extension as cpp_extension
 from penstock.torchpipe.utils import test as test

@@ -1,7 +1,5 @@
 """torchpipe.utils.cpp_extension: stand-ins, because nothing is compiled."""
 
-from __future__ import annotations
-
 from penstock.torchpipe.naming import unavailable
 
 load = unavailable("utils.cpp_extension.load")

@@ -1,8 +1,6 @@
 # ruff: noqa: PT028 - TorchPipe's names of functions begin with test_
 """torchpipe.utils.test: a closed-loop load generator with client threads."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

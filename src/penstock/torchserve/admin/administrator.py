@@ -1,7 +1,5 @@
 """TorchServe's management operations on the engine, behind its HTTP and gRPC APIs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping

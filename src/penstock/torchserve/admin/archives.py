@@ -1,7 +1,5 @@
 """Opens archives for registration: download, unpack, read the configuration, install packages. Runs on threads."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The Backend of TorchServe's listeners: the engine with TorchServe's versions, error texts and job tickets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from penstock.core.contracts import Ticket

@@ -1,7 +1,5 @@
 """The description of a version in `GET /models/{m}`: settings, workers, queue and the handler's own metadata."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -8,8 +8,6 @@
 | retry_split | batching.retry_split and .idempotent |
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

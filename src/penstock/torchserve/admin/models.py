@@ -4,8 +4,6 @@ A version may have no workers; the engine does not know such a version. Lookups 
 and happen once per request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -13,8 +13,6 @@ The keys of model-config.yaml that belong to TorchServe (all others belong to th
 As in TorchServe, a value of the wrong type is ignored with a warning.
 """  # noqa: E501
 
-from __future__ import annotations
-
 import logging
 import reprlib
 from collections import ChainMap

@@ -1,7 +1,5 @@
 """Builds the administration of a server, and loads the models of `load_models` or of a snapshot at startup."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

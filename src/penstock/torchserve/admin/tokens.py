@@ -1,7 +1,5 @@
 """The keys of TorchServe's APIs, and the file where users find them."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import os

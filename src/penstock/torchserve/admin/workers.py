@@ -1,7 +1,5 @@
 """The workers of model versions: started, scaled and stopped on the engine, on the GPUs that may be used."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 

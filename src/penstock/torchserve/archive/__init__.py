@@ -3,8 +3,6 @@
 Each error here carries TorchServe's message. Its docstring names the status and type of TorchServe's answer.
 """
 
-from __future__ import annotations
-
 from penstock.errors import ArchiveError
 
 

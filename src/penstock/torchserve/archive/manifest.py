@@ -3,8 +3,6 @@
 Source: archives written by torch-model-archiver 0.1 to 0.12. Older manifests have further keys; `raw` keeps them all.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Writes model archives as torch-model-archiver 0.12 does: the same members, names and formats."""
 
-from __future__ import annotations
-
 import glob
 import io
 import logging

@@ -1,7 +1,5 @@
 """Installs the packages in a model's requirements file, for this model only."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

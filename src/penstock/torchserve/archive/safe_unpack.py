@@ -3,8 +3,6 @@
 Files go into a temporary sibling of the target, which is renamed at the end. A refused archive leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The command `torch-model-archiver`, also `penstock archive`: writes a model archive."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

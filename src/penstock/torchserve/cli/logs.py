@@ -4,8 +4,6 @@ Records pass through one bounded queue to a thread, so that neither a slow disk 
 the event loop. When the queue is full, records are dropped and counted, and a later line reports their number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

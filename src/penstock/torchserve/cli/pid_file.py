@@ -4,8 +4,6 @@ The server locks the file while it lives, so that a reused PID is never taken fo
 the PID, as TorchServe's own launcher reads and writes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The composition root of `torchserve`: joins engine, models, listeners, metrics and logs into one running server."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """TLS from config.properties: PEM files, a PKCS12 keystore, or a generated self-signed certificate."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -4,8 +4,6 @@ argparse parses the flags because scripts rely on its behavior (`--models a b`, 
 neither the engine nor numpy, so that `--stop` and `--version` return at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """Listener addresses in config.properties."""
 
-from __future__ import annotations
-
 import re
 from typing import Final, Literal
 

@@ -1,7 +1,5 @@
 """The formats of configuration files: Java's .properties (source: `java.util.Properties`) and YAML."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TorchServe's config.properties: every key with its type and default, and the sources of values."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

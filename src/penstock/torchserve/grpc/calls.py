@@ -1,7 +1,5 @@
 """gRPC calls to a model: the parts of an answer, and the status and text of every error."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator

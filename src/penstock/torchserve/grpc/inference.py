@@ -3,8 +3,6 @@
 A client's metadata and deadline do not reach the handler. A request whose client left before it began is not run.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import AsyncIterator, Iterable

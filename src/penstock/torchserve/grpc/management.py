@@ -1,7 +1,5 @@
 """TorchServe's gRPC management service. It returns the texts and JSON of the HTTP API."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 from penstock.torchserve.admin.administrator import Administrator

@@ -1,7 +1,5 @@
 """A listener of TorchServe's gRPC APIs, on the engine's event loop."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Any, Final

@@ -4,8 +4,6 @@ The messages come from the descriptors that `make protos` writes. They live in t
 loads the same protos elsewhere keeps its own classes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Finds the handler that a manifest names, in the order of TorchServe 0.12, and prepares the process for it."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs a TorchServe handler in a worker: its data, its Context and its errors are TorchServe 0.12's."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -1,7 +1,5 @@
 """The table from Penstock's errors to TorchServe's, for HTTP and gRPC."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from penstock.core.contracts import Backend

@@ -3,8 +3,6 @@
 Source: what clients of TorchServe 0.12.0 receive.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A listener of TorchServe's HTTP APIs: its route table and the OpenAPI documents generated from it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from ssl import SSLContext

@@ -1,7 +1,5 @@
 """The routes of TorchServe's management API: list, register, describe, scale and unregister models, renew tokens."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from penstock.serving.http.responses import MethodNotAllowed

@@ -3,8 +3,6 @@
 Source: `docs/inference_api.md` of TorchServe 0.12.0, and the KServe protocols V1 and V2.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final

@@ -3,8 +3,6 @@
 Source: `ts/configs/metrics.yaml` and `docs/metrics.md` of TorchServe 0.12.0.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any, Final

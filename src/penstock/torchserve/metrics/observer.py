@@ -3,8 +3,6 @@
 Source: the log files and the page of TorchServe 0.12.0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -3,8 +3,6 @@
 Each omission is logged once.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """TorchServe's system metrics: CPU, memory, disk and GPUs, or the output of the user's own command."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

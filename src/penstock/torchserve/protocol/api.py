@@ -3,8 +3,6 @@
 Source: the endpoints, texts, status codes and responses of TorchServe 0.12.0.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, Literal
 
 import msgspec

@@ -4,8 +4,6 @@ A body that is not a form becomes one input named `body`. `application/json` is 
 as UTF-8; undecodable bodies and all other types become a bytearray. Source: TorchServe 0.12.0.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, Final

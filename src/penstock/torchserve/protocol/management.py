@@ -4,8 +4,6 @@ The first value of a repeated parameter counts, as in TorchServe; unknown parame
 ApiError, which states what was found and what was expected.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

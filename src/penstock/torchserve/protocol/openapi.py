@@ -1,7 +1,5 @@
 """OpenAPI 3.0.1 documents of TorchServe's routes. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any, Final, Literal

@@ -3,8 +3,6 @@
 The functions that use torch or a runtime import it, so a handler that overrides the steps works without them.
 """
 
-from __future__ import annotations
-
 import abc
 import importlib
 import logging

@@ -4,8 +4,6 @@ A worker reuses one Context for every batch; handlers may attach attributes to i
 headers keep the client's spelling.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Models split over several GPUs by DeepSpeed or PiPPy: their set-up, and the base classes of their handlers."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

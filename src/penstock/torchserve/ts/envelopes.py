@@ -1,7 +1,5 @@
 """Request envelopes: they convert requests of another format for a handler, and its results back."""
 
-from __future__ import annotations
-
 import abc
 import json
 from base64 import b64decode

@@ -1,7 +1,5 @@
 """Streams the texts of a whole batch while transformers generates them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The metrics that handlers record, one object per metric. Values reach the server with the batch's answers."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import socket

@@ -1,7 +1,5 @@
 """A handler's metrics, `context.metrics`: the ones that metrics.yaml declares and the ones that the handler adds."""
 
-from __future__ import annotations
-
 import abc
 import logging
 from collections.abc import Sequence

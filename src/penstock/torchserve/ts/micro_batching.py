@@ -3,8 +3,6 @@
 A handler sets `self.handle = MicroBatching(self)` in `__init__`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """Helpers for tests of handlers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

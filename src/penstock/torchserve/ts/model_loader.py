@@ -1,7 +1,5 @@
 """Loads a handler into this process without a server, for tests."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The built-in handler `text_classifier`, and the base class of text handlers."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

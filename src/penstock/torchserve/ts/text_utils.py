@@ -1,7 +1,5 @@
 """Tokenizers and contractions for English text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Helpers that handlers import: labels, partial answers, imports by name, timers, compiler names, an exception."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import importlib

@@ -3,8 +3,6 @@
 The steps are torchvision's transforms, or the same arithmetic if torchvision is not installed.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import importlib

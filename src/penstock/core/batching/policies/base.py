@@ -1,7 +1,5 @@
 """BatchPolicy: the events a policy receives, the view it sees, and the four choices it may return."""
 
-from __future__ import annotations
-
 from typing import Literal, Protocol
 
 from msgspec import Struct

@@ -5,8 +5,6 @@ or when the coming rows would arrive too late to be worth waiting for. It never 
 The base policy decides deadlines, drops and classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import ceil
 
