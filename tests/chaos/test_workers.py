@@ -16,9 +16,9 @@ import pytest
 
 from penstock.errors import WorkerDied
 from penstock.plugins import resolve
-from penstock.testing.transports import TransportHarness, values
 from penstock.types import Item
 from support.scripted import CRASHING
+from support.transports import TransportHarness, values
 
 
 def process(spec, pool):
@@ -69,7 +69,7 @@ async def test_kill_9_in_the_middle_of_a_batch_is_told_within_50_ms():
 
 
 async def test_what_a_dead_worker_looked_at_is_given_back():
-    async with TransportHarness(process, "penstock.testing.transports:KeepingModel") as harness:
+    async with TransportHarness(process, "support.transports:KeepingModel") as harness:
         await harness.up()
         slab = harness.pool.allocate(100_000)
         assert values(await harness.final(harness.post([Item(slab, "native")]))) == [b"kept"]
@@ -185,7 +185,7 @@ def test_a_forked_child_forgets_its_parents_workers(tmp_path: Path):
     script.write_text(
         """
 import asyncio, os
-from penstock.testing.transports import TransportHarness
+from support.transports import TransportHarness
 from penstock.plugins import resolve
 
 async def main():
@@ -206,5 +206,6 @@ async def main():
 asyncio.run(main())
 """
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30, env=env)
     assert done.stdout == "fine\n", done.stderr

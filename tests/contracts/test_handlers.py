@@ -14,8 +14,8 @@ import pytest
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, LoadOutOfMemory, OutOfMemory, WorkerDied
 from penstock.plugins import resolve
-from penstock.testing.transports import TransportHarness
 from penstock.types import BatchPart, Item, ItemResult
+from support.transports import TransportHarness
 
 HEADERS = [(b"X-Foo", b"bar"), (b"explain", b"False")]
 

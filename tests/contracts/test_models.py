@@ -9,8 +9,8 @@ import pytest
 
 from penstock.config.schema import ModelConfig
 from penstock.runtimes.files import file_model
-from penstock.testing import scripted
 from penstock.testing.models import check_model
+from support import scripted
 from support.scripted import echo_async, stream_async
 
 

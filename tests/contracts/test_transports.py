@@ -7,8 +7,8 @@ from msgspec import structs
 
 from penstock.core.worker.spec import Wrapped
 from penstock.plugins import resolve
-from penstock.testing.transports import TRANSPORT_CHECKS, TransportHarness, check_transport
 from support.concurrent_batches import CONCURRENCY_CHECKS, TARGET
+from support.transports import TRANSPORT_CHECKS, TransportHarness, check_transport
 
 
 @pytest.mark.parametrize("name", ["inline", "thread", "process"])

@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock import metrics
 from penstock.errors import BadRequest, Cancelled, ItemFailed, QueueFull, WorkerDied
-from penstock.testing.transports import LARGE, WAIT_S, MakeTransport, TransportHarness, values
 from penstock.types import Item
+from support.transports import LARGE, WAIT_S, MakeTransport, TransportHarness, values
 
 WIDTH = 64
 TARGET = "support.concurrent_batches:ConcurrentModel"

@@ -1,20 +1,84 @@
-"""Models that end, hang or crash their worker, and models of every form."""
+"""Models controlled by their items; models that end, hang or crash their worker; models of every form."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import subprocess
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.testing import scripted
+from penstock import metrics
+from penstock.errors import BadRequest
 
 CRASHING = "support.scripted:CrashingModel"
 
 
-class CrashingModel(scripted.ScriptedModel):
+class ScriptedModel:
+    """Items are `(verb, argument)`; most verbs return the argument. Any other item is echoed."""
+
+    def predict(self, items: list[Any]) -> Any:
+        results: list[Any] = []
+        for item in items:
+            verb, argument = item if isinstance(item, tuple) else ("echo", item)
+            if verb == "length":
+                return [None] * argument
+            if verb == "instead":
+                return argument
+            results.append(self._do(verb, argument, len(items)))
+        return results
+
+    def _do(self, verb: str, argument: Any, size: int) -> Any:
+        if verb == "raise":
+            raise ValueError(argument)
+        if verb == "refuse":
+            raise BadRequest(argument)
+        if verb == "return":
+            return ValueError(argument)
+        if verb == "memory" and size > argument:
+            raise MemoryError
+        if verb == "sleep":
+            time.sleep(argument)
+        if verb == "count":
+            metrics.counter("counted", argument, kind="test")
+        if verb == "size":
+            return size
+        if verb == "repeat":
+            return b"r" * argument
+        if verb == "exit":
+            sys.exit(argument)
+        return argument
+
+
+def stream(items: list[Any]) -> Iterator[list[Any]]:
+    """Item n gets the parts 0 .. n-1; a negative item raises at once."""
+    if min(items) < 0:
+        raise ValueError("negative")
+    for step in range(max(items)):
+        yield [step if step < n else None for n in items]
+
+
+class NeverLoads:
+    """A model whose `load` raises."""
+
+    def load(self, device: str) -> None:
+        raise RuntimeError("no weights here")
+
+    def predict(self, items: list[Any]) -> list[Any]:
+        return items
+
+
+class DiesWhileLoading(NeverLoads):
+    """A model whose `load` ends its process, or its thread under the thread transport."""
+
+    def load(self, device: str) -> None:
+        sys.exit(7)
+
+
+class CrashingModel(ScriptedModel):
     """A scripted model with verbs that harm its process."""
 
     def _do(self, verb: str, argument: Any, size: int) -> Any:
@@ -38,8 +102,8 @@ VERBS: dict[str, Callable[[Any], Any]] = {
 
 
 async def stream_async(items: list[Any]) -> Any:
-    """`scripted.stream` as an async generator."""
-    for part in scripted.stream(items):
+    """`stream` as an async generator."""
+    for part in stream(items):
         yield part
 
 

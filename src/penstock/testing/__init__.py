@@ -1,1 +1,1 @@
-"""Conformance checks for extensions: policies, codecs, transports, models and ops. Each raises AssertionError."""
+"""Conformance checks for extensions: policies, codecs, models and ops. Each raises AssertionError."""

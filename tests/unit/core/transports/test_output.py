@@ -11,8 +11,8 @@ import pytest
 
 from penstock.core.transports import output
 from penstock.plugins import resolve
-from penstock.testing.transports import TransportHarness
 from penstock.types import Item
+from support.transports import TransportHarness
 
 
 class Printer:

@@ -14,9 +14,9 @@ import pytest
 
 from penstock.core.transports.process import MAX_FREE
 from penstock.plugins import resolve
-from penstock.testing.transports import TransportHarness, values
 from penstock.types import Item
 from support.concurrent_batches import TARGET as CONCURRENT
+from support.transports import TransportHarness, values
 
 
 def process(spec, pool):
@@ -190,7 +190,7 @@ def test_script_definitions_can_be_targets_and_payloads(tmp_path: Path):
         """
 import asyncio
 from dataclasses import dataclass
-from penstock.testing.transports import TransportHarness
+from support.transports import TransportHarness
 from penstock.plugins import resolve
 
 @dataclass
@@ -212,7 +212,8 @@ if __name__ == "__main__":
     asyncio.run(main())
 """
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30, env=env)
     assert done.stdout == "fine\n", done.stderr
 
 

@@ -13,7 +13,7 @@ from penstock.errors import WorkerDied
 from penstock.plugins import resolve
 from penstock.types import Batch, BatchPart, Item
 
-TARGET = "penstock.testing.scripted:ScriptedModel"
+TARGET = "support.scripted:ScriptedModel"
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""check_transport: the contract of transports, as checks of any implementation."""
+"""The contract of transports, as checks of any implementation."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ LARGE = 300_000
 class TransportHarness:
     """A transport with one slot, its listener, and callers that record the parts they receive."""
 
-    def __init__(
-        self, make: MakeTransport, target: Any = "penstock.testing.scripted:ScriptedModel", **batching: Any
-    ) -> None:
+    def __init__(self, make: MakeTransport, target: Any = "support.scripted:ScriptedModel", **batching: Any) -> None:
         self.pool = SlabPool(POOL_BYTES)
         config = ModelConfig(target=str(target), batching=BatchingConfig(**batching))
         self.transport = make(WorkerSpec("scripted", "1", config, target), self.pool)
@@ -170,7 +168,7 @@ async def check_several_items_in_one_request(make: MakeTransport) -> None:
         assert values(await harness.final(number)) == [[1, 2]]
 
 
-async def check_parts_of_a_stream(make: MakeTransport, target: str = "penstock.testing.scripted:stream") -> None:
+async def check_parts_of_a_stream(make: MakeTransport, target: str = "support.scripted:stream") -> None:
     async with TransportHarness(make, target) as harness:
         await harness.up()
         number = harness.post([Item(2), Item(3)])
@@ -231,7 +229,7 @@ async def check_results_larger_than_the_shared_memory(make: MakeTransport) -> No
 
 
 async def check_a_slab_that_the_model_keeps_is_not_reused(make: MakeTransport) -> None:
-    async with TransportHarness(make, "penstock.testing.transports:KeepingModel") as harness:
+    async with TransportHarness(make, "support.transports:KeepingModel") as harness:
         await harness.up()
         slab = harness.pool.allocate(LARGE)
         assert slab is not None
@@ -308,7 +306,7 @@ async def check_a_worker_that_ends_is_reported_and_replaced(make: MakeTransport)
 
 
 async def check_a_model_that_does_not_load_is_reported_with_the_reason(make: MakeTransport) -> None:
-    async with TransportHarness(make, "penstock.testing.scripted:NeverLoads") as harness:
+    async with TransportHarness(make, "support.scripted:NeverLoads") as harness:
         await harness.until(lambda: len(harness.downs) >= 2)
         (error, first), (_, second) = harness.downs[:2]
         assert type(error) is LoadFailed
@@ -318,14 +316,14 @@ async def check_a_model_that_does_not_load_is_reported_with_the_reason(make: Mak
 
 
 async def check_a_model_that_ends_its_worker_while_loading_is_reported(make: MakeTransport) -> None:
-    async with TransportHarness(make, "penstock.testing.scripted:DiesWhileLoading") as harness:
+    async with TransportHarness(make, "support.scripted:DiesWhileLoading") as harness:
         await harness.until(lambda: harness.downs)
         assert type(harness.downs[0][0]) is LoadFailed
         assert "7" in harness.downs[0][0].message
 
 
 async def check_a_missing_target_is_reported_with_candidates(make: MakeTransport) -> None:
-    async with TransportHarness(make, "penstock.testing.scripted:ScriptedModl") as harness:
+    async with TransportHarness(make, "support.scripted:ScriptedModl") as harness:
         await harness.until(lambda: harness.downs)
         error = harness.downs[0][0]
         assert type(error) is TargetNotFound
@@ -333,7 +331,7 @@ async def check_a_missing_target_is_reported_with_candidates(make: MakeTransport
 
 
 async def check_a_class_object_is_a_target(make: MakeTransport) -> None:
-    from penstock.testing.scripted import ScriptedModel
+    from support.scripted import ScriptedModel
 
     async with TransportHarness(make, ScriptedModel) as harness:
         assert await harness.values(("size", 0), 1) == [2, 1]
