@@ -253,7 +253,7 @@ def _exclusive(cached: Path) -> Iterator[Path]:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):  # not removed meanwhile
+            if os.fstat(lock).st_nlink:  # not removed meanwhile
                 yield path
                 return
         finally:
