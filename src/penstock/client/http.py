@@ -105,14 +105,15 @@ class ClientConnection:
                 if protocol.received_bytes:
                     raise
                 try:
-                    self._protocol = protocol = await self._connect()
+                    protocol = await self.connect()
                 except Unreachable:  # the whole server went away, perhaps because of this request
                     raise lost from None
         else:
-            self._protocol = protocol = await self._connect()
+            protocol = await self.connect()
         return await protocol.exchange(head, body, max_response_bytes)
 
-    async def _connect(self) -> _ClientProtocol:
+    async def connect(self) -> _ClientProtocol:
+        """Opens the connection now, instead of with a request. Raises Unreachable, UntrustedCertificate."""
         endpoint = self.endpoint
         loop = asyncio.get_running_loop()
         try:
@@ -130,6 +131,9 @@ class ClientConnection:
             raise Unreachable(f"{endpoint.url}: no connection within {self.connect_timeout_s:g} s") from None
         except OSError as exc:  # includes ssl.SSLError and socket.gaierror
             raise Unreachable(f"{endpoint.url}: cannot connect: {_reason(exc)}") from None
+        except UnicodeError:
+            raise Unreachable(f"{endpoint.url}: '{endpoint.host}' is not a valid host name") from None
+        self._protocol = protocol
         return protocol
 
 

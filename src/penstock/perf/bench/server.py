@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import http.client
 import json
 import os
 import select
-import ssl
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,17 +19,9 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from penstock.client.endpoint import (
-    ConnectionLost,
-    Endpoint,
-    MalformedResponse,
-    ResponseTimeout,
-    Unreachable,
-    UntrustedCertificate,
-)
+from penstock.client.endpoint import Endpoint
+from penstock.client.http import ClientConnection, HttpResponse
 from penstock.errors import ConfigError, PenstockError
-
-MOST_BYTES: Final = 2**24  # of a response; a metrics page has some 100 kB
 
 START_S: Final = 300.0  # the first start of a model may compile it
 STOP_S: Final = 15.0
@@ -75,60 +65,33 @@ def fetch(
     token: str | None = None,
     timeout_s: float = 10.0,
 ) -> Reply:
-    """The response to one request on a new connection; `path` follows the endpoint's prefix. Blocks.
+    """The response to one request on a new connection; `path` follows the endpoint's prefix. Blocks the thread, which
+    must not run an event loop.
 
-    The parameters are those of an HTTP request. Raises Unreachable, UntrustedCertificate, ResponseTimeout,
-    ConnectionLost, MalformedResponse.
+    The parameters are those of an HTTP request. Raises as `ClientConnection.request` does.
     """
-    headers = {"Connection": "close"}
-    if body is not None:
-        headers["Content-Type"] = content_type
+    headers = [] if body is None else [("Content-Type", content_type)]
     if token is not None:
-        headers["Authorization"] = f"Bearer {token}"
-    connection = _connect(endpoint, timeout_s)
-    try:
-        connection.request(method, endpoint.prefix + path, body, headers)
-        response = connection.getresponse()
-        return Reply(response.status, _read(response, time.monotonic() + timeout_s))
-    except TimeoutError:
-        raise ResponseTimeout(f"{endpoint.url} has not answered within {timeout_s:g} s") from None
-    except OSError as exc:  # http.client.RemoteDisconnected too
-        raise ConnectionLost(f"{endpoint.url}: the connection ended before the answer: {exc}") from None
-    except http.client.HTTPException as exc:
-        raise MalformedResponse(f"{endpoint.url} does not answer in HTTP: {type(exc).__name__}: {exc}") from None
-    finally:
-        connection.close()
+        headers.append(("Authorization", f"Bearer {token}"))
+
+    async def exchange(connection: ClientConnection) -> HttpResponse:
+        try:
+            return await connection.request(method, path, headers, [body or b""], timeout_s=timeout_s)
+        finally:
+            connection.close()
+
+    response = asyncio.run(exchange(ClientConnection(endpoint, connect_timeout_s=timeout_s)))
+    return Reply(response.status, response.body)
 
 
 def check_reachable(endpoint: Endpoint, timeout_s: float = 10.0) -> None:
     """Raises Unreachable or UntrustedCertificate if no connection can be opened."""
-    _connect(endpoint, timeout_s).close()
 
+    async def connect(connection: ClientConnection) -> None:
+        await connection.connect()
+        connection.close()
 
-def _read(response: http.client.HTTPResponse, until_s: float) -> bytes:
-    """The body, bounded in size and time. Raises TimeoutError."""
-    body = bytearray()
-    while len(body) < MOST_BYTES and (part := response.read1(MOST_BYTES - len(body))):
-        body += part
-        if time.monotonic() > until_s:
-            raise TimeoutError
-    return bytes(body)
-
-
-def _connect(endpoint: Endpoint, timeout_s: float) -> http.client.HTTPConnection:
-    if endpoint.tls is None:
-        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=timeout_s)
-    else:
-        connection = http.client.HTTPSConnection(endpoint.host, endpoint.port, timeout=timeout_s, context=endpoint.tls)
-    try:
-        connection.connect()
-    except ssl.SSLCertVerificationError as exc:
-        raise UntrustedCertificate(f"{endpoint.url}: certificate not trusted: {exc.verify_message}") from None
-    except OSError as exc:  # including an unknown host name, a TLS failure and a timeout
-        raise Unreachable(f"{endpoint.url}: cannot connect: {exc.strerror or exc}") from None
-    except UnicodeError:
-        raise Unreachable(f"{endpoint.url}: '{endpoint.host}' is not a valid host name") from None
-    return connection
+    asyncio.run(connect(ClientConnection(endpoint, connect_timeout_s=timeout_s)))
 
 
 class ServerProcess:
