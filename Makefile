@@ -44,8 +44,7 @@ bench: $(VENV)/.dev wrk redis-server
 
 # the site in site/, and the pages of the reference that are kept in git
 docs: $(VENV)/.docs
-	$(BIN)/python -m penstock.config.document > docs/configuration.md
-	$(BIN)/python -m penstock.pipeline.describe docs/pipelines.md
+	$(BIN)/python tools/reference_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 PROTOS = src/penstock/torchserve/grpc/protos

@@ -25,9 +25,11 @@ SHOWN = {
 
 @pytest.fixture
 def copied(tmp_path: Path) -> PageShell:
-    """A copy of the package and of the page that `make docs` generates, with that package first on the path."""
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the package, the tools and the pages that they generate, with that package first on the path."""
+    for folder in ("src", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "pipelines.md", tmp_path / "docs")
     return PageShell(tmp_path, env={"PYTHONPATH": f"{tmp_path / 'src'}:{tmp_path}"})
 
 

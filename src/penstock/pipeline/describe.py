@@ -1,13 +1,8 @@
-"""Text for people: graphs for `penstock pipeline check`, ops for `penstock pipeline ops`, tables for the docs.
-
-`python -m penstock.pipeline.describe PAGE...` updates the tables in pages.
-"""
+"""Text for people: graphs for `penstock pipeline check`, ops for `penstock pipeline ops`."""
 
 import inspect
 import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
@@ -18,18 +13,14 @@ from penstock.errors import ConfigError
 from penstock.pipeline.check import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.engine import GPU_WAIT_S
 from penstock.pipeline.graph import Graph, Node, NodeStep
-from penstock.pipeline.keys import NODE, PIPELINE, Key
+from penstock.pipeline.keys import NODE
 from penstock.pipeline.lower import builtin_op, op_class
-from penstock.pipeline.ops.base import Op
-from penstock.pipeline.ops.catalog import ALIASES, BUILTIN, NOT_HERE, canonical, find, names
+from penstock.pipeline.ops.catalog import canonical, find, names
 from penstock.pipeline.ops.parameters import OpParameter, describe_type, parameters_of
 from penstock.pipeline.placement import placed
 
 _HEAD = ("node", "ops", "instances", "batch", "wait", "device")
 _LONGEST, _WIDTH = 60, 76
-
-BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
-"""The lines of a page between which a table stands."""
 
 
 # ---- a graph
@@ -119,7 +110,7 @@ def _short(value: Any) -> str:
 def ops_text() -> str:
     """All ops, one per line."""
     width = max(map(len, names()))
-    return "\n".join(f"{name.ljust(width)}  {_first_line(name)}" for name in names())
+    return "\n".join(f"{name.ljust(width)}  {first_line(name)}" for name in names())
 
 
 def op_text(name: str) -> str:
@@ -127,73 +118,19 @@ def op_text(name: str) -> str:
     name = canonical(name)
     cls = find(name)
     text = (inspect.getdoc(cls) or "").partition("\n\n- `")[0]
-    rows = [f"  {p.name} = {_default(p)}   {describe_type(p.type)}: {p.doc}" for p in parameters_of(cls).values()]
+    rows = [f"  {p.name} = {default_of(p)}   {describe_type(p.type)}: {p.doc}" for p in parameters_of(cls).values()]
     return "\n".join([f"{name}: {cls.takes} -> {cls.gives}", "", text, "", *rows])
 
 
-def _first_line(name: str) -> str:
+def first_line(name: str) -> str:
     try:
         return (inspect.getdoc(find(name)) or "").split("\n\n")[0].replace("\n", " ")
     except ConfigError as e:
         return f"({e.message})"
 
 
-# ---- tables of the documentation
-
-
-def tables() -> dict[str, str]:
-    """The tables, by the name in their marks."""
-    return {"keys of a node": _keys(NODE), "keys of the pipeline": _keys(PIPELINE), "ops": _ops()}
-
-
-def with_tables(page: str) -> str:
-    """The page with the current text of each table that it marks."""
-    for name, table in tables().items():
-        begin, end = BEGIN.format(name), END.format(name)
-        if begin not in page or end not in page:
-            continue
-        head, _, rest = page.partition(begin)
-        page = f"{head}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
-    return page
-
-
-def _keys(keys: Mapping[str, Key]) -> str:
-    rows = [(f"`{name}`", key.expected, key.default, key.doc) for name, key in keys.items()]
-    return _markdown(("key", "takes", "default", "meaning"), rows)
-
-
-def _ops() -> str:
-    rows = []
-    known: dict[type[Op], str] = {}
-    for name in (name for name in BUILTIN if name not in ALIASES):
-        cls = find(name)
-        first = known.setdefault(cls, name)
-        params = ", ".join(_parameter(p) for p in parameters_of(cls).values()) if first == name else ""
-        does = _first_line(name) if first == name else f"as `{first}`"
-        rows.append((f"`{name}`", f"{cls.takes} -> {cls.gives}", params, does))
-    rows.sort(key=lambda row: row[0].lower())
-    others = ", ".join(f"`{name}` is `{of}`" for name, of in ALIASES.items())
-    absent = _markdown(("TorchPipe's", "here"), [(f"`{name}`", why) for name, why in NOT_HERE.items()])
-    table = _markdown(("op", "data", "parameters", "gives"), rows)
-    return f"{table}\n\nOther names: {others}. Not available:\n\n{absent}"
-
-
-def _parameter(parameter: OpParameter) -> str:
-    return f"`{parameter.name}`" if parameter.required else f"`{parameter.name}` = {_default(parameter)}"
-
-
-def _default(parameter: OpParameter) -> str:
+def default_of(parameter: OpParameter) -> str:
     if parameter.required:
         return "(must be set)"
     value = parameter.default
     return '""' if value == "" else "none" if value is None or value == () else str(value)
-
-
-def _markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
-
-
-if __name__ == "__main__":
-    for page in map(Path, sys.argv[1:]):
-        page.write_text(with_tables(page.read_text()))

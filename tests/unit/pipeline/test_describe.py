@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from penstock.pipeline.check import check
-from penstock.pipeline.describe import BEGIN, END, ops_text, tables, with_tables
+from penstock.pipeline.describe import ops_text
 from penstock.pipeline.keys import NODE, PIPELINE
 from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.ops.catalog import find
 from penstock.pipeline.ops.parameters import make_op
+from reference_pages import BEGIN, END, tables, with_tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "pipelines.md"
 
@@ -23,7 +24,7 @@ def test_the_page_has_the_tables_of_the_code() -> None:
     for name in ("keys of a node", "keys of the pipeline", "ops"):
         assert BEGIN.format(name) in text
         assert END.format(name) in text
-    assert with_tables(text) == text, "write it anew: python -m penstock.pipeline.describe docs/pipelines.md"
+    assert with_tables(text) == text, "write it anew: python tools/reference_pages.py"
 
 
 def test_a_table_without_its_marks_is_not_written() -> None:

@@ -7,19 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.config.document import document
 from penstock.config.schema import SECTIONS
+from reference_pages import configuration_page
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == document(), "run: python -m penstock.config.document > docs/configuration.md"
+    assert PAGE.read_text() == configuration_page(), "run: python tools/reference_pages.py"
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_every_key_has_a_line(name: str) -> None:
-    section = document().split(f"\n## `[{name}]`\n")[1].split("\n## ")[0]
+    section = configuration_page().split(f"\n## `[{name}]`\n")[1].split("\n## ")[0]
     for key in SECTIONS[name].__struct_fields__:
         row = next(line for line in section.splitlines() if line.startswith(f"| `{key}` |"))
         takes, default, meaning = row.strip("| ").removeprefix(f"`{key}` | ").split(" | ")

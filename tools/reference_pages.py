@@ -1,5 +1,12 @@
-"""Generates `docs/configuration.md` from the schema: `python -m penstock.config.document > docs/configuration.md`."""
+"""Generates reference pages from the code: all of docs/configuration.md, and the tables of docs/pipelines.md.
 
+`make docs` runs `python tools/reference_pages.py`. Tests compare the pages with the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,11 +15,21 @@ from msgspec import inspect
 from penstock.config.load import RESERVED
 from penstock.config.schema import SECTIONS
 from penstock.config.toml import expected
+from penstock.pipeline.describe import default_of, first_line
+from penstock.pipeline.keys import NODE, PIPELINE, Key
+from penstock.pipeline.ops.base import Op
+from penstock.pipeline.ops.catalog import ALIASES, BUILTIN, NOT_HERE, find
+from penstock.pipeline.ops.parameters import OpParameter, parameters_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+BEGIN, END = "<!-- {} -->", "<!-- end of {} -->"
+"""The lines of docs/pipelines.md between which a table stands."""
 
 _HEAD = """\
 # Configuration
 
-`python -m penstock.config.document` generates this page; to change it, edit `src/penstock/config/schema.py`.
+`tools/reference_pages.py` generates this page; to change it, edit `src/penstock/config/schema.py`.
 
 All settings are in one `penstock.toml`. Every key has a default except the `target` of a model:
 
@@ -58,8 +75,8 @@ address that other machines can reach requires a token, `server.tls_client_ca`, 
 """
 
 
-def document() -> str:
-    """The page in Markdown."""
+def configuration_page() -> str:
+    """docs/configuration.md."""
     reserved = "".join(f"- `{name}`: {meaning}\n" for name, meaning in RESERVED.items())
     return _HEAD + reserved + "".join(_section(name, table) for name, table in SECTIONS.items())
 
@@ -92,5 +109,53 @@ def _default(field: Any) -> str:
     return f"`{msgspec.json.encode(value).decode()}`"
 
 
+def tables() -> dict[str, str]:
+    """The tables, by the name in their marks."""
+    return {"keys of a node": _keys(NODE), "keys of the pipeline": _keys(PIPELINE), "ops": _ops()}
+
+
+def with_tables(page: str) -> str:
+    """The page with the current text of each table that it marks."""
+    for name, table in tables().items():
+        begin, end = BEGIN.format(name), END.format(name)
+        if begin not in page or end not in page:
+            continue
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def _keys(keys: Mapping[str, Key]) -> str:
+    rows = [(f"`{name}`", key.expected, key.default, key.doc) for name, key in keys.items()]
+    return _markdown(("key", "takes", "default", "meaning"), rows)
+
+
+def _ops() -> str:
+    rows = []
+    known: dict[type[Op], str] = {}
+    for name in (name for name in BUILTIN if name not in ALIASES):
+        cls = find(name)
+        first = known.setdefault(cls, name)
+        params = ", ".join(_parameter(p) for p in parameters_of(cls).values()) if first == name else ""
+        does = first_line(name) if first == name else f"as `{first}`"
+        rows.append((f"`{name}`", f"{cls.takes} -> {cls.gives}", params, does))
+    rows.sort(key=lambda row: row[0].lower())
+    others = ", ".join(f"`{name}` is `{of}`" for name, of in ALIASES.items())
+    absent = _markdown(("TorchPipe's", "here"), [(f"`{name}`", why) for name, why in NOT_HERE.items()])
+    table = _markdown(("op", "data", "parameters", "gives"), rows)
+    return f"{table}\n\nOther names: {others}. Not available:\n\n{absent}"
+
+
+def _parameter(parameter: OpParameter) -> str:
+    return f"`{parameter.name}`" if parameter.required else f"`{parameter.name}` = {default_of(parameter)}"
+
+
+def _markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+
+
 if __name__ == "__main__":
-    print(document(), end="")
+    (DOCS / "configuration.md").write_text(configuration_page())
+    pipelines = DOCS / "pipelines.md"
+    pipelines.write_text(with_tables(pipelines.read_text()))
