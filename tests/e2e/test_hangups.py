@@ -84,7 +84,7 @@ class Site:
         await until((self.folder / "reached").exists)
 
     def pending(self, name: str) -> int:
-        batcher = self.engine._registry.find(name, None)._batcher
+        batcher = self.engine._registry.find(name, None).batcher
         assert batcher is not None
         return batcher.pending
 

@@ -34,8 +34,8 @@ async def test_an_urgent_request_goes_before_bulk_rows_that_came_earlier() -> No
     async with Engine() as engine, asyncio.timeout(PATIENCE_S):
         await engine.load("m", config, target=model)
         handle = engine._registry.route("m", None)
-        assert handle._batcher is not None
-        handle._batcher.scheduler.prime([(n, 100.0 + n) for n in (1, 2, 4) for _ in range(3)])  # nothing ends soon
+        assert handle.batcher is not None
+        handle.batcher.scheduler.prime([(n, 100.0 + n) for n in (1, 2, 4) for _ in range(3)])  # nothing ends soon
         bulk = [asyncio.create_task(engine.infer("m", f"bulk {k}", priority=1)) for k in range(8)]
         await runs.wait()
         lone = asyncio.create_task(engine.infer("m", "lone"))

@@ -38,7 +38,7 @@ class Engine:
         self._registry = ModelRegistry()
         self._live: set[ModelHandle] = set()  # includes hidden ones, which load or drain
         self._pool: SlabPool | None = None
-        self._draining = False
+        self.draining = False
 
     async def __aenter__(self) -> Engine:
         return self
@@ -104,7 +104,7 @@ class Engine:
 
         Raises ConfigError, ModelNotReady, and Conflict at the maximum number of versions.
         """
-        if self._draining:
+        if self.draining:
             raise ModelNotReady(f"model '{name}' is not loaded: the engine is draining or closed")
         check_model(config, f"model '{name}': ")
         self._check_version_limit(name, config.version)
@@ -144,7 +144,7 @@ class Engine:
         True if there was a load. The caller then unloads the version if it is visible.
         """
         found = [h for h in self._live if h.name == name and version in (None, h.version)]
-        return any([h.abort() for h in found])
+        return any([h.instances.abort() for h in found])
 
     async def retire(self, handle: ModelHandle, drain_s: float) -> None:
         """Hides a handle at once, answers its accepted requests and ends its workers."""
@@ -178,11 +178,11 @@ class Engine:
 
     def drain(self) -> None:
         """Makes the engine unready; it still answers requests."""
-        self._draining = True
+        self.draining = True
 
     async def close(self, drain_s: float = 30.0) -> None:
         """Answers accepted requests for at most `drain_s`, then ends every worker."""
-        self._draining = True
+        self.draining = True
         await asyncio.gather(*(handle.close(drain_s) for handle in self._live))
         for handle in list(self._registry):
             self._registry.remove(handle)
@@ -194,7 +194,7 @@ class Engine:
     def forget(self) -> None:
         """In a forked child: closes this process's copies of the workers' sockets and nothing else."""
         for handle in self._live:
-            handle.forget()
+            handle.instances.forget()
 
     @property
     def pool(self) -> SlabPool:
@@ -301,10 +301,10 @@ class Engine:
     def ready(self) -> bool:
         """True if every model has a worker up and the engine is not draining."""
         handles = list(self._registry)
-        return not self._draining and bool(handles) and all(h.ready for h in handles)
+        return not self.draining and bool(handles) and all(h.ready for h in handles)
 
     def model_ready(self, model: str, version: str | None) -> bool:
-        return self._registry.find(model, version).ready and not self._draining
+        return self._registry.find(model, version).ready and not self.draining
 
     def metadata(self, model: str, version: str | None) -> tuple[ModelMetadata, list[str]]:
         handle = self._registry.find(model, version)
@@ -330,11 +330,6 @@ class Engine:
     def _status(self, handle: ModelHandle) -> ModelStatus:
         default, traffic = self._registry.share(handle)
         return structs.replace(handle.status(), default=default, traffic=traffic)
-
-    @property
-    def draining(self) -> bool:
-        """True once `drain` or `close` was called."""
-        return self._draining
 
     def statistics(self, model: str, version: str | None = None) -> dict[str, object]:
         """The statistics of the model's scheduler. Raises ModelNotFound."""

@@ -10,7 +10,7 @@ from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.batcher import Batcher, Call
-from penstock.core.engine.instances import Instances, WorkerSnapshot
+from penstock.core.engine.instances import Instances
 from penstock.core.engine.outcomes import notify, overriding, reason_of
 from penstock.core.engine.rules import bucket_rule, check_rules, policy_of, queue_bound, rows_rule
 from penstock.core.wire.slabs import Slab
@@ -52,19 +52,15 @@ class ModelHandle:
         self._observers = observers
         self._arrival_observers = overriding(observers, "on_arrival")
         self._request_observers = overriding(observers, "on_request")
-        self._batcher: Batcher | None = None
+        self.batcher: Batcher | None = None  # None before the first worker is up
         self._broken = False
-        self._instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
+        self.instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
 
     # ---- lifecycle
 
     async def load(self) -> None:
         """Waits until every slot has reported and one is up. Raises LoadFailed, ConfigError; Conflict if aborted."""
-        await self._instances.load()
-
-    def abort(self) -> bool:
-        """Aborts a pending load or scale-up, which raises Conflict; True for a load. The caller unloads next."""
-        return self._instances.abort()
+        await self.instances.load()
 
     async def scale(self, instances: int, drain_s: float) -> None:
         """Waits until new instances are up and removed ones have answered their batches.
@@ -74,33 +70,29 @@ class ModelHandle:
         """
         if self.state not in ("READY", "FAILED"):
             raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
-        await self._instances.scale(instances, drain_s)
+        await self.instances.scale(instances, drain_s)
 
     async def close(self, drain_s: float) -> None:
         """Answers accepted requests for at most `drain_s`, then ends every worker."""
         self.state = "DRAINING"
-        self._instances.closing()
+        self.instances.closing()
         end = time.monotonic() + drain_s
-        if self._batcher is not None and not await self._batcher.drain(drain_s):
+        if self.batcher is not None and not await self.batcher.drain(drain_s):
             log.warning(
-                "drain_timeout model=%s pending=%d: their callers get an error", self.name, self._batcher.pending
+                "drain_timeout model=%s pending=%d: their callers get an error", self.name, self.batcher.pending
             )
-        await self._instances.close(max(0.0, end - time.monotonic()))
-        if self._batcher is not None:
-            self._batcher.close(ModelNotReady(f"model '{self.name}' was stopped before the request ran"))
-
-    def forget(self) -> None:
-        """See `Engine.forget`."""
-        self._instances.forget()
+        await self.instances.close(max(0.0, end - time.monotonic()))
+        if self.batcher is not None:
+            self.batcher.close(ModelNotReady(f"model '{self.name}' was stopped before the request ran"))
 
     # ---- callbacks of the instances
 
     def _on_up(self, ready: Ready) -> Batcher:
         self.metadata = ready.metadata
-        if self._batcher is None:
-            self._batcher = self._make_batcher(ready)
-            self._batcher.on_broken = self._on_broken
-        return self._batcher
+        if self.batcher is None:
+            self.batcher = self._make_batcher(ready)
+            self.batcher.on_broken = self._on_broken
+        return self.batcher
 
     def _make_batcher(self, ready: Ready) -> Batcher:
         """Raises ConfigError, or any error of a policy."""
@@ -112,7 +104,7 @@ class ModelHandle:
         scheduler = Scheduler(
             policy_of(b) if self._policy is None else self._policy(),
             max_batch_size=size,
-            max_queue=queue_bound(b, self._instances.count, size),
+            max_queue=queue_bound(b, self.instances.count, size),
             max_queue_bytes=self._max_queue_bytes,
             depth=self._transport.depth,
             idempotent=b.idempotent,
@@ -123,19 +115,19 @@ class ModelHandle:
         return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers)
 
     def _on_broken(self) -> None:
-        self._broken = self._instances.broken = True
+        self._broken = self.instances.broken = True
         self._on_change()
 
     def _on_change(self) -> None:
         """Adapts the state and the queue limit to the instances."""
-        if self._batcher is not None:
-            scheduler = self._batcher.scheduler
-            scheduler.max_queue = queue_bound(self.batching, self._instances.count, scheduler.max_batch_size)
+        if self.batcher is not None:
+            scheduler = self.batcher.scheduler
+            scheduler.max_queue = queue_bound(self.batching, self.instances.count, scheduler.max_batch_size)
         if self.state == "DRAINING":
             return
-        if self._instances.up and not self._broken:
+        if self.instances.up and not self._broken:
             self.state = "READY"
-        elif self.state == "READY" or self._instances.loaded:
+        elif self.state == "READY" or self.instances.loaded:
             self.state = "FAILED"
 
     # ---- requests
@@ -145,7 +137,7 @@ class ModelHandle:
         if self._arrival_observers:
             notify(self._arrival_observers, "on_arrival", self.name, self.version)
         try:
-            batcher = self._batcher
+            batcher = self.batcher
             if batcher is None or self.state != "READY":
                 self._refuse(batcher)
                 assert batcher is not None
@@ -169,22 +161,17 @@ class ModelHandle:
     def _refuse(self, batcher: Batcher | None) -> None:
         """Raises ModelNotReady, unless a worker restarts soon."""
         if batcher is not None and self.state == "FAILED" and not self._broken:
-            back_in_s = self._instances.back_in_s()
+            back_in_s = self.instances.back_in_s()
             if back_in_s is not None and back_in_s <= _MAX_RESTART_WAIT_S:
                 return
             raise ModelNotReady(
                 f"model '{self.name}' has no running worker",
-                retry_after_s=self._instances.retry_in_s(),
-                detail=self._instances.why_down(),
+                retry_after_s=self.instances.retry_in_s(),
+                detail=self.instances.why_down(),
             )
         raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
 
     # ---- state
-
-    @property
-    def batcher(self) -> Batcher | None:
-        """The batcher; None before the first worker is up."""
-        return self._batcher
 
     @property
     def ready(self) -> bool:
@@ -192,39 +179,26 @@ class ModelHandle:
         return self.state == "READY"
 
     def status(self) -> ModelStatus:
-        scheduler = self._batcher.scheduler if self._batcher else None
+        scheduler = self.batcher.scheduler if self.batcher else None
         return ModelStatus(
             name=self.name,
             version=self.version,
             state=self.state,
-            instances=self._instances.count,
-            ready_instances=self._instances.up,
+            instances=self.instances.count,
+            ready_instances=self.instances.up,
             max_batch_size=scheduler.max_batch_size if scheduler else 0,
-            devices=self._instances.devices(),
+            devices=self.instances.devices(),
             queue=scheduler.queued if scheduler else 0,
         )
 
     @property
     def pending(self) -> int:
         """The number of accepted requests without an answer."""
-        return self._batcher.pending if self._batcher else 0
-
-    @property
-    def up(self) -> int:
-        """The number of workers that are up."""
-        return self._instances.up
-
-    def why_down(self) -> str:
-        """The last error or output of an instance that is down."""
-        return self._instances.why_down()
-
-    def workers(self) -> list[WorkerSnapshot]:
-        """The slots of the workers, without retiring ones."""
-        return self._instances.workers()
+        return self.batcher.pending if self.batcher else 0
 
     def reading(self) -> ModelSnapshot:
         """The values for the metric gauges."""
-        batcher = self._batcher
+        batcher = self.batcher
         if batcher is None:
             return ModelSnapshot(self.status())
         scheduler = batcher.scheduler
@@ -235,9 +209,9 @@ class ModelHandle:
             queue_bytes=scheduler.queued_bytes,
             max_queue_rows=scheduler.max_queue,
             scheduler=scheduler.explain(),
-            pids=self._instances.pids(),
+            pids=self.instances.pids(),
         )
 
     def statistics(self) -> dict[str, object]:
         """The statistics of the scheduler; empty before the first worker is up."""
-        return self._batcher.scheduler.explain() if self._batcher else {}
+        return self.batcher.scheduler.explain() if self.batcher else {}

@@ -39,7 +39,7 @@ class ModelsBackend:
             self.requests[model, label] = self.requests.get((model, label), 0) + 1
             handle = found.handle
             # with useJobTicket, no request waits in the queue
-            if handle is None or (found.spec.settings.use_job_ticket and handle.pending >= handle.up):
+            if handle is None or (found.spec.settings.use_job_ticket and handle.pending >= handle.instances.up):
                 raise no_worker(model, version)
             if found.loading:
                 if len(found.pending) >= found.spec.settings.job_queue_size:

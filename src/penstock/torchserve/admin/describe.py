@@ -31,7 +31,7 @@ class ModelDescriber:
 
     def number(self, version: ModelVersion) -> list[WorkerSnapshot]:
         """The version's workers, each with an id in `version.worker_ids`. Call this after every change of workers."""
-        workers = [] if version.handle is None else version.handle.workers()
+        workers = [] if version.handle is None else version.handle.instances.workers()
         version.worker_ids = {w.slot: version.worker_ids.get(w.slot) or next(self._ids) for w in workers}
         return workers
 

@@ -96,7 +96,7 @@ class ModelVersion(Struct, eq=False):
     @property
     def up(self) -> int:
         """The number of live workers."""
-        return 0 if self.handle is None else self.handle.up
+        return 0 if self.handle is None else self.handle.instances.up
 
     @property
     def ready(self) -> bool:

@@ -67,7 +67,7 @@ class WorkerManager:
     async def scale(self, version: ModelVersion, minimum: int, maximum: int, named: str | None) -> None:
         """Returns when there are `minimum` to `maximum` workers. A failure changes nothing."""
         async with version.lock:
-            now = 0 if version.handle is None else len(version.handle.workers())
+            now = 0 if version.handle is None else len(version.handle.instances.workers())
             target = min(max(now, minimum), maximum)
             before = version.min_workers, version.max_workers, version.expected
             version.min_workers, version.max_workers = minimum, maximum
@@ -84,7 +84,7 @@ class WorkerManager:
         assert version.gone
         if version.loading:
             assert version.handle is not None
-            version.handle.abort()
+            version.handle.instances.abort()
             async with version.lock:
                 return
         await self._retire(version)

@@ -362,7 +362,7 @@ async def test_unloading_under_load_answers_every_request_once(transport: str) -
 async def test_a_model_with_a_broken_scheduler_is_not_ready(transport: str, caplog: Any) -> None:
     async with Engine() as engine:
         await engine.load("double", config(transport), target=double)
-        engine._registry.find("double", None)._batcher.scheduler.poll = None  # type: ignore[union-attr,assignment]
+        engine._registry.find("double", None).batcher.scheduler.poll = None  # type: ignore[union-attr,assignment]
         with pytest.raises(PenstockError, match="internal error"):
             await engine.infer("double", 1)
         assert not engine.ready()
@@ -441,7 +441,7 @@ async def test_a_version_that_fails_to_load_can_stay_and_is_retried(
         await engine.put(handle, keep=True)
         assert "no weights yet" in caplog.text
         assert [(s.state, s.ready_instances) for s in engine.statuses()] == [("FAILED", 0)]
-        assert [(w.slot, w.up) for w in handle.workers()] == [(0, False)]
+        assert [(w.slot, w.up) for w in handle.instances.workers()] == [(0, False)]
         with pytest.raises(ModelNotReady):
             await engine.infer("m", 1)
         await asyncio.wait_for(up.wait(), 10)
@@ -465,7 +465,7 @@ async def test_a_handle_is_retired_by_itself_though_another_has_its_number(trans
         await engine.put(new)
         await retiring
         assert await engine.infer("m", 2) == 4
-        assert (old.ready, new.ready, new.up, new.pending) == (False, True, 1, 0)
+        assert (old.ready, new.ready, new.instances.up, new.pending) == (False, True, 1, 0)
 
 
 async def test_worker_snapshots_include_the_start_time() -> None:
@@ -473,8 +473,8 @@ async def test_worker_snapshots_include_the_start_time() -> None:
     async with Engine() as engine:
         handle = engine.prepare("m", config(instances=2), target=double)
         await engine.put(handle)
-        found = handle.workers()
+        found = handle.instances.workers()
         assert [(w.slot, w.device, w.up, w.pid) for w in found] == [(0, "cpu", True, 0), (1, "cpu", True, 0)]
         assert all(before_s <= w.since_s <= time.time() for w in found)
         await handle.scale(1, 5.0)
-        assert [w.slot for w in handle.workers()] == [0]
+        assert [w.slot for w in handle.instances.workers()] == [0]

@@ -217,7 +217,7 @@ async def test_concurrent_scales_run_in_sequence(stage: Stage) -> None:
 async def test_an_aborted_scale_ends_at_once_and_removes_its_instances(stage: Stage) -> None:
     scaling = await stage.begin(stage.handle.scale(3, 0))
     stage.up(1)
-    assert stage.handle.abort() is False, "it was no load"
+    assert stage.handle.instances.abort() is False, "it was no load"
     with pytest.raises(Conflict, match="unloaded while it was scaled"):
         await scaling
     assert stage.slots == {0}
@@ -225,7 +225,7 @@ async def test_an_aborted_scale_ends_at_once_and_removes_its_instances(stage: St
 
 
 async def test_an_abort_without_a_scale_changes_nothing(stage: Stage) -> None:
-    assert stage.handle.abort() is False
+    assert stage.handle.instances.abort() is False
     scaling = await stage.begin(stage.handle.scale(2, 0))
     stage.up(1)
     await scaling
@@ -235,7 +235,7 @@ async def test_an_abort_without_a_scale_changes_nothing(stage: Stage) -> None:
 async def test_an_aborted_load_raises_conflict() -> None:
     stage = Stage()
     loading = await stage.begin(stage.handle.load())
-    assert stage.handle.abort() is True
+    assert stage.handle.instances.abort() is True
     with pytest.raises(Conflict, match="unloaded while it was loading"):
         await loading
     await stage.handle.close(0)
@@ -323,8 +323,8 @@ async def test_an_empty_list_of_priorities_is_refused_and_nothing_hangs() -> Non
 async def test_slots_can_change_after_the_scheduler_broke(stage: Stage, caplog: Any) -> None:
     answer = stage.ask()
     await asyncio.sleep(0)
-    assert stage.handle._batcher is not None
-    stage.handle._batcher._break()
+    assert stage.handle.batcher is not None
+    stage.handle.batcher._break()
     assert str(answer[0].error) == "internal error"
     for _ in range(2):  # the scheduler still believes in the batch, and would raise
         stage.down(0, WorkerDied("killed"))
@@ -381,11 +381,11 @@ async def test_a_worker_s_load_is_timed_from_its_own_start() -> None:
     stage = Stage()
     loading = asyncio.create_task(stage.handle.load())
     await asyncio.sleep(0)
-    stage.handle._instances._slots[0].since_s -= 7.0
+    stage.handle.instances._slots[0].since_s -= 7.0
     stage.up(0)
     await loading
     stage.down(0, retry_in_s=3.0)
-    stage.handle._instances._slots[0].retry_at -= 5.0  # type: ignore[operator]
+    stage.handle.instances._slots[0].retry_at -= 5.0  # type: ignore[operator]
     stage.up(0)
     (_, first_s), (_, second_s) = stage.loads
     assert 7.0 <= first_s < 8.0
