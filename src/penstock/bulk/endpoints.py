@@ -299,9 +299,8 @@ class AimdWindow(Window):
     refused is avoided; both are tried again some epochs later.
     """
 
-    def __init__(self, start: int, limit: int = MAX_WINDOW) -> None:
-        self.limit = max(1, limit)
-        super().__init__(max(1, min(start, self.limit)))
+    def __init__(self, start: int) -> None:
+        super().__init__(max(1, min(start, MAX_WINDOW)))
         self._best_s = math.inf  # the shortest round trip of a request with the most rows so far
         self._most_rows = 0
         self._halved_s = -math.inf
@@ -362,7 +361,7 @@ class AimdWindow(Window):
         risky = self.size + 1 >= self._refused_size
         if self._hold > 0 and (risky or not (short or previous is not None)):
             self._hold -= 1
-        elif self.size < self.limit and round_trip_s < LONG * self._best_s:
+        elif self.size < MAX_WINDOW and round_trip_s < LONG * self._best_s:
             self.size += 1
             self._previous_rate = rate
             if risky:

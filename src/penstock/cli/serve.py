@@ -21,7 +21,8 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
     toml, models = split_targets(targets)
     per_model = {k: v for k in ("instances", "devices") if (v := flags[k]) is not None}
     if len(flags["devices"] or ()) > 1 and flags["instances"] is None:
-        per_model["instances"] = instances_for(flags["devices"])
+        on_gpu = any(device.startswith("cuda") for device in flags["devices"])
+        per_model["instances"] = "auto" if on_gpu else len(flags["devices"])  # one per device
     options = {**({} if flags["model"] is None else {"model": flags["model"]}), **read_options(flags["options"])}
     if options:
         per_model["options"] = options
@@ -69,11 +70,6 @@ def _set_compat(pipelines: list[dict[str, Any]]) -> None:
         )
     for model in pipelines:
         model["options"] = {**model.get("options", {}), "compat": True}
-
-
-def instances_for(devices: list[str]) -> int | str:
-    """The default number of instances: one per device."""
-    return "auto" if any(device.startswith("cuda") for device in devices) else len(devices)
 
 
 @click.command()

@@ -64,19 +64,13 @@ def _is_plain(text: str) -> bool:
     return text.isascii() and text.isprintable() and " " not in text
 
 
-def tls_context(ca: str | None = None, cert: str | None = None, key: str | None = None) -> ssl.SSLContext:
+def tls_context(ca: str | None = None) -> ssl.SSLContext:
     """A context that verifies certificate and host name against the system's authorities or the file `ca`.
-
-    `cert` and `key` are the client's own, for servers that require one. Raises ConfigError.
-    """
+    Raises ConfigError."""
     try:
-        context = ssl.create_default_context(cafile=ca)
-        if cert is not None:
-            context.load_cert_chain(cert, key)
+        return ssl.create_default_context(cafile=ca)
     except OSError as exc:  # includes ssl.SSLError
-        files = ", ".join(path for path in (ca, cert, key) if path)
-        raise ConfigError(f"cannot read the TLS files {files}: {exc.strerror or exc}") from None
-    return context
+        raise ConfigError(f"cannot read the TLS files {ca}: {exc.strerror or exc}") from None
 
 
 def read_token(path: str | None) -> str | None:

@@ -157,8 +157,10 @@ def _from_set(text: str) -> tuple[str, Tree]:
 
 
 def _value(text: str, path: Path, source: str) -> Any:
-    """`text` as a TOML value if the key accepts it, otherwise as a string."""
-    kind = _kind_at(path, source)
+    """`text` as a TOML value if the key accepts it, otherwise as a string. Raises ConfigError for an unknown key."""
+    kind: Any = Config
+    for depth, name in enumerate(path):
+        kind = _child(kind, name, path[:depth], source)
     parsed = toml_value(text)
     for value in (parsed, text):  # version=2 is the string "2"
         with suppress(msgspec.ValidationError):
@@ -178,14 +180,6 @@ def toml_value(text: str) -> Any:
 
 def _kinds(table: Any) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(table)}
-
-
-def _kind_at(path: Path, source: str) -> Any:
-    """The type of the key at `path`. Raises ConfigError for an unknown key."""
-    kind: Any = Config
-    for depth, name in enumerate(path):
-        kind = _child(kind, name, path[:depth], source)
-    return kind
 
 
 def _child(kind: Any, name: str, path: Path, source: str) -> Any:

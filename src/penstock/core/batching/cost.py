@@ -1,6 +1,7 @@
 """Cost: the run time of a batch of n rows, learned from finished batches."""
 
 MOST_S = 1e6  # longer claims are not measurements, and their sums would overflow
+SKIPPED_SAMPLES = 2  # the first ones include lazy initialization
 READY_SAMPLES = 6  # after the skipped ones: fewer samples predict noise
 _FORGET = 0.995  # share of its weight that a size keeps per sample of any size
 _MAX_WEIGHT = 30.0
@@ -16,12 +17,11 @@ class Cost:
     running upper quantile of measured / predicted, from 1 to 2.
     """
 
-    __slots__ = ("_bins", "_seen", "_skip", "a", "b", "ratio", "ready")
+    __slots__ = ("_bins", "_seen", "a", "b", "ratio", "ready")
 
-    def __init__(self, skip: int = 2) -> None:
+    def __init__(self) -> None:
         self._bins: dict[int, list[float]] = {}  # bit length of n -> [mean n, mean seconds, weight]
         self._seen = 0
-        self._skip = skip  # the first samples include lazy initialisation
         self.a = 0.0
         self.b = 1e-9
         self.ratio = 1.15
@@ -45,7 +45,7 @@ class Cost:
         if n < 1 or not 0 <= seconds < MOST_S:  # false for NaN, too
             return
         self._seen += 1
-        if self._seen <= self._skip:
+        if self._seen <= SKIPPED_SAMPLES:
             return
         predicted = self.a + self.b * n
         seconds = self._bin(n, seconds)
@@ -53,7 +53,7 @@ class Cost:
             self.ratio += 0.02 * (_UPPER if seconds > self.ratio * predicted else _UPPER - 1)
             self.ratio = min(2.0, max(1.0, self.ratio))
         self._fit()
-        self.ready = self._seen >= self._skip + READY_SAMPLES
+        self.ready = self._seen >= SKIPPED_SAMPLES + READY_SAMPLES
 
     def _bin(self, n: int, seconds: float) -> float:
         """Moves the bin of n towards the sample, ages the others, and returns the clipped sample."""

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     `load` receives `device`; `shown_device` is its name outside this process, if that differs.
     Raises LoadFailed, TargetNotFound, ConfigError.
     """
-    add_paths(spec.sys_path)
+    sys.path[:0] = [path for path in spec.sys_path if path not in sys.path]
     # the form parser warns about every malformed body, but a request is never logged above DEBUG
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
@@ -82,8 +81,3 @@ def _threads(spec: WorkerSpec) -> int:
     """Threads of a runtime: OMP_NUM_THREADS of the worker's environment, unless the configuration sets them."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return int(threads) if spec.config.threads is None and threads.isdecimal() and int(threads) else threads_of(spec)
-
-
-def add_paths(paths: Sequence[str]) -> None:
-    """Prepends the missing `paths` to `sys.path`, in order."""
-    sys.path[:0] = [p for p in paths if p not in sys.path]

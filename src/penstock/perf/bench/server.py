@@ -84,14 +84,14 @@ def fetch(
     return Reply(response.status, response.body)
 
 
-def check_reachable(endpoint: Endpoint, timeout_s: float = 10.0) -> None:
+def check_reachable(endpoint: Endpoint) -> None:
     """Raises Unreachable or UntrustedCertificate if no connection can be opened."""
 
     async def connect(connection: ClientConnection) -> None:
         await connection.connect()
         connection.close()
 
-    asyncio.run(connect(ClientConnection(endpoint, connect_timeout_s=timeout_s)))
+    asyncio.run(connect(ClientConnection(endpoint)))
 
 
 class ServerProcess:

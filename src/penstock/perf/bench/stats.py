@@ -64,13 +64,9 @@ def _trimmed(values: Sequence[float]) -> tuple[float, float, int]:
 
 
 def bootstrap(
-    sides: Sequence[Sequence[float]],
-    statistic: Callable[..., np.ndarray],
-    *,
-    seed: int,
-    confidence: float = 0.95,
+    sides: Sequence[Sequence[float]], statistic: Callable[..., np.ndarray], *, seed: int
 ) -> tuple[float, float]:
-    """The interval of a statistic by the expanded percentile bootstrap (Hesterberg 2015, section 3.3).
+    """The 95 % interval of a statistic by the expanded percentile bootstrap (Hesterberg 2015, section 3.3).
 
     `statistic` receives an array [rounds, n] per side and returns [rounds]. The expansion widens the interval for few
     values; with a single value on a side it is infinite.
@@ -80,7 +76,7 @@ def bootstrap(
         return -math.inf, math.inf
     random = np.random.default_rng(seed)
     drawn = [np.asarray(side, float)[random.integers(0, len(side), (_ROUNDS, len(side)))] for side in sides]
-    reach = math.sqrt(least / (least - 1)) * student_at(1 - confidence, least - 1)
+    reach = math.sqrt(least / (least - 1)) * student_at(0.05, least - 1)
     tail = statistics.NormalDist().cdf(-reach)
     low, high = np.quantile(statistic(*drawn), [tail, 1 - tail])
     return float(low), float(high)

@@ -63,7 +63,8 @@ def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
         slo = parse_slo(f"{slo.text},error<={MOST_ERRORS:.0%}")
     if slo.latency_s is None:
         raise ConfigError(f'--slo "{flags["slo"]}" bounds no latency; expected for instance "p99<=100ms"')
-    space = parse_space(default_space() if flags["space"] is None else flags["space"])
+    batch_and_instances = f"batch=1..32,instances=1..{min(MOST_INSTANCES, max(2, usable_cores()))}"
+    space = parse_space(batch_and_instances if flags["space"] is None else flags["space"])
     if flags["gpu"] and not any(p.name == "device" for p in space.parameters):
         space = parse_space(f"{space.text},device=cpu,cuda")
     strategy(flags["search"])
@@ -79,11 +80,6 @@ def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
         samples=None if flags["accuracy_check"] is None else read_samples(flags["accuracy_check"]),
         flags=flags,
     )
-
-
-def default_space() -> str:
-    """The space without --space: batch sizes, and up to one instance per core."""
-    return f"batch=1..32,instances=1..{min(MOST_INSTANCES, max(2, usable_cores()))}"
 
 
 def _tuned_model(target: str, flags: dict[str, Any]) -> tuple[TunedModel, str | None]:

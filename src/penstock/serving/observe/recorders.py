@@ -148,10 +148,10 @@ class BatchReport(Struct, frozen=True, gc=False):
 
 
 class BatchRecords(Observer):
-    """The last `size` batches of all models."""
+    """The last KEPT_BATCHES batches of all models."""
 
-    def __init__(self, size: int = KEPT_BATCHES) -> None:
-        self._ring: deque[BatchReport] = deque(maxlen=size)
+    def __init__(self) -> None:
+        self._ring: deque[BatchReport] = deque(maxlen=KEPT_BATCHES)
 
     def on_complete(self, record: BatchRecord) -> None:
         r = record

@@ -15,7 +15,7 @@ from msgspec import Struct
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.oip import NPY, OipCodec, OipContext, Tensor, named_outputs
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes, output_array, to_bytes
-from penstock.types import Headers, Item, ItemResult, Response
+from penstock.types import Item, ItemResult, Response
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,7 +107,9 @@ class OipNpyCodec(OipCodec):
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """An array if the client accepts it and the model has one output that is not BYTES; otherwise JSON."""
-        if not _accepts(item.headers) or isinstance(value, Response):
+        pairs = item.headers or ()
+        accepted = any(name.lower() == b"accept" and b"application/x-npy" in kind.lower() for name, kind in pairs)
+        if not accepted or isinstance(value, Response):
             return super().encode(value, item, context)
         outputs = named_outputs(value)
         if len(outputs) == 1:
@@ -129,7 +131,3 @@ class OipNpyCodec(OipCodec):
         shape = [sum(h.shape[0] for h in heads), *first.shape[1:]]
         bodies = [memoryview(part.body)[h.start :] for part, h in zip(parts, heads, strict=True)]
         return ItemResult(body=b"".join([write_head(first.datatype, shape), *bodies]), content_type=NPY)
-
-
-def _accepts(headers: Headers | None) -> bool:
-    return any(name.lower() == b"accept" and b"application/x-npy" in value.lower() for name, value in headers or ())

@@ -80,10 +80,9 @@ class CommandRefused(BrokerUnavailable):
 class RedisConnection:
     """Connects with its first `ask`, and again with the first one after an error. Concurrent callers take turns."""
 
-    def __init__(self, address: BrokerAddress, reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
+    def __init__(self, address: BrokerAddress) -> None:
         self.address = address
         self.connects = 0
-        self._reply_timeout_s = reply_timeout_s
         self._lock = asyncio.Lock()
         self._connection = _new_connection(address)
 
@@ -94,7 +93,7 @@ class RedisConnection:
         connection), CommandRefused (any other error reply).
         """
         try:
-            async with self._lock, asyncio.timeout(self._reply_timeout_s + wait_s):
+            async with self._lock, asyncio.timeout(REPLY_TIMEOUT_S + wait_s):
                 return await self._ask(commands)
         except (Exception, asyncio.CancelledError) as e:
             raise self._translate(e) from None
@@ -164,7 +163,7 @@ class RedisConnection:
             refused.word = "NOSCRIPT" if isinstance(error, theirs.NoScriptError) else text.partition(" ")[0]
             return refused
         if isinstance(error, TimeoutError):
-            return BrokerUnavailable(f"{where} did not answer within {self._reply_timeout_s:g} s", retry_after_s=1.0)
+            return BrokerUnavailable(f"{where} did not answer within {REPLY_TIMEOUT_S:g} s", retry_after_s=1.0)
         return BrokerUnavailable(f"{where} cannot be reached: {text}", retry_after_s=1.0)
 
     async def close(self) -> None:
