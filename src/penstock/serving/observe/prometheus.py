@@ -218,7 +218,7 @@ class PrometheusObserver(Observer):
                 (((*key, label), count) for key, m in models.items() for label, count in getattr(m, name).items()),
             )
         for name, family in _HISTOGRAMS:
-            page.write_histograms(family, ((key, getattr(m, name)) for key, m in models.items()))
+            page.write(family, ((key, getattr(m, name)) for key, m in models.items()))
         _write_gauges(page, now)
         self._custom.write(page)
         return page.encode()
@@ -323,10 +323,7 @@ class CustomMetrics:
             full = _exposed(kind, name)[0]
             page.family(full, "histogram" if kind == "timer" else kind, f"{kind} of a model")
             for labels, value in series.items():
-                if isinstance(value, Histogram):
-                    page.histogram(full, labels, value)
-                else:
-                    page.sample(full, labels, value)
+                page.sample(full, labels, value)
 
 
 def _exposed(kind: str, name: str) -> list[str]:

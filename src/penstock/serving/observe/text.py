@@ -65,10 +65,13 @@ class Page:
     def family(self, name: str, kind: str, help: str) -> None:
         self._lines.append(f"# HELP {name} {help}\n# TYPE {name} {kind}\n")
 
-    def sample(self, name: str, labels: Labels, value: float) -> None:
+    def sample(self, name: str, labels: Labels, value: float | Histogram) -> None:
+        if isinstance(value, Histogram):
+            self._histogram(name, labels, value)
+            return
         self._lines.append(f"{name}{{{joined(labels)}}} {number(value)}\n" if labels else f"{name} {number(value)}\n")
 
-    def histogram(self, name: str, labels: Labels, values: Histogram) -> None:
+    def _histogram(self, name: str, labels: Labels, values: Histogram) -> None:
         counts, total = values.read()
         text = joined(labels)
         prefix = f"{name}_bucket{{{text}," if text else f"{name}_bucket{{"
@@ -76,17 +79,11 @@ class Page:
         self._lines += [f'{prefix}le="{bound}"}} {count}\n' for bound, count in counts]
         self._lines.append(f"{name}_count{braces} {counts[-1][1]}\n{name}_sum{braces} {number(total)}\n")
 
-    def write(self, family: Family, samples: Iterable[tuple[Sequence[str], float]]) -> None:
+    def write(self, family: Family, samples: Iterable[tuple[Sequence[str], float | Histogram]]) -> None:
         """Writes a family; each sample has one value per label of the family, in the same order."""
         self.family(family.name, family.kind, family.help)
         for values, value in samples:
             self.sample(family.name, list(zip(family.labels, values, strict=True)), value)
-
-    def write_histograms(self, family: Family, samples: Iterable[tuple[Sequence[str], Histogram]]) -> None:
-        """Writes a family of histograms."""
-        self.family(family.name, family.kind, family.help)
-        for values, histogram in samples:
-            self.histogram(family.name, list(zip(family.labels, values, strict=True)), histogram)
 
     def encode(self) -> bytes:
         return "".join(self._lines).encode("utf-8", "backslashreplace")

@@ -81,10 +81,7 @@ class SeriesTable:
             d = family.definition
             page.family(d.name, d.kind, f"A {d.kind} of the TorchServe API, unit: {_one_line(d.unit)}")
             for labels, value in family.series.items():
-                if isinstance(value, Histogram):
-                    page.histogram(d.name, labels, value)
-                else:
-                    page.sample(d.name, labels, value)
+                page.sample(d.name, labels, value)
 
     def _family(self, definition: MetricDefinition) -> _Family | None:
         names = [definition.name + suffix for suffix in (_SUFFIXES if definition.kind == "histogram" else ("",))]

@@ -26,7 +26,7 @@ def test_values_fall_into_the_buckets_that_prometheus_client_would_choose(values
 def test_a_histogram_without_labels_is_read_back() -> None:
     page, values = Page(), Histogram((1, 2))
     values.extend((0.5, 1.5, 9.0))
-    page.write_histograms(Family("h", "histogram", (), "help"), [((), values)])
+    page.write(Family("h", "histogram", (), "help"), [((), values)])
     (family,) = text_string_to_metric_families(page.encode().decode())
     assert family.type == "histogram"
     assert [(s.name, s.labels, s.value) for s in family.samples] == [
