@@ -11,7 +11,7 @@ from msgspec import structs
 
 from penstock.config.checks import check_model
 from penstock.config.schema import LimitsConfig, ModelConfig
-from penstock.core.contracts import Observer, ServerSnapshot, Transport
+from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
 from penstock.core.engine.batcher import Call, release
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.outcomes import notify
@@ -24,6 +24,25 @@ from penstock.plugins import resolve
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 
 log = logging.getLogger("penstock.engine")
+
+
+async def result_of(submit: Callable[[Sink], Ticket]) -> Any:
+    """The body of the final result. Raises the errors of `submit` and of the item. Cancels what its caller cancels."""
+    future: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
+
+    def sink(result: ItemResult) -> None:
+        if result.final and not future.done():
+            future.set_result(result)
+
+    ticket = submit(sink)
+    try:
+        result = await future
+    except asyncio.CancelledError:
+        ticket.cancel()
+        raise
+    if result.error is not None:
+        raise result.error
+    return result.body
 
 
 class Engine:
@@ -256,21 +275,9 @@ class Engine:
         return result
 
     async def _ask(self, model: str, version: str | None, item: Item, budget_s: float | None, priority: int) -> Any:
-        future: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
-
-        def sink(result: ItemResult) -> None:
-            if result.final and not future.done():
-                future.set_result(result)
-
-        call = self.submit(model, version, item, sink, budget_s=budget_s, priority=priority)
-        try:
-            result = await future
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        if result.error is not None:
-            raise result.error
-        return result.body
+        return await result_of(
+            lambda sink: self.submit(model, version, item, sink, budget_s=budget_s, priority=priority)
+        )
 
     async def stream(
         self,

@@ -10,14 +10,15 @@ from typing import Any
 
 import psutil
 
-from penstock.core.engine.engine import Engine
+from penstock.core.contracts import Ticket
+from penstock.core.engine.engine import Engine, result_of
 from penstock.core.engine.instances import WorkerSnapshot
 from penstock.errors import ModelNotFound, ModelNotReady, QueueFull
 from penstock.serving.observe.system import Gpus
 from penstock.torchserve.admin.models import ModelVersion
 from penstock.torchserve.admin.workers import DeviceAllocator
 from penstock.torchserve.protocol.api import ApiError
-from penstock.types import Item, ItemResult
+from penstock.types import Item, Sink
 
 
 class ModelDescriber:
@@ -83,35 +84,26 @@ class ModelDescriber:
 
     async def _customized(self, version: ModelVersion) -> dict[str, Any]:
         """The handler's description of itself. Raises the handler's error."""
-        future: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
-
-        def sink(result: ItemResult) -> None:
-            if result.final and not future.done():
-                future.set_result(result)
-
         item = Item(
             b"",
             codec="torchserve",
             request_id=str(uuid.uuid4()),
             headers=[(b"describe", b"True"), (b"explain", b"False")],
         )
+
+        def submit(sink: Sink) -> Ticket:
+            try:
+                return self._engine.submit(version.name, version.version, item, sink)
+            except (ModelNotFound, ModelNotReady, QueueFull) as e:
+                raise ApiError(
+                    "ServiceUnavailableException",
+                    f'Model "{version.name}" has no worker to serve describe request. Please use scale workers API to'
+                    " add workers.",
+                ) from e
+
+        body = await result_of(submit)
         try:
-            call = self._engine.submit(version.name, version.version, item, sink)
-        except (ModelNotFound, ModelNotReady, QueueFull) as e:
-            raise ApiError(
-                "ServiceUnavailableException",
-                f'Model "{version.name}" has no worker to serve describe request. Please use scale workers API to add'
-                " workers.",
-            ) from e
-        try:
-            result = await future
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        if result.error is not None:
-            raise result.error
-        try:
-            metadata = json.loads(bytes(result.body))
+            metadata = json.loads(bytes(body))
         except ValueError:
             metadata = None
         return metadata if isinstance(metadata, dict) else {}
