@@ -102,7 +102,6 @@ class ServerEndpoint:
         return EndpointStats(self.info.url, state, self.window.in_flight, self.window.size, self.answered)
 
     def take_connection(self) -> ClientConnection:
-        """A connection for one request."""
         if self._idle:
             return self._idle.pop()
         return ClientConnection(self.info.address, connect_timeout_s=self._connect_timeout_s)

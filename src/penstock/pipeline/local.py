@@ -207,7 +207,6 @@ class _ManyItems:
         self.tickets: list[_WaitingItem] = []
 
     def done(self, place: int) -> Done:
-        """The `done` of one item."""
 
         def note(outcome: ItemOutcome) -> None:
             self._outcomes[place] = outcome

@@ -71,7 +71,6 @@ class LocalBackend(ChunkingBackend):
         return not self._load_task.done()
 
     async def ready(self) -> None:
-        """See `ChunkingBackend.ready`."""
         self._retry_if_due()
         await asyncio.shield(self._load_task)
         if self._failure is not None:
@@ -115,7 +114,6 @@ class LocalBackend(ChunkingBackend):
         self._release_pending()
 
     def forget(self) -> None:
-        """See `PortalBackend.forget`."""
         self._engine.forget()
 
 
@@ -133,7 +131,6 @@ class _PendingRequest:
             self._timer = asyncio.get_running_loop().call_later(budget_s, self._expire)
 
     def cancel(self) -> None:
-        """See `Ticket.cancel`."""
         self._stop_waiting()
         if self._ticket is not None:
             self._ticket.cancel()

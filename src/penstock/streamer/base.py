@@ -217,7 +217,6 @@ class ChunkingBackend:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Ticket:
-        """See `PortalBackend.submit`."""
         if item.rows > self.max_queue:
             return ChunkedCall(self.submit_within_bounds, item, sink, max(1, self.max_queue // 2), budget_s, priority)
         return self.submit_within_bounds(item, sink, budget_s, priority)
@@ -251,7 +250,6 @@ class ChunkedCall:
         self._send()
 
     def cancel(self) -> None:
-        """See `Ticket.cancel`."""
         self._finished = True
         tickets, self._in_flight = self._in_flight, {}
         for ticket in tickets.values():

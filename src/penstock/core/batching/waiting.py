@@ -38,11 +38,6 @@ def cut(entry: Entry, rows: int) -> list[Entry]:
     return [_part(entry, k, min(rows, entry.rows - k)) for k in range(0, entry.rows, rows)]
 
 
-def cut_off(entry: Entry, rows: int) -> list[Entry]:
-    """The first `rows` rows of a request or of a part, and the rest."""
-    return [_part(entry, 0, rows), _part(entry, rows, entry.rows - rows)]
-
-
 def _part(entry: Entry, start: int, rows: int) -> Entry:
     return replace(
         entry,
@@ -210,7 +205,7 @@ class WaitingQueue:
         left = min(rows, self.max_rows) - sum([e.rows for e in entries]) if fill else 0
         if left * FILL > rows and (large := bucket.first(until_s)) is not None and large.divisible:
             bucket.remove(large)
-            part, rest = self._cut(large, cut_off(large, left))
+            part, rest = self._cut(large, [_part(large, 0, left), _part(large, left, large.rows - left)])
             entries.append(part)
             bucket.push_back(rest)
             self.expiries.add(rest)

@@ -53,7 +53,6 @@ class TrafficSplit(Generic[T]):
         return found
 
     def replace(self, old: T, new: T) -> None:
-        """`new` replaces `old`."""
         for share in self._shares:
             if share.handle is old:
                 share.handle = new

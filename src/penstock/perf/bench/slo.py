@@ -52,7 +52,6 @@ class Slo(Struct, frozen=True):
         return min(tail or [o.limit for o in latencies[-1:]], default=None)
 
     def judge(self, run: Measurement) -> list[ObjectiveResult]:
-        """The result of each objective."""
         values = [(o, measured_value(o.name, run)) for o in self.objectives]
         return [ObjectiveResult(text=o.text, value=v, met=None if v is None else o.met_by(v)) for o, v in values]
 

@@ -196,7 +196,9 @@ def run_simulation(flags: dict[str, Any]) -> int:
     load = _arrivals(flags)
     results: list[ReplayResult] = []
     if not flags["as_json"]:
-        click.echo(_summary(load), err=True)
+        count, last_s = len(load.arrivals), load.arrivals[-1]
+        rows = sum(load.rows) / count if load.rows else 1.0
+        click.echo(f"{count:,} requests in {last_s:,.4g} s, {rows:.3g} rows each", err=True)
     for result in replay(load, service, grid, slo, handover_s=handover_s, seed=flags["seed"]):
         results.append(result)
         if flags["as_json"]:
@@ -235,12 +237,6 @@ def _arrivals(flags: dict[str, Any]) -> OpenLoop:
     if not arrivals:
         raise ConfigError(f'arrivals "{text}": no request arrives within {duration:g} s; raise the rate or the time')
     return OpenLoop(arrivals)
-
-
-def _summary(load: OpenLoop) -> str:
-    n, last = len(load.arrivals), load.arrivals[-1]
-    rows = sum(load.rows) / n if load.rows else 1.0
-    return f"{n:,} requests in {last:,.4g} s, {rows:.3g} rows each"
 
 
 def _table(results: Sequence[ReplayResult]) -> Iterator[str]:

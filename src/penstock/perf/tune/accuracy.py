@@ -179,7 +179,6 @@ def expected_answers(samples: Sequence[AccuracySample], reference: Sequence[Samp
 def agreement(
     samples: Sequence[AccuracySample], expected: Sequence[Any], answers: Sequence[SampleAnswer], tolerance: float
 ) -> Agreement:
-    """The agreement of the answers with the expected ones."""
     differing, worst, first = 0, 0.0, ""
     for sample, wanted, answer in zip(samples, expected, answers, strict=True):
         if answer.error:

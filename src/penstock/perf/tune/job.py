@@ -241,7 +241,6 @@ def _warn_of_short_budget(job: TuneJob) -> None:
 
 
 def _effort(name: str) -> Effort:
-    """The value of --effort."""
     if name == "quick":
         return Effort(
             probe_s=0.4, probe_samples=100, sure_s=1.0, sure_samples=300, latencies=3.0, most_s=6.0, precision=0.1,

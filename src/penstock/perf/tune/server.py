@@ -105,7 +105,6 @@ class TunedServer:
         return min(_MOST_CLIENTS, max(4, 2 * rows))
 
     def close(self) -> None:
-        """Stops the server."""
         self._settings, self._target = None, None
         self._open.close()
 

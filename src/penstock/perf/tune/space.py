@@ -64,7 +64,6 @@ class CandidateSettings(Struct, frozen=True):
 
 
 def settings_of(values: dict[str, Value]) -> CandidateSettings:
-    """Settings with these values."""
     return CandidateSettings(tuple(sorted(values.items(), key=lambda item: _place(item[0]))))
 
 

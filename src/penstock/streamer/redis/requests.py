@@ -83,7 +83,6 @@ class PendingCall:
             self._on_abandoned(self)
 
     def cancel(self) -> None:
-        """See `Ticket.cancel`."""
         if self.sink is not None:
             self._close()
             self._on_abandoned(self)

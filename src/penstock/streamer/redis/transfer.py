@@ -109,7 +109,6 @@ class RequestSender:
                     self._requests.abandoned.append(id)
 
     def _arguments(self, groups: list[Group]) -> list[Any]:
-        """The arguments of SUBMIT."""
         self._submissions += 1
         arguments: list[Any] = [self._submissions, SESSION_S, self._requests.max_queue]
         now = self._loop.time()

@@ -232,19 +232,16 @@ class BrokerWorker:
         while True:
             await asyncio.sleep(self._lease_s / 3)
             try:
-                await self._renew()
+                ids = list(self._leases)
+                for i in range(0, len(ids), RENEW_ENTRIES):
+                    chunk = ids[i : i + RENEW_ENTRIES]
+                    await self._out.ask(("XCLAIM", self._queue, GROUP, self.name, 0, *chunk, "JUSTID"))
                 await self._inherit()
                 renewals += 1
                 if renewals % CLEANUP_PERIOD == 0:
                     await self._out.run(LEAVE, (self._queue,), (GROUP, "", self._idle_ms))
             except (BrokerUnavailable, QueueFull) as e:
                 log.debug("lease_failed broker=%s error=%s", self.address.name, e)
-
-    async def _renew(self) -> None:
-        ids = list(self._leases)
-        for i in range(0, len(ids), RENEW_ENTRIES):
-            chunk = ids[i : i + RENEW_ENTRIES]
-            await self._out.ask(("XCLAIM", self._queue, GROUP, self.name, 0, *chunk, "JUSTID"))
 
     async def _inherit(self) -> None:
         capacity = self._capacity()

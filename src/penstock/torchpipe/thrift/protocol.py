@@ -204,7 +204,6 @@ def _message(call: ThriftCall, kind: int, body: bytes) -> bytes:
 
 
 def pack_result(label: str, score: float) -> bytes:
-    """An InferenceResult."""
     text = label.encode("utf-8", "replace")
     return _result.pack(_STRING, 1, len(text)) + text + _score.pack(4, 2, score, _STOP)
 

@@ -38,7 +38,6 @@ class PendingRequest:
         self._ended = False
 
     def cancel(self) -> None:
-        """See `Ticket` in core/contracts.py."""
         if self._call is not None:
             self._call.cancel()
         elif not self._ended:

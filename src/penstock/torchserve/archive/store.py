@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Final
 from urllib.parse import unquote, urlsplit
 
@@ -103,12 +102,6 @@ class UnpackedArchive:
                 lock.unlink()
             finally:
                 os.close(self._in_use)
-
-    def __enter__(self) -> UnpackedArchive:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 class ModelStore:

@@ -141,7 +141,6 @@ def _boolean(name: str, value: Any) -> bool | None:
 
 
 def _integer(name: str, value: Any, minimum: int) -> int | None:
-    """The integer; None if missing."""
     if value is None:
         return None
     number = _number(name, value, minimum)

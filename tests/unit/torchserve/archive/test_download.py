@@ -246,7 +246,7 @@ def test_a_store_opens_and_forgets_its_downloads(server: FileServer, archives: A
     folder.mkdir()
     store = ModelStore(folder, allowed_urls=[rf"http://localhost:{server.port}/.*"], cache=tmp_path / "cache")
     url = f"{server.url}/x/m.mar"
-    with store.open(url) as opened:
+    with contextlib.closing(store.open(url)) as opened:
         assert opened.archive.manifest.model_name == "m"
         assert store.names() == ["m.mar"]
         with pytest.raises(ArchiveExists):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -122,29 +123,33 @@ def test_an_archive_is_unpacked_once_and_removed_after_its_last_use(store: Model
 
 
 def test_a_tar_is_opened_like_a_mar(store: ModelStore):
-    with store.open("t.tar.gz") as opened:
+    with closing(store.open("t.tar.gz")) as opened:
         assert opened.archive.manifest.model_name == "m"
 
 
 def test_a_folder_is_used_in_place(store: ModelStore, tmp_path: Path):
     assert store.root is not None
-    with store.open("d") as opened:
+    with closing(store.open("d")) as opened:
         assert (opened.archive.folder, opened.digest) == (store.root / "d", "")
         assert cached(store) == []
     assert (store.root / "d" / "h.py").is_file()
 
 
 def test_a_changed_archive_is_unpacked_separately(store: ModelStore, archives: Any):
-    with store.open("m.mar") as old:
+    with closing(store.open("m.mar")) as old:
         archives.mar(archives.files(modelVersion="2.0"))
-        with store.open("m.mar") as new:
+        with closing(store.open("m.mar")) as new:
             assert (old.archive.manifest.model_version, new.archive.manifest.model_version) == ("1.0", "2.0")
             assert old.archive.folder != new.archive.folder
 
 
 def test_a_given_name_applies_only_to_archives_without_a_manifest(store: ModelStore, archives: Any):
     archives.mar({"h.py": b""}, "bare.mar")
-    with store.open("bare.mar") as a, store.open("bare.mar", name="given") as b, store.open("m.mar", name="x") as c:
+    with (
+        closing(store.open("bare.mar")) as a,
+        closing(store.open("bare.mar", name="given")) as b,
+        closing(store.open("m.mar", name="x")) as c,
+    ):
         names = [opened.archive.manifest.model_name for opened in (a, b, c)]
     assert names == ["bare", "given", "m"]
 
@@ -164,12 +169,12 @@ def test_the_stores_limits_apply_to_its_archives(store: ModelStore):
 
 
 def test_leftovers_of_a_killed_process_are_replaced(store: ModelStore):
-    with store.open("m.mar") as opened:
+    with closing(store.open("m.mar")) as opened:
         digest = opened.digest
     half = store.cache / f".{digest}.abc"
     half.mkdir()
     (half / "h.py").write_text("half")
-    with store.open("m.mar") as opened:
+    with closing(store.open("m.mar")) as opened:
         assert cached(store) == [digest, f"{digest}.lock"]
         assert (opened.archive.folder / "h.py").read_text() != "half"
 
@@ -181,7 +186,7 @@ def test_many_threads_share_one_folder(store: ModelStore):
     def user() -> None:
         try:
             for _ in range(20):
-                with store.open("m.mar") as opened:
+                with closing(store.open("m.mar")) as opened:
                     assert (opened.archive.folder / "h.py").read_text().startswith("def handle")
         except BaseException as e:
             failures.append(e)
@@ -208,9 +213,10 @@ def test_repeated_opening_leaks_no_file_descriptor(store: ModelStore, archives: 
 
 OTHER_PROCESS = """
 import sys
+from contextlib import closing
 from pathlib import Path
 from penstock.torchserve.archive.store import ModelStore
-with ModelStore(Path(sys.argv[1]), cache=Path(sys.argv[2])).open("m.mar") as opened:
+with closing(ModelStore(Path(sys.argv[1]), cache=Path(sys.argv[2])).open("m.mar")) as opened:
     print(opened.archive.folder, flush=True)
     sys.stdin.read()
 """
@@ -226,7 +232,7 @@ def test_two_processes_share_one_folder(store: ModelStore):
     assert other.stdout is not None
     with other:
         folder = Path(other.stdout.readline().strip())
-        with store.open("m.mar") as mine:
+        with closing(store.open("m.mar")) as mine:
             assert mine.archive.folder == folder
         assert (folder / "h.py").is_file()
         other.communicate("")
