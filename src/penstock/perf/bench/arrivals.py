@@ -129,8 +129,4 @@ def read_trace(path: str, model: str = "") -> Trace:
         raise ConfigError(f'trace {path} is empty; expected JSON lines such as {{"t": 0.25, "rows": 1}}')
     lines.sort(key=lambda line: line.t)  # several processes may have written it
     first = lines[0].t
-    return Trace(
-        array("d", (line.t - first for line in lines)),
-        array("q", (line.rows for line in lines)),
-        models,
-    )
+    return Trace(array("d", (line.t - first for line in lines)), array("q", (line.rows for line in lines)), models)

@@ -139,12 +139,7 @@ def replay(
     offered = (len(arrivals) - bisect_left(arrivals, start)) / span if span > 0 else 0.0
     for policy, batch, instances in grid:
         settings = SimulationSettings(
-            slots=instances,
-            depth=DEPTH,
-            handover_s=handover_s,
-            max_batch_size=batch,
-            slo_s=slo.latency_s,
-            seed=seed,
+            slots=instances, depth=DEPTH, handover_s=handover_s, max_batch_size=batch, slo_s=slo.latency_s, seed=seed
         )
         found = simulate(service, policy.make(), load, settings)
         run = Measurement(
@@ -189,9 +184,7 @@ def run_simulation(flags: dict[str, Any]) -> int:
     service = ServiceTime(*parse_cost(flags["cost"]), flags["jitter"], 0.0)
     handover_s = parse_duration(flags["handover"])
     grid = ReplayGrid(
-        parse_policies(flags["policies"]),
-        _numbers("batch", flags["batch"]),
-        _numbers("instances", flags["instances"]),
+        parse_policies(flags["policies"]), _numbers("batch", flags["batch"]), _numbers("instances", flags["instances"])
     )
     load = _arrivals(flags)
     results: list[ReplayResult] = []

@@ -348,13 +348,7 @@ def _optuna() -> ModuleType:
     return optuna
 
 
-STRATEGIES: Final[Mapping[str, Strategy]] = {
-    "auto": auto,
-    "grid": grid,
-    "climb": climb,
-    "halving": halving,
-    "tpe": tpe,
-}
+STRATEGIES: Final[Mapping[str, Strategy]] = {"auto": auto, "grid": grid, "climb": climb, "halving": halving, "tpe": tpe}
 
 
 def strategy(name: str) -> Strategy:

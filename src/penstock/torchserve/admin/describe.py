@@ -76,10 +76,7 @@ class ModelDescriber:
             "maxSequenceJobQueueSize": s.max_sequence_job_queue_size,
             "loadedAtStartup": version.at_startup,
             "workers": [_worker(w, version.worker_ids[w.slot], usage) for w in self.number(version)],
-            "jobQueueStatus": {
-                "remainingCapacity": max(0, s.job_queue_size - queued),
-                "pendingRequests": queued,
-            },
+            "jobQueueStatus": {"remainingCapacity": max(0, s.job_queue_size - queued), "pendingRequests": queued},
         }
 
     async def _customized(self, version: ModelVersion) -> dict[str, Any]:

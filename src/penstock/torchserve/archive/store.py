@@ -22,13 +22,7 @@ from msgspec import Struct
 
 from penstock.errors import ArchiveError, ConfigError
 from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, UrlForbidden
-from penstock.torchserve.archive.manifest import (
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    model_name_from,
-    parse_manifest,
-)
+from penstock.torchserve.archive.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, model_name_from, parse_manifest
 from penstock.torchserve.archive.safe_unpack import LIMITS, UnpackLimits, check_name, unpack
 
 _URL: Final = re.compile(r"(?:file|https?)://.*", re.DOTALL)

@@ -4,13 +4,7 @@ from typing import Any, Final
 
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.services import MANAGEMENT, message_class
-from penstock.torchserve.protocol.api import (
-    ApiError,
-    ChangeResult,
-    RegisterRequest,
-    json_text,
-    model_page,
-)
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest, json_text, model_page
 from penstock.torchserve.protocol.management import PAGE_SIZE, check_registration
 
 GATED: Final = frozenset({"RegisterModel", "UnregisterModel"})  # need enable_model_api

@@ -56,9 +56,7 @@ class GrpcServer:
         Raises ConfigError, naming the configuration key `key`.
         """
         self._server = grpc.aio.server(
-            handlers=(self._handlers,),
-            options=_options(self._limits),
-            maximum_concurrent_rpcs=self._limits.max_calls,
+            handlers=(self._handlers,), options=_options(self._limits), maximum_concurrent_rpcs=self._limits.max_calls
         )
         reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self._server, pool=POOL)
         address = host

@@ -13,13 +13,7 @@ from msgspec import Struct, convert, field
 
 from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory, PenstockError
 from penstock.plugins import load_object
-from penstock.torchserve.handlers.answers import (
-    PartialAnswers,
-    SendParts,
-    batch_answers,
-    error_answer,
-    valid_status,
-)
+from penstock.torchserve.handlers.answers import PartialAnswers, SendParts, batch_answers, error_answer, valid_status
 from penstock.torchserve.handlers.entry import (
     LIBRARY,
     Handle,
