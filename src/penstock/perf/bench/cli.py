@@ -378,15 +378,11 @@ def gate(run: Path, baseline: Path, tolerance: float, junit: Path | None, any_ma
         word = ("PASS", "REGRESSION", "INVALID")[decision.code]
         click.echo("\n".join([*_comparison_lines(comparison), *decision.why, word]))
         if junit is not None:
-            _write_junit(junit, junit_xml(comparison, decision))
+            try:
+                junit.write_bytes(junit_xml(comparison, decision))
+            except OSError as error:
+                raise ConfigError(f"--junit {junit} cannot be written: {error.strerror}") from None
     except PenstockError as error:
         click.echo(f"penstock: {error.message}", err=True)
         sys.exit(USAGE)
     sys.exit(decision.code)
-
-
-def _write_junit(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as e:
-        raise ConfigError(f"--junit {path} cannot be written: {e.strerror}") from None

@@ -2,7 +2,7 @@
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from msgspec import Struct
@@ -100,6 +100,14 @@ def align(table: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(line).rstrip() for line in lines]
 
 
+def names_by_text(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The distinct names that go with each text, from (text, name)."""
+    found: dict[str, list[str]] = {}
+    for text, name in dict.fromkeys(pairs):
+        found.setdefault(text, []).append(name)
+    return found
+
+
 # ---- Markdown
 
 
@@ -121,16 +129,13 @@ def _markdown(block: Block) -> str:
             return f"{fence}\n{text}\n{fence}"
         case TableBlock(header, rows):
             lines = [header, ["---"] * len(header), *rows]
-            return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+            cells = ([_escape(text).replace("|", "\\|") for text in line] for line in lines)
+            return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _escape(text: str) -> str:
     """The text without line breaks and without Markdown or HTML of its own."""
     return re.sub(r"([\\`*\[\]]|<(?=[a-zA-Z/!?]))", r"\\\1", " ".join(text.split()))
-
-
-def _cell(text: str) -> str:
-    return _escape(text).replace("|", "\\|")
 
 
 # ---- HTML

@@ -18,6 +18,7 @@ from penstock.perf.bench.document import (
     TableBlock,
     around,
     markdown,
+    names_by_text,
     number,
     page,
     percent,
@@ -244,12 +245,9 @@ def _caveats(points: Sequence[LoadPoint], busy: str) -> list[Block]:
 
 
 def _with_loads(texts: Iterable[tuple[str, str]]) -> list[str]:
-    found: dict[str, dict[str, None]] = {}
-    for text, name in texts:
-        found.setdefault(text, {})[name] = None
     return [
-        f"{text} ({', '.join([*names][:4])}{f' and {len(names) - 4} more' * (len(names) > 4)})"
-        for text, names in found.items()
+        f"{text} ({', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)})"
+        for text, names in names_by_text(texts).items()
     ]
 
 
@@ -265,8 +263,5 @@ def _errors(points: Sequence[LoadPoint]) -> list[Block]:
 def _machine(origin: Origin) -> list[Block]:
     facts = {"started": origin.started, "seed": origin.seed, "SLO": origin.slo or "none"} | origin.machine
     facts |= {"penstock": origin.penstock} | origin.versions
-    return [Heading("Machine"), TableBlock(["", ""], [[name, _fact(value)] for name, value in facts.items()])]
-
-
-def _fact(value: object) -> str:
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+    shown = {name: ", ".join(map(str, v)) or "none" if isinstance(v, list) else str(v) for name, v in facts.items()}
+    return [Heading("Machine"), TableBlock(["", ""], [*map(list, shown.items())])]

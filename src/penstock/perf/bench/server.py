@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal
 
 import msgspec
@@ -156,9 +155,7 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         return self if self.urls else self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.errors import PenstockError
-from penstock.perf.bench.document import UNKNOWN, Paragraph, align, markdown, page
+from penstock.perf.bench.document import UNKNOWN, Paragraph, align, markdown, names_by_text, page
 from penstock.perf.bench.measurement import STAGES, Load, Measurement, ObjectiveResult, server_stats
 from penstock.perf.bench.modes import LoadPlan, in_units, run_plan
 from penstock.perf.bench.origin import Origin
@@ -182,7 +182,7 @@ class SuiteSession:
                 label=point.label,
                 repeat=repeat,
                 check=check_of(target),
-                on_progress=_show_answered if sys.stderr.isatty() else None,
+                on_progress=_show_answered if sys.stderr.isatty() else None,  # the line of the result overwrites it
             )
         )
 
@@ -220,7 +220,6 @@ class SuiteSession:
 
 
 def _show_answered(seconds: float, answered: int) -> None:
-    """Shows progress; the line of the result overwrites it."""
     click.echo(f"{answered:,} answered in {seconds:.0f} s\r", nl=False, err=True)
 
 
@@ -288,14 +287,12 @@ def rows(runs: Sequence[Measurement]) -> list[list[str]]:
 
 def notes(runs: Sequence[Measurement]) -> list[str]:
     """The caveats, reasons of INVALID and first errors, each once with its loads."""
-    found: dict[str, list[str]] = {}
+    found: list[tuple[str, str]] = []
     for run, name in zip(runs, _names(runs), strict=True):
-        texts = [*(f"{INVALID}: {text}" for text in run.invalid), *run.caveats]
-        if run.first_error is not None:
-            texts.append(f"first error: {run.first_error}")
-        for text in texts:
-            found.setdefault(text, []).append(name)
-    return [text if len(names) == len(runs) else f"{', '.join(names)}: {text}" for text, names in found.items()]
+        errors = [] if run.first_error is None else [f"first error: {run.first_error}"]
+        found += [(text, name) for text in [*(f"{INVALID}: {t}" for t in run.invalid), *run.caveats, *errors]]
+    texts, everywhere = names_by_text(found).items(), len(set(_names(runs)))
+    return [text if len(names) == everywhere else f"{', '.join(names)}: {text}" for text, names in texts]
 
 
 def server_lines(runs: Sequence[Measurement]) -> list[str]:

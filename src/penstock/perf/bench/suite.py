@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.measurement import Load
 from penstock.perf.bench.payload import RANDOM, payloads, request_of
 from penstock.perf.bench.server import START_S, Reply, ServerProcess, fetch
-from penstock.perf.bench.suite_yaml import Processor, SuiteCase, SuitePoint, suite_points
+from penstock.perf.bench.suite_yaml import SuiteCase, SuitePoint, suite_points
 from penstock.perf.bench.target import Target, open_target
 from penstock.plugins import is_whole_file
 
@@ -64,7 +64,7 @@ def prepare(
     kept: list[SuiteCase] = []
     notes: list[str] = []
     for case in cases:
-        there = tuple(p for p in case.processors if gpus >= _needed(p))
+        there = tuple(p for p in case.processors if gpus >= (1 if p.gpus == "all" else p.gpus))
         for processor in (p for p in case.processors if p not in there):
             found = f"{case.text} needs {processor.text}, and this machine has {gpus or 'none'}"
             if not options.skip_missing_hardware:
@@ -109,10 +109,6 @@ def serving(job: SuiteJob, point: SuitePoint) -> Iterator[Target]:
 
 
 # ---- checks before the runs
-
-
-def _needed(processor: Processor) -> int:
-    return 1 if processor.gpus == "all" else processor.gpus
 
 
 def _job(case: SuiteCase, options: SuiteOptions, downloads: Path) -> SuiteJob:

@@ -20,6 +20,7 @@ from penstock.perf.bench.document import (
     Plot,
     Report,
     TableBlock,
+    names_by_text,
     number,
     seconds,
 )
@@ -32,6 +33,7 @@ from penstock.perf.bench.measurement import (
     ServerStats,
     group_by_load,
     p99,
+    server_stats,
     throughput,
 )
 from penstock.perf.bench.origin import Origin, redacted
@@ -74,24 +76,18 @@ def rows_of(points: Sequence[SuitePoint], measurements: Sequence[Measurement]) -
 # ---- ab_report.csv
 
 
-def _ms(name: str) -> Figure:
-    """A latency in milliseconds."""
-
-    def figure(m: Measurement) -> float | None:
-        seconds: float | None = getattr(m.latency, name)
-        return None if seconds is None else seconds * 1e3
-
-    return figure
-
-
 def _server(read: Callable[[ServerStats], float | None], factor: float = 1.0) -> Figure:
     """A figure of the server times `factor`."""
+    return _scaled(lambda m: read(server_stats(m)), factor)
 
-    def figure(m: Measurement) -> float | None:
-        value = None if m.server is None else read(m.server)
-        return None if value is None else value * factor
 
-    return figure
+def _scaled(figure: Figure, factor: float) -> Figure:
+    return lambda m: None if (value := figure(m)) is None else value * factor
+
+
+def _ms(name: str) -> Figure:
+    """A latency in milliseconds."""
+    return _scaled(lambda m: getattr(m.latency, name), 1e3)
 
 
 def _quantile(name: str, q: str) -> Figure:
@@ -209,15 +205,15 @@ def suite_plots(rows: Sequence[SuiteRow], measurements: Sequence[Measurement], s
 
 def _caveats(rows: Sequence[SuiteRow]) -> list[str]:
     """Each text once, with its runs unless it applies to all."""
-    found: dict[str, list[str]] = {}
+    found: list[tuple[str, str]] = []
     for row in rows:
         texts = [text for m in row.runs for text in m.caveats]
         texts += [f"first error: {m.first_error}" for m in row.runs if m.first_error]
         texts += [f"INVALID, repeat {m.repeat + 1}: {text}" for m in row.invalid for text in m.invalid if row.runs]
-        for text in dict.fromkeys(texts):
-            found.setdefault(text, []).append(f"{row.point.case.text}, {row.name}")
+        found += [(text, f"{row.point.case.text}, {row.name}") for text in texts]
     measured = sum(bool(row.runs) for row in rows)
-    return [text if len(names) == measured else f"{'; '.join(names)}: {text}" for text, names in found.items()]
+    each = names_by_text(found).items()
+    return [text if len(names) == measured else f"{'; '.join(names)}: {text}" for text, names in each]
 
 
 def _recommend(name: str, rows: Sequence[SuiteRow], slo: str) -> Paragraph:

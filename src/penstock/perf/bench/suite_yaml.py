@@ -43,10 +43,6 @@ class Processor(Struct, frozen=True):
 class _Gpus(Struct, forbid_unknown_fields=True):
     gpus: Annotated[int, Meta(ge=1)] | Annotated[str, Meta(pattern="^(all|0*[1-9][0-9]*)$")]
 
-    @property
-    def number(self) -> int | Literal["all"]:
-        return "all" if self.gpus == "all" else int(self.gpus)
-
 
 _Text = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=1)]
@@ -224,7 +220,8 @@ def _value(file: YamlFile, at: tuple[str, str], key: str, value: Any) -> Any:
         hint = nearest(value, get_args(kind)) if get_origin(kind) is Literal and isinstance(value, str) else ""
         raise file.error((*at, key), f"{'.'.join(at)}: {key}: {_shown(value)}", expected + hint) from None
     if key == "processors":
-        found = [Processor(each.number if isinstance(each, _Gpus) else 0) for each in _listed(found)]
+        gpus = [each.gpus if isinstance(each, _Gpus) else 0 for each in _listed(found)]
+        found = [Processor("all" if number == "all" else int(number)) for number in gpus]
     return tuple(dict.fromkeys(_listed(found))) if key in _LISTS else found
 
 

@@ -30,12 +30,9 @@ from penstock.perf.cli import exit_code, seconds
 @click.option("--model", default="", metavar="NAME", help="The model whose requests to replay, if a FILE has several.")
 @click.option("--handover", default="0.5ms", show_default=True, metavar="TIME", help="From queue to worker and back.")
 @click.option(
-    "--jitter",
-    type=click.FloatRange(0, 1),
-    default=0.05,
-    show_default=True,
+    "--jitter", type=click.FloatRange(0, 1), default=0.05, show_default=True,
     help="Spread of a batch's time, as a share of it.",
-)
+)  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of arrivals and jitter.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines and nothing else.")
 def simulate(**flags: Any) -> None:

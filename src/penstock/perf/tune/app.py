@@ -26,8 +26,8 @@ from penstock.perf.tune.runner import single_instance
 from penstock.perf.tune.server import TunedModel, TunedServer
 from penstock.perf.tune.space import CandidateSettings, SearchSpace
 from penstock.perf.tune.system import BatchCurve, MeasuredRun
+from penstock.serving.http.flavor import resolve
 from penstock.serving.observe.system import Gpus
-from penstock.serving.protocols.oip import HEADER_LENGTH, NPY
 
 log = logging.getLogger("penstock.tune")
 
@@ -80,7 +80,7 @@ class AppUnderTest:
         first = zip(self._payloads[:SAMPLES], bodies[:SAMPLES], strict=True)
         given = self._options.samples
         samples = [AccuracySample(payload.name, body) for payload, body in first] if given is None else given
-        self._profiles.send(bodies, samples)
+        self._profiles.bodies, self._profiles.samples = bodies, samples
         profile = self._profiles.get(baseline)
         if isinstance(profile, LoadFailed):
             raise profile
@@ -188,19 +188,18 @@ class AppUnderTest:
 
 
 class _Profiles:
-    """Profiles of one instance alone, each measured once. `failed_s` is the time of failed ones, which no curve has."""
+    """Profiles of one instance alone, each measured once. `failed_s` is the time of failed ones, which no curve has.
+
+    `bodies` are the requests for timing, `samples` the ones to answer.
+    """
 
     def __init__(self, model: TunedModel, space: SearchSpace, slo: Slo, server: TunedServer) -> None:
         self._model, self._space, self._slo, self._server = model, space, slo, server
-        self._bodies: list[RequestBody] = []
+        self.bodies: list[RequestBody] = []
         self.samples: Sequence[AccuracySample] = ()
         self.failed_s = 0.0
         self._known: dict[CandidateSettings, tuple[InstanceProfile | LoadFailed, float]] = {}  # with its cost
         self._free_bytes = _free_bytes()
-
-    def send(self, bodies: list[RequestBody], samples: Sequence[AccuracySample]) -> None:
-        """Sets the requests for timing, and the samples to answer."""
-        self._bodies, self.samples = bodies, samples
 
     def get(self, settings: CandidateSettings) -> InstanceProfile | LoadFailed:
         """The profile of an instance with these settings, or why it does not load."""
@@ -250,8 +249,8 @@ class _Profiles:
             name=self._model.name,
             config=self._model.with_settings(settings),
             device=self._devices(settings)[0],
-            sys_path=_paths(),
-            bodies=self._bodies,
+            sys_path=list(dict.fromkeys([os.getcwd(), *(p for p in sys.path if p)])),  # as the server finds modules
+            bodies=self.bodies,
             samples=[sample.body for sample in self.samples],
             sizes=sorted({largest} | {2**k for k in range(largest.bit_length()) if 2**k < largest}),
             limit_s=self._slo.latency_s or 60.0,
@@ -267,19 +266,11 @@ def _failure(profile: InstanceProfile) -> str:
 
 
 def _body(payload: Payload, path: str) -> RequestBody:
-    """The payload in the form that a worker receives; `path` is the path of requests without their own."""
-    if not (payload.path or path).startswith("/v2/"):
-        codec = "native"
-    elif HEADER_LENGTH in payload.headers:
-        codec = "oip_binary"
-    else:
-        codec = "oip_npy" if payload.content_type == NPY else "oip_json"
-    return RequestBody(payload.body, payload.content_type, codec, payload.headers)
-
-
-def _paths() -> list[str]:
-    """Where the server finds modules: it starts in this directory."""
-    return list(dict.fromkeys([os.getcwd(), *(p for p in sys.path if p)]))
+    """The payload as the server's route hands it to a worker; `path` is the path of requests without their own."""
+    template = resolve((payload.path or path).encode()).template
+    headers = {name.lower().encode(): value.encode() for name, value in payload.headers.items()}
+    codec = template.select(headers, payload.content_type.encode()) if template.select is not None else ""
+    return RequestBody(payload.body, payload.content_type, codec or template.codec, payload.headers)
 
 
 def _free_bytes() -> int:

@@ -46,13 +46,9 @@ SEARCHES: Final = ("auto", "grid", "climb", "halving", "tpe")
 )
 @click.option("--model", metavar="NAME", help="The model to tune, if a configuration has several.")
 @click.option(
-    "--warmup",
-    callback=warmup,
-    default="auto",
-    show_default=True,
-    metavar="auto|S",
+    "--warmup", callback=warmup, default="auto", show_default=True, metavar="auto|S",
     help="Warm-up after each model load.",
-)
+)  # fmt: skip
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of arrivals, search and random data."
 )
