@@ -6,9 +6,10 @@ import json
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import psutil
+from msgspec import to_builtins
 
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import Engine, result_of
@@ -16,9 +17,14 @@ from penstock.core.engine.instances import WorkerSnapshot
 from penstock.errors import ModelNotFound, ModelNotReady, QueueFull
 from penstock.serving.observe.system import Gpus
 from penstock.torchserve.admin.models import ModelVersion
+from penstock.torchserve.admin.settings import SEQUENCE_KEYS
 from penstock.torchserve.admin.workers import DeviceAllocator
 from penstock.torchserve.protocol.api import ApiError
 from penstock.types import Item, Sink
+
+_TIMES: Final = (
+    "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout", "maxRetryTimeoutInSec", "clientTimeoutInMills",
+)  # fmt: skip
 
 
 class ModelDescriber:
@@ -48,6 +54,7 @@ class ModelDescriber:
 
     def _describe(self, version: ModelVersion, usage: dict[str, str]) -> dict[str, Any]:
         spec, s = version.spec, version.spec.settings
+        settings = to_builtins(s)
         queued = len(version.pending) + (0 if version.handle is None else version.handle.status().queue)
         return {
             "modelName": spec.name,
@@ -56,12 +63,7 @@ class ModelDescriber:
             "runtime": spec.runtime,
             "minWorkers": version.min_workers,
             "maxWorkers": version.max_workers,
-            "batchSize": s.batch_size,
-            "maxBatchDelay": s.max_batch_delay,
-            "responseTimeout": s.response_timeout,
-            "startupTimeout": s.startup_timeout,
-            "maxRetryTimeoutInSec": s.max_retry_timeout,
-            "clientTimeoutInMills": s.client_timeout,
+            **{key: settings[key] for key in _TIMES},
             "parallelType": "",
             "parallelLevel": s.parallel_level,
             "deviceType": self._devices.kind(s),
@@ -70,10 +72,7 @@ class ModelDescriber:
             "useJobTicket": s.use_job_ticket,
             "useVenv": s.use_venv,
             "stateful": False,
-            "sequenceMaxIdleMSec": s.sequence_max_idle,
-            "sequenceTimeoutMSec": s.sequence_timeout,
-            "maxNumSequence": s.max_num_sequence,
-            "maxSequenceJobQueueSize": s.max_sequence_job_queue_size,
+            **{key: settings[key] for key in SEQUENCE_KEYS},
             "loadedAtStartup": version.at_startup,
             "workers": [_worker(w, version.worker_ids[w.slot], usage) for w in self.number(version)],
             "jobQueueStatus": {"remainingCapacity": max(0, s.job_queue_size - queued), "pendingRequests": queued},

@@ -58,7 +58,7 @@ class ModelSettings(Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 _UNSUPPORTED_SWITCHES: Final = ("continuousBatching", "sequenceBatching", "asyncCommunication")
-_SEQUENCE_KEYS: Final = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
+SEQUENCE_KEYS: Final = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
 _PARALLEL: Final = ("pp", "tp", "pptp", "custom")
 TYPES: Final[dict[str, Any]] = {
     **{each.encode_name: each.type for each in fields(ModelSettings)},
@@ -88,7 +88,7 @@ def resolve_settings(
     requested = {key: value for key, value in requested.items() if value is not None}
     layers = [{**implied, **yaml}, config, requested] if yaml_wins else [requested, yaml, config]
     chosen = ChainMap(*[dict(layer) for layer in (*layers, defaults)])
-    idle = [key for key in _SEQUENCE_KEYS if key in yaml]
+    idle = [key for key in SEQUENCE_KEYS if key in yaml]
     if idle:
         log.warning("model=%s keys=%s consequence=no_effect_without_sequenceBatching", model, ",".join(idle))
     values = {each.name: chosen[each.encode_name] for each in fields(ModelSettings) if each.encode_name in chosen}

@@ -133,7 +133,7 @@ def grpc_listeners(
         log.warning("event=no_grpc missing=%s consequence=http_only hint=%s", error.name, install_hint("grpc"))
         return
     properties = components.properties
-    tls = _read(tls_files()) if properties.enable_grpc_ssl else None
+    tls = _key_and_certificate(tls_files()) if properties.enable_grpc_ssl else None
     for address in grpc_addresses(properties):
         bounds = GrpcLimits(
             max_request_bytes=properties.max_request_size,
@@ -146,7 +146,7 @@ def grpc_listeners(
         yield GrpcServer(components.backend, components.administrator, config, bounds, tls=tls), address
 
 
-def _read(files: TlsFiles) -> tuple[bytes, bytes]:
+def _key_and_certificate(files: TlsFiles) -> tuple[bytes, bytes]:
     files.context()  # raises ConfigError if key and certificate do not match
     try:
         return Path(files.key).read_bytes(), Path(files.certificate).read_bytes()

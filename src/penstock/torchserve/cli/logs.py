@@ -15,7 +15,6 @@ import queue
 import re
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 from xml.etree import ElementTree
@@ -52,14 +51,12 @@ class TorchServeFormatter(logging.Formatter):
     A worker's output has TorchServe's prefix: `W-9000-name_version-stdout MODEL_LOG`.
     """
 
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+
     def __init__(self, bare: bool = False, first_worker: int = 9000) -> None:
         super().__init__()
         self._bare = bare
         self._first_worker = first_worker
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created))
-        return f"{whole},{int(record.msecs):03d}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         at = self.formatTime(record)

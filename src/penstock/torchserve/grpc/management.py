@@ -42,8 +42,8 @@ class ManagementService:
 
     async def ScaleWorker(self, request: Any) -> Any:
         """Cannot scale to zero workers: 0 means the default, 1."""
-        minimum = _count(request.min_worker) or 1
-        maximum = _count(request.max_worker) or minimum
+        minimum = max(request.min_worker, 0) or 1
+        maximum = max(request.max_worker, 0) or minimum
         if maximum < minimum:
             raise ApiError("BadRequestException", "max_worker cannot be less than min_worker.")
         change = await self._administration.scale(
@@ -62,10 +62,6 @@ class ManagementService:
         if not request.model_name:
             raise ApiError("BadRequestException", "Parameter url is required.")
         return _response(await self._administration.unregister(request.model_name, request.model_version or None))
-
-
-def _count(number: int) -> int | None:
-    return number if number > 0 else None
 
 
 def _response(change: ChangeResult) -> Any:

@@ -263,14 +263,8 @@ def find_steps(handle: Any, context: Any) -> HandlerSteps | None:
     service = getattr(handle, "__self__", None)
     if service is None or os.environ.get("ENABLE_TORCH_PROFILER"):
         return None
-    base = next((cls for cls in type(service).__mro__ if _is_base(cls)), None)
-    if base is None or handle.__func__ is not vars(base)["handle"]:
+    modules = ("ts.torch_handler.base_handler", f"{LIBRARY}.base_handler")
+    of_base = [c for c in type(service).__mro__ if c.__name__ == "BaseHandler" and c.__module__ in modules]
+    if not of_base or handle.__func__ is not vars(of_base[0])["handle"]:
         return None
     return HandlerSteps(service, context)
-
-
-def _is_base(cls: type) -> bool:
-    return cls.__name__ == "BaseHandler" and cls.__module__ in (
-        "ts.torch_handler.base_handler",
-        f"{LIBRARY}.base_handler",
-    )

@@ -5,12 +5,12 @@ from typing import Final
 from penstock.serving.http.responses import MethodNotAllowed
 from penstock.serving.protocols.route import HttpRequest
 from penstock.torchserve.admin.administrator import Administrator
+from penstock.torchserve.archive.manifest import RUNTIMES
 from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.http.routes import Action, change_result, json_result
 from penstock.torchserve.protocol.api import model_page
 from penstock.torchserve.protocol.management import (
     PAGE_SIZE,
-    RUNTIMES,
     read_customized,
     read_page,
     read_registration,

@@ -11,13 +11,16 @@ from typing import Any, Final
 
 from penstock.errors import BadRequest
 from penstock.serving.protocols.bodies import decode_json, split_type
+from penstock.torchserve.archive.manifest import RUNTIMES
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 Query = Mapping[str, list[str]]  # as urllib.parse.parse_qs gives it, blank values kept
 
 MAX_INT: Final = 2**31 - 1  # the largest number that a client of TorchServe can send
 PAGE_SIZE: Final = 100  # models on one page of the list: the default and the maximum
-RUNTIMES: Final = ("python", "python3", "LSP")
+_LEAST: Final = {
+    "batch_size": 1, "max_batch_delay": 0, "initial_workers": 0, "response_timeout": 1, "startup_timeout": 1,
+}  # fmt: skip
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")  # int() itself refuses more digits
 _SHOWN: Final = 40  # characters of an invalid value that a message shows
@@ -30,21 +33,13 @@ def read_registration(query: Query, content_type: str, body: bytes | memoryview)
         values = _object(body, '{"url": "model.mar", "initial_workers": 1}')
     else:
         values = _first(query)
-    get = values.get
-    registration = RegisterRequest(
-        url=_text("url", get("url")),
-        model_name=_text("model_name", get("model_name")),
-        handler=_text("handler", get("handler")),
-        runtime=_text("runtime", get("runtime")),
-        batch_size=_integer("batch_size", get("batch_size"), 1),
-        max_batch_delay=_integer("max_batch_delay", get("max_batch_delay"), 0),
-        initial_workers=_integer("initial_workers", get("initial_workers"), 0),
-        synchronous=_boolean("synchronous", get("synchronous")),
-        response_timeout=_integer("response_timeout", get("response_timeout"), 1),
-        startup_timeout=_integer("startup_timeout", get("startup_timeout"), 1),
-        s3_sse_kms=bool(_boolean("s3_sse_kms", get("s3_sse_kms"))),
-    )
-    return check_registration(registration)
+    given: dict[str, Any] = {
+        name: _text(name, values.get(name)) for name in ("url", "model_name", "handler", "runtime")
+    }
+    given |= {name: _integer(name, values.get(name), least) for name, least in _LEAST.items()}
+    synchronous = _boolean("synchronous", values.get("synchronous"))
+    s3_sse_kms = bool(_boolean("s3_sse_kms", values.get("s3_sse_kms")))
+    return check_registration(RegisterRequest(**given, synchronous=synchronous, s3_sse_kms=s3_sse_kms))
 
 
 def check_registration(registration: RegisterRequest) -> RegisterRequest:
