@@ -154,7 +154,7 @@ class Server:
 def _reading(engine: Engine, http: HttpServer) -> ServerSnapshot:
     """The state that gauges show."""
     reading = engine.reading()
-    reading.http = HttpSnapshot(http.connections, http.refused, http.answers())
+    reading.http = HttpSnapshot(http.connections, http.listener.counts.refused, http.listener.counts.responses())
     return reading
 
 

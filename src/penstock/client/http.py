@@ -102,7 +102,7 @@ class ClientConnection:
             try:
                 return await protocol.exchange(head, body, max_response_bytes)
             except ConnectionLost as lost:
-                if protocol.received_bytes:
+                if protocol.reader.received_bytes:
                     raise
                 try:
                     protocol = await self.connect()
@@ -155,23 +155,18 @@ class _ClientProtocol(asyncio.Protocol):
         self._writable: asyncio.Future[None] | None = None
         self._paused = False
         self._written = False
-        self._reader = _ResponseReader(url)
+        self.reader = _ResponseReader(url)
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of the response to the last request."""
-        return self._reader.received_bytes
 
     async def exchange(self, head: bytes, body: Sequence[Buffer], max_response_bytes: int) -> HttpResponse:
         """The response. Does not read `body` after it returns. Raises ConnectionLost, MalformedResponse."""
         assert self._waiter is None, "one request at a time"
         if self._transport is None:
             raise ConnectionLost(f"the connection to {self._url} is closed")
-        self._reader.begin(max_response_bytes)
+        self.reader.begin(max_response_bytes)
         self._written = False
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         try:
@@ -219,31 +214,31 @@ class _ClientProtocol(asyncio.Protocol):
         if self._waiter is None or self._waiter.done():
             self.abort()
             return
-        error = self._reader.feed(data)
+        error = self.reader.feed(data)
         self._finish()
         if error is not None:
             self._fail(error)
 
     def eof_received(self) -> bool:
         """Completes a body that has no other end."""
-        self._reader.finish_at_eof()
+        self.reader.finish_at_eof()
         self._finish()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        received = self.received_bytes
+        received = self.reader.received_bytes
         progress = f"after {received} bytes of an answer" if received else "without an answer"
         self._fail(ConnectionLost(f"{self._url} ended the connection {progress}{f': {exc}' if exc else ''}"))
-        self._reader.close()
+        self.reader.close()
 
     def _finish(self) -> None:
         """Hands over a complete response. Keeps the connection only if both sides can reuse it."""
-        response = self._reader.response
+        response = self.reader.response
         if response is None or self._waiter is None or self._waiter.done():
             return
         transport = self._transport
         sent = self._written and transport is not None and transport.get_write_buffer_size() == 0
-        if not (sent and self._reader.keep_alive):
+        if not (sent and self.reader.keep_alive):
             self.abort()
         self._waiter.set_result(response)
         self.resume_writing()

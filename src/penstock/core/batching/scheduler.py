@@ -52,10 +52,10 @@ class Scheduler:
         self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
         self._depth, self._idempotent = depth, idempotent
         self._budgets = [horizon_s + extra for extra in priority]
-        self._max_batch_size = max_batch_size
+        self.max_batch_size = max_batch_size  # after an out-of-memory error, batches are smaller for a while
         self._ceiling: int | None = None
         self._ceiling_end_s = INF
-        self._running_rows = 0
+        self.running_rows = 0  # of the batches on slots
         self._batch_id = 0
         self._held_since_s = INF
         self._holds, self._held_s = 0, 0.0
@@ -82,11 +82,6 @@ class Scheduler:
         """Number of batches on slots."""
         return len(self._slots.running)
 
-    @property
-    def running_rows(self) -> int:
-        """Number of rows in the batches on slots."""
-        return self._running_rows
-
     def next_end(self) -> tuple[float, int]:
         """(predicted end of the batch that ends first, its rows); (INF, 0) while nothing runs."""
         return min(((batch.end_s, batch.rows) for batch in self._slots.running.values()), default=(INF, 0))
@@ -94,11 +89,6 @@ class Scheduler:
     def seconds(self, rows: int) -> float:
         """Predicted seconds of a batch; 0 before anything was learned."""
         return self._cost.t(rows) if self._cost.ready else 0.0
-
-    @property
-    def max_batch_size(self) -> int:
-        """Most rows of a batch. After an out-of-memory error batches are smaller for a while (`explain`)."""
-        return self._max_batch_size
 
     @property
     def max_queue(self) -> int:
@@ -132,7 +122,7 @@ class Scheduler:
             "upper_ratio": cost.ratio,
             "ready": cost.ready,
             "handover_s": self._slots.handover_s,
-            "max_batch_size": self._max_batch_size,
+            "max_batch_size": self.max_batch_size,
             "ceiling": self._ceiling,
             "slots": self._slots.up,
             "holds": self._holds,
@@ -190,7 +180,7 @@ class Scheduler:
         with them."""
         rows = sum([e.rows for e in entries])
         self._slots.answered(batch_id, rows)
-        self._running_rows -= rows
+        self.running_rows -= rows
         return self._queue.answered(entries, failed)
 
     def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
@@ -208,9 +198,9 @@ class Scheduler:
                     self._cost.add(batch.rows, seconds)
                 self._see()
                 self._policy.on_complete(batch, seconds, self._view, now)
-            self._running_rows -= batch.rows
+            self.running_rows -= batch.rows
             return self._queue.answered(entries, outcome.failed)
-        self._running_rows -= batch.rows
+        self.running_rows -= batch.rows
         died = outcome.kind == "died"
         again = self._queue.lose(entries, died, self._idempotent)
         if again:
@@ -248,7 +238,7 @@ class Scheduler:
     def _see(self) -> None:
         view = self._view
         view.slots = self._slots.up
-        view.inside_rows = self._queue.rows + self._running_rows
+        view.inside_rows = self._queue.rows + self.running_rows
 
     def _ask(self, bucket: Bucket, idle: int, now: float) -> Choice:
         """The policy's choice for a bucket. Carries out a Drop, after which the queue has changed."""
@@ -368,7 +358,7 @@ class Scheduler:
         self._batch_id += 1
         rows = sum([e.rows for e in entries])
         batch = self._slots.start(self._batch_id, slot, entries, rows, now, exact)
-        self._running_rows += rows
+        self.running_rows += rows
         self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.concurrent))
 
     # ---- the ceiling
@@ -382,6 +372,6 @@ class Scheduler:
         self._resize()
 
     def _resize(self) -> None:
-        rows = self._max_batch_size if self._ceiling is None else min(self._max_batch_size, self._ceiling)
+        rows = self.max_batch_size if self._ceiling is None else min(self.max_batch_size, self._ceiling)
         self._view.max_rows = rows
         self._queue.resize(rows)

@@ -106,12 +106,3 @@ class HttpServer:
     @property
     def connections(self) -> int:
         return len(self.listener.connections)
-
-    @property
-    def refused(self) -> int:
-        """Connections refused because there was no room for them."""
-        return self.listener.counts.refused
-
-    def answers(self) -> dict[int, int]:
-        """Begun responses by status // 100."""
-        return self.listener.counts.responses()

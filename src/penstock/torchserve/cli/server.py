@@ -175,7 +175,7 @@ class ServerMetrics:
             found = engine.reading()
             servers = http()
             found.http = HttpSnapshot(
-                sum(s.connections for s in servers), sum(s.refused for s in servers), _answers(servers)
+                sum(s.connections for s in servers), sum(s.listener.counts.refused for s in servers), _answers(servers)
             )
             return found
 
@@ -201,7 +201,7 @@ class ServerMetrics:
 def _answers(servers: Sequence[HttpServer]) -> dict[int, int]:
     counted: Counter[int] = Counter()
     for server in servers:
-        counted.update(server.answers())
+        counted.update(server.listener.counts.responses())
     return dict(counted)
 
 

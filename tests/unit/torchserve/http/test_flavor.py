@@ -503,7 +503,7 @@ async def test_a_nonstandard_status_of_the_handler_reaches_the_client(status):
         peer.ask("POST", "/predictions/m")
         head, body = await peer.answer()
         assert (head.split(b"\r\n")[0], body) == (b"HTTP/1.1 %d " % status, b"own")
-        assert peer.server.answers() == {status // 100: 1}
+        assert peer.server.listener.counts.responses() == {status // 100: 1}
 
 
 async def test_head_has_no_body():

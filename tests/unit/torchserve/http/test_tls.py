@@ -166,7 +166,7 @@ async def test_silent_connections_count_as_connections():
         with contextlib.suppress(ConnectionError):
             assert await rest(reader) == b""
         writer.close()
-        assert server.refused == 1
+        assert server.listener.counts.refused == 1
         for _, writer in silent:
             writer.close()
         await until_gone(server)
