@@ -247,8 +247,10 @@ class JobRun:
             prober.start()
             try:
                 self._wait(summary, start_s)
-            finally:
-                self._close(summary)
+            finally:  # in the order in which frames pass the threads; an interrupt keeps what is in flight
+                self._decoders.close()
+                self._sender.close(DRAIN_S if summary.interrupted else 0.0)
+                self._writer.close()
                 prober.join(PROBE_S)
         stats = self._sender.stats()
         summary.seconds = time.monotonic() - start_s
@@ -275,12 +277,6 @@ class JobRun:
                 )
             self._reporter.show(self._progress(rates, start_s))
             return
-
-    def _close(self, summary: JobSummary) -> None:
-        """Ends the threads in the order in which frames pass them. An interrupt keeps what is in flight."""
-        self._decoders.close()
-        self._sender.close(DRAIN_S if summary.interrupted else 0.0)
-        self._writer.close()
 
     def _progress(self, rates: RateWindow, start_s: float) -> Progress:
         stats, counters = self._sender.stats(), self._counters

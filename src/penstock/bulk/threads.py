@@ -119,15 +119,12 @@ class CaptionWriter:
                 group.append(self._queue.get())
             running = group[-1] is not None
             try:
-                self._process([step for step in group if step is not None])
+                changed = {task.video.name: task for step in group if step is not None and (task := step()) is not None}
+                for task in changed.values():
+                    self._commit(task)
             except Exception as e:  # the job must learn of any error rather than wait for ever
                 _logger.exception("the writer failed")
                 self._break(spool.SpoolError(f"the writer failed: {describe(e)}"))
-
-    def _process(self, steps: list[Callable[[], VideoTask | None]]) -> None:
-        changed = {task.video.name: task for step in steps if (task := step()) is not None}
-        for task in changed.values():
-            self._commit(task)
 
     def _begin(self, task: VideoTask) -> VideoTask | None:
         self._tasks[task.video.name] = task

@@ -72,7 +72,6 @@ class Block(Protocol):
 
     def release(self) -> None:
         """Returns it to the pool. Called once, by any thread."""
-        ...
 
 
 class Chunk(Struct, eq=False):

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.pipeline.graph import AUTO, Graph, Node, NodeStep
-from penstock.pipeline.keys import EACH, FIELDS
+from penstock.pipeline.keys import EACH, FIELDS, GRAPH_FIELDS
 from penstock.pipeline.lower import PATHS, TARGET, OpDraft, takes_size
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _WIDTH = 100
-_DEFAULTS = Node("")
+_DEFAULTS, _DEFAULT_GRAPH = Node(""), Graph("", {}, "")
 
 
 def to_toml(graph: Graph, *, folder: str | None = None, tables: Mapping[str, Mapping[str, Any]] | None = None) -> str:
@@ -36,14 +36,9 @@ def _table(name: str, keys: Any) -> str:
 def _settings(graph: Graph) -> Iterator[tuple[str, Any]]:
     yield "name", graph.name
     yield "entry", graph.entry
-    if graph.trace:
-        yield "trace", True
-    if graph.in_flight is not None:
-        yield "in_flight", graph.in_flight
-    if graph.takes != ("data",):
-        yield "inputs", graph.takes
-    if graph.answers != ("result",):
-        yield "outputs", graph.answers
+    for key, field in GRAPH_FIELDS.items():
+        if (value := getattr(graph, field)) != getattr(_DEFAULT_GRAPH, field):
+            yield key, value
 
 
 def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:

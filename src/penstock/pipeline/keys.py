@@ -136,6 +136,9 @@ PIPELINE: Final = {
 }
 """The keys of `[pipeline]`."""
 
+GRAPH_FIELDS: Final = {"trace": "trace", "in_flight": "in_flight", "inputs": "takes", "outputs": "answers"}
+"""The fields of `graph.Graph` by their keys in `[pipeline]`; the other keys need more than a default."""
+
 
 class TomlSource:
     """The origin of a pipeline. `text`, if it comes from a file, gives line numbers to errors and warnings."""

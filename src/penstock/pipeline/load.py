@@ -15,7 +15,16 @@ from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check_structure, entry_of, linked
 from penstock.pipeline.dialect import TORCHPIPE, native_table
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput
-from penstock.pipeline.keys import EACH, FIELDS, NODE, ONLY_IN_NODES, ONLY_WITH_A_MODEL, PIPELINE, TomlSource
+from penstock.pipeline.keys import (
+    EACH,
+    FIELDS,
+    GRAPH_FIELDS,
+    NODE,
+    ONLY_IN_NODES,
+    ONLY_WITH_A_MODEL,
+    PIPELINE,
+    TomlSource,
+)
 from penstock.pipeline.lower import (
     FAN_OUT,
     OpDraft,
@@ -34,7 +43,6 @@ MAX_BATCH, MAX_BATCH_COMPAT, MAX_BATCH_OF_USERS = 8, 1, 64
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
 _DEVICE = re.compile(rf"{AUTO}|cpu|cuda(:\d{{1,2}})?")
-_GRAPH_FIELDS = {"in_flight": "in_flight", "trace": "trace", "inputs": "takes", "outputs": "answers"}
 _GLOBAL = "global"  # the table in which TorchPipe's parse_toml puts the keys above all tables
 NO_NODES = (*SERVER_TABLES, _GLOBAL)  # names that a node cannot have
 
@@ -81,7 +89,7 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
     reader.check_unused()
     made = linked(read, source)
     entry = entry_of(made, settings.get("entry"), source, compat=compat)
-    fields = {field: settings[key] for key, field in _GRAPH_FIELDS.items() if key in settings}
+    fields = {field: settings[key] for key, field in GRAPH_FIELDS.items() if key in settings}
     graph = Graph(name, made, entry, compat=compat, folder=folder, **fields)
     check_structure(graph, source)
     return graph

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.core.contracts import Observer
 from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull, nearest
-from penstock.pipeline.engine import Backpressure
+from penstock.pipeline.engine import Backpressure, NodeEngine
 from penstock.pipeline.graph import Graph, ItemRoute, check_runnable, route
 from penstock.pipeline.node import SharedState
 from penstock.pipeline.ops.base import NODE_NAME, Fields
@@ -28,9 +28,8 @@ class PipelineRunner:
         self._routes: dict[str, ItemRoute] = {graph.entry: route(graph, graph.entry)}
         self._backpressure = Backpressure(graph)
         shared = {name: SharedState(compat=graph.compat) for name in graph.nodes}
-        self._nodes = {
-            name: RunningNode(graph, node, self._backpressure, observers, shared) for name, node in graph.nodes.items()
-        }
+        engines = [NodeEngine(graph, node, self._backpressure, observers, shared) for node in graph.nodes.values()]
+        self._nodes = {engine.name: RunningNode(graph, engine) for engine in engines}
         self._backpressure.connect({name: node.engine for name, node in self._nodes.items()})
         for name, node in self._nodes.items():
             node.chained = next((self._nodes[after] for after in node.engine.chained), None)

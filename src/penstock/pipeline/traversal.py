@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
-from penstock.core.contracts import Observer
 from penstock.core.engine.batcher import Call
 from penstock.errors import ItemFailed, PenstockError, describe
 from penstock.pipeline.collate import MOST_PARTS, PadTo, nbytes_of, shape_of
-from penstock.pipeline.engine import Backpressure, NodeEngine
-from penstock.pipeline.graph import Graph, ItemRoute, Node, join_sources
-from penstock.pipeline.node import BatchStamp, SharedState, Visit
+from penstock.pipeline.engine import NodeEngine
+from penstock.pipeline.graph import Graph, ItemRoute, join_sources
+from penstock.pipeline.node import BatchStamp, Visit
 from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
 from penstock.types import Item, ItemResult
 
@@ -184,16 +183,9 @@ class RunningNode:
     The runner sets `followers`, `joins` and `chained` when all nodes exist.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        node: Node,
-        backpressure: Backpressure,
-        observers: Sequence[Observer],
-        shared: Mapping[str, SharedState],
-    ) -> None:
-        self.name, self.node = node.name, node
-        self.engine = NodeEngine(graph, node, backpressure, observers, shared)
+    def __init__(self, graph: Graph, engine: NodeEngine) -> None:
+        node = engine.node
+        self.name, self.node, self.engine = node.name, node, engine
         self.followers: list[RunningNode] = []  # next nodes, except joins
         self.joins: list[RunningNode] = []  # joins that wait for this node
         self.chained: RunningNode | None = None  # the next node, if it runs in the same call

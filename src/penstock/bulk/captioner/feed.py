@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -70,7 +70,8 @@ class DeviceFeed:
 
     def __call__(self, requests: Sequence[CaptionRequest | PenstockError]) -> DeviceBatch:
         """One batch, with an error for each request that cannot be decoded. Raises errors of the device."""
-        with self._lock, torch.inference_mode(), self._on_stream():
+        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with self._lock, torch.inference_mode(), on_stream:
             self._turn = (self._turn + 1) % len(self._buffers)
             host = self._buffer(sum(r.rows for r in requests if isinstance(r, CaptionRequest)))
             rows, resized, errors = self._gather(requests, host.numpy())
@@ -84,9 +85,6 @@ class DeviceFeed:
             pixels = lines.to(self._dtype).view(pixels.shape).permute(0, 3, 1, 2)
             ready = None if self._stream is None else self._stream.record_event()
         return DeviceBatch(pixels, errors, ready)
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _buffer(self, rows: int) -> torch.Tensor:
         """uint8 `[rows, height, width, 3]`, after any copy from it has ended."""

@@ -70,7 +70,9 @@ def times(arrival: Arrival, rate: float, seconds: float, seed: int, trace: Seque
     and does not repeat.
     """
     if arrival.kind == "trace":
-        return _replayed(trace, rate, seconds)
+        stretches = rate > 0 and len(trace) > 1 and trace[-1] > 0
+        stretch = (len(trace) - 1) / trace[-1] / rate if stretches else 1.0
+        return array("d", (t * stretch for t in trace if not seconds or t * stretch < seconds))
     if not (0 < rate < math.inf and 0 < seconds < math.inf):
         raise ConfigError(f"arrivals at {rate:g}/s for {seconds:g} s: expected a rate and a time over 0")
     if rate * seconds > _MOST:
@@ -87,13 +89,6 @@ def times(arrival: Arrival, rate: float, seconds: float, seed: int, trace: Seque
         found.append(now)
         now += draw.gammavariate(shape, scale)
     return found
-
-
-def _replayed(trace: Sequence[float], rate: float, seconds: float) -> array[float]:
-    stretch = 1.0
-    if rate > 0 and len(trace) > 1 and trace[-1] > 0:
-        stretch = (len(trace) - 1) / trace[-1] / rate
-    return array("d", (t * stretch for t in trace if not seconds or t * stretch < seconds))
 
 
 def read_trace(path: str, model: str = "") -> Trace:

@@ -69,7 +69,9 @@ def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
         space = parse_space(f"{space.text},device=cpu,cuda")
     strategy(flags["search"])
     tuned, source = _tuned_model(target, flags)
-    _check_devices(tuned, space)
+    devices = [str(v) for p in space.parameters if p.name == "device" for v in p.values]
+    if wrong := missing_device(devices or tuned.model.devices, visible_gpus()):
+        raise ConfigError(wrong)
     folder = flags["output"] or Path(f"tune-{tuned.name}")
     return TuneJob(
         tuned=tuned,
@@ -115,13 +117,6 @@ def _section(target: str, known: list[str], wanted: str | None) -> str:
     if wanted is None and len(known) != 1:
         raise ConfigError(f"{target} has {', '.join(known) or 'no models'}; choose the one to tune with --model NAME")
     return wanted or known[0]
-
-
-def _check_devices(tuned: TunedModel, space: SearchSpace) -> None:
-    """Raises ConfigError for a device that this machine lacks."""
-    devices = [str(v) for p in space.parameters if p.name == "device" for v in p.values]
-    if wrong := missing_device(devices or tuned.model.devices, visible_gpus()):
-        raise ConfigError(wrong)
 
 
 def identity(job: TuneJob) -> dict[str, str]:

@@ -71,7 +71,12 @@ class ResultBuilder:
             self.notes.append("not confirmed: the chosen settings have too few runs to be certain")
         if best.settings == self.default:
             self.notes.append("no settings in the space are better than the default")
-        self._note_generator_limit(best)
+        trial = self.state.trials.get(best.settings)
+        if trial is not None and trial.bad is not None and trial.bad.invalid:
+            self.notes.append(
+                f"the load generator, not the model, was the limit at {trial.bad_rate:g}/s: {trial.bad.invalid}; better"
+                " settings may exist that could not be measured"
+            )
         default = next((one for one in self.finalists if one.settings == self.default and one.met is not False), None)
         if default is None:
             self.notes.append(f"the default ({self.default}) {self._why_not_default()}")
@@ -124,14 +129,6 @@ class ResultBuilder:
         left = [trial for trial in self.state.ranked() if trial.rate and trial.settings not in failed]
         rated = [known.get(trial.settings) or Finalist(trial.settings, trial.rate) for trial in left]
         return max(rated, key=lambda one: one.rate, default=None)
-
-    def _note_generator_limit(self, best: Finalist) -> None:
-        trial = self.state.trials.get(best.settings)
-        if trial is not None and trial.bad is not None and trial.bad.invalid:
-            self.notes.append(
-                f"the load generator, not the model, was the limit at {trial.bad_rate:g}/s: {trial.bad.invalid}; better"
-                " settings may exist that could not be measured"
-            )
 
     def _too_little(self, best: Finalist) -> str | None:
         """Why the SLO's throughput is not reached; None if it is, or the SLO has none."""

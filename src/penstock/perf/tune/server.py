@@ -92,7 +92,8 @@ class TunedServer:
         else:
             before, self._settings = self._settings, None
             if self._only_scaled(before, settings):
-                self._scale(self.model.with_settings(settings).instances)
+                log.info("scale instances=%s", instances := self.model.with_settings(settings).instances)
+                self._change("PUT", "/scale", {"instances": instances})
             else:
                 self._load(settings)
         self._settings = settings
@@ -151,10 +152,6 @@ class TunedServer:
         now, then = self.model.with_settings(before), self.model.with_settings(after)
         numbers = now.instances != "auto" and then.instances != "auto"
         return differing == {"instances"} and numbers and then.threads is not None and then.transport != "inline"
-
-    def _scale(self, instances: int | str) -> None:
-        log.info("scale instances=%s", instances)
-        self._change("PUT", "/scale", {"instances": instances})
 
     def _load(self, settings: CandidateSettings) -> None:
         log.info("reload settings=%s", settings)

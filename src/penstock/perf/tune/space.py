@@ -119,12 +119,8 @@ class SearchSpace(Struct, frozen=True):
         other parameter a value that the space names earlier is cheaper. "auto" counts as the largest number."""
         first = ("instances", "batch", "threads")
         numbers = [_number(settings.get(name, 0)) for name in first]
-        rest = [self._index(p, settings) for p in self.parameters if p.name not in first]
-        return (*numbers, *rest)
-
-    def _index(self, parameter: TunedParameter, settings: CandidateSettings) -> float:
-        value = settings.get(parameter.name)
-        return float(parameter.values.index(value)) if value in parameter.values else -1.0
+        rest = [(settings.get(p.name), p.values) for p in self.parameters if p.name not in first]
+        return (*numbers, *(float(values.index(value)) if value in values else -1.0 for value, values in rest))
 
     def neighbours(self, settings: CandidateSettings) -> list[CandidateSettings]:
         """Settings that differ in one parameter: by one step if its values are ordered, else by any value. Also one
