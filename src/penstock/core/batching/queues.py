@@ -144,7 +144,7 @@ class Expiries:
         self._line: deque[tuple[float, int, Entry]] = deque()
         self._heap: list[tuple[float, int, Entry]] = []
         self._count = 0
-        self._limit = COMPACT_AT  # size at which entries that left are removed
+        self._limit = COMPACT_AT  # count at which entries that left are removed
         self._waiting = waiting  # the state of a waiting entry
 
     def add(self, entry: Entry) -> None:
@@ -152,17 +152,17 @@ class Expiries:
         if end == INF:
             return
         line = self._line
-        self._count += 1
+        count = self._count = self._count + 1
         if end < self.earliest_s:
             self.earliest_s = end
         if not line or end >= line[-1][0]:
-            line.append((end, self._count, entry))
+            line.append((end, count, entry))
         else:
-            heappush(self._heap, (end, self._count, entry))
-        if len(line) + len(self._heap) > self._limit:
+            heappush(self._heap, (end, count, entry))
+        if count > self._limit:
             self._line = deque(x for x in line if x[2].state == self._waiting)
             self._heap = sorted(x for x in self._heap if x[2].state == self._waiting)
-            self._limit = 4 * (len(self._line) + len(self._heap)) + COMPACT_AT
+            self._limit = count + 4 * (len(self._line) + len(self._heap)) + COMPACT_AT
 
     def next(self) -> float:
         """The earliest expiry of a waiting entry, or INF."""

@@ -10,6 +10,7 @@ only between a process and its own child. Errors cross as data, so that neither 
 import pickle
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -243,15 +244,7 @@ class MessageWriter:
     def put_object(self, value: object) -> Ext:
         """The form of a Python object in the head. Raises the errors of pickle."""
         large: list[memoryview] = []
-
-        def in_band(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes <= LARGE_BYTES:
-                return True
-            large.append(raw)
-            return False
-
-        data = dumps(value, in_band)
+        data = dumps(value, partial(_in_band, large))
         if not large and len(data) <= LARGE_BYTES:
             return Ext(_PICKLE, data)
         return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self.put(raw) for raw in large]]))
@@ -370,6 +363,15 @@ def sendable(part: BatchPart, why: Exception) -> None:
             _encoder.encode(result)
         except Exception:
             part.results[i] = ItemResult(error=BadOutput("the model's answer cannot be sent", detail=repr(why)))
+
+
+def _in_band(large: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    """Whether pickle copies this memory into its result; otherwise adds it to `large`."""
+    raw = buffer.raw()
+    if raw.nbytes > LARGE_BYTES:
+        large.append(raw)
+        return False
+    return True
 
 
 def place(slab: Slab) -> Ext:
