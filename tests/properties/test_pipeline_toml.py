@@ -78,7 +78,7 @@ def graphs(draw: st.DrawFn) -> dict[str, Any]:
             names = ["data", *draw(st.lists(FIELDS.filter(lambda f: f != "data"), unique=True, max_size=2))]
             tables[f"n{i}"]["inputs"] = {name: f"n{min(before)}.{draw(FIELDS)}" for name in names}
     if draw(st.booleans()):
-        tables["n0"]["2"] = {"next": []}
+        tables["n0"]["nestedone"] = {"next": []}  # longer than a field, so that no input means it
     if draw(st.integers(0, 9)) == 0:
         tables["fan"] = draw(EACH)
     settings = {
