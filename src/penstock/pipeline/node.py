@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from penstock import metrics
-from penstock.core.worker.batch import ENDS, out_of_memory
+from penstock.core.worker.batch import ENDS, LogLimiter, out_of_memory
 from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed, OutOfMemory, PenstockError, describe
 from penstock.pipeline.collate import PadTo
 from penstock.pipeline.graph import Node
@@ -30,8 +30,6 @@ log = logging.getLogger("penstock.pipeline")
 
 SLICE_ROWS = 32  # most items of a batch without a model
 MODEL_ROWS = 8  # most items of a batch with a model that sets no limit
-LOG_AGAIN_S = 60.0
-MAX_LOGGED = 100
 
 _Live = list[tuple[int, Fields]]  # items that are still in the node, by their index in the batch
 
@@ -93,7 +91,7 @@ class NodeModel:
         self._then = NodeModel(*then[0], then=then[1:]) if then else None
         self._parts: list[list[_Step]] = []  # consecutive steps of single items, or one step of batches
         self._passed: set[int] = set()  # items that skipped the last "or", and therefore each "then" after it
-        self._logged: dict[str, float] = {}
+        self._log_limiter = LogLimiter()
         self.inputs: tuple[TensorSpec, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
         self.__penstock_options__: dict[str, Any] = {}
@@ -275,20 +273,12 @@ class NodeModel:
             names = ", ".join(map(str, fields)) or "none"
             return BadRequest(f"op '{step.name}' found no field 'data', only: {names}", detail=where)
         text = "".join(traceback.format_exception(error))
-        self._warn(f"{step.name} raised {describe(error)}", where, text)
+        key = f"{step.name} raised {describe(error)}"
+        if self._log_limiter.admits(key):
+            log.warning("item_failed where=%r error=%r: its caller gets an error\n%s", where, key, text)
         if out_of_memory(error):
             return OutOfMemory(f"op '{step.name}' ran out of memory on this item", detail=f"{where}\n{text}")
         return ItemFailed(f"op '{step.name}' raised {type(error).__name__}", detail=f"{where}\n{text}")
-
-    def _warn(self, key: str, where: str, text: str) -> None:
-        """Logs each distinct error at most once a minute."""
-        now = time.monotonic()
-        if now - self._logged.get(key, -LOG_AGAIN_S) < LOG_AGAIN_S:
-            return
-        if len(self._logged) >= MAX_LOGGED:
-            self._logged.clear()
-        self._logged[key] = now
-        log.warning("item_failed where=%r error=%r: its caller gets an error\n%s", where, key, text)
 
 
 def _store(fields: Fields, result: Any) -> None:

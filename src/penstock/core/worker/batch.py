@@ -4,6 +4,7 @@ One bad item fails alone. A result may be an exception; a call that raises or ru
 until the guilty item is alone. The scheduler halves too, but only after a death: then no worker is left to do it here.
 """
 
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from msgspec import Struct, field
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.contracts import Codec
+from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.messages import Unsent
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, Cancelled, OutOfMemory, PenstockError, describe
@@ -19,10 +20,29 @@ from penstock.types import BatchPart, Headed, Item, ItemResult
 
 Emit = Callable[[BatchPart], None]
 
+LOG_AGAIN_S = 60.0
+MAX_LOGGED = 100
+
 # these end the worker; any other exception is an error of items, including panics of native code
 ENDS = (SystemExit, KeyboardInterrupt)
 _NOTHING = object()  # no outcome yet
 _STREAMED = object()  # the parts were sent
+
+
+class LogLimiter:
+    """Admits each distinct error at most once a minute."""
+
+    def __init__(self) -> None:
+        self._logged_s: dict[str, float] = {}
+
+    def admits(self, error: str) -> bool:
+        now = time.monotonic()
+        if now - self._logged_s.get(error, -LOG_AGAIN_S) < LOG_AGAIN_S:
+            return False
+        if len(self._logged_s) >= MAX_LOGGED:
+            self._logged_s.clear()
+        self._logged_s[error] = now
+        return True
 
 
 class Runner(Protocol):
@@ -30,10 +50,9 @@ class Runner(Protocol):
 
     model: PythonModel
     batching: BatchingConfig
+    codecs: ModelCodecs
 
     def predict(self, values: list[Any]) -> Any: ...
-
-    def codec(self, name: str) -> Codec: ...
 
     def error_of(self, error: BaseException, doing: str = ...) -> PenstockError: ...
 
@@ -246,7 +265,7 @@ class BatchRun:
         if item.codec == "object":
             return ItemResult(value)
         try:
-            codec = self.runner.codec(item.codec)
+            codec = self.runner.codecs.get(item.codec)
             encode = codec.encode_part if part else codec.encode
             return encode(value, item, self.d.contexts[i])
         except PenstockError as e:

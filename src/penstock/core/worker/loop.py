@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
-from penstock.core.contracts import Codec
 from penstock.core.wire.messages import Pickled
-from penstock.core.worker.batch import BatchRun, Decoded, Emit, out_of_memory
+from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter, out_of_memory
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe
 from penstock.types import BatchPart, Item, ModelMetadata
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.worker")
 
-LOG_AGAIN_S = 60.0
-MAX_LOGGED = 100
-
 
 class BatchRunner:
     """Drives one loaded model. `decode` is pure and may run ahead in another thread; `run` needs the worker's own."""
@@ -35,9 +31,9 @@ class BatchRunner:
         self.model = model
         self.batching = batching
         self._metadata = metadata
-        self._codecs = ModelCodecs(metadata)
+        self.codecs = ModelCodecs(metadata)
         self._loop: asyncio.AbstractEventLoop | None = None  # created by the first coroutine
-        self._logged: dict[str, float] = {}
+        self._log_limiter = LogLimiter()
 
     def decode(self, items: list[Item]) -> Decoded:
         """The values of the items; an item that cannot be decoded becomes an error."""
@@ -50,7 +46,7 @@ class BatchRunner:
                 if isinstance(value, PenstockError):
                     raise value  # it could not be sent to this worker
                 if item.codec != "object":
-                    value, context = self.codec(item.codec).decode(item)
+                    value, context = self.codecs.get(item.codec).decode(item)
                 elif type(value) is Pickled:
                     value = value.load()
                 units = _units(item, value)
@@ -110,10 +106,6 @@ class BatchRunner:
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
                 self._loop.close()
 
-    def codec(self, name: str) -> Codec:
-        """The codec of that name, made for this model. Raises ConfigError."""
-        return self._codecs.get(name)
-
     def predict(self, values: list[Any]) -> Any:
         """The model's result: a sequence, or an iterator of sequences if it streams. Raises the model's errors."""
         found = self.model.predict(values)
@@ -154,20 +146,13 @@ class BatchRunner:
             error.__traceback__ = error.__context__ = error.__cause__ = None  # frames keep payloads alive
             return error
         kind = type(error).__name__
-        self._warn(f"{doing} {describe(error)}", text)
+        key = f"{doing} {describe(error)}"
+        if self._log_limiter.admits(key):
+            model = self._metadata.name
+            log.warning("item_failed model=%s error=%r: its callers get an error\n%s", model, key, text)
         if out_of_memory(error):
             return OutOfMemory("the device ran out of memory on this item alone", detail=text)
         return ItemFailed(f"{doing} {kind}", detail=text)
-
-    def _warn(self, key: str, text: str) -> None:
-        """Logs each distinct error at most once a minute."""
-        now = time.monotonic()
-        if now - self._logged.get(key, -LOG_AGAIN_S) < LOG_AGAIN_S:
-            return
-        if len(self._logged) >= MAX_LOGGED:
-            self._logged.clear()
-        self._logged[key] = now
-        log.warning("item_failed model=%s error=%r: its callers get an error\n%s", self._metadata.name, key, text)
 
 
 def _record_times(part: BatchPart, decoded: Decoded, stages_s: tuple[float, float, float]) -> None:

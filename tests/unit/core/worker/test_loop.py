@@ -38,7 +38,7 @@ def runner(target, **batching):
     model = PythonModel(target)
     model.load("cpu")
     made = BatchRunner(model, ModelMetadata("m", "1"), BatchingConfig(**batching))
-    made._codecs._made["upper"] = Upper("m", "1")
+    made.codecs._made["upper"] = Upper("m", "1")
     return made
 
 
@@ -547,7 +547,7 @@ def test_stage_times_are_reported_with_separate_postprocessing(monkeypatch, apar
     slow = Slow()
     monkeypatch.setattr("penstock.core.worker.loop.time", slow)
     made = runner(slow)
-    made._codecs._made["upper"] = SlowCodec(slow)
+    made.codecs._made["upper"] = SlowCodec(slow)
     decoded = made.decode([Item(b"a", codec="upper"), Item(b"b", codec="upper")])
     parts = []
     if apart:
