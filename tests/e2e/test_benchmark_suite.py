@@ -194,7 +194,7 @@ def test_ctrl_c_writes_a_report_and_resume_measures_the_rest(made: Path, monkeyp
     ("text", "words", "expected"),
     [
         ("m:\n  e:\n    url: echo.mar\n    batchsize: 2\n", (), "wrong.yaml:4: found m.e: unknown key 'batchsize'"),
-        ("m:\n  e: [\n", (), "wrong.yaml:3: invalid YAML"),
+        ("m:\n  e: [\n", (), "wrong.yaml:3: not valid YAML"),
         (GUIDE, (), "wrong.yaml:2: Model_name eager_mode needs gpus all, and this machine has none"),
         (GUIDE, ("--skip-missing-hardware",), "url: no file 'Path to .mar file'"),
         ("m:\n  e:\n    url: echo.mar\n", ("--slo", "p98<=1ms"), '"p98" is none of'),

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from msgspec import Meta, Struct, ValidationError, convert, structs
 
-from penstock.errors import ConfigError, install_hint, nearest
+from penstock.config.yaml_file import load_yaml
+from penstock.errors import ConfigError, nearest
 
-MOST_BYTES: Final = 2**20
 _TEMPLATE: Final = ("ts_version", "models", "hardware", "metrics_cmd", "report_cmd")
 _IGNORED: Final = {
     "ts_version": "nothing is installed; this penstock runs",
@@ -234,24 +234,7 @@ class YamlFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            import yaml
-        except ImportError:
-            raise ConfigError(f"{path} cannot be read without PyYAML: {install_hint('yaml')}") from None
-        try:
-            with path.open("rb") as file:
-                raw = file.read(MOST_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-        if len(raw) > MOST_BYTES:
-            raise ConfigError(f"{path}: found more than {MOST_BYTES} bytes, expected the models of a benchmark suite")
-        try:
-            data = yaml.safe_load(raw)
-            self._root: Any = yaml.compose(raw, Loader=yaml.SafeLoader)
-        except Exception as error:  # PyYAML raises many types, including AttributeError and IndexError
-            mark = getattr(error, "problem_mark", None)
-            text = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
-            raise ConfigError(f"{path}{'' if mark is None else f':{mark.line + 1}'}: invalid YAML: {text}") from None
+        data, self._root = load_yaml(path, str(path))
         if not isinstance(data, dict) or not data:
             raise ConfigError(f"{path}: found {_kind(data)}, expected Model_name: eager_mode: url: ...")
         self._check(self._root, set())

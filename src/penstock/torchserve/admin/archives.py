@@ -10,11 +10,11 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
+from penstock.config.yaml_file import load_yaml
 from penstock.errors import ArchiveError, ConfigError
 from penstock.torchserve.admin.model_spec import ArchiveSource, ModelSpec, VersionRequest, make_spec
 from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, DownloadFailed, InstallFailed, UrlForbidden
 from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
-from penstock.torchserve.config.files import load_yaml
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError
 
@@ -124,7 +124,7 @@ def read_yaml(folder: Path, name: str) -> dict[str, Any]:
         message = f"{name}: the manifest names it, but the archive has no such file"
         raise ApiError("InvalidModelException", message)
     try:
-        found = load_yaml(folder / name, name)
+        found, _ = load_yaml(folder / name, name)
     except ConfigError as e:
         raise ApiError("InvalidModelException", e.message) from None
     if found is None:

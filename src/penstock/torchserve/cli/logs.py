@@ -21,8 +21,8 @@ from xml.etree import ElementTree
 
 from msgspec import Struct, field
 
+from penstock.config.yaml_file import load_yaml
 from penstock.errors import ConfigError
-from penstock.torchserve.config.files import load_yaml
 from penstock.torchserve.config.properties import Properties
 
 log = logging.getLogger("penstock.compat")
@@ -229,7 +229,7 @@ def _mapping(path: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
     else:
-        value = load_yaml(path, f"--log-config {path}")
+        value, _ = load_yaml(path, f"--log-config {path}")
     if not isinstance(value, dict):
         raise ValueError(f"found {type(value).__name__}, expected a table")
     value.setdefault("version", 1)

@@ -1,15 +1,11 @@
-"""The formats of configuration files: Java's .properties (source: `java.util.Properties`) and YAML."""
+"""The format of Java's .properties files. Source: `java.util.Properties`."""
 
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, Final
 
 from msgspec import Struct
 
-from penstock.errors import ConfigError, install_hint
-
-MAX_YAML_BYTES: Final = 2**20  # real files have a few KB
+from penstock.errors import ConfigError
 
 _BLANK = " \t\f"
 _ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
@@ -25,28 +21,6 @@ class Property(Struct, frozen=True):
     key: str
     value: str
     line: int
-
-
-def load_yaml(path: Path | str, shown: str) -> Any:
-    """The value in a YAML file. Raises ConfigError, which names the file as `shown` and the line."""
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(f"{shown} cannot be read without PyYAML: {install_hint('yaml')}") from None
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_YAML_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_YAML_BYTES:
-        raise ConfigError(f"{shown}: found more than {MAX_YAML_BYTES} bytes, expected a configuration file")
-    try:
-        return yaml.safe_load(raw)
-    except Exception as error:  # PyYAML raises many types: IndexError for !!int "", AttributeError for !!timestamp x
-        mark = getattr(error, "problem_mark", None)
-        where = shown if mark is None else f"{shown}:{mark.line + 1}"
-        text = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
-        raise ConfigError(f"{where}: not valid YAML: {text}") from None
 
 
 def parse_properties(text: str, source: str) -> dict[str, Property]:

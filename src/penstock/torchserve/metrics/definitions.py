@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from penstock.config.yaml_file import load_yaml
 from penstock.errors import ConfigError, nearest
-from penstock.torchserve.config.files import load_yaml
 
 log = logging.getLogger("penstock.observe")
 
@@ -79,7 +79,7 @@ def default_config() -> MetricsConfig:
 
 def read_config(path: str) -> MetricsConfig:
     """The configuration in a metrics.yaml. Raises ConfigError, which names the file and the line or key."""
-    document = load_yaml(path, f"metrics_config={path}")
+    document, _ = load_yaml(path, f"metrics_config={path}")
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: found {_kind(document)}, expected the keys dimensions, ts_metrics, model_metrics")
     keys = ("dimensions", "ts_metrics", "model_metrics")

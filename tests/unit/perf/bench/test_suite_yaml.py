@@ -124,16 +124,16 @@ def test_a_workflow_is_left_out_and_alone_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("m:\n  e:\n    url: [\n", 4, "invalid YAML"),
-        ("m:\n\te:\n", 2, "invalid YAML"),
+        ("m:\n  e:\n    url: [\n", 4, "not valid YAML"),
+        ("m:\n\te:\n", 2, "not valid YAML"),
         (
             "m:\n  e:\n    url: !!python/object/apply:os.system [exit]\n",
             3,
-            "invalid YAML: could not determine a const",
+            "not valid YAML: could not determine a const",
         ),
-        ("a: {e: {url: u}}\n---\nb: {e: {url: u}}\n", 2, "invalid YAML: but found another document"),
-        ("m:\n  e:\n    url: a.mar\n    ? [a]\n    : 1\n", 4, "invalid YAML: found unhashable key"),
-        pytest.param("[" * 1000, None, "invalid YAML: maximum recursion depth", id="deep"),
+        ("a: {e: {url: u}}\n---\nb: {e: {url: u}}\n", 2, "not valid YAML: but found another document"),
+        ("m:\n  e:\n    url: a.mar\n    ? [a]\n    : 1\n", 4, "not valid YAML: found unhashable key"),
+        pytest.param("[" * 1000, None, "not valid YAML: maximum recursion depth", id="deep"),
         ("- a\n", None, "found a list, expected Model_name"),
         ("", None, "found nothing"),
         ("m:\n", 1, "found nothing, expected modes of the model m"),
@@ -189,7 +189,7 @@ def test_lists_in_lists_without_end_are_refused_with_few_words(tmp_path: Path) -
 
 
 def test_a_missing_and_an_oversized_file_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none.yaml cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none.yaml: cannot be read: No such file"):
         read_suite([tmp_path / "none.yaml"])
     with pytest.raises(ConfigError, match="more than 1048576 bytes"):
         read(tmp_path, "#" * 2**20 + "\na: b\n")
