@@ -334,5 +334,7 @@ def test_the_base_of_the_handler_library_loads_no_runtime() -> None:
     assert not loaded & {*SERVER_SIDE, *RUNTIMES}
 
 
-def test_the_inference_listener_loads_no_admin_server() -> None:
-    assert not loaded_by("import penstock.serving.http.server") & {"uvicorn", "starlette", "prometheus_client"}
+def test_every_http_port_is_served_by_our_own_bounded_listener() -> None:
+    others = {"aiohttp", "fastapi", "flask", "http.server", "socketserver", "starlette", "uvicorn", "wsgiref"}
+    assert not [p for p in FILES if any(inside(x, tuple(others)) for x in imports(p))]
+    assert "prometheus_client" not in loaded_by("import penstock.serving.http.server")

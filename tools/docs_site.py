@@ -12,7 +12,7 @@ import inspect
 import logging
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import click
 from mkdocs.structure.files import File
 
 from penstock.errors import PenstockError
+from penstock.serving.protocols.route import Template
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {name: name.lower() for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
@@ -179,17 +180,16 @@ HTTP_MANAGEMENT = """
 
 Routes that change something need `[server] management = true`; see [Changing models](management.md).
 
-| method | path |
-|---|---|
+| method | path | purpose |
+|---|---|---|
 """
 HTTP_METRICS = """
 ## Metrics (port 8082)
 
 | method | path | purpose |
 |---|---|---|
-| GET | `/metrics` | [Metrics](metrics.md) in the Prometheus text format |
-| GET | `/debug/batches` | The last 1,000 batches, with the reason for the size of each |
-
+"""
+HTTP_ERRORS = """
 ## Errors
 
 The body of an error is `{"error": {"code": CODE, "message": MESSAGE}}`; under `/v2` it is `{"error": MESSAGE}`, as
@@ -202,18 +202,21 @@ the Open Inference Protocol demands.
 
 def http_page() -> str:
     """The routes of the native server and the statuses of its errors."""
-    from penstock.serving.http.admin import management_routes
+    from penstock.serving.http.admin import management_routes, metrics_routes
+    from penstock.serving.http.flavor import methods
     from penstock.serving.http.responses import STATUS
     from penstock.serving.protocols.routes import TEMPLATES
 
-    lines = [f"| {'POST' if t.codec else 'GET'} | `{t.path}` | {t.summary} |\n" for t in TEMPLATES]
-    management = management_routes(Mock(), None)
-    changes = [f"| {', '.join(sorted(methods))} | `{path}` |\n" for path, methods in management.items()]
+    def lines(routes: Iterable[Template]) -> list[str]:
+        return [f"| {', '.join(sorted(methods(t) - {'HEAD'}))} | `{t.path}` | {t.summary} |\n" for t in routes]
+
     errors = sorted(
         {(status, error.code, "yes" if error.retryable else "no", _meaning(error)) for error, status in STATUS.items()}
     )
     rows = [f"| {status} | `{code}` | {retry} | {meaning} |\n" for status, code, retry, meaning in errors]
-    return "".join([HTTP_HEAD, *lines, HTTP_MANAGEMENT, *changes, HTTP_METRICS, *rows])
+    management, metrics = management_routes(Mock(), None), metrics_routes(Mock(), Mock())
+    tables = [HTTP_HEAD, *lines(TEMPLATES), HTTP_MANAGEMENT, *lines(management), HTTP_METRICS, *lines(metrics)]
+    return "".join([*tables, HTTP_ERRORS, *rows])
 
 
 def _meaning(error: type[PenstockError]) -> str:

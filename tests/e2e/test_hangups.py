@@ -7,7 +7,6 @@ import json
 import random
 import textwrap
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from starlette.routing import Mount
 
 from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig
 from penstock.core.engine.engine import Engine
-from penstock.serving.http.admin import UvicornServer
 from penstock.serving.http.asgi import InferenceApp
 from penstock.serving.http.server import HttpServer
 from penstock.serving.observe.prometheus import PrometheusObserver
+from support.asgi_server import serving_app
 
 LARGE = 300_000
 BODY = b"x" * LARGE
@@ -237,20 +236,11 @@ async def test_a_storm_of_clients_that_leave_when_they_like(site: Site) -> None:
     await site.empty("gated")
 
 
-@asynccontextmanager
-async def mounted(site: Site) -> AsyncIterator[str]:
-    """The site's engine inside a Starlette app, under /models."""
-    server = UvicornServer(Starlette(routes=[Mount("/models", InferenceApp(site.engine, LimitsConfig()))]))
-    _, port = await server.start("127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{port}/models"
-    finally:
-        await server.close()
-
-
 async def test_an_engine_mounted_in_an_app_answers_and_forgets_who_leaves(site: Site) -> None:
     await site.load("gated", max_batch_size=1)
-    async with mounted(site) as url, httpx.AsyncClient() as client:
+    app = Starlette(routes=[Mount("/models", InferenceApp(site.engine, LimitsConfig()))])
+    async with serving_app(app) as root, httpx.AsyncClient() as client:
+        url = f"{root}/models"
         leaves = asyncio.create_task(client.post(f"{url}/predictions/gated", content=BODY))
         await site.reached()
         leaves.cancel()

@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,7 +23,9 @@ from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
 from penstock.errors import PenstockError
+from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import make_ssl_context
+from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.server import HttpServer
 from penstock.serving.lifetime import StopSignal, freeze_heap, report_ready, runner
 from penstock.serving.observe.prometheus import PrometheusObserver
@@ -32,6 +35,7 @@ from penstock.types import ModelStatus, TensorSpec
 if TYPE_CHECKING:
     from penstock.torchpipe.thrift.server import ThriftServer
 
+ADMIN_DRAIN_S = 2.0  # for responses in flight when the management and metrics listeners close
 _MAX_ROWS = 5  # of the models table in the banner
 _MAX_ELEMENTS = 64  # of an example input in the banner
 
@@ -58,8 +62,9 @@ class Server:
         self._metrics = PrometheusObserver()
         self._records = BatchRecords()
         self._stop = StopSignal(self._report_draining)
-        self._admin: list[Any] = []
+        self._admin: list[HttpServer] = []
         self._thrift: ThriftServer | None = None
+        self._tls: SSLContext | None = None
         self.urls: dict[str, str] = {}
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
@@ -68,8 +73,8 @@ class Server:
         management = Management(engine, self._config, [os.getcwd()])
         self._stop.catch()
         s = self._config.server
-        context = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
-        http = HttpServer(engine, self._config.limits, tokens=tokens_for(self._config, "inference"), ssl=context)
+        self._tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
+        http = HttpServer(engine, self._config.limits, tokens=tokens_for(self._config, "inference"), ssl=self._tls)
         self._metrics.read = lambda: _reading(engine, http)
         try:
             self._note("inference", *await http.start(s.host, s.port))
@@ -95,7 +100,7 @@ class Server:
             await asyncio.gather(http.close(self._config.server.drain_s), *thrift)
             await engine.close(max(0.0, end - time.monotonic()))
             for server in self._admin:
-                await server.close()
+                await server.close(ADMIN_DRAIN_S)
 
     async def _load_models(self, engine: Engine) -> None:
         models = [(model.name or section, model) for section, model in self._config.models.items()]
@@ -112,22 +117,18 @@ class Server:
             return
         from penstock.torchpipe.thrift.server import ThriftServer
 
-        context = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
-        self._thrift = ThriftServer(engine, thrift_model(self._config), self._config.limits, ssl=context)
+        self._thrift = ThriftServer(engine, thrift_model(self._config), self._config.limits, ssl=self._tls)
         self._note("thrift", *await self._thrift.start(s.thrift_host, s.thrift_port), "thrift")
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
-        """Binds the management and metrics listeners. Imported late, while the workers load."""
-        from penstock.serving.http.admin import UvicornServer, admin_app, metrics_app
-
+        """Binds the management and metrics listeners."""
         s = self._config.server
-        admin = admin_app(engine, tokens_for(self._config, "management"), management)
-        metrics = metrics_app(self._metrics.scrape, self._records.body, tokens_for(self._config, "metrics"))
-        for name, app, host, port in (
-            ("management", admin, s.management_host, s.management_port),
-            ("metrics", metrics, s.metrics_host, s.metrics_port),
+        for name, routes, host, port in (
+            ("management", management_routes(engine, management), s.management_host, s.management_port),
+            ("metrics", metrics_routes(self._metrics.scrape, self._records.body), s.metrics_host, s.metrics_port),
         ):
-            server = UvicornServer(app, tls_cert=s.tls_cert, tls_key=s.tls_key, tls_client_ca=s.tls_client_ca)
+            flavor = NativeFlavor(tokens_for(self._config, name), routes)
+            server = HttpServer(engine, self._config.limits, ssl=self._tls, flavor=flavor)
             self._note(name, *await server.start(host, port, f"server.{name}_port"))
             self._admin.append(server)
 

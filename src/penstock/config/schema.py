@@ -60,7 +60,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_body_bytes: Annotated[Positive, doc("largest request body; a larger one is answered with 413")] = 64 * 2**20
     max_header_bytes: Annotated[Positive, doc("largest request head; a larger one is answered with 431")] = 64 * 2**10
     max_connections: Annotated[
-        Positive, doc("connections of the inference listener, beyond which it answers 503; also of the Thrift listener")
+        Positive, doc("connections of each listener, beyond which it answers 503; the Thrift listener closes them")
     ] = 20_000
     max_pipelined: Annotated[Positive, doc("requests in flight on one connection; further ones are read later")] = 64
     header_timeout_s: Annotated[Seconds, doc("longest time for a request's head to arrive")] = 10.0

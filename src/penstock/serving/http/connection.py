@@ -209,7 +209,7 @@ class Connection(asyncio.BufferedProtocol):
         """Prepares the intake for a body that does not arrive in one small piece."""
         if not self.intake.begun:
             route = self.context.route if self.context is not None else None
-            self.intake.begin(self.length, route is not None and route.takes_body)
+            self.intake.begin(self.length, route is not None and bool(route.template.codec))
 
     def on_message_complete(self) -> None:
         """The body is whole: submits the request, or answers it."""
@@ -252,9 +252,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _check_large(self, route: Route) -> None:
         """What is worth a refusal before the body is sent. Raises PayloadTooLarge, ModelNotFound."""
-        most = self.listener.config.max_body_bytes if route.takes_body else BIG_BYTES
+        limit = self.listener.config.max_body_bytes
+        most = limit if route.template.codec else self.listener.small_bytes
         if self.length > most:
-            raise PayloadTooLarge(f"the body has {self.length} bytes, at most {most} are taken (limits.max_body_bytes)")
+            key = " (limits.max_body_bytes)" if most == limit else ""
+            raise PayloadTooLarge(f"the body has {self.length} bytes, at most {most} are taken{key}")
         if route.template.codec:
             self.listener.backend.model_ready(route.model, route.version)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 from urllib.parse import parse_qs
@@ -14,7 +14,7 @@ from penstock.core.contracts import Ticket
 from penstock.errors import PenstockError
 from penstock.serving.http.listener import INF, Listener
 from penstock.serving.http.responses import error_result, sse_event, status_line, stream_part, stream_type
-from penstock.serving.protocols.route import HttpRequest, Route
+from penstock.serving.protocols.route import HttpRequest, Route, Serve
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Headers, Item, ItemResult
 
@@ -442,9 +442,6 @@ class ResponseWriter:
             self.transport.abort()
 
 
-Serve = Callable[[HttpRequest], Awaitable[ItemResult]]
-
-
 async def _serve(function: Serve, request: HttpRequest, context: RequestContext) -> None:
     """Runs a route's function and passes its result to the context, which drops it if the client has left."""
     try:
@@ -459,13 +456,15 @@ async def _serve(function: Serve, request: HttpRequest, context: RequestContext)
 
 
 def _read_request(context: RequestContext, route: Route) -> HttpRequest:
-    """The argument of a route's function. Takes the context's body and releases a Buffer."""
-    body, context.payload = context.payload, b""
-    if not isinstance(body, bytes):
-        buffer, body = body, bytes(body.view)
-        buffer.release()
+    """The argument of a route's function."""
     target = context.target.decode("latin-1")
     query = parse_qs(target.partition("#")[0].partition("?")[2], keep_blank_values=True, errors="replace")
     return HttpRequest(
-        context.method.decode("ascii"), target, query, context.headers, context.content_type, body, route.names
+        context.method.decode("ascii"),
+        target,
+        query,
+        context.headers,
+        context.content_type,
+        context.payload,
+        route.names,
     )

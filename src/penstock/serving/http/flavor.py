@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Final
 from urllib.parse import unquote
 
@@ -16,7 +17,7 @@ from penstock.serving.http.responses import (
     RouteNotFound,
     status_line,
 )
-from penstock.serving.protocols.route import Route, RouteTable, remember
+from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.serving.protocols.routes import TEMPLATES
 
 SPECIAL_NAMES: Final = frozenset(
@@ -27,6 +28,8 @@ SPECIAL_NAMES: Final = frozenset(
     | {name for template in TEMPLATES for name in template.select_headers}
 )  # fmt: skip
 """Headers that change how a request is handled; most requests have none of them."""
+POST: Final = frozenset({"POST"})
+GET: Final = frozenset({"GET", "HEAD"})
 CONTINUE: Final = b"100-continue"
 CHUNKED: Final = b"chunked"
 PLAIN_TYPE: Final = b"application/json"  # never selects another codec
@@ -36,14 +39,15 @@ _TABLE: Final = RouteTable(TEMPLATES)
 
 
 class NativeFlavor:
-    """Penstock's own routes, with bearer tokens."""
+    """Penstock's own routes, with bearer tokens: the inference API, or the routes of `templates`."""
 
     context = RequestContext
 
-    def __init__(self, tokens: frozenset[bytes] = frozenset()) -> None:
+    def __init__(self, tokens: frozenset[bytes] = frozenset(), templates: Sequence[Template] = ()) -> None:
         self.known: dict[bytes, Route] = {}
         self.guarded = bool(tokens)
         self._tokens = tokens
+        self._table = RouteTable(templates) if templates else _TABLE
         self._routes: dict[bytes, Route] = {}  # of all methods
 
     def too_many(self) -> bytes:
@@ -55,7 +59,7 @@ class NativeFlavor:
 
     def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
         """Raises RouteNotFound, BadRequest, MethodNotAllowed."""
-        context.route = route = find_route(self._routes, target)
+        context.route = route = find_route(self._routes, target, self._table)
         check_method(route, method)
         if route.template.codec:
             remember(self.known, target, route)
@@ -78,7 +82,7 @@ def split_target(target: bytes) -> tuple[bytes, bytes]:
     return path, query
 
 
-def resolve(path: bytes) -> Route:
+def resolve(path: bytes, table: RouteTable = _TABLE) -> Route:
     """The route of a raw (still percent-encoded) path; a query is ignored. Raises RouteNotFound, BadRequest."""
     try:
         raw = split_target(path)[0].decode("ascii")
@@ -87,25 +91,28 @@ def resolve(path: bytes) -> Route:
         raise BadRequest("the path is not percent-encoded UTF-8") from None
     if len(found) > 1 and found[-1] == "":
         found.pop()  # one slash at the end is forgiven
-    for template, names in _TABLE.matches(found):
-        return Route(template, names.get("model", ""), names.get("version"))
-    raise RouteNotFound("no route has this path; /openapi.json lists them")
+    for template, names in table.matches(found):
+        return Route(template, names.get("model", ""), names.get("version"), names)
+    raise RouteNotFound("no route has this path" + ("; /openapi.json lists them" if table is _TABLE else ""))
+
+
+def methods(template: Template) -> frozenset[str]:
+    """The methods of a native route."""
+    return template.methods or (POST if template.codec else GET)
 
 
 def check_method(route: Route, method: bytes) -> None:
     """Raises MethodNotAllowed."""
-    if route.template.codec:
-        if method != b"POST":
-            raise MethodNotAllowed.only("POST")
-    elif method not in (b"GET", b"HEAD"):
-        raise MethodNotAllowed.only("GET", "HEAD")
+    allowed = methods(route.template)
+    if method.decode("ascii") not in allowed:
+        raise MethodNotAllowed.only(*sorted(allowed))
 
 
-def find_route(known: dict[bytes, Route], path: bytes) -> Route:
+def find_route(known: dict[bytes, Route], path: bytes, table: RouteTable = _TABLE) -> Route:
     """`resolve` with a cache of recent paths."""
     route = known.get(path)
     if route is None:
-        route = resolve(path)
+        route = resolve(path, table)
         remember(known, path, route)
     return route
 

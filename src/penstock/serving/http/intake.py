@@ -20,14 +20,14 @@ class Intake:
         self._buffer: Buffer | None = None
         self._filled = 0
 
-    def begin(self, length: int, wanted: bool = True) -> None:
+    def begin(self, length: int, large: bool = True) -> None:
         """Begins a body of `length` bytes; 0 if the length is unknown (chunked) or there is no body.
 
-        An unwanted body is accepted only while it is small, because no caller would release its Buffer.
+        Unless it may be `large`, it has at most BIG_BYTES: no model takes it, and no caller would release its Buffer.
         """
         self.begun = True
         self.length = length
-        self.most = self.max_body_bytes if wanted else min(BIG_BYTES, self.max_body_bytes)
+        self.most = self.max_body_bytes if large else min(BIG_BYTES, self.max_body_bytes)
 
     def add(self, chunk: bytes) -> None:
         """Adds a piece of the body. Raises PayloadTooLarge, and QueueFull when the pool is full.
@@ -36,7 +36,8 @@ class Intake:
         """
         end = self._filled + len(chunk)
         if end > self.most:
-            raise PayloadTooLarge(f"the body is larger than {self.most} bytes (limits.max_body_bytes)")
+            key = " (limits.max_body_bytes)" if self.most == self.max_body_bytes else ""
+            raise PayloadTooLarge(f"the body is larger than {self.most} bytes{key}")
         if self._buffer is None and end > BIG_BYTES and not self.length:
             self._grow(end)
         if self._buffer is not None:

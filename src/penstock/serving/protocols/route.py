@@ -7,7 +7,6 @@ from typing import Final
 
 import msgspec
 from msgspec import Struct, field
-from msgspec.structs import force_setattr
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
@@ -23,7 +22,7 @@ def error_body(error: PenstockError) -> bytes:
 
 
 class HttpRequest(Struct):
-    """A request as a route's function receives it: the whole body, at most `limits.max_body_bytes`.
+    """A request as a route's function receives it: the whole body, at most 64 KiB.
 
     `path` is raw, with the query. `query` is decoded: every key with its values, in order. `names` holds the decoded
     values of the template's `{name}` parts. Form bodies are not parsed.
@@ -36,6 +35,9 @@ class HttpRequest(Struct):
     content_type: str = ""
     body: bytes = b""
     names: dict[str, str] = field(default_factory=dict)
+
+
+Serve = Callable[[HttpRequest], Awaitable[ItemResult]]
 
 
 class Template(Struct, frozen=True):
@@ -52,7 +54,7 @@ class Template(Struct, frozen=True):
     answer: Callable[[Backend, Route], ItemResult] | None = None
     open: bool = False  # requires no token
     error_body: Callable[[PenstockError], bytes] = error_body
-    serve: Callable[[HttpRequest], Awaitable[ItemResult]] | None = None
+    serve: Serve | None = None
     methods: frozenset[str] | None = None  # None: any, or the methods of the flavor
     headers: Headers = field(default_factory=list)  # added to the item of an inference route
     guard: str = ""  # the token group that it requires, in a flavor with several
@@ -70,11 +72,6 @@ class Route(Struct, frozen=True):
     version: str | None = None
     names: dict[str, str] = field(default_factory=dict)
     headers: Headers = field(default_factory=list)
-    takes_body: bool = False  # else only a small body is read, and discarded
-
-    def __post_init__(self) -> None:
-        """Derives `takes_body` from the template, once instead of for every request."""
-        force_setattr(self, "takes_body", bool(self.template.codec) or self.template.serve is not None)
 
 
 class RouteTable:

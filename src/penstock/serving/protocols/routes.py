@@ -28,10 +28,11 @@ def _openapi(backend: Backend, route: Route) -> ItemResult:
     return ItemResult(body=openapi_body(backend), content_type=JSON)
 
 
+PING: Final = Template("/ping", "Whether every model can answer", answer=_ping, open=True)
 TEMPLATES: Final = (
     *native.ROUTES,
     *oip_json.ROUTES,
-    Template("/ping", "Whether every model can answer", answer=_ping, open=True),
+    PING,
     Template("/healthz", "Whether the server is alive", answer=oip_json.live, open=True),
     Template("/readyz", "Whether every model can answer", answer=oip_json.ready, open=True),
     Template("/openapi.json", "This document", answer=_openapi),

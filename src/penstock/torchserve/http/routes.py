@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from penstock._version import __version__
 from penstock.core.contracts import Backend
-from penstock.serving.protocols.route import HttpRequest, Route, Template
+from penstock.serving.protocols.route import HttpRequest, Route, Serve, Template
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.protocol.api import ChangeResult, Group, json_body
@@ -37,7 +37,6 @@ EXPLAIN: Final[Headers] = [(b"explain", b"True")]
 SERVER: Final = {"name": "Torchserve", "version": __version__, "extenstion": ["kserve", "kubeflow"]}  # TorchServe's key
 NO_VERSIONS: Final = {"error": "Model versioning is not yet supported."}
 
-Serve = Callable[[HttpRequest], Awaitable[ItemResult]]
 Scrape = Callable[[list[str]], Awaitable[bytes]]  # metric names (empty: all) -> Prometheus text 0.0.4
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
@@ -13,11 +13,11 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from penstock.config.schema import LimitsConfig
-from penstock.errors import ConfigError, ItemFailed, QueueFull
-from penstock.serving.http.admin import UvicornServer, admin_app, metrics_app
+from penstock.errors import ItemFailed, QueueFull
 from penstock.serving.http.asgi import InferenceApp
 from penstock.serving.http.server import HttpServer
 from penstock.types import ItemResult
+from support.asgi_server import serving_app
 from support.backend import Call, FakeBackend
 
 LIMITS = LimitsConfig(max_body_bytes=1_000_000)
@@ -40,24 +40,21 @@ MODELS = {
 async def face(kind: str, backend: FakeBackend, tokens: frozenset[bytes]) -> AsyncIterator[httpx.AsyncClient]:
     """A client of one of the faces."""
     app = InferenceApp(backend, LIMITS, tokens=tokens)
-    server: HttpServer | UvicornServer | None = None
+    stack = AsyncExitStack()
     transport, base = None, "http://test"
     if kind == "listener":
         server = HttpServer(backend, LIMITS, tokens=tokens)
         base = f"http://127.0.0.1:{(await server.start('127.0.0.1', 0))[1]}"
+        stack.push_async_callback(server.close, 1.0)
     elif kind == "uvicorn":
-        server = UvicornServer(app)
-        base = f"http://127.0.0.1:{(await server.start('127.0.0.1', 0))[1]}"
+        base = await stack.enter_async_context(serving_app(app))
     elif kind == "mounted":
         transport, base = httpx.ASGITransport(Starlette(routes=[Mount("/ml", app)])), "http://test/ml"
     else:
         transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url=base, trust_env=False) as client:
         yield client
-    if isinstance(server, HttpServer):
-        await server.close(1.0)
-    elif server is not None:
-        await server.close()
+    await stack.aclose()
 
 
 @pytest.fixture(params=["listener", "asgi", "mounted", "uvicorn"])
@@ -284,37 +281,6 @@ async def test_the_lifespan_is_answered():
 
     await InferenceApp(FakeBackend(), LIMITS)({"type": "lifespan"}, receive, send)
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
-
-
-async def test_the_management_app_lists_models_and_needs_its_token():
-    app = admin_app(FakeBackend(), frozenset({b"t"}))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        assert (await client.get("/models")).status_code == 401
-        client.headers["authorization"] = "Bearer t"
-        assert [m["name"] for m in (await client.get("/models")).json()["models"]] == ["echo"]
-        assert (await client.get("/models/echo")).json()["versions"][0]["state"] == "READY"
-        assert (await client.get("/models/ecko")).json()["error"]["message"].endswith("did you mean 'echo'?")
-        assert (await client.post("/models")).status_code == 405
-        assert (await client.get("/nowhere")).json()["error"]["code"] == "not_found"
-        del client.headers["authorization"]
-        assert (await client.get("/ping")).json() == {"status": "Healthy"}
-
-
-async def test_the_metrics_app_on_its_own_listener():
-    async def scrape() -> bytes:
-        return b"up 1\n"
-
-    server = UvicornServer(metrics_app(scrape, lambda model, limit: b"%d" % limit))
-    _, port = await server.start("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-        answer = await client.get("/metrics")
-        assert (await client.get("/debug/batches?limit=7&model=m")).text == "7"
-        assert (await client.get("/debug/batches?limit=1e3")).status_code == 400
-    assert (answer.text, answer.headers["content-type"]) == ("up 1\n", "text/plain; version=0.0.4; charset=utf-8")
-    again = UvicornServer(metrics_app(scrape, lambda model, limit: b""))
-    with pytest.raises(ConfigError, match=rf"{port}: the port is in use.*server\.metrics_port"):
-        await again.start("127.0.0.1", port, "server.metrics_port")
-    await server.close()
 
 
 def test_the_listener_loads_neither_uvicorn_nor_starlette_nor_numpy():

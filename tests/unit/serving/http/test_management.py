@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
+from penstock.config.schema import LimitsConfig
 from penstock.errors import BadRequest, Conflict, Forbidden, LoadFailed, ModelNotFound, ModelNotReady, PenstockError
-from penstock.serving.http.admin import MAX_BODY_BYTES, admin_app
+from penstock.serving.http.admin import management_routes, metrics_routes
+from penstock.serving.http.flavor import NativeFlavor
+from penstock.serving.http.intake import BIG_BYTES
+from penstock.serving.http.server import HttpServer
+from penstock.serving.protocols.route import Template
 from penstock.types import ModelStatus
 from support.backend import FakeBackend
 
@@ -58,9 +64,19 @@ def management() -> FakeManagement:
     return FakeManagement()
 
 
-def client(management: FakeManagement | None, tokens: frozenset[bytes] = frozenset()) -> httpx.AsyncClient:
-    app = admin_app(FakeBackend(), tokens, management)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+@asynccontextmanager
+async def client(
+    management: FakeManagement | None, tokens: frozenset[bytes] = frozenset(), routes: Sequence[Template] = ()
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the management API, or of a listener with these routes."""
+    flavor = NativeFlavor(tokens, routes or management_routes(FakeBackend(), management))
+    server = HttpServer(FakeBackend(), LimitsConfig(), flavor=flavor)
+    _, port = await server.start("127.0.0.1", 0)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+            yield http
+    finally:
+        await server.close(1.0)
 
 
 CHANGES = [
@@ -99,7 +115,7 @@ async def test_a_change_needs_the_token_and_the_word_of_the_configuration(
     assert "management = true in [server]" in answer.json()["error"]["message"]
     management.closed = ModelNotReady("the server is draining")
     async with client(management) as c:
-        answer = await c.request(method, path, content=b"not even read")
+        answer = await c.request(method, path, content=b"not looked at")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert not management.asked
 
@@ -178,8 +194,9 @@ async def test_a_body_that_cannot_be_meant_is_a_bad_request(management: FakeMana
 
 async def test_a_body_is_bounded(management: FakeManagement) -> None:
     async with client(management) as c:
-        answer = await c.put("/models/m", content=b" " * (MAX_BODY_BYTES + 1))
-    assert answer.status_code == 413
+        answer = await c.put("/models/m", content=b" " * (BIG_BYTES + 1))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
+        assert (await c.put("/models/m", content=b'{"target":"a"}' + b" " * (BIG_BYTES - 14))).status_code == 200
 
 
 async def test_a_version_shows_its_scheduler_statistics(management: FakeManagement) -> None:
@@ -192,3 +209,35 @@ async def test_a_version_shows_its_scheduler_statistics(management: FakeManageme
         assert (await c.head("/models/m/1")).status_code == 200
     async with client(None) as c:
         assert (await c.get("/models/echo/1")).json()["batching"] == {}
+
+
+async def test_models_are_listed_and_only_health_needs_no_token() -> None:
+    async with client(None, frozenset({b"t"})) as c:
+        assert (await c.get("/models")).status_code == 401
+        assert (await c.get("/ping")).json() == {"status": "Healthy"}
+        c.headers["authorization"] = "Bearer t"
+        assert [m["name"] for m in (await c.get("/models")).json()["models"]] == ["echo"]
+        answer = await c.get("/models/echo")
+        assert answer.json()["versions"][0]["state"] == "READY"
+        assert answer.headers["content-type"] == "application/json"
+        assert (await c.get("/models/ecko")).json()["error"]["message"].endswith("did you mean 'echo'?")
+        missing = await c.get("/nowhere")
+        assert (missing.status_code, missing.json()["error"]) == (
+            404, {"code": "not_found", "message": "no route has this path"}
+        )  # fmt: skip
+
+
+async def test_the_metrics_api() -> None:
+    async def scrape() -> bytes:
+        return b"up 1\n"
+
+    async with client(None, frozenset({b"t"}), metrics_routes(scrape, lambda model, limit: b"%d" % limit)) as c:
+        assert (await c.get("/metrics")).status_code == 401
+        c.headers["authorization"] = "Bearer t"
+        answer = await c.get("/metrics")
+        assert (answer.text, answer.headers["content-type"]) == ("up 1\n", "text/plain; version=0.0.4; charset=utf-8")
+        assert (await c.head("/metrics")).headers["content-length"] == "5"
+        assert (await c.post("/metrics")).headers["allow"] == "GET, HEAD"
+        assert (await c.get("/debug/batches?limit=7&model=m")).text == "7"
+        assert (await c.get("/debug/batches?limit=1e3")).status_code == 400
+        assert "did you mean 'limit'" in (await c.get("/debug/batches?limits=1")).json()["error"]["message"]

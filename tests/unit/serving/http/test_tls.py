@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from penstock.config.schema import LimitsConfig
-from penstock.serving.http.admin import UvicornServer, admin_app
+from penstock.serving.http.admin import management_routes
 from penstock.serving.http.auth import make_ssl_context
+from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.server import HttpServer
 from support.backend import FakeBackend
 
@@ -48,9 +49,10 @@ async def test_a_configured_authority_requires_client_certificates():
     await server.close(5.0)
 
 
-async def test_the_admin_listeners_speak_tls_too():
-    server = UvicornServer(admin_app(FakeBackend()), tls_cert=CERT, tls_key=KEY)
+async def test_the_management_api_speaks_tls_too():
+    flavor = NativeFlavor(templates=management_routes(FakeBackend(), None))
+    server = HttpServer(FakeBackend(), LimitsConfig(), ssl=make_ssl_context(CERT, KEY), flavor=flavor)
     _, port = await server.start("127.0.0.1", 0)
     async with client(port) as http:
         assert (await http.get("/ping")).json() == {"status": "Healthy"}
-    await server.close()
+    await server.close(1.0)
