@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.errors import ConfigError, LoadFailed, TargetNotFound, describe, nearest
+from penstock.errors import ConfigError, LoadFailed, TargetNotFound, describe, install_hint, nearest
 
 _loading = threading.RLock()
 
@@ -69,6 +69,14 @@ def resolve(kind: str, name: str) -> Any:
 
 
 MODEL_FILES = (".onnx", ".pt", ".pt2", ".pth", ".ts")
+
+
+def optional_module(name: str, need: str, extra: str) -> ModuleType:
+    """The module of an optional package. Raises ConfigError with the need and the command that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"{need}: {install_hint(extra)}") from None
 
 
 def is_model_file(target: str) -> bool:

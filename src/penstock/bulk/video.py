@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import os
@@ -14,7 +13,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from penstock.errors import ConfigError, PenstockError, install_hint
+from penstock.errors import PenstockError
+from penstock.plugins import optional_module
 
 _logger = logging.getLogger("penstock.bulk")
 
@@ -58,10 +58,7 @@ class VideoProbe(Struct, frozen=True):
 
 def av_library() -> ModuleType:
     """PyAV. Raises ConfigError if it is not installed."""
-    try:
-        return importlib.import_module("av")
-    except ImportError as error:
-        raise ConfigError(f"PyAV is not installed; videos need it: {install_hint('video')}") from error
+    return optional_module("av", "PyAV is not installed; videos need it", "video")
 
 
 def probe(path: str) -> VideoProbe:

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.errors import ConfigError, install_hint
+from penstock.errors import ConfigError
+from penstock.plugins import optional_module
 
 MAX_YAML_BYTES: Final = 2**20  # real files have a few KB
 
@@ -13,10 +14,7 @@ def load_yaml(path: Path | str, shown: str) -> tuple[Any, Any]:
 
     Raises ConfigError, which names the file as `shown` and the line.
     """
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(f"{shown} cannot be read without PyYAML: {install_hint('yaml')}") from None
+    yaml: Any = optional_module("yaml", f"{shown} cannot be read without PyYAML", "yaml")
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_YAML_BYTES + 1)

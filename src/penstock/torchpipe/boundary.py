@@ -4,6 +4,7 @@ Nothing here imports torch. In a program without it there are no tensors, and re
 """
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,14 +77,10 @@ def as_runtime_error(error: PenstockError) -> PenstockError:
 
 def _combined(cls: type[PenstockError]) -> type[PenstockError]:
     def reduce(self: PenstockError) -> Any:
-        return _plain, (cls, self.message, self.retry_after_s, self.detail)
+        return partial(cls, retry_after_s=self.retry_after_s, detail=self.detail), (self.message,)
 
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
     return type(cls.__name__, (cls, RuntimeError), names)
-
-
-def _plain(cls: type[PenstockError], message: str, retry_after_s: float | None, detail: str) -> PenstockError:
-    return cls(message, retry_after_s=retry_after_s, detail=detail)
 
 
 _COMBINED: dict[type[PenstockError], type[PenstockError]] = {}

@@ -52,7 +52,9 @@ class pipe:
             raise as_runtime_error(e) from None
         self._warned_s = -WARN_AGAIN_S
         self._mats = {name: _gives_mat(self._graph, name) for name in self._graph.nodes}
-        self._finalizer = weakref.finalize(self, _close_in_thread, self._pipeline)
+        # in a thread of its own, because any thread may drop the last reference to a pipe at any point
+        close = self._pipeline.close
+        self._finalizer = weakref.finalize(self, os_threads.start_thread, close, name="penstock-close")
         self._finalizer.atexit = False  # the pipeline closes itself at exit
 
     def __call__(self, data: Item | list[Item] | None = None, /, **fields: Any) -> Any:
@@ -224,11 +226,6 @@ def _gives_mat(graph: Graph, name: str) -> bool:
             return False
         name = before[0]
         seen.add(name)
-
-
-def _close_in_thread(pipeline: LocalPipeline) -> None:
-    """Closes the pipeline in its own thread, because any thread may drop the last reference to a pipe at any point."""
-    os_threads.start_thread(pipeline.close, name="penstock-close")
 
 
 # ---- configurations

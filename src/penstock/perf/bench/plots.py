@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
-from penstock.errors import ConfigError, install_hint
+from penstock.errors import ConfigError
 from penstock.perf.bench.document import Plot, seconds
 from penstock.perf.bench.figures import SHARES, decode
 from penstock.perf.bench.measurement import (
@@ -28,6 +28,7 @@ from penstock.perf.bench.measurement import (
     throughput,
 )
 from penstock.perf.bench.slo import parse_slo
+from penstock.plugins import optional_module
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,10 +88,7 @@ class PlotData(Struct, frozen=True):
 
 def draw(measurements: Sequence[Measurement], slo: str = "", verdict: Verdict | None = None) -> list[Plot]:
     """All plots that the measurements have data for. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(f"plots are drawn by matplotlib: {install_hint('plots')}") from None
+    matplotlib = optional_module("matplotlib", "plots are drawn by matplotlib", "plots")
     data = PlotData([point for point in group_by_load(measurements) if point.runs], slo, verdict)
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # glyphs missing from matplotlib's font; the page has its own

@@ -15,8 +15,8 @@ from msgspec import structs
 from penstock.config import toml
 from penstock.config.load import load_config
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.errors import ConfigError, PenstockError, install_hint, nearest
-from penstock.plugins import is_whole_file
+from penstock.errors import ConfigError, PenstockError, nearest
+from penstock.plugins import is_whole_file, optional_module
 
 log = logging.getLogger("penstock.tune")
 
@@ -261,8 +261,4 @@ def _relative(target: str, base: str, folder: str) -> str:
 
 
 def _tomlkit() -> ModuleType:
-    try:
-        import tomlkit
-    except ImportError:
-        raise ConfigError(f"--write needs tomlkit, which is not installed: {install_hint('tune')}") from None
-    return tomlkit
+    return optional_module("tomlkit", "--write needs tomlkit, which is not installed", "tune")

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
-from penstock.errors import ConfigError, install_hint, nearest
+from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.measurement import SearchStep
 from penstock.perf.bench.slo import Slo
 from penstock.perf.tune.rates import Effort, RateProber, TuningTrial
 from penstock.perf.tune.runner import Infeasible, TrialRunner
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, TunedParameter, Value, settings_of
+from penstock.plugins import optional_module
 
 GAIN: Final = 0.025  # more expensive settings must be better by this share
 TIE: Final = 0.015  # cheaper settings may be worse by this share
@@ -311,7 +312,7 @@ def _saturated(state: SearchState, settings: CandidateSettings) -> float:
 
 def tpe(state: SearchState) -> None:
     """Optuna's TPE sampler proposes challengers; the value of each is its sustainable rate."""
-    optuna = _optuna()
+    optuna: Any = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=state.rng.randrange(2**31), n_startup_trials=6, multivariate=False)
     study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -341,11 +342,7 @@ def _proposed(state: SearchState, asked: Any) -> CandidateSettings:
 
 
 def _optuna() -> ModuleType:
-    try:
-        import optuna
-    except ImportError:
-        raise ConfigError(f"--search tpe needs Optuna: {install_hint('tune')}") from None
-    return optuna
+    return optional_module("optuna", "--search tpe needs Optuna", "tune")
 
 
 STRATEGIES: Final[Mapping[str, Strategy]] = {"auto": auto, "grid": grid, "climb": climb, "halving": halving, "tpe": tpe}
