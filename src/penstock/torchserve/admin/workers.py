@@ -145,6 +145,6 @@ def _failure(version: ModelVersion, named: str | None, error: PenstockError) -> 
         return ApiError("ServiceUnavailableException", error.message)
     if isinstance(error, (ConfigError, BadRequest)):
         return ApiError("BadRequestException", error.message)
-    kind = "OutOfMemoryException" if isinstance(error, LoadOutOfMemory) else "InternalServerException"
+    status = 507 if isinstance(error, LoadOutOfMemory) else 500
     text = f"Failed to start workers for model {version.name} version: {named or 'null'}"
-    return ApiError(kind, text, detail=error.detail or error.message)
+    return ApiError("InternalServerException", text, status=status, detail=error.detail or error.message)

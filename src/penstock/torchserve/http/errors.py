@@ -50,9 +50,9 @@ _TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
     WorkerDied: ("InternalServerException", None, "Worker died."),
     PenstockError: ("InternalServerException", None, None),
     NotImplementedHere: ("InternalServerException", 501, None),
-    ItemFailed: ("ServiceUnavailableException", None, "Prediction failed"),
-    BadOutput: ("ServiceUnavailableException", None, None),
-    OutOfMemory: ("OutOfMemoryException", None, "Out of resources"),
+    ItemFailed: ("InternalServerException", 503, "Prediction failed"),
+    BadOutput: ("InternalServerException", 503, None),
+    OutOfMemory: ("InternalServerException", 507, "Out of resources"),
 }
 
 

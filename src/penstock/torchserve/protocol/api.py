@@ -29,7 +29,6 @@ STATUS_OF: Final = {
     "ConflictStatusException": 409,
     "InternalServerException": 500,
     "ServiceUnavailableException": 503,
-    "OutOfMemoryException": 507,
 }
 
 
@@ -44,7 +43,7 @@ class ApiError(PenstockError):
         self.status = STATUS_OF[kind] if status is None else status
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (ApiError, (self.kind, self.message))
+        return ApiError, (self.kind, self.message), {"status": self.status, "detail": self.detail}
 
 
 def no_worker(model: str, version: str | None, detail: str = "") -> ApiError:

@@ -130,7 +130,7 @@ async def test_invalid_requests_name_the_java_class(grpc_site, call, fields, ref
             ApiError("ConflictStatusException", "there already"),
             ("ABORTED", "there already\norg.pytorch.serve.http.ConflictStatusException"),
         ),
-        (OutOfMemory("no room"), ("INTERNAL", "Out of resources\norg.pytorch.serve.http.OutOfMemoryException")),
+        (OutOfMemory("no room"), ("INTERNAL", "Out of resources\norg.pytorch.serve.http.InternalServerException")),
         (RuntimeError("secret"), ("INTERNAL", "internal error")),
     ],
 )

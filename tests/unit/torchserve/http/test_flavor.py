@@ -356,10 +356,10 @@ async def test_a_shared_listener_checks_the_token_of_each_route():
 # ---- errors
 
 ERRORS = [
-    (ItemFailed("a traceback"), 503, "Service Unavailable", "ServiceUnavailableException", "Prediction failed"),
-    (BadOutput("Invalid model predict output"), 503, "Service Unavailable", "ServiceUnavailableException",
+    (ItemFailed("a traceback"), 503, "Service Unavailable", "InternalServerException", "Prediction failed"),
+    (BadOutput("Invalid model predict output"), 503, "Service Unavailable", "InternalServerException",
      "Invalid model predict output"),
-    (OutOfMemory("cuda"), 507, "Insufficient Storage", "OutOfMemoryException", "Out of resources"),
+    (OutOfMemory("cuda"), 507, "Insufficient Storage", "InternalServerException", "Out of resources"),
     (WorkerDied("signal 9"), 500, "Internal Server Error", "InternalServerException", "Worker died."),
     (DeadlineExceeded("too late"), 408, "Request Timeout", "RequestTimeoutException", "too late"),
     (QueueFull("full"), 503, "Service Unavailable", "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
