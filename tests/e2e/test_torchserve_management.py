@@ -91,12 +91,12 @@ def test_a_model_is_registered_scaled_made_default_and_removed(api: Api) -> None
 
 REFUSED = [
     ("PUT", "/models/m?min_worker=-1", 400),
-    ("PUT", "/models/m?min_worker=NaN", 400),
     ("PUT", "/models/m?min_worker=1000000", 400),
     ("PUT", "/models/m?min_worker=2&max_worker=1", 400),
     ("PUT", "/models/x?min_worker=1", 404),
     ("POST", "/models?url=m-2.0.mar&initial_workers=1000000", 400),
     ("POST", "/models", 400),
+    ("POST", "/models?url=", 404),
     ("POST", "/models?url=none.mar", 404),
     ("POST", "/models?url=http://127.0.0.1:9/m.mar", 404),
     ("POST", "/models?url=/etc", 404),

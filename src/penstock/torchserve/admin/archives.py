@@ -68,7 +68,7 @@ class ArchiveOpener:
     def _open(self, request: VersionRequest) -> tuple[ModelSpec, UnpackedArchive]:
         registration = request.registration
         url = registration.url
-        if not url:
+        if url is None:
             raise ApiError("BadRequestException", "Parameter url is required.")
         try:
             files = self._store.open(url, name=registration.model_name or "", s3_sse_kms=registration.s3_sse_kms)

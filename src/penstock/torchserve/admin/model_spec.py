@@ -68,10 +68,9 @@ class ModelSpec(Struct, frozen=True):
 
 def requested_settings(registration: RegisterRequest) -> dict[str, Any]:
     """The settings in a registration, with the keys of model-config.yaml."""
-    workers = None if registration.initial_workers is None else max(0, registration.initial_workers)
     return {
-        "minWorkers": workers,
-        "maxWorkers": workers,
+        "minWorkers": registration.initial_workers,
+        "maxWorkers": registration.initial_workers,
         "batchSize": registration.batch_size,
         "maxBatchDelay": registration.max_batch_delay,
         "responseTimeout": registration.response_timeout,

@@ -1,5 +1,6 @@
 """The routes of TorchServe's management API: list, register, describe, scale and unregister models, renew tokens."""
 
+import logging
 from typing import Final
 
 from penstock.serving.http.responses import MethodNotAllowed
@@ -19,6 +20,8 @@ from penstock.torchserve.protocol.management import (
 )
 from penstock.torchserve.protocol.openapi import JSON, OpenApiResponse, OpenApiResponses, Operation, QueryParameter
 from penstock.types import ItemResult
+
+log = logging.getLogger("penstock.frontends")
 
 NO_MODEL: Final[OpenApiResponse] = (404, "Model not found or Model version not found", "error")
 BAD: Final[OpenApiResponse] = (400, "Bad request", "error")
@@ -177,6 +180,10 @@ async def _not_allowed(request: HttpRequest) -> ItemResult:
     raise MethodNotAllowed("changing models is off: enable_model_api")
 
 
+def _warn(replaced: str) -> None:
+    log.warning("event=number_replaced %s", replaced)
+
+
 def names(request: HttpRequest) -> tuple[str, str | None]:
     return request.names["model_name"], request.names.get("model_version")
 
@@ -186,7 +193,7 @@ class _ManagementApi:
         self._administration = administration
 
     async def list(self, request: HttpRequest) -> ItemResult:
-        return json_result(model_page(*self._administration.models(*read_page(request.query))))
+        return json_result(model_page(*self._administration.models(*read_page(request.query, _warn))))
 
     async def describe(self, request: HttpRequest) -> ItemResult:
         model, version = names(request)
@@ -200,14 +207,14 @@ class _ManagementApi:
         return json_result({"name": model, "ready": ready})
 
     async def register(self, request: HttpRequest) -> ItemResult:
-        registration = read_registration(request.query, request.content_type, request.body)
+        registration = read_registration(request.query, request.content_type, request.body, _warn)
         if registration.synchronous is None:
             registration.synchronous = True
         return change_result(await self._administration.register(registration))
 
     async def scale(self, request: HttpRequest) -> ItemResult:
         model, version = names(request)
-        scaling = read_scaling(request.query)
+        scaling = read_scaling(request.query, _warn)
         if version:
             scaling["version"] = version
         return change_result(await self._administration.scale(model, **scaling))

@@ -1,12 +1,13 @@
 """Parsers for the queries and bodies of TorchServe's management API. Pure.
 
-The first value of a repeated parameter counts, as in TorchServe; unknown parameters are ignored. Invalid values raise
-ApiError, which states what was found and what was expected.
+As in TorchServe, the first value of a repeated parameter counts, unknown parameters are ignored, and the default
+replaces a number that cannot be used; `warn` receives a line about it. Other invalid values, and text or fractions
+where a JSON body has a number, raise ApiError, which states what was found and what was expected.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from penstock.errors import BadRequest
@@ -15,6 +16,7 @@ from penstock.torchserve.archive.manifest import RUNTIMES
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 Query = Mapping[str, list[str]]  # as urllib.parse.parse_qs gives it, blank values kept
+Warn = Callable[[str], None]
 
 MAX_INT: Final = 2**31 - 1  # the largest number that a client of TorchServe can send
 PAGE_SIZE: Final = 100  # models on one page of the list: the default and the maximum
@@ -26,52 +28,49 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")  # int() itself refuses more digits
 _SHOWN: Final = 40  # characters of an invalid value that a message shows
 
 
-def read_registration(query: Query, content_type: str, body: bytes | memoryview) -> RegisterRequest:
+def read_registration(query: Query, content_type: str, body: bytes | memoryview, warn: Warn) -> RegisterRequest:
     """The parameters of `POST /models`: from its JSON body if it has one, else from its query."""
+    strict = bool(len(body)) and split_type(content_type)[0] == "application/json"
     values: Mapping[str, Any]
-    if len(body) and split_type(content_type)[0] == "application/json":
-        values = _object(body, '{"url": "model.mar", "initial_workers": 1}')
-    else:
-        values = _first(query)
-    given: dict[str, Any] = {
-        name: _text(name, values.get(name)) for name in ("url", "model_name", "handler", "runtime")
-    }
-    given |= {name: _integer(name, values.get(name), least) for name, least in _LEAST.items()}
+    values = _object(body, '{"url": "model.mar", "initial_workers": 1}') if strict else _first(query)
+    given: dict[str, Any] = {name: _text(name, values.get(name)) for name in ("model_name", "handler", "runtime")}
+    given["url"] = "" if values.get("url") == "" else _text("url", values.get("url"))
+    given |= {name: _integer(name, values.get(name), least, warn, strict=strict) for name, least in _LEAST.items()}
     synchronous = _boolean("synchronous", values.get("synchronous"))
     s3_sse_kms = bool(_boolean("s3_sse_kms", values.get("s3_sse_kms")))
     return check_registration(RegisterRequest(**given, synchronous=synchronous, s3_sse_kms=s3_sse_kms))
 
 
 def check_registration(registration: RegisterRequest) -> RegisterRequest:
-    """The registration, unchanged. Raises ApiError if it names no archive or an unknown runtime."""
-    if not registration.url:
+    """The registration, unchanged. Raises ApiError if it has no URL or an unknown runtime."""
+    if registration.url is None:
         raise ApiError("BadRequestException", "Parameter url is required.")
     if registration.runtime is not None and registration.runtime not in RUNTIMES:
         raise ApiError("BadRequestException", f"Invalid RuntimeType value: {registration.runtime[:_SHOWN]}")
     return registration
 
 
-def read_scaling(query: Query) -> dict[str, Any]:
+def read_scaling(query: Query, warn: Warn) -> dict[str, Any]:
     """The parameters of `PUT /models/{m}[/{ver}]`, as arguments of `Administrator.scale`.
 
     `version` serves paths without a version.
     """
     values = _first(query)
-    minimum = _integer("min_worker", values.get("min_worker"), 0)
-    maximum = _integer("max_worker", values.get("max_worker"), 0)
+    minimum, maximum = (_integer(name, values.get(name), -MAX_INT, warn) for name in ("min_worker", "max_worker"))
     version = _text("model_version", values.get("model_version"))
     synchronous = bool(_boolean("synchronous", values.get("synchronous")))
+    if minimum is not None and minimum < 0:
+        raise _invalid("min_worker", minimum, f"a whole number from 0 to {MAX_INT}")
     if maximum is not None and maximum < (1 if minimum is None else minimum):
         raise ApiError("BadRequestException", "max_worker cannot be less than min_worker.")
     return {"version": version, "min_worker": minimum, "max_worker": maximum, "synchronous": synchronous}
 
 
-def read_page(query: Query) -> tuple[int, int]:
-    """(page size, index of the first model) of `GET /models`. A limit outside 1..100 is 100, a token below 0 is 0."""
+def read_page(query: Query, warn: Warn) -> tuple[int, int]:
+    """(page size, index of the first model) of `GET /models`. The largest page has 100 models."""
     values = _first(query)
-    limit = _number("limit", values.get("limit", str(PAGE_SIZE)))
-    token = _number("next_page_token", values.get("next_page_token", "0"))
-    return limit if 1 <= limit <= PAGE_SIZE else PAGE_SIZE, min(max(token, 0), MAX_INT)
+    limit = _integer("limit", values.get("limit"), 1, warn)
+    return min(limit or PAGE_SIZE, PAGE_SIZE), _integer("next_page_token", values.get("next_page_token"), 0, warn) or 0
 
 
 def read_customized(query: Query) -> bool:
@@ -135,23 +134,35 @@ def _boolean(name: str, value: Any) -> bool | None:
     return value.lower() == "true"
 
 
-def _integer(name: str, value: Any, minimum: int) -> int | None:
+def _integer(name: str, value: Any, minimum: int, warn: Warn, *, strict: bool = False) -> int | None:
+    """The integer; None, the default, if it is missing or cannot be used. Negative numbers are 0 if 0 is valid.
+
+    With `strict`, raises ApiError for anything that is not a whole number of 32 bits.
+    """
     if value is None:
         return None
-    number = _number(name, value, minimum)
-    if not minimum <= number <= MAX_INT:
-        raise _invalid(name, value, f"a whole number from {minimum} to {MAX_INT}")
-    return number
+    number = _whole(value)
+    if number is not None and minimum <= number <= MAX_INT:
+        return number
+    expected = f"a whole number from {minimum} to {MAX_INT}"
+    small = number is not None and -MAX_INT <= number < minimum
+    if strict and not small:
+        raise _invalid(name, value, expected)
+    used = 0 if small and minimum == 0 else None
+    instead = "the default" if used is None else used
+    warn(f"parameter={name} found={_cut(value)} expected={expected} used={instead}")
+    return used
 
 
-def _number(name: str, value: Any, minimum: int = 0) -> int:
+def _whole(value: Any) -> int | None:
+    """The integer in a JSON value or a text; None if there is none."""
     if isinstance(value, str) and _INTEGER.fullmatch(value):
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) and value.is_integer():  # from clients whose language has one number type
         return int(value)
-    raise _invalid(name, value, f"a whole number from {minimum} to {MAX_INT}")
+    return None
 
 
 def _invalid(name: str, value: Any, expected: str) -> ApiError:

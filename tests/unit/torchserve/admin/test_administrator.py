@@ -93,9 +93,7 @@ async def test_a_background_registration_is_described_at_once(server: ServerSetu
     assert [w["status"] for w in description["workers"]] == ["READY"]
 
 
-@pytest.mark.parametrize(
-    ("code", "status"), [(FAILS, 500), (MEMORY, 507), ("(", 500), ("", 500)]
-)
+@pytest.mark.parametrize(("code", "status"), [(FAILS, 500), (MEMORY, 507), ("(", 500), ("", 500)])
 async def test_a_model_that_fails_to_start_is_not_registered(
     server: ServerSetup, admin: Administrator, refused: Refused, code: str, status: int
 ) -> None:
@@ -151,7 +149,7 @@ async def test_a_model_can_have_another_name_than_its_archive(server: ServerSetu
 @pytest.mark.parametrize(
     ("url", "status", "kind"),
     [
-        ("", 400, "BadRequestException"),
+        ("", 404, "ModelNotFoundException"),
         ("none.mar", 404, "ModelNotFoundException"),
         ("../m.mar", 404, "ModelNotFoundException"),
         ("/etc", 404, "ModelNotFoundException"),

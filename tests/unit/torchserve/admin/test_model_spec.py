@@ -167,10 +167,6 @@ def test_the_configuration_applies_to_exact_names_and_versions() -> None:
     assert spec_of(properties=Properties(models={"M": {"2.0": own}}), workers=1).settings.min_workers == 1
 
 
-def test_a_negative_number_of_workers_means_zero() -> None:
-    assert requested_settings(RegisterRequest(url="m.mar", initial_workers=-1))["minWorkers"] == 0
-
-
 def test_trust_in_the_configuration_reaches_the_handler() -> None:
     found = spec_of(properties=Properties(models={"m": {"2.0": {"trust": "pickle"}}}))
     assert found.config.trust == "pickle"

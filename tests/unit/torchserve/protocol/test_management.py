@@ -14,11 +14,17 @@ from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 JSON = "application/json; charset=utf-8"
 NUMBERS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
+
+
+def ignore(warning: str) -> None:
+    pass
+
+
 READERS = (
-    lambda query, body: parsers.read_registration(query, "", body),
-    lambda query, body: parsers.read_registration(query, JSON, body),
-    lambda query, body: parsers.read_scaling(query),
-    lambda query, body: parsers.read_page(query),
+    lambda query, body: parsers.read_registration(query, "", body, ignore),
+    lambda query, body: parsers.read_registration(query, JSON, body, ignore),
+    lambda query, body: parsers.read_scaling(query, ignore),
+    lambda query, body: parsers.read_page(query, ignore),
     lambda query, body: parsers.read_customized(query),
     lambda query, body: parsers.read_weights(body),
     lambda query, body: parsers.unknown_parameters(query, ("url",)),
@@ -30,7 +36,7 @@ def query(text: str) -> dict[str, list[str]]:
 
 
 def register(text: str) -> RegisterRequest:
-    return parsers.read_registration(query(text), "", b"")
+    return parsers.read_registration(query(text), "", b"", ignore)
 
 
 def refusal(reader, *given) -> ApiError:
@@ -69,13 +75,15 @@ def test_missing_parameters_are_none():
 
 def test_a_json_body_has_the_same_keys_and_accepts_numbers_as_strings():
     body = {"url": "a.mar", "batch_size": 4, "initial_workers": "3", "max_batch_delay": 7.0, "synchronous": "true"}
-    found = parsers.read_registration(query("url=other.mar"), JSON, json.dumps(body | {"handler": None}).encode())
+    found = parsers.read_registration(
+        query("url=other.mar"), JSON, json.dumps(body | {"handler": None}).encode(), ignore
+    )
     assert found == RegisterRequest(url="a.mar", batch_size=4, initial_workers=3, max_batch_delay=7, synchronous=True)
 
 
 def test_a_body_that_is_empty_or_not_json_is_ignored():
-    assert parsers.read_registration(query("url=a.mar"), "text/plain", b'{"url": "b.mar"}').url == "a.mar"
-    assert parsers.read_registration(query("url=a.mar"), JSON, b"").url == "a.mar"
+    assert parsers.read_registration(query("url=a.mar"), "text/plain", b'{"url": "b.mar"}', ignore).url == "a.mar"
+    assert parsers.read_registration(query("url=a.mar"), JSON, b"", ignore).url == "a.mar"
 
 
 def test_the_first_of_repeated_parameters_counts_and_unknown_ones_are_ignored():
@@ -84,7 +92,7 @@ def test_the_first_of_repeated_parameters_counts_and_unknown_ones_are_ignored():
     assert parsers.unknown_parameters({"x" * 1000: ["1"]}, ()) == ["x" * 40]
 
 
-@pytest.mark.parametrize("text", ["", "url=", "model_name=m"])
+@pytest.mark.parametrize("text", ["", "model_name=m"])
 def test_the_url_is_required(text):
     error = refusal(register, text)
     assert (error.status, error.kind, error.message) == (400, "BadRequestException", "Parameter url is required.")
@@ -92,18 +100,35 @@ def test_the_url_is_required(text):
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", ["NaN", "", "1" + "0" * 30, "-1", "x", "1.5", "0x10", "١", "1e3", "9" * 5000, "--1"])
-def test_an_invalid_number_in_a_query_is_refused_and_shown(name, value):
-    error = refusal(parsers.read_registration, {"url": ["a"], name: [value]}, "", b"")
-    assert (error.status, error.kind) == (400, "BadRequestException")
-    assert error.message.startswith(f"{name} is {value[:40]!r}"[:45])
-    assert "expected a whole number from" in error.message
-    assert len(error.message) < 200
+def test_an_invalid_number_in_a_query_means_the_default_with_a_warning(name, value):
+    used = 0 if value == "-1" and name in ("max_batch_delay", "initial_workers") else None
+    warnings: list[str] = []
+    found = parsers.read_registration({"url": ["a"], name: [value]}, "", b"", warnings.append)
+    assert getattr(found, name) is used
+    (text,) = warnings
+    assert text.startswith(f"parameter={name} found={value[:40]!r}"[:60])
+    assert "expected=a whole number from" in text
+    assert text.endswith(f"used={'the default' if used is None else used}")
+    assert len(text) < 200
 
 
-@pytest.mark.parametrize("value", ["NaN", "", "[]", "{}", "true", "1.5", "-1", "1" + "0" * 30, "1" + "0" * 300, "-0.5"])
+@pytest.mark.parametrize("body", ['"batch_size": -1', '"batch_size": 0', '"startup_timeout": "0"'])
+def test_a_number_that_is_too_small_in_a_body_means_the_default(body):
+    warnings: list[str] = []
+    found = parsers.read_registration({}, JSON, b'{"url": "a", %s}' % body.encode(), warnings.append)
+    assert found == RegisterRequest(url="a")
+    assert len(warnings) == 1
+
+
+def test_an_empty_url_is_passed_on():
+    assert register("url=").url == ""
+    assert parsers.read_registration({}, JSON, b'{"url": ""}', ignore).url == ""
+
+
+@pytest.mark.parametrize("value", ["NaN", "", "[]", "{}", "true", "1.5", "1" + "0" * 30, "1" + "0" * 300, "-0.5"])
 def test_an_invalid_number_in_a_body_is_refused(value):
     body = b'{"url": "a", "batch_size": %s}' % (value.encode() or b'""')
-    error = refusal(parsers.read_registration, {}, JSON, body)
+    error = refusal(parsers.read_registration, {}, JSON, body, ignore)
     assert (error.status, error.kind) == (400, "BadRequestException")
     assert len(error.message) < 200
 
@@ -112,7 +137,7 @@ def test_an_invalid_number_in_a_body_is_refused(value):
     "body", [b"null", b"[]", b"3", b'"x"', b"{", b"\xff", b'{"url": 5}', b'{"url": "a", "runtime": []}']
 )
 def test_a_body_that_is_not_a_registration_is_refused(body):
-    assert refusal(parsers.read_registration, {}, JSON, body).status == 400
+    assert refusal(parsers.read_registration, {}, JSON, body, ignore).status == 400
 
 
 def test_an_unknown_runtime_is_refused():
@@ -125,25 +150,30 @@ def test_an_unknown_runtime_is_refused():
 
 def test_a_scale_request_has_the_parameters_of_the_query():
     names = ("version", "min_worker", "max_worker", "synchronous")
-    assert parsers.read_scaling(query("")) == dict(zip(names, (None, None, None, False), strict=True))
-    assert parsers.read_scaling(query("min_worker=2&synchronous=true&model_version=2.0&timeout=x&number_gpu=")) == dict(
-        zip(names, ("2.0", 2, None, True), strict=True)
-    )
-    zero = parsers.read_scaling(query("min_worker=0&max_worker=0"))
+    assert parsers.read_scaling(query(""), ignore) == dict(zip(names, (None, None, None, False), strict=True))
+    assert parsers.read_scaling(
+        query("min_worker=2&synchronous=true&model_version=2.0&timeout=x&number_gpu="), ignore
+    ) == dict(zip(names, ("2.0", 2, None, True), strict=True))
+    zero = parsers.read_scaling(query("min_worker=0&max_worker=0"), ignore)
     assert zero == dict(zip(names, (None, 0, 0, False), strict=True))
 
 
-@pytest.mark.parametrize("text", ["min_worker=3&max_worker=2", "max_worker=0"])
+@pytest.mark.parametrize("text", ["min_worker=3&max_worker=2", "max_worker=0", "min_worker=0&max_worker=-1"])
 def test_max_worker_cannot_be_less_than_min_worker(text):
-    assert refusal(parsers.read_scaling, query(text)).message == "max_worker cannot be less than min_worker."
+    assert refusal(parsers.read_scaling, query(text), ignore).message == "max_worker cannot be less than min_worker."
 
 
-@pytest.mark.parametrize("value", ["-1", "NaN", "", "1" + "0" * 30, "one"])
+@pytest.mark.parametrize("value", ["NaN", "", "1" + "0" * 30, "one"])
 @pytest.mark.parametrize("name", ["min_worker", "max_worker"])
-def test_an_invalid_number_in_a_scale_request_is_refused(name, value):
-    assert refusal(parsers.read_scaling, {name: [value]}).message.endswith(
-        f"is {value!r}, expected a whole number from 0 to 2147483647"
-    )
+def test_an_invalid_number_in_a_scale_request_means_the_default(name, value):
+    warnings: list[str] = []
+    assert parsers.read_scaling({name: [value]}, warnings.append)[name] is None
+    assert f"parameter={name} found={value!r}" in warnings[0]
+
+
+def test_a_negative_number_of_workers_is_refused():
+    text = "min_worker is -1, expected a whole number from 0 to 2147483647"
+    assert refusal(parsers.read_scaling, query("min_worker=-1"), ignore).message == text
 
 
 @pytest.mark.parametrize(
@@ -155,16 +185,13 @@ def test_an_invalid_number_in_a_scale_request_is_refused(name, value):
         ("limit=0", (100, 0)),
         ("limit=101", (100, 0)),
         ("limit=-5&next_page_token=-1", (100, 0)),
-        ("limit=" + "9" * 30 + "&next_page_token=" + "9" * 30, (100, 2**31 - 1)),
+        ("limit=" + "9" * 30 + "&next_page_token=" + "9" * 30, (100, 0)),
+        ("limit=&next_page_token=", (100, 0)),
+        ("limit=x&next_page_token=NaN", (100, 0)),
     ],
 )
 def test_a_page_has_at_most_a_hundred_models(text, found):
-    assert parsers.read_page(query(text)) == found
-
-
-@pytest.mark.parametrize("text", ["limit=x", "next_page_token=NaN", "limit="])
-def test_an_invalid_page_is_refused(text):
-    assert refusal(parsers.read_page, query(text)).status == 400
+    assert parsers.read_page(query(text), ignore) == found
 
 
 def test_only_the_word_true_is_true():
