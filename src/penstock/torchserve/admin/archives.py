@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,10 @@ class ArchiveOpener:
 
     def names(self) -> list[str]:
         return self._store.names()
+
+    def missing(self, urls: Iterable[str]) -> list[str]:
+        """The local archives that do not exist."""
+        return [url for url in urls if not self._store.has(url)]
 
     async def open(self, request: VersionRequest) -> tuple[ModelSpec, UnpackedArchive]:
         """The spec of a version, and its files, which the caller closes."""

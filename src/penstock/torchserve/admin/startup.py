@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from penstock.core.engine.engine import Engine
 from penstock.core.os_threads import usable_cores
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.archives import ArchiveOpener
 from penstock.torchserve.admin.backend import ModelsBackend
@@ -102,10 +102,12 @@ async def load_startup(components: ServerComponents) -> int:
     """Loads the models concurrently and returns, once each has reported, how many are missing.
 
     An archive that cannot be opened is logged and skipped. A model whose workers fail to load stays registered, and
-    its workers are restarted. The default version is the first of a model, or the snapshot's choice.
+    its workers are restarted. The default version is the first of a model, or the snapshot's choice. Raises ConfigError
+    if a local archive does not exist.
     """
     administrator = components.administrator
     wanted = await _startup_models(components)
+    await _check_archives(components, wanted)
     administrator.opening = len(wanted)
     changes = (administrator.change(_load(components, each)) for each in wanted)
     # `change` logs unexpected errors; they do not keep other models from being served.
@@ -124,6 +126,20 @@ async def load_startup(components: ServerComponents) -> int:
         administrator.prefer(version, weights.get(version.name, {}))
     administrator.snapshot("startup")
     return sum(version is None for version in found)
+
+
+async def _check_archives(components: ServerComponents, wanted: Sequence[_StartupModel]) -> None:
+    urls = [each.registration.url or "" for each in wanted]
+    missing = await asyncio.to_thread(components.opener.missing, urls)
+    if missing:
+        properties = components.properties
+        key, otherwise = (
+            ("model_snapshot", ", or start with --ncs") if properties.model_snapshot else ("load_models", "")
+        )
+        raise ConfigError(
+            f"{key}: found no {', '.join(missing)} in {properties.model_store}; add it there, or remove it from"
+            f" {key}{otherwise}"
+        )
 
 
 async def _load(components: ServerComponents, model: _StartupModel) -> ModelVersion | None:

@@ -25,6 +25,7 @@ from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, UrlForbi
 from penstock.torchserve.archive.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, model_name_from, parse_manifest
 from penstock.torchserve.archive.safe_unpack import LIMITS, UnpackLimits, check_name, unpack
 
+_DOWNLOADS: Final = ("http://", "https://")
 _URL: Final = re.compile(r"(?:file|https?)://.*", re.DOTALL)
 
 
@@ -170,9 +171,18 @@ class ModelStore:
                 return self._permitted(folder, url)
         raise ArchiveNotFound(f"Model not found at: {url}")
 
+    def has(self, url: str) -> bool:
+        """False if this local archive does not exist; True for every http(s) URL."""
+        try:
+            return url.startswith(_DOWNLOADS) or bool(self.locate(url))
+        except ArchiveNotFound:
+            return False
+        except ArchiveError:
+            return True
+
     def forget(self, url: str) -> None:
         """Removes the download of an http(s) URL, if any, which frees its name."""
-        if self.root is not None and url.startswith(("http://", "https://")):
+        if self.root is not None and url.startswith(_DOWNLOADS):
             (self.root / _file_name(urlsplit(url).path, url)).unlink(missing_ok=True)
 
     def _fetched(self, root: Path, url: str, sha256: str, s3_sse_kms: bool) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.core.contracts import Backend
+from penstock.errors import ConfigError
 from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
@@ -100,16 +101,41 @@ async def test_a_model_that_fails_to_load_is_logged_and_the_others_serve(
     server.archive("good")
     server.archive("bad", code="def handle(data, context):\n    raise RuntimeError('no')\n")
     (server.store / "broken.mar").write_bytes(b"no zip")
-    components = server.open(load_models=["none.mar", "broken.mar", "bad.mar", "good.mar"], default_workers_per_model=1)
-    assert await load_startup(components) == 2
+    components = server.open(load_models=["broken.mar", "bad.mar", "good.mar"], default_workers_per_model=1)
+    assert await load_startup(components) == 1
     assert await server.ask("good") == "1.0 hi"
-    assert "Failed to load model: none.mar: Model not found at: none.mar" in caplog.text
     assert "Failed to load model: broken.mar" in caplog.text
     assert "RuntimeError: no" in caplog.text
     assert not components.administrator.healthy()  # the bad one is tried again and again
     with pytest.raises(ApiError, match="has no worker"):
         await server.ask("bad")
     assert sorted(kept(server)) == ["bad", "good"]
+
+
+NONE = {"n": {"1.0": {"marName": "none.mar"}}, "a": {"1.0": {"marName": "a.mar"}}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"load_models": ["a.mar", "n=none.mar"]}, "load_models: found no none.mar in"),
+        ({"load_models": ["/no/folder"]}, "load_models: found no /no/folder in"),
+        ({"load_models": [""], "model_snapshot": {"models": NONE}}, "model_snapshot: found no none.mar in"),
+    ],
+)
+async def test_a_missing_archive_aborts_the_start(server: ServerSetup, keys: dict[str, Any], text: str) -> None:
+    server.archive("a")
+    components = server.open(**keys)
+    with pytest.raises(ConfigError) as found:
+        await load_startup(components)
+    assert found.value.message.startswith(text)
+    assert components.administrator.models(100, 0) == ([], None)
+    await server.close()
+    assert last_snapshot(server.folder / "logs") is None
+
+
+async def test_an_archive_that_cannot_be_downloaded_does_not_abort_the_start(server: ServerSetup) -> None:
+    assert await load_startup(server.open(load_models=["http://127.0.0.1:9/a.mar"])) == 1
 
 
 async def test_an_unexpected_error_of_one_model_does_not_affect_the_others(
@@ -215,7 +241,8 @@ async def test_a_snapshot_has_the_keys_of_file_and_command_line(server: ServerSe
 
 async def test_a_server_is_healthy_once_archives_are_open_and_answers_pending_requests(server: ServerSetup) -> None:
     server.archive("a", code="import time\n" + ECHO_LATE)
-    components = server.open(load_models=["a.mar", "none.mar"], default_workers_per_model=1)
+    (server.store / "broken.mar").write_bytes(b"no zip")
+    components = server.open(load_models=["a.mar", "broken.mar"], default_workers_per_model=1)
     assert not components.administrator.healthy()
     load = asyncio.create_task(load_startup(components))
     await server.until(components.administrator.healthy)
