@@ -33,6 +33,7 @@ def copied(tmp_path: Path) -> PageShell:
     return PageShell(tmp_path, env={"PYTHONPATH": f"{tmp_path / 'src'}:{tmp_path}"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_recipe_works_as_written(recipe: str, copied: PageShell) -> None:
     shown = ""
