@@ -14,8 +14,8 @@ demo: $(VENV)/.demo
 demo-captions: $(VENV)/.captions
 	$(BIN)/python examples/video_captioning/demo.py
 
-# tests that measure time run alone; all others run two at a time, in the order of tests/conftest.py
-ALONE = tests/chaos $(wildcard tests/e2e/test_bench*.py) tests/e2e/test_tune.py tests/e2e/test_tuning_docs.py
+# tests that measure time or memory run alone; all others run two at a time
+ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers) $(wildcard tests/e2e/test_bench*.py)
 test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest $(ALONE)

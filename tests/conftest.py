@@ -47,13 +47,13 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the files with the most slow tests to the start for `pytest -n`, and then the other end-to-end tests.
+    """Moves the files with the most slow tests to the start for `pytest -n`, and then the end-to-end and chaos tests.
 
     Short files at the end keep all workers busy until the end. The order within files, and of the other files, stays.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-        items.sort(key=lambda item: (-slow[item.path], "e2e" not in item.path.parts))
+        items.sort(key=lambda item: (-slow[item.path], item.path.parent.name not in ("e2e", "chaos")))
 
 
 def pytest_collection_finish() -> None:
