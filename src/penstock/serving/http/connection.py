@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from typing import Final, cast
 
 import httptools
@@ -11,8 +12,10 @@ from penstock.serving.http.context import (
     BODY,
     DIRECT,
     DISCARD,
+    HALF_CLOSED,
     HEAD,
     IDLE,
+    PROBED,
     STALLED,
     ApiFlavor,
     RequestContext,
@@ -116,8 +119,22 @@ class Connection(asyncio.BufferedProtocol):
         if self.phase == HEAD or self.phase == BODY:
             self._between_reads(nbytes)
 
-    def eof_received(self) -> None:
-        """A client that closes its side is gone, also when only that side: the transport closes."""
+    def eof_received(self) -> bool:
+        """The client sends no more; until `_probe` knows better, it waits for the answers to its whole requests.
+
+        A half-sent request is forgotten. A client that ends in the middle of a stream has left, because nothing can be
+        sent there to find out. TLS has no half-closed connections.
+        """
+        self.context = None
+        self.intake.release()
+        waiting = self.writer.inflight or self.writer.backlog
+        if not waiting or waiting[0].started or self.writer.transport.get_extra_info("sslcontext") is not None:
+            return False
+        self.phase = IDLE
+        self.close_soon()
+        self.phase = HALF_CLOSED
+        self.deadline = self.listener.now() + self.listener.clock.sweep_s
+        return True
 
     # ---- the parser
 
@@ -162,10 +179,10 @@ class Connection(asyncio.BufferedProtocol):
         self.phase = BODY
         self.deadline = listener.clock.body_at
         special = self.special
-        if special is not None or listener.closing or not self.parser.should_keep_alive():
-            self._framing(context)
         expect = special is not None and b"expect" in special
         try:
+            if special is not None or listener.closing or not self.parser.should_keep_alive():
+                self._framing(context)
             if self.read_bytes > listener.config.max_header_bytes or self.head_bytes >= 0:
                 self._check_head()
             method = self.parser.get_method()
@@ -228,10 +245,13 @@ class Connection(asyncio.BufferedProtocol):
     # ---- the checks of a head
 
     def _framing(self, context: RequestContext) -> None:
+        """Whether the connection ends after the response. Raises MalformedHttp."""
         parser = self.parser
         context.old = parser.get_http_version() == "1.0"
         context.close = not parser.should_keep_alive() or parser.should_upgrade() or self.listener.closing
         context.plain = not (context.old or context.close)
+        if context.old and self.special is not None and b"transfer-encoding" in self.special:
+            raise MalformedHttp("malformed HTTP: HTTP/1.0 has no transfer-encoding; send a content-length")
 
     def _check_head(self) -> None:
         """Counts exactly what the reads could only bound. Raises HeadTooLarge."""
@@ -327,11 +347,22 @@ class Connection(asyncio.BufferedProtocol):
             self.writer.shut()
         elif self.phase == DISCARD:
             self.abort()
+        elif self.phase >= HALF_CLOSED:
+            self._probe()
         elif self.writer.paused:
             self.deadline = self.listener.clock.body_at  # it is we who do not read: the client is not to blame
         else:
             part = "head" if self.phase == HEAD else "body"
             self._refuse(RequestTimeout(f"the {part} of the request did not arrive in time"))
+
+    def _probe(self) -> None:
+        """Drops a half-closed connection whose client has left, which only a reset in answer to data shows."""
+        if self.phase == HALF_CLOSED:
+            self.phase = PROBED
+            self.writer.probe()
+        elif self.writer.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.abort()
+        self.deadline = 0.0  # again in the next sweep
 
     def check_writing(self, now: float) -> None:
         self.writer.check_writing(now)

@@ -27,7 +27,7 @@ STREAM_BACKLOG: Final = 16  # times limits.write_buffer_bytes: unsent bytes at w
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 # phases of the request that is being received; the order matters: from DIRECT on the parser is bypassed
-IDLE, HEAD, BODY, DIRECT, STALLED, DISCARD = range(6)
+IDLE, HEAD, BODY, DIRECT, STALLED, DISCARD, HALF_CLOSED, PROBED = range(8)
 # reasons why the socket is not read; the connection adds POOL
 PIPELINE, WRITE = 1, 2
 
@@ -419,6 +419,12 @@ class ResponseWriter:
         self.connection.phase = DISCARD
         self.connection.deadline = self.listener.now() + self.listener.config.write_timeout_s
         self.transport.close()
+
+    def probe(self) -> None:
+        """Sends an interim response, which a client ignores; the system of a client that left answers with a reset."""
+        first = (self.inflight or self.backlog)[0]
+        if not (first.started or first.old):
+            self.write(CONTINUE)
 
     def check_unsent(self) -> None:
         """Drops the reader of a stream that falls too far behind: a streaming model cannot be paused."""

@@ -179,7 +179,7 @@ def test_a_key_is_up_to_255_visible_characters(value):
 
 async def test_the_listener_answers_a_repeated_request_without_the_model(listen, wait_until):
     backend = FakeBackend({"m": lambda call: None})
-    async with listen(backend) as listener:
+    async with listen(backend, write_timeout_s=0.4) as listener:
         one, two = await listener.connect(), await listener.connect()
         one.post("/predictions/m", b"abc", KEY)
         await wait_until(lambda: backend.calls)

@@ -31,7 +31,7 @@ def connections() -> list[Connection]:
 
 @pytest.mark.parametrize("use", USES)
 async def test_a_closed_connection_is_freed_without_the_garbage_collector(use, listen, wait_until):
-    async with listen(FakeBackend({"m": lambda call: None})) as listener:
+    async with listen(FakeBackend({"m": lambda call: None}), write_timeout_s=0.4) as listener:  # four sweeps
         gc.collect()
         others = connections()  # what other tests hold
         gc.disable()

@@ -477,3 +477,64 @@ async def test_close_also_ends_a_connection_whose_last_answer_waits_for_an_earli
         async with asyncio.timeout(2.0):  # long before the drain is over
             assert await client.closed()
             await closing
+
+
+@pytest.mark.parametrize("model", ["echo", "held", "parts"])
+async def test_a_client_that_closes_its_sending_side_gets_all_answers(listen, wait_until, model):
+    models = {"echo": Call.reply, "held": hold, "parts": stream(b"a", b"b")}
+    async with listen(FakeBackend(models)) as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"first")
+        client.post(f"/predictions/{model}", b"second")
+        client.send(b"POST /predictions/echo HTTP/1.1\r\ncontent-length: 9\r\n\r\nnot all")
+        client.writer.write_eof()
+        assert (await client.answer()).body == b"first"
+        if model == "held":
+            await wait_until(lambda: len(listener.backend.calls) == 2)
+            listener.backend.calls[1].reply()
+        answer = await client.answer()
+        assert answer.body == (b"ab" if model == "parts" else b"second")
+        assert await client.closed()
+        assert len(listener.backend.calls) == 2
+        await wait_until(lambda: not listener.server.connections)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_slow_answer_reaches_a_client_that_closed_its_sending_side(listen, wait_until, version):
+    async with listen(FakeBackend({"m": hold}), idle_timeout_s=0.1) as listener:
+        client = await listener.connect()
+        client.send(f"POST /predictions/m HTTP/{version}\r\ncontent-length: 1\r\n\r\n1".encode())
+        client.writer.write_eof()
+        await wait_until(lambda: listener.backend.calls)
+        if version == "1.1":  # only data shows that the client has not left
+            assert await client.head() == (100, {})
+        await asyncio.sleep(0.2)
+        listener.backend.calls[0].reply()
+        answer = await client.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"1", "close")
+        assert await client.closed()
+
+
+async def test_the_request_of_a_client_that_left_without_a_reset_is_cancelled(listen, wait_until):
+    async with listen(FakeBackend({"m": hold}), idle_timeout_s=0.1) as listener:
+        client = await listener.connect()
+        client.post("/predictions/m", b"1")
+        client.post("/predictions/m", b"2")
+        await wait_until(lambda: len(listener.backend.calls) == 2)
+        await client.close()
+        await wait_until(lambda: all(call.cancelled for call in listener.backend.calls))
+        assert not listener.server.connections
+
+
+async def test_http_1_0_with_a_transfer_coding_is_refused_and_never_kept(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(
+            b"POST /predictions/echo HTTP/1.0\r\nConnection: keep-alive\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"1\r\na\r\n0\r\n\r\nPOST /predictions/echo HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
+        )
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert b"HTTP/1.0" in answer.body
+        assert await client.closed()
+        assert listener.backend.calls == []

@@ -616,7 +616,7 @@ async def test_connection_close_is_honored():
 
 async def test_a_client_that_leaves_is_cancelled():
     calls: list[Call] = []
-    async with listening({"m": calls.append}) as peer:
+    async with listening({"m": calls.append}, limits={"write_timeout_s": 0.4}) as peer:
         peer.ask("POST", "/predictions/m", b"a")
         while not calls:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
