@@ -174,7 +174,7 @@ class Ready(Struct):
 
     `options` come from `@penstock.model`. `profile` holds (rows, seconds) of the warm-up runs, `max_batch_size` the
     best size of the warm-up, None without one. With a `concurrency` above 1 the worker runs batches concurrently, up to
-    that many rows in flight.
+    that many rows in flight. `metrics` are what the model recorded while it loaded.
     """
 
     metadata: ModelMetadata
@@ -184,6 +184,7 @@ class Ready(Struct):
     profile: list[tuple[int, float]] = field(default_factory=list)
     max_batch_size: int | None = None
     concurrency: int = 1
+    metrics: list[MetricDelta] = field(default_factory=list)
 
 
 class BatchPart(Struct, omit_defaults=True):

@@ -259,6 +259,8 @@ class Instances:
             scheduler.slot_up(slot, time.monotonic(), ready.concurrency)
         notify(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
         self._notify(slot, "ready")
+        if ready.metrics:
+            self.slot_metrics(slot, ready.metrics)
         self._report(instance)
 
     def slot_down(self, slot: int, error: PenstockError, retry_in_s: float | None) -> None:

@@ -7,6 +7,7 @@ import traceback
 from functools import partial
 from typing import Any
 
+from penstock import metrics
 from penstock.config.schema import with_options
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker.devices import threads_of
@@ -38,6 +39,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
             options = {**options, "file": named}
         model = PythonModel(target, options, **extras, threads=partial(_threads, spec))
         model.load(device)
+        recorded = metrics.drain() or []  # before the warm-up, whose metrics do not count
         declared = model.declared_options()
         batching = with_options(spec.config.batching, declared)
         metadata = model.metadata(spec.name, spec.version)
@@ -50,7 +52,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     except Exception as e:
         text = "".join(traceback.format_exception(e))
         raise LoadFailed(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
-    return runner, Ready(metadata, shown_device or device, os.getpid(), declared, profile, best)
+    return runner, Ready(metadata, shown_device or device, os.getpid(), declared, profile, best, metrics=recorded)
 
 
 def _found(target: Any, spec: WorkerSpec) -> Any:

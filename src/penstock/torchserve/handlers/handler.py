@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -100,6 +101,7 @@ class HandlerModel:
         declared = {} if setup.model_metrics is None else {"declared": setup.model_metrics}
         metrics = make_metrics(setup.model_name, **declared)
         metrics.initialize_cache()
+        metrics.request_ids = {0: str(uuid.uuid4())}  # of the load, for the metrics that `initialize` records
         kind, _, index = device.partition(":")
         context = make_context(
             setup.model_name,

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from penstock import metrics
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec
@@ -44,3 +45,20 @@ def test_a_class_receives_its_options_and_load_its_named_keys():
     parts = []
     runner.run(0, runner.decode([Item(0)]), parts.append)
     assert parts[-1].results[0].body == ("cpu", "bf16", 3, "pickle", "a")
+
+
+class Counting:
+    def load(self, device):
+        metrics.counter("loads", 2)
+
+    def example(self):
+        return 1
+
+    def predict(self, items):
+        metrics.counter("batches")
+        return items
+
+
+def test_metrics_of_the_load_are_reported_without_a_batch_and_those_of_the_warm_up_are_not():
+    spec = WorkerSpec("m", "1", ModelConfig(target="m:m"), Counting)
+    assert [(d.name, d.value) for d in open_model(spec, "cpu")[1].metrics] == [("loads", 2)]

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+import penstock.metrics
 from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory
 from penstock.torchserve.protocol.codec import HandlerRequest
 
@@ -35,6 +36,20 @@ def test_a_module_level_handler_is_called_once_to_initialize_then_for_each_batch
     assert [data is None for data, _ in my_handler.seen] == [True, False]
     contexts = {id(context) for _, context in my_handler.seen}
     assert len(contexts) == 1, "one Context a worker, for every batch"
+
+
+def test_metrics_recorded_in_initialize_belong_to_the_model(make_handler):
+    penstock.metrics.drain()
+    make_handler("""
+def handle(data, context):
+    if data is None:
+        context.metrics.add_counter("Loads", 1)
+        context.metrics.add_error("Odd", 1)
+""")
+    loads, odd = penstock.metrics.drain()
+    assert loads.labels == {"ModelName": "m", "Level": "Model"}
+    assert len(loads.request_id) == 36
+    assert odd.labels == {"Level": "Error"}
 
 
 @pytest.mark.parametrize(
