@@ -1,9 +1,16 @@
 """Who may call: bearer tokens, and TLS."""
 
 import hmac
+import logging
 import ssl
+from typing import Final
 
 from penstock.errors import ConfigError, Unauthorized
+
+log = logging.getLogger("penstock.frontends")
+
+_WEAK: Final = ("EE_KEY_TOO_SMALL", "CA_KEY_TOO_SMALL", "CA_MD_TOO_WEAK")  # OpenSSL's names
+_RENEW: Final = "create new ones: openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem"
 
 
 def check_token(tokens: frozenset[bytes], authorization: bytes | None) -> None:
@@ -22,10 +29,13 @@ def check_token(tokens: frozenset[bytes], authorization: bytes | None) -> None:
         raise Unauthorized("a valid bearer token is needed: Authorization: Bearer TOKEN")
 
 
-def make_ssl_context(cert: str | None, key: str | None, client_ca: str | None = None) -> ssl.SSLContext | None:
+def make_ssl_context(
+    cert: str | None, key: str | None, client_ca: str | None = None, *, weak_keys: bool = False
+) -> ssl.SSLContext | None:
     """A server's TLS context, None without a certificate. With `client_ca` clients must show a certificate.
 
-    Raises ConfigError for files that cannot be read or do not fit together.
+    With `weak_keys`, keys of 1024 bits are accepted with a warning. Raises ConfigError for files that cannot be read or
+    do not fit together, and for weaker keys and signatures.
     """
     if cert is None:
         if key is not None or client_ca is not None:
@@ -34,10 +44,7 @@ def make_ssl_context(cert: str | None, key: str | None, client_ca: str | None = 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(cert, key)
-    except (OSError, ssl.SSLError) as exc:
-        raise ConfigError(f"TLS certificate '{cert}' or key '{key or cert}' cannot be loaded: {exc.args[-1]}") from None
+    _load_chain(context, cert, key, weak_keys)
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)
@@ -45,3 +52,19 @@ def make_ssl_context(cert: str | None, key: str | None, client_ca: str | None = 
             raise ConfigError(f"TLS client authority '{client_ca}' cannot be loaded: {exc.args[-1]}") from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _load_chain(context: ssl.SSLContext, cert: str, key: str | None, weak_keys: bool) -> None:
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as exc:
+        weak = getattr(exc, "reason", None) in _WEAK
+        if weak and weak_keys:
+            ciphers = [str(each["name"]) for each in context.get_ciphers() if each["protocol"] != "TLSv1.3"]
+            context.set_ciphers(":".join(["@SECLEVEL=1", *ciphers]))
+            _load_chain(context, cert, key, False)
+            log.warning("event=weak_certificate file=%s consequence=many_clients_refuse_it hint=%s", cert, _RENEW)
+            return
+        hint = f"; {_RENEW}" if weak else ""
+        text = f"TLS certificate '{cert}' or key '{key or cert}' cannot be loaded: {exc.args[-1]}{hint}"
+        raise ConfigError(text) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import ssl
@@ -64,6 +65,41 @@ def test_a_key_that_does_not_match_is_refused_on_use(tmp_path: Path) -> None:
     pem = TlsFiles(Properties(certificate_file=CERT, private_key_file=str(tmp_path / "key.pem")))
     with pytest.raises(ConfigError, match="cannot be loaded"):
         pem.context()
+
+
+def with_key_of(folder: Path, bits: int) -> TlsFiles:
+    certificate, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", f"rsa:{bits}", "-nodes", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return TlsFiles(Properties(certificate_file=certificate, private_key_file=key))
+
+
+def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    """Raises SSLError unless both sides agree."""
+    pipes = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [server.wrap_bio(*pipes, server_side=True), client.wrap_bio(*pipes[::-1])]
+    for side in [*sides, *sides, *sides]:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    assert all(side.version() for side in sides)
+
+
+@needs_openssl
+def test_a_key_of_1024_bits_works_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pem = with_key_of(tmp_path, 1024)
+    client = ssl._create_unverified_context()
+    client.set_ciphers("DEFAULT:@SECLEVEL=1")
+    shake_hands(pem.context(), client)
+    assert pem.context() is pem.context()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "event=weak_certificate" in record.getMessage()
+
+
+@needs_openssl
+def test_a_weaker_key_is_refused_with_the_command_for_a_new_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*; create new ones: openssl req .*rsa:2048"):
+        with_key_of(tmp_path, 512).context()
 
 
 @needs_openssl
