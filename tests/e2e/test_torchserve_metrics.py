@@ -18,6 +18,7 @@ from ts.metrics.dimension import Dimension
 from ts.metrics.metric_type_enum import MetricTypes
 def handle(data, context):
     if data is None:
+        context.metrics.add_counter("Loads", 1)
         return
     metrics = context.metrics
     metrics.add_counter("Faces", 3, 0, [Dimension("camera", "door")])
@@ -61,7 +62,7 @@ def values(torchserve: Any, query: str = "") -> dict[str, float]:
     assert status == 200
     assert list(text_string_to_metric_families(body.decode())) or not body
     samples = (line.rpartition(" ") for line in body.decode().splitlines() if not line.startswith("#"))
-    return {re.sub(r',?[Hh]ostname="[^"]*"', "", name): float(value) for name, _, value in samples}
+    return {re.sub(r',?([Hh]ostname="[^"]*")?,}', "}", name): float(value) for name, _, value in samples}
 
 
 def logged(torchserve: Any, file: str, *wanted: str) -> list[tuple[str, ...]]:
@@ -79,10 +80,15 @@ def logged(torchserve: Any, file: str, *wanted: str) -> list[tuple[str, ...]]:
 
 def test_a_known_load_appears_on_the_page_and_in_both_files(torchserve: Any) -> None:
     begin(torchserve, model_metrics_auto_detect="true", metric_time_interval="3600")
+    end, looks = time.monotonic() + 20, 1
+    while (loads := values(torchserve, "?name[]=Loads")) == {} and time.monotonic() < end:
+        time.sleep(0.1)
+        looks += 1
+    assert loads == {'Loads{ModelName="m",Level="Model"}': 1}  # before the first request
     statuses = [ask(torchserve), ask(torchserve), ask(torchserve, "m/1.0"), ask(torchserve, body=b"bad")]
     assert [*statuses, ask(torchserve, "nobody")] == [200, 200, 200, 503, 404]
     page = values(torchserve)
-    assert page['Requests2XX{Level="Host"}'] == 3
+    assert page['Requests2XX{Level="Host"}'] == 3 + looks
     assert page['Requests4XX{Level="Host"}'] == 1
     assert page['Requests5XX{Level="Host"}'] == 1
     for version, requests in (("default", 3), ("1.0", 1)):
@@ -112,6 +118,29 @@ def test_a_known_load_appears_on_the_page_and_in_both_files(torchserve: Any) -> 
     total = sum(float(line[2]) for line in server if line[0] == "ts_inference_requests_total")
     assert total == 4
     assert ("DiskUtilization", "Percent", "Level:Host") in {(line[0], line[1], line[3]) for line in server}
+
+
+CONSOLE = re.compile(
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} \[INFO \] (\S+) (TS|MODEL)_METRICS - (\w+)\.\w+:[0-9.e-]+\|#.*hostname:.*"
+)
+
+
+def test_console_lines_have_the_form_that_scrapers_of_torchserve_read(torchserve: Any) -> None:
+    begin(torchserve, metric_time_interval="3600")
+    assert [ask(torchserve) for _ in range(5)] == [200] * 5
+    assert torchserve.run("torchserve", "--stop")[0] == 0
+    shown = [line for line in torchserve.said().splitlines() if "_METRICS - " in line]
+    assert all(CONSOLE.fullmatch(line) for line in shown), shown
+    scraped: dict[str, list[float]] = {}
+    for name in ("PredictionTime", "QueueTime", "WorkerThreadTime", "CPUUtilization", "MemoryUtilization"):
+        found = [line for line in torchserve.said().splitlines() if name in line]
+        scraped[name] = [float(line.split("|")[0].split(":")[3]) for line in found]  # as auto_benchmark.py does
+    assert {name: len(found) for name, found in scraped.items()} == {
+        **dict.fromkeys(("PredictionTime", "QueueTime", "WorkerThreadTime"), 5),
+        **dict.fromkeys(("CPUUtilization", "MemoryUtilization"), 1),
+    }
+    workers = {match[1] for line in shown if (match := CONSOLE.fullmatch(line)) and match[2] == "MODEL"}
+    assert workers == {"W-9000-m_1.0-stdout"}
 
 
 def test_requests_over_grpc_are_counted_too(torchserve: Any) -> None:

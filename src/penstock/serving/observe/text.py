@@ -57,10 +57,14 @@ class Histogram:
 
 
 class Page:
-    """A page under construction. The samples of a family must follow the family directly."""
+    """A page under construction. The samples of a family must follow the family directly.
 
-    def __init__(self) -> None:
+    `end` follows the last label: Prometheus's client for Java writes a comma there.
+    """
+
+    def __init__(self, end: str = "") -> None:
         self._lines: list[str] = []
+        self._end = end
 
     def family(self, name: str, kind: str, help: str) -> None:
         self._lines.append(f"# HELP {name} {help}\n# TYPE {name} {kind}\n")
@@ -69,14 +73,15 @@ class Page:
         if isinstance(value, Histogram):
             self._histogram(name, labels, value)
             return
-        self._lines.append(f"{name}{{{joined(labels)}}} {number(value)}\n" if labels else f"{name} {number(value)}\n")
+        shown = f"{name}{{{joined(labels)}{self._end}}}" if labels else name
+        self._lines.append(f"{shown} {number(value)}\n")
 
     def _histogram(self, name: str, labels: Labels, values: Histogram) -> None:
         counts, total = values.read()
         text = joined(labels)
         prefix = f"{name}_bucket{{{text}," if text else f"{name}_bucket{{"
-        braces = f"{{{text}}}" if text else ""
-        self._lines += [f'{prefix}le="{bound}"}} {count}\n' for bound, count in counts]
+        braces = f"{{{text}{self._end}}}" if text else ""
+        self._lines += [f'{prefix}le="{bound}"{self._end}}} {count}\n' for bound, count in counts]
         self._lines.append(f"{name}_count{braces} {counts[-1][1]}\n{name}_sum{braces} {number(total)}\n")
 
     def write(self, family: Family, samples: Iterable[tuple[Sequence[str], float | Histogram]]) -> None:

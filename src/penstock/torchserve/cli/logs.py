@@ -39,8 +39,10 @@ FILES: Final = {
 _MAX_FILE_BYTES: Final = 100 * 2**20  # these two are from TorchServe's log4j2.xml
 _OLD_FILES: Final = 5
 _MAX_QUEUE: Final = 10_000  # records
+_MAX_METRICS: Final = 200  # records that may wait when one with metrics, up to 75 KB, is added
 _CLOSE_S: Final = 5.0  # for writing the queue at the end
 _METRICS: Final = ("ts_metrics", "model_metrics")
+_CONSOLE: Final = "METRICS_CONSOLE"  # the logger of metrics on stdout
 _BARE: Final = ("access_log", *_METRICS)  # lines with only time and text
 _LEVEL_NAMES: Final = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
@@ -61,9 +63,12 @@ class TorchServeFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         at = self.formatTime(record)
         if self._bare:  # one record holds many metrics
-            return "\n".join([f"{at} - {line}" for line in record.message.split("\n")])
+            return f"{at} - " + record.message.replace("\n", f"\n{at} - ")
         level = _LEVEL_NAMES.get(record.levelname, record.levelname)
         thread, name = record.threadName, record.name
+        if name == _CONSOLE:
+            prefix = f"{at} [{level:<5}] {record.__dict__['worker']} {record.__dict__['metrics']} - "
+            return prefix + record.message.replace("\n", f"\n{prefix}")
         if thread == "MainThread":
             thread = "main"
         if name == FILES["model_log"]:
@@ -93,11 +98,11 @@ class _Console(logging.StreamHandler[Any]):
 
 
 class _Queue(logging.handlers.QueueHandler):
-    """Queues records for the thread with the `handlers` that write them; counts dropped records."""
+    """Queues records for the thread with the `handlers` that write them; counts the lines of dropped records."""
 
-    def __init__(self, waiting: queue.Queue[Any], handlers: list[logging.Handler]) -> None:
+    def __init__(self, waiting: queue.Queue[Any], handlers: list[logging.Handler], limit: int = _MAX_QUEUE) -> None:
         super().__init__(waiting)
-        self._handlers = handlers
+        self._waiting, self._handlers, self._limit = waiting, handlers, limit
         self.dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> Any:
@@ -105,9 +110,11 @@ class _Queue(logging.handlers.QueueHandler):
 
     def enqueue(self, record: Any) -> None:
         try:
-            self.queue.put_nowait(record)
+            if self._waiting.qsize() >= self._limit:
+                raise queue.Full
+            self._waiting.put_nowait(record)
         except queue.Full:
-            self.dropped += 1
+            self.dropped += record[0].message.count("\n") + 1
 
 
 class ServerLogs:
@@ -122,6 +129,7 @@ class ServerLogs:
         self._levels = {
             **dict.fromkeys(FILES.values(), "INFO"),
             "ACCESS_LOG": "INFO" if properties.access_log else "OFF",
+            _CONSOLE: "INFO" if properties.console_metrics else "OFF",
         }
         self._paths: dict[str, str] = {}
         self._formatter = TorchServeFormatter(first_worker=properties.initial_worker_port)
@@ -135,11 +143,12 @@ class ServerLogs:
         for name, logger in FILES.items():
             folder = properties.metrics_location if name in _METRICS else properties.log_location
             self._open(name, logger, self._paths.get(name) or os.path.join(folder, f"{name}.log"), failures)
+        self._attach(_CONSOLE, _Queue(self._waiting, [self._console], _MAX_METRICS))
         for logger, level in self._levels.items():
             found = logging.getLogger(logger)
             self._before.append((found, found.level, found.propagate))
             found.setLevel(logging.CRITICAL + 1 if level == "OFF" else level)
-            if logger in FILES.values():  # loggers without a file of their own use the root's
+            if logger in (*FILES.values(), _CONSOLE):  # loggers without a file of their own use the root's
                 found.propagate = False
         self._thread.start()
         if failures:
@@ -182,8 +191,10 @@ class ServerLogs:
             file.setFormatter(TorchServeFormatter(bare=True) if name in _BARE else self._formatter)
             self._files.append(file)
             handlers.insert(0, file)  # before stdout, which may be slow
+        self._attach(logger, _Queue(self._waiting, handlers))
+
+    def _attach(self, logger: str, handler: _Queue) -> None:
         found = logging.getLogger(logger)
-        handler = _Queue(self._waiting, handlers)
         found.addHandler(handler)
         self._queues.append((found, handler))
 
@@ -211,6 +222,8 @@ class ServerLogs:
             return True
         found = read_log4j(path, os.environ)
         self._levels.update(found.levels)
+        if not found.console_metrics:
+            self._levels[_CONSOLE] = "OFF"
         self._paths.update(found.files)
         return False
 
@@ -263,10 +276,14 @@ _KNOWN_PARTS: Final = frozenset({"patternlayout", "policies", "defaultrolloverst
 
 
 class Log4jConfig(Struct):
-    """`levels` by Penstock's loggers ("" is the root), `files` by their default names."""
+    """`levels` by Penstock's loggers ("" is the root), `files` by their default names.
+
+    `console_metrics` is False if metrics do not reach the root logger, which prints on stdout.
+    """
 
     levels: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    console_metrics: bool = True
 
 
 def read_log4j(path: str, env: Mapping[str, str]) -> Log4jConfig:
@@ -291,9 +308,13 @@ def read_log4j(path: str, env: Mapping[str, str]) -> Log4jConfig:
         logger, file = _LOG4J_LOGGERS[name]
         if level is not None:
             found.levels[logger] = level
+        if logger == "TS_METRICS" and element.get("additivity", "").lower() == "false":
+            found.console_metrics = False
         for ref in element:
             if target := appenders.get(ref.get("ref", "")):
                 found.files[file] = target
+    if found.levels.get("TS_METRICS", found.levels.get("", "INFO")) not in ("DEBUG", "INFO"):
+        found.console_metrics = False
     if ignored:
         log.warning(
             "file=%s ignored=%s hint=--log-config also takes a configuration of Python's logging (.json, .yaml)",

@@ -112,6 +112,8 @@ class Properties(_IgnoredProperties, frozen=True, kw_only=True):
     # Penstock's own.
     ts_yaml_wins: bool = False
     """model-config.yaml overrides the parameters of a request, as in TorchServe's code."""
+    console_metrics: bool = True
+    """A line on stdout for each value of a metric, as TorchServe prints it."""
     access_log: bool = False
     """One line per request in access_log.log."""
     # From the environment only.

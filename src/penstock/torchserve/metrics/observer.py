@@ -23,6 +23,9 @@ from penstock.types import MetricDelta
 log = logging.getLogger("penstock.observe")
 SERVER_LOG: Final = logging.getLogger("TS_METRICS")
 MODEL_LOG: Final = logging.getLogger("MODEL_METRICS")
+CONSOLE_LOG: Final = logging.getLogger("METRICS_CONSOLE")
+"""Prints every value on stdout. Its records have `worker`, and in `metrics` the name of TorchServe's logger."""
+CONSOLE_LOG.setLevel(logging.CRITICAL + 1)  # until the server's logs turn it on
 
 FLUSH_S: Final = 1.0
 MAX_BATCHES: Final = 50_000  # batches whose metrics wait for the thread
@@ -35,6 +38,7 @@ _NOT_IN_LEGACY_FILES: Final = (
     "ts_inference_latency_microseconds",
     "ts_queue_latency_microseconds",
 )
+_COUNTS: Final = ("Requests2XX", "Requests4XX", "Requests5XX", "ts_inference_requests_total")
 _CHUNK: Final = 64  # batches that the thread counts before the event loop gets the GIL
 _PAUSE_S: Final = 0.0005
 _DIGITS: Final = 3
@@ -59,9 +63,10 @@ class PenstockMetrics(PrometheusObserver):
 
 
 class _ModelBatch(Struct, frozen=True):
-    """The model metrics of one batch that ended at `at`, in seconds since 1970."""
+    """The model metrics of one batch of the worker `slot` that ended at `at`, in seconds since 1970."""
 
     owner: Owner
+    slot: int
     deltas: Sequence[MetricDelta]
     at: int
 
@@ -82,7 +87,8 @@ class TorchServeMetrics(Observer):
     """Collects events on the event loop; once a second a thread counts them and writes the log files.
 
     The files have the growth of counters in that second, gauges at its end, and a line for each value of a model
-    metric. `counts` returns the totals of the listeners; `mode` is metrics_mode. Keyword arguments are its options.
+    metric. Stdout has a line for each value of every metric, as TorchServe prints them. `counts` returns the totals of
+    the listeners; `mode` is metrics_mode. Keyword arguments are its options.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class TorchServeMetrics(Observer):
         self._last_counts = FrontendCounts()
         self._flushing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "torchserve-metrics")
-        self._writer = _MetricsWriter(config, host, mode, auto_detect, clock)
+        self._writer = _MetricsWriter(config, host, mode, auto_detect, first_worker, clock)
 
     # ---- Observer
 
@@ -132,7 +138,7 @@ class TorchServeMetrics(Observer):
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         if len(self._batches) < MAX_BATCHES:
-            self._batches.append(_ModelBatch((model, version), deltas, int(self._clock())))
+            self._batches.append(_ModelBatch((model, version), slot, deltas, int(self._clock())))
         else:
             self._lost += len(deltas)
 
@@ -213,10 +219,16 @@ class _MetricsWriter:
     """Counts events into series and writes them to the log files. Used on the thread."""
 
     def __init__(
-        self, config: MetricsConfig, host: str, mode: str, auto_detect: bool, clock: Callable[[], float]
+        self,
+        config: MetricsConfig,
+        host: str,
+        mode: str,
+        auto_detect: bool,
+        first_worker: int,
+        clock: Callable[[], float],
     ) -> None:
         self._config, self._host, self._mode = config, host, mode
-        self._auto_detect, self._clock = auto_detect, clock
+        self._auto_detect, self._first_worker, self._clock = auto_detect, first_worker, clock
         self._table = SeriesTable()
         for definition in (*config.server.values(), *config.models.values()):
             self._table.declare(definition)
@@ -225,7 +237,7 @@ class _MetricsWriter:
 
     def page(self) -> bytes:
         """TorchServe's part of the page."""
-        page = Page()
+        page = Page(end=",")
         self._table.write(page)
         return page.encode()
 
@@ -251,24 +263,33 @@ class _MetricsWriter:
             self._table.change(definition, labels, found, owner)
             if self._mode == "log" or (self._mode == "legacy" and name not in _NOT_IN_LEGACY_FILES):
                 value = round(float(sum(found) if definition.kind == "counter" else found[-1]), _DIGITS)
-                suffix = f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}"
-                lines.append(_one_line(f"{name}.{definition.unit}:{value}{suffix}"))
+                head = _one_line(f"{name}.{definition.unit}:")
+                tail = _one_line(f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}")
+                lines.append(f"{head}{value}{tail}")
+                _print_values(head, [1.0] * int(sum(found)) if name in _COUNTS else found, tail)
         _log_lines(SERVER_LOG, lines)
 
     def _write_models(self, batches: Sequence[_ModelBatch | Owner]) -> None:
         lines: list[str] = []
+        printed: dict[str, list[str]] = {}  # by worker
         for batch in batches:
             if isinstance(batch, tuple):
                 self._table.forget(batch)
                 continue
+            worker = f"W-{self._first_worker + batch.slot}-{'_'.join(batch.owner)}-stdout"
+            own = printed.setdefault(worker, [])
             for d in batch.deltas:
                 series = self._series_of(d) if d.unit else None  # Penstock's own metrics have no unit
                 if series is None:
                     continue
                 self._table.change(series.definition, series.labels, (d.value,), batch.owner)
-                lines.append(f"{series.head}{d.value}{series.tail}{d.request_id or 'null'},timestamp:{batch.at}")
+                line = f"{series.head}{d.value}{series.tail}{d.request_id or 'null'},timestamp:{batch.at}"
+                lines.append(_one_line(line))
+                own.append(lines[-1])
         if self._mode != "prometheus":
-            _log_lines(MODEL_LOG, [_one_line(line) for line in lines])
+            _log_lines(MODEL_LOG, lines)
+            for worker, own in printed.items():
+                _log_lines(CONSOLE_LOG, own, worker=worker, metrics=MODEL_LOG.name)
 
     def _series_of(self, d: MetricDelta) -> _Series | None:
         """None for a metric without a definition, unless auto_detect is on."""
@@ -294,10 +315,21 @@ class _MetricsWriter:
         return found
 
 
-def _log_lines(logger: logging.Logger, lines: Sequence[str]) -> None:
+def _log_lines(logger: logging.Logger, lines: Sequence[str], **extra: str) -> None:
     """Logs many lines per record; the formatter stamps each with the time."""
     for i in range(0, len(lines), _LINES):
-        logger.info("%s", "\n".join(lines[i : i + _LINES]))
+        logger.info("%s", "\n".join(lines[i : i + _LINES]), extra=extra)
+
+
+def _print_values(head: str, values: Sequence[float], tail: str) -> None:
+    """Prints a line for each value, with pauses, so that the event loop keeps running."""
+    if not CONSOLE_LOG.isEnabledFor(logging.INFO):
+        return
+    for i in range(0, len(values), _LINES):
+        if i:
+            time.sleep(_PAUSE_S)
+        lines = [f"{head}{round(float(value), _DIGITS)}{tail}" for value in values[i : i + _LINES]]
+        _log_lines(CONSOLE_LOG, lines, worker="main", metrics=SERVER_LOG.name)
 
 
 def _joined(labels: Labels) -> str:

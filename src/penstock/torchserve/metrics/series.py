@@ -79,7 +79,7 @@ class SeriesTable:
     def write(self, page: Page) -> None:
         for family in self._families.values():
             d = family.definition
-            page.family(d.name, d.kind, f"A {d.kind} of the TorchServe API, unit: {_one_line(d.unit)}")
+            page.family(d.name, d.kind, f"Torchserve prometheus {d.kind} metric with unit: {_one_line(d.unit)}")
             for labels, value in family.series.items():
                 page.sample(d.name, labels, value)
 

@@ -107,6 +107,60 @@ def test_one_record_can_hold_many_metrics(logs: Open, tmp_path: Path) -> None:
     assert re.fullmatch(r"[\d:,T-]+", found[0][0])
 
 
+def say_metrics() -> None:
+    names = {"worker": "W-9000-m_1.0-stdout", "metrics": "MODEL_METRICS"}
+    logging.getLogger("METRICS_CONSOLE").info("%s", "HandlerTime.ms:1\nHandlerTime.ms:2", extra=names)
+
+
+def test_metrics_are_lines_of_stdout_in_torchserves_form(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = logs()
+    say_metrics()
+    opened.close()
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(" ", 1)[1] for line in shown] == [
+        f"[INFO ] W-9000-m_1.0-stdout MODEL_METRICS - HandlerTime.ms:{value}" for value in (1, 2)
+    ]
+    assert not lines(tmp_path / "logs", "ts_log") + lines(tmp_path / "logs", "model_metrics")
+    say_metrics()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('<Root level="all">', '<Root level="warn">'),
+        ("<Root", '<Logger name="TS_METRICS" level="error"/><Root'),
+        ("<Root", '<Logger name="TS_METRICS" level="info" additivity="false"/><Root'),
+    ],
+)
+def test_metrics_leave_stdout_by_key_or_log4j2_xml(
+    logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str]
+) -> None:
+    path = tmp_path / "log4j2.xml"
+    for xml, keys, shown in ((XML, {}, 2), (XML.replace(*change), {}, 0), (XML, {"console_metrics": False}, 0)):
+        path.write_text(xml.replace("MORE", ""))
+        opened = logs(config=str(path), **keys)
+        say_metrics()
+        opened.close()
+        assert capsys.readouterr().out.count("HandlerTime") == shown
+
+
+def test_metrics_wait_in_a_bounded_number_of_records(
+    logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with full_pipe(monkeypatch) as empty:
+        monkeypatch.setattr("penstock.torchserve.cli.logs._MAX_METRICS", 3)
+        opened = logs()
+        for _ in range(20):
+            say_metrics()
+        logging.getLogger("penstock.engine").info("other lines")
+        while not any("event=lines_lost count=3" in line for line in lines(tmp_path / "logs", "ts_log")):
+            empty()
+        opened.close()
+
+
 def test_an_access_is_logged_only_on_request(logs: Open, tmp_path: Path) -> None:
     logs().close()
     assert not logging.getLogger("ACCESS_LOG").isEnabledFor(logging.INFO)

@@ -27,20 +27,28 @@ class Files(logging.Handler):
         super().__init__()
         self.server: list[str] = []
         self.models: list[str] = []
+        self.console: list[tuple[str, ...]] = []  # thread, logger, line
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "METRICS_CONSOLE":
+            extra = record.__dict__
+            self.console += [(extra["worker"], extra["metrics"], line) for line in record.getMessage().split("\n")]
+            return
         (self.server if record.name == "TS_METRICS" else self.models).extend(record.getMessage().split("\n"))
 
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
     handler = Files()
-    for logger in (observer.SERVER_LOG, observer.MODEL_LOG):
+    loggers = (observer.SERVER_LOG, observer.MODEL_LOG, observer.CONSOLE_LOG)
+    before = [(logger, logger.level) for logger in loggers]
+    for logger in loggers:
         monkeypatch.setattr(logger, "propagate", False)
-        monkeypatch.setattr(logger, "level", logging.INFO)
+        logger.setLevel(logging.INFO)  # not by setattr: a logger remembers what it is enabled for
         logger.addHandler(handler)
     yield handler
-    for logger in (observer.SERVER_LOG, observer.MODEL_LOG):
+    for logger, level in before:
+        logger.setLevel(level)
         logger.removeHandler(handler)
 
 
@@ -80,6 +88,26 @@ async def test_served_requests_are_counted_by_the_requested_version(files: Files
         "ts_queue_latency_microseconds.Microseconds:2500.0|#model_name:m,model_version:1.0|#hostname:h,"
         "timestamp:1700000000",
     ]
+
+
+async def test_the_console_has_a_line_for_each_value(files: Files) -> None:
+    metrics = make(first_worker=9500, counts=lambda: FrontendCounts({2: 2}, {("m", "default"): 2}))
+    metrics.on_served("m", "1.0", ["default", "default"], [0.001, 0.0004567], [0.01, 0.02])
+    metrics.on_model_metrics("m", "1.0", 1, [HANDLER])
+    await metrics.close()
+    of_m, of_host = "|#model_name:m,model_version:default|#hostname:h,", "|#Level:Host|#hostname:h,"
+    assert files.console.pop() == ("W-9501-m_1.0-stdout", "MODEL_METRICS", files.models[0])
+    assert sorted(files.console) == sorted(
+        ("main", "TS_METRICS", f"{name}:{value}{labels}timestamp:1700000000")
+        for name, labels, found in (
+            ("Requests2XX.Count", of_host, (1.0, 1.0)),
+            ("ts_inference_requests_total.Count", of_m, (1.0, 1.0)),
+            ("ts_inference_latency_microseconds.Microseconds", of_m, (10000.0, 20000.0)),
+            ("ts_queue_latency_microseconds.Microseconds", of_m, (1000.0, 456.7)),
+            ("QueueTime.Milliseconds", of_host, (1.0, 0.457)),
+        )
+        for value in found
+    )
 
 
 async def test_counters_are_logged_as_growth(files: Files) -> None:
@@ -137,7 +165,7 @@ async def test_auto_detect_adds_metrics_without_a_definition(files: Files) -> No
     for value in (3.0, 4.0):
         metrics.on_model_metrics("m", "1.0", 0, [MetricDelta("counter", "Faces", value, {"camera": "a\nb"}, "Count")])
     page = await metrics.scrape(["Faces"])
-    assert b'Faces{camera="a\\nb",Hostname="h"} 7.0\n' in page
+    assert b'Faces{camera="a\\nb",Hostname="h",} 7.0\n' in page
     assert files.models[0] == "Faces.Count:3.0|#camera:a b|#hostname:h,requestID:null,timestamp:1700000000"
     metrics.on_unload("m", "1.0")
     assert await values(metrics, "Faces") == {}
@@ -149,8 +177,8 @@ async def test_the_file_determines_metrics_and_kinds(files: Files) -> None:
     metrics.on_served("m", "1", ["1", "1"], [0.0, 0.0], [0.001, 0.002])
     metrics.on_model_metrics("m", "1", 0, [HANDLER])
     page = (await metrics.scrape()).decode()
-    assert 'ts_inference_latency_microseconds_bucket{name="m",version="1",host="h",le="1000"} 1\n' in page
-    assert 'ts_inference_latency_microseconds_count{name="m",version="1",host="h"} 2\n' in page
+    assert 'ts_inference_latency_microseconds_bucket{name="m",version="1",host="h",le="1000",} 1\n' in page
+    assert 'ts_inference_latency_microseconds_count{name="m",version="1",host="h",} 2\n' in page
     assert not any(name in page for name in ("Requests2XX", "QueueTime", "HandlerTime"))
     assert (len(files.server), files.models) == (1, [])
 

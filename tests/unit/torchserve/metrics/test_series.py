@@ -48,7 +48,7 @@ def test_counters_add_gauges_show_the_last_and_histograms_count() -> None:
 def test_a_defined_metric_is_on_the_page_before_its_first_value() -> None:
     table = SeriesTable()
     table.declare(declared("a", unit='per "x"\nline'))
-    assert page(table) == '# HELP a A counter of the TorchServe API, unit: per "x"\\nline\n# TYPE a counter\n'
+    assert page(table) == '# HELP a Torchserve prometheus counter metric with unit: per "x"\\nline\n# TYPE a counter\n'
 
 
 def test_series_are_dropped_with_their_owner() -> None:
