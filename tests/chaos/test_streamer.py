@@ -21,7 +21,7 @@ import pytest
 from penstock import DeadlineExceeded, Streamer, ThreadedStreamer, WorkerDied
 
 MODELS = """
-    import time
+    import os, signal, time
 
     def echo(batch):
         time.sleep(0.002)
@@ -29,6 +29,11 @@ MODELS = """
 
     def five_seconds(batch):
         time.sleep(5)
+        return batch
+
+    def crashes(batch):
+        if "crash" in batch:
+            os.kill(os.getpid(), signal.SIGSEGV)
         return batch
 """
 
@@ -92,6 +97,17 @@ def test_workers_killed_under_load_cost_no_result(models: SimpleNamespace, chaos
     assert not wrong
     assert died[0] <= kills
     assert workers(os.getpid()) == []
+
+
+def test_items_that_crash_their_worker_fail_alone(models: SimpleNamespace) -> None:
+    items = ["crash" if i in (17, 80) else i for i in range(120)]
+    with Streamer(models.crashes, 16, worker_num=2, worker_timeout=60) as streamer:
+        results = streamer.predict(items, return_exceptions=True)
+        assert [i for i, result in enumerate(results) if type(result) is WorkerDied] == [17, 80]
+        assert [result for result in results if type(result) is not WorkerDied] == [i for i in items if i != "crash"]
+        with pytest.raises(WorkerDied, match="SIGSEGV"):
+            streamer.predict(["crash"])
+        assert streamer.predict([1, 2]) == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["Streamer", "ThreadedStreamer"])

@@ -399,7 +399,7 @@ def test_a_large_body_is_a_view_of_shared_memory_and_a_small_one_bytes(serve: Ca
 # ---- deaths
 
 
-async def test_a_batch_that_kills_its_worker_is_run_in_halves_and_two_deaths_are_enough(
+async def test_an_item_that_kills_its_worker_fails_alone_after_three_deaths(
     app: Callable[..., ModelConfig], tmp_path: Path
 ) -> None:
     config = app(
@@ -418,11 +418,14 @@ async def test_a_batch_that_kills_its_worker_is_run_in_halves_and_two_deaths_are
         max_hold_s=0,
     )
     async with running(structs.replace(config, instances=2)) as engine:
-        answers = await gather(*(engine.infer("m", x) for x in [0, 1, 2, "kill", 4, 5, 6, 7]), return_exceptions=True)
-        assert [type(answer) for answer in answers[:4]] == [WorkerDied] * 4  # the half with the killer
-        assert answers[4:] == [4, 5, 6, 7]
-        assert await engine.infer("m", 0) == 0
-    assert (tmp_path / "deaths").read_text().split() == ["8", "4"]
+        items = [0, 1, 2, "kill", 4, 5, 6, 7]
+        answers = await gather(*(engine.infer("m", x) for x in items), return_exceptions=True)
+        assert type(answers.pop(3)) is WorkerDied
+        assert answers == [0, 1, 2, 4, 5, 6, 7]
+        answers = await engine.infer_many("m", items)  # the same as items of one request
+        assert type(answers.pop(3)) is WorkerDied
+        assert answers == [0, 1, 2, 4, 5, 6, 7]
+    assert (tmp_path / "deaths").read_text().split() == ["8", "2", "1"] * 2
 
 
 async def test_without_leave_to_run_again_a_death_fails_its_batch(app: Callable[..., ModelConfig]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.batching.cost import Cost
-from penstock.core.batching.entry import Dispatch, Entry, Event
+from penstock.core.batching.entry import Dispatch, Entry, EntryState, Event, Outcome
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, Take, View, WaitUntil
 from penstock.core.batching.policies.fixed import Fixed
@@ -67,6 +67,60 @@ def test_the_cost_model_is_increasing_whatever_the_samples(data: list[tuple[int,
         assert cost.a >= 0 < cost.b, INVARIANTS["I15"]
         assert 1 <= cost.ratio <= 2
         assert cost.t(1) < cost.t(2) < cost.t(64)
+
+
+# ---- requests that kill their worker
+
+crowds = st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(0, 8)), min_size=1, max_size=30)
+"""For each request: rows, whether they are separate, and the row that kills (none if there is no such row)."""
+
+
+@settings(max_examples=300, deadline=None)
+@given(crowds, st.integers(1, 3), st.sampled_from((1, 1, 8)), st.integers(1, 16), st.integers(1, 3))
+def test_a_killer_fails_alone_and_every_other_item_is_answered_once(
+    crowd: list[tuple[int, bool, int]], slots: int, concurrency: int, max_batch_size: int, depth: int
+) -> None:
+    scheduler = Scheduler(
+        Fixed(0.0), max_batch_size=max_batch_size, max_queue=10**6, max_queue_bytes=10**6, depth=depth
+    )
+    for slot in range(slots):
+        scheduler.slot_up(slot, 0.0, concurrency)
+    for id, (rows, separate, _) in enumerate(crowd):
+        scheduler.offer(Entry(id, rows=rows, separate=separate), 0.0)
+    killers = {(id, bad) for id, (rows, _, bad) in enumerate(crowd) if bad < rows}
+    answers: list[tuple[int, int]] = []
+    failed: list[int] = []
+    on_slot: dict[int, list[Dispatch]] = {slot: [] for slot in range(slots)}
+    deaths = 0
+    for now in range(1000):
+        for event in scheduler.poll(float(now)):
+            if isinstance(event, Dispatch):
+                on_slot[event.slot].append(event)
+            else:
+                failed.append(event.id)
+        slot = next((slot for slot, batches in on_slot.items() if batches), None)
+        if slot is None:
+            break
+        batch = on_slot[slot][0]
+        inside = [(e.id, row) for e in batch.entries for row in range(e.start, e.start + e.rows)]
+        if killers.isdisjoint(inside):
+            scheduler.complete(on_slot[slot].pop(0).batch_id, Outcome(), float(now))
+            answers += inside
+            continue
+        deaths += 1
+        batches, on_slot[slot] = on_slot[slot], []
+        for lost in batches:
+            died = lost is batch or concurrency > 1
+            scheduler.complete(lost.batch_id, Outcome("died" if died else "lost"), float(now))
+            answers += [(e.id, e.start) for e in lost.entries if e.state == EntryState.DONE]
+        scheduler.slot_down(slot, float(now))
+        scheduler.slot_up(slot, float(now), concurrency)
+    assert not scheduler.queued, "a request was forgotten"
+    assert sorted(failed) == sorted({id for id, _ in killers if not crowd[id][1]})
+    expected = {(id, row) for id, (rows, _, _) in enumerate(crowd) for row in range(rows) if id not in failed}
+    assert expected <= set(answers)
+    assert len(answers) == len(set(answers))
+    assert deaths <= 3 * len(killers)
 
 
 # ---- what is broken is caught

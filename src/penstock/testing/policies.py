@@ -158,24 +158,26 @@ class PolicyChecker(ScriptPlayer):
                 r.purge()
 
     def on_complete(self, batch: Dispatch, outcome: Outcome, ended: list[int]) -> None:
-        exact = batch.batch_id in self.exact
+        exact, died = batch.batch_id in self.exact, outcome.kind == "died"
+        alone = sum(e.rows if e.separate else 1 for e in batch.entries) == 1
         for e in batch.entries:
             self.need("I1", e.id in self.requests, f"request {e.id} ended before its batch")
             r, rows = self.requests[e.id], mask(e)
             r.runs &= ~rows
-            if outcome.kind == "ok":
+            fails = died and not r.over and (not self.setup.idempotent or (alone and bool(r.dead & rows)))
+            if outcome.kind == "ok" or (fails and e.separate):
                 r.done |= rows
                 if e.parent is None:
                     self.end(e.id, outcome)
                 elif e.id in outcome.failed:
                     r.purge()
-            elif outcome.kind == "died" and not r.over and (r.dead & rows or not self.setup.idempotent):
+            elif fails:
                 r.purge()
             elif not r.over:
                 r.requeued = True
-                if outcome.kind == "died":
+                if died:
                     r.dead |= rows
-                if outcome.kind == "died" or exact:
+                if died or exact:
                     r.rerun |= rows
                 else:
                     r.waits |= rows

@@ -37,6 +37,7 @@ class ScriptStep(Struct, frozen=True):
     bucket: str = ""
     timeout_ticks: int = 0  # 0: none
     divisible: bool = False
+    separate: bool = False
 
 
 class ScriptSetup(Struct, frozen=True):
@@ -62,7 +63,7 @@ def random_setup(rng: Random, steps: int = 60) -> ScriptSetup:
     trouble, pace = rng.choice((0, 0.05, 0.3)), rng.choice((0, 1, 4, 30))
     timeout = rng.choice((0, 2000, 20000))
     classes = rng.choice((1, 1, 3))
-    divisible = rng.choice((0, 0.5, 1))
+    divisible, separate = rng.choice((0, 0.5, 1)), rng.choice((0, 0, 0.5))
 
     def step() -> ScriptStep:
         pick, ticks = rng.randrange(1000), rng.randint(0, 2 * pace) if rng.random() < 0.7 else 0
@@ -79,6 +80,7 @@ def random_setup(rng: Random, steps: int = 60) -> ScriptSetup:
                 bucket=rng.choice(buckets) if buckets else "",
                 timeout_ticks=timeout,
                 divisible=rng.random() < divisible,
+                separate=rng.random() < separate,
             )
         return ScriptStep(rng.choice(("ok", "ok", "ok", "wake", "up")), ticks, pick)
 
@@ -220,6 +222,7 @@ class ScriptPlayer:
             priority=step.priority,
             bucket=step.bucket,
             divisible=step.divisible,
+            separate=step.separate,
         )
         try:
             self.scheduler.offer(entry, self.now)

@@ -18,7 +18,7 @@ class Entry(Struct, eq=False):
     scheduler's clock; INF without either. `expires_s` ends the waiting (`timeout_s`). `priority` is a class; 0 is the
     most urgent and the default. Only entries of one `bucket` share a batch. A request larger than the batch waits as
     parts; a `divisible` one may also be cut to fill a batch. `parent` is then the request, `start` the part's first
-    row.
+    row. The rows of a `separate` request are items of their own: one can fail without the others.
     """
 
     id: int
@@ -32,10 +32,12 @@ class Entry(Struct, eq=False):
     parent: Entry | None = None
     start: int = 0
     divisible: bool = False
+    separate: bool = False
     # set by the scheduler
     vdeadline_s: float = INF
     seq: int = 0
     deaths: int = 0
+    died_on: int = -1  # slot of the last death
     passed: int = 0
     state: int = 0
 
@@ -70,7 +72,7 @@ class Shed(Struct, frozen=True):
 
 
 class Fail(Struct, frozen=True):
-    """The request was in a worker's death and will not run again (a second death, or not idempotent)."""
+    """The request killed its worker twice, the second time alone, or was in a death and is not idempotent."""
 
     id: int
     reason: Literal["worker_died"]

@@ -15,9 +15,6 @@ from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
 CEILING_S = 600.0
 """How long an out-of-memory error lowers the batch size; other processes on the device come and go."""
-RERUNS = 8
-"""After the death of a concurrent slot, its requests run again in about this many pieces, one after the other, each
-alone on a slot. A piece fails as a whole if that slot dies too."""
 KEPT = 8
 """One part in this many of the queue is reserved for the most urgent class, so that a bulk job cannot fill it all."""
 
@@ -186,7 +183,7 @@ class Scheduler:
     def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
         """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or
         the caller left. A split request ends only when no part of it runs. `poll` reports requests that a death
-        ends."""
+        ends; entries of separate items that it ends are DONE, and the caller answers them."""
         answered = outcome.kind == "ok"
         batch, seconds = self._slots.finish(batch_id, answered, outcome.run_s, outcome.prepare_s, now)
         entries = [e for e in batch.entries if e.state == EntryState.RUNNING] if batch.concurrent else batch.entries
@@ -202,10 +199,13 @@ class Scheduler:
             return self._queue.answered(entries, outcome.failed)
         self.running_rows -= batch.rows
         died = outcome.kind == "died"
-        again = self._queue.lose(entries, died, self._idempotent)
+        again, ended = self._queue.lose(entries, died, self._idempotent)
+        if died:
+            for e in again:
+                e.died_on = batch.slot
         if again:
-            self._queue.put_back(again, 2 if died else int(batch.exact), batch.slot)
-        return []
+            self._queue.put_back(again, died or batch.exact, 1 if died else self._queue.max_rows)
+        return ended
 
     # ---- the turn
 
@@ -272,15 +272,18 @@ class Scheduler:
             return self._depth > 1 and not queue.reruns and self._send_ahead(now)
         skip = 0  # idle slots to leave alone
         if queue.reruns:
-            if self._rerun(now):
+            exact = any(running.exact for running in self._slots.running.values())
+            if not (exact and queue.buckets) and self._rerun(now):  # one slot at risk is enough while others wait
                 return True
-            skip = int(not any(running.exact for running in self._slots.running.values()))
+            skip = int(not exact)
         buckets = queue.buckets
         bucket = next(iter(buckets.values())) if len(buckets) == 1 else queue.head()
         if bucket is None:
             return False
         choice = self._ask(bucket, len(idle), now)
         if type(choice) is WaitUntil:
+            if queue.reruns and self._rerun(now):
+                return True
             choice = self._hold(choice.t, bucket, now)
             bucket = self._view.bucket
         if type(choice) is not Take:
@@ -299,15 +302,12 @@ class Scheduler:
 
     def _rerun(self, now: float) -> bool:
         """Runs requests that were in a death alone on an empty slot, to find out which one kills it. False: no slot is
-        empty; then the roomiest slot gets nothing until it is, unless another already runs such a piece."""
+        empty; then the roomiest slot gets nothing until it is, unless another already runs such a batch."""
         queue = self._queue
-        slot = self._slots.empty(queue.reruns[0].avoid)
+        slot = self._slots.empty(queue.reruns[0].died_on)
         if slot is None:
             return False
-        if slot.concurrency == 1:
-            entries = queue.take_rerun(queue.reruns[0])
-        else:
-            entries = queue.take_reruns(slot.concurrency, RERUNS)
+        entries = queue.take_rerun(slot.concurrency if slot.concurrency > 1 else queue.max_rows)
         self._dispatch(slot.number, entries, "rerun", now, exact=True)
         return True
 

@@ -6,8 +6,8 @@ failed or expired, or the caller has left, it ends as soon as no part runs, beca
 its waiting parts are purged at once. Every request leaves the queue exactly once.
 """
 
-from collections import deque
 from heapq import heappop, heappush
+from math import isqrt
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -49,18 +49,12 @@ def _part(entry: Entry, start: int, rows: int) -> Entry:
     )
 
 
-class Rerun(Struct, eq=False):
-    """Entries that run again unmerged: half of a batch that killed a worker, if possible not on the slot `avoid`."""
-
-    entries: list[Entry]
-    avoid: int
-
-
 class WaitingQueue:
     """The waiting entries of one Scheduler. No entry has more than `max_rows` rows: larger ones wait as parts.
 
     `events` collects the events of the next poll. `waiting` holds the requests that wait, at least in part. `dirty`
-    names the buckets that got an entry with a deadline since the last look.
+    names the buckets that got an entry with a deadline since the last look. `reruns` holds the entries that were in a
+    worker's death, in the order in which they run again.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -68,15 +62,14 @@ class WaitingQueue:
         self.waiting: dict[int, Entry] = {}
         self.rows = 0
         self.nbytes = 0
-        self.reruns: deque[Rerun] = deque()
-        self._rerun_rows = self._most_rows = 0  # rows of all re-runs: now, and at most since there were none
+        self.reruns: list[Entry] = []
+        self._most_reruns = 0  # since there were none
         self.expiries = Expiries(_WAITING)
         self.events: list[Event] = []
         self.dirty: dict[str, None] = {}
         self.buckets: dict[str, Bucket] = {}  # never empty
         self._heads: list[tuple[float, int, str]] = []  # heap of bucket heads; stale ones are skipped
         self._splits: dict[int, SplitRequest] = {}
-        self._rerun_of: dict[int, Rerun] = {}  # id() of an entry -> the half that holds it
         self._seq = 0
 
     # ---- in
@@ -132,21 +125,18 @@ class WaitingQueue:
                     bucket.push_back(part)
                     self.expiries.add(part)
             self._touch(bucket)
-        for rerun in self.reruns:
-            fitting: list[Entry] = []
-            for entry in rerun.entries:
-                if entry.rows <= max_rows:
-                    fitting.append(entry)
-                    continue
-                del self._rerun_of[id(entry)]
-                for part in self._cut(entry, cut(entry, max_rows)):
-                    self._rerun_of[id(part)] = rerun
-                    self.expiries.add(part)
-                    fitting.append(part)
-            rerun.entries = fitting
+        self.reruns = [part for entry in self.reruns for part in self._fitted(entry, max_rows)]
 
-    def put_back(self, entries: list[Entry], halves: int, avoid: int) -> None:
-        """Requeues running entries: as `halves` exact groups, or, with 0, in their old places."""
+    def _fitted(self, entry: Entry, rows: int) -> list[Entry]:
+        """A waiting entry that is in no bucket, or its parts of at most `rows` rows, with their expiry recorded."""
+        parts = [entry] if entry.rows <= rows else self._cut(entry, cut(entry, rows))
+        for part in parts:
+            self.expiries.add(part)
+        return parts
+
+    def put_back(self, entries: list[Entry], exact: bool, rows: int) -> None:
+        """Requeues running entries: as `exact` re-runs, or else in their old places. Cuts separate ones into parts of
+        at most `rows` rows."""
         move(entries, EntryState.WAITING)
         fitting: list[Entry] = []
         for e in entries:
@@ -157,19 +147,11 @@ class WaitingQueue:
             if e.parent is not None:
                 self._splits[e.id].waiting.append(e)
             self.rows += e.rows
-            small = e.rows <= self.max_rows  # else the ceiling sank while it ran
-            fitting += [e] if small else self._cut(e, cut(e, self.max_rows))
-        for e in fitting:
-            self.expiries.add(e)
-        if halves:
-            size = -(-len(fitting) // halves)
-            self._most_rows = self._most_rows if self._rerun_rows else 0
-            for i in range(0, len(fitting), size):
-                rerun = Rerun(fitting[i : i + size], avoid)
-                self.reruns.append(rerun)
-                self._rerun_rows += sum([e.rows for e in rerun.entries])
-                self._rerun_of.update((id(e), rerun) for e in rerun.entries)
-            self._most_rows = max(self._most_rows, self._rerun_rows)
+            fitting += self._fitted(e, rows if e.separate else self.max_rows)  # the ceiling may have sunk while it ran
+        if exact:
+            most = self._most_reruns if self.reruns else 0
+            self.reruns += fitting
+            self._most_reruns = max(most, len(self.reruns))
         else:
             for e in reversed(fitting):
                 bucket = self.buckets.setdefault(e.bucket, Bucket(e.bucket))
@@ -212,32 +194,19 @@ class WaitingQueue:
         self._touch(bucket)
         return self._run(entries)
 
-    def take_rerun(self, rerun: Rerun) -> list[Entry]:
-        """Removes and returns as much of a re-run as fits a batch; the rest stays first."""
-        rows = count = 0
-        for e in rerun.entries:
-            rows += e.rows
-            if rows > self.max_rows:
+    def take_rerun(self, rows: int) -> list[Entry]:
+        """Removes and returns the next entries to run again, of at most `rows` rows: alone after a second death, else
+        the square root of all, because restarts cost more than batches: n entries with a killer end three workers."""
+        first = self.reruns[0]
+        size = isqrt(self._most_reruns) if first.deaths == 1 else 1
+        taken: list[Entry] = []
+        for e in self.reruns[:size]:
+            rows -= e.rows
+            if taken and (e.deaths > 1 or e.bucket != first.bucket or rows < 0):
                 break
-            count += 1
-        entries, rerun.entries = rerun.entries[:count], rerun.entries[count:]
-        self._rerun_rows -= sum([e.rows for e in entries])
-        for e in entries:
-            del self._rerun_of[id(e)]
-        if not rerun.entries:
-            self.reruns.remove(rerun)
-        return self._run(entries)
-
-    def take_reruns(self, rows: int, pieces: int) -> list[Entry]:
-        """Like `take_rerun`, plus more of the same bucket: up to `rows`, and up to 1/`pieces` of all re-runs."""
-        most = min(rows, self.max_rows, -(-self._most_rows // pieces))
-        taken = self.take_rerun(self.reruns[0])
-        left = most - sum([e.rows for e in taken])
-        while left > 0 and self.reruns and self.reruns[0].entries[0].bucket == taken[0].bucket:
-            left -= sum([e.rows for e in self.reruns[0].entries])
-            if left >= 0:
-                taken += self.take_rerun(self.reruns[0])
-        return taken
+            taken.append(e)
+        del self.reruns[: len(taken)]
+        return self._run(taken)
 
     def _run(self, entries: list[Entry]) -> list[Entry]:
         waiting, rows, nbytes = self.waiting, 0, 0
@@ -313,15 +282,23 @@ class WaitingQueue:
         self._close(split)
         return True
 
-    def lose(self, entries: list[Entry], died: bool, retry: bool) -> list[Entry]:
-        """The entries of an unanswered batch that may run again. If the worker `died` while running them, entries that
-        were in an earlier death fail; without `retry` all of them fail."""
+    def lose(self, entries: list[Entry], died: bool, retry: bool) -> tuple[list[Entry], list[int]]:
+        """(the entries of an unanswered batch that run again, the ids of the split requests that ended).
+
+        If the worker `died` while running them, an entry fails that was alone and in an earlier death; without `retry`
+        all of them fail. If its rows are separate items, it counts as answered instead: the death is their answer."""
         again: list[tuple[Entry, SplitRequest | None]] = []
+        ended: list[int] = []
+        alone = sum([e.rows if e.separate else 1 for e in entries]) == 1
         for e in entries:
             split = self._splits[e.id] if e.parent is not None else None
+            fails = died and (not retry or (alone and e.deaths > 0))
+            if fails and e.separate and not (split is not None and split.over):
+                ended += self.answered([e], frozenset())
+                continue
             if split is not None:
                 split.running -= 1
-            if (split is None or not split.over) and not (died and (e.deaths or not retry)):
+            if not fails and (split is None or not split.over):
                 e.deaths += died
                 again.append((e, split))
                 continue
@@ -336,16 +313,12 @@ class WaitingQueue:
                 split.verdict = split.verdict or fail  # after a failed part or a cancel this batch reports nothing
                 self._close(split)
         move([e for e, split in again if split is not None and split.over], EntryState.DROPPED)
-        return [e for e, split in again if split is None or not split.over]
+        return [e for e, split in again if split is None or not split.over], ended
 
     def _remove(self, entry: Entry) -> None:
-        """Removes a waiting entry from its bucket or re-run."""
-        rerun = self._rerun_of.pop(id(entry), None)
-        if rerun is not None:
-            rerun.entries.remove(entry)
-            self._rerun_rows -= entry.rows
-            if not rerun.entries:
-                self.reruns.remove(rerun)
+        """Removes a waiting entry from its bucket or the re-runs."""
+        if entry.deaths:
+            self.reruns.remove(entry)
         else:
             bucket = self.buckets[entry.bucket]
             bucket.remove(entry)

@@ -152,6 +152,7 @@ class Batcher:
             priority=priority,
             bucket=bucket,
             divisible=traits_of(item.codec).divisible,
+            separate=item.many,
         )
         call = Call(item, sink, entry, self._cancelled)
         try:
@@ -318,12 +319,15 @@ class Batcher:
         else:
             split = self.scheduler.answered(batch_id, entries, failed)
         if split:
-            for request in split:
-                call = self._waiting[request]
-                call.settle(self._merger.merge(call.item, call.parts or {}, call.streamed))
-            self._left(split, now)
+            self._settle_split(split, now)
         if part.final:
             self._report(running, part, now, "ok")
+
+    def _settle_split(self, requests: list[int], now: float) -> None:
+        for request in requests:
+            call = self._waiting[request]
+            call.settle(self._merger.merge(call.item, call.parts or {}, call.streamed))
+        self._left(requests, now)
 
     def _note_failures(self, running: RunningBatch, entry: Entry, call: Call, result: ItemResult) -> None:
         if self._notifier is not None:
@@ -332,17 +336,28 @@ class Batcher:
             running.failed.add(entry.id)
 
     def _lost(self, running: RunningBatch, part: BatchPart, error: PenstockError) -> None:
-        """The worker died. Abandoned requests, and requests with a part of their answer sent, do not run again."""
+        """The worker died. Abandoned requests, and requests with a part of their answer sent, do not run again. For
+        separate items that do not run again, the error is their result."""
         now = time.monotonic()
+        both = zip(running.calls, running.dispatch.entries, strict=True)
+        unanswered = [(call, entry) for call, entry in both if entry.state != EntryState.DONE]
         outcome = Outcome("died" if part.started else "lost", part.run_s)
-        self.scheduler.complete(running.dispatch.batch_id, outcome, now)
-        for call, entry in zip(running.calls, running.dispatch.entries, strict=True):
-            if entry.state == EntryState.DONE or (call.sink is not None and not call.streamed):
-                continue
-            call.settle(ItemResult(error=error), "worker_died")
-            gone = self.scheduler.cancel(entry.id, now)
-            if gone or entry.parent is None:  # another part of a split request may run: the request ends with it
-                self._left([entry.id], now)
+        split = self.scheduler.complete(running.dispatch.batch_id, outcome, now)
+        for call, entry in unanswered:
+            if entry.state == EntryState.DONE:
+                result = ItemResult(error=error) if call.streamed else ItemResult([error] * entry.rows)
+                self._note_failures(running, entry, call, result)
+                if entry.parent is None:
+                    call.settle(result)
+                    self._left([entry.id], now)
+                else:
+                    call.keep(entry.start, result)
+            elif call.sink is None or call.streamed:
+                call.settle(ItemResult(error=error), "worker_died")
+                gone = self.scheduler.cancel(entry.id, now)
+                if gone or entry.parent is None:  # another part of a split request may run: the request ends with it
+                    self._left([entry.id], now)
+        self._settle_split(split, now)
         self._report(running, part, now, outcome.kind)
 
     def _report(self, running: RunningBatch, part: BatchPart, now: float, outcome: str) -> None:

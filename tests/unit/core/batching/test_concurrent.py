@@ -137,8 +137,8 @@ def test_items_of_a_dead_worker_are_retried_on_an_exclusive_slot(bench: Make) ->
     b.complete(1)
     kill(b, 2, 3, 4, 5, 6)
     b.offer(9)
-    for batch, id in enumerate(range(1, 6), 7):
-        assert poll(b) == [(0, [id])]
+    for batch, ids in enumerate(([1, 2], [3, 4], [5]), 7):
+        assert poll(b) == [(0, ids)]
         assert b.sent[0].reason == "rerun"
         b.complete(batch)
     assert poll(b) == [(0, [9])]
@@ -187,7 +187,7 @@ def test_a_retry_batch_holds_items_of_one_recent_death(bench: Make) -> None:
         b.offer(id)
         poll(b)
     kill(b, *range(batch, batch + 16), concurrency=64)
-    assert poll(b) == [(0, [100, 101])]
+    assert poll(b) == [(0, [100, 101, 102, 103])]
 
 
 def test_a_retry_batch_has_one_bucket(bench: Make) -> None:
@@ -209,16 +209,21 @@ def test_items_of_a_dead_worker_are_retried_on_another_slot(bench: Make) -> None
     assert poll(b) == [(1, [1])]
 
 
-def test_only_items_of_a_second_death_fail(bench: Make) -> None:
+def test_items_of_a_second_death_run_alone_and_only_the_killer_fails(bench: Make) -> None:
     b = concurrent(bench, 16, 16)
     b.offer(*range(8))
     assert poll(b) == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])]
     kill(b, 1)
     assert poll(b) == [(0, [0, 1])]
     kill(b, 3)
-    assert poll(b) == [(0, [2, 3])]
-    assert b.told == [Fail(0, "worker_died"), Fail(1, "worker_died")]
-    assert b.scheduler.running_rows == 6
+    for batch, ids in enumerate(([2, 3], [0], [1]), 4):
+        assert poll(b) == [(0, ids)]
+        if ids != [1]:
+            b.complete(batch)
+    kill(b, 6)
+    poll(b)
+    assert b.told == [Fail(1, "worker_died")]
+    assert b.scheduler.running_rows == 4
 
 
 def test_other_slots_continue_while_one_drains_for_a_retry(bench: Make) -> None:

@@ -278,7 +278,7 @@ def test_a_lower_ceiling_splits_queued_requests(bench: Make) -> None:
 # ---- death
 
 
-def test_a_batch_that_killed_its_worker_is_retried_in_halves_on_other_slots(bench: Make) -> None:
+def test_a_batch_that_killed_its_worker_is_retried_in_pieces_on_other_slots(bench: Make) -> None:
     b = bench(slots=3)
     b.offer(1, 2, 3, 4)
     b.poll()
@@ -287,9 +287,42 @@ def test_a_batch_that_killed_its_worker_is_retried_in_halves_on_other_slots(benc
     b.complete(1, "died")
     b.scheduler.slot_down(0, b.now)
     b.scheduler.slot_up(0, b.now)
-    assert b.poll() == [[1, 2], [3, 4], [5]]
-    assert [d.slot for d in b.sent] == [1, 2, 0]
-    assert [d.reason for d in b.sent][:2] == ["rerun", "rerun"]
+    assert b.poll() == [[1, 2], [5], [3, 4]]  # while others wait, one slot at a time is at risk
+    assert [d.slot for d in b.sent] == [1, 0, 2]
+    assert [d.reason for d in b.sent][::2] == ["rerun", "rerun"]
+
+
+def test_a_piece_that_kills_its_worker_is_retried_item_by_item(bench: Make) -> None:
+    b = bench(slots=1, max_batch_size=8)
+    b.offer(*range(8))
+    order = []
+    for batch in range(1, 20):
+        order += b.poll()
+        if not b.sent:
+            break
+        b.complete(batch, "died" if 3 in order[-1] else "ok")
+        b.scheduler.slot_up(0, b.now)
+    assert order == [list(range(8)), [0, 1], [2, 3], [4, 5], [6, 7], [2], [3]]
+    assert b.told == [Fail(3, "worker_died")]
+
+
+def test_rows_that_are_separate_items_run_alone_after_a_death_and_the_killer_counts_as_answered(bench: Make) -> None:
+    b = bench(slots=1)
+    b.offer(1, rows=3, separate=True)
+    b.poll()
+    b.complete(1, "died")
+    starts, ended = [], []
+    for batch in range(2, 6):
+        b.scheduler.slot_up(0, b.now)
+        b.poll()
+        (part,) = b.sent[0].entries
+        starts.append(part.start)
+        ended.append(b.complete(batch, "died" if part.start == 1 else "ok"))
+        if len(ended) == 3:
+            break
+    assert (starts, ended) == ([0, 1, 2], [[], [], [1]])
+    assert b.poll() == []
+    assert b.told == []
 
 
 def test_an_item_in_two_deaths_fails(bench: Make) -> None:
