@@ -49,7 +49,7 @@ class Client:
             await self.writer.wait_closed()
 
     def send(self, path: str, body: bytes = b"", method: str = "POST", **headers: str) -> None:
-        lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+        lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
         lines += [f"{k.replace('_', '-')}: {v}" for k, v in headers.items()]
         self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
 

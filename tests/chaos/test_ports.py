@@ -143,6 +143,30 @@ async def test_no_port_gives_memory_or_the_time_of_others_to_an_attacker(server:
             assert (await client.ask(path, method="GET")).status == 200
 
 
+@BOTH
+async def test_no_port_serves_web_pages_of_others(server: Any, chaos: SimpleNamespace) -> None:
+    """Without tokens, on loopback: DNS rebinding, and requests that a page in a browser of this machine sends."""
+    for name, method, path in (
+        ("inference", "POST", "/predictions/echo"),
+        ("management", "DELETE", "/models/echo"),
+        ("metrics", "GET", "/metrics"),
+    ):
+        host, port = chaos.Client(server, name).address
+        rebound = f"evil.example:{port}"
+        requests = [(rebound, f"http://{rebound}"), (f"{host}:{port}", "https://evil.example")]
+        if name == "management":
+            requests.append((rebound, ""))
+        for named, origin in requests:
+            reader, writer = await asyncio.open_connection(host, port)
+            lines = [f"{method} {path} HTTP/1.1", f"host: {named}", "connection: close", "content-length: 0"]
+            lines += [f"origin: {origin}"] if origin else []
+            writer.write("\r\n".join([*lines, "", ""]).encode())
+            assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 403 "), (name, named, origin)
+            writer.close()
+    async with chaos.Client(server) as client:
+        assert (await client.ask("/predictions/echo", b"7", content_type="application/json")).body == b"7"
+
+
 class Memory:
     """The largest growth of a server's own memory since `begin`."""
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock._version import __version__
-from penstock.config.checks import thrift_model, tokens_for
+from penstock.config.checks import is_loopback, thrift_model, tokens_for
 from penstock.config.schema import Config
 from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
@@ -26,10 +26,12 @@ from penstock.errors import PenstockError
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.flavor import NativeFlavor
+from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.server import HttpServer
 from penstock.serving.lifetime import StopSignal, freeze_heap, report_ready, runner
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
+from penstock.serving.protocols.route import Template
 from penstock.types import ModelStatus, TensorSpec
 
 if TYPE_CHECKING:
@@ -74,7 +76,8 @@ class Server:
         self._stop.catch()
         s = self._config.server
         self._tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
-        http = HttpServer(engine, self._config.limits, tokens=tokens_for(self._config, "inference"), ssl=self._tls)
+        flavor = self._flavor("inference", s.host)
+        http = HttpServer(engine, self._config.limits, ssl=self._tls, flavor=flavor)
         self._metrics.read = lambda: _reading(engine, http)
         try:
             self._note("inference", *await http.start(s.host, s.port))
@@ -127,10 +130,17 @@ class Server:
             ("management", management_routes(engine, management), s.management_host, s.management_port),
             ("metrics", metrics_routes(self._metrics.scrape, self._records.body), s.metrics_host, s.metrics_port),
         ):
-            flavor = NativeFlavor(tokens_for(self._config, name), routes)
-            server = HttpServer(engine, self._config.limits, ssl=self._tls, flavor=flavor)
+            server = HttpServer(engine, self._config.limits, ssl=self._tls, flavor=self._flavor(name, host, routes))
             self._note(name, *await server.start(host, port, f"server.{name}_port"))
             self._admin.append(server)
+
+    def _flavor(self, name: str, host: str, routes: Sequence[Template] = ()) -> NativeFlavor:
+        """The API of a listener. Foreign web pages could otherwise use what is open to this machine, and manage."""
+        s = self._config.server
+        tokens = tokens_for(self._config, name)
+        closed = name == "management" or (not tokens and is_loopback(host))
+        policy = OriginPolicy((host, *s.allowed_hosts), s.cors_origins, closed=closed)
+        return NativeFlavor(tokens, routes, policy=policy, check_host=closed and name != "inference")
 
     def _note(self, name: str, host: str, port: int, scheme: str = "http") -> None:
         scheme += "s" if self._config.server.tls_cert else ""

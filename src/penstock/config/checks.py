@@ -19,6 +19,8 @@ LISTENERS = ("inference", "management", "metrics")
 ROUTES: Final = ("scale", "default", "traffic")  # follow a model name in a URL, so no version can have these names
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _TENSOR = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
+_HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
 _DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9._-]*(:[0-9]{1,4})?")
 
 
@@ -37,6 +39,13 @@ def check_config(config: Config) -> None:
         raise ConfigError(f"server.{here}: found without server.{absent}; set both, or neither")
     if server.tls_client_ca is not None and server.tls_cert is None:
         raise ConfigError("server.tls_client_ca: found without server.tls_cert and server.tls_key; set all three")
+    for key, pattern, example in (
+        ("allowed_hosts", _HOST, "api.example.com, *.example.com or *, without scheme and port"),
+        ("cors_origins", _ORIGIN, "https://app.example.com, http://localhost:3000 or *, without a path"),
+    ):
+        for found in getattr(server, key):
+            if not pattern.fullmatch(found):
+                raise ConfigError(f"server.{key}: found {found[:100]!r}, expected for example {example}")
     for key in ("tls_cert", "tls_key", "tls_client_ca"):
         if (path := getattr(server, key)) is not None:
             _read(path, f"server.{key}")

@@ -50,6 +50,17 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             " these and configured files"
         ),
     ] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        doc(
+            "names of this server that a Host header may have, besides IP addresses, localhost and the machine's name;"
+            ' "*.example.com" allows all names below, "*" all'
+        ),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        doc('origins of web pages that may send requests, such as "https://app.example.com"; "*" allows all'),
+    ] = ()
     insecure: Annotated[bool, doc("allow a non-loopback address without a token or client certificates")] = False
     drain_s: Annotated[Hold, doc("longest wait for running requests at shutdown")] = 30.0
 

@@ -36,6 +36,28 @@ def test_a_body_larger_than_the_pool_is_refused_with_both_keys() -> None:
     check_config(Config(limits=LimitsConfig(max_body_bytes=10, pool_bytes=10)))
 
 
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        (
+            "allowed_hosts",
+            ("api.example.com", "*.example.com", "*", "box_1"),
+            ("", "a b", "a:80", "http://a", "a.*", ".a", "**"),
+        ),
+        (
+            "cors_origins",
+            ("https://app.example.com", "http://localhost:3000", "*", "null", "chrome-extension://abc"),
+            ("", "app.example.com", "https://app.example.com/", "https://a b", "https://"),
+        ),
+    ],
+)
+def test_hosts_and_origins_have_their_form(key: str, good: tuple[str, ...], bad: tuple[str, ...]) -> None:
+    check_config(Config(server=ServerConfig(**{key: good})))
+    for each in bad:
+        with pytest.raises(ConfigError, match=rf"server.{key}: found .*, expected for example"):
+            check_config(Config(server=ServerConfig(**{key: ("*", each)})))
+
+
 def test_half_a_tls_pair_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"server.tls_cert: found without server.tls_key"):
         check_config(Config(server=ServerConfig(tls_cert="a.pem")))

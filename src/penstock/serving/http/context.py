@@ -71,6 +71,7 @@ class RequestOptions:
     priority: int = 0
     request_id: str = ""
     sse = False
+    cors: bytes = b""  # header lines for the web page that sent the request
     plain = True  # no option asks for more than a cached head, a length and the body
     ticket: Ticket | None = None
 
@@ -135,6 +136,7 @@ class RequestContext(RequestOptions):
         lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in result.headers or ()]
         if self.request_id:
             lines.append(b"x-request-id: " + self.request_id.encode() + b"\r\n")
+        lines.append(self.cors)
         if self.close:
             lines.append(b"connection: close\r\n")
         elif self.old:

@@ -10,6 +10,7 @@ from penstock.errors import BadRequest, DeadlineExceeded
 from penstock.serving.http.auth import check_token
 from penstock.serving.http.context import RequestContext, RequestOptions
 from penstock.serving.http.idempotency import parse_key
+from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.responses import (
     ExpectationFailed,
     MethodNotAllowed,
@@ -17,12 +18,13 @@ from penstock.serving.http.responses import (
     RouteNotFound,
     status_line,
 )
-from penstock.serving.protocols.route import Route, RouteTable, Template, remember
+from penstock.serving.protocols.route import HttpRequest, Route, RouteTable, Template, remember
 from penstock.serving.protocols.routes import TEMPLATES
+from penstock.types import ItemResult
 
 SPECIAL_NAMES: Final = frozenset(
     {
-        b"accept", b"authorization", b"connection", b"expect", b"idempotency-key", b"transfer-encoding",
+        b"accept", b"authorization", b"connection", b"expect", b"idempotency-key", b"origin", b"transfer-encoding",
         b"x-deadline-ms", b"x-priority", b"x-request-id",
     }
     | {name for template in TEMPLATES for name in template.select_headers}
@@ -39,13 +41,25 @@ _TABLE: Final = RouteTable(TEMPLATES)
 
 
 class NativeFlavor:
-    """Penstock's own routes, with bearer tokens: the inference API, or the routes of `templates`."""
+    """Penstock's own routes, with bearer tokens: the inference API, or the routes of `templates`.
+
+    `policy` judges requests with an `Origin`, and with `check_host` every request except to open routes.
+    """
 
     context = RequestContext
 
-    def __init__(self, tokens: frozenset[bytes] = frozenset(), templates: Sequence[Template] = ()) -> None:
+    def __init__(
+        self,
+        tokens: frozenset[bytes] = frozenset(),
+        templates: Sequence[Template] = (),
+        *,
+        policy: OriginPolicy | None = None,
+        check_host: bool = False,
+    ) -> None:
         self.known: dict[bytes, Route] = {}
-        self.guarded = bool(tokens)
+        self.guarded = bool(tokens) or check_host
+        self._policy = policy or OriginPolicy()
+        self._check_host = check_host
         self._tokens = tokens
         self._table = RouteTable(templates) if templates else _TABLE
         self._routes: dict[bytes, Route] = {}  # of all methods
@@ -59,6 +73,9 @@ class NativeFlavor:
 
     def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
         """Raises RouteNotFound, BadRequest, MethodNotAllowed."""
+        if method == b"OPTIONS" and self._policy.origins:
+            context.route = PREFLIGHT
+            return PREFLIGHT
         context.route = route = find_route(self._routes, target, self._table)
         check_method(route, method)
         if route.template.codec:
@@ -66,9 +83,26 @@ class NativeFlavor:
         return route
 
     def read_head(self, context: RequestContext, special: dict[bytes, bytes]) -> None:
-        """Raises Unauthorized, BadRequest, DeadlineExceeded, NotImplementedHere, ExpectationFailed."""
+        """Raises Forbidden, Unauthorized, BadRequest, DeadlineExceeded, NotImplementedHere, ExpectationFailed."""
         assert context.route is not None
+        origin = special.get(b"origin")
+        if origin is not None or self._check_host:
+            check_host = self._check_host and not context.route.template.open
+            context.cors = self._policy.admit(context.headers, origin, check_host)
+            context.plain = context.plain and not context.cors
         read_special(context, context.route, special, self._tokens)
+
+
+async def _preflight(request: HttpRequest) -> ItemResult:
+    """Allows the headers that a web page asks for; without `access-control-allow-origin` the browser still refuses."""
+    asked = next((value for name, value in request.headers if name.lower() == b"access-control-request-headers"), b"")
+    headers = [("access-control-allow-methods", "DELETE, GET, HEAD, POST, PUT"), ("access-control-max-age", "600")]
+    if asked:
+        headers.append(("access-control-allow-headers", asked.decode("latin-1")))
+    return ItemResult(status=204, headers=headers)
+
+
+PREFLIGHT: Final = Route(Template("*", "Whether a web page may call", serve=_preflight, open=True))
 
 
 # ---- routing

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta, Struct, ValidationError, convert, field, structs
 
+from penstock.config.checks import is_loopback
 from penstock.config.toml import bare, expected
 from penstock.errors import ConfigError, nearest
 from penstock.torchserve.config.addresses import ListenerAddress, parse_address
@@ -116,6 +117,8 @@ class Properties(_IgnoredProperties, frozen=True, kw_only=True):
     """A line on stdout for each value of a metric, as TorchServe prints it."""
     access_log: bool = False
     """One line per request in access_log.log."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Names in the Host header that management accepts without tokens, besides localhost and IP addresses."""
     # From the environment only.
     log_location: str = "logs"
     metrics_location: str = "logs"
@@ -134,6 +137,13 @@ class ListenerConfig(Struct, frozen=True):
     @property
     def codec(self) -> str:
         return "torchserve" if self.properties.decode_input_request else "torchserve_raw"
+
+    @property
+    def open(self) -> bool:
+        """Whether any program of this machine may call, and therefore any web page in its browsers."""
+        addresses = [self.properties.address(group) for group in self.groups]
+        local = all(is_loopback(address.host) and not address.path for address in addresses)
+        return self.properties.disable_token_authorization and local
 
 
 IGNORED: Final = frozenset(_IgnoredProperties.__struct_fields__)

@@ -13,6 +13,7 @@ from penstock.errors import PenstockError
 from penstock.serving.http.connection import Connection
 from penstock.serving.http.context import RequestContext, ResponseWriter
 from penstock.serving.http.flavor import check_framing, split_target
+from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.responses import REASONS, MethodNotAllowed, RouteNotFound, status_line
 from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.torchserve.admin.administrator import Administrator
@@ -71,6 +72,11 @@ class TorchServeFlavor:
         self._administration = administration
         self._others: dict[bytes, Route] = {}  # inference routes by method and target
         self._table = RouteTable(templates)
+        properties = config.properties
+        origins = [properties.cors_allowed_origin] if properties.cors_allowed_origin else []
+        keys = ("allowed_hosts", "cors_allowed_origin")
+        self._policy = OriginPolicy(properties.allowed_hosts, origins, closed=config.open, keys=keys)
+        self._check_host = config.open
         guards: tuple[Group, ...] = ("inference", "management")
         self._guard = next((group for group in guards if group in config.groups), "")
 
@@ -112,10 +118,15 @@ class TorchServeFlavor:
     def read_head(self, context: RequestContext, special: dict[bytes, bytes]) -> None:
         """Sets the request's id and the headers of its route.
 
-        Raises ApiError without the token, RouteNotFound, MethodNotAllowed, and the errors of `check_framing`.
+        Raises Forbidden for a foreign web page or host, ApiError without the token, RouteNotFound, MethodNotAllowed,
+        and the errors of `check_framing`.
         """
         context.request_id = new_id()
         route = cast(GuardedRoute, context.route)
+        origin = special.get(b"origin")
+        check_host = self._check_host and route.guard == "management"
+        if origin is not None or check_host:
+            self._policy.admit(context.headers, origin, check_host)
         if route.guard:
             self._administration.check_token(cast(Group, route.guard), special.get(b"authorization"))
         if route.refusal is not None:

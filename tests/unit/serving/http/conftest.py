@@ -83,6 +83,21 @@ class Client:
             pass
 
 
+@pytest.fixture
+def connect() -> Callable[[int], Any]:
+    """`async with connect(port) as client`."""
+
+    @asynccontextmanager
+    async def run(port: int) -> AsyncIterator[Client]:
+        client = Client(*await asyncio.open_connection("127.0.0.1", port))
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    return run
+
+
 class Listener:
     """A running HttpServer and what it is made of."""
 

@@ -625,6 +625,26 @@ async def test_a_client_that_leaves_is_cancelled():
             await asyncio.sleep(0.001)
 
 
+async def test_without_tokens_on_loopback_foreign_pages_and_hosts_are_refused():
+    page = "Origin: http://evil.example"
+    local = {f"{group}_address": "http://127.0.0.1:8080" for group in ("inference", "management")}
+    both = frozenset({"inference", "management"})
+    for keys, wanted in (
+        ({"disable_token_authorization": True}, [403, 200, 403]),
+        ({"disable_token_authorization": True, "cors_allowed_origin": "http://evil.example"}, [200, 200, 403]),
+        ({"disable_token_authorization": True, "allowed_hosts": ["t"]}, [403, 200, 200]),
+        ({"disable_token_authorization": True, "inference_address": "http://0.0.0.0:8080"}, [200, 200, 200]),
+        ({}, [200, 200, 200]),
+    ):
+        async with listening(groups=both, **{**local, **keys}) as peer:
+            found = []
+            for method, path, *lines in (("POST", "/predictions/m", page), ("GET", "/ping"), ("GET", "/models")):
+                peer.ask(method, path, b"", *lines)
+                found.append(int((await peer.answer())[0].split()[1]))
+                await peer.come_again()
+            assert found == wanted, keys
+
+
 async def test_excess_connections_get_503():
     async with listening(limits={"max_connections": 1}) as peer:
         peer.ask("GET", "/ping")
