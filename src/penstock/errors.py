@@ -7,7 +7,7 @@ every front-end has one table from class to status.
 
 import difflib
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class PenstockError(Exception):
@@ -191,6 +191,29 @@ def describe(error: BaseException) -> str:
     except Exception:
         text = "(its text cannot be shown)"
     return f"{type(error).__name__}: {text}"
+
+
+class ErrorList:
+    """Collects ConfigErrors so that a user sees all of them at once."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> bool:
+        """Keeps a ConfigError that the block raised and goes on after the block."""
+        if isinstance(error, ConfigError):
+            self.messages.append(error.message)
+            return True
+        return False
+
+    def check(self) -> None:
+        """Raises one ConfigError with all messages, a line each, if there are any."""
+        if self.messages:
+            head = f"{len(self.messages)} errors:\n" if len(self.messages) > 1 else ""
+            raise ConfigError(head + "\n".join(self.messages))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

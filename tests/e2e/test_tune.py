@@ -186,7 +186,7 @@ def test_the_folder_has_results_and_a_report_in_both_formats(tuned: Tuned) -> No
         assert (folder / name).stat().st_size > 0, name
     report = (folder / "report.md").read_text()
     assert f"within {SLO}" in report
-    assert "| device | concurrency | requests | workers | batch | payload_bytes | optimisation |" in report
+    assert "| settings | slo | throughput_per_s | p99_ms | offered_per_s | device | workers |" in report
     assert f"within {SLO}" in tuned.second.stdout
 
 

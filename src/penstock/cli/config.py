@@ -16,13 +16,13 @@ def config() -> None:
 def check(file: str) -> None:
     """Check FILE together with the current PENSTOCK_* variables.
 
-    Prints "ok" and the models, or prints the error and exits with 1. Pipeline files are checked too.
+    Prints "ok" and the models, or prints all errors and exits with 1. Pipeline files are checked too.
     """
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
     from penstock.config.toml import describes_pipeline
     from penstock.core.engine.rules import check_rules
-    from penstock.errors import ConfigError, PenstockError
+    from penstock.errors import ConfigError, ErrorList, PenstockError
     from penstock.pipeline.preflight import check_pipelines, pipelines_of
     from penstock.plugins import resolve
 
@@ -30,14 +30,19 @@ def check(file: str) -> None:
         if describes_pipeline(file):
             raise ConfigError(f"{file} is a pipeline; check it with: penstock pipeline check {file}")
         found = load_config(file, env=os.environ)
-        check_bind(found)
+        errors = ErrorList()
+        with errors:
+            check_bind(found)
         for name, model in found.models.items():
-            try:
-                check_rules(model.batching)
-                resolve("transport", model.transport)
-            except PenstockError as error:
-                raise ConfigError(f"models.{name}: {error.message}") from None
-        check_pipelines(pipelines_of(found))
+            with errors:
+                try:
+                    check_rules(model.batching)
+                    resolve("transport", model.transport)
+                except PenstockError as error:
+                    raise ConfigError(f"models.{name}: {error.message}") from None
+        with errors:
+            check_pipelines(pipelines_of(found))
+        errors.check()
     except ConfigError as error:
         click.echo(f"penstock: {error.message}", err=True)
         sys.exit(1)

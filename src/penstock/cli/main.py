@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from penstock._version import __version__
+from penstock.errors import nearest
 
 _COMMANDS = {
     "archive": "penstock.torchserve.cli.archive:archive",
@@ -38,6 +39,13 @@ class _LazyGroup(click.Group):
         module, _, attribute = _COMMANDS[name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if not args[0].startswith("-") and args[0] not in _COMMANDS:
+            ctx.fail(f"there is no command '{args[0]}'{nearest(args[0], _COMMANDS)}")
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from penstock.config.schema import Config, ModelConfig
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.types import DTYPES, TensorSpec
 
 log = logging.getLogger("penstock.config")
@@ -25,15 +25,29 @@ _DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9._-]*(:[0-9]{1,4})?")
 
 
 def check_config(config: Config) -> None:
-    """Raises ConfigError if two keys contradict each other or a named file cannot serve."""
-    limits, server = config.limits, config.server
-    _check_models(config)
-    thrift_model(config)
+    """Raises ConfigError, with all reasons, if two keys contradict each other or a named file cannot serve."""
+    errors = ErrorList()
+    _check_models(config, errors)
+    for check in (thrift_model, _check_pool, _check_tls, _check_store):
+        with errors:
+            check(config)
+    for key in config.auth.__struct_fields__:
+        with errors:
+            _check_tokens(getattr(config.auth, key), f"auth.{key}")
+    errors.check()
+
+
+def _check_pool(config: Config) -> None:
+    limits = config.limits
     if limits.max_body_bytes > limits.pool_bytes:
         raise ConfigError(
             f"limits.max_body_bytes: found {limits.max_body_bytes}, which is more than limits.pool_bytes"
             f" ({limits.pool_bytes}); raise pool_bytes to at least the same, or lower max_body_bytes"
         )
+
+
+def _check_tls(config: Config) -> None:
+    server = config.server
     if (server.tls_cert is None) != (server.tls_key is None):
         here, absent = ("tls_cert", "tls_key") if server.tls_cert else ("tls_key", "tls_cert")
         raise ConfigError(f"server.{here}: found without server.{absent}; set both, or neither")
@@ -49,13 +63,20 @@ def check_config(config: Config) -> None:
     for key in ("tls_cert", "tls_key", "tls_client_ca"):
         if (path := getattr(server, key)) is not None:
             _read(path, f"server.{key}")
-    if server.model_store is not None and not os.path.isdir(server.model_store):
-        raise ConfigError(f"server.model_store: there is no folder {server.model_store}")
-    for key in config.auth.__struct_fields__:
-        if (path := getattr(config.auth, key)) is not None:
-            read_tokens(path, f"auth.{key}")
-            if os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
-                log.warning("key=auth.%s file=%s mode=readable_by_others consequence=tokens_are_known", key, path)
+
+
+def _check_store(config: Config) -> None:
+    store = config.server.model_store
+    if store is not None and not os.path.isdir(store):
+        raise ConfigError(f"server.model_store: there is no folder {store}")
+
+
+def _check_tokens(path: str | None, key: str) -> None:
+    if path is None:
+        return
+    read_tokens(path, key)
+    if os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning("key=%s file=%s mode=readable_by_others consequence=tokens_are_known", key, path)
 
 
 def thrift_model(config: Config) -> str:
@@ -76,35 +97,38 @@ def thrift_model(config: Config) -> str:
     return model
 
 
-def _check_models(config: Config) -> None:
+def _check_models(config: Config, errors: ErrorList) -> None:
     """Sections with the same name are versions of one model; at most one of them sets its traffic."""
     versions: dict[str, dict[str, str]] = {}
-    if len(config.models) > config.limits.max_versions:
-        raise ConfigError(
-            f"models: found {len(config.models)} sections, more than limits.max_versions ({config.limits.max_versions})"
-        )
+    limits, most = config.limits, config.limits.max_instances
+    with errors:
+        if len(config.models) > limits.max_versions:
+            found = len(config.models)
+            raise ConfigError(f"models: found {found} sections, more than limits.max_versions ({limits.max_versions})")
     for section, model in config.models.items():
-        check_model(model, f"models.{section}.")
+        with errors:
+            check_model(model, f"models.{section}.")
         known = versions.setdefault(model.name or section, {})
-        if model.version in known:
-            raise ConfigError(
-                f"models.{section}.version: found '{model.version}', which models.{known[model.version]} already has;"
-                " give every version of a model its own"
-            )
+        with errors:
+            if model.version in known:
+                raise ConfigError(
+                    f"models.{section}.version: found '{model.version}', which models.{known[model.version]} already"
+                    " has; give every version of a model its own"
+                )
         known[model.version] = section
-        most = config.limits.max_instances
-        if model.instances != "auto" and model.instances > most:
-            raise ConfigError(
-                f"models.{section}.instances: found {model.instances}, more than limits.max_instances ({most})"
-            )
+        with errors:
+            if model.instances != "auto" and model.instances > most:
+                raise ConfigError(
+                    f"models.{section}.instances: found {model.instances}, more than limits.max_instances ({most})"
+                )
     traffic_keys: dict[str, str] = {}  # section that sets the traffic of a model
     for section, model in config.models.items():
         if model.traffic:
             name = model.name or section
-            if name in traffic_keys:
-                raise ConfigError(f"models.{section}.traffic: models.{traffic_keys[name]} sets it already; set it once")
-            traffic_keys[name] = section
-            check_traffic(f"models.{section}.traffic", model.traffic, versions[name])
+            with errors:
+                if (first := traffic_keys.setdefault(name, section)) != section:
+                    raise ConfigError(f"models.{section}.traffic: models.{first} sets it already; set it once")
+                check_traffic(f"models.{section}.traffic", model.traffic, versions[name])
 
 
 def check_model(model: ModelConfig, where: str = "") -> None:

@@ -21,7 +21,7 @@ from penstock.config import toml
 from penstock.config.checks import check_config
 from penstock.config.schema import AuthConfig, Config, ModelConfig
 from penstock.config.toml import bare, expected, found, is_table
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.plugins import is_whole_file
 
 log = logging.getLogger("penstock.config")
@@ -68,10 +68,13 @@ def load_config(
         layers.append(("command line", _without_none(base)))
     layers += [_from_set(text) for text in sets]
     merged: Tree = {}
+    errors = ErrorList()
     for source, tree in layers:
-        _check(tree, Config, (), source)
+        _check(tree, Config, (), source, errors)
         merged = _merge(merged, tree)
-    _check_targets(merged, layers)
+    errors.check()
+    _check_targets(merged, layers, errors)
+    errors.check()
     config = msgspec.convert(merged, Config)
     check_config(config)
     return config
@@ -79,8 +82,10 @@ def load_config(
 
 def model_config(tree: Tree, name: str) -> ModelConfig:
     """The configuration of one model, from the keys of `[models.NAME]`. Raises ConfigError."""
+    errors = ErrorList()
     _child(dict[str, ModelConfig], name, ("models",), "request")
-    _check(tree, ModelConfig, ("models", name), "request")
+    _check(tree, ModelConfig, ("models", name), "request", errors)
+    errors.check()
     return msgspec.convert(tree, ModelConfig)
 
 
@@ -200,13 +205,20 @@ def _child(kind: Any, name: str, path: Path, source: str) -> Any:
     return known[name]
 
 
-def _check(value: Any, kind: Any, path: Path, source: str) -> None:
-    """Raises ConfigError for the first key of `value` that is unknown or has an invalid value."""
+def _check(value: Any, kind: Any, path: Path, source: str, errors: ErrorList) -> None:
+    """Adds to `errors` each key of `value` that is unknown or has an invalid value."""
     plain = bare(kind)
     if (is_table(plain) or get_origin(plain) is dict) and isinstance(value, dict):
         for name, child in value.items():
-            _check(child, _child(plain, name, path, source), (*path, name), source)
-        return
+            with errors:
+                _check(child, _child(plain, name, path, source), (*path, name), source, errors)
+    else:
+        with errors:
+            _check_value(value, kind, path, source)
+
+
+def _check_value(value: Any, kind: Any, path: Path, source: str) -> None:
+    """Raises ConfigError for an invalid value."""
     try:
         leaf = msgspec.convert(value, kind)
         numbers = leaf if isinstance(leaf, tuple) else (leaf,)
@@ -220,16 +232,17 @@ def _check(value: Any, kind: Any, path: Path, source: str) -> None:
     raise ConfigError(f"{source}: {key}: found {found(wrong)}, expected {expected(kind)}")
 
 
-def _check_targets(merged: Tree, layers: list[tuple[str, Tree]]) -> None:
+def _check_targets(merged: Tree, layers: list[tuple[str, Tree]], errors: ErrorList) -> None:
     models: Tree = merged.get("models", {})
     named = [name for name, model in models.items() if "target" in model]
     for name, model in models.items():
-        if "target" not in model:
-            source = next(source for source, tree in layers if name in tree.get("models", {}))
-            hint = nearest(name, named) or '; expected for example target = "app.py:Model"'
-            raise ConfigError(f"{source}: models.{name}: found no target{hint}")
-        if not model["target"]:
-            raise ConfigError(f'models.{name}.target: found an empty string, expected for example "app.py:Model"')
+        with errors:
+            if "target" not in model:
+                source = next(source for source, tree in layers if name in tree.get("models", {}))
+                hint = nearest(name, named) or '; expected for example target = "app.py:Model"'
+                raise ConfigError(f"{source}: models.{name}: found no target{hint}")
+            if not model["target"]:
+                raise ConfigError(f'models.{name}.target: found an empty string, expected for example "app.py:Model"')
 
 
 def _nest(path: Path, value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, nearest
 
 log = logging.getLogger("penstock.bench")
 
@@ -60,7 +60,8 @@ def parse_arrival(text: str) -> Arrival:
         if not _CV[0] <= cv <= _CV[1]:
             raise ConfigError(f'arrival "{text}": expected a coefficient of variation, for instance gamma:2.5')
         return Arrival("gamma", cv)
-    raise ConfigError(f'arrival "{text}" is not known; {_EXPECTED}')
+    hint = nearest(kind, ("poisson", "constant", "gamma", "trace"))
+    raise ConfigError(f'arrival "{text}" is not known; {_EXPECTED}{hint}')
 
 
 def times(arrival: Arrival, rate: float, seconds: float, seed: int, trace: Sequence[float] = ()) -> array[float]:

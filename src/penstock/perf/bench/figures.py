@@ -191,9 +191,8 @@ def _throughput(load: Load, samples: Samples, good: Numbers, limit_s: float = ma
         start, end = _first_round_s(load, samples), samples.seconds
         inside = np.maximum(0.0, np.minimum(end, at + took) - np.maximum(start, at)) / np.maximum(took, 1e-9)
         return float(inside[in_time].sum()) / (end - start)
-    if limit_s < math.inf:
-        return int(np.count_nonzero(in_time)) / samples.seconds
-    return int(np.count_nonzero(at + took <= samples.seconds + took.min())) / samples.seconds
+    inside = at + took <= samples.seconds + took.min()
+    return int(np.count_nonzero(inside & in_time)) / samples.seconds
 
 
 def _first_round_s(load: Load, samples: Samples) -> float:

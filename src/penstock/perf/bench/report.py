@@ -161,26 +161,27 @@ def _settings(v: Verdict | None) -> list[Block]:
 
 def _loads(points: Sequence[LoadPoint]) -> list[Block]:
     labels = any(point.label for point in points)
-    header = ["load", "runs", "requests", "errors", "throughput/s", "goodput/s", "p50", "p90", "p99 (95 %)", "p99.9"]
+    header = ["load", "SLO", "throughput/s", "goodput/s", "p50", "p90", "p99 (95 %)", "p99.9"]
     rows = [[p.label] * labels + [p.load.label, *_load_cells(p)] for p in points]
-    return [Heading("Loads"), TableBlock(["settings"] * labels + header + ["SLO"], rows)] if rows else []
+    header += ["runs", "requests", "errors"]
+    return [Heading("Loads"), TableBlock(["settings"] * labels + header, rows)] if rows else []
 
 
 def _load_cells(p: LoadPoint) -> list[str]:
     count = f"{len(p.runs)}" + (f" (+{len(p.invalid)} invalid)" if p.invalid else "")
     if not p.runs:
-        return [count, "INVALID", *[""] * 8]
+        return ["INVALID", *[""] * 6, count, "", ""]
     return [
-        count,
-        f"{sum(run.requests for run in p.runs):,}",
-        f"{sum(p.errors.values()):,}",
+        {True: "met", False: "missed", None: UNKNOWN}[p.met],
         _spread(p, throughput),
         number(p.median(lambda m: m.goodput)),
         seconds(p.median(lambda m: m.latency.p50_s)),
         seconds(p.median(lambda m: m.latency.p90_s)),
         _p99(p),
         seconds(p.median(lambda m: m.latency.p999_s)),
-        {True: "met", False: "missed", None: UNKNOWN}[p.met],
+        count,
+        f"{sum(run.requests for run in p.runs):,}",
+        f"{sum(p.errors.values()):,}",
     ]
 
 

@@ -3,6 +3,7 @@
 Figures are medians of the repeats. An unknown figure is empty, never 0.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, Final
@@ -217,7 +218,10 @@ def _caveats(rows: Sequence[SuiteRow]) -> list[str]:
 
 
 def _recommend(name: str, rows: Sequence[SuiteRow], slo: str) -> Paragraph:
-    """The run with the highest throughput, within the SLO if there is one."""
+    """The run with the highest throughput, within the SLO if there is one.
+
+    Runs whose repeats overlap with it are a tie: of those, the one with the fewest workers and then the lowest p99.
+    """
     measured = [row for row in rows if row.runs]
     met = [row for row in measured if row.met] if slo else measured
     if not measured:
@@ -226,10 +230,14 @@ def _recommend(name: str, rows: Sequence[SuiteRow], slo: str) -> Paragraph:
         return Paragraph(f"{name}: no run is known to meet {slo}; runs marked {UNKNOWN} were too short.", "bad")
     if not met:
         return Paragraph(f"{name}: no run meets {slo}.", "bad")
-    best = max(met, key=lambda row: row.median(throughput) or 0.0)
+    top = min(max(met, key=lambda row: row.median(throughput) or 0.0).values(throughput))
+    tied = [row for row in met if max(row.values(throughput)) >= top]
+    best = min(tied, key=lambda row: (row.point.workers, row.median(p99) or math.inf, -(row.median(throughput) or 0)))
     within = f" within {slo}" if slo else ""
     rate, tail = number(best.median(throughput)), seconds(best.median(p99))
-    return Paragraph(f"{name}: {best.name}: {rate}/s{within}, p99 {tail}.", "good")
+    others = "; ".join(row.name for row in tied if row is not best)
+    tie = f" A tie, because the repeats overlap: {others}." if others else ""
+    return Paragraph(f"{name}: {best.name}: {rate}/s{within}, p99 {tail}.{tie}", "good")
 
 
 _SHOWN: Final = {
@@ -242,7 +250,7 @@ _SHOWN: Final = {
 def _section(rows: Sequence[SuiteRow]) -> list[Block]:
     case = rows[0].point.case
     slo = any(m.slo for row in rows for m in row.runs)
-    header = ["processor", "workers", "batch", "clients", *_SHOWN, *(["SLO"] * slo)]
+    header = ["processor", "workers", "batch", "clients", *(["SLO"] * slo), *_SHOWN]
     text = (
         f"{redacted(case.url)}: {case.requests} requests per run with {case.input or 'its own example'}; a batch waits "
         f"at most {case.batch_delay_ms} ms to fill."
@@ -252,9 +260,10 @@ def _section(rows: Sequence[SuiteRow]) -> list[Block]:
 
 def _table_row(row: SuiteRow, slo: bool) -> list[str]:
     cells = [row.point.processor.text, str(row.point.workers), str(row.point.batch_size), str(row.load.concurrency)]
+    cells += [{True: "met", False: "missed", None: UNKNOWN}[row.met]] * slo
     if row.runs:
         cells += [number(row.median(_FIGURES[column])) for column in _SHOWN.values()]
     else:
         why = f"INVALID: {row.invalid[0].invalid[0][:200]}" if row.invalid else "not run"
         cells += [why, *[""] * (len(_SHOWN) - 1)]
-    return cells + [{True: "met", False: "missed", None: UNKNOWN}[row.met]] * slo
+    return cells

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from msgspec import Struct, field
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.engine.rules import policy_of
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
 from penstock.perf.bench.document import align
 from penstock.perf.bench.figures import latency_of
@@ -212,7 +213,13 @@ def _arrivals(flags: dict[str, Any]) -> OpenLoop:
     """The arrivals of the flags. Raises ConfigError."""
     text = flags["arrivals"]
     kind, _, rate_text = text.rpartition(":")
-    if text.partition(":")[0] not in ("poisson", "constant", "gamma"):
+    known = ("poisson", "constant", "gamma")
+    if (first := text.partition(":")[0]) not in known:
+        if not os.path.exists(text):
+            raise ConfigError(
+                f'arrivals "{text}": there is no such file; expected a file of `penstock serve --record`,'
+                f" poisson:RATE, constant:RATE or gamma:CV:RATE{nearest(first, known)}"
+            )
         trace = read_trace(text, flags["model"])
         if len(trace.models) > 1 and not flags["model"]:
             raise ConfigError(f"{text} has requests for {', '.join(trace.models)}; name one with --model")

@@ -24,8 +24,8 @@ _LISTED: Final = 100  # runners-up
 _EARLY: Final = {"budget": "the time budget was used up", "interrupted": "it was interrupted"}
 
 COLUMNS: Final = (
-    "device", "concurrency", "requests", "workers", "batch", "payload_bytes", "optimisation", "throughput_per_s",
-    "p99_ms", "offered_per_s", "slo", "settings",
+    "settings", "slo", "throughput_per_s", "p99_ms", "offered_per_s", "device", "workers", "batch", "optimisation",
+    "concurrency", "requests", "payload_bytes",
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ class ResultBuilder:
                 f"the load generator, not the model, was the limit at {trial.bad_rate:g}/s: {trial.bad.invalid}; better"
                 " settings may exist that could not be measured"
             )
-        default = next((one for one in self.finalists if one.settings == self.default and one.met is not False), None)
+        default = self._baseline()
         if default is None:
             self.notes.append(f"the default ({self.default}) {self._why_not_default()}")
         elif default is not best and self._rate_is_open(default):
@@ -137,13 +137,26 @@ class ResultBuilder:
             return None
         return f"no settings keep {self.slo.text}: the nearest, {best.settings}, sustain {best.rate:g}/s"
 
+    def _baseline(self) -> Finalist | None:
+        """The default: as proven, or at the rate that the search found. None if it keeps the SLO at no known rate."""
+        if found := next((one for one in self.finalists if one.settings == self.default), None):
+            return None if found.met is False else found
+        trial = self.state.trials.get(self.default)
+        if trial is None or not trial.rate:
+            return None
+        self.notes.append(f"the default ({self.default}) is not confirmed: its rate is from one run of the search")
+        return Finalist(self.default, trial.rate)
+
     def _why_not_default(self) -> str:
         trial = self.state.trials.get(self.default)
         proven = next((one.why for one in self.finalists if one.settings == self.default), "")
-        if why := proven or (trial.out if trial else ""):
-            return f"does not keep the SLO: {why}"
-        tried = trial is not None and (trial.good or trial.bad)
-        return f"was not {'fully ' if tried else ''}measured: {self.early or 'no reason is known'}"
+        if proven:
+            return f"is not certain to keep the SLO: {proven}"
+        if trial is not None and trial.out:
+            return f"does not keep the SLO: {trial.out}"
+        if trial is not None and trial.bad is not None:
+            return f"kept the SLO at no rate that was measured: at {trial.bad_rate:g}/s: {trial.why_bad}"
+        return f"was not measured: {self.early or 'no reason is known'}"
 
     def _rate_is_open(self, one: Finalist) -> bool:
         """Whether the search for its rate was cut short."""
@@ -250,16 +263,16 @@ def _row(run: Measurement, kept: bool, model: ModelConfig, payload_bytes: int) -
     in_flight = run.throughput * (latency.mean_s or 0.0)  # Little's law
     optimisation = (settings.get("precision") or model.precision, settings.get("optimize") or model.optimize)
     return [
-        str(settings.get("device") or ",".join(model.devices)),
-        f"{in_flight:.3g}",
-        str(run.requests),
-        shown(settings.get("instances") or model.instances),
-        shown(settings.get("batch") or model.batching.max_batch_size),
-        str(payload_bytes),
-        " ".join(str(value) for value in optimisation if value not in (None, "none")) or "none",
+        str(settings),
+        "kept" if kept else "missed",
         f"{run.throughput:.4g}",
         "" if latency.p99_s is None else f"{latency.p99_s * 1e3:.4g}",
         f"{run.load.rate:g}",
-        "kept" if kept else "missed",
-        str(settings),
+        str(settings.get("device") or ",".join(model.devices)),
+        shown(settings.get("instances") or model.instances),
+        shown(settings.get("batch") or model.batching.max_batch_size),
+        " ".join(str(value) for value in optimisation if value not in (None, "none")) or "none",
+        f"{in_flight:.3g}",
+        str(run.requests),
+        str(payload_bytes),
     ]

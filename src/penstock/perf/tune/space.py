@@ -198,6 +198,8 @@ def _check_name(name: str) -> None:
 def _values(name: str, text: str) -> list[Value]:
     if not text:
         raise ConfigError(f"space: '{name}' has an empty value; {_EXAMPLE}")
+    if re.fullmatch("[0-9]+-[0-9]+", text) and not name.startswith("options."):
+        raise ConfigError(f"space: '{name}={text}' is no value; write a range as {text.replace('-', '..')}")
     values = _range(name, text) if ".." in text else [_read(text)]
     for value in values:
         _check_value(name, value)

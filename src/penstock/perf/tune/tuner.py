@@ -19,6 +19,7 @@ from penstock.perf.tune.system import SystemUnderTest
 _SEARCH: Final = 0.4  # share of the budget that the search has in any case
 _SETTLE: Final = 0.6  # the same for the search and settling together
 _ROUNDS: Final = 1.5  # of the proof: one, and for some settings another at a lower rate
+_UNHURRIED: Final = 6  # proofs at the highest rate that the search found may take this many rounds
 
 
 class TuningOptions(Struct, frozen=True, kw_only=True):
@@ -130,13 +131,20 @@ class _Tuning:
         return [trial for trial in self.state.ranked() if trial.rate][: self.state.effort.finalists]
 
     def _prove(self) -> None:
-        """Proves the best settings in any case, then the default, then others while there is time."""
+        """Proves the best settings in any case, then the default, then others while there is time.
+
+        With little time, the proof stays below the highest rates, which are known to the effort's precision only: one
+        round at a safe rate proves more than several at the edge.
+        """
         state, top = self.state, self._top()
         default = state.trials.get(self.default)
         if default is not None and default.rate:
             top = list(dict.fromkeys([*top[:1], default, *top[1:]]))
-        self.finalists = [Finalist(t.settings, t.rate, reference=t is default) for t in top]
-        left_s, proven = state.runner.limit_s - state.runner.spent_s, self.finalists[:1]
+        left_s = state.runner.limit_s - state.runner.spent_s
+        hurried = left_s < _UNHURRIED * sum(self._proof_s(trial.rate) for trial in top)
+        share = 1 - state.effort.precision if hurried else 1.0
+        self.finalists = [Finalist(t.settings, share * t.rate, reference=t is default) for t in top]
+        proven = self.finalists[:1]
         for one in self.finalists[1:]:
             if sum(self._proof_s(other.rate) for other in [*proven, one]) <= left_s:
                 proven.append(one)

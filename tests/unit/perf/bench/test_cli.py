@@ -197,7 +197,8 @@ def test_repeats_run_in_turn_and_a_failing_server_affects_only_its_runs(servers:
         "[3/8] bad e, cpu, 1 worker, batch 1, 1 client: INVALID: it does not load",
     ]
     assert lines[-3:] == [
-        "good e: cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms.",
+        "good e: cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms. A tie, because the repeats overlap: cpu, 1 worker, "
+        "batch 1, 2 clients.",
         "bad e: no valid measurement.",
         "out: ab_report.csv, report.md, report.html",
     ]

@@ -166,6 +166,17 @@ def test_the_slo_is_judged_and_goodput_counts_responses_within_its_latency() -> 
     assert run.met is False
 
 
+LATENCIES = st.lists(st.tuples(st.floats(0, 9.99), st.floats(0.001, 30)), min_size=1, max_size=60)
+
+
+@given(LATENCIES, st.sampled_from([OPEN, CLOSED]))
+def test_goodput_never_exceeds_throughput(requests: list[tuple[float, float]], load: Load) -> None:
+    """Both count responses in the same window, however late the others arrive."""
+    run = summarise(load, samples(*((at, took, 200) for at, took in sorted(requests))), parse_slo("p99<=5s"))
+    assert run.goodput is not None
+    assert run.goodput <= run.throughput + 1e-9
+
+
 def test_an_overloaded_open_loop_counts_responses_within_its_time() -> None:
     """100 requests per second for 10 s, 50 per second completed: responses arrive until 20 s."""
     run = summarise(OPEN, samples(*((n / 100, 0.02 * (n + 1) - n / 100, 200) for n in range(1000))))

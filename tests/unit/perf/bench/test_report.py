@@ -235,7 +235,7 @@ def test_an_invalid_run_has_a_reason_instead_of_figures(make_measurement: Make) 
     assert "**INVALID: 1 of 2 runs measure nothing; see below.**" in text
     assert "- the generator used 0.97 of a core (900/s poisson)" in text
     first, second = loads(report)
-    assert (first["requests"], first["throughput/s"], first["p50"]) == ("INVALID", "", "")
+    assert (first["SLO"], first["throughput/s"], first["p50"]) == ("INVALID", "", "")
     assert second["throughput/s"] == "100"
 
 

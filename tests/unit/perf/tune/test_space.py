@@ -114,6 +114,7 @@ def test_neighbours_differ_in_one_parameter_by_one_step_or_in_any_word() -> None
         ("batch=32..1", "runs backwards; expected 1..32"),
         ("batch=1..", "is no range"),
         ("batch=1..8/0", "steps of 0"),
+        ("batch=1-8", "write a range as 1..8"),
         ("batch=0..999999999999/1", "has 1,000,000,000,000 values; expected at most 20,000"),
         ("batch=1..9999999999999999", "is no range"),
         ("batch=true", "batch=true: expected a whole number"),
