@@ -28,7 +28,7 @@ from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.server import HttpServer
-from penstock.serving.lifetime import StopSignal, freeze_heap, report_ready, runner
+from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
 from penstock.serving.protocols.route import Template
@@ -98,6 +98,8 @@ class Server:
             return 0
         finally:
             engine.drain()
+            if management.started:
+                await asyncio.sleep(self._lame_duck_s())
             end = time.monotonic() + self._config.server.drain_s
             thrift = () if self._thrift is None else (self._thrift.close(self._config.server.drain_s),)
             await asyncio.gather(http.close(self._config.server.drain_s), *thrift)
@@ -111,6 +113,11 @@ class Server:
         for name, model in models:
             if model.traffic:
                 engine.set_traffic(name, model.traffic)
+
+    def _lame_duck_s(self) -> float:
+        s = self._config.server
+        hosts = [s.host, *([] if s.thrift_port is None else [s.thrift_host])]
+        return lame_duck_s(hosts) if s.lame_duck_s is None else s.lame_duck_s
 
     # ---- listeners
 
@@ -149,9 +156,8 @@ class Server:
     # ---- output
 
     def _report_draining(self) -> None:
-        click.echo(
-            f"penstock: draining, at most {self._config.server.drain_s:g} s; a second signal stops at once", err=True
-        )
+        most_s = self._lame_duck_s() + self._config.server.drain_s
+        click.echo(f"penstock: draining, at most {most_s:g} s; a second signal stops at once", err=True)
 
     def _announce(self, engine: Engine, on_ready: Callable[[dict[str, str]], None] | None) -> None:
         example = _example(engine, self.urls["inference"], _curl(self._config))

@@ -62,7 +62,14 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         doc('origins of web pages that may send requests, such as "https://app.example.com"; "*" allows all'),
     ] = ()
     insecure: Annotated[bool, doc("allow a non-loopback address without a token or client certificates")] = False
-    drain_s: Annotated[Hold, doc("longest wait for running requests at shutdown")] = 30.0
+    lame_duck_s: Annotated[
+        Hold | None,
+        doc(
+            "time at shutdown in which the server reports that it is not ready and accepts connections as before; by"
+            " default 0 if only this machine can connect, otherwise 5"
+        ),
+    ] = None
+    drain_s: Annotated[Hold, doc("longest wait for running requests at shutdown, after `lame_duck_s`")] = 30.0
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -6,11 +6,14 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
+
+from penstock.config.checks import is_loopback
 
 READY_FD: Final = "PENSTOCK_READY_FD"
 PARENT_FD: Final = "PENSTOCK_PARENT_FD"
+LAME_DUCK_S: Final = 5.0
 
 
 def runner() -> Callable[..., int]:
@@ -69,6 +72,11 @@ class StopSignal:
         stop.cancel()
         if work.done():
             work.result()
+
+
+def lame_duck_s(hosts: Iterable[str]) -> float:
+    """How long a server that is not ready accepts connections: a balancer elsewhere needs time to notice."""
+    return 0.0 if all(map(is_loopback, hosts)) else LAME_DUCK_S
 
 
 def report_ready(urls: Mapping[str, str]) -> None:

@@ -25,6 +25,7 @@ from penstock.serving.http.flavor import PLAIN_TYPE, SPECIAL_NAMES
 from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.listener import INF, Listener
 from penstock.serving.http.responses import HeadTooLarge, MalformedHttp, RequestTimeout
+from penstock.serving.http.sockets import readable
 from penstock.serving.protocols.route import Route
 from penstock.types import Headers
 
@@ -249,6 +250,7 @@ class Connection(asyncio.BufferedProtocol):
         parser = self.parser
         context.old = parser.get_http_version() == "1.0"
         context.close = not parser.should_keep_alive() or parser.should_upgrade() or self.listener.closing
+        context.linger = self.listener.closing
         context.plain = not (context.old or context.close)
         if context.old and self.special is not None and b"transfer-encoding" in self.special:
             raise MalformedHttp("malformed HTTP: HTTP/1.0 has no transfer-encoding; send a content-length")
@@ -344,7 +346,8 @@ class Connection(asyncio.BufferedProtocol):
     def expire(self) -> None:
         """The time of this phase is over."""
         if self.phase == IDLE:
-            self.writer.shut()
+            if not readable(self.writer.transport):  # a request that has arrived is still answered
+                self.writer.shut()
         elif self.phase == DISCARD:
             self.abort()
         elif self.phase >= HALF_CLOSED:
@@ -371,11 +374,12 @@ class Connection(asyncio.BufferedProtocol):
         self.writer.transport.abort()
 
     def close_soon(self) -> None:
-        """The server closes: the last request that is here is answered with `connection: close`."""
+        """The last request that is here is answered with `connection: close`; without one, the next."""
         last = self.context or (self.writer.backlog or self.writer.inflight or (None,))[-1]
         if self.phase == IDLE and last is None:
-            self.writer.shut()
+            self.deadline = self.listener.clock.idle_at
         elif self.phase != HEAD and last is not None:
             last.close, last.plain = True, False  # also when it is done: then an earlier one holds it back
+            last.linger = last.linger or self.listener.closing
             if self.phase == IDLE:
                 self.phase = DISCARD

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 
 from penstock.core.contracts import Ticket
 from penstock.errors import PenstockError
-from penstock.serving.http.listener import INF, Listener
+from penstock.serving.http.listener import INF, SILENT_S, Listener
 from penstock.serving.http.responses import error_result, sse_event, status_line, stream_part, stream_type
 from penstock.serving.protocols.route import HttpRequest, Route, Serve
 from penstock.serving.protocols.routes import error_body_of
@@ -412,7 +412,7 @@ class ResponseWriter:
         elif context.linger:
             if self.transport.can_write_eof():
                 self.transport.write_eof()
-            self.connection.deadline = self.listener.now() + LINGER_S
+            self.connection.deadline = self.listener.now() + (SILENT_S if self.listener.closing else LINGER_S)
         else:
             self.shut()
 

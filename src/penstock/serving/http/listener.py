@@ -17,6 +17,7 @@ log = logging.getLogger("penstock.frontends")
 INF: Final = float("inf")
 RECEIVE_BYTES: Final = BIG_BYTES  # so that a body that belongs in a Buffer is never read whole into this one
 SWEEP_S: Final = 0.5
+SILENT_S: Final = 0.5  # silence after which a closing listener closes a connection: its client may be sending now
 
 
 class Waiting(Protocol):
@@ -34,7 +35,7 @@ class Waiting(Protocol):
         """Tries to get memory for a large body; False while there is none."""
 
     def close_soon(self) -> None:
-        """Closes after the last response."""
+        """Closes after the last response, or after a short silence."""
 
     def abort(self) -> None:
         """Drops the connection."""
@@ -54,6 +55,7 @@ class Clock:
         self.date_line = b""
         self.heads: dict[str, bytes] = {}
         self._config = config
+        self._idle_s = config.idle_timeout_s
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, connections: set[Waiting]) -> None:
@@ -67,13 +69,19 @@ class Clock:
             self._timer.cancel()
             self._timer = None
 
+    def hurry(self, within_s: float) -> None:
+        """Closes idle connections after a short silence: the listener closes `within_s`."""
+        self._idle_s = min(SILENT_S, within_s / 2)
+        self.sweep_s = max(0.001, min(self.sweep_s, self._idle_s / 4))
+        self.tick()
+
     def tick(self) -> None:
         """Moves the deadlines of requests that begin now, and the date."""
         now = asyncio.get_running_loop().time() + self.sweep_s
         config = self._config
         self.header_at = now + config.header_timeout_s
         self.body_at = now + config.body_timeout_s
-        self.idle_at = now + config.idle_timeout_s
+        self.idle_at = now + self._idle_s
         self.write_at = now + config.write_timeout_s
         date_line = f"date: {formatdate(usegmt=True)}\r\n".encode("ascii")
         if date_line != self.date_line:
@@ -167,18 +175,19 @@ class Listener:
         self.idempotency = IdempotencyCache(backend, self.now)
         self.connections: set[Waiting] = set()
         self.empty = asyncio.Event()  # set when the last connection closes
-        self.closing = False
+        self.closing = False  # each response is the last one of its connection
+        self.closed = False
         self.small_bytes = min(BIG_BYTES, config.max_body_bytes)
         self.receive = memoryview(bytearray(RECEIVE_BYTES))
         self.tasks: set[asyncio.Task[None]] = set()
 
     def add(self, connection: Waiting) -> bool:
         """Adds a connection; False when there is no room for it."""
-        if self.closing or len(self.connections) >= self.config.max_connections:
+        if self.closed or len(self.connections) >= self.config.max_connections:
             self.counts.refused += 1
             return False
         self.clock.start(self.connections)
-        connection.deadline = self.clock.header_at
+        connection.deadline = self.clock.idle_at if self.closing else self.clock.header_at
         self.connections.add(connection)
         return True
 
@@ -189,8 +198,13 @@ class Listener:
             self.clock.stop()
             self.empty.set()
 
+    def start_closing(self, drain_s: float) -> None:
+        """From now on, each response announces the end of its connection."""
+        self.closing = True
+        self.clock.hurry(drain_s)
+
     async def drain(self, drain_s: float) -> None:
-        """Waits until the last responses are sent and all connections are closed; drops the rest after `drain_s`."""
+        """Answers the requests that have been sent, closes silent connections, and drops the rest after `drain_s`."""
         for connection in list(self.connections):
             connection.close_soon()
         if self.connections:
@@ -202,6 +216,7 @@ class Listener:
                 for connection in list(self.connections):
                     connection.abort()
                 await self.empty.wait()
+        self.closed = True
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a task that the server's `close` waits for; it outlives its connection."""

@@ -12,7 +12,7 @@ from penstock.serving.http.connection import Connection
 from penstock.serving.http.context import ApiFlavor
 from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.listener import Listener
-from penstock.serving.http.sockets import TlsGate, bind_error, free_path, path_error
+from penstock.serving.http.sockets import TlsGate, bind_error, free_path, path_error, stop_accepting
 
 BACKLOG: Final = 2048
 TLS_SHUTDOWN_S: Final = 2.0
@@ -82,21 +82,24 @@ class HttpServer:
         """Whether there is no room for another connection."""
         listener = self.listener
         waiting = self._gate.waiting if self._gate is not None else 0
-        return listener.closing or len(listener.connections) + waiting >= listener.config.max_connections
+        return listener.closed or len(listener.connections) + waiting >= listener.config.max_connections
 
     async def close(self, drain_s: float) -> None:
-        """Refuses new connections, answers the requests in flight, and drops the rest after `drain_s`."""
+        """Accepts the connections that wait, then no more; answers what they and all others have sent.
+
+        Drops the rest after `drain_s`.
+        """
         listener = self.listener
         end = listener.now() + drain_s
-        listener.closing = True
-        if self._server is not None:
-            self._server.close()
+        listener.start_closing(drain_s)
         if self._path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+        if self._server is not None:
+            await stop_accepting(self._server, self._connection, self._tls, drain_s)
         if self._gate is not None:
-            await self._gate.close()
-        await listener.drain(drain_s)
+            await self._gate.close(drain_s)
+        await listener.drain(max(0.0, end - listener.now()))
         if listener.tasks:
             _, left = await asyncio.wait(listener.tasks, timeout=max(0.0, end - listener.now()))
             for task in left:

@@ -5,18 +5,23 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket
 import stat
-from collections.abc import Callable
+import struct
+import sys
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, cast
 
 from penstock.errors import ConfigError
-from penstock.serving.http.listener import Listener
+from penstock.serving.http.listener import SILENT_S, Listener
 
 log = logging.getLogger("penstock.frontends")
 
 HANDSHAKE: Final = b"\x16"  # the first byte of a TLS connection; no HTTP method begins with it
 LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the response and not a reset
+_SO_ATTACH_FILTER: Final = 26  # of Linux
+_NO_SYNS: Final = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 2**32 - 1))
 PAUSE_S: Final = 1.0  # pause in accepting when the system has no room for another connection
 
 
@@ -65,6 +70,65 @@ def bind_error(host: str, port: int, exc: Exception, key: str) -> ConfigError:
     )
 
 
+def readable(transport: asyncio.Transport) -> bool:
+    """Whether bytes, or the end of the stream, have arrived that the event loop has not read."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+async def stop_accepting(
+    server: asyncio.Server, connect: Callable[[], asyncio.BaseProtocol], tls: dict[str, Any], wait_s: float
+) -> None:
+    """Closes the server, after `connect` has received every connection whose client is connected.
+
+    TLS handshakes get at most `SILENT_S`, or `wait_s` if that is less.
+    """
+    loop = asyncio.get_running_loop()
+    queues = [socket.socket(fileno=os.dup(listening.fileno())) for listening in server.sockets]
+    for listening in server.sockets:
+        loop.remove_reader(listening.fileno())  # asyncio must accept no more: after `close` it drops what it accepts
+    await asyncio.sleep(0)  # until asyncio has made the connections that it has accepted
+    server.close()
+    waiting = [connection for queue in queues for connection in last_accepted(queue)]
+    admissions: list[Coroutine[Any, Any, object]] = [
+        loop.connect_accepted_socket(connect, connection, **tls) for connection in waiting
+    ]
+    if tls:
+        admissions.append(asyncio.sleep(min(SILENT_S, wait_s)))  # for handshakes that have begun
+    if admissions:
+        _, late = await asyncio.wait(map(loop.create_task, admissions), timeout=min(SILENT_S, wait_s))
+        for task in late:
+            task.cancel()
+
+
+def last_accepted(listening: socket.socket) -> list[socket.socket]:
+    """Closes a listening socket. Returns the connections that waited in its queue."""
+    found: list[socket.socket] = []
+    with listening:
+        if sys.platform == "linux" and listening.family != socket.AF_UNIX:
+            _drop_syns(listening)  # otherwise a client could connect between the last accept and the close
+        listening.setblocking(False)
+        with contextlib.suppress(OSError):  # BlockingIOError: the queue is empty
+            while True:
+                connection, _ = listening.accept()
+                connection.setblocking(False)
+                found.append(connection)
+    return found
+
+
+def _drop_syns(listening: socket.socket) -> None:
+    """Lets the system ignore new clients; they repeat their request, and learn that the port is closed."""
+    import ctypes
+
+    # classic BPF: load byte 13 of the TCP header (flags), mask SYN and ACK, return 0 bytes if only SYN is set
+    program = b"".join(struct.pack("=HBBI", *each) for each in _NO_SYNS)
+    memory = ctypes.create_string_buffer(program, len(program))
+    with contextlib.suppress(OSError):
+        fprog = struct.pack("HP", len(_NO_SYNS), ctypes.addressof(memory))
+        listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
+
+
 class TlsGate:
     """Accepts on its own sockets. A connection that begins with a TLS handshake goes to the server's protocol, any
     other receives `refusal`. A connection that sends nothing is dropped after `header_timeout_s`.
@@ -84,6 +148,7 @@ class TlsGate:
         self._tls = tls
         self._refusal = refusal
         self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: set[asyncio.Task[None]] = set()
         self.sockets: list[socket.socket] = []
         self.waiting = 0  # connections that have not sent a byte yet
 
@@ -104,21 +169,22 @@ class TlsGate:
         except OSError:
             await self.close()
             raise
-        for listening in self.sockets:
-            self._own(self._accept(listening))
+        self._accepting = {asyncio.get_running_loop().create_task(self._accept(each)) for each in self.sockets}
 
-    async def close(self) -> None:
-        """Accepts no more connections and drops those that wait."""
-        for task in self._tasks:
+    async def close(self, wait_s: float = 0.0) -> None:
+        """Accepts the connections in the queues and no more; drops those that are silent for `SILENT_S` or `wait_s`."""
+        await self._cancel(self._accepting)
+        while self.sockets:
+            for connection in last_accepted(self.sockets.pop()):
+                self._take(connection)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=min(SILENT_S, wait_s))
+        await self._cancel(self._tasks)
+
+    async def _cancel(self, tasks: set[asyncio.Task[None]]) -> None:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for listening in self.sockets:
-            listening.close()
-
-    def _own(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -130,12 +196,17 @@ class TlsGate:
                 await asyncio.sleep(PAUSE_S)
                 continue
             connection.setblocking(False)
-            if self._full():
-                self._listener.counts.refused += 1
-                connection.close()
-            else:
-                self.waiting += 1
-                self._own(self._admit(connection))
+            self._take(connection)
+
+    def _take(self, connection: socket.socket) -> None:
+        if self._full():
+            self._listener.counts.refused += 1
+            connection.close()
+            return
+        self.waiting += 1
+        task = asyncio.get_running_loop().create_task(self._admit(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _admit(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from penstock.core.contracts import Backend, Buffer, Ticket
 from penstock.errors import BadRequest, ModelNotReady, PenstockError
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.listener import INF, Listener
-from penstock.serving.http.sockets import bind_error
+from penstock.serving.http.sockets import bind_error, readable, stop_accepting
 from penstock.torchpipe.thrift import protocol as thrift
 from penstock.types import Item, ItemResult
 
@@ -51,11 +51,12 @@ class ThriftServer:
         return str(bound[0]), int(bound[1])
 
     async def close(self, drain_s: float) -> None:
-        """Accepts no more connections, answers running calls, and drops the rest after `drain_s`."""
-        self.listener.closing = True
+        """Accepts no more connections, answers the calls that have been sent, and drops the rest after `drain_s`."""
+        end = self.listener.now() + drain_s
+        self.listener.start_closing(drain_s)
         if self._server is not None:
-            self._server.close()
-        await self.listener.drain(drain_s)
+            await stop_accepting(self._server, lambda: ThriftConnection(self), self._tls, drain_s)
+        await self.listener.drain(max(0.0, end - self.listener.now()))
 
     def ready(self) -> bool:
         return not self.listener.closing and self.backend.ready()
@@ -124,16 +125,21 @@ class ThriftConnection(asyncio.Protocol):
         """Drops the connection without a message, because the client may be in the middle of a call."""
         self.transport.abort()
 
-    expire = abort
+    def expire(self) -> None:
+        """Drops the connection, unless a call has arrived while the server closes."""
+        if not (self._server.listener.closing and self._is_idle() and readable(self.transport)):
+            self.abort()
+
+    def _is_idle(self) -> bool:
+        return self._running is None and self._call is None and not self._choked
 
     def check_writing(self, now: float) -> None:
         """Does nothing: `deadline` also covers clients that do not read."""
 
     def close_soon(self) -> None:
-        """Closes after the running call."""
-        self._ending = True
-        if self._running is None:
-            self._shut()
+        """Closes after the last call that has been sent: Thrift has no way to announce the end."""
+        if self._is_idle():
+            self.deadline = self._clock.idle_at
 
     def reserve(self) -> bool:
         """Continues the call that waits for memory; False while there is none."""
@@ -294,7 +300,9 @@ class ThriftConnection(asyncio.Protocol):
         del self._arrived[: call.end]
         self._release_memory()
         self._write(message)
-        if self._ending:
+        closing = self._server.listener.closing and not self._arrived and not readable(self.transport)
+        if self._ending or closing:
+            self._ending = True
             self._shut()
         elif not self._choked:
             self._next()

@@ -18,7 +18,7 @@ from penstock.core.contracts import HttpSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.server import HttpServer
-from penstock.serving.lifetime import StopSignal, freeze_heap, report_ready, runner
+from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
 from penstock.torchserve.admin.startup import ServerComponents, build_components, load_startup
 from penstock.torchserve.cli.listeners import Listeners, grpc_addresses, http_addresses, limits_of
 from penstock.torchserve.cli.logs import ServerLogs
@@ -79,6 +79,7 @@ class TorchServe:
         self._print_line = print_line
         self._stop = StopSignal(lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S))
         self._metrics = ServerMetrics(options.properties)
+        self._started = False
 
     async def main(self) -> int:
         """Returns 0 after a signal. Raises PenstockError if the server cannot start."""
@@ -110,6 +111,7 @@ class TorchServe:
                 with contextlib.suppress(asyncio.CancelledError):
                     await loads
             if not self._stop.is_set:
+                self._started = True
                 freeze_heap()
                 self._print_line(STARTED)
                 report_ready(listeners.urls)
@@ -122,6 +124,8 @@ class TorchServe:
         """Answers accepted requests, then stops the workers."""
         components.administrator.stop()
         engine.drain()
+        if self._started:
+            await asyncio.sleep(lame_duck_s(_hosts(self._options.properties)))
         end = time.monotonic() + DRAIN_S
         await asyncio.gather(*(listener.close(DRAIN_S) for listener in listeners.running))
         await engine.close(max(0.0, end - time.monotonic()))
@@ -133,11 +137,20 @@ class TorchServe:
         self._print_line(STOPPED)
 
 
+def _addresses(properties: Properties) -> list[ListenerAddress | GrpcAddress]:
+    """The addresses that are not Unix sockets."""
+    http = [address for address, _ in http_addresses(properties)]
+    found: list[ListenerAddress | GrpcAddress] = [*http, *grpc_addresses(properties)]
+    return [address for address in found if not address.path]
+
+
+def _hosts(properties: Properties) -> list[str]:
+    return [address.host for address in _addresses(properties)]
+
+
 def _warn_public(properties: Properties) -> None:
     """Warns of addresses that other machines can reach; they are used as configured."""
-    http = [address for address, _ in http_addresses(properties)]
-    addresses: list[ListenerAddress | GrpcAddress] = [*http, *grpc_addresses(properties)]
-    found = [str(address) for address in addresses if not address.path and not is_loopback(address.host)]
+    found = [str(address) for address in _addresses(properties) if not is_loopback(address.host)]
     if found:
         log.warning(
             "addresses=%s consequence=other_machines_can_reach_them tokens=%s hint=use 127.0.0.1 behind a proxy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import msgspec
 import pytest
@@ -538,3 +539,37 @@ async def test_http_1_0_with_a_transfer_coding_is_refused_and_never_kept(listen)
         assert b"HTTP/1.0" in answer.body
         assert await client.closed()
         assert listener.backend.calls == []
+
+
+@pytest.mark.parametrize("path", ["/predictions/echo", "/healthz"])
+async def test_close_answers_clients_that_wait_to_be_accepted(listen, path):
+    async with listen() as listener:
+        waiting = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(300)]  # the loop does not run
+        body = b"POST %b HTTP/1.1\r\ncontent-length: 2\r\n\r\nhi" if "echo" in path else b"GET %b HTTP/1.1\r\n\r\n"
+        for client in waiting:
+            client.sendall(body % path.encode())
+        await listener.server.close(5.0)
+        for client in waiting:
+            with client, client.makefile("rb") as file:
+                answer = file.read()
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert b"connection: close\r\n" in answer
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", listener.port)
+
+
+async def test_close_answers_a_request_on_a_silent_connection_and_announces_the_end(listen):
+    async with listen() as listener:
+        silent, client = await listener.connect(), await listener.connect()
+        client.post("/predictions/echo", b"before")
+        assert "connection" not in (await client.answer()).headers
+        closing = asyncio.create_task(listener.server.close(5.0))
+        await asyncio.sleep(0.1)
+        client.post("/predictions/echo", b"after")
+        answer = await client.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"after", "close")
+        assert await client.closed()
+        assert await silent.closed()
+        await client.close()
+        async with asyncio.timeout(2.0):  # long before the drain is over
+            await closing

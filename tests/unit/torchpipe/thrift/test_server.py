@@ -432,7 +432,7 @@ async def test_an_incomplete_call_and_a_silent_client_time_out(sent: bytes, limi
         assert loop.time() - begun >= 0.1
 
 
-async def test_shutdown_answers_the_running_call_and_accepts_no_other(wait_until: Any) -> None:
+async def test_shutdown_answers_all_calls_that_were_sent(wait_until: Any) -> None:
     held: list[Call] = []
     async with listening(held.append) as listener:
         client, idle = await listener.connect(), await listener.connect()
@@ -443,9 +443,12 @@ async def test_shutdown_answers_the_running_call_and_accepts_no_other(wait_until
         assert await idle.closed()
         answer(held[0])
         assert (await client.answer()).label == "1"
+        await wait_until(lambda: len(held) == 2)
+        answer(held[1])
+        assert (await client.answer()).label == "2"
         assert await client.closed()
-        await closing
-        assert len(held) == 1
+        async with asyncio.timeout(2.0):  # long before the drain is over
+            await closing
 
 
 async def test_a_connection_that_ends_does_not_become_an_idle_one(wait_until: Any) -> None:
@@ -453,9 +456,10 @@ async def test_a_connection_that_ends_does_not_become_an_idle_one(wait_until: An
         await listener.connect()
         await wait_until(lambda: len(listener.server.listener.connections) == 1)
         (connection,) = listener.server.listener.connections
+        listener.server.listener.start_closing(5.0)
         connection.close_soon()
         connection.resume_writing()
-        assert connection.deadline < listener.server.listener.clock.idle_at
+        assert connection.deadline < asyncio.get_running_loop().time() + 2.0
 
 
 async def test_calls_that_do_not_end_are_dropped_at_shutdown(wait_until: Any) -> None:

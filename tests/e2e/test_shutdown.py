@@ -1,0 +1,122 @@
+"""Shutdown and reload of a real server: SIGTERM under load, the lame duck phase, SIGHUP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+SOURCE = """
+import time
+def echo(items):
+    time.sleep(0.002)
+    return items
+"""
+RATE = 250.0  # requests per second
+KEPT = 12  # connections that stay open; half of the requests use one of them, the others a new connection each
+
+
+class Load:
+    """Requests at random times. `sent` counts those whose client was connected, `lost` has those without an answer."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self.address = host, int(port)
+        self.sent = self.answered = self.refused = 0
+        self.lost: list[float] = []
+        self.statuses: set[int] = set()
+        self.signalled = time.monotonic()
+        self._kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def run(self) -> None:
+        """Sends until the server accepts no connection."""
+        dice, tasks = random.Random(7), set()
+        while not self.refused:
+            tasks.add(asyncio.create_task(self._ask(dice.random() < 0.5)))
+            await asyncio.sleep(dice.expovariate(RATE))
+        await asyncio.gather(*tasks)
+        for _, writer in self._kept:
+            writer.close()
+
+    async def _ask(self, keep: bool) -> None:
+        try:
+            reader, writer = await self._connection(keep)
+        except OSError:
+            self.refused += 1
+            return
+        self.sent += 1
+        at = time.monotonic()
+        close = "" if keep else "connection: close\r\n"
+        writer.write(f"POST /predictions/echo HTTP/1.1\r\nhost: x\r\n{close}content-length: 1\r\n\r\n1".encode())
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            assert await reader.readexactly(1) == b"1"
+        except (OSError, asyncio.IncompleteReadError):
+            self.lost.append(at - self.signalled)
+            return
+        self.answered += 1
+        self.statuses.add(int(head.split()[1]))
+        if keep and "connection: close" not in head and len(self._kept) < KEPT:
+            self._kept.append((reader, writer))
+        else:
+            writer.close()
+
+    async def _connection(self, keep: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while keep and self._kept:
+            reader, writer = self._kept.pop(0)
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(*self.address)
+
+
+@pytest.mark.parametrize("lame_duck_s", [0.0, 0.5])
+async def test_sigterm_at_250_requests_per_second_loses_none_that_was_sent(
+    serve: Callable[..., Any], lame_duck_s: float
+) -> None:
+    for _ in range(3):
+        server = serve(SOURCE, "echo", "--set", f"server.lame_duck_s={lame_duck_s}")
+        load = Load(server.url)
+        running = asyncio.create_task(load.run())
+        await asyncio.sleep(random.uniform(0.2, 0.4))
+        before, load.signalled = load.sent, time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        await running
+        assert load.lost == []
+        assert (load.answered, load.statuses) == (load.sent, {200})
+        assert time.monotonic() - load.signalled >= lame_duck_s
+        assert not lame_duck_s or load.sent - before > RATE * lame_duck_s / 4
+        assert (await asyncio.to_thread(server.stop, 0))[0] == 0
+
+
+async def test_a_lame_duck_is_not_ready_and_answers_new_connections(serve: Callable[..., Any]) -> None:
+    server = serve(SOURCE, "echo", "--set", "server.lame_duck_s=30")
+    assert server.get("/readyz")[0] == 200
+    server.process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(10):
+        while server.get("/readyz")[0] == 200:  # noqa: ASYNC110 - a request, not an event
+            await asyncio.sleep(0.01)
+    for path in ("/readyz", "/ping", "/v2/health/ready"):
+        assert server.get(path)[0] == 503, path
+    assert server.get("/healthz")[0] == 200
+    assert server.get("/ping", "management")[0] == 503
+    assert server.post("/predictions/echo", b"1") == (200, b"1")
+    assert server.stop(signal.SIGTERM)[0] == 1  # a second signal stops at once
+
+
+async def test_a_silent_connection_delays_the_end_only_shortly(serve: Callable[..., Any]) -> None:
+    server = serve(SOURCE, "echo")
+    host, port = server.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    begun = time.monotonic()
+    assert (await asyncio.to_thread(server.stop))[0] == 0
+    assert time.monotonic() - begun < 5.0  # of 30 s
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
