@@ -1,7 +1,8 @@
-"""Reads the archives that tests write."""
+"""Archives that tests write, and a package for pip."""
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 from penstock.torchserve.archive.store import Archive, read_folder, unpack_archive
@@ -13,3 +14,15 @@ def read_archive(path: Path, target: Path) -> Archive:
         return read_folder(path, name=path.name)
     with path.open("rb") as file:
         return unpack_archive(file, path.name, target)
+
+
+def write_wheel(folder: Path) -> Path:
+    """A package `penstock_tiny` with NAME, for pip without a network."""
+    wheel = folder / "penstock_tiny-1.0-py3-none-any.whl"
+    info = "penstock_tiny-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as z:
+        z.writestr("penstock_tiny.py", "NAME = 'tiny'\n")
+        z.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: penstock-tiny\nVersion: 1.0\n")
+        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        z.writestr(f"{info}/RECORD", "")
+    return wheel

@@ -83,7 +83,7 @@ class ArchiveOpener:
         try:
             archive = files.archive
             yaml = read_yaml(archive.folder, archive.manifest.config_file)
-            source = ArchiveSource(archive, url, mar_name(url), yaml)
+            source = ArchiveSource(archive, url, mar_name(url), yaml, self._store.packages(files))
             return make_spec(source, self._properties, request, model_metrics=self._model_metrics), files
         except BaseException:
             self._discard(url, files)
@@ -103,10 +103,9 @@ class ArchiveOpener:
             return
         from penstock.torchserve.archive.requirements import install_requirements
 
-        lock = self._installs.setdefault(spec.folder, asyncio.Lock())
-        install = partial(
-            install_requirements, spec.folder, spec.requirements, model=spec.name, venv=spec.settings.use_venv
-        )
+        lock = self._installs.setdefault(spec.packages, asyncio.Lock())
+        file, venv = spec.folder / spec.requirements, spec.settings.use_venv
+        install = partial(install_requirements, file, spec.packages, model=spec.name, venv=venv)
         async with lock, self._slots:
             try:
                 await run_in_thread(install)

@@ -39,12 +39,16 @@ class VersionRequest(Struct, frozen=True):
 
 
 class ArchiveSource(Struct, frozen=True):
-    """An archive, its URL, and its model-config.yaml. `mar_name` is its name in snapshots."""
+    """An archive, its URL, and its model-config.yaml. `mar_name` is its name in snapshots.
+
+    `packages` is the folder of the model's own packages: the archive's, unless that belongs to the user.
+    """
 
     archive: Archive
     url: str
     mar_name: str
     yaml: Mapping[str, Any]
+    packages: Path
 
 
 class ModelSpec(Struct, frozen=True):
@@ -59,6 +63,7 @@ class ModelSpec(Struct, frozen=True):
     config: ModelConfig
     setup: dict[str, Any]  # see HandlerSetup in torchserve/handlers/handler.py
     folder: Path
+    packages: Path  # where its requirements are installed
     requirements: str = ""  # the name of the model's requirements file
 
     @property
@@ -112,7 +117,7 @@ def make_spec(
     }
     own = properties.models.get(name, {}).get(version, {})
     settings = resolve_settings(name, request.settings, source.yaml, own, defaults, yaml_wins=properties.ts_yaml_wins)
-    config = _config(version, settings, _environment(source.archive.folder, settings, properties, environment))
+    config = _config(version, settings, _environment(source, settings, properties, environment))
     try:
         check_model(config)
     except ConfigError as e:
@@ -130,6 +135,7 @@ def make_spec(
         config,
         setup,
         source.archive.folder,
+        source.packages,
         manifest.requirements_file,
     )
 
@@ -178,17 +184,21 @@ def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> Model
 
 
 def _environment(
-    folder: Path, settings: ModelSettings, properties: Properties, environment: Mapping[str, str]
+    source: ArchiveSource, settings: ModelSettings, properties: Properties, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables that workers have in addition to the server's."""
+    folder, packages = source.archive.folder, source.packages
     paths = [str(folder)]
     if settings.use_venv:
         python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        paths.append(str(folder / "venv" / "lib" / python / "site-packages"))
+        paths.append(str(packages / "venv" / "lib" / python / "site-packages"))
+    elif packages != folder:
+        paths.append(str(packages))
     if environment.get("PYTHONPATH"):
         paths.append(environment["PYTHONPATH"])
     return {
         "PYTHONPATH": os.pathsep.join(paths),
         "TS_DECODE_INPUT_REQUEST": str(properties.decode_input_request).lower(),
         "TS_IPEX_ENABLE": str(properties.ipex_enable).lower(),
+        **({} if packages == folder else {"PYTHONDONTWRITEBYTECODE": "1"}),  # the folder belongs to the user
     }

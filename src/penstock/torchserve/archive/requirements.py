@@ -21,32 +21,32 @@ MAX_OUTPUT_CHARS: Final = 4000  # pip's output in errors and logs
 
 
 def install_requirements(
-    folder: Path, requirements: str, *, model: str, venv: bool = False, timeout_s: float = TIMEOUT_S
+    file: Path, folder: Path, *, model: str, venv: bool = False, timeout_s: float = TIMEOUT_S
 ) -> Path:
-    """Installs `folder`/`requirements` and returns the folder to put on the workers' PYTHONPATH.
+    """Installs the packages that `file` lists and returns the folder to put on the workers' PYTHONPATH.
 
     The packages go into `folder`, or with `venv` into `folder`/venv, which inherits the packages of this Python.
     Requirements that are already installed there are skipped. Blocks; call once at a time per folder. Raises
     InstallFailed.
     """
     failed = f"Custom pip package installation failed for model {model}"
-    file = folder / requirements
     try:
         wanted = f"{hashlib.sha256(file.read_bytes()).hexdigest()} {sys.version}"
     except OSError as e:
-        raise InstallFailed(failed, detail=f"{requirements} cannot be read: {e.strerror}") from None
+        raise InstallFailed(failed, detail=f"{file.name} cannot be read: {e.strerror}") from None
     packages = folder / "venv" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     target = packages if venv else folder
     mark = target / MARK
     if mark.is_file() and mark.read_text() == wanted:
         return target
     try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if venv:
             _create_venv(folder / "venv", packages)
             python, options = str(folder / "venv" / "bin" / "python"), ["--upgrade-strategy", "only-if-needed"]
         else:
             python, options = sys.executable, ["-t", str(folder)]
-        _run_pip([python, "-m", "pip", "install", "-U", *options, "-r", str(file)], folder, timeout_s)
+        _run_pip([python, "-m", "pip", "install", "-U", *options, "-r", str(file)], file.parent, timeout_s)
     except (OSError, subprocess.SubprocessError) as e:
         output = str(getattr(e, "stdout", None) or e)[-MAX_OUTPUT_CHARS:]
         log.warning("model=%s requirements were not installed: %s", model, output)

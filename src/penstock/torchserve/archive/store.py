@@ -171,6 +171,13 @@ class ModelStore:
                 return self._permitted(folder, url)
         raise ArchiveNotFound(f"Model not found at: {url}")
 
+    def packages(self, files: UnpackedArchive) -> Path:
+        """The folder for the packages of a model: its own, or one in the cache for a folder that is used in place."""
+        folder = files.archive.folder
+        if files.digest:
+            return folder
+        return self.cache / "packages" / hashlib.sha256(os.fsencode(folder)).hexdigest()
+
     def has(self, url: str) -> bool:
         """False if this local archive does not exist; True for every http(s) URL."""
         try:

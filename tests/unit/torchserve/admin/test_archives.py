@@ -15,6 +15,7 @@ from penstock.torchserve.admin.archives import mar_name, read_yaml, run_in_threa
 from penstock.torchserve.archive import ArchiveExists, DownloadFailed, InstallFailed
 from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
+from support.archives import write_wheel
 
 ServerSetup = Any  # see conftest.py
 Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
@@ -36,9 +37,9 @@ class Installs:
         self.asked: list[tuple[str, str, bool]] = []
         self.fails = False
 
-    def __call__(self, folder: Path, requirements: str, *, model: str, venv: bool) -> Path:
-        assert (folder / requirements).read_text() == "some-package"
-        self.asked.append((requirements, model, venv))
+    def __call__(self, file: Path, folder: Path, *, model: str, venv: bool) -> Path:
+        assert file.read_text() == "some-package"
+        self.asked.append((file.name, model, venv))
         if self.fails:
             raise InstallFailed(f"Custom pip package installation failed for model {model}", detail="why")
         return folder
@@ -58,6 +59,26 @@ async def test_packages_are_installed_if_enabled(server: ServerSetup, installs: 
     server.archive("n")
     await admin.register(RegisterRequest(url="n.mar"))
     assert len(installs.asked) == 1
+
+
+@pytest.mark.parametrize("venv", [False, True])
+async def test_packages_of_a_folder_in_the_store_are_installed_elsewhere(server: ServerSetup, venv: bool) -> None:
+    folder = server.store / "m"
+    (folder / "MAR-INF").mkdir(parents=True)
+    model = {"modelName": "m", "modelVersion": "1.0", "handler": "service.py", "requirementsFile": "requirements.txt"}
+    (folder / "MAR-INF" / "MANIFEST.json").write_text(json.dumps({"model": {**model, "configFile": "c.yaml"}}))
+    (folder / "c.yaml").write_text(f"useVenv: {venv}")
+    (folder / "requirements.txt").write_text(f"{write_wheel(server.folder)}\n")
+    (folder / "helper.py").write_text("from penstock_tiny import NAME")
+    code = "import helper\ndef handle(data, context):\n    return data and [helper.NAME for _ in data]\n"
+    (folder / "service.py").write_text(code)
+    before = sorted(server.store.rglob("*"))
+    for _ in range(2):  # the second time, nothing is installed
+        admin = server.open(install_py_dep_per_model=True).administrator
+        await admin.register(RegisterRequest(url="m", initial_workers=1))
+        assert await server.ask("m") == "tiny"
+        await server.close()
+    assert sorted(server.store.rglob("*")) == before
 
 
 async def test_packages_are_not_installed_by_default(server: ServerSetup, installs: Installs) -> None:

@@ -37,7 +37,7 @@ def spec_of(
     registration = registration or RegisterRequest(url="m.mar")
     archive = Archive(Path("/models/m"), manifest, has_manifest)
     return make_spec(
-        ArchiveSource(archive, "m.mar", "m.mar", yaml or {}),
+        ArchiveSource(archive, "m.mar", "m.mar", yaml or {}, archive.folder),
         properties or Properties(),
         VersionRequest(registration, requested_settings(registration), workers),
         environment=environment or {},
@@ -182,7 +182,7 @@ def test_ts_yaml_wins_lets_the_yaml_override_the_request() -> None:
 
 def test_workers_receive_the_metrics_of_the_file() -> None:
     declared = {"gauge": [{"name": "a", "unit": "ms", "dimensions": []}]}
-    source = ArchiveSource(Archive(Path("/models/m"), MANIFEST, True), "m.mar", "m.mar", {})
+    source = ArchiveSource(Archive(Path("/models/m"), MANIFEST, True), "m.mar", "m.mar", {}, Path("/models/m"))
     request = VersionRequest(RegisterRequest(url="m.mar"), {}, 0)
     spec = make_spec(source, Properties(), request, environment={}, model_metrics=declared)
     assert spec.setup["model_metrics"] == declared

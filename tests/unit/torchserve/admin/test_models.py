@@ -17,7 +17,7 @@ Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]
 
 def version(name: str, number: str) -> ModelVersion:
     archive = Archive(Path("/m"), Manifest(model_name=name, model_version=number, handler="h"))
-    source = ArchiveSource(archive, f"{name}.mar", f"{name}.mar", {})
+    source = ArchiveSource(archive, f"{name}.mar", f"{name}.mar", {}, archive.folder)
     spec = make_spec(source, Properties(), VersionRequest(RegisterRequest(url="x"), {}, 0))
     return ModelVersion(spec, UnpackedArchive(archive), 0, 0)
 

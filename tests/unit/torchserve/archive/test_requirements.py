@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 
 from penstock.torchserve.archive import InstallFailed
 from penstock.torchserve.archive.requirements import MARK, install_requirements
+from support.archives import write_wheel
 
 
 @pytest.fixture
@@ -20,14 +20,7 @@ def model(tmp_path: Path) -> Path:
     """A model's folder whose requirements name a package that is a file beside it: no network is needed."""
     folder = tmp_path / "model"
     folder.mkdir()
-    wheel = tmp_path / "penstock_tiny-1.0-py3-none-any.whl"
-    info = "penstock_tiny-1.0.dist-info"
-    with zipfile.ZipFile(wheel, "w") as z:
-        z.writestr("penstock_tiny.py", "NAME = 'tiny'\n")
-        z.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: penstock-tiny\nVersion: 1.0\n")
-        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        z.writestr(f"{info}/RECORD", "")
-    (folder / "requirements.txt").write_text(f"{wheel}\n")
+    (folder / "requirements.txt").write_text(f"{write_wheel(tmp_path)}\n")
     return folder
 
 
@@ -38,20 +31,20 @@ def imported(path: Path, statement: str) -> str:
 
 
 def test_packages_are_installed_into_the_models_folder_once(model: Path, monkeypatch: pytest.MonkeyPatch):
-    assert install_requirements(model, "requirements.txt", model="m") == model
+    assert install_requirements(model / "requirements.txt", model, model="m") == model
     assert imported(model, "import penstock_tiny; print(penstock_tiny.NAME)") == "tiny"
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("installed again"))
-    assert install_requirements(model, "requirements.txt", model="m") == model
+    assert install_requirements(model / "requirements.txt", model, model="m") == model
 
 
 def test_changed_requirements_are_installed_again(model: Path):
     (model / MARK).write_text("something else")
-    install_requirements(model, "requirements.txt", model="m")
+    install_requirements(model / "requirements.txt", model, model="m")
     assert (model / "penstock_tiny.py").is_file()
 
 
 def test_a_venv_inherits_the_packages_of_this_python(model: Path):
-    packages = install_requirements(model, "requirements.txt", model="m", venv=True)
+    packages = install_requirements(model / "requirements.txt", model, model="m", venv=True)
     assert packages.is_relative_to(model / "venv")
     assert imported(packages, "import penstock_tiny; print(penstock_tiny.__file__)").startswith(str(packages))
     python = model / "venv" / "bin" / "python"
@@ -61,7 +54,7 @@ def test_a_venv_inherits_the_packages_of_this_python(model: Path):
 def test_a_failure_has_torchserves_message_and_pips_output(model: Path, caplog: pytest.LogCaptureFixture):
     (model / "requirements.txt").write_text("/nono/nothing-1.0-py3-none-any.whl\n")
     with pytest.raises(InstallFailed, match=r"^Custom pip package installation failed for model m$") as e:
-        install_requirements(model, "requirements.txt", model="m")
+        install_requirements(model / "requirements.txt", model, model="m")
     assert "nothing-1.0" in e.value.detail
     assert "model=m" in caplog.text
     assert not (model / MARK).exists()
@@ -69,7 +62,7 @@ def test_a_failure_has_torchserves_message_and_pips_output(model: Path, caplog: 
 
 def test_a_missing_requirements_file_is_a_failure(model: Path):
     with pytest.raises(InstallFailed) as e:
-        install_requirements(model, "nono.txt", model="m")
+        install_requirements(model / "nono.txt", model, model="m")
     assert "nono.txt cannot be read" in e.value.detail
 
 
@@ -79,7 +72,7 @@ def test_a_timeout_kills_pip_and_its_children(model: Path, tmp_path: Path, monke
     script.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(script))
     with pytest.raises(InstallFailed) as e:
-        install_requirements(model, "requirements.txt", model="m", timeout_s=1.0)
+        install_requirements(model / "requirements.txt", model, model="m", timeout_s=1.0)
     assert "timed out" in e.value.detail
     with contextlib.suppress(psutil.NoSuchProcess):
         child = psutil.Process(int((model / "child").read_text()))
