@@ -16,6 +16,7 @@ MODULES = {
     "handler_utils.text_utils": "text_utils",
     "handler_utils.timer": "util",
     "handler_utils.utils": "util",
+    "launcher": "launcher",
     "metrics.caching_metric": "metric",
     "metrics.dimension": "metric",
     "metrics.metric": "metric",

@@ -18,6 +18,7 @@ SURFACE = {
     "handler_utils.text_utils": ["get_tokenizer", "ngrams_iterator"],
     "handler_utils.timer": ["timed"],
     "handler_utils.utils": ["create_predict_response", "import_class", "send_intermediate_predict_response"],
+    "launcher": ["register_model", "register_model_with_params", "start", "stop"],
     "metrics.caching_metric": ["CachingMetric"],
     "metrics.dimension": ["Dimension"],
     "metrics.metric": ["Metric"],
