@@ -131,7 +131,7 @@ async def test_the_warm_up_chooses_the_batch_size(app: Callable[..., ModelConfig
                 return np.zeros((2, 3))
 
             def predict(self, items):
-                time.sleep(0.004 * max(1, len(items) / 8))  # nothing is gained beyond 8
+                time.sleep(0.01 * max(1, len(items) / 8) ** 1.5)  # slower per item beyond 8
                 return items
         """,
         "Model",
