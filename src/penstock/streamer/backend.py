@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config.schema import ModelConfig
-from penstock.core.contracts import Ticket
+from penstock.core.contracts import Observer, Ticket
 from penstock.core.engine.engine import Engine
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 from penstock.streamer.base import ChunkingBackend
@@ -24,17 +24,17 @@ FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 30.0
 
 
-class LocalBackend(ChunkingBackend):
+class LocalBackend(ChunkingBackend, Observer):
     """The backend of a streamer with its own workers. At most `max_queue` items wait.
 
-    When loading fails, every waiting request fails, and so do requests of the next 0.1 s, 0.2 s ... 30 s; the first
+    The first worker that is ready answers; the others join it when they have loaded. When loading fails, every waiting request fails, and so do requests of the next 0.1 s, 0.2 s ... 30 s; the first
     request after that period starts another load.
     """
 
     def __init__(self, name: str, config: ModelConfig, target: Any, sys_path: Sequence[str], max_queue: int) -> None:
         self._name, self._config, self._target, self._sys_path = name, config, target, sys_path
         self.max_queue = max_queue
-        self._engine = Engine()
+        self._engine = Engine(observers=[self])
         self._pending: dict[_PendingRequest, None] = {}  # in order of arrival
         self._pending_rows = 0
         self._failure: PenstockError | None = None
@@ -51,13 +51,21 @@ class LocalBackend(ChunkingBackend):
         except Exception as e:
             error = e if isinstance(e, PenstockError) else PenstockError(f"internal error: {describe(e)}")
             log.warning("load_failed model=%s error=%s: its callers get an error\n%s", self._name, error, error.detail)
-            self._failure = error
+            self._loaded, self._failure = False, error
             self._retry_at_s = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+            self._release_pending()
         else:
-            self._loaded = True
-            self._retry_s = FIRST_RETRY_S
-        self._release_pending()
+            self._serve()
+
+    def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
+        if state == "ready" and not self._loaded:
+            asyncio.get_running_loop().call_soon(self._serve)  # the engine is not ready before this hook returns
+
+    def _serve(self) -> None:
+        if self._failure is None:
+            self._loaded, self._retry_s = True, FIRST_RETRY_S
+            self._release_pending()
 
     def _retry_if_due(self) -> None:
         """Starts another load after a failed one. Raises the failure while the retry is not due."""
@@ -71,6 +79,7 @@ class LocalBackend(ChunkingBackend):
         return not self._load_task.done()
 
     async def ready(self) -> None:
+        """Waits until every worker has loaded the model or failed. Raises the failure if none is ready."""
         self._retry_if_due()
         await asyncio.shield(self._load_task)
         if self._failure is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from typing import Any
@@ -149,3 +150,25 @@ async def test_closing_while_the_model_loads_answers_waiting_requests(backend: L
     await backend.close(0.01)
     with pytest.raises(ModelNotReady):
         await caller.body()
+
+
+async def test_the_first_worker_that_is_ready_answers_while_others_load(model: Gated) -> None:
+    class Uneven(Gated):
+        first = itertools.count()
+
+        def load(self, device: str) -> None:
+            if not next(self.first):
+                super().load(device)
+
+    uneven = Uneven()
+    config = ModelConfig(target="here", transport="thread", instances=2, batching=BatchingConfig())
+    backend = LocalBackend("m", config, uneven, [], 8)
+    waiting = Caller()
+    backend.submit("m", None, many(1), waiting)
+    assert await waiting.body() == [2]
+    assert backend.loading
+    assert backend.statistics("m")["slots"] == 1
+    uneven.gate.set()
+    await backend.ready()
+    assert backend.statistics("m")["slots"] == 2
+    await backend.close(5)

@@ -46,25 +46,29 @@ async def serve_queue(
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Loads a model and serves its queue until `stop`. Raises LoadFailed, ConfigError."""
+    """Loads a model and serves its queue until `stop`, from the first ready instance on. Raises LoadFailed,
+    ConfigError."""
     address = parse_address(queue.redis_broker)
     watcher = InstanceWatcher()
     engine = Engine(None, [watcher])
     loop = asyncio.get_running_loop()
-    stopped = loop.create_task(stop.wait())
+    stopped, ready = loop.create_task(stop.wait()), loop.create_task(watcher.ready.wait())
     loading = loop.create_task(engine.load(MODEL, config, target=target, sys_path=[p for p in sys.path if p]))
     try:
-        await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
-        if not stop.is_set():
-            await loading
+        await asyncio.wait([stopped, ready, loading], return_when=asyncio.FIRST_COMPLETED)
+        if watcher.ready.is_set() and not stop.is_set():
             log.info("worker_ready broker=%s prefix=%s instances=%s", address.name, queue.prefix, config.instances)
             on_ready()
             worker = BrokerWorker(engine, MODEL, address, queue.prefix, watcher=watcher, lease_s=queue.lease_s)
+            loading.add_done_callback(lambda _: stop.set() if loading.exception() else None)
             await worker.run(stop, queue.drain_s)
+        if loading.done():
+            loading.result()
     finally:
         stopped.cancel()
+        ready.cancel()
         await engine.close(0.0)
-        await asyncio.gather(stopped, loading, return_exceptions=True)
+        await asyncio.gather(stopped, ready, loading, return_exceptions=True)
 
 
 def run_until_stopped(serve: Callable[[asyncio.Event], Any]) -> None:

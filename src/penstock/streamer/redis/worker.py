@@ -33,13 +33,16 @@ RETRY_S = (0.05, 1.0)
 
 
 class InstanceWatcher(Observer):
-    """Sets `changed` when an instance of the model starts or stops. The worker's engine must have it as observer."""
+    """Sets `changed` when an instance of the model starts or stops, and `ready` when the first one is ready. The
+    worker's engine must have it as observer."""
 
     def __init__(self) -> None:
-        self.changed = asyncio.Event()
+        self.changed, self.ready = asyncio.Event(), asyncio.Event()
 
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
         self.changed.set()
+        if state == "ready":
+            self.ready.set()
 
 
 class BrokerWorker:
