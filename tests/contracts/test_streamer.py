@@ -230,6 +230,13 @@ def test_pain_3_a_model_that_is_not_loaded_in_time_is_an_error(make: Start, mode
                 call()
 
 
+def test_pain_3_a_constructor_that_waits_too_long_warns_and_does_not_abort_the_load(models: ModuleType) -> None:
+    with pytest.warns(RuntimeWarning, match="no answer within 0.2 s: the model is still being loaded; calls wait"):
+        streamer = penstock.Streamer(models.SlowToLoad, 8, wait_for_worker_ready=True, worker_timeout=0.2)
+    with streamer:
+        assert streamer.submit([1]).result(20) == [1]
+
+
 def test_pain_4_a_call_that_timed_out_leaves_nothing_behind(start: Start, models: ModuleType, tmp_path: Path) -> None:
     streamer = start(models.noted, 1, worker_timeout=0.15)
     streamer._wait_for_worker_ready(20)

@@ -10,6 +10,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.portal import Portal
 from penstock.core.transports.launch import pack_target
 from penstock.core.worker.spec import Wrapped
+from penstock.errors import DeadlineExceeded
 from penstock.streamer.backend import LocalBackend
 from penstock.streamer.base import BaseStreamer, in_worker
 from penstock.streamer.model import wrapped
@@ -107,8 +108,9 @@ class Streamer(LocalStreamer):
     """Batches the calls of all threads and runs them in `worker_num` processes, worker i on `cuda_devices[i % n]`.
 
     `predict_function_or_model` is a module-level function, or a class like ManagedModel, which each worker
-    instantiates. The workers start at once in the background: the first call waits for them, unless
-    `wait_for_worker_ready` makes the constructor wait.
+    instantiates. The workers start at once in the background, and the first one that is ready answers. With
+    `wait_for_worker_ready` the constructor waits for all of them; after `worker_timeout` it warns and returns, and
+    loading continues.
     """
 
     def __init__(
@@ -148,6 +150,8 @@ class Streamer(LocalStreamer):
         if wait_for_worker_ready and not in_worker():
             try:
                 self._wait_for_worker_ready()
+            except DeadlineExceeded as e:
+                warnings.warn(f"penstock: {e.message}; calls wait for it", RuntimeWarning, stacklevel=2)
             except BaseException:
                 self._portal.close(0.0)
                 raise
