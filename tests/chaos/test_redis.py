@@ -108,6 +108,13 @@ def streamer(redis_server: Any) -> Iterator[Callable[..., RedisStreamer]]:
         one._portal.close(0.0)
 
 
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
 def runs(redis: Any) -> None:
     """Waits until a worker has taken a request."""
     from redis.exceptions import ResponseError
@@ -315,11 +322,20 @@ def test_workers_shut_down_gracefully_and_leave_nothing(worker, streamer, redis_
     assert redis_server.ask.keys("*") == []
 
 
-def test_data_of_another_program_under_the_same_keys_is_reported(worker, streamer, redis_server):
+def test_data_of_another_program_under_the_same_keys_is_reported_until_it_is_gone(worker, streamer, redis_server):
     redis_server.ask.set(QUEUE, "other")
-    with pytest.raises(ConfigError, match="another prefix"):
-        streamer().predict([1])
-    assert worker("echo").process.wait(10) == 1
+    working, caller = worker("echo"), streamer()
+    with pytest.raises(BrokerUnavailable, match="another prefix"):
+        caller.predict([1])
+    wait_until(lambda: "another prefix: the worker retries" in working.log_text())
+    redis_server.ask.delete(QUEUE)
+    assert caller.predict([1]) == [1]
+    redis_server.ask.delete(QUEUE)
+    redis_server.ask.set(QUEUE, "other")
+    wait_until(lambda: working.log_text().count("another prefix") == 2)
+    redis_server.ask.delete(QUEUE)
+    assert caller.predict([1]) == [1]
+    assert working.process.poll() is None
 
 
 def test_memory_is_bounded_when_callers_do_not_read(worker, redis_server):

@@ -167,8 +167,10 @@ class BrokerClient(ChunkingBackend):
                 (workers,) = await self._out.ask(("XINFO", "CONSUMERS", self._keys.queue, GROUP))
                 if any(RELEASED.encode() not in worker for worker in workers):
                     return
-            except CommandRefused:
-                pass  # the queue does not exist yet
+            except CommandRefused as e:
+                if e.word == "WRONGTYPE":
+                    raise
+                # the queue does not exist yet
             await asyncio.sleep(READY_POLL_S)
 
     def statistics(self, model: str) -> dict[str, object]:

@@ -72,7 +72,7 @@ def _wrong_address(why: str) -> ConfigError:
 
 
 class CommandRefused(BrokerUnavailable):
-    """The broker replied with an error. `word` is the first word of the error, such as NOGROUP."""
+    """The broker replied with an error. `word` is the first word of the error, such as NOGROUP or WRONGTYPE."""
 
     word = ""
 
@@ -155,12 +155,15 @@ class RedisConnection:
         if isinstance(error, theirs.BusyLoadingError):
             return BrokerUnavailable(f"{where} is loading its data: try again later", retry_after_s=1.0)
         if isinstance(error, theirs.ResponseError):
-            if text.startswith("WRONGTYPE"):
-                return ConfigError(f"{where} holds other data under the same keys: give this model another prefix")
             if "unknown command" in text.lower():
                 return ConfigError(f"{where} is too old, expected Redis 6.2 or newer: {text}")
             refused = CommandRefused(f"{where} reports: {text}")
             refused.word = "NOSCRIPT" if isinstance(error, theirs.NoScriptError) else text.partition(" ")[0]
+            if "WRONGTYPE" in text:  # scripts report it behind other words
+                refused = CommandRefused(
+                    f"{where} holds other data under the same keys: delete it, or give this model another prefix"
+                )
+                refused.word = "WRONGTYPE"
             return refused
         if isinstance(error, TimeoutError):
             return BrokerUnavailable(f"{where} did not answer within {REPLY_TIMEOUT_S:g} s", retry_after_s=1.0)

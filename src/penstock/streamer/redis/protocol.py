@@ -185,28 +185,45 @@ end
 return missing
 """)
 
-ANSWER = Script("""
--- queue, replies of each client | group, seconds, number of ids, ids, a message for each client.
--- Answered entries leave the queue first: a broker without memory can then still store the replies.
+# other data under one of the keys must not keep the rest from being written
+TRY = """
+local wrong, failed = 0, nil
+local function try(...)
+  local reply = redis.pcall(...)
+  if type(reply) ~= 'table' or not reply.err then return true end
+  if string.find(reply.err, 'WRONGTYPE', 1, true) then wrong = wrong + 1 else failed = failed or reply end
+end
+"""
+
+ANSWER = Script(
+    TRY
+    + """
+-- queue, replies of each client | group, seconds, number of ids, ids, a message for each client. Returns the number of
+-- refused commands. Answered entries leave the queue first: a broker without memory can then still store the replies.
 local ids, n = {}, tonumber(ARGV[3])
 for i = 1, n do ids[i] = ARGV[3 + i] end
 if n > 0 then
-  redis.call('XACK', KEYS[1], ARGV[1], unpack(ids))
-  redis.call('XDEL', KEYS[1], unpack(ids))
+  try('XACK', KEYS[1], ARGV[1], unpack(ids))
+  try('XDEL', KEYS[1], unpack(ids))
 end
 for i = 2, #KEYS do
-  redis.call('XADD', KEYS[i], '*', 'a', ARGV[2 + n + i])
-  redis.call('EXPIRE', KEYS[i], ARGV[2])
+  if try('XADD', KEYS[i], '*', 'a', ARGV[2 + n + i]) then try('EXPIRE', KEYS[i], ARGV[2]) end
 end
-return n
-""")
+return failed or wrong
+"""
+)
 
-BURY = Script("""
--- queue, dead letters | group, id, reason, most letters, then the fields of the entry.
-redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
-redis.call('XDEL', KEYS[1], ARGV[2])
-return redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'id', ARGV[2], 'why', ARGV[3], unpack(ARGV, 5))
-""")
+BURY = Script(
+    TRY
+    + """
+-- queue, dead letters | group, id, reason, most letters, then the fields of the entry. Returns the number of refused
+-- commands.
+try('XACK', KEYS[1], ARGV[1], ARGV[2])
+try('XDEL', KEYS[1], ARGV[2])
+try('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'id', ARGV[2], 'why', ARGV[3], unpack(ARGV, 5))
+return failed or wrong
+"""
+)
 
 INHERIT = Script("""
 -- queue | group, this worker, idle milliseconds, limit. Takes over entries of workers that do not renew their leases.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -24,6 +24,7 @@ from penstock.streamer.redis.protocol import (
     BrokerReply,
     QueueKeys,
     RequestHeader,
+    Script,
     dump,
     to_wire,
 )
@@ -151,7 +152,7 @@ class ReplyWriter:
         keys = [self._keys.queue, *(self._keys.replies(client) for client in clients)]
         ids = [queued.lease.id for queued in batch if not queued.dead]
         messages = [dump(BrokerReplies(VERSION, replies)) for replies in clients.values()]
-        await self._connection.run(ANSWER, keys, (GROUP, REPLIES_S, len(ids), *ids, *messages))
+        await self._run(ANSWER, keys, (GROUP, REPLIES_S, len(ids), *ids, *messages))
         for queued in batch:
             if queued.dead:
                 await self._bury(queued)
@@ -164,8 +165,12 @@ class ReplyWriter:
         log.warning("dead_letter queue=%s id=%s why=%s", self._keys.queue, lease.id.decode(), queued.dead)
         fields = [field[:LETTER_BYTES] for field in lease.fields]
         keys = (self._keys.queue, self._keys.dead)
-        await self._connection.run(BURY, keys, (GROUP, lease.id, queued.dead, MAX_LETTERS, *fields))
+        await self._run(BURY, keys, (GROUP, lease.id, queued.dead, MAX_LETTERS, *fields))
         self.counts["dead_letters"] += 1
+
+    async def _run(self, script: Script, keys: Sequence[str], arguments: Sequence[object]) -> None:
+        if await self._connection.run(script, keys, arguments):
+            log.warning("keys_hold_other_data keys=%s: what belongs there is lost", ",".join(keys))
 
     async def hand_back(self, ids: list[bytes]) -> None:
         """Releases entries that did not run, and removes them from `ids`. It does not count as a worker's death."""

@@ -273,3 +273,28 @@ async def test_dead_consumers_are_removed(work, asker, redis_server, until, monk
     assert await asker().ask(1) == 1
     await second.stop()
     assert redis_server.ask.exists(QUEUE) == 0
+
+
+async def test_a_reply_key_of_the_wrong_type_costs_only_its_own_client(work, asker, redis_server, until):
+    gate = Gate()
+    await work(gate, batch=2)
+    poisoned, other = asker(), asker()
+    first = poisoned.put("first", budget_s=15)
+    await until(lambda: gate.batches)
+    redis_server.ask.set(f"{{penstock:}}:replies:{poisoned.client.id}", "other data")
+    answers = [poisoned.put("second", budget_s=15), other.put("third")]
+    await until(lambda: redis_server.ask.xpending(QUEUE, GROUP)["pending"] == 3)
+    gate.opened.set()
+    assert (await answers[1]).body == "third"
+    await until(lambda: redis_server.ask.xlen(QUEUE) == 0)
+    assert redis_server.ask.ttl(f"{{penstock:}}:replies:{poisoned.client.id}") == -1
+    assert await other.ask(1) == 1
+    assert not first.done()
+
+
+async def test_a_dead_letter_key_of_the_wrong_type_does_not_end_the_worker(work, asker, redis_server, until):
+    redis_server.ask.set("{penstock:}:dead", "other data")
+    redis_server.ask.xadd(QUEUE, {"foreign": "message"})
+    await work(same)
+    assert await asker().ask(1) == 1
+    await until(lambda: redis_server.ask.xlen(QUEUE) == 0)
