@@ -159,3 +159,24 @@ def test_the_programs_of_the_page_run(redis_server: Any, tmp_path: Path) -> None
         worker.terminate()
         worker.wait(30)
     assert done.stdout == "[2.0, 4.0]\n", done.stderr
+
+
+def test_sigterm_ends_a_script_that_serves_one_model_after_another(tmp_path: Path, redis_server: Any) -> None:
+    program = f"""
+        from penstock import run_redis_workers_forever
+
+        def echo(batch):
+            return batch
+
+        if __name__ == "__main__":
+            for prefix in ("one", "two"):
+                print(prefix, flush=True)
+                run_redis_workers_forever(echo, 4, redis_broker="{redis_server.address}", prefix=prefix)
+    """
+    (tmp_path / "workers.py").write_text(textwrap.dedent(program))
+    process = subprocess.Popen([sys.executable, "workers.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    with RedisStreamer(redis_server.address, "one") as streamer:
+        assert streamer.predict([1]) == [1]
+    process.terminate()
+    out, _ = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("one\n", 0)

@@ -1,20 +1,24 @@
 """ThreadedStreamer and Streamer: the model runs in a thread of this program, or in processes that it starts."""
 
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.portal import Portal
 from penstock.core.transports.launch import pack_target
+from penstock.core.worker import nesting
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import DeadlineExceeded
 from penstock.streamer.backend import LocalBackend
-from penstock.streamer.base import BaseStreamer, in_worker
+from penstock.streamer.base import BaseStreamer
 from penstock.streamer.model import wrapped
 
+CudaDevices = int | str | Iterable[int | str]
+_CUDA_DEVICE = re.compile("[0-9]{1,4}|(GPU|MIG)-[0-9a-zA-Z/-]{1,100}")
 MAX_QUEUE = 65_536  # items: enough for a loop of many thousands of `submit`
 NEVER_S = 1e7  # without `timeout_s`, a future may wait without limit
 RUN_TIMEOUT_FACTOR = 3  # times `worker_timeout` is the longest run of a batch
@@ -58,15 +62,11 @@ class LocalStreamer(BaseStreamer):
         self._backend: LocalBackend | None = None  # of this process
 
         def make() -> LocalBackend:
-            if in_worker():
-                raise RuntimeError(
-                    "the model's module calls a streamer while a worker imports it, so that workers would start "
-                    "workers of their own without end: call it in a function, or under if __name__ == '__main__'"
-                )
             self._backend = LocalBackend(name, config, packed, sys_path, max_queue)
             return self._backend
 
-        super().__init__(Portal(make=make, lazy=in_worker(), word="streamer"), name, worker_timeout)
+        # a worker that imports the module of its model must not start the streamer that the module makes
+        super().__init__(Portal(make=make, lazy=nesting.importing, word="streamer"), name, worker_timeout)
 
     def _loading(self) -> bool:
         return self._backend is not None and self._backend.loading
@@ -119,7 +119,7 @@ class Streamer(LocalStreamer):
         batch_size: int,
         max_latency: float = 0.1,
         worker_num: int = 1,
-        cuda_devices: Sequence[int | str] | None = None,
+        cuda_devices: CudaDevices | None = None,
         model_init_args: Sequence[Any] | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         wait_for_worker_ready: bool = False,
@@ -145,9 +145,9 @@ class Streamer(LocalStreamer):
             max_queue=max_queue,
             transport="process",
             instances=worker_num,
-            devices=tuple(device_of(number) for number in cuda_devices or ()) or ("cpu",),
+            devices=devices_of(cuda_devices),
         )
-        if wait_for_worker_ready and not in_worker():
+        if wait_for_worker_ready and not nesting.importing:
             try:
                 self._wait_for_worker_ready()
             except DeadlineExceeded as e:
@@ -170,16 +170,23 @@ def check_start_method(method: str) -> None:
         )
 
 
-def device_of(number: int | str) -> str:
-    """The engine's name of an entry of `cuda_devices`. Raises ValueError.
+def devices_of(given: CudaDevices | None) -> tuple[str, ...]:
+    """The engine's names of `cuda_devices`: numbers such as 0, or UUIDs such as GPU-8932f937, alone or in a sequence.
+    None or no entry: the CPU. Raises ValueError.
 
-    The entry numbers the devices of the machine, as CUDA_VISIBLE_DEVICES does; the engine numbers the visible devices.
+    A number is a device of the machine, as in CUDA_VISIBLE_DEVICES; the engine numbers the visible devices.
     """
-    text = str(number)
-    if not text.isdecimal():
-        raise ValueError(f"cuda_devices: expected numbers such as 0, found {number!r}")
+    if given is None:
+        return ("cpu",)
+    entries = given.split(",") if isinstance(given, str) else given if isinstance(given, Iterable) else (given,)
     visible = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-    return f"cuda:{visible.index(text) if text in visible else text}"
+    devices = []
+    for entry in entries:
+        text = str(entry)
+        if not _CUDA_DEVICE.fullmatch(text):
+            raise ValueError(f"cuda_devices: expected numbers such as 0 or UUIDs such as GPU-8932f937, found {entry!r}")
+        devices.append(f"cuda:{visible.index(text) if text in visible else text}")
+    return tuple(devices) or ("cpu",)
 
 
 def check_count(name: str, number: int) -> None:

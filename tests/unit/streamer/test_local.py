@@ -5,11 +5,43 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.streamer.local import check_start_method, device_of
+from penstock.streamer.local import check_start_method, devices_of
 
+UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+NESTED = """
+    import sys
+    from penstock import ManagedModel, Streamer, ThreadedStreamer
+
+    def increment(batch):
+        return [x + 1 for x in batch]
+
+    class Outer(ManagedModel):
+        def init_model(self):
+            self.threaded = ThreadedStreamer(increment, 8)
+            self.processes = Streamer(increment, 8)
+
+        def predict(self, batch):
+            return [10 * x for x in self.processes.predict(self.threaded.predict(batch))]
+
+    class Endless(ManagedModel):
+        def init_model(self):
+            Streamer(Endless, 8, wait_for_worker_ready=True)
+
+    def main():
+        with Streamer(Outer, 4) as streamer:
+            print(streamer.predict([1]))
+        try:
+            Streamer(Endless, 4, wait_for_worker_ready=True)
+        except Exception as e:
+            print(e)
+
+    if __name__ == "__main__":
+        main()
+"""
 PROGRAM = """
     import os
     import penstock
@@ -24,22 +56,27 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize(
-    ("visible", "given", "device"),
-    [(None, 1, "cuda:1"), ("", "0", "cuda:0"), ("2,3", 3, "cuda:1"), ("2,3", "5", "cuda:5"), ("1,0", 0, "cuda:1")],
-)
-def test_a_device_is_a_number_of_the_machine(
-    visible: str | None, given: int | str, device: str, monkeypatch: pytest.MonkeyPatch
+    ("visible", "given", "devices"),
+    [
+        (None, [1], ["cuda:1"]), ("", ("0",), ["cuda:0"]), ("2,3", [3], ["cuda:1"]), ("2,3", ["5"], ["cuda:5"]),
+        ("1,0", 0, ["cuda:1"]), (None, 0, ["cuda:0"]), (None, "0,1", ["cuda:0", "cuda:1"]), (None, None, ["cpu"]),
+        (None, (), ["cpu"]), (None, range(2), ["cuda:0", "cuda:1"]), (None, UUID, [f"cuda:{UUID}"]),
+        (f"GPU-1,{UUID}", [UUID], ["cuda:1"]), (None, ["MIG-GPU-8932f937/1/0"], ["cuda:MIG-GPU-8932f937/1/0"]),
+    ],
+)  # fmt: skip
+def test_devices_are_numbers_of_the_machine_or_uuids(
+    visible: str | None, given: Any, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert device_of(given) == device
+    assert devices_of(given) == tuple(devices)
 
 
-@pytest.mark.parametrize("wrong", ["cuda:0", -1, 1.5, None])
-def test_an_invalid_device_number_is_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match="cuda_devices: expected numbers such as 0, found"):
-        device_of(wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", ["cuda:0", -1, 1.5, [None], True, [[0]], "0;1"])
+def test_an_invalid_device_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="cuda_devices: expected numbers such as 0 or UUIDs such as GPU-8932f937"):
+        devices_of(wrong)
 
 
 def test_any_start_method_but_spawn_warns_or_is_refused() -> None:
@@ -48,6 +85,15 @@ def test_any_start_method_but_spawn_warns_or_is_refused() -> None:
         check_start_method("fork")
     with pytest.raises(ValueError, match="expected 'spawn', 'fork' or 'forkserver', found 'thread'"):
         check_start_method("thread")
+
+
+@pytest.mark.parametrize("how", [["app.py"], ["-c", "import app; app.main()"]], ids=["script", "module"])
+def test_a_model_may_use_streamers_but_must_not_start_itself(how: list[str], tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(textwrap.dedent(NESTED))
+    done = subprocess.run([sys.executable, *how], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    result, _, error = done.stdout.partition("\n")
+    assert result == "[30]", done.stderr
+    assert "5 levels deep: a model must not start itself" in error
 
 
 @pytest.mark.parametrize("how", ["import app; print(app.streamer.predict([1]))", "-m"])

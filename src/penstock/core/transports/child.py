@@ -39,6 +39,7 @@ from penstock.core.wire.messages import (
     write,
 )
 from penstock.core.wire.slabs import HeldSlabs, Lease, Slab, SlabPool, lease, map_read_only
+from penstock.core.worker import nesting
 from penstock.core.worker.batch import Decoded
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
@@ -266,12 +267,14 @@ class Worker:
 
 def _open(hello: Frame) -> tuple[BatchRunner, Ready]:
     """Loads the target of the first message: paths and script first, because unpickling the rest may need them."""
-    paths, device, shown_device, (script, name) = pickle.loads(hello.head)  # from our own parent
+    paths, device, shown_device, files, main = pickle.loads(hello.head)  # from our own parent
     sys.path[:] = paths
-    if script:  # the parent's script: objects that it pickles as `__main__.X` are found there
-        load_object(f"{script}:__name__", name)
-        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = sys.modules[name]
-        main.__spec__ = None  # as for a script: multiprocessing children look for its file
+    nesting.importing = True
+    for where, name in files:  # objects of the parent's script, pickled as `__main__.X`, are found there
+        load_object(f"{where}:__name__", name)
+    if main:
+        script = sys.modules["__main__"] = sys.modules["__mp_main__"] = sys.modules[main]
+        script.__spec__ = None  # as for a script: multiprocessing children look for its file
     try:
         spec = pickle.loads(hello.buffers[0])
     except Exception as e:

@@ -17,9 +17,10 @@ from penstock.core import os_threads
 from penstock.core.wire.messages import Buffer, Pickled, frame_of
 from penstock.core.wire.slabs import SlabPool, anonymous_file, map_read_only
 from penstock.core.worker.devices import environment
+from penstock.core.worker.nesting import DEPTH_VARIABLE, may_start_workers
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import LoadFailed
-from penstock.plugins import module_name
+from penstock.plugins import FILE_MODULE, module_name
 
 _MAINS = (b"__main__", b"__mp_main__")  # of a script, and of a script spawned by multiprocessing
 
@@ -67,19 +68,27 @@ class Child(Struct, eq=False):
             os.close(self.output_fd)
 
 
-def pack_spec(spec: WorkerSpec) -> tuple[bytes, tuple[str, str]]:
-    """(the spec for the worker, (script to load before it, its name there), both "" when it needs none).
+class PackedSpec(Struct, frozen=True):
+    """A spec for the worker, and the files to load before it: (location, module name). The module `main` is also
+    `__main__` in the worker."""
 
-    Raises LoadFailed, naming what cannot be sent.
-    """
+    data: bytes
+    files: list[tuple[str, str]] = []
+    main: str = ""
+
+
+def pack_spec(spec: WorkerSpec) -> PackedSpec:
+    """Raises LoadFailed, naming what cannot be sent."""
     data = _dumps(spec, spec.target)
-    return data, _script() if any(name in data for name in _MAINS) else ("", "")
+    return PackedSpec(data, *_needed(data))
 
 
 def pack_target(target: Any) -> Pickled:
     """The target on its way to workers that start later: a module that is being imported can be sent only by the thread
     that imports it. Raises LoadFailed, naming what cannot be sent."""
-    return Pickled(_dumps(target, target), [])
+    data = _dumps(target, target)
+    _needed(data)
+    return Pickled(data, [])
 
 
 def _dumps(value: object, target: Any) -> bytes:
@@ -104,22 +113,33 @@ def _unsendable(target: Any, why: Exception) -> str:
     )
 
 
-def _script() -> tuple[str, str]:
-    """(location of the parent's script, its name in a worker, where `__main__` is another). Raises LoadFailed."""
+def _needed(data: bytes) -> tuple[list[tuple[str, str]], str]:
+    """The files, and the main module, that a worker needs to unpickle `data`; see PackedSpec. Raises LoadFailed."""
     main = sys.modules["__main__"]
-    if getattr(main, "__spec__", None) is not None:  # python -m
-        where = name = str(main.__spec__.name)  # type: ignore[union-attr]
-    else:
-        file = getattr(main, "__file__", None)
-        if not file or not os.path.isfile(file):
-            raise LoadFailed(
-                "the target needs the main program, which has no file that a worker process could load: give a function"
-                " or class at the top level of a file"
-            )
-        path = Path(file).resolve()
-        where, name = str(path), module_name(path)
-    sys.modules.setdefault(name, main)  # results with the script's classes return under this name
-    return where, name
+    if any(name in data for name in _MAINS):
+        where, name = _script(main)
+        sys.modules.setdefault(name, main)  # results with the script's classes return under this name
+        return [(where, name)], name
+    named = [name for name in list(sys.modules) if name.startswith(FILE_MODULE) and name.encode() in data]
+    files = [(str(sys.modules[name].__file__), name) for name in named]
+    return files, next((name for name in named if sys.modules[name] is main), "")
+
+
+def _script(main: Any) -> tuple[str, str]:
+    """(location of the parent's script, its name in a worker, where `__main__` is another). Raises LoadFailed."""
+    module, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if module is None and not (file and os.path.isfile(file)):
+        raise LoadFailed(
+            "the target needs the main program, which has no file that a worker process could load: give a function"
+            " or class at the top level of a file"
+        )
+    path = Path(file or "").resolve()
+    if path.suffix == ".py" and b"__name__" not in path.read_bytes():
+        raise LoadFailed(
+            f"{path.name} has no line if __name__ == '__main__': each worker process imports the file of its function"
+            " or class, and would run the main code again; put that code under such a line"
+        )
+    return (module.name, module.name) if module is not None else (str(path), module_name(path))  # python -m
 
 
 def _python() -> str:
@@ -131,10 +151,12 @@ def _python() -> str:
 
 
 def launch(
-    spec: WorkerSpec, packed: tuple[bytes, tuple[str, str]], device: str, pool: SlabPool | None, reply_bytes: int
+    spec: WorkerSpec, packed: PackedSpec, device: str, pool: SlabPool | None, reply_bytes: int
 ) -> tuple[Child, list[Buffer]]:
-    """(a started child, its first message). Raises OSError."""
+    """(a started child, its first message). Raises OSError; LoadFailed in a worker that must not start another."""
+    depth = may_start_workers()
     env, inner_device = environment(spec, device, os.environ)
+    env[DEPTH_VARIABLE] = str(depth + 1)
     ours, theirs = os_threads.socketpair()
     reply_fd = write_fd = -1
     read_fd = None
@@ -167,5 +189,5 @@ def launch(
     pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
     ours.setblocking(False)
     paths = list(dict.fromkeys([*spec.sys_path, *(p or os.getcwd() for p in sys.path)]))
-    head = pickle.dumps((paths, inner_device, device, packed[1]), 5)
-    return Child(process, ours, pidfd, replies, read_fd), frame_of(head, [packed[0]])
+    head = pickle.dumps((paths, inner_device, device, packed.files, packed.main), 5)
+    return Child(process, ours, pidfd, replies, read_fd), frame_of(head, [packed.data])

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from penstock.core.contracts import TransportListener
 from penstock.core.transports.channel import Channel
-from penstock.core.transports.launch import Child, launch, pack_spec
+from penstock.core.transports.launch import Child, PackedSpec, launch, pack_spec
 from penstock.core.transports.output import Output
 from penstock.core.transports.slot import Sent, SlotTransport, WorkerSlot, unpin, within
 from penstock.core.wire.messages import (
@@ -48,12 +48,12 @@ MAX_FREE = 16  # read reply places that wait for the next batch to be reported
 class ProcessTransport(SlotTransport):
     """One worker process per slot."""
 
-    _packed: tuple[bytes, tuple[str, str]] | None = None
+    _packed: PackedSpec | None = None
 
     def _make(self, number: int, device: str) -> WorkerSlot:
         return _ProcessSlot(self._spec, number, device, self._pool, self._reply_bytes, self._pack)
 
-    def _pack(self) -> tuple[bytes, tuple[str, str]]:
+    def _pack(self) -> PackedSpec:
         if self._packed is None:
             self._packed = pack_spec(self._spec)
         return self._packed
@@ -74,7 +74,7 @@ class _ProcessSlot(WorkerSlot):
         device: str,
         pool: SlabPool | None,
         reply_bytes: int,
-        pack: Callable[[], tuple[bytes, tuple[str, str]]],
+        pack: Callable[[], PackedSpec],
     ) -> None:
         super().__init__(spec, number, device)
         self._pack = pack

@@ -60,7 +60,8 @@ def environment(spec: WorkerSpec, device: str, base: Mapping[str, str]) -> tuple
     kind, _, index = device.partition(":")
     if kind == "cuda" and index:
         visible = [d for d in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-        env["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if int(index) < len(visible) else index
+        listed = index.isdecimal() and int(index) < len(visible)  # else a UUID, or a number beyond the list
+        env["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if listed else index
         device = "cuda:0"  # the only visible one
     env.update(spec.config.env)
     return env, device

@@ -10,6 +10,7 @@ from typing import Any
 from penstock import metrics
 from penstock.config.schema import with_options
 from penstock.core.wire.messages import Pickled
+from penstock.core.worker import nesting
 from penstock.core.worker.devices import threads_of
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import warm_up
@@ -31,6 +32,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
         target = _model(_found(spec.target, spec), spec)
+        nesting.importing = False
         config = spec.config
         extras = {"precision": config.precision, "optimize": config.optimize, "trust": config.trust}
         options = config.options

@@ -14,12 +14,19 @@ from msgspec import Struct
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
-from penstock.core.transports.launch import pack_spec
-from penstock.core.worker.spec import WorkerSpec
+from penstock.core.transports.launch import pack_target
 from penstock.errors import PenstockError
 from penstock.serving.lifetime import runner
-from penstock.streamer.base import raise_for_caller
-from penstock.streamer.local import NEVER_S, check_callable, check_count, check_latency, check_start_method, device_of
+from penstock.streamer.exceptions import raise_for_caller
+from penstock.streamer.local import (
+    NEVER_S,
+    CudaDevices,
+    check_callable,
+    check_count,
+    check_latency,
+    check_start_method,
+    devices_of,
+)
 from penstock.streamer.model import wrapped
 from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
@@ -72,20 +79,29 @@ async def serve_queue(
 
 
 def run_until_stopped(serve: Callable[[asyncio.Event], Any]) -> None:
-    """Runs `serve(stop)`. SIGINT, SIGTERM and the end of the parent process set `stop`."""
+    """Runs `serve(stop)`. SIGINT, SIGTERM and the end of the parent process set `stop`. After a signal it raises
+    SystemExit, so that a program which serves one model after another ends too."""
+    signals: list[int] = []
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
+
+        def on_signal(number: int) -> None:
+            signals.append(number)
+            stop.set()
+
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, stop.set)
+                loop.add_signal_handler(number, on_signal, number)
         parent = multiprocessing.parent_process()
         if parent is not None:
             loop.add_reader(parent.sentinel, _on_parent_end, loop, parent.sentinel, stop)
         await serve(stop)
 
     runner()(main())
+    if signals:
+        sys.exit(0)
 
 
 def _on_parent_end(loop: asyncio.AbstractEventLoop, sentinel: int, stop: asyncio.Event) -> None:
@@ -124,20 +140,18 @@ class RedisWorker:
         self._queue = QueueOptions(redis_broker, prefix, lease_s, drain_s)
         self._target = wrapped(model_class, model_init_args, model_init_kwargs)
         self._batching = BatchingConfig(max_batch_size=batch_size, max_hold_s=max_latency, timeout_s=NEVER_S)
-        pack_spec(WorkerSpec(MODEL, "1", self._config(1, ()), self._target))
+        pack_target(self._target)
 
-    def _config(self, worker_num: int, cuda_devices: Sequence[int | str]) -> ModelConfig:
-        devices = tuple(device_of(number) for number in cuda_devices) or ("cpu",)
-        return ModelConfig(target=MODEL, instances=worker_num, devices=devices, batching=self._batching)
+    def run_forever(self, gpu_id: int | str | None = None) -> None:
+        """Serves until SIGINT or SIGTERM, finishes taken requests, and ends the program with SystemExit. Raises the
+        model's own error, ConfigError."""
+        self.run_copies_forever(1, gpu_id)
 
-    def run_forever(self, gpu_id: int | None = None) -> None:
-        """Serves until SIGINT or SIGTERM, then finishes taken requests. Raises the model's own error, ConfigError."""
-        self.run_copies_forever(1, () if gpu_id is None else (gpu_id,))
-
-    def run_copies_forever(self, worker_num: int, cuda_devices: Sequence[int | str] = ()) -> None:
+    def run_copies_forever(self, worker_num: int, cuda_devices: CudaDevices | None = None) -> None:
         """`run_forever` with `worker_num` copies of the model, on `cuda_devices` in turn, fed from one queue."""
         check_count("worker_num", worker_num)
-        config = self._config(worker_num, cuda_devices)
+        devices = devices_of(cuda_devices)
+        config = ModelConfig(target=MODEL, instances=worker_num, devices=devices, batching=self._batching)
 
         def serve(stop: asyncio.Event) -> Coroutine[Any, Any, None]:
             return serve_queue(config, self._target, self._queue, stop=stop)
@@ -153,7 +167,7 @@ def run_redis_workers_forever(
     batch_size: int,
     max_latency: float = 0.1,
     worker_num: int = 1,
-    cuda_devices: Sequence[int | str] | None = None,
+    cuda_devices: CudaDevices | None = None,
     redis_broker: str = "localhost:6379",
     prefix: str = "",
     mp_start_method: str = "spawn",
@@ -174,12 +188,12 @@ def run_redis_workers_forever(
     worker = RedisWorker(
         model_class, batch_size, max_latency, redis_broker, prefix, model_init_args, model_init_kwargs, lease_s=lease_s
     )
-    devices = tuple(cuda_devices or ())
+    devices_of(cuda_devices)
     if block:
-        worker.run_copies_forever(worker_num, devices)
+        worker.run_copies_forever(worker_num, cuda_devices)
         return []
     process = multiprocessing.get_context("spawn").Process(
-        target=worker.run_copies_forever, args=(worker_num, devices), name=f"penstock-redis-{prefix}"
+        target=worker.run_copies_forever, args=(worker_num, cuda_devices), name=f"penstock-redis-{prefix}"
     )
     process.start()
     return [process]

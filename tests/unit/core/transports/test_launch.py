@@ -11,10 +11,12 @@ from types import ModuleType
 import pytest
 
 from penstock.config.schema import ModelConfig
-from penstock.core.transports.launch import Child, _python, pack_spec, pack_target
+from penstock.core.transports.launch import Child, _python, launch, pack_spec, pack_target
 from penstock.core.wire.slabs import anonymous_file, map_read_only
+from penstock.core.worker import nesting
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import LoadFailed
+from penstock.plugins import load_object
 
 
 def spec(target):
@@ -23,9 +25,9 @@ def spec(target):
 
 def test_names_and_objects_of_modules_are_sent():
     for target in ("app.py:Model", os.path.join):
-        packed, script = pack_spec(spec(target))
-        assert pickle.loads(packed).target == target
-        assert script == ("", "")
+        packed = pack_spec(spec(target))
+        assert pickle.loads(packed.data).target == target
+        assert (packed.files, packed.main) == ([], "")
 
 
 @pytest.mark.parametrize("target", [lambda items: items, {"lock": (x for x in ())}])
@@ -42,7 +44,7 @@ def test_an_argument_that_cannot_be_sent_is_named():
 def test_a_target_can_be_packed_before_its_workers_start():
     packed = pack_target(Wrapped(os.path.join, "m:m"))
     assert packed.load().target is os.path.join
-    assert pickle.loads(pack_spec(spec(packed))[0]).target.load().target is os.path.join
+    assert pickle.loads(pack_spec(spec(packed)).data).target.load().target is os.path.join
     with pytest.raises(LoadFailed, match="the target, a function, cannot be sent"):
         pack_target(Wrapped(lambda items: items, "m:m"))
 
@@ -69,17 +71,45 @@ def script(monkeypatch):
 
 
 def test_a_worker_receives_the_script_of_its_target(script, tmp_path):
-    (tmp_path / "script.py").touch()
+    (tmp_path / "script.py").write_text("if __name__ == '__main__': ...")
     script.__file__ = str(tmp_path / "script.py")
     for target in (script.Model, script.Model(), Wrapped(os.path.join, "m:m", {"args": (script.Model(),)})):
-        where, name = pack_spec(spec(target))[1]
-        assert where == script.__file__
-        assert sys.modules[name] is script
+        packed = pack_spec(spec(target))
+        assert packed.files == [(script.__file__, packed.main)]
+        assert sys.modules[packed.main] is script
 
 
 def test_a_module_that_is_run_as_a_script_keeps_its_package(script):
     script.__spec__ = ModuleSpec("package.app", None)
-    assert pack_spec(spec(script.Model))[1] == ("package.app", "package.app")
+    packed = pack_spec(spec(script.Model))
+    assert (packed.files, packed.main) == ([("package.app", "package.app")], "package.app")
+
+
+def test_a_worker_receives_modules_that_were_loaded_from_files(monkeypatch, tmp_path):
+    (tmp_path / "two words.py").write_text("def predict(items): return items")
+    path = str(tmp_path / "two words.py")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    predict = load_object(f"{path}:predict")
+    monkeypatch.setitem(sys.modules, predict.__module__, sys.modules.pop(predict.__module__))  # removed at the end
+    assert pack_spec(spec(predict)).files == [(path, predict.__module__)]
+
+
+@pytest.mark.parametrize("packing", [pack_target, lambda target: pack_spec(spec(target))])
+def test_a_script_without_a_guard_is_refused_because_workers_would_run_it(script, tmp_path, packing):
+    (tmp_path / "script.py").write_text("class Model: ...\nserve(Model)")
+    script.__file__ = str(tmp_path / "script.py")
+    with pytest.raises(LoadFailed, match=r"script.py has no line if __name__ == '__main__': .* run the main code"):
+        packing(script.Model)
+
+
+@pytest.mark.parametrize(
+    ("importing", "depth", "error"), [(True, 0, "under if __name__ == '__main__'"), (False, 5, "must not start itself")]
+)
+def test_workers_that_would_start_workers_without_end_are_not_started(monkeypatch, importing, depth, error):
+    monkeypatch.setattr(nesting, "importing", importing)
+    monkeypatch.setenv(nesting.DEPTH_VARIABLE, str(depth))
+    with pytest.raises(LoadFailed, match=error):
+        launch(spec(os.path.join), pack_spec(spec(os.path.join)), "cpu", None, 4096)
 
 
 def test_console_definitions_are_not_available_to_workers(script):

@@ -1,0 +1,5 @@
+"""`service_streamer.managed_model`, for programs that import the module."""
+
+from penstock import ManagedModel
+
+__all__ = ["ManagedModel"]
