@@ -7,14 +7,16 @@ every front-end has one table from class to status.
 
 import difflib
 from collections.abc import Iterable
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 
 class PenstockError(Exception):
-    """Base of every error that Penstock raises on purpose."""
+    """Base of every error that Penstock raises on purpose. `original`: the model's exception behind it, see
+    `core.wire.exceptions`."""
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
+    original: Any = None
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, detail: str = "") -> None:
         super().__init__(message)
@@ -23,7 +25,8 @@ class PenstockError(Exception):
         self.detail = detail
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.retry_after_s, self.detail))
+        fields = (type(self), self.message, self.retry_after_s, self.detail)
+        return (_rebuild, fields, {"original": self.original})
 
 
 def _rebuild(cls: type[PenstockError], message: str, retry_after_s: float | None, detail: str) -> PenstockError:

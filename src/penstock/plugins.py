@@ -118,6 +118,14 @@ def load_object(spec: str, module: str = "") -> object:
     return found
 
 
+def loaded_class(module: str, name: str) -> type | None:
+    """The class of this name in a module that this process has imported. Imports nothing and runs no code of it."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, name) else None
+
+
 def candidates(owner: Any) -> list[str]:
     """The names of functions and classes that a module defines itself, and of instances with `predict`."""
     module = owner.__name__ if inspect.ismodule(owner) else getattr(owner, "__module__", "")
@@ -132,9 +140,12 @@ def candidates(owner: Any) -> list[str]:
     )
 
 
+FILE_MODULE = "penstock_target_"
+
+
 def module_name(file: Path) -> str:
     """A unique module name for a file."""
-    return f"penstock_target_{file.stem}_{zlib.crc32(bytes(str(file), 'utf-8')):08x}"
+    return f"{FILE_MODULE}{file.stem}_{zlib.crc32(bytes(str(file), 'utf-8')):08x}"
 
 
 def _own_name(file: Path) -> bool:

@@ -40,6 +40,19 @@ def inverse(batch: list[Any]) -> list[Any]:
     return [1 / x for x in batch]
 
 
+class Refused(Exception):
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"{code}: {why}")
+        self.code = code
+
+
+def refuse_zero(batch: list[Any]) -> list[Any]:
+    try:
+        return [1 / x for x in batch]
+    except ZeroDivisionError as e:
+        raise Refused(3, "zero") from e
+
+
 def nothing(batch: list[Any]) -> None: ...
 
 

@@ -27,8 +27,9 @@ LAST_RETRY_S = 30.0
 class LocalBackend(ChunkingBackend, Observer):
     """The backend of a streamer with its own workers. At most `max_queue` items wait.
 
-    The first worker that is ready answers; the others join it when they have loaded. When loading fails, every waiting request fails, and so do requests of the next 0.1 s, 0.2 s ... 30 s; the first
-    request after that period starts another load.
+    The first worker that is ready answers; the others join it when they have loaded. When loading fails, every waiting
+    request fails, and so do requests of the next 0.1 s, 0.2 s ... 30 s; the first request after that period starts
+    another load.
     """
 
     def __init__(self, name: str, config: ModelConfig, target: Any, sys_path: Sequence[str], max_queue: int) -> None:

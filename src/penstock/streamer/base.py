@@ -1,19 +1,18 @@
-"""BaseStreamer: the calls that all streamers share, the errors that callers receive, and calls larger than a queue."""
+"""BaseStreamer: the calls that all streamers share, and calls larger than a queue."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
 from penstock.core.engine.waiters import Future
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
+from penstock.streamer.exceptions import error_for_caller, raise_for_caller
 from penstock.types import Item, ItemResult, Sink
 
-WORKER_MODULE = "penstock.core.transports.child"  # `__main__` of a worker process while it loads a model
 CHUNKS_IN_FLIGHT = 2  # the workers run the second chunk while the client receives the results of the first
 
 
@@ -109,15 +108,6 @@ class BaseStreamer:
         return error
 
 
-def in_worker() -> bool:
-    """Whether this process is a worker that is loading a model.
-
-    A streamer created while the model's module is imported must not start workers there: they would import it again.
-    """
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return spec is not None and spec.name == WORKER_MODULE
-
-
 def _to_list(batch: Iterable[Any]) -> list[Any]:
     if type(batch) is list:
         return batch
@@ -134,48 +124,6 @@ def _checked_priority(priority: int) -> int:
 
 def _shorter(a: float | None, b: float | None) -> float | None:
     return b if a is None else a if b is None else min(a, b)
-
-
-# ---- errors for callers in the same process
-
-
-class WorkerTraceback(Exception):
-    """The cause of an error raised in a worker. Its text is the worker's traceback."""
-
-    def __str__(self) -> str:
-        return f"in the worker\n{self.args[0]}"
-
-
-def error_for_caller(error: Exception) -> Exception:
-    """A copy of `error` for one caller, with the text of the model's own error and the worker's traceback as cause.
-
-    The text stays in this process, so it needs no redaction, unlike errors sent over HTTP.
-    """
-    if not isinstance(error, PenstockError):
-        return error
-    message, last = error.message, _last_line(error.detail)
-    kind = message.rpartition(" ")[2]
-    if last.partition(":")[0].rpartition(".")[2] == kind:  # "the model raised ValueError"
-        message = message.removesuffix(kind) + last
-    elif last and last not in message and message not in last:
-        message = f"{message}: {last}"
-    copy = type(error)(message, retry_after_s=error.retry_after_s, detail=error.detail)
-    if error.detail.startswith("Traceback"):
-        copy.__cause__ = WorkerTraceback(error.detail.rstrip())
-    return copy
-
-
-def raise_for_caller(error: Exception) -> NoReturn:
-    """Raises `error_for_caller(error)`."""
-    copy = error_for_caller(error)
-    raise copy from copy.__cause__
-
-
-def _last_line(detail: str) -> str:
-    """The text after the last frame of a traceback, such as `ValueError: too long`; any other text unchanged."""
-    lines = detail.rstrip().split("\n")
-    last_frame = max((i for i, line in enumerate(lines) if line.startswith("  ")), default=-1)
-    return "\n".join(lines[last_frame + 1 :])
 
 
 def _values(values: list[Any], return_exceptions: bool) -> list[Any]:

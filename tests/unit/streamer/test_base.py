@@ -5,49 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, QueueFull
-from penstock.streamer.base import CHUNKS_IN_FLIGHT, ChunkedCall, error_for_caller, raise_for_caller
+from penstock.errors import ItemFailed, PenstockError, QueueFull
+from penstock.streamer.base import CHUNKS_IN_FLIGHT, ChunkedCall
 from penstock.types import Item, ItemResult, Sink
-
-TRACEBACK = """Traceback (most recent call last):
-  File "model.py", line 3, in predict
-    raise pkg.Odd("first\\nsecond")
-pkg.Odd: first
-second
-"""
-
-
-def test_the_message_has_the_text_of_the_models_error_and_the_cause_its_traceback() -> None:
-    error = error_for_caller(ItemFailed("the model raised Odd", detail=TRACEBACK))
-    assert isinstance(error, ItemFailed)
-    assert str(error) == "the model raised pkg.Odd: first\nsecond"
-    assert "line 3, in predict" in str(error.__cause__)
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (LoadFailed("loading 'm' raised Odd: x (m.py, line 1)", detail="Traceback\n  File\nOdd: x"), None),
-        (
-            BadOutput("the model returned a lock", detail="TypeError('no')"),
-            "the model returned a lock: TypeError('no')",
-        ),
-        (QueueFull("the queue is full", retry_after_s=2.0), None),
-    ],
-)
-def test_a_message_repeats_no_text(error: LoadFailed, text: str | None) -> None:
-    copy = error_for_caller(error)
-    assert type(copy) is type(error)
-    assert copy is not error, "two threads must not raise the same object"
-    assert str(copy) == (text or str(error))
-    assert copy.retry_after_s == error.retry_after_s
-
-
-def test_errors_of_other_libraries_are_raised_unchanged() -> None:
-    error = KeyError("a")
-    with pytest.raises(KeyError) as caught:
-        raise_for_caller(error)
-    assert caught.value is error
 
 
 class Queue:

@@ -18,9 +18,10 @@ from msgspec import Struct
 from msgspec.msgpack import Ext
 
 from penstock.core.codecs import traits_of
+from penstock.core.wire.exceptions import read_error, write_error
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.wire.tensors import dumps
-from penstock.errors import BadOutput, BadRequest, PenstockError, from_code, plain
+from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.types import BatchPart, Item, ItemResult, MetricDelta, Ready
 
 # ---- frames
@@ -322,7 +323,7 @@ class MessageReader:
     def __init__(self, kind: Any, resolve: Callable[[int, int, bool], Any]) -> None:
         self._resolve = resolve
         self._buffers: list[bytearray] = []
-        self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._ext, dec_hook=_read_error)
+        self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=self._ext, dec_hook=read_error)
 
     def read(self, frame: Frame) -> Any:
         """The message in `frame`. Raises msgspec.DecodeError or ValueError if the peer is broken."""
@@ -340,7 +341,7 @@ class MessageReader:
         if code == _PICKLE_PARTS:
             return Pickled(*msgspec.msgpack.decode(data, ext_hook=self._memory_of_object))
         if code == _ERROR:
-            return _read_error(PenstockError, msgspec.msgpack.decode(data))
+            return read_error(PenstockError, msgspec.msgpack.decode(data))
         raise ValueError(f"unknown extension {code}")
 
     def _memory_of_object(self, code: int, data: memoryview) -> Any:
@@ -388,18 +389,4 @@ def _unsendable(value: object, why: Exception) -> BadOutput:
     return BadOutput(f"the model returned a {type(value).__name__} that cannot be pickled", detail=repr(why))
 
 
-def _write_error(value: object) -> object:
-    if isinstance(value, PenstockError):
-        retry_after_s = None if value.retry_after_s is None else float(value.retry_after_s)
-        return [value.code, plain(value.message), retry_after_s, plain(value.detail)]
-    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
-
-
-def _read_error(kind: type, value: Any) -> PenstockError:
-    code, message, retry_after_s, detail = value
-    error = from_code(code, message, detail)
-    error.retry_after_s = retry_after_s
-    return error
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_write_error)
+_encoder = msgspec.msgpack.Encoder(enc_hook=write_error)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
+from penstock.core.wire.exceptions import OwnException
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter, out_of_memory
 from penstock.core.worker.python_model import PythonModel
@@ -142,6 +143,10 @@ class BatchRunner:
         """The item's error. Its message may leave the process; text and traceback stay in `detail`."""
         text = "".join(traceback.format_exception(error))
         if isinstance(error, PenstockError):
+            ours = next(c for c in type(error).__mro__ if c.__module__.startswith("penstock."))
+            if ours is not type(error):  # callers may lack a user's class
+                failed = ours(error.message, retry_after_s=error.retry_after_s, detail=error.detail or text)
+                return _with_original(failed, error)
             error.detail = error.detail or text
             error.__traceback__ = error.__context__ = error.__cause__ = None  # frames keep payloads alive
             return error
@@ -152,7 +157,15 @@ class BatchRunner:
             log.warning("item_failed model=%s error=%r: its callers get an error\n%s", model, key, text)
         if out_of_memory(error):
             return OutOfMemory("the device ran out of memory on this item alone", detail=text)
-        return ItemFailed(f"{doing} {kind}", detail=text)
+        return _with_original(ItemFailed(f"{doing} {kind}", detail=text), error)
+
+
+def _with_original(failed: PenstockError, error: BaseException) -> PenstockError:
+    """`failed` with the model's exception, for callers in Python."""
+    # a StopIteration cannot be raised in a coroutine
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+        failed.original = OwnException(error)
+    return failed
 
 
 def _record_times(part: BatchPart, decoded: Decoded, stages_s: tuple[float, float, float]) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.core.wire.exceptions import RemoteException
 from penstock.errors import PenstockError, describe, from_code, plain
 from penstock.streamer.redis.codec import MalformedMessage
 
@@ -72,11 +73,13 @@ class RequestHeader(Struct, array_like=True, frozen=True):
 
 
 class WireError(Struct, array_like=True, frozen=True):
-    """An error without its detail, which stays in the process that raised it."""
+    """An error without its detail, which stays in the process that raised it. `original` names the model's exception:
+    callers use it only if they have imported its module."""
 
     code: str
     message: str
     retry_after_s: float | None = None
+    original: RemoteException | None = None
 
 
 class BrokerReply(Struct, array_like=True, frozen=True):
@@ -124,13 +127,14 @@ def _load(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
 
 def to_wire(error: PenstockError) -> WireError:
     """An error in the form that is sent."""
-    return WireError(error.code, plain(error.message), error.retry_after_s)
+    original = None if error.original is None else error.original.plain()
+    return WireError(error.code, plain(error.message), error.retry_after_s, original)
 
 
 def from_wire(wire: WireError) -> PenstockError:
     """The error that was sent."""
     error = from_code(wire.code, wire.message)
-    error.retry_after_s = wire.retry_after_s
+    error.retry_after_s, error.original = wire.retry_after_s, wire.original
     return error
 
 

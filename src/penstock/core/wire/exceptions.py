@@ -1,0 +1,130 @@
+"""Errors between processes: Penstock's as data, and with them the exceptions that models raised.
+
+A model's exception crosses as its class name and plain arguments. Only within a pickled object, between a process and
+its own child, does it also cross as a pickle, with attributes and causes; the receiver decides whether to load it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+from msgspec import Struct
+
+from penstock.errors import PenstockError, from_code, plain
+
+MAX_PICKLE_BYTES, MAX_CAUSES = 64 * 2**10, 8
+MAX_ARGUMENTS, MAX_ARGUMENT_LENGTH = 8, 1000
+
+
+class RemoteException(Struct, array_like=True, frozen=True):
+    """An exception that another process raised: its class, and its arguments as numbers and text."""
+
+    module: str
+    name: str
+    args: list[str | int | float | bool | None]
+
+    def plain(self) -> RemoteException:
+        """The exception without a pickle."""
+        return RemoteException(self.module, self.name, self.args)
+
+    def chain(self) -> list[Any]:
+        """The exception and its causes, each as (class, arguments, attributes) or as itself; empty if unknown."""
+        return []
+
+
+class PickledException(RemoteException, array_like=True, frozen=True):
+    """A RemoteException from our own worker. `pickled` is its chain; empty if that cannot be pickled or is large."""
+
+    pickled: bytes
+
+    def chain(self) -> list[Any]:
+        return pickle.loads(self.pickled) if self.pickled else []
+
+
+class OwnException:
+    """An exception that a model in this process raised. In another process it becomes a PickledException."""
+
+    def __init__(self, error: Exception) -> None:
+        """Drops the frames, which keep payloads alive, of the exception and its causes."""
+        self.error = error
+        for cause in _causes(error):
+            cause.__traceback__ = cause.__context__ = None
+
+    def plain(self) -> RemoteException:
+        kind = type(self.error)
+        args = [_argument(value) for value in self.error.args[:MAX_ARGUMENTS]]
+        return RemoteException(kind.__module__, kind.__qualname__, args)
+
+    def chain(self) -> list[Any]:
+        return [_parts(cause) for cause in _causes(self.error)]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        found = self.plain()
+        return (PickledException, (found.module, found.name, found.args, self._pickled()))
+
+    def _pickled(self) -> bytes:
+        try:
+            chain = self.chain()
+        except Exception:
+            return b""
+        while chain:
+            file = _Bounded()
+            try:
+                pickle.Pickler(file, 5).dump(chain)
+                return file.getvalue()
+            except Exception:
+                chain.pop()
+        return b""
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The exception and its causes."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and len(causes) < MAX_CAUSES:  # an exception may be its own cause
+        causes.append(cause)
+        cause = cause.__cause__
+    return causes
+
+
+def _parts(error: BaseException) -> Any:
+    own = isinstance(error, PenstockError)  # the constructor of a user's subclass may take other arguments
+    reduced: Any = BaseException.__reduce__(error) if own else error.__reduce_ex__(5)
+    made, args, *state = reduced
+    return (made, args, state[0] if state else None) if made is type(error) else error
+
+
+def _argument(value: object) -> str | int | float | bool | None:
+    if value is None or type(value) in (bool, float) or (type(value) is int and abs(value) < 2**63):
+        return value  # type: ignore[return-value]
+    try:
+        return plain(value)[:MAX_ARGUMENT_LENGTH]
+    except Exception:
+        return "(its text cannot be shown)"
+
+
+class _Bounded(io.BytesIO):
+    def write(self, piece: Any) -> int:
+        if self.tell() + memoryview(piece).nbytes > MAX_PICKLE_BYTES:
+            raise ValueError("the exception is too large")
+        return super().write(piece)
+
+
+def write_error(value: object) -> object:
+    """The form of a PenstockError in a message. Raises NotImplementedError for any other object."""
+    if isinstance(value, PenstockError):
+        retry_after_s = None if value.retry_after_s is None else float(value.retry_after_s)
+        original = None if value.original is None else value.original.plain()
+        return [value.code, plain(value.message), retry_after_s, plain(value.detail), original]
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
+
+
+def read_error(kind: type, value: Any) -> PenstockError:
+    """The error that `write_error` wrote."""
+    code, message, retry_after_s, detail, original = value
+    error = from_code(code, message, detail)
+    error.retry_after_s = retry_after_s
+    error.original = None if original is None else RemoteException(*original)
+    return error
