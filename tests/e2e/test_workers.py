@@ -388,6 +388,34 @@ def test_an_async_generator_streams_events(serve: Callable[..., Any]) -> None:
     ]
 
 
+async def test_a_prompt_that_raises_at_its_second_step_leaves_the_other_streams_of_its_batch_alone(
+    app: Callable[..., ModelConfig],
+) -> None:
+    config = app(
+        """
+        def tokens(items):
+            for step in range(3):
+                if step == 1 and "bad" in items:
+                    raise ValueError("no such token")
+                yield [f"{item}-{step}" for item in items]
+        """,
+        "tokens",
+        policy="fixed",
+        max_batch_size=3,
+        max_hold_s=5.0,
+    )
+    async with running(config) as engine:
+
+        async def read(prompt: str, parts: list[str]) -> None:
+            async for part in engine.stream("m", prompt):
+                parts.append(part)
+
+        prompts: dict[str, list[str]] = {"a": [], "bad": [], "c": []}
+        ends = await gather(*(read(prompt, parts) for prompt, parts in prompts.items()), return_exceptions=True)
+    assert [type(end) for end in ends] == [type(None), ItemFailed, type(None)]
+    assert prompts == {"a": ["a-0", "a-1", "a-2"], "bad": ["bad-0"], "c": ["c-0", "c-1", "c-2"]}
+
+
 def test_a_large_body_is_a_view_of_shared_memory_and_a_small_one_bytes(serve: Callable[..., Any]) -> None:
     server = serve(
         "def kind(items):\n    return [[type(x).__name__, getattr(x, 'readonly', None)] for x in items]", "kind"

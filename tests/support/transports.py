@@ -139,9 +139,10 @@ async def check_an_exception_as_result_fails_its_item(make: MakeTransport) -> No
 
 async def check_invalid_results_are_named(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
-        for found in await harness.values(("length", 1), 2, 3):
-            assert type(found) is BadOutput
-            assert "returned 1 results for 3 items" in found.message
+        found, *others = await harness.values(("length", 4), 2, 3)
+        assert type(found) is BadOutput
+        assert "returned 4 results for 1 items" in found.message
+        assert others == [2, 3]
         (found,) = await harness.values(("instead", {"a": 1}))
         assert type(found) is BadOutput
         assert "dict" in found.message

@@ -1,7 +1,8 @@
 """One batch in a model: which units are alive, their outcomes, and which parts were sent.
 
-One bad item fails alone. A result may be an exception; a call that raises or runs out of memory is repeated in halves
-until the guilty item is alone. The scheduler halves too, but only after a death: then no worker is left to do it here.
+One bad item fails alone. A result may be an exception; a call that raises, returns a wrong number of results or runs
+out of memory is repeated in halves until the guilty item is alone. A repeated stream continues where its caller is. The
+scheduler isolates items too, but only after a death: then no worker is left to do it here.
 """
 
 import time
@@ -14,8 +15,9 @@ from msgspec import Struct, field
 from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.messages import Unsent
+from penstock.core.wire.tensors import dumps
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadOutput, Cancelled, OutOfMemory, PenstockError, describe
+from penstock.errors import BadOutput, Cancelled, ItemFailed, OutOfMemory, PenstockError, describe
 from penstock.types import BatchPart, Headed, Item, ItemResult
 
 Emit = Callable[[BatchPart], None]
@@ -25,8 +27,13 @@ MAX_LOGGED = 100
 
 # these end the worker; any other exception is an error of items, including panics of native code
 ENDS = (SystemExit, KeyboardInterrupt)
+MAX_MARKS = 10_000  # a call with longer streams is not repeated
 _NOTHING = object()  # no outcome yet
 _STREAMED = object()  # the parts were sent
+_DIFFERS = (
+    "another item of the batch failed in the middle of the stream, and when the model ran again its parts differed: set"
+    " idempotent = false for a model whose results are random"
+)
 
 
 class LogLimiter:
@@ -81,6 +88,10 @@ class BatchRun:
         self.live = [u for u, outcome in enumerate(self.outcomes) if outcome is _NOTHING]
         self.failed_rows: int | None = None  # fewest rows that ran out of memory
         self.ran_rows = 0  # most rows that ran
+        self._repeats = len(self.live) > 1 and runner.batching.idempotent
+        self._marks: dict[int, list[int]] = {}  # of the parts that the caller of a unit has
+        self._place: dict[int, int] = {}  # of the unit's next part, in the current call
+        self._unmarked: set[int] = set()  # units that have parts without a mark
 
     def preprocess(self) -> None:
         """Replaces values by the results of `preprocess`; a unit on which it raises fails."""
@@ -103,6 +114,7 @@ class BatchRun:
         """Predicts these units; after an error in halves, if the configuration allows it."""
         error: BaseException
         partial = PartialResults(self, units)
+        self._place.update(dict.fromkeys(units, 0))
         try:
             if self.runner.model.send_parts_to is not None:
                 self.runner.model.send_parts_to(partial)
@@ -110,102 +122,101 @@ class BatchRun:
             if hasattr(found, "__next__"):
                 self._stream(units, found)
                 return
+            results = _aligned(found, len(units))
         except ENDS:
             raise
-        except BadOutput as e:  # from a wrapper around the model: halves would return the same
-            self._fail(units, e.with_traceback(None))
-            return
         except BaseException as e:
             error = e
         else:
             self.ran_rows = max(self.ran_rows, self._rows(units))
-            results = _aligned(found, len(units))
-            if isinstance(results, PenstockError):
-                self._fail(units, results)
-                return
             for u, result in zip(units, results, strict=True):
                 if u in partial.alive:
                     self.outcomes[u] = result
             return
-        if partial.sent:  # sent parts must not be sent again
-            self._fail(units, self.runner.error_of(error))
-        else:
-            self._failed(units, error)
+        self._failed(units, error)  # outside of `except`: the next error must not refer to this one
 
     def _failed(self, units: list[int], error: BaseException) -> None:
+        """Repeats a call in halves, or fails the units that have no outcome yet."""
         memory = out_of_memory(error)
         if memory:
             rows = self._rows(units)
             self.failed_rows = rows if self.failed_rows is None else min(rows, self.failed_rows)
         batching = self.runner.batching
-        if len(units) > 1 and batching.idempotent and (memory or batching.retry_split):
+        split = len(units) > 1 and batching.idempotent and (memory or batching.retry_split)
+        units = [u for u in units if self.outcomes[u] is _NOTHING]
+        if split and self._unmarked.isdisjoint(units) and not isinstance(error, Cancelled):
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed call
             middle = (len(units) + 1) // 2
-            self.attempt(units[:middle])
-            self.attempt(units[middle:])
-            return
-        if memory and len(units) > 1:
+            for half in (units[:middle], units[middle:]):
+                if half:
+                    self.attempt(half)
+        elif memory and len(units) > 1:
             text = f"the device ran out of memory on a batch of {len(units)} items"
             self._fail(units, OutOfMemory(text, detail=self.runner.error_of(error).detail))
         else:
             self._fail(units, self.runner.error_of(error))
 
     def _stream(self, units: list[int], steps: Iterator[Any]) -> None:
-        """Sends every step as a part. Raises the model's error only if no part was sent: then halving is safe."""
+        """Sends every step as a part. Raises the model's error."""
         alive = set(units)
-        sent = False
-        wrong: PenstockError | None = None
         try:
             for step in steps:
-                results = _aligned(step, len(units))
-                if isinstance(results, PenstockError):
-                    wrong = results
-                    break
-                sent = self.emit_step(units, results, alive) or sent
-        except ENDS:
-            raise
-        except BaseException as e:
-            if not sent and not isinstance(e, Cancelled):  # an abandoned call is not retried
-                raise
-            wrong = self.runner.error_of(e)
+                self.emit_step(units, _aligned(step, len(units)), alive)
         finally:
             close = getattr(steps, "close", None)
             if close is not None:
                 close()
         self.ran_rows = max(self.ran_rows, self._rows(units))
         for u in alive:
-            self.outcomes[u] = _STREAMED if wrong is None else wrong
+            complete = self._place[u] >= len(self._marks.get(u, ()))
+            self.outcomes[u] = _STREAMED if complete else ItemFailed(_DIFFERS)
 
-    def emit_step(self, units: list[int], results: list[Any], alive: set[int]) -> bool:
-        """Sends a part of the results of these units; failed ones leave `alive`. False: there was nothing to send."""
+    def _unsent(self, u: int, body: Any) -> Any:
+        """The next part of a unit; None if the caller has it from an earlier call, an error if that one differed."""
+        if not self._repeats:
+            return body
+        marks, place = self._marks.setdefault(u, []), self._place[u]
+        self._place[u] = place + 1
+        try:
+            mark = hash(body if type(body) is bytes else dumps(body, lambda _: True))
+        except Exception:
+            self._unmarked.add(u)
+            return body
+        if place < len(marks):
+            return None if marks[place] == mark else ItemFailed(_DIFFERS)
+        if place < MAX_MARKS:
+            marks.append(mark)
+        else:
+            self._unmarked.add(u)
+        return body
+
+    def emit_step(self, units: list[int], results: list[Any], alive: set[int]) -> None:
+        """Sends a part of the results of these units; failed ones leave `alive`."""
         parts: list[ItemResult | None] = [None] * len(self.d.items)
         position = _positions(self.d.owners)
-        sent = False
         for u, value in zip(units, results, strict=True):
             if value is None or u not in alive:
                 continue
             result = value if isinstance(value, Exception) else self._postprocessed(value)
             i = self.d.owners[u]
             item = self.d.items[i]
+            encoded = None
+            if not item.many and not isinstance(result, Exception):
+                encoded = self.encoded(i, result, part=True)
+                result = encoded.error or encoded.body
+            if not isinstance(result, Exception):
+                result = self._unsent(u, result)
             if isinstance(result, Exception):
                 self.outcomes[u] = self.runner.error_of(result, "the model returned")
                 alive.discard(u)
-                continue
-            if item.many:
-                part = parts[i] = parts[i] or ItemResult([None] * self.d.owners.count(i), final=False)
-                part.body[position[u]] = result
-            else:
-                encoded = self.encoded(i, result, part=True)
-                if encoded.error is not None:
-                    self.outcomes[u] = encoded.error
-                    alive.discard(u)
-                    continue
+            elif encoded is not None and result is not None:
                 encoded.final = False
                 parts[i] = encoded
-            sent = True
-        if sent:
+            elif result is not None:
+                part = parts[i] = parts[i] or ItemResult([None] * self.d.owners.count(i), final=False)
+                part.body[position[u]] = result
+        if any(parts):
             self.emit(BatchPart(self.batch_id, parts, final=False))
-        return sent
 
     def final(self) -> BatchPart:
         """The answer of every item."""
@@ -292,21 +303,20 @@ class BatchRun:
 
 
 class PartialResults:
-    """Sends parts of the results of one call. `alive` are the units without a final result, `sent` if any part left."""
+    """Sends parts of the results of one call. `alive` are the units without a final result."""
 
     def __init__(self, run: BatchRun, units: list[int]) -> None:
         self._run = run
         self._units = units
         self._abandoned = False
         self.alive = set(units)
-        self.sent = False
 
     def __call__(self, results: list[Any]) -> None:
         """Sends the results; None where a unit has none yet."""
         if self._abandoned:
             return
         try:
-            self.sent = self._run.emit_step(self._units, results, self.alive) or self.sent
+            self._run.emit_step(self._units, results, self.alive)
         except Cancelled:
             self._abandoned = True  # the call goes on: it may not be interruptible
 
@@ -336,19 +346,19 @@ def _positions(owners: list[int]) -> list[int]:
     return places
 
 
-def _aligned(found: Any, expected: int) -> list[Any] | PenstockError:
-    """The results as a list, one per item, or an error that states what is wrong."""
+def _aligned(found: Any, expected: int) -> list[Any]:
+    """The results as a list, one per item. Raises BadOutput."""
     array = hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0
     if not isinstance(found, (list, tuple)) and (
         not array or hasattr(found, "columns")
     ):  # a table would give its columns
-        return BadOutput(
+        raise BadOutput(
             f"predict returned a {type(found).__name__}, expected a list, a tuple or an array of {expected} results"
         )
     try:
         results = list(found)
     except Exception as e:
-        return BadOutput(f"predict returned a {type(found).__name__} that cannot be read: {describe(e)}")
+        raise BadOutput(f"predict returned a {type(found).__name__} that cannot be read: {describe(e)}") from None
     if len(results) != expected:
-        return BadOutput(f"predict returned {len(results)} results for {expected} items, expected one for each item")
+        raise BadOutput(f"predict returned {len(results)} results for {expected} items, expected one for each item")
     return results

@@ -105,16 +105,17 @@ def test_without_retries_the_whole_batch_fails(off):
     assert sizes == [8]
 
 
-def test_an_invalid_answer_is_not_retried_in_halves():
-    calls = []
-
+@pytest.mark.parametrize("wrong", [[1], None, BadOutput("no list")])
+def test_an_invalid_answer_is_split_until_the_guilty_item_is_alone(wrong):
     def predict(items):
-        calls.append(len(items))
-        raise BadOutput("this is no list")
+        if 5 not in items:
+            return items
+        if isinstance(wrong, Exception):
+            raise wrong
+        return wrong and [1] * (len(items) + 1)
 
-    [part] = run(predict, [1, 2, 3, 4])
-    assert kinds(part) == [BadOutput] * 4
-    assert calls == [4]
+    [part] = run(predict, range(8))
+    assert kinds(part) == [int] * 5 + [BadOutput] + [int] * 2
 
 
 def test_out_of_memory_halves_even_without_retry_split():
@@ -179,15 +180,15 @@ def test_out_of_memory_fails_the_whole_batch_of_a_non_idempotent_model():
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        ([1], "returned 1 results for 2 items"),
-        ([1, 2, 3], "returned 3 results for 2 items"),
+        ([], "returned 0 results for 1 items"),
+        ([1, 2, 3], "returned 3 results for 1 items"),
         (None, "returned a NoneType"),
         ("ab", "returned a str"),
         ({1: 1, 2: 2}, "returned a dict"),
         (np.float32(1), "returned a float32"),
     ],
 )
-def test_wrong_results_fail_all_with_both_lengths_or_the_type(found, told):
+def test_wrong_results_fail_with_both_lengths_or_the_type(found, told):
     (part,) = run(lambda items: found, [0, 0])
     assert kinds(part) == [BadOutput] * 2
     assert all(told in v.message for v in values(part))
@@ -297,34 +298,79 @@ def test_a_stream_that_raises_before_its_first_part_is_split():
     assert [[v for v in values(p) if v is not None] for p in parts[:-1]] == [[1], [2]]
 
 
-def test_a_broken_stream_fails_its_unfinished_items():
-    calls = []
-
+def test_a_broken_stream_is_split_and_the_others_continue_where_their_callers_are():
     def breaks(items):
-        calls.append(len(items))
+        yield [ValueError() if i == "bad" else f"{i}1" for i in items]
+        if "worse" in items:
+            raise RuntimeError
+        yield [f"{i}2" for i in items]
+
+    parts = run(breaks, [1, "bad", 2, "worse", 3])
+    assert kinds(parts[-1]) == [type(None), ItemFailed, type(None), ItemFailed, type(None)]
+    assert [v.message for v in values(parts[-1]) if v] == [
+        "the model returned ValueError",
+        "the model raised RuntimeError",
+    ]
+    streams = [[v for p in parts[:-1] if (v := values(p)[i]) is not None] for i in (0, 2, 3, 4)]
+    assert streams == [["11", "12"], ["21", "22"], ["worse1"], ["31", "32"]]
+
+
+@pytest.mark.parametrize("off", [{"retry_split": False}, {"idempotent": False}])
+def test_without_retries_a_broken_stream_fails_its_unfinished_items(off):
+    def breaks(items):
         yield [ValueError(), 1]
         raise RuntimeError
 
-    parts = run(breaks, [1, 2])
-    assert kinds(parts[-1]) == [ItemFailed, ItemFailed]
+    parts = run(breaks, [1, 2], **off)
     assert [v.message for v in values(parts[-1])] == ["the model returned ValueError", "the model raised RuntimeError"]
-    assert calls == [2]
 
 
-def test_a_step_of_wrong_length_ends_the_stream_and_closes_it():
+@pytest.mark.parametrize("second", [["c"], []])
+def test_a_stream_that_differs_when_it_runs_again_ends_with_an_error(second):
+    calls = []
+
+    def random(items):
+        calls.append(items)
+        for part in ["a", "b"] if len(calls) == 1 else ["a", *second]:
+            yield [part] * len(items)
+        if "bad" in items:
+            raise RuntimeError
+
+    parts = run(random, [1, "bad"])
+    assert [values(p)[0] for p in parts[:-1]] == ["a", "b"]
+    assert kinds(parts[-1]) == [ItemFailed] * 2
+    assert "its parts differed" in values(parts[-1])[0].message
+
+
+def test_a_stream_that_is_too_long_to_compare_is_not_repeated(monkeypatch):
+    monkeypatch.setattr("penstock.core.worker.batch.MAX_MARKS", 2)
+
+    def breaks(items):
+        for step in range(3):
+            yield [step] * len(items)
+        if "bad" in items:
+            raise RuntimeError
+
+    parts = run(breaks, [1, "bad"])
+    assert [values(p)[0] for p in parts[:-1]] == [0, 1, 2]
+    assert kinds(parts[-1]) == [ItemFailed] * 2
+
+
+def test_a_step_of_wrong_length_is_split_and_closes_the_stream():
     closed = []
 
     def wrong(items):
         try:
             yield items
-            yield [1]
+            yield items if 2 not in items else []
             yield items
         finally:
             closed.append(True)
 
     parts = run(wrong, [1, 2])
-    assert kinds(parts[-1]) == [BadOutput] * 2
-    assert closed == [True]
+    assert kinds(parts[-1]) == [type(None), BadOutput]
+    assert [[v for p in parts[:-1] if (v := values(p)[i]) is not None] for i in (0, 1)] == [[1, 1, 1], [2]]
+    assert closed == [True] * 3
 
 
 def test_many_items_stream_as_lists():
@@ -434,14 +480,12 @@ def test_a_part_that_cannot_be_sent_ends_its_item_alone():
     assert kinds(parts[2]) == [BadOutput, bytes]
 
 
-def test_a_batch_with_sent_parts_is_not_retried():
+def test_a_call_that_raises_after_sent_parts_is_split_and_sends_no_part_twice():
     model = Telling()
     parts = run(model, [["a", "raise"], ["b", "c"]])
-    assert kinds(parts[-1]) == [ItemFailed, ItemFailed]
-    assert len(model.calls) == 1
-    model = Telling()
-    assert kinds(run(model, [["raise"], ["c"]])[-1]) == [ItemFailed, str]
-    assert len(model.calls) == 3
+    assert [values(p) for p in parts[:-1]] == [["a", "b"]]
+    assert kinds(parts[-1]) == [ItemFailed, str]
+    assert [len(items) for items in model.calls] == [2, 1, 1]
 
 
 def test_a_call_continues_without_readers_of_its_parts():
