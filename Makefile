@@ -84,7 +84,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 $(PEERS)/.peers: constraints.txt | $(BIN)/python
 	$(BIN)/python -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt \
-	torchserve==0.12.0 torch-model-archiver==0.12.0 torch numpy pyyaml
+	torchserve==0.12.0 torch-model-archiver==0.12.0 torch numpy pyyaml requests
 	@touch $@
 
 clean:

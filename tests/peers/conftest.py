@@ -6,6 +6,7 @@ Runs only by `make test-peers`, which makes the virtual environment with TorchSe
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -34,16 +35,21 @@ def program(owner: str, name: str) -> str:
 
 
 class PeerServer:
-    """`torchserve --start --foreground` of either owner, on ports of its own."""
+    """`torchserve --start --foreground` of either owner, on ports of its own.
 
-    def __init__(self, owner: str, folder: Path, store: Path, models: list[str], settings: str = "") -> None:
+    Without `models`, the configuration determines what is loaded. With `tls`, management has HTTPS.
+    """
+
+    def __init__(
+        self, owner: str, folder: Path, store: Path, models: list[str], settings: str = "", tls: bool = False
+    ) -> None:
         self.owner = owner
         folder.mkdir()
         (folder / "tmp").mkdir()
         ports = _free_ports(5)
         (folder / "config.properties").write_text(
             f"inference_address=http://127.0.0.1:{ports[0]}\n"
-            f"management_address=http://127.0.0.1:{ports[1]}\n"
+            f"management_address=http{'s' * tls}://127.0.0.1:{ports[1]}\n"
             f"metrics_address=http://127.0.0.1:{ports[2]}\n"
             f"grpc_inference_port={ports[3]}\n"
             f"grpc_management_port={ports[4]}\n"
@@ -52,11 +58,12 @@ class PeerServer:
             f"vmargs=-Xmx512m -Djava.io.tmpdir={folder}/tmp\n"
             f"{settings}"
         )
-        self.url = f"http://127.0.0.1:{ports[0]}"
+        self.url, self.management = f"http://127.0.0.1:{ports[0]}", f"http{'s' * tls}://127.0.0.1:{ports[1]}"
         self.grpc_ports = ports[3], ports[4]  # of inference and management
         self._log = folder / "output"
-        command = [program(owner, "torchserve"), "--start", "--foreground", "--ncs", "--disable-token-auth"]
-        command += ["--model-store", str(store), "--ts-config", str(folder / "config.properties"), "--models", *models]
+        command = [program(owner, "torchserve"), "--start", "--foreground", "--disable-token-auth"]
+        command += ["--model-store", str(store), "--ts-config", str(folder / "config.properties")]
+        command += ["--ncs", "--models", *models] if models else []
         environment = {
             **os.environ,
             "PATH": f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}",
@@ -85,13 +92,25 @@ class PeerServer:
         raise AssertionError(f"{self.owner} does not serve {model}, last answer {answer}\n{said}")
 
     def post(self, path: str, body: bytes, content_type: str = "application/octet-stream") -> tuple[int, bytes]:
-        request = urllib.request.Request(self.url + path, body, {"content-type": content_type})
-        try:
-            with urllib.request.urlopen(request, timeout=30) as response:
-                return response.status, response.read()
-        except urllib.error.HTTPError as e:
-            with e:
-                return e.code, e.read()
+        return fetch(urllib.request.Request(self.url + path, body, {"content-type": content_type}))
+
+    def manage(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        """The status and the JSON of a management request."""
+        headers = {"content-type": "application/json"} if body else {}
+        status, found = fetch(urllib.request.Request(self.management + path, body, headers, method=method))
+        return status, json.loads(found)
+
+    def printed(self) -> str:
+        return self._log.read_text()
+
+    def started(self) -> bool:
+        """True once the server has started, False if its process ends instead."""
+        end = time.monotonic() + START_S
+        while "Model server started" not in self.printed():
+            if self._process.poll() is not None or time.monotonic() > end:
+                return "Model server started" in self.printed()
+            time.sleep(0.1)
+        return True
 
     def close(self) -> None:
         """Ends the server with all of its workers."""
@@ -101,6 +120,15 @@ class PeerServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def fetch(request: urllib.request.Request) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as e:
+        with e:
+            return e.code, e.read()
 
 
 def _free_ports(count: int) -> list[int]:
@@ -121,8 +149,8 @@ def peer_server(tmp_path: Path) -> Iterator[Any]:
     """Starts a server; all are ended after the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(owner: str, store: Path, models: list[str], settings: str = "") -> PeerServer:
-            server = PeerServer(owner, tmp_path / owner, store, models, settings)
+        def start(owner: str, store: Path, models: list[str], settings: str = "", tls: bool = False) -> PeerServer:
+            server = PeerServer(owner, tmp_path / owner, store, models, settings, tls)
             stack.callback(server.close)
             return server
 
