@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 MB = 10**6
@@ -26,7 +28,8 @@ HANDLER = "def handle(data, context):\n    return [str(each['body']) for each in
 class TorchServer:
     """The server process of `torchserve`, with one model `echo`; `urls` has its three listeners."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: int | None = None) -> None:
+        """`files` is the hard limit of open files."""
         (folder / "store").mkdir()
         model = {"modelName": "echo", "modelVersion": "1.0", "handler": "service.py"}
         with zipfile.ZipFile(folder / "store" / "echo.mar", "w") as archive:
@@ -39,8 +42,9 @@ class TorchServer:
         read, write = os.pipe()
         self._log = (folder / "log").open("w+b")
         words = [sys.executable, "-m", "penstock.torchserve.cli.server", "--start", "--ts-config", "config.properties"]
+        limited = [] if files is None else ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh"]
         self.process = subprocess.Popen(
-            words,
+            [*limited, *words],
             cwd=folder,
             env={**os.environ, "PENSTOCK_READY_FD": str(write)},
             pass_fds=[write],
@@ -165,6 +169,63 @@ async def test_no_port_serves_web_pages_of_others(server: Any, chaos: SimpleName
             writer.close()
     async with chaos.Client(server) as client:
         assert (await client.ask("/predictions/echo", b"7", content_type="application/json")).body == b"7"
+
+
+@contextlib.asynccontextmanager
+async def silence(addresses: list[tuple[str, int]], number: int) -> AsyncIterator[None]:
+    """So many connections to each address that send nothing; a refused one counts too."""
+    sockets = [socket.socket() for _ in addresses for _ in range(number)]
+    try:
+        for k, each in enumerate(sockets):
+            each.setblocking(False)
+            each.connect_ex(addresses[k // number])
+        await asyncio.sleep(0.5)
+        yield
+    finally:
+        for each in sockets:
+            each.close()
+
+
+async def test_silent_connections_to_one_port_leave_descriptors_to_the_others(
+    tmp_path: Path, chaos: SimpleNamespace
+) -> None:
+    server = TorchServer(tmp_path, files=400)
+    try:
+        assert "event=few_descriptors limit=400" in server.said()
+        for name in LISTENERS:
+            async with silence([chaos.Client(server, name).address], 500):
+                for other, path in (("inference", "/ping"), ("management", "/models"), ("metrics", "/metrics")):
+                    if other != name:
+                        async with chaos.Client(server, other) as client:
+                            assert (await client.ask(path, method="GET")).status == 200
+        assert server.said().count("event=port_full") == 3
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("server", ["penstock"], indirect=True)
+async def test_without_descriptors_connections_go_on_and_the_log_states_the_consequence(
+    server: Any, chaos: SimpleNamespace
+) -> None:
+    ports = [chaos.Client(server, name).address for name in LISTENERS]
+    async with chaos.Crowd(server, "echo", 4) as others:
+        await others.answered(50)
+        process = psutil.Process(server.process.pid)
+        before = process.rlimit(psutil.RLIMIT_NOFILE)
+        process.rlimit(psutil.RLIMIT_NOFILE, (chaos.descriptors(server) + 60, before[1]))
+        async with silence(ports, 100):
+            await chaos.until(lambda: "event=port_full" in server.said())
+            cpu_s = chaos.cpu_s(server)
+            others.dismiss()
+            await asyncio.sleep(1.0)
+            assert chaos.cpu_s(server) - cpu_s < 0.5  # the port does not spin
+        process.rlimit(psutil.RLIMIT_NOFILE, before)
+    assert (others.wrong, set(others.statuses)) == ([], {200})
+    assert server.said().count("event=port_full") <= len(LISTENERS)
+    assert "consequence=new_connections_are_refused" in server.said()
+    for name, path in (("inference", "/ping"), ("management", "/models"), ("metrics", "/metrics")):
+        async with chaos.Client(server, name) as client:
+            assert (await client.ask(path, method="GET")).status == 200
 
 
 class Memory:

@@ -15,6 +15,7 @@ from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from penstock._version import __version__
 from penstock.config.checks import is_loopback, thrift_model, tokens_for
@@ -25,6 +26,7 @@ from penstock.core.engine.management import Management
 from penstock.errors import PenstockError
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import make_ssl_context
+from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.server import HttpServer
@@ -67,6 +69,8 @@ class Server:
         self._admin: list[HttpServer] = []
         self._thrift: ThriftServer | None = None
         self._tls: SSLContext | None = None
+        self._limits = config.limits  # of the inference listeners
+        self._most_aside = config.limits.max_connections  # of the other listeners
         self.urls: dict[str, str] = {}
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
@@ -76,8 +80,11 @@ class Server:
         self._stop.catch()
         s = self._config.server
         self._tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
-        flavor = self._flavor("inference", s.host)
-        http = HttpServer(engine, self._config.limits, ssl=self._tls, flavor=flavor)
+        limits = self._config.limits
+        main = 1 if s.thrift_port is None else 2
+        most, self._most_aside = share_connections(limits.max_connections, main, 2)
+        self._limits = replace(limits, max_connections=most)
+        http = HttpServer(engine, self._limits, ssl=self._tls, flavor=self._flavor("inference", s.host))
         self._metrics.read = lambda: _reading(engine, http)
         try:
             self._note("inference", *await http.start(s.host, s.port))
@@ -127,17 +134,18 @@ class Server:
             return
         from penstock.torchpipe.thrift.server import ThriftServer
 
-        self._thrift = ThriftServer(engine, thrift_model(self._config), self._config.limits, ssl=self._tls)
+        self._thrift = ThriftServer(engine, thrift_model(self._config), self._limits, ssl=self._tls)
         self._note("thrift", *await self._thrift.start(s.thrift_host, s.thrift_port), "thrift")
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
         """Binds the management and metrics listeners."""
         s = self._config.server
+        limits = replace(self._limits, max_connections=self._most_aside)
         for name, routes, host, port in (
             ("management", management_routes(engine, management), s.management_host, s.management_port),
             ("metrics", metrics_routes(self._metrics.scrape, self._records.body), s.metrics_host, s.metrics_port),
         ):
-            server = HttpServer(engine, self._config.limits, ssl=self._tls, flavor=self._flavor(name, host, routes))
+            server = HttpServer(engine, limits, ssl=self._tls, flavor=self._flavor(name, host, routes))
             self._note(name, *await server.start(host, port, f"server.{name}_port"))
             self._admin.append(server)
 

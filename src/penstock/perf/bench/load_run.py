@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
-import resource
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -20,6 +19,7 @@ import httptools
 
 from penstock.client.endpoint import Endpoint, Unreachable
 from penstock.errors import ConfigError
+from penstock.serving.http.descriptors import raise_limit
 
 LOST: Final = 0  # the connection ended before the response
 TIMED_OUT: Final = -1
@@ -353,9 +353,5 @@ class LoadRun(ABC):
 
 def most_connections() -> int:
     """How many connections may be open, after raising this process's limit of open files as far as allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + SPARE_FILES
-    if 0 <= soft < wanted:
-        soft = wanted if hard < 0 else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MOST_CONNECTIONS if soft < 0 else max(1, min(wanted, soft) - SPARE_FILES)
+    return max(1, min(wanted, raise_limit(wanted)) - SPARE_FILES)

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from email.utils import formatdate
 from typing import Any, Final, Protocol
 
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
+from penstock.serving.http.descriptors import none_left
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.responses import status_line
@@ -18,6 +19,7 @@ INF: Final = float("inf")
 RECEIVE_BYTES: Final = BIG_BYTES  # so that a body that belongs in a Buffer is never read whole into this one
 SWEEP_S: Final = 0.5
 SILENT_S: Final = 0.5  # silence after which a closing listener closes a connection: its client may be sending now
+WARN_S: Final = 60.0
 
 
 class Waiting(Protocol):
@@ -48,12 +50,14 @@ class Clock:
     sweeps late, never early. `heads` holds response heads up to the content length, until the date changes.
     """
 
-    def __init__(self, config: LimitsConfig) -> None:
+    def __init__(self, config: LimitsConfig, on_starved: Callable[[], None]) -> None:
         timeouts = (config.header_timeout_s, config.body_timeout_s, config.idle_timeout_s, config.write_timeout_s)
         self.sweep_s = min(SWEEP_S, min(timeouts) / 4)
         self.header_at = self.body_at = self.idle_at = self.write_at = 0.0
         self.date_line = b""
         self.heads: dict[str, bytes] = {}
+        self.starved = False  # the process has no descriptor left for another connection
+        self._on_starved = on_starved
         self._config = config
         self._idle_s = config.idle_timeout_s
         self._timer: asyncio.TimerHandle | None = None
@@ -68,6 +72,7 @@ class Clock:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self.starved = False
 
     def hurry(self, within_s: float) -> None:
         """Closes idle connections after a short silence: the listener closes `within_s`."""
@@ -92,6 +97,9 @@ class Clock:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.sweep_s, self._sweep, connections)
         self.tick()
+        self.starved = none_left()
+        if self.starved:
+            self._on_starved()
         now = loop.time()
         for connection in list(connections):
             if connection.deadline <= now:
@@ -169,7 +177,7 @@ class Listener:
     def __init__(self, backend: Backend, config: LimitsConfig) -> None:
         self.backend = backend
         self.config = config
-        self.clock = Clock(config)
+        self.clock = Clock(config, lambda: self.warn("no_descriptors"))
         self.memory = MemoryQueue(backend)
         self.counts = Counters()
         self.idempotency = IdempotencyCache(backend, self.now)
@@ -180,11 +188,33 @@ class Listener:
         self.small_bytes = min(BIG_BYTES, config.max_body_bytes)
         self.receive = memoryview(bytearray(RECEIVE_BYTES))
         self.tasks: set[asyncio.Task[None]] = set()
+        self.port = ""  # its configuration key, for the log
+        self._warn_at = 0.0
+
+    def full(self, more: int = 0) -> bool:
+        """Whether there is no room for another connection besides `more` that are not added yet; counts the refusal."""
+        crowded = len(self.connections) + more >= self.config.max_connections
+        if not (crowded or self.closed or self.clock.starved):
+            return False
+        self.counts.refused += 1
+        if crowded and not self.closed:
+            self.warn("max_connections")
+        return True
+
+    def warn(self, cause: str) -> None:
+        """Reports refused connections, once a minute."""
+        now = self.now()
+        if now >= self._warn_at:
+            self._warn_at = now + WARN_S
+            log.warning(
+                "event=port_full port=%s cause=%s connections=%d most=%d consequence=new_connections_are_refused"
+                " hint=raise limits.max_connections and the limit of open files (ulimit -n)",
+                self.port, cause, len(self.connections), self.config.max_connections,
+            )  # fmt: skip
 
     def add(self, connection: Waiting) -> bool:
         """Adds a connection; False when there is no room for it."""
-        if self.closed or len(self.connections) >= self.config.max_connections:
-            self.counts.refused += 1
+        if self.full():
             return False
         self.clock.start(self.connections)
         connection.deadline = self.clock.idle_at if self.closing else self.clock.header_at

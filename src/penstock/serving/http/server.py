@@ -42,14 +42,14 @@ class HttpServer:
                 "ssl_handshake_timeout": config.header_timeout_s,
                 "ssl_shutdown_timeout": TLS_SHUTDOWN_S,
             }
-        refusal = self.flavor.no_tls() if ssl is not None else b""
-        self._gate = TlsGate(self.listener, self._connection, self._full, self._tls, refusal) if refusal else None
+        # an event loop's own TLS server counts a connection only after its handshake: silent ones would be unbounded
+        self._gate = TlsGate(self.listener, self._connection, self._tls, self.flavor.no_tls()) if ssl else None
         self._path: str | None = None
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int, key: str = "server.port") -> tuple[str, int]:
         """Binds and returns the actual address. Raises ConfigError, naming `key`, if it cannot."""
-        loop = self._begin()
+        loop = self._begin(key)
         try:
             if self._gate is not None:
                 await self._gate.open(host, port, BACKLOG)
@@ -63,7 +63,7 @@ class HttpServer:
 
     async def start_unix(self, path: str, key: str = "the address") -> None:
         """Listens on a Unix socket; `close` removes it. Raises ConfigError, naming `key`, if it cannot."""
-        loop = self._begin()
+        loop = self._begin(key)
         free_path(path, key)
         try:
             self._server = await loop.create_unix_server(self._connection, path, backlog=BACKLOG, **self._tls)
@@ -71,18 +71,13 @@ class HttpServer:
             raise path_error(path, exc, key) from None
         self._path = path
 
-    def _begin(self) -> asyncio.AbstractEventLoop:
+    def _begin(self, key: str) -> asyncio.AbstractEventLoop:
+        self.listener.port = key
         self.listener.clock.tick()
         return asyncio.get_running_loop()
 
     def _connection(self) -> Connection:
         return Connection(self.listener, self.flavor)
-
-    def _full(self) -> bool:
-        """Whether there is no room for another connection."""
-        listener = self.listener
-        waiting = self._gate.waiting if self._gate is not None else 0
-        return listener.closed or len(listener.connections) + waiting >= listener.config.max_connections
 
     async def close(self, drain_s: float) -> None:
         """Accepts the connections that wait, then no more; answers what they and all others have sent.

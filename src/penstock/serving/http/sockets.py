@@ -138,13 +138,11 @@ class TlsGate:
         self,
         listener: Listener,
         connect: Callable[[], asyncio.BaseProtocol],
-        full: Callable[[], bool],
         tls: dict[str, Any],
         refusal: bytes,
     ) -> None:
         self._listener = listener
         self._connect = connect
-        self._full = full
         self._tls = tls
         self._refusal = refusal
         self._tasks: set[asyncio.Task[None]] = set()
@@ -192,15 +190,14 @@ class TlsGate:
             try:
                 connection, _ = await loop.sock_accept(listening)
             except OSError as exc:
-                log.warning("event=no_accept error=%r consequence=clients_wait_%gs", exc, PAUSE_S)
+                self._listener.warn(repr(exc))
                 await asyncio.sleep(PAUSE_S)
                 continue
             connection.setblocking(False)
             self._take(connection)
 
     def _take(self, connection: socket.socket) -> None:
-        if self._full():
-            self._listener.counts.refused += 1
+        if self._listener.full(self.waiting):
             connection.close()
             return
         self.waiting += 1

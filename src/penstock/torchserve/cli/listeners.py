@@ -11,6 +11,7 @@ from msgspec import structs
 
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError, install_hint
+from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.server import HttpServer
 from penstock.torchserve.admin.startup import ServerComponents
 from penstock.torchserve.cli.tls import TlsFiles
@@ -84,12 +85,16 @@ class Listeners:
     async def start(self, scrape: Scrape) -> None:
         """Starts all listeners; `/metrics` returns the result of `scrape`. Raises ConfigError."""
         components, properties = self._components, self._properties
-        for address, groups in http_addresses(properties):
+        addresses = http_addresses(properties)
+        main = sum("inference" in groups for _, groups in addresses)
+        most, aside = share_connections(self._limits.max_connections, main, len(addresses) - main)
+        for address, groups in addresses:
+            max_connections = most if "inference" in groups else aside
             listener = make_listener(
                 components.backend,
                 components.administrator,
                 ListenerConfig(frozenset(groups), properties),
-                self._limits,
+                structs.replace(self._limits, max_connections=max_connections),
                 ssl=self._tls().context() if address.tls else None,
                 scrape=scrape,
             )

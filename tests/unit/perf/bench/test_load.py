@@ -25,6 +25,7 @@ from penstock.perf.bench.figures import summarise
 from penstock.perf.bench.load import LoopTimer, TimerFile, http_request, make_alarm
 from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
 from penstock.perf.bench.measurement import Load, Measurement
+from penstock.serving.http import descriptors
 
 KINDS = [LoopTimer, *([TimerFile] if sys.platform == "linux" else [])]
 
@@ -623,15 +624,15 @@ def test_progress_is_reported_during_the_run(virtually: LoadRun) -> None:
 
 def test_more_clients_than_files_may_be_open_are_refused(virtually: LoadRun, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[int, int]] = [(256, 1024)]
-    monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(load_run.resource, "setrlimit", lambda _, given: limits.append(given))
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, given: limits.append(given))
     with pytest.raises(ConfigError, match="5000 connections need as many open files; the limit is 1024"):
         virtually(closed(concurrency=5000, seconds=1.0), Server())
     assert limits[-1] == (1024, 1024), "raised as far as allowed"
-    monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: (9000, 9000))
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (9000, 9000))
     with pytest.raises(ConfigError, match="8001 connections: expected at most 8000 per generator"):
         virtually(closed(concurrency=8001, seconds=1.0), Server())
-    monkeypatch.setattr(load_run.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: limits[-1])
     virtually(open_(times=[0.0], connections=5000), Server())
     assert virtually.loop.opened == 924  # type: ignore[attr-defined]
 

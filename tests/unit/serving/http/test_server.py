@@ -573,3 +573,38 @@ async def test_close_answers_a_request_on_a_silent_connection_and_announces_the_
         await client.close()
         async with asyncio.timeout(2.0):  # long before the drain is over
             await closing
+
+
+async def test_a_full_port_is_reported_once_with_its_key_and_the_consequence(listen, caplog, wait_until):
+    async with listen(max_connections=1) as listener:
+        first = await listener.connect()
+        first.get("/ping")
+        assert (await first.answer()).status == 200
+        for _ in range(3):
+            assert (await (await listener.connect()).answer()).status == 503
+        (record,) = (r for r in caplog.records if "event=port_full" in r.message)
+        assert "port=server.port cause=max_connections connections=1 most=1" in record.message
+        assert "consequence=new_connections_are_refused" in record.message
+        listener.server.listener.clock.starved = True
+        await first.close()
+        await wait_until(lambda: not listener.server.connections)
+        again = await listener.connect()  # without connections nothing is known about descriptors
+        again.get("/ping")
+        assert (await again.answer()).status == 200
+
+
+async def test_connections_are_refused_while_no_descriptors_are_left(listen, caplog, monkeypatch, wait_until):
+    none_left = True
+    monkeypatch.setattr("penstock.serving.http.listener.none_left", lambda: none_left)
+    async with listen(idle_timeout_s=4.0, write_timeout_s=0.04) as listener:
+        client = await listener.connect()
+        await wait_until(lambda: listener.server.listener.clock.starved)
+        assert (await (await listener.connect()).answer()).status == 503
+        client.get("/ping")
+        assert (await client.answer()).status == 200
+        assert "cause=no_descriptors" in caplog.text
+        none_left = False
+        await wait_until(lambda: not listener.server.listener.clock.starved)
+        again = await listener.connect()
+        again.get("/ping")
+        assert (await again.answer()).status == 200

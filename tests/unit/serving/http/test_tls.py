@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 
@@ -56,3 +57,15 @@ async def test_the_management_api_speaks_tls_too():
     async with client(port) as http:
         assert (await http.get("/ping")).json() == {"status": "Healthy"}
     await server.close(1.0)
+
+
+async def test_silent_connections_count_before_their_handshake():
+    server = HttpServer(FakeBackend(), LimitsConfig(max_connections=3), ssl=make_ssl_context(CERT, KEY))
+    _, port = await server.start("127.0.0.1", 0)
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert server.listener.counts.refused == 1
+    for _, each in (*silent, (reader, writer)):
+        each.close()
+    await server.close(5.0)

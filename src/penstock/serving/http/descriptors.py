@@ -1,0 +1,58 @@
+"""The descriptors of the process: how many connections each listener may hold, and whether any are left."""
+
+import contextlib
+import logging
+import os
+import resource
+import sys
+from typing import Final
+
+log = logging.getLogger("penstock.frontends")
+
+RESERVED: Final = 256  # for workers, files and libraries
+MARGIN: Final = 8  # descriptors that accepting leaves to the others
+SIDE_SHARE: Final = 16  # a side port gets this fraction of the connections, if not all fit
+FEW: Final = 1000  # connections of inference; to allow fewer deserves a warning
+
+
+def raise_limit(wanted: int) -> int:
+    """How many descriptors the process may have, after raising its soft limit to `wanted` as far as allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < wanted:  # RLIM_INFINITY is -1
+        most = wanted if hard < 0 else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):  # macOS refuses more than OPEN_MAX
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return sys.maxsize if soft < 0 else soft
+
+
+def share_connections(wanted: int, main: int, side: int) -> tuple[int, int]:
+    """The most connections of each of `main` inference ports and of each of `side` other ports: at most `wanted`.
+
+    The sum fits into the descriptors of the process, so that a flood on one port leaves room on the others.
+    """
+    needed = wanted * (main + side) + RESERVED
+    limit = raise_limit(needed)
+    if limit >= needed:
+        return wanted, wanted
+    room = limit - min(RESERVED, limit // 2)
+    aside = min(wanted, max(1, room // SIDE_SHARE))
+    most = min(wanted, max(1, (room - aside * side) // main))
+    log.log(
+        logging.WARNING if most < min(FEW, wanted) else logging.INFO,
+        "event=few_descriptors limit=%d max_connections=%d consequence=at_most_%d_connections_for_inference_and_%d_"
+        "for_each_other_port hint=raise the hard limit of open files (ulimit -Hn)",
+        limit, wanted, most, aside,
+    )  # fmt: skip
+    return most, aside
+
+
+def none_left() -> bool:
+    """Whether at most MARGIN descriptors are left: the system gives the lowest free number."""
+    try:
+        lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    os.close(lowest)
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 0 <= soft <= lowest + MARGIN
