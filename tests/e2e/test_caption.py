@@ -116,32 +116,58 @@ def test_names_of_any_kind_reach_every_output(tmp_path: Path, url: str) -> None:
     assert len(list((tmp_path / "vtt").iterdir())) == len(list((tmp_path / "srt").iterdir())) == 6
 
 
+def damaged(path: Path) -> Path:
+    """A clip of 80 frames with a hole in the middle."""
+    data = bytearray(make_clip(path, 80, options={"g": "10", "bf": "0"}).read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 4000] = bytes(4000)
+    path.write_bytes(data)
+    return path
+
+
+def test_a_damaged_video_is_captioned_around_its_gaps(tmp_path: Path, url: str) -> None:
+    make_clip(tmp_path / "a.mp4", 30)
+    damaged(tmp_path / "d.ts")
+    done = penstock(tmp_path, ".", "--server", url, "--progress", "none")
+    assert done.returncode == 3, done.stderr
+    assert b"2 of 2 videos complete" in done.stderr
+    assert b"1 damaged, captioned except for gaps: see failures.jsonl" in done.stderr
+    (report,) = rows(tmp_path / "failures.jsonl")
+    lost = {n for gap in report["gaps"] for n in range(gap["frame"], gap["frame"] + gap["frames"])}
+    traces = {n for gap in report["gaps"] for n in range(gap["frame"], gap["clean"])}
+    assert 0 < len(lost) < 40
+    found = [row for row in rows(tmp_path / "captions.jsonl") if row["video"].endswith("d.ts")]
+    assert [row["frame"] for row in found] == [n for n in range(80) if n not in lost]
+    assert report["captions"] == len(found)
+    assert all(row["caption"] == f"shows {row['frame']}" for row in found if row["frame"] not in traces)
+    assert all(row["time"] == pytest.approx(row["frame"] / 25, abs=1e-4) for row in found)
+
+
 def test_a_broken_video_is_reported_and_the_rest_finish(tmp_path: Path, url: str) -> None:
     make_clip(tmp_path / "a.mp4", 30)
     make_clip(tmp_path / "c.mp4", 30)
-    whole = make_clip(tmp_path / "whole.ts", 80, options={"g": "10", "bf": "0"})
     (tmp_path / "b.mp4").write_bytes(b"no video at all")
-    data = bytearray(whole.read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 4000] = bytes(4000)
-    (tmp_path / "d.ts").write_bytes(data)
-    whole.unlink()
-    done = penstock(tmp_path, ".", "--server", url)
+    damaged(tmp_path / "d.ts")
+    done = penstock(tmp_path, ".", "--server", url, "--on-damage", "stop", "--vtt", "vtt", "-q")
     assert done.returncode == 3, done.stderr
     assert b"--retry-failed" in done.stderr
     failures = {Path(row["path"]).name: row for row in rows(tmp_path / "failures.jsonl")}
     assert set(failures) == {"b.mp4", "d.ts"}
     assert (failures["b.mp4"]["stage"], failures["b.mp4"]["captions"], failures["b.mp4"]["attempts"]) == ("open", 0, 1)
+    assert sorted(path.name for path in (tmp_path / "vtt").iterdir()) == ["a.vtt", "c.vtt", "d.vtt"]
     kept = failures["d.ts"]["captions"]
     assert 0 < kept < 80
     found = rows(tmp_path / "captions.jsonl")
     assert [row["frame"] for row in found] == [*range(30), *range(30), *range(kept)]
     assert all(row["caption"] == f"shows {row['frame']}" for row in found)
     make_clip(tmp_path / "b.mp4", 5)
-    again = penstock(tmp_path, "--server", url, "--retry-failed")
+    again = penstock(tmp_path, "--server", url, "--retry-failed", "--on-damage", "stop")
     assert again.returncode == 3
     assert [Path(row["path"]).name for row in rows(tmp_path / "failures.jsonl")] == ["d.ts"]
     assert rows(tmp_path / "failures.jsonl")[0]["attempts"] == 2
     assert len(rows(tmp_path / "captions.jsonl")) == 65 + kept
+    onwards = penstock(tmp_path, "--server", url, "--retry-failed")
+    assert b"1 damaged" in onwards.stderr
+    assert len(rows(tmp_path / "captions.jsonl")) > 65 + kept + 20
 
 
 def test_sampling_takes_the_requested_frames(tmp_path: Path, url: str) -> None:

@@ -18,7 +18,7 @@ from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.progress import Progress, ProgressReporter
 from penstock.bulk.servers import ServerInfo
 from penstock.bulk.spool import SpoolEnd
-from penstock.bulk.types import Chunk, OnResult, Pixels, Position, ReadResult, Sampling, SendOptions, SendStats, Video
+from penstock.bulk.types import Chunk, OnResult, Position, ReadPlan, ReadResult, SendOptions, SendStats, Video
 from penstock.bulk.video import VideoError, VideoProbe
 from penstock.client.endpoint import Endpoint
 from penstock.errors import PenstockError
@@ -59,16 +59,10 @@ class FakeVideos:
         return VideoProbe(int(Path(path).read_text().split()[0]), None, 4, 4, "fake")
 
     def read_chunks(
-        self,
-        video: Video,
-        sampling: Sampling,
-        pixels: Pixels,
-        chunk_size: int,
-        pool: BlockPool,
-        resume: Position | None = None,
-        threads: int = 1,
+        self, video: Video, plan: ReadPlan, pool: BlockPool, resume: Position | None = None
     ) -> Generator[Chunk, None, ReadResult]:
         """Like `decode.read_chunks`; a frame's time is a tenth of its number."""
+        sampling, chunk_size = plan.sampling, plan.chunk_size
         self.read.append((video.name, resume))
         count, *damaged = Path(video.path).read_text().split()
         frames = [n for n in range(0, int(count), sampling.every) if resume is None or n > resume.frame]

@@ -46,6 +46,14 @@ def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> 
     return total
 
 
+def suffixes(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> frozenset[str]:
+    """The suffixes of a list such as `mp4,.MKV`, in lower case and with a dot."""
+    names = [name.strip().lower().removeprefix(".") for value in values for name in value.split(",")]
+    if not all(names):
+        raise click.BadParameter("expected extensions such as mp4,mkv", param=parameter)
+    return frozenset(f".{name}" for name in names)
+
+
 def make_options(flags: dict[str, Any]) -> JobOptions:
     """The job that the flags describe. Raises ConfigError."""
     if flags["every"] is not None and flags["fps"] is not None:
@@ -69,7 +77,7 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
             name: flags[name]
             for name in (
                 "inputs", "servers", "model", "ca", "pixels", "kernel", "mode", "decoders",
-                "memory_bytes", "give_up_s", "wait_s", "from0", "restart", "retry_failed",
+                "memory_bytes", "give_up_s", "wait_s", "from0", "extensions", "on_damage", "restart", "retry_failed",
             )
         },
     )  # fmt: skip
@@ -141,12 +149,20 @@ class SignalHandlers:
     help="Stop after this many seconds without an answer from any server.",
 )  # fmt: skip
 @click.option("--from0", is_flag=True, help="Separate the list on standard input (INPUT -) by NUL instead of newline.")
+@click.option(
+    "--extensions", multiple=True, callback=suffixes, metavar="E,E",
+    help="Take only files of folders and patterns that end in these; repeatable [every video].",
+)  # fmt: skip
+@click.option(
+    "--on-damage", type=click.Choice(["skip", "stop"]), default="skip", show_default=True,
+    help="Continue a damaged video at the next decodable frame, or end it.",
+)  # fmt: skip
 @click.option("--retry-failed", is_flag=True, help="Retry failed videos.")
 @click.option("--restart", is_flag=True, help="Discard the captions of earlier runs.")
 @click.option("--dry-run", is_flag=True, help="List the work and send no frames.")
 @click.option(
     "--progress", type=click.Choice(["auto", "bar", "plain", "json", "none"]), default="auto", show_default=True,
-    help="Progress on standard error.",
+    help="Progress on standard error; notes and the summary are always printed.",
 )  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 def caption(**flags: Any) -> None:
@@ -164,8 +180,7 @@ def caption(**flags: Any) -> None:
             for line in dry_run(options):
                 click.echo(line)
             return
-        reporter = make_reporter("none" if flags["quiet"] else flags["progress"])
-        code = run(options, reporter, quiet=flags["quiet"])
+        code = run(options, make_reporter("quiet" if flags["quiet"] else flags["progress"]))
     except NOT_UP as e:
         click.echo(f"penstock: {e}", err=True)
         code = INCOMPLETE
@@ -175,7 +190,7 @@ def caption(**flags: Any) -> None:
     sys.exit(code)
 
 
-def run(options: JobOptions, reporter: ProgressReporter, *, quiet: bool) -> int:
+def run(options: JobOptions, reporter: ProgressReporter) -> int:
     """The exit status of the job. Raises PenstockError if it cannot begin."""
     logger, warnings = logging.getLogger("penstock"), WarningHandler(reporter)
     logger.addHandler(warnings)
@@ -188,6 +203,4 @@ def run(options: JobOptions, reporter: ProgressReporter, *, quiet: bool) -> int:
         handlers.close()
         reporter.close()
     reporter.end(summary)
-    if quiet and summary.stopped is not None:
-        click.echo(f"penstock: {summary.stopped}", err=True)
     return summary.exit_code

@@ -1,4 +1,4 @@
-"""A video as chunks of sampled frames in memory from a bounded pool, up to its end or its damage."""
+"""A video as chunks of sampled frames in memory from a bounded pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 
 from penstock.bulk.frames import Array, DecodedFrame, FrameConverter, FrameReader, jpeg_encoder
-from penstock.bulk.types import Chunk, Pixels, Position, ReadResult, Sampling, Stopped, Video
+from penstock.bulk.gaps import GapList
+from penstock.bulk.types import Chunk, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
 
 Decision = Literal["take", "skip", "end"]
@@ -21,28 +22,21 @@ ROUNDING_S = 1e-6  # times are floats of exact fractions: far above their error,
 
 
 def read_chunks(
-    video: Video,
-    sampling: Sampling,
-    pixels: Pixels,
-    chunk_size: int,
-    pool: BlockPool,
-    resume: Position | None = None,
-    threads: int = 1,
+    video: Video, plan: ReadPlan, pool: BlockPool, resume: Position | None = None
 ) -> Generator[Chunk, None, ReadResult]:
-    """Yields the sampled frames of a video, at most `chunk_size` in a chunk; returns how it ended, whatever the file.
+    """Yields the sampled frames of a video, at most `plan.chunk_size` in a chunk; returns how it ended.
 
     After `resume` the same frames follow as in an uninterrupted run. The receiver owns a chunk's block. The block
     being filled returns to the pool when the generator is closed, or when Stopped interrupts its wait for memory.
-    Seven parameters: the interface of `threads.ReadChunks`, which tests replace.
     """
-    builder = _ChunkBuilder(video, pixels, chunk_size, pool)
-    reader = FrameReader(video.path, threads, resume)
+    reader = FrameReader(video.path, plan.threads, resume, plan.on_damage)
+    builder = _ChunkBuilder(video, plan, pool, reader.gaps)
     error: VideoError | None = None
     count = 0
     try:
         with closing(reader.frames()) as frames:
             try:
-                for frame, sampled in _sampled(reader, frames, sampling, resume):
+                for frame, sampled in _sampled(reader, frames, plan.sampling, resume):
                     count = frame.number + 1
                     if not sampled:
                         continue
@@ -57,7 +51,8 @@ def read_chunks(
                 error = damage
         if builder.started:
             yield builder.chunk()
-        return ReadResult(builder.chunks, count, error)
+        reader.gaps.end()
+        return ReadResult(builder.chunks, count, error, reader.gaps.take())
     finally:
         builder.drop()
 
@@ -85,12 +80,13 @@ def _sampled(
 class _ChunkBuilder:
     """The chunk that is being filled."""
 
-    def __init__(self, video: Video, pixels: Pixels, chunk_size: int, pool: BlockPool) -> None:
+    def __init__(self, video: Video, plan: ReadPlan, pool: BlockPool, gaps: GapList) -> None:
         self._video = video
-        self._size = chunk_size
+        self._size = plan.chunk_size
         self._pool = pool
-        self._converter = FrameConverter(pixels)
-        self._encode = jpeg_encoder() if pixels.mode == "jpeg" else None
+        self._gaps = gaps
+        self._converter = FrameConverter(plan.pixels)
+        self._encode = jpeg_encoder() if plan.pixels.mode == "jpeg" else None
         self._block: PoolBlock | None = None
         self._rows: Array = np.empty((0, 0, 0, 3), np.uint8)
         self._files: list[bytes] = []
@@ -141,7 +137,7 @@ class _ChunkBuilder:
         assert self._block is not None
         frames, times_s, pts = (list(column) for column in zip(*self._samples, strict=True))
         pixels = self._files if self._encode is not None else self._rows[: len(frames)]
-        chunk = Chunk(self._video, self.chunks, pixels, frames, times_s, pts, self._block)
+        chunk = Chunk(self._video, self.chunks, pixels, frames, times_s, pts, self._block, self._gaps.take())
         self.chunks += 1
         self._block, self._files, self._samples = None, [], []
         return chunk

@@ -1,4 +1,4 @@
-"""The frames of a video file in presentation order, up to its first damage, converted to the pixels to send."""
+"""The frames of a video file in presentation order, numbered and timed, converted to the pixels to send."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.bulk.types import Pixels, Position
-from penstock.bulk.video import Damage, OpenVideo, PacketDecoder, VideoError, av_library
+from penstock.bulk.gaps import GapList, Survivor
+from penstock.bulk.packets import TIMES_MAY_JUMP, Damage, PacketDecoder
+from penstock.bulk.types import OnDamage, Pixels, Position
+from penstock.bulk.video import OpenVideo, VideoError, av_library
 from penstock.errors import ConfigError, install_hint
 
-TIMES_MAY_JUMP = 0x0200  # AVFMT_TS_DISCONT: a time does not identify a place in the file
 UNSEEKABLE = {("mxf", "ffv1")}  # a seek leads to frames that cannot be decoded alone, without an error
 SEEK_BACK_S = (0.0, 10.0)  # some containers seek by decoding time and overshoot: try again further back
 
@@ -37,51 +38,73 @@ class _SeekFailed(Exception):
 
 
 class FrameReader:
-    """Reads the video at `path`, or what follows a position, numbered and timed as if read from the beginning."""
+    """Reads the video at `path`, or what follows a position, numbered and timed as if read from the beginning.
 
-    def __init__(self, path: str, threads: int = 1, start: Position | None = None) -> None:
+    `on_damage` "stop" ends the video at its first damage; "skip" goes on at the next frame that decodes without an
+    error. `gaps` collects the lost frames; the consumer takes them.
+    """
+
+    def __init__(
+        self, path: str, threads: int = 1, start: Position | None = None, on_damage: OnDamage = "stop"
+    ) -> None:
         self._path = path
         self._threads = threads
         self._start = start
+        self._skip = on_damage == "skip"
+        self.gaps = GapList()
         self.tick_s = 0.0
 
     def frames(self) -> Generator[DecodedFrame, None, None]:
         """Yields each frame, beginning with the position's own.
 
-        Raises VideoError at the first damage, after every frame that precedes it. Where that is depends neither on
-        the number of threads nor on the position.
+        Raises VideoError at the damage after which no frame follows. The frames that are kept depend neither on the
+        number of threads nor on the position.
         """
         start, threads = self._start, self._threads
         last = -1 if start is None else start.frame - 1
+        skipped: Damage | None = None  # the damage after which the decoder is tolerant
+        resumed = last
         while True:
             try:
-                for frame in self._read(start, threads):
+                for frame in self._read(start, threads, skipped is not None):
                     if frame.number > last:
                         last, start = frame.number, Position(frame.number, frame.pts, 0)
                         yield frame
+                if skipped is not None and last == resumed:
+                    raise skipped
+                self.gaps.end()
                 return
             except Damage as damage:
+                if threads == 1 and (not self._skip or skipped is not None):
+                    self.gaps.end()
+                    raise self._error(last, damage) from damage
                 if threads == 1:
-                    place, kept = f"frame {last + 1}", "; the frames before it are kept"
-                    if last < 0:
-                        place, kept = "its first frame", ""
-                    message = f"is damaged at {place}: {damage}{kept}"
-                    raise VideoError(message, frame=last + 1, detail=self._path) from damage
+                    skipped, resumed = damage, last
+                    self.gaps.suspect(last + 1, str(damage))
             threads = 1  # several threads report damage late and incompletely; one alone locates it
 
-    def _read(self, start: Position | None, threads: int) -> Iterator[DecodedFrame]:
+    def _error(self, last: int, damage: Damage) -> VideoError:
+        place, kept = f"frame {last + 1}", "; the frames before it are kept"
+        if last < 0:
+            place, kept = "its first frame", ""
+        return VideoError(f"is damaged at {place}: {damage}{kept}", frame=last + 1, detail=self._path)
+
+    def _read(self, start: Position | None, threads: int, tolerant: bool) -> Iterator[DecodedFrame]:
         if start is not None and start.pts is not None:
             # only a single thread can tell damage from data that a seek skipped
-            for count, back_s in itertools.product(sorted({threads, 1}, reverse=True), SEEK_BACK_S):
+            decoders = [(count, tolerant) for count in sorted({threads, 1}, reverse=True)]
+            if self._skip and not tolerant:
+                decoders.append((1, True))  # damage may lie between the keyframe and the position
+            for decoder, back_s in itertools.product(decoders, SEEK_BACK_S):
                 try:
-                    yield from self._open(count).frames_from(start, back_s)
+                    yield from self._open(*decoder).frames_from(start, back_s)
                     return
                 except _SeekFailed:
                     continue
-        yield from self._open(threads).all_frames()
+        yield from self._open(threads, tolerant).all_frames()
 
-    def _open(self, threads: int) -> _SinglePass:
-        reading = _SinglePass(self._path, threads)
+    def _open(self, threads: int, tolerant: bool) -> _SinglePass:
+        reading = _SinglePass(OpenVideo(self._path, threads, tolerant=tolerant), self.gaps if tolerant else None)
         self.tick_s = reading.tick_s
         return reading
 
@@ -99,9 +122,9 @@ class _Clock:
         self._zero: int | Fraction | None = None
         self._last: Fraction | None = None
 
-    def start(self, pts: int | None) -> None:
-        """Sets time zero to the pts of the first frame."""
-        self._zero = pts
+    def start(self, pts: int | None, lost: int = 0) -> None:
+        """Sets time zero to the pts of the first frame, or to the time of the first of the frames `lost` before it."""
+        self._zero = pts if pts is None or not lost else pts - lost * self._step / self._unit
 
     def next(self, pts: int | None) -> tuple[float, int | None]:
         """The time of the next frame, and the pts to seek to it."""
@@ -115,23 +138,26 @@ class _Clock:
 
 
 class _SinglePass:
-    """One pass over a file by one decoder."""
+    """One pass over a file by one decoder, which is tolerant if there is a list for `gaps`."""
 
-    def __init__(self, path: str, threads: int) -> None:
-        self._video = video = OpenVideo(path, threads)
+    def __init__(self, video: OpenVideo, gaps: GapList | None) -> None:
+        self._video = video
         self.tick_s = video.tick_s
+        self._gaps = gaps
+        self._decoder = PacketDecoder(video)
         jumps = bool(video.container.format.flags & TIMES_MAY_JUMP)
-        self._decoder = PacketDecoder(video.container, video.stream, single_threaded=video.threads == 1, cut=jumps)
         kind = video.container.format.name, video.stream.codec_context.name
         self._clock = _Clock(video.stream, seekable=not jumps and kind not in UNSEEKABLE)
 
     def all_frames(self) -> Iterator[DecodedFrame]:
         """Raises Damage."""
         try:
-            for number, picture in enumerate(self._decoder.frames()):
-                if number == 0:
-                    self._clock.start(picture.pts)
-                yield DecodedFrame(number, *self._clock.next(picture.pts), picture)
+            number = -1
+            for survivor in self._survivors():
+                if number < 0:
+                    self._clock.start(survivor.picture.pts, survivor.lost)
+                number = self._number(number, survivor)
+                yield DecodedFrame(number, *self._clock.next(survivor.picture.pts), survivor.picture)
         finally:
             self._video.close()
 
@@ -139,23 +165,45 @@ class _SinglePass:
         """The frame at a position with a pts, and those after it. Raises _SeekFailed before the first, or Damage."""
         try:
             first, others = self._seek(position, back_s)
-            for number, picture in enumerate(itertools.chain([first], others), position.frame):
-                yield DecodedFrame(number, *self._clock.next(picture.pts), picture)
+            number = position.frame
+            yield DecodedFrame(number, *self._clock.next(first.pts), first)
+            for survivor in others:
+                number = self._number(number, survivor)
+                yield DecodedFrame(number, *self._clock.next(survivor.picture.pts), survivor.picture)
         finally:
             self._video.close()
 
-    def _seek(self, position: Position, back_s: float) -> tuple[Any, Iterator[Any]]:
+    def _survivors(self) -> Iterator[Survivor]:
+        return map(Survivor, self._decoder.frames()) if self._gaps is None else self._decoder.survivors()
+
+    def _number(self, last: int, survivor: Survivor) -> int:
+        """The number of the frame that follows frame `last`."""
+        number = last + 1 + survivor.lost
+        if self._gaps is not None:
+            self._gaps.frame(number, survivor)
+        return number
+
+    def _seek(self, position: Position, back_s: float) -> tuple[Any, Iterator[Survivor]]:
         assert position.pts is not None
         stream = self._video.stream
         try:
-            self._clock.start(next(self._decoder.frames()).pts)
+            first = next(self._survivors())
+            self._clock.start(first.picture.pts, first.lost)
             self._video.container.seek(position.pts - round(back_s / stream.time_base), stream=stream)
-            pictures = self._decoder.frames()
-            for picture in pictures:
+            survivors = self._survivors()
+            number, gaps = -1, GapList()  # from the keyframe on, until the position is found
+            for survivor in survivors:
+                picture = survivor.picture
                 if picture.pts is None or picture.pts > position.pts:
                     raise _SeekFailed
+                if self._gaps is not None and number < 0 and (survivor.lost or not picture.key_frame):
+                    raise _SeekFailed  # what is guessed from here on depends on the frames before
+                number += 1 + survivor.lost
+                gaps.frame(number, survivor)
                 if picture.pts == position.pts:
-                    return picture, pictures
+                    if self._gaps is not None:
+                        self._gaps.add_shifted(gaps, position.frame - number)
+                    return picture, survivors
         except (Damage, StopIteration, av_library().error.FFmpegError) as error:
             raise _SeekFailed from error
         raise _SeekFailed

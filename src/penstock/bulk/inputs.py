@@ -15,13 +15,13 @@ from penstock.bulk.video import VideoError, probe
 from penstock.errors import PenstockError
 
 _VIDEO_SUFFIXES = (
-    ".264 .265 .3g2 .3gp .asf .av1 .avi .divx .dv .f4v .flv .gxf .h264 .h265 .hevc .ivf .m1v .m2t .m2ts .m2v .m4v .mj2 "
-    ".mjpeg .mjpg .mkv .mov .mp4 .mpe .mpeg .mpg .mpv .mts .mxf .nut .obu .ogm .ogv .qt .rm .rmvb .ts .vob .webm .wmv "
-    ".wtv .y4m "
+    ".264 .265 .3g2 .3gp .asf .av1 .avi .divx .dv .f4v .flv .gif .gxf .h264 .h265 .hevc .ivf .m1v .m2t .m2ts .m2v .m4v "
+    ".mj2 .mjpeg .mjpg .mkv .mov .mp4 .mpe .mpeg .mpg .mpv .mts .mxf .nut .obu .ogm .ogv .qt .rm .rmvb .ts .vob .webm "
+    ".wmv .wtv .y4m "
 )
-_OTHER_SUFFIXES = (  # not worth opening
-    ".aac .ass .avif .bmp .csv .doc .docx .exe .flac .gif .gz .heic .htm .html .ini .jpeg .jpg .json .jsonl .lnk .log "
-    ".m3u .m3u8 .m4a .md .md5 .mp3 .nfo .npy .npz .ogg .opus .parquet .part .pdf .pickle .pkl .png .pt .py .sha256 .sh "
+_OTHER_SUFFIXES = (  # text, pictures, sound and data: not worth opening
+    ".aac .ass .avif .bmp .csv .doc .docx .exe .flac .gz .heic .heif .htm .html .ini .jpeg .jpg .json .jsonl .lnk .log "
+    ".m3u .m3u8 .md .md5 .mp3 .nfo .npy .npz .opus .parquet .part .pdf .pickle .pkl .png .pt .py .sha256 .sh "
     ".safetensors .srt .sub .svg .tar .tfrecord .tif .tiff .tmp .toml .torrent .tsv .txt .vtt .wav .webp .xml .yaml "
     ".yml .zip "
 )
@@ -42,13 +42,18 @@ class InputNotes(Struct):
 
 
 def expand(
-    inputs: Iterable[str], *, stdin: BinaryIO | None = None, from0: bool = False
+    inputs: Iterable[str],
+    *,
+    stdin: BinaryIO | None = None,
+    from0: bool = False,
+    extensions: frozenset[str] = frozenset(),
 ) -> tuple[list[Video], InputNotes]:
     """The videos in the order of their inputs, each file once and folders sorted; and notes on the other files.
 
     An input is a file, a folder (with everything below it), a pattern (`**` matches any folders), or `-` for the
-    lines of `stdin` (separated by NUL if `from0`), each a file or folder. A file that cannot be examined becomes a
-    video of size 0: opening it fails and gives the reason. Raises InputError for an input without any file.
+    lines of `stdin` (separated by NUL if `from0`), each a file or folder. Of folders and patterns, `extensions` select
+    the files, such as ".mp4"; without any, those that are videos. A file that cannot be examined becomes a video of
+    size 0: opening it fails and gives the reason. Raises InputError for an input without any file.
     """
     notes = InputNotes()
     files: dict[tuple[int, ...] | str, Video] = {}  # on some network disks device and inode do not identify a file
@@ -56,7 +61,7 @@ def expand(
     folders: set[tuple[int, int]] = set()
     for path, explicit in _files(inputs, stdin, from0, folders):
         status = _status(path)
-        if not explicit and not _is_video(path, status):
+        if not explicit and not _is_video(path, status, extensions):
             notes.skipped += 1
             continue
         name = valid_text(path)
@@ -168,13 +173,14 @@ def _status(path: str) -> os.stat_result | None:
         return None
 
 
-def _is_video(path: str, status: os.stat_result | None) -> bool:
+def _is_video(path: str, status: os.stat_result | None, extensions: frozenset[str]) -> bool:
     """Decided by the suffix or, if it is unknown, by opening the file."""
     suffix = os.path.splitext(path)[1].lower()
-    if (status is not None and not stat.S_ISREG(status.st_mode)) or suffix in OTHER_SUFFIXES:
+    if status is not None and not stat.S_ISREG(status.st_mode):
         return False
-    if suffix in VIDEO_SUFFIXES or status is None:
-        return suffix in VIDEO_SUFFIXES
+    known = extensions or VIDEO_SUFFIXES
+    if suffix in known or status is None or extensions or suffix in OTHER_SUFFIXES:
+        return suffix in known
     try:
         probe(path)
     except VideoError:

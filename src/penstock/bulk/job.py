@@ -103,7 +103,10 @@ class BulkJob:
 
     def videos(self) -> list[Video]:
         """The videos of the inputs. Raises InputError, ConfigError."""
-        videos, notes = expand(self.options.inputs, stdin=sys.stdin.buffer, from0=self.options.from0)
+        options = self.options
+        videos, notes = expand(
+            options.inputs, stdin=sys.stdin.buffer, from0=options.from0, extensions=options.extensions
+        )
         if notes.skipped:
             self.reporter.note(f"skipped {notes.skipped:,} files that are not videos")
         for name in notes.duplicates[:5]:
@@ -159,6 +162,7 @@ class BulkJob:
                 summary.complete += state.end is not None and not state.failed
                 summary.failed += state.failed
                 summary.partial += state.failed and state.rows > 0
+                summary.damaged += state.end is not None and not state.failed and bool(state.gaps)
             if outputs.write_failures(self.options.failures, spools):
                 summary.failures = str(self.options.failures)
             if summary.unfinished == 0 or not self.options.servers:

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.servers import ServerInfo
-from penstock.bulk.types import Kernel, PixelMode, Pixels, Sampling, SendMode
+from penstock.bulk.types import Kernel, OnDamage, PixelMode, Pixels, ReadPlan, Sampling, SendMode
 from penstock.core.os_threads import usable_cores
 from penstock.errors import ConfigError
 
@@ -36,6 +36,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     pixels: PixelMode = "server-size"
     kernel: Kernel = "fast"
+    on_damage: OnDamage = "skip"
     mode: SendMode = "stream-prebatch"
     prebatch_size: int | None = None
     decoders: int | None = None
@@ -43,21 +44,18 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     give_up_s: float = 600.0
     wait_s: float = 60.0
     from0: bool = False
+    extensions: frozenset[str] = frozenset()
     restart: bool = False
     retry_failed: bool = False
 
 
-class JobPlan(Struct, frozen=True, kw_only=True):
+class JobPlan(ReadPlan, frozen=True, kw_only=True):
     """How frames are read and sent. In `rounds`, a decoder waits for one round's captions before the next round."""
 
-    sampling: Sampling = Sampling()
-    pixels: Pixels
-    chunk_size: int
     frame_bytes: int  # of a raw frame on the wire; 0 if every video has its own size
     pool_bytes: int
     block_bytes: int
     decoders: int
-    threads: int  # of each decoder
     rounds: bool = False
 
 
@@ -92,6 +90,7 @@ def make_plan(options: JobOptions, servers: list[ServerInfo], videos: int, cores
         block_bytes=block_bytes,
         decoders=decoders,
         threads=max(1, cores // decoders),
+        on_damage=options.on_damage,
         rounds=rounds,
     )
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.bulk import spool
-from penstock.bulk.types import CaptionRow, Video
+from penstock.bulk.types import CaptionRow, Gap, Video
 from penstock.errors import PenstockError, install_hint
 
 SUFFIXES = (".jsonl", ".csv", ".parquet")
@@ -46,8 +46,8 @@ class OutputPaths(Struct, frozen=True):
         return [*self.files, *(folder for folder in (self.vtt, self.srt) if folder is not None)]
 
 
-class FailureRecord(Struct, frozen=True):
-    """A line of failures.jsonl. The `captions` before the damage are kept and are in the outputs."""
+class FailureRecord(Struct, frozen=True, omit_defaults=True):
+    """A line of failures.jsonl: a video that failed, or has `gaps`. Its `captions` are kept and are in the outputs."""
 
     path: str
     stage: str
@@ -55,6 +55,7 @@ class FailureRecord(Struct, frozen=True):
     error: str
     attempts: int
     captions: int
+    gaps: list[Gap] = []
 
 
 def check_outputs(outputs: OutputPaths, failures: Path) -> None:
@@ -94,7 +95,7 @@ def write_outputs(outputs: OutputPaths, spools: Sequence[tuple[Video, Path]]) ->
 
 
 def write_failures(path: Path, spools: Iterable[tuple[Video, Path]]) -> bool:
-    """Lists the failed videos in order; returns whether there are any. Removes an old list if there are none.
+    """Lists the videos that failed or have gaps, in order. Removes an old list if there are none, and returns False.
 
     Raises OutputError, SpoolError.
     """
@@ -102,8 +103,15 @@ def write_failures(path: Path, spools: Iterable[tuple[Video, Path]]) -> bool:
     for video, file in spools:
         state = spool.read_end(file)
         end = None if state is None else state.end
-        if state is not None and end is not None and end.end == "failed" and state.is_of(video):
-            failures.append(FailureRecord(video.name, end.stage, end.frame, end.error, end.attempts, end.rows))
+        if state is None or end is None or not state.is_of(video):
+            continue
+        if state.failed:
+            record = FailureRecord(video.name, end.stage, end.frame, end.error, end.attempts, end.rows, end.gaps)
+            failures.append(record)
+        elif end.gaps:
+            first, lost = end.gaps[0], sum(gap.frames for gap in end.gaps)
+            error = f"is damaged at frame {first.frame}: {first.error}; {lost} of its frames cannot be decoded"
+            failures.append(FailureRecord(video.name, "decode", first.frame, error, end.attempts, end.rows, end.gaps))
     try:
         if not failures:
             path.unlink(missing_ok=True)
@@ -219,25 +227,28 @@ class ParquetWriter(OutputWriter):
 
 
 class SubtitleWriter(OutputWriter):
-    """One WebVTT or SRT file for each video. A cue lasts until the next sample; equal neighbours share a cue."""
+    """One WebVTT or SRT file for each video with captions.
+
+    A cue lasts until the next sample; equal neighbours share a cue.
+    """
 
     def __init__(self, folder: Path, names: dict[str, str], *, vtt: bool) -> None:
         self._folder, self._names, self._vtt = folder, names, vtt
         self.file = ExitStack()  # of the current video
 
     def begin(self, video: Video) -> None:
-        suffix = ".vtt" if self._vtt else ".srt"
-        self._file = self.file.enter_context(spool.atomic_file(self._folder / (self._names[video.name] + suffix)))
+        self._path = self._folder / (self._names[video.name] + (".vtt" if self._vtt else ".srt"))
         self._cues = 0
         self._start_s, self._caption = 0.0, ""
         self._last: CaptionRow | None = None
         self._gap_s = SINGLE_CUE_S
-        if self._vtt:
-            self._file.write(b"WEBVTT\n\n")
 
     def row(self, row: CaptionRow) -> None:
-        caption = cue_text(row.caption)
-        if self._last is not None:
+        caption = cue_text(row.caption, markup=self._vtt)
+        if self._last is None:
+            self._file = self.file.enter_context(spool.atomic_file(self._path))
+            self._file.write(b"WEBVTT\n\n" if self._vtt else b"")
+        else:
             self._gap_s = row.time_s - self._last.time_s
         if self._last is None or caption != self._caption:
             self._write_cue(row.time_s)
@@ -268,10 +279,13 @@ class SubtitleWriter(OutputWriter):
         return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}{point}{ms % 1000:03}"
 
 
-def cue_text(caption: str) -> str:
-    """A caption on one line, with escapes for what would be a tag, an entity or an arrow."""
+def cue_text(caption: str, *, markup: bool) -> str:
+    """A caption on one line; in WebVTT, which has `markup`, with escapes for tags, entities and arrows.
+
+    SRT has no escapes: players show `&lt;` as it is.
+    """
     line = " ".join(caption.split())
-    return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") if markup else line
 
 
 def subtitle_names(videos: Sequence[Video]) -> dict[str, str]:

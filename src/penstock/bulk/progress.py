@@ -13,7 +13,7 @@ from msgspec import Struct
 from penstock.bulk.types import EndpointStats
 from penstock.errors import ConfigError, PenstockError
 
-Style = Literal["auto", "bar", "plain", "json", "none"]
+Style = Literal["auto", "bar", "plain", "json", "none", "quiet"]
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 WINDOW_S = 20.0  # over which rates are measured
@@ -68,6 +68,7 @@ class JobSummary(Struct):
     complete: int = 0
     failed: int = 0
     partial: int = 0  # failed videos with captions before the damage
+    damaged: int = 0  # complete videos with gaps
     frames: int = 0
     new_frames: int = 0
     retries: int = 0
@@ -87,7 +88,7 @@ class JobSummary(Struct):
     def exit_code(self) -> int:
         if self.interrupted:
             return INTERRUPTED
-        return INCOMPLETE if self.stopped is not None or self.failed or self.unfinished else DONE
+        return INCOMPLETE if self.stopped is not None or self.failed or self.damaged or self.unfinished else DONE
 
     def fields(self) -> dict[str, Any]:
         """For programs."""
@@ -103,11 +104,17 @@ class JobSummary(Struct):
             f"{self.new_frames:,} in {duration(self.seconds)}, {rate}{self.sent_bytes / 1e6:,.1f} MB sent, "
             f"{self.retries} retries"
         ]
+        written = [f"written: {', '.join(self.outputs)}"] if self.outputs else []
+        return lines + written + self.problems()
+
+    def problems(self) -> list[str]:
+        """The lines that are printed even if nothing else is."""
+        lines = []
         if self.failed:
             partial = f", {self.partial:,} of them after some captions, which are kept" if self.partial else ""
             lines.append(f"{self.failed:,} failed{partial}: see {self.failures}; --retry-failed tries them again")
-        if self.outputs:
-            lines.append(f"written: {', '.join(self.outputs)}")
+        if self.damaged:
+            lines.append(f"{self.damaged:,} damaged, captioned except for gaps: see {self.failures}")
         if self.stopped is not None:
             lines.append(f"stopped: {self.stopped.message}")
         if self.unfinished:
@@ -197,12 +204,22 @@ class JsonReporter(ProgressReporter):
         self._print(msgspec.json.encode(value).decode())
 
 
-class SilentReporter(ProgressReporter):
-    """No output."""
+class SummaryReporter(ProgressReporter):
+    """Notes and the summary, no progress."""
 
     every_s = 3600.0
 
-    def _print(self, line: str) -> None: ...
+    def show(self, progress: Progress) -> None: ...
+
+
+class QuietReporter(SummaryReporter):
+    """Only the problems in the summary."""
+
+    def note(self, line: str) -> None: ...
+
+    def end(self, summary: JobSummary) -> None:
+        for line in summary.problems():
+            self._print(f"penstock: {line}")
 
 
 class _ForgivingStream:
@@ -265,7 +282,8 @@ def make_reporter(style: Style, stream: IO[str] | None = None) -> ProgressReport
     if style == "auto":
         style = "bar" if stream.isatty() else "plain"
     kinds: dict[str, type[ProgressReporter]] = {
-        "bar": BarReporter, "plain": ProgressReporter, "json": JsonReporter, "none": SilentReporter,
+        "bar": BarReporter, "plain": ProgressReporter, "json": JsonReporter, "none": SummaryReporter,
+        "quiet": QuietReporter,
     }  # fmt: skip
     if style not in kinds:
         raise ConfigError(f"progress must be one of auto, {', '.join(kinds)}, found '{style}'")

@@ -16,7 +16,7 @@ from typing import IO, Any, Literal
 import msgspec
 from msgspec import Struct
 
-from penstock.bulk.types import CaptionRow, Pixels, Position, Sampling, Video
+from penstock.bulk.types import CaptionRow, Gap, Pixels, Position, Sampling, Video
 from penstock.errors import PenstockError
 
 TAIL_BYTES = 65536  # holds the last line; captions are far shorter
@@ -39,7 +39,8 @@ class SpoolHead(Struct, frozen=True, forbid_unknown_fields=True):
 class SpoolEnd(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The last line of a video that was read to its end or failed; its `rows` are kept in both cases.
 
-    `seen` counts decoded frames. A later attempt may append more rows and another end; `attempts` counts them.
+    `seen` counts decoded frames, and lost ones before the last of them. A later attempt may append more rows and
+    another end; `attempts` counts them. `gaps` are all gaps of the video.
     """
 
     end: Literal["complete", "failed"]
@@ -49,18 +50,20 @@ class SpoolEnd(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     stage: str = ""
     frame: int | None = None
     error: str = ""
+    gaps: list[Gap] = []
 
 
-class _Line(Struct, frozen=True, forbid_unknown_fields=True):
+class _Line(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     row: int
     frame: int
     time: float
     pts: int | None
     caption: str
+    gaps: list[Gap] = []  # that became known since the row before
 
 
 class SpoolState(Struct, frozen=True):
-    """The valid content of a spool: its video, number of rows, last position, end, and size in bytes."""
+    """The valid content of a spool: its video, number of rows, last position, end, size in bytes, and gaps."""
 
     head: SpoolHead
     rows: int = 0
@@ -68,6 +71,7 @@ class SpoolState(Struct, frozen=True):
     end: SpoolEnd | None = None
     attempts: int = 0
     bytes: int = 0
+    gaps: list[Gap] = []
 
     def is_of(self, video: Video) -> bool:
         """Whether the video file is unchanged since its rows were made."""
@@ -93,9 +97,9 @@ def head_line(video: Video) -> bytes:
     return _encode(_head_of(video)) + b"\n"
 
 
-def row_line(number: int, row: CaptionRow) -> bytes:
-    """The line of row `number` of the video, counted from 0."""
-    return _encode(_Line(number, row.frame, row.time_s, row.pts, row.caption)) + b"\n"
+def row_line(number: int, row: CaptionRow, gaps: list[Gap] | None = None) -> bytes:
+    """The line of row `number` of the video, counted from 0, with `gaps` that became known since the row before."""
+    return _encode(_Line(number, row.frame, row.time_s, row.pts, row.caption, gaps or [])) + b"\n"
 
 
 def end_line(end: SpoolEnd) -> bytes:
@@ -145,7 +149,7 @@ def read_end(path: Path) -> SpoolState | None:
         return None
     except OSError as e:
         raise SpoolError(f"cannot read {path}: {e.strerror}") from e
-    return SpoolState(head, end.rows, None, end, end.attempts if end.end == "failed" else 0, size)
+    return SpoolState(head, end.rows, None, end, end.attempts if end.end == "failed" else 0, size, end.gaps)
 
 
 def scan(path: Path) -> SpoolState | None:
@@ -180,7 +184,8 @@ def _with_line(state: SpoolState, line: bytes) -> SpoolState | None:
         if row.row != state.rows or (state.last is not None and row.frame <= state.last.frame):
             return None
         last = Position(row.frame, row.pts, row.row + 1)
-        return SpoolState(state.head, row.row + 1, last, None, state.attempts, size)
+        gaps = state.gaps + row.gaps if row.gaps else state.gaps
+        return SpoolState(state.head, row.row + 1, last, None, state.attempts, size, gaps)
     try:
         end = _decode_end(line)
     except _INVALID:
@@ -188,7 +193,7 @@ def _with_line(state: SpoolState, line: bytes) -> SpoolState | None:
     if end.rows != state.rows:
         return None
     attempts = end.attempts if end.end == "failed" else state.attempts
-    return SpoolState(state.head, state.rows, state.last, end, attempts, size)
+    return SpoolState(state.head, state.rows, state.last, end, attempts, size, end.gaps)
 
 
 def rows(path: Path) -> Iterator[CaptionRow]:

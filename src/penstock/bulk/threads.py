@@ -19,7 +19,7 @@ from penstock.bulk.endpoints import NOT_THE_VIDEOS_FAULT
 from penstock.bulk.options import ROUND, JobPlan
 from penstock.bulk.sender import ChunkSender
 from penstock.bulk.spool import SpoolEnd, SpoolState
-from penstock.bulk.types import CaptionRow, Chunk, ChunkResult, Position, ReadResult, Stopped, Video
+from penstock.bulk.types import CaptionRow, Chunk, ChunkResult, Gap, Position, ReadResult, Stopped, Video
 from penstock.errors import PenstockError, describe
 
 _logger = logging.getLogger("penstock.bulk")
@@ -54,6 +54,7 @@ class VideoTask:
         self.valid_bytes = state.bytes if state else 0  # of the spool; 0: this run starts it
         self.next = 0  # number of the chunk whose rows come next
         self.waiting: dict[int, tuple[Chunk, ChunkResult]] = {}
+        self.gaps = list(state.gaps) if state else []
         self.read: ReadResult | None = None
         self.end: SpoolEnd | None = None
         self.lines: list[bytes] = []  # to be committed with the current group
@@ -63,6 +64,12 @@ class VideoTask:
     def ended(self) -> bool:
         """Whether further chunks of it are useless."""
         return self.end is not None
+
+    def add_gaps(self, found: list[Gap]) -> list[Gap]:
+        """Keeps gaps and returns those that are new; after a resume, known ones are found again."""
+        new = [gap for gap in found if not any(known.covers(gap) for known in self.gaps)]
+        self.gaps += new
+        return new
 
 
 class CaptionWriter:
@@ -157,9 +164,11 @@ class CaptionWriter:
         if isinstance(result, PenstockError):
             self._fail(task, "send", chunk.frames[0], result)
             return
+        gaps = task.add_gaps(chunk.gaps)
         for frame, time_s, pts, caption in zip(chunk.frames, chunk.times_s, chunk.pts, result, strict=True):
-            task.lines.append(spool.row_line(task.rows, CaptionRow(frame, round(time_s, 6), pts, caption)))
+            task.lines.append(spool.row_line(task.rows, CaptionRow(frame, round(time_s, 6), pts, caption), gaps))
             task.rows += 1
+            gaps = []
         task.new_rows += len(result)
 
     def _forget(self, chunk: Chunk) -> None:
@@ -177,8 +186,9 @@ class CaptionWriter:
         read = task.read
         if read is None or task.ended or task.next < read.chunks:
             return task
+        task.add_gaps(read.gaps)
         if read.error is None:
-            self._end(task, SpoolEnd("complete", task.rows, read.seen))
+            self._end(task, SpoolEnd("complete", task.rows, read.seen, gaps=task.gaps))
         else:
             stage = getattr(read.error, "stage", "decode")
             self._fail(task, stage, getattr(read.error, "frame", None), read.error)
@@ -186,7 +196,8 @@ class CaptionWriter:
 
     def _fail(self, task: VideoTask, stage: str, frame: int | None, error: PenstockError) -> None:
         seen = task.read.seen if task.read else 0
-        self._end(task, SpoolEnd("failed", task.rows, seen, task.attempts + 1, stage, frame, error.message))
+        attempts = task.attempts + 1
+        self._end(task, SpoolEnd("failed", task.rows, seen, attempts, stage, frame, error.message, task.gaps))
 
     def _end(self, task: VideoTask, end: SpoolEnd) -> None:
         for chunk, _ in task.waiting.values():
@@ -302,10 +313,7 @@ class DecoderThreads:
 
     def _send_all(self, task: VideoTask, resume: Position | None) -> ReadResult | None:
         """How reading ended; None if the rest is no longer needed."""
-        plan = self._plan
-        chunks = self._read_chunks(
-            task.video, plan.sampling, plan.pixels, plan.chunk_size, self.pool, resume, plan.threads
-        )
+        chunks = self._read_chunks(task.video, self._plan, self.pool, resume)
         sent = 0
         with closing(chunks):
             while not (task.ended or self.stop.is_set()):
@@ -314,7 +322,7 @@ class DecoderThreads:
                 self._writer.wait_for_room(self.stop)
                 for chunk in ready:
                     self._sender.send(chunk)
-                for _ in ready if plan.rounds else ():
+                for _ in ready if self._plan.rounds else ():
                     self._results.acquire()
                 if result is not None:
                     return result

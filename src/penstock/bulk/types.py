@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PixelMode = Literal["server-size", "source", "jpeg"]
 Kernel = Literal["fast", "exact"]
+OnDamage = Literal["skip", "stop"]
 SendMode = Literal["stream-prebatch", "stream-single", "single"]
 
 
@@ -41,6 +42,16 @@ class Pixels(Struct, frozen=True):
     width: int | None = None
 
 
+class ReadPlan(Struct, frozen=True, kw_only=True):
+    """How a video is read: which frames, as which pixels, how many in a chunk, by how many threads."""
+
+    sampling: Sampling = Sampling()
+    pixels: Pixels
+    chunk_size: int
+    threads: int = 1
+    on_damage: OnDamage = "skip"
+
+
 class Video(Struct, frozen=True):
     """An input file. `name`, its path as valid text, is the key of its rows; size and time reveal changes."""
 
@@ -56,6 +67,23 @@ class Position(Struct, frozen=True):
     frame: int
     pts: int | None
     taken: int
+
+
+class Gap(Struct, frozen=True, omit_defaults=True):
+    """`frames` frames of a video without a caption, from number `frame` on, because they are damaged.
+
+    Frames after them may show traces of the damage up to frame `clean`, which depends on no earlier one; None: up to
+    the end.
+    """
+
+    frame: int
+    frames: int
+    error: str
+    clean: int | None = None
+
+    def covers(self, other: Gap) -> bool:
+        """Whether the other gap begins in it; then they are the same."""
+        return self.frame <= other.frame < self.frame + max(1, self.frames)
 
 
 class CaptionRow(Struct, frozen=True):
@@ -78,7 +106,8 @@ class Chunk(Struct, eq=False):
     """Consecutive samples of one video, the unit of sending.
 
     `pixels` is `[n, height, width, 3]` uint8 inside the block, or n JPEG files; `frames`, `times_s` and `pts` have n
-    entries. `number` counts the chunks of one video in one run from 0, without gaps.
+    entries. `number` counts the chunks of one video in one run from 0, all of them. `gaps` are those that became
+    complete since the last chunk.
     """
 
     video: Video
@@ -88,14 +117,19 @@ class Chunk(Struct, eq=False):
     times_s: list[float]
     pts: list[int | None]
     block: Block
+    gaps: list[Gap] = []
 
 
 class ReadResult(Struct, frozen=True):
-    """How reading a video ended: after `chunks` chunks and `seen` frames, at its end or with `error`."""
+    """How reading a video ended: after `chunks` chunks and `seen` frames, at its end or with `error`.
+
+    `gaps` are those that became complete since the last chunk.
+    """
 
     chunks: int
     seen: int
     error: PenstockError | None = None
+    gaps: list[Gap] = []
 
 
 ChunkResult = list[str] | PenstockError

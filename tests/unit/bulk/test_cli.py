@@ -19,7 +19,7 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[JobOptions]
     """The options that the job would receive."""
     found: list[JobOptions] = []
 
-    def run(options: JobOptions, show: object, *, quiet: bool) -> int:
+    def run(options: JobOptions, show: object) -> int:
         found.append(options)
         return 0
 
@@ -34,11 +34,13 @@ def test_the_flags_become_the_options_of_a_job(options: list[JobOptions]) -> Non
         --server http://a --server http://b --model blip -o out/c.parquet --also out/c.csv --vtt v --every 3
         --start 1:30 --end 1:00:00.5 --max-frames 7 --pixels jpeg --kernel exact --mode single --prebatch-size 8
         --decoders 2 --memory 1.5Mi --give-up 5 --wait 0 --from0 --retry-failed --restart
+        --extensions mp4,.MKV --extensions gif --on-damage stop
     """.split()  # noqa: SIM905 - as they are typed
     assert invoke("a.mp4", "b", *flags).exit_code == 0
     (found,) = options
     assert found.inputs == ("a.mp4", "b")
     assert found.servers == ("http://a", "http://b")
+    assert (found.extensions, found.on_damage) == ({".mp4", ".mkv", ".gif"}, "stop")
     assert found.outputs.files == (Path("out/c.parquet"), Path("out/c.csv"))
     assert (found.work, found.failures) == (Path("out/c.parquet.work"), Path("out/failures.jsonl"))
     assert (found.sampling.every, found.sampling.start_s, found.sampling.end_s) == (3, 90.0, 3600.5)
@@ -88,6 +90,8 @@ def test_the_token_is_read_from_a_file_or_the_environment(options: list[JobOptio
         ("a.mp4 --server http://a --memory lots", "a size such as"),
         ("a.mp4 --server http://a --start 1h", "expected seconds or"),
         ("a.mp4 --server http://a --pixels png", "--pixels"),
+        ("a.mp4 --server http://a --extensions mp4,", "expected extensions"),
+        ("a.mp4 --server http://a --on-damage guess", "--on-damage"),
         ("a.mp4 --server http://a --prebatch-size 0", "--prebatch-size"),
         ("--retry-failed", "name a server"),
         ("--dry-run --server http://a", "name the videos"),

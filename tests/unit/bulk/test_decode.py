@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from penstock.bulk.decode import BlockPool, PoolBlock, Sampler, estimate, read_chunks
 from penstock.bulk.frames import FrameConverter
-from penstock.bulk.types import Chunk, Pixels, Position, ReadResult, Sampling, Stopped, Video
+from penstock.bulk.types import Chunk, Pixels, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
 from support.videos import make_clip, number_of
 
@@ -37,8 +37,9 @@ def video(path: Path) -> Video:
 def chunks_of(path: Path, chunk_size: int = 8, pool: BlockPool | None = None, **options: Any) -> Result:
     """Every chunk, with its pixels copied and its block released, and the result."""
     pool = pool or BlockPool(16 * FRAME_BYTES, 8 * FRAME_BYTES)
-    options = {"sampling": Sampling(), "pixels": PIXELS, **options}
-    reading = read_chunks(video(path), chunk_size=chunk_size, pool=pool, **options)
+    resume = options.pop("resume", None)
+    plan = ReadPlan(chunk_size=chunk_size, **{"pixels": PIXELS, **options})
+    reading = read_chunks(video(path), plan, pool, resume)
     chunks = []
     while True:
         try:
@@ -208,7 +209,7 @@ def test_stopping_the_pool_ends_a_decoder_that_waits_for_memory(clip: Path) -> N
 
     def decode() -> None:
         try:
-            held.extend(read_chunks(video(clip), Sampling(), PIXELS, 8, pool))
+            held.extend(read_chunks(video(clip), ReadPlan(pixels=PIXELS, chunk_size=8), pool))
         except Stopped:
             met.append(Stopped)
 
@@ -224,7 +225,7 @@ def test_stopping_the_pool_ends_a_decoder_that_waits_for_memory(clip: Path) -> N
 
 def test_closing_the_generator_leaves_yielded_chunks_to_their_receiver(clip: Path) -> None:
     pool = BlockPool(2 * 8 * FRAME_BYTES, 8 * FRAME_BYTES)
-    reading = read_chunks(video(clip), Sampling(), PIXELS, 8, pool)
+    reading = read_chunks(video(clip), ReadPlan(pixels=PIXELS, chunk_size=8), pool)
     first = next(reading)
     reading.close()
     assert pool.free_blocks == 1
@@ -255,7 +256,7 @@ def test_no_decoded_frame_waits_for_the_garbage_collector(tmp_path: Path) -> Non
     gc.collect()
     gc.disable()
     try:
-        for chunk in read_chunks(video(clip), Sampling(), PIXELS, 8, BlockPool(1 << 20, 1 << 18)):
+        for chunk in read_chunks(video(clip), ReadPlan(pixels=PIXELS, chunk_size=8), BlockPool(1 << 20, 1 << 18)):
             chunk.block.release()
         # isinstance reads __class__, and some objects of torch warn about that
         left = [one for one in gc.get_objects() if type(one) is av.VideoFrame and one.width > 16]

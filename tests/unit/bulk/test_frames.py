@@ -21,9 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.bulk import frames as frames_module
+from penstock.bulk import packets as packets_module
 from penstock.bulk import video as video_module
 from penstock.bulk.frames import FrameConverter, FrameReader, jpeg_encoder
-from penstock.bulk.types import Pixels, Position
+from penstock.bulk.types import Gap, Pixels, Position
 from penstock.bulk.video import OpenVideo, VideoError, probe
 from penstock.errors import ConfigError
 from support.videos import make_clip, make_sound, number_of, picture
@@ -55,9 +56,13 @@ class Shown(NamedTuple):
 
 def read(path: Path, start: Position | None = None, threads: int = 1) -> tuple[list[Shown], VideoError | None]:
     """Every frame with the number it shows and a digest of its pixels, and the final error."""
+    return frames_of(FrameReader(str(path), threads, start))
+
+
+def frames_of(reader: FrameReader) -> tuple[list[Shown], VideoError | None]:
     shown = []
     try:
-        for seen in FrameReader(str(path), threads, start).frames():
+        for seen in reader.frames():
             rgb = seen.picture.to_ndarray(format="rgb24", threads=1)
             digest = hashlib.sha256(rgb.tobytes()).hexdigest()
             shown.append(Shown(seen.number, seen.time_s, seen.pts, number_of(rgb), digest))
@@ -230,13 +235,13 @@ def test_a_packet_that_never_produces_a_frame_does_not_fill_memory(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
-    shown = video_module._ReorderBuffer.add
+    shown = packets_module._ReorderBuffer.add
 
     def counted(self: Any, picture: Any) -> Any:
         yield from shown(self, picture)
         held.append(len(self._frames))
 
-    monkeypatch.setattr(video_module._ReorderBuffer, "add", counted)
+    monkeypatch.setattr(packets_module._ReorderBuffer, "add", counted)
     source = make_clip(tmp_path / f"source.{suffix}", 150, size=(64, 48), codec="mpeg4", options={"g": "12"})
     path = tmp_path / f"odd.{suffix}"
     with av.open(str(source)) as given, av.open(str(path), "w") as out:
@@ -401,10 +406,143 @@ def test_a_gap_before_a_keyframe_of_a_transport_stream_is_damage(tmp_path: Path)
     assert 20 < len(shown) < 50
 
 
+def read_around(path: Path, start: Position | None = None, threads: int = 1) -> tuple[list[Shown], list[Gap]]:
+    """Every frame that is kept if damage is skipped, and the gaps."""
+    reader = FrameReader(str(path), threads, start, "skip")
+    shown, _ = frames_of(reader)
+    return shown, reader.gaps.take()
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [(name, -20) for name in KINDS if not name.startswith(("b-frames.ts", "mpeg2", "raw"))]
+    + [("b-frames.mp4", 200), ("open-gop.mp4", 200), ("mpeg4.mp4", 200)],
+)
+def test_reading_skips_damage_and_goes_on_at_the_next_decodable_frame(clips: Any, name: str, extra: int) -> None:
+    path, whole = clips(name)
+    place, size, _ = packets(path)[25]
+    broken = damaged(path, place + 6, size + extra)
+    before, error = read(broken)
+    assert error is not None
+    shown, gaps = read_around(broken)
+    lost = {n for gap in gaps for n in range(gap.frame, gap.frame + gap.frames)}
+    assert 1 <= len(lost) <= 12
+    assert [one[:3] for one in shown] == [one[:3] for one in whole if one.frame not in lost]
+    traces = {n for gap in gaps for n in range(gap.frame, gap.clean or COUNT)}
+    assert len(traces) <= 24
+    assert [one for one in shown if one.frame not in traces] == [one for one in whole if one.frame not in traces]
+    assert shown[: len(before)] == before
+    assert read_around(broken, threads=4) == (shown, gaps)
+
+
+@pytest.mark.parametrize("name", ["b-frames.mp4", "open-gop.mp4", "b-frames.mkv", "mpeg4.avi", "b-frames.ts"])
+@settings(
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(
+    which=st.lists(st.integers(0, COUNT - 10), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+    threads=st.sampled_from([1, 3]),
+    data=st.data(),
+)
+def test_the_frames_kept_around_damage_depend_on_neither_threads_nor_a_resume(
+    clips: Any, name: str, which: list[int], seed: int, threads: int, data: st.DataObject
+) -> None:
+    path, _ = clips(name)
+    broken = path
+    for n in which:
+        place, size, _ = packets(path)[n]
+        broken = damaged(broken, place + min(size - 1, 12), max(1, size - 12), seed)
+    kept, gaps = read_around(broken)
+    traces = {n for gap in gaps for n in range(gap.frame, gap.clean or COUNT)}
+    again, _ = read_around(broken, threads=4)
+    start = data.draw(st.integers(0, len(kept) - 1))
+    for found, expected in (again, kept), (read_around(broken, at(kept[start]), threads)[0], kept[start:]):
+        assert [one[:3] for one in found] == [one[:3] for one in expected]
+        clean = [one for one in expected if one.frame not in traces]
+        assert [one for one in found if one.frame not in traces] == clean
+
+
+def test_a_hole_in_a_transport_stream_is_a_gap_of_as_many_frames_as_fit_into_its_time(tmp_path: Path) -> None:
+    data = bytearray(make_clip(tmp_path / "a.ts", 80, options={"g": "10", "bf": "0"}).read_bytes())
+    middle = len(data) // 2 // 188 * 188
+    (tmp_path / "hole.ts").write_bytes(data[:middle] + data[middle + 188 * 60 :])
+    shown, gaps = read_around(tmp_path / "hole.ts")
+    assert sum(gap.frames for gap in gaps) > 20
+    assert [one.frame for one in shown][-10:] == list(range(70, 80))
+    assert [one.number for one in shown][-10:] == list(range(70, 80))
+    assert shown[-1].time_s == pytest.approx(79 / 25)
+
+
+def test_unreadable_matroska_clusters_are_a_gap(tmp_path: Path) -> None:
+    path = make_clip(tmp_path / "a.mkv", 600, size=(320, 192), options={"g": "10"})
+    listed = packets(path)
+    start, end = listed[250][0], listed[330]
+    shown, gaps = read_around(damaged(path, start, end[0] + end[1] - start))
+    lost = {n for gap in gaps for n in range(gap.frame, gap.frame + gap.frames)}
+    assert [one.frame for one in shown] == [n for n in range(600) if n not in lost]
+    assert len(lost) > 70
+    assert shown[-1].number == shown[-1].frame == 599
+
+
+def test_damage_after_which_nothing_can_be_decoded_ends_the_video(clips: Any, tmp_path: Path) -> None:
+    path, whole = clips("b-frames.mkv")
+    cut = tmp_path / "cut.mkv"
+    cut.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    kept, error = frames_of(FrameReader(str(cut), on_damage="skip"))
+    assert error is not None
+    assert (error.frame, "the file is truncated" in error.message) == (len(kept), True)
+    assert kept == whole[: len(kept)]
+    assert 20 < len(kept) < COUNT
+
+
+def test_a_damaged_first_frame_is_a_gap_before_the_others(clips: Any) -> None:
+    path, whole = clips("mjpeg.avi")
+    place, size, _ = packets(path)[0]
+    shown, gaps = read_around(damaged(path, place, size))
+    assert [(gap.frame, gap.frames, gap.clean) for gap in gaps] == [(0, 1, 1)]
+    assert shown == whole[1:]
+
+
 def test_a_file_without_a_video_stream_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(VideoError, match="has no video stream; its streams: audio") as caught:
         probe(str(make_sound(tmp_path / "a.m4a")))
     assert caught.value.stage == "open"
+
+
+def with_cover(path: Path, film: Path | None) -> Path:
+    """A file with sound, cover art, and the video of `film` after it."""
+    cover = io.BytesIO()
+    PIL.Image.new("RGB", (64, 64), "red").save(cover, "jpeg")
+    with av.open(str(path), "w") as out:
+        art = out.add_stream("mjpeg")
+        art.width, art.height, art.pix_fmt = 64, 64, "yuvj420p"
+        art.disposition = av.stream.Disposition.attached_pic
+        sources = [] if film is None else [av.open(str(film))]
+        copies = [out.add_stream_from_template(source.streams.video[0]) for source in sources]
+        sound = out.add_stream("aac", rate=8000)
+        packet = av.Packet(cover.getvalue())
+        packet.stream, packet.time_base, packet.pts, packet.dts = art, Fraction(1, 25), 0, 0
+        out.start_encoding()
+        out.mux(packet)
+        for source, copy in zip(sources, copies, strict=True):
+            for part in (p for p in source.demux(video=0) if p.dts is not None):
+                part.stream = copy
+                out.mux(part)
+            source.close()
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate, frame.pts = 8000, 0
+        out.mux(sound.encode(frame))
+        out.mux(sound.encode())
+    return path
+
+
+def test_cover_art_is_no_video(tmp_path: Path) -> None:
+    film = make_clip(tmp_path / "film.mp4", 12, size=(48, 32))
+    shown, error = read(with_cover(tmp_path / "with-film.mp4", film))
+    assert ([one.number for one in shown], error) == (list(range(12)), None)
+    with pytest.raises(VideoError, match="its streams: audio, cover art"):
+        probe(str(with_cover(tmp_path / "song.mp4", None)))
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi"])

@@ -6,10 +6,11 @@ import io
 import os
 from pathlib import Path
 
+import av
 import pytest
 
-from penstock.bulk.inputs import InputError, expand, valid_text
-from support.videos import make_clip
+from penstock.bulk.inputs import OTHER_SUFFIXES, InputError, expand, valid_text
+from support.videos import make_clip, make_sound
 
 
 @pytest.fixture
@@ -47,6 +48,32 @@ def test_other_files_of_a_folder_are_skipped_and_counted(here: Path) -> None:
     found, notes = expand(["clips"])
     assert [video.path for video in found] == ["clips/a.mp4", "clips/recording"]
     assert notes.skipped == 4
+
+
+def test_every_kind_of_file_that_ffmpeg_knows_may_be_a_video(here: Path) -> None:
+    known = {f".{name}" for kind in av.formats_available for name in extensions_of(kind)}
+    skipped = known & OTHER_SUFFIXES  # sound, text, and pictures in a container for films
+    assert skipped <= set([".aac", ".avif", ".flac", ".heic", ".heif", ".mp3", ".nfo", ".opus", ".sub", ".txt", ".vtt"])
+    make_clip(here / "film.ogg", 2, codec="libvpx")
+    make_clip(here / "moving.gif", 2, codec="gif", pix_fmt="rgb8")
+    make_sound(here / "song.m4a").rename("song.ogg")
+    assert paths(".") == ["./film.ogg", "./moving.gif"]
+
+
+def extensions_of(kind: str) -> set[str]:
+    try:
+        return set(av.ContainerFormat(kind, "r").extensions)
+    except ValueError:  # it can only be written
+        return set()
+
+
+def test_extensions_select_the_files_of_folders_and_patterns(here: Path) -> None:
+    touch("a.mp4", "b.MKV", "c.dat", "x/d.dat", "x/e.txt")
+    selected = frozenset({".dat", ".mkv"})
+    found, notes = expand(["."], extensions=selected)
+    assert [video.path for video in found] == ["./b.MKV", "./c.dat", "./x/d.dat"]
+    assert notes.skipped == 2
+    assert [video.path for video in expand(["x/*", "a.mp4"], extensions=selected)[0]] == ["x/d.dat", "a.mp4"]
 
 
 def test_an_explicitly_named_file_is_taken_whatever_its_suffix(here: Path) -> None:

@@ -83,21 +83,22 @@ def test_no_captions_make_files_without_rows(tmp_path: Path) -> None:
 
 def test_webvtt_merges_equal_neighbours_and_escapes(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
     outputs.write_outputs(OutputPaths((), vtt=tmp_path / "vtt"), spools)
-    assert sorted(path.name for path in (tmp_path / "vtt").iterdir()) == ["-b\nü.vtt", "a.vtt", "none.vtt"]
+    assert sorted(path.name for path in (tmp_path / "vtt").iterdir()) == ["-b\nü.vtt", "a.vtt"]
     assert (tmp_path / "vtt" / "a.vtt").read_text() == (
         "WEBVTT\n\n"
         "00:00:00.000 --> 00:00:01.000\na dog\n\n"
         '00:00:01.000 --> 00:00:01.500\na "cat", and a &lt;b&gt;dog&lt;/b&gt; &amp; co --&gt; there\n\n'
         "00:00:02.000 --> 00:00:02.500\nKäse 狗\n\n"
     )
-    assert (tmp_path / "vtt" / "none.vtt").read_text() == "WEBVTT\n\n"
 
 
-def test_srt_has_numbers_and_commas(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
+def test_srt_has_numbers_and_commas_and_no_entities(tmp_path: Path, spools: list[tuple[Video, Path]]) -> None:
     outputs.write_outputs(OutputPaths((), srt=tmp_path / "srt"), spools)
     cues = (tmp_path / "srt" / "a.srt").read_text().split("\n\n")
     assert cues[0] == "1\n00:00:00,000 --> 00:00:01,000\na dog"
     assert [cue.partition("\n")[0] for cue in cues] == ["1", "2", "3", ""]
+    assert cues[1].endswith('\na "cat", and a <b>dog</b> & co --> there')
+    assert sorted(path.name for path in (tmp_path / "srt").iterdir()) == ["-b\nü.srt", "a.srt"]
 
 
 def cues_of(folder: Path, rows: list[CaptionRow], seen: int) -> list[str]:
@@ -119,9 +120,10 @@ def test_the_last_cue_ends_with_the_video_or_lasts_as_long_as_the_previous_one(t
 
 @given(st.text())
 def test_no_caption_breaks_its_cue(caption: str) -> None:
-    line = cue_text(caption)
-    assert "\n" not in line
-    assert "\r" not in line
+    line = cue_text(caption, markup=True)
+    for kind in (line, cue_text(caption, markup=False)):
+        assert "\n" not in kind
+        assert "\r" not in kind
     assert "-->" not in line
     assert "<" not in line
     assert line.replace("&amp;", "").replace("&lt;", "").replace("&gt;", "").count("&") == 0
@@ -146,7 +148,7 @@ def test_an_output_replaces_an_older_one_only_when_complete(tmp_path: Path) -> N
     with pytest.raises(spool.SpoolError):
         outputs.write_outputs(OutputPaths((path,), vtt=tmp_path / "vtt"), [broken])
     assert path.read_text() == "old"
-    assert sorted(p.name for p in tmp_path.rglob("*")) == sorted(["c.jsonl", "vtt", broken[1].name])
+    assert sorted(p.name for p in tmp_path.rglob("*")) == sorted(["c.jsonl", broken[1].name])
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,22 @@ def test_a_lost_reader_does_not_end_the_job(style: Style) -> None:
         stream.close()
 
 
-def test_style_none_prints_nothing() -> None:
+def test_style_none_prints_notes_and_the_summary_and_quiet_only_problems() -> None:
     stream = io.StringIO()
-    show = make_reporter("none", stream)
-    use(show)
-    assert stream.getvalue() == ""
+    use(make_reporter("none", stream))
+    note, total, unfinished = stream.getvalue().splitlines()
+    assert (note, total[:22]) == ("a [note]", "0 of 2 videos complete")
+    stream = io.StringIO()
+    use(make_reporter("quiet", stream))
+    assert stream.getvalue() == f"penstock: {unfinished}\n"
+    make_reporter("quiet", stream).end(JobSummary(videos=2, complete=2))
+    assert stream.getvalue() == f"penstock: {unfinished}\n"
+
+
+def test_a_damaged_video_is_complete_with_status_3() -> None:
+    summary = JobSummary(videos=2, complete=2, damaged=1, failures="failures.jsonl")
+    assert summary.exit_code == 3
+    assert summary.problems() == ["1 damaged, captioned except for gaps: see failures.jsonl"]
 
 
 def test_the_bar_restores_the_cursor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 from penstock.bulk import spool, threads
 from penstock.bulk.endpoints import NoServer
 from penstock.bulk.options import JobPlan
+from penstock.bulk.outputs import write_failures
 from penstock.bulk.sender import Undelivered
 from penstock.bulk.spool import SpoolEnd
 from penstock.bulk.threads import CaptionWriter, DecoderThreads, VideoTask
-from penstock.bulk.types import Chunk, Pixels, ReadResult, Video
+from penstock.bulk.types import Chunk, Gap, Pixels, ReadResult, Video
 from penstock.bulk.video import VideoError
 from penstock.errors import PenstockError
 from support.bulk import FakeVideos, RecordingListener
@@ -140,6 +142,37 @@ def test_damage_is_reported_after_all_earlier_captions(tmp_path: Path, recorder:
     recorder.writer.chunk_done(chunk(0, [0, 1]), captions([0, 1]))
     recorder.writer.close()
     assert recorder.ends["a.mp4"] == SpoolEnd("failed", 4, 9, 1, "decode", 9, "broken")
+
+
+def test_gaps_survive_an_interruption_and_are_listed_once(tmp_path: Path, recorder: Recorder) -> None:
+    path = tmp_path / "spool.jsonl"
+    first, second, third = Gap(1, 2, "lost", 5), Gap(8, 1, "lost", 9), Gap(20, 3, "lost")
+    one, other = chunk(0, [0, 5]), chunk(0, [9])
+    one.gaps, other.gaps = [first], [first, second]
+    recorder.writer.start()
+    recorder.writer.begin(VideoTask(video(), path, None))
+    recorder.writer.chunk_done(one, captions(one.frames))
+    recorder.writer.close()
+    state = spool.scan(path)
+    assert state is not None
+    assert (state.rows, state.gaps) == (2, [first])
+    again = Recorder()
+    task = VideoTask(video(), path, state)
+    again.writer.start()
+    again.writer.begin(task)
+    again.writer.chunk_done(other, captions(other.frames))
+    again.writer.video_read(task, ReadResult(1, 20, gaps=[third]))
+    again.writer.close()
+    ended = spool.read_end(path)
+    assert ended is not None
+    assert (ended.rows, ended.failed, ended.gaps) == (3, False, [first, second, third])
+    assert [row.frame for row in spool.rows(path)] == [0, 5, 9]
+    assert write_failures(tmp_path / "failures.jsonl", [(video(), path)])
+    (line,) = (tmp_path / "failures.jsonl").read_text().splitlines()
+    listed = json.loads(line)
+    assert (listed["frame"], listed["captions"], listed["attempts"]) == (1, 3, 1)
+    assert [(gap["frame"], gap["frames"]) for gap in listed["gaps"]] == [(1, 2), (8, 1), (20, 3)]
+    assert "6 of its frames cannot be decoded" in listed["error"]
 
 
 def test_an_error_of_the_job_leaves_the_video_unfinished(tmp_path: Path, recorder: Recorder) -> None:

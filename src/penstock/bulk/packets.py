@@ -1,0 +1,330 @@
+"""The packets of an open video as frames: up to the first damage, or all that decode without an error."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.bulk.gaps import CORRUPT_FRAME, LostFrames, Survivor
+from penstock.bulk.video import OpenVideo, av_library, reason
+
+TIMES_MAY_JUMP = 0x0200  # AVFMT_TS_DISCONT: a time does not identify a place in the file
+GAP_BYTES = 1024  # between two packets of Matroska: headers take tens of bytes
+MISSING_S = 0.5  # of the duration in a Matroska header that may lie behind the last readable packet
+MAX_REORDER = 32  # frames: no codec shows more of them before one that was decoded earlier
+MAX_READ_ERRORS = 16  # of a damaged container, one after the other
+SEGMENT = b"\x18\x53\x80\x67"
+
+
+class Damage(Exception):
+    """The decoder or the container found something that it cannot read."""
+
+
+class PacketDecoder:
+    """Decodes an open video from its current position.
+
+    A single thread reports every damage, and at its packet. A file whose times may jump is possibly cut out of a
+    longer recording: it need not begin with a keyframe.
+    """
+
+    def __init__(self, video: OpenVideo) -> None:
+        self._errors = (Damage, OSError, ValueError, av_library().error.FFmpegError)
+        self._container = video.container
+        self._stream = video.stream
+        self._single_threaded = video.threads == 1
+        self._cut = bool(video.container.format.flags & TIMES_MAY_JUMP)
+
+    def frames(self) -> Iterator[Any]:
+        """Yields frames in presentation order.
+
+        Raises Damage after the frames that precede it and do not depend on damaged data. Several threads report
+        damage late and omit the last of these frames.
+        """
+        buffer = _ReorderBuffer()
+        try:
+            for frame in self._decoded(buffer):
+                if frame.is_corrupt:
+                    buffer.drop_dependents(frame)
+                    raise Damage(CORRUPT_FRAME)
+                yield from buffer.add(frame)
+        except Damage:
+            if self._single_threaded:
+                yield from buffer.rest()
+            raise
+        yield from buffer.rest()
+
+    def _decoded(self, buffer: _ReorderBuffer) -> Iterator[Any]:
+        """Frames in the order of the decoder; after damage, the frames that it still holds."""
+        context = self._stream.codec_context
+        pending = 0
+        lead_in = _LeadIn(self._cut)
+        packets = self._packets()
+        while True:
+            counts = True
+            try:
+                packet, problem = next(packets, (None, ""))
+                counts = packet is None or lead_in.is_over(packet) or not self._single_threaded
+                if problem:
+                    raise Damage(problem)
+                frames = context.decode(packet)
+            except self._errors as error:
+                if not counts:
+                    continue
+                if self._single_threaded:
+                    buffer.limit_to_decoded()
+                    yield from self._flush()
+                raise Damage(reason(error)) from error
+            if packet is not None:
+                buffer.packet_decoded(packet)
+            for frame in frames:
+                if counts or not frame.is_corrupt:
+                    lead_in.frame_shown()
+                    yield frame
+            pending += bool(packet) - len(frames)
+            if packet is None:
+                break
+        if pending and not self._single_threaded:
+            raise Damage("frames are missing at its end")
+
+    def _flush(self) -> list[Any]:
+        try:
+            frames: list[Any] = self._stream.codec_context.decode(None)
+        except self._errors:
+            return []
+        return frames
+
+    def survivors(self) -> Iterator[Survivor]:
+        """Yields the frames that a tolerant decoder decodes without an error.
+
+        Frames shown before a damaged one that may be predicted from it are lost too. Raises Damage at the end if frames
+        are lost there.
+        """
+        context = self._stream.codec_context
+        buffer, lead_in = _ReorderBuffer(), _LeadIn(self._cut)
+        lost = LostFrames(self._stream, ordered=not self._cut)
+        packets = self._packets(MAX_READ_ERRORS)
+        packet: Any = ...
+        while packet is not None:
+            try:
+                packet, problem = next(packets, (None, ""))
+            except self._errors as error:
+                packet, problem = None, reason(error)
+            counts = packet is None or lead_in.is_over(packet)
+            if counts:
+                lost.packet(packet, problem)
+            try:
+                frames = context.decode(packet)
+                if packet is not None:
+                    buffer.packet_decoded(packet)
+            except self._errors as error:
+                frames = []
+                if counts:
+                    lost.packet_failed(packet, reason(error))
+            for frame in frames:
+                if not frame.is_corrupt and lost.is_intact(frame):
+                    lead_in.frame_shown()
+                    yield from map(lost.survivor, buffer.add(frame))
+                else:
+                    buffer.drop_dependents(frame)
+                    if counts:
+                        lost.frame_failed(frame)
+        yield from map(lost.survivor, buffer.rest())
+        if error_at_end := lost.at_end():
+            raise Damage(error_at_end)
+
+    def _packets(self, read_errors: int = 0) -> Iterator[tuple[Any, str]]:
+        """Packets with data, each with the damage in it or before it, or ""; no packet with damage at the end.
+
+        Goes on after `read_errors` errors of the container in a row, then raises the next one.
+        """
+        stream = self._stream
+        check = self._container.format.name.startswith("matroska") and "alpha_mode" not in stream.metadata
+        gaps = _MatroskaGaps(self._container) if check else None
+        gap = ""
+        packets = self._demuxed(None if check else stream, read_errors)
+        for packet, truncated in _with_truncation(packets, joined=self._cut):
+            if gaps is not None:
+                gap = gaps.before(packet) or gap
+            if packet.size and packet.stream is stream:  # an empty packet in Ogg repeats the frame before it
+                yield packet, "a packet is truncated" if truncated else gap
+                gap = ""
+        if gaps is not None and (gap := gap or gaps.at_end()):
+            yield None, gap
+
+    def _demuxed(self, stream: Any, read_errors: int) -> Iterator[Any]:
+        """The packets of a stream, None for all. Raises the error that follows `read_errors` others in a row."""
+        failed = 0
+        while True:
+            try:
+                for packet in self._container.demux(*([] if stream is None else [stream])):
+                    failed = 0
+                    yield packet
+                return
+            except self._errors:
+                failed += 1
+                if failed > read_errors:
+                    raise
+
+
+class _LeadIn:
+    """The first packets, which may depend on others that are absent without any damage.
+
+    These are the packets before the first keyframe of a file that was cut out of a longer recording, and those after
+    the first keyframe that are shown before it.
+    """
+
+    def __init__(self, cut: bool) -> None:
+        self._cut = cut
+        self._over = False
+        self._key_pts: int | None = None
+
+    def is_over(self, packet: Any) -> bool:
+        """Whether a packet comes after the lead-in. Called for every packet, in order."""
+        if self._over:
+            return True
+        if self._key_pts is None and not packet.is_keyframe:
+            self._over = not self._cut
+            return self._over
+        if self._key_pts is None:
+            self._key_pts = packet.pts
+            self._over = packet.pts is None
+            return True
+        self._over = packet.pts is None or packet.pts >= self._key_pts
+        return self._over
+
+    def frame_shown(self) -> None:
+        """A frame without a keyframe before it: the codec needs none."""
+        self._over = self._over or self._key_pts is None
+
+
+class _ReorderBuffer:
+    """Holds frames back until every frame decoded before them is shown.
+
+    They may be predicted from such a frame, and only showing it reveals that it is damaged.
+    """
+
+    def __init__(self) -> None:
+        self._order: dict[int, int] = {}  # pts -> decoding order, of packets that were not shown yet
+        self._decoded = 0
+        self._last_dts: int | None = None
+        self._last_pts_allowed: float = float("inf")
+        self._frames: deque[tuple[int, Any]] = deque()
+
+    def packet_decoded(self, packet: Any) -> None:
+        self._decoded += 1
+        if packet.pts is not None:
+            self._order[packet.pts] = self._decoded
+        if packet.dts is not None:
+            self._last_dts = packet.dts
+
+    def limit_to_decoded(self) -> None:
+        """Withholds frames after a missing packet, which would have been shown no sooner than it was decoded."""
+        self._last_pts_allowed = float("-inf") if self._last_dts is None else self._last_dts
+
+    def add(self, frame: Any) -> Iterator[Any]:
+        """The frames that need not be held any longer now that the decoder shows this one."""
+        pts = frame.pts
+        order = 0 if pts is None else self._order.pop(pts, 0)
+        self._frames.append((order, frame))
+        while self._order:
+            first = next(iter(self._order))
+            if pts is not None and first > pts:
+                break
+            del self._order[first]  # its time has passed: the packet produced no frame
+        if len(self._frames) > MAX_REORDER:  # the packet they wait for produces no frame, and its time never comes
+            held = self._frames[0][0]
+            self._order = {pts: order for pts, order in self._order.items() if order > held}
+        oldest = next(iter(self._order.values()), None)
+        while self._frames and (oldest is None or self._frames[0][0] < oldest) and self._is_allowed():
+            yield self._frames.popleft()[1]
+
+    def drop_dependents(self, frame: Any) -> None:
+        """Drops the frames decoded after a damaged one, which may be predicted from it."""
+        order = self._order.get(frame.pts, 0)
+        self._frames = deque(itertools.takewhile(lambda held: held[0] < order, self._frames))
+
+    def rest(self) -> Iterator[Any]:
+        while self._frames and self._is_allowed():
+            yield self._frames.popleft()[1]
+
+    def _is_allowed(self) -> bool:
+        pts = self._frames[0][1].pts
+        return self._last_pts_allowed == float("inf") or (pts is not None and pts <= self._last_pts_allowed)
+
+
+def _with_truncation(packets: Iterator[Any], *, joined: bool) -> Iterator[tuple[Any, bool]]:
+    """Each packet with whether it is truncated.
+
+    Where transport streams were `joined` end to end, their continuity counters jump as they do after a loss, and the
+    demuxer marks the last packet but one before the joint. There a recording begins with a keyframe, and its times
+    continue or go back: the decoder finds out whether anything is missing. If the times leap ahead, frames are missing.
+    """
+    ahead: deque[Any] = deque()
+    while (packet := ahead.popleft() if ahead else next(packets, None)) is not None:
+        if packet.is_corrupt and joined:
+            ahead.extend(itertools.islice(packets, 2 - len(ahead)))
+            keys = [after.is_keyframe and not after.is_corrupt for after in ahead]
+            yield packet, keys != [False, True] or _leaps(*ahead)
+        else:
+            yield packet, packet.is_corrupt
+
+
+def _leaps(before: Any, after: Any) -> bool:
+    """Whether there is room for a frame between the times of two packets."""
+    if before.dts is None or after.dts is None or not before.duration:
+        return False
+    leaps: bool = after.dts - before.dts > 2 * before.duration
+    return leaps
+
+
+class _MatroskaGaps:
+    """Finds missing packets of a Matroska file.
+
+    The demuxer silently skips a cluster that it cannot read, and silently ends where the file is truncated.
+    """
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._end: int | None = None  # of the last packet in the file
+        self._shown_s = 0.0
+
+    def before(self, packet: Any) -> str:
+        """The damage between the last packet and this one, or "". Called for every packet of the file, in order."""
+        gap = 0
+        if packet.size and packet.pos is not None and packet.pos >= 0:
+            gap = 0 if self._end is None else packet.pos - self._end
+            self._end = max(self._end or 0, packet.pos + packet.size)
+        if packet.pts is not None:
+            end_s = float((packet.pts + (packet.duration or 0)) * packet.time_base)
+            self._shown_s = max(self._shown_s, end_s)
+        return f"{gap} bytes of the file cannot be read" if gap > GAP_BYTES else ""
+
+    def at_end(self) -> str:
+        """The damage after the last packet, or ""."""
+        container = self._container
+        missing = _segment_end(container.name) - container.size
+        if missing > 0:
+            return f"the file is truncated: {missing} bytes are missing"
+        stated_s = ((container.duration or 0) + (container.start_time or 0)) / 1_000_000
+        unread = self._end is not None and container.size - self._end > GAP_BYTES
+        missing_s = stated_s - self._shown_s
+        return f"its last {missing_s:.1f} seconds cannot be read" if unread and missing_s > MISSING_S else ""
+
+
+def _segment_end(name: str) -> int:
+    """The end of a Matroska file according to its header, or 0 if the header states none.
+
+    RFC 9559, 5.1 and RFC 8794, 4: the leading zeros of a size's first byte count the bytes that follow it, and all
+    ones mean unknown.
+    """
+    with open(name.removeprefix("file:"), "rb") as file:
+        head = file.read(4096)
+    start = head.find(SEGMENT) + len(SEGMENT)
+    if start < len(SEGMENT) or start >= len(head) or not head[start]:
+        return 0
+    length = 9 - head[start].bit_length()
+    unknown = (1 << 7 * length) - 1
+    size = int.from_bytes(head[start : start + length]) & unknown
+    return 0 if size == unknown else start + length + size
