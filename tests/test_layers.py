@@ -24,7 +24,7 @@ LAYERS = (
     ("core.worker",),
     ("core.transports",),
     ("core.engine",),
-    ("runtimes", "client", "serving.protocols", "serving.lifetime"),
+    ("runtimes", "client", "serving.protocols", "serving.lifetime", "serving.logs"),
     ("serving.observe",),
     ("serving.http",),
     ("streamer", "pipeline", "bulk", "perf"),

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import signal
+import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +125,86 @@ async def test_a_silent_connection_delays_the_end_only_shortly(serve: Callable[.
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
+
+
+async def test_sighup_reloads_tokens_models_and_the_log_level_and_loses_no_request(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    tokens, toml, log = tmp_path / "tokens", tmp_path / "penstock.toml", tmp_path / "server.log"
+    tokens.write_text("old\n")
+    tokens.chmod(0o600)
+    app = tmp_path / "app.py"
+    app.write_text("def which(items):\n    return ['one' for _ in items]\n")
+    config = '[auth]\ninference_token_file = "tokens"\n[models.which]\ntarget = "app.py:which"\n'
+    toml.write_text(config + f'[logging]\nfile = "{log}"\n')
+    server = serve(None, "penstock.toml")
+
+    def ask(token: str) -> tuple[int, bytes]:
+        return server.post("/predictions/which", b"1", authorization=f"Bearer {token}")
+
+    assert (ask("old"), ask("new")[0]) == ((200, b"one"), 401)
+    app.write_text("def which(items):\n    return ['two' for _ in items]\n")
+    tokens.write_text("old\nnew\n")
+    toml.write_text(config + f'[logging]\nfile = "{log}"\nlevel = "warning"\n')
+    server.process.send_signal(signal.SIGHUP)
+    statuses = set()
+    async with asyncio.timeout(20):
+        while (answer := await asyncio.to_thread(ask, "old")) != (200, b"two"):
+            statuses.add(answer[0])
+    assert statuses <= {200}
+    assert ask("new") == (200, b"two")
+    toml.write_text("[models.which]\ntargte = 1\n")  # a wrong file changes nothing
+    tokens.write_text("third\n")
+    server.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(20):
+        while "event=reload_failed" not in log.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert "did you mean 'target'" in log.read_text()
+    assert ask("new") == (200, b"two")
+    assert server.stop()[0] == 0
+    assert "event=draining" not in log.read_text(), "the level is warning"
+
+
+def certificate(folder: Path, name: str) -> tuple[str, str]:
+    """(certificate, key), self-signed."""
+    paths = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}"]
+    subprocess.run([*command, "-out", paths[0], "-keyout", paths[1]], check=True, capture_output=True)
+    return paths
+
+
+def test_sighup_replaces_the_certificate_and_the_client_authority(serve: Callable[..., Any], tmp_path: Path) -> None:
+    one, two = certificate(tmp_path, "one"), certificate(tmp_path, "two")
+    running = [str(tmp_path / name) for name in ("cert", "key", "ca")]
+
+    def install(pair: tuple[str, str]) -> None:
+        for source, target in zip((*pair, pair[0]), running, strict=True):
+            shutil.copy(source, target)
+
+    install(one)
+    sets = [f"server.tls_{key}={path}" for key, path in zip(("cert", "key", "client_ca"), running, strict=True)]
+    server = serve(SOURCE, "echo", *(word for each in sets for word in ("--set", each)))
+    host, port = server.url.removeprefix("https://").split(":")
+
+    def ask(pair: tuple[str, str]) -> tuple[str, bool]:
+        """(certificate of the server, whether it accepts the client)."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.load_cert_chain(*pair)
+        with context.wrap_socket(socket.create_connection((host, int(port)))) as client:
+            shown = ssl.DER_cert_to_PEM_cert(client.getpeercert(True) or b"")
+            try:
+                client.sendall(b"GET /healthz HTTP/1.1\r\nconnection: close\r\n\r\n")
+                return shown, client.recv(100).startswith(b"HTTP/1.1 200")
+            except OSError:
+                return shown, False
+
+    first, second = (Path(pair[0]).read_text() for pair in (one, two))
+    assert [ask(one), ask(two)] == [(first, True), (first, False)]
+    install(two)
+    server.process.send_signal(signal.SIGHUP)
+    end = time.monotonic() + 10
+    while (answer := ask(two)) == (first, False):
+        assert time.monotonic() < end
+    assert answer == (second, True)
+    assert ask(one) == (second, False)

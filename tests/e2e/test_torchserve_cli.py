@@ -171,6 +171,26 @@ def test_a_signal_drains_in_the_foreground(
     assert not (folder / "logs" / "config").exists(), "--ncs"
 
 
+def test_sighup_loads_changed_archives_again(torchserve: Any) -> None:
+    def handler(word: str) -> str:
+        return f"def handle(data, context):\n    return ['{word}'] * len(data or ())\n"
+
+    torchserve.add_model(handler("one"))
+    torchserve.configure(disable_token_authorization="true")
+    torchserve.start("--ts-config", "config.properties", "--models", "m.mar")
+    url = torchserve.url() + "/predictions/m"
+    assert torchserve.fetch(url, b"") == (200, b"one")
+    torchserve.add_model(handler("two"))
+    os.kill(torchserve.pids()[0], signal.SIGHUP)
+    torchserve.wait_for("event=reloaded model=m")
+    assert torchserve.fetch(url, b"") == (200, b"two")
+    torchserve.add_model("raise OSError")
+    os.kill(torchserve.pids()[0], signal.SIGHUP)
+    torchserve.wait_for("change_failed")
+    assert torchserve.fetch(url, b"") == (200, b"two"), "an archive that does not load changes nothing"
+    torchserve.run("torchserve", "--stop")
+
+
 def test_a_second_signal_ends_at_once(
     torchserve: Any, store: Callable[..., Path], foreground: Callable[..., subprocess.Popen[bytes]]
 ) -> None:

@@ -125,7 +125,7 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
         except ConfigError as e:
             click.echo(f"penstock: {e}", err=True)
             sys.exit(2)
-        code = run(config, record=record)
+        code = run(config, record=record, reread=lambda: build_config(targets, flags, sets))
     except PenstockError as e:
         click.echo(f"penstock: {e}", err=True)
         if e.detail:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import shlex
@@ -23,14 +24,16 @@ from penstock.config.schema import Config
 from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
+from penstock.core.engine.rules import check_devices
 from penstock.errors import PenstockError
 from penstock.serving.http.admin import management_routes, metrics_routes
-from penstock.serving.http.auth import make_ssl_context
+from penstock.serving.http.auth import make_ssl_context, replace_ssl_context
 from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.server import HttpServer
 from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
+from penstock.serving.logs import ServerLog
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
 from penstock.serving.protocols.route import Template
@@ -39,20 +42,32 @@ from penstock.types import ModelStatus, TensorSpec
 if TYPE_CHECKING:
     from penstock.torchpipe.thrift.server import ThriftServer
 
+log = logging.getLogger("penstock.cli")
+
 ADMIN_DRAIN_S = 2.0  # for responses in flight when the management and metrics listeners close
 _MAX_ROWS = 5  # of the models table in the banner
 _MAX_ELEMENTS = 64  # of an example input in the banner
 
 
-def run(config: Config, on_ready: Callable[[dict[str, str]], None] | None = None, *, record: str | None = None) -> int:
+def run(
+    config: Config,
+    on_ready: Callable[[dict[str, str]], None] | None = None,
+    *,
+    record: str | None = None,
+    reread: Callable[[], Config] | None = None,
+) -> int:
     """Serves until SIGINT or SIGTERM and returns the exit status. Raises PenstockError if it cannot start.
 
-    `record` names a new file for the times and sizes of requests.
+    `record` names a new file for the times and sizes of requests. On SIGHUP, `reread` returns the new configuration.
     """
+    for section, model in config.models.items():
+        check_devices(model, f"models.{section}.")
     recorder = None if record is None else ArrivalRecorder(record)
+    logs = ServerLog(config.logging)
     try:
-        return runner()(Server(config, recorder).main(on_ready))
+        return runner()(Server(config, logs, recorder, reread or (lambda: config)).main(on_ready))
     finally:
+        logs.close()
         if recorder is not None:
             recorder.close()
 
@@ -60,12 +75,18 @@ def run(config: Config, on_ready: Callable[[dict[str, str]], None] | None = None
 class Server:
     """Everything in the server process of `penstock serve`."""
 
-    def __init__(self, config: Config, recorder: ArrivalRecorder | None = None) -> None:
+    def __init__(
+        self, config: Config, logs: ServerLog, recorder: ArrivalRecorder | None, reread: Callable[[], Config]
+    ) -> None:
         self._config = config
+        self._logs = logs
         self._recorder = recorder
+        self._reread = reread
         self._metrics = PrometheusObserver()
         self._records = BatchRecords()
-        self._stop = StopSignal(self._report_draining)
+        self._management: Management | None = None  # once the configured models are loaded
+        self._stop = StopSignal(self._report_draining, self._reload)
+        self._flavors: dict[str, NativeFlavor] = {}
         self._admin: list[HttpServer] = []
         self._thrift: ThriftServer | None = None
         self._tls: SSLContext | None = None
@@ -99,6 +120,7 @@ class Server:
                     await loads
             if not self._stop.is_set:
                 management.started = True
+                self._management = management
                 freeze_heap()
                 self._announce(engine, on_ready)
             await self._stop.wait()
@@ -125,6 +147,24 @@ class Server:
         s = self._config.server
         hosts = [s.host, *([] if s.thrift_port is None else [s.thrift_host])]
         return lame_duck_s(hosts) if s.lame_duck_s is None else s.lame_duck_s
+
+    async def _reload(self) -> None:
+        """Applies changed tokens, TLS files, log level and models. Raises ConfigError; then nothing has changed.
+
+        The names of the token and TLS files stay: without them the bound ports could open to everyone.
+        """
+        config, s = self._reread(), self._config.server
+        tokens = {name: tokens_for(self._config, name) for name in self._flavors}
+        for section, model in config.models.items():
+            check_devices(model, f"models.{section}.")
+        tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
+        for name, flavor in self._flavors.items():
+            flavor.set_tokens(tokens[name])
+        if self._tls is not None and tls is not None:
+            replace_ssl_context(self._tls, tls)
+        self._logs.set_level(config.logging.level)
+        if self._management is not None:
+            await self._management.reload(config.models)
 
     # ---- listeners
 
@@ -155,7 +195,9 @@ class Server:
         tokens = tokens_for(self._config, name)
         closed = name == "management" or (not tokens and is_loopback(host))
         policy = OriginPolicy((host, *s.allowed_hosts), s.cors_origins, closed=closed)
-        return NativeFlavor(tokens, routes, policy=policy, check_host=closed and name != "inference")
+        flavor = NativeFlavor(tokens, routes, policy=policy, check_host=closed and name != "inference")
+        self._flavors[name] = flavor
+        return flavor
 
     def _note(self, name: str, host: str, port: int, scheme: str = "http") -> None:
         scheme += "s" if self._config.server.tls_cert else ""
@@ -165,7 +207,7 @@ class Server:
 
     def _report_draining(self) -> None:
         most_s = self._lame_duck_s() + self._config.server.drain_s
-        click.echo(f"penstock: draining, at most {most_s:g} s; a second signal stops at once", err=True)
+        log.info("event=draining limit_s=%g hint=a second signal stops at once", most_s)
 
     def _announce(self, engine: Engine, on_ready: Callable[[dict[str, str]], None] | None) -> None:
         example = _example(engine, self.urls["inference"], _curl(self._config))

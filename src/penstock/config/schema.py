@@ -107,6 +107,14 @@ class AuthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metrics_token_file: Annotated[str | None, doc("tokens that open the metrics listener")] = None
 
 
+class LoggingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[logging]`: the log of `penstock serve` and its workers."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], doc("least level of the lines")] = "info"
+    format: Annotated[Literal["text", "json"], doc('"text": lines; "json": one object per record')] = "text"
+    file: Annotated[str | None, doc("file to append to, by default stderr; it may be rotated by renaming it")] = None
+
+
 class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME.batching]`: how requests are combined into batches."""
 
@@ -201,6 +209,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     models: dict[str, ModelConfig] = field(default_factory=dict)
 
 
@@ -208,6 +217,7 @@ SECTIONS: dict[str, Any] = {
     "server": ServerConfig,
     "limits": LimitsConfig,
     "auth": AuthConfig,
+    "logging": LoggingConfig,
     "models.NAME": ModelConfig,
     "models.NAME.batching": BatchingConfig,
 }

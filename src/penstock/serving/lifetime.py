@@ -4,12 +4,16 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final
 
 from penstock.config.checks import is_loopback
+from penstock.errors import PenstockError
+
+log = logging.getLogger("penstock.serving")
 
 READY_FD: Final = "PENSTOCK_READY_FD"
 PARENT_FD: Final = "PENSTOCK_PARENT_FD"
@@ -29,11 +33,15 @@ def runner() -> Callable[..., int]:
 class StopSignal:
     """Set by SIGINT, SIGTERM, or the end of the process at the other end of PENSTOCK_PARENT_FD.
 
-    A second signal ends the process at once; the workers end with their sockets.
+    A second signal ends the process at once; the workers end with their sockets. SIGHUP calls `reload` until then, in
+    one task at a time.
     """
 
-    def __init__(self, on_first: Callable[[], None]) -> None:
+    def __init__(self, on_first: Callable[[], None], reload: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._on_first = on_first
+        self._reload = reload
+        self._reloading: asyncio.Task[None] | None = None
+        self._again = False
         self._event = asyncio.Event()
 
     def catch(self) -> None:
@@ -41,6 +49,7 @@ class StopSignal:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         fd = os.environ.pop(PARENT_FD, "")  # workers must not inherit it
         if fd.isdigit():
             with contextlib.suppress(OSError):
@@ -51,6 +60,25 @@ class StopSignal:
             os._exit(1)
         self._on_first()
         self._event.set()
+
+    def _on_hangup(self) -> None:
+        if self._reloading is not None and not self._reloading.done():
+            self._again = True
+        elif not self._event.is_set():
+            self._reloading = asyncio.ensure_future(self._reload_all())
+
+    async def _reload_all(self) -> None:
+        try:
+            await self._reload()
+        except PenstockError as error:
+            log.error("event=reload_failed error=%r consequence=nothing_else_is_reloaded", str(error))
+        except Exception:
+            log.exception("event=reload_failed consequence=nothing_else_is_reloaded")
+        else:
+            log.info("event=reloaded")
+        if self._again:
+            self._again = False
+            await self._reload_all()
 
     def _on_parents_end(self, fd: int) -> None:
         asyncio.get_running_loop().remove_reader(fd)

@@ -326,6 +326,10 @@ class Engine:
         found = structs.replace(handle.metadata, parameters={**handle.metadata.parameters, **served})
         return found, self._registry.versions(model)
 
+    def handles(self) -> list[ModelHandle]:
+        """The visible versions."""
+        return list(self._registry)
+
     def statuses(self) -> list[ModelStatus]:
         return [self._status(h) for h in self._registry]
 

@@ -12,7 +12,7 @@ from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.batcher import Batcher, Call
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.outcomes import notify, overriding, reason_of
-from penstock.core.engine.rules import bucket_rule, check_rules, policy_of, queue_bound, rows_rule
+from penstock.core.engine.rules import bucket_rule, check_rules, file_stamps, policy_of, queue_bound, rows_rule
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ModelNotReady
@@ -27,7 +27,7 @@ _MAX_RESTART_WAIT_S = 1.0  # requests wait for a worker that restarts within thi
 class ModelHandle:
     """Owns the instances, scheduler and batcher of one model version, and its state.
 
-    `policy` makes a batching policy that overrides the configured one. The 18 attributes are the parts it owns and what
+    `policy` makes a batching policy that overrides the configured one. The 19 attributes are the parts it owns and what
     every request reads of them, looked up once.
     """
 
@@ -42,6 +42,7 @@ class ModelHandle:
     ) -> None:
         self.name, self.version = spec.name, spec.version
         self.config = spec.config
+        self.files = file_stamps(spec.config, spec.sys_path)
         self.metadata: ModelMetadata | None = None
         self.state = "LOADING"
         self.batching: BatchingConfig = spec.config.batching  # includes the model's own options after loading

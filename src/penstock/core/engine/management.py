@@ -14,7 +14,7 @@ from penstock.config.checks import check_model
 from penstock.config.load import model_config
 from penstock.config.schema import Config, ModelConfig
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.rules import devices_of
+from penstock.core.engine.rules import check_devices, devices_of, file_stamps
 from penstock.errors import (
     BadRequest,
     ConfigError,
@@ -98,6 +98,21 @@ class Management:
         self.check_open()
         await self._change(self._in_turn(model, partial(self._set_traffic, model, weights)))
 
+    async def reload(self, models: Mapping[str, ModelConfig]) -> None:
+        """Loads the versions again whose section in `models` or whose files have changed, without losing a request.
+
+        A version that does not load answers as before. Other new and removed sections are not applied.
+        """
+        wanted = {(model.name or section, model.version): model for section, model in models.items()}
+        changes = []
+        for handle in self._engine.handles():
+            config = wanted.pop((handle.name, handle.version), handle.config)
+            if config != handle.config or file_stamps(config, self._sys_path) != handle.files:
+                changes.append(self._change(self._in_turn(handle.name, partial(self._put, handle.name, config), True)))
+        for name, version in wanted:
+            log.warning("event=not_reloaded model=%s version=%s reason=new_section hint=restart", name, version)
+        await asyncio.gather(*changes, return_exceptions=True)
+
     async def _change(self, change: Coroutine[Any, Any, None]) -> None:
         """Completes the change, even if the caller leaves meanwhile."""
         task = asyncio.create_task(change)
@@ -111,12 +126,13 @@ class Management:
         if error is not None and not isinstance(error, PenstockError):  # a bug, whose reason no caller receives
             log.error("change_failed error=%s", describe(error), exc_info=error)
 
-    async def _in_turn(self, model: str, change: Change) -> None:
+    async def _in_turn(self, model: str, change: Change, reload: bool = False) -> None:
         lock = self._locks.get(model)
         if lock is None:
             lock = self._locks[model] = asyncio.Lock()
         async with lock:
-            self.check_open()  # the state may have changed before it was our turn
+            if not reload:
+                self.check_open()  # the state may have changed before it was our turn
             await change()
 
     async def _put(self, model: str, config: ModelConfig) -> None:
@@ -187,6 +203,7 @@ class Management:
         try:
             config = model_config(keys, model)
             check_model(config)
+            check_devices(config)
         except ConfigError as e:
             raise BadRequest(e.message) from None
         self._bound(len(devices_of(config)))

@@ -1,5 +1,8 @@
 """The meaning of `[models.NAME]` keys in the engine: devices, policy, queue limit, rows and buckets."""
 
+import contextlib
+import os
+import stat
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +12,9 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.codecs import traits_of
 from penstock.core.wire.slabs import Slab
-from penstock.core.worker.devices import expanded
+from penstock.core.worker.devices import expanded, visible_gpus
 from penstock.errors import BadRequest, ConfigError, describe
-from penstock.plugins import BUILTIN, resolve
+from penstock.plugins import BUILTIN, is_whole_file, resolve
 from penstock.types import Item
 
 _QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
@@ -29,6 +32,34 @@ def devices_of(config: ModelConfig) -> tuple[str, ...]:
     else:
         n = len(devices)
     return tuple(devices[i % len(devices)] for i in range(n))
+
+
+def check_devices(config: ModelConfig, where: str = "") -> None:
+    """Raises ConfigError for a GPU that this machine does not have. `where` precedes the key."""
+    gpus = visible_gpus() if any(device.startswith("cuda") for device in config.devices) else 0
+    there = ["cpu", *(f"cuda:{i}" for i in range(gpus))]
+    for device in expanded(config.devices):
+        if device.partition(":")[0] == "cuda" and device not in there:
+            raise ConfigError(f"{where}devices: found {device}, but this machine has {', '.join(there)}")
+
+
+def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[int, int, int]]:
+    """{path: (inode, size, time of the last change in ns)} of the files that a model's section names.
+
+    Target, weights and options may name files; a module is looked up in `folders`.
+    """
+    where, colon, _ = config.target.rpartition(":")
+    where = config.target if is_whole_file(config.target) or not colon else where
+    module = where.replace(".", "/")
+    paths = [where, *(f"{folder}/{module}{end}" for folder in folders for end in (".py", "/__init__.py"))]
+    paths += [value for value in (config.weights, *config.options.values()) if isinstance(value, str)]
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(os.path.expanduser(path))
+            if stat.S_ISREG(status.st_mode):
+                found[path] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
 
 
 def next_device(config: ModelConfig, used: Sequence[str]) -> str:

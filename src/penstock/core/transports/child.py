@@ -297,6 +297,7 @@ def _default_signals() -> None:
     """Restores signals in processes that a model forks, so that `Process.terminate` works."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -313,7 +314,7 @@ def main(arguments: list[str]) -> None:
     """Arguments: pid of the parent; socket; request pool and its size; reply region and its size. -1: no pool."""
     parent, sock_fd, pool_fd, pool_bytes, reply_fd, reply_bytes = map(int, arguments)
     faulthandler.enable()  # dumps all stacks to stderr on SIGABRT or a segmentation fault
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the parent decides; children of the model get the default back
     os.register_at_fork(after_in_child=_default_signals)
     _end_with_parent(parent)

@@ -29,6 +29,15 @@ def check_token(tokens: frozenset[bytes], authorization: bytes | None) -> None:
         raise Unauthorized("a valid bearer token is needed: Authorization: Bearer TOKEN")
 
 
+def replace_ssl_context(running: ssl.SSLContext, fresh: ssl.SSLContext) -> None:
+    """Lets the listeners that hold `running` use `fresh` for handshakes from now on."""
+
+    def switch(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = fresh
+
+    running.sni_callback = switch  # OpenSSL calls it for every handshake, also without a server name
+
+
 def make_ssl_context(
     cert: str | None, key: str | None, client_ca: str | None = None, *, weak_keys: bool = False
 ) -> ssl.SSLContext | None:

@@ -57,12 +57,16 @@ class NativeFlavor:
         check_host: bool = False,
     ) -> None:
         self.known: dict[bytes, Route] = {}
-        self.guarded = bool(tokens) or check_host
         self._policy = policy or OriginPolicy()
         self._check_host = check_host
-        self._tokens = tokens
+        self.set_tokens(tokens)
         self._table = RouteTable(templates) if templates else _TABLE
         self._routes: dict[bytes, Route] = {}  # of all methods
+
+    def set_tokens(self, tokens: frozenset[bytes]) -> None:
+        """Applies to requests whose head arrives from now on."""
+        self.guarded = bool(tokens) or self._check_host
+        self._tokens = tokens
 
     def too_many(self) -> bytes:
         """503 with a Retry-After of one second."""

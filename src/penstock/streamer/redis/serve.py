@@ -94,6 +94,7 @@ def run_until_stopped(serve: Callable[[asyncio.Event], Any]) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, on_signal, number)
+            loop.add_signal_handler(signal.SIGHUP, log.info, "event=hangup consequence=none")
         parent = multiprocessing.parent_process()
         if parent is not None:
             loop.add_reader(parent.sentinel, _on_parent_end, loop, parent.sentinel, stop)

@@ -151,13 +151,36 @@ class Administrator:
         log.info("unregistered model=%s version=%s", found.name, found.version)
         return ChangeResult(f'Model "{found.name}" unregistered')
 
+    async def reload(self) -> None:
+        """Loads the versions again whose archive in the store has changed, without losing a request.
+
+        A version that does not load answers as before, and `_ended` logs the reason.
+        """
+        await asyncio.gather(*(self.change(self._reload(each)) for each in list(self._models)), return_exceptions=True)
+
     # ---- steps of a change
+
+    async def _reload(self, version: ModelVersion) -> None:
+        if version.request is None or "://" in version.spec.url or not version.files.digest:  # a folder has no digest
+            return
+        spec, files = await self._opener.open(version.request)
+        try:
+            if files.digest == version.files.digest:
+                return
+            if (spec.name, spec.version) != (version.name, version.version):
+                raise ApiError("ConflictStatusException", f"{spec.url} is now {spec.name} version {spec.version}")
+            await self._opener.install(spec)
+            await self._workers.replace(version, spec)
+            version.files, files = files, version.files
+            log.info("event=reloaded model=%s version=%s", version.name, version.version)
+        finally:
+            await run_in_thread(files.close)
 
     async def claim(self, request: VersionRequest, *, at_startup: bool = False) -> ModelVersion:
         """Opens the archive and adds the version to the registry, still without workers. Raises ApiError."""
         spec, files = await self._opener.open(request)
         s = spec.settings
-        version = ModelVersion(spec, files, s.min_workers, s.max_workers, at_startup)
+        version = ModelVersion(spec, files, s.min_workers, s.max_workers, at_startup, request=request)
         try:
             self._check_workers("initial_workers", s.min_workers)
             self._check_open()

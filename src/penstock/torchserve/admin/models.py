@@ -15,7 +15,7 @@ from penstock.core.engine.batcher import Call, release
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.registry import TrafficSplit
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull
-from penstock.torchserve.admin.model_spec import ModelSpec
+from penstock.torchserve.admin.model_spec import ModelSpec, VersionRequest
 from penstock.torchserve.archive.store import UnpackedArchive
 from penstock.torchserve.metrics.observer import UNVERSIONED
 from penstock.torchserve.protocol.api import ApiError, no_worker
@@ -83,6 +83,7 @@ class ModelVersion(Struct, eq=False):
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     pending: list[PendingRequest] = field(default_factory=list)  # requests that arrived during loading
     worker_ids: dict[int, int] = field(default_factory=dict)  # slot -> id
+    request: VersionRequest | None = None  # that registered it
 
     @property
     def name(self) -> str:

@@ -5,10 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
+from penstock.config.schema import ModelConfig
 from penstock.core.engine.batcher import Call
 from penstock.core.engine.engine import Engine
+from penstock.core.engine.handle import ModelHandle
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import BadRequest, ConfigError, Conflict, LoadOutOfMemory, ModelNotReady, PenstockError
+from penstock.torchserve.admin.model_spec import ModelSpec
 from penstock.torchserve.admin.models import ModelVersion
 from penstock.torchserve.admin.settings import ModelSettings
 from penstock.torchserve.protocol.api import ApiError
@@ -79,6 +82,24 @@ class WorkerManager:
                 raise _failure(version, named, e) from e
             version.expected = target
 
+    async def replace(self, version: ModelVersion, spec: ModelSpec) -> None:
+        """Starts the same number of workers of the new spec, then stops the old ones. A failure changes nothing."""
+        async with version.lock:
+            old = version.handle
+            if old is None or version.gone:
+                version.spec = spec
+                return
+            config = structs.replace(spec.config, instances=len(old.instances.workers()), devices=old.config.devices)
+            try:
+                handle = self._prepare(spec, config)
+                await self._engine.put(handle, drain_s=self._drain_s)
+            except PenstockError as e:
+                raise _failure(version, version.version, e) from e
+            version.spec, version.handle = spec, handle
+
+    def _prepare(self, spec: ModelSpec, config: ModelConfig) -> ModelHandle:
+        return self._engine.prepare(spec.name, config, target=spec.target, wants_headers=True, capture_output=True)
+
     async def stop(self, version: ModelVersion) -> None:
         """Stops the workers of a version that is `gone`: loading workers at once, the others after draining."""
         assert version.gone
@@ -107,9 +128,7 @@ class WorkerManager:
         spec = version.spec
         devices = self._devices.take(spec.settings, workers)
         config = structs.replace(spec.config, instances=workers, devices=devices)
-        version.handle = self._engine.prepare(
-            spec.name, config, target=spec.target, wants_headers=True, capture_output=True
-        )
+        version.handle = self._prepare(spec, config)
         version.loading = True
         try:
             await self._engine.put(version.handle, drain_s=self._drain_s, keep=keep)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec import structs
 
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError, install_hint
+from penstock.serving.http.auth import replace_ssl_context
 from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.server import HttpServer
 from penstock.torchserve.admin.startup import ServerComponents
@@ -81,6 +83,7 @@ class Listeners:
         self._properties = components.properties
         self._limits = limits
         self._tls_files: TlsFiles | None = None
+        self._contexts: list[SSLContext] = []  # of the running HTTPS listeners
 
     async def start(self, scrape: Scrape) -> None:
         """Starts all listeners; `/metrics` returns the result of `scrape`. Raises ConfigError."""
@@ -95,7 +98,7 @@ class Listeners:
                 components.administrator,
                 ListenerConfig(frozenset(groups), properties),
                 structs.replace(self._limits, max_connections=max_connections),
-                ssl=self._tls().context() if address.tls else None,
+                ssl=self._context() if address.tls else None,
                 scrape=scrape,
             )
             bound = await _start_http(listener, address, min(groups, key=GROUPS.index))
@@ -108,9 +111,21 @@ class Listeners:
             port = await grpc_listener.start(at.host, at.port, f"grpc_{at.group}_{'address' if at.path else 'port'}")
             log.info("%s gRPC API bind to: %s", at.group.capitalize(), structs.replace(at, port=port))
 
+    def reload_tls(self) -> None:
+        """Uses the changed certificate for HTTPS connections from now on. Raises ConfigError; then nothing changes.
+
+        gRPC and certificates from a keystore change at the next start.
+        """
+        for running in self._contexts:
+            replace_ssl_context(running, self._tls().context())
+
     def close_tls(self) -> None:
         if self._tls_files is not None:
             self._tls_files.close()
+
+    def _context(self) -> SSLContext:
+        self._contexts.append(self._tls().context())
+        return self._contexts[-1]
 
     def _tls(self) -> TlsFiles:
         if self._tls_files is None:

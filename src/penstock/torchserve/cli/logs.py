@@ -136,23 +136,32 @@ class ServerLogs:
         self._thread = threading.Thread(target=self._write, name="logs", daemon=True)
         self._console = _Console(self._formatter)
         self._plain = _Console(logging.Formatter())
-        config = config or _config_in_vmargs(properties.vmargs)
-        if config is not None and self._configure(config):
+        self._config = config or _config_in_vmargs(properties.vmargs)
+        if self._config is not None and self._configure(self._config):
             return
         failures: list[str] = []
         for name, logger in FILES.items():
             folder = properties.metrics_location if name in _METRICS else properties.log_location
             self._open(name, logger, self._paths.get(name) or os.path.join(folder, f"{name}.log"), failures)
         self._attach(_CONSOLE, _Queue(self._waiting, [self._console], _MAX_METRICS))
-        for logger, level in self._levels.items():
+        for logger in self._levels:
             found = logging.getLogger(logger)
             self._before.append((found, found.level, found.propagate))
-            found.setLevel(logging.CRITICAL + 1 if level == "OFF" else level)
             if logger in (*FILES.values(), _CONSOLE):  # loggers without a file of their own use the root's
                 found.propagate = False
+        self._set_levels()
         self._thread.start()
         if failures:
             log.warning("event=no_log_files consequence=lines_are_on_stdout_alone reason=%s", "; ".join(failures))
+
+    def reload(self) -> None:
+        """Applies the changed levels of the log configuration; the files stay. Raises ConfigError."""
+        if self._config is not None and not self._configure(self._config):
+            self._set_levels()
+
+    def _set_levels(self) -> None:
+        for logger, level in self._levels.items():
+            logging.getLogger(logger).setLevel(logging.CRITICAL + 1 if level == "OFF" else level)
 
     def print_line(self, line: str) -> None:
         """Prints a line on stdout without a prefix, after the lines in the queue."""

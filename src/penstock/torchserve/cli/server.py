@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 from penstock.config.checks import is_loopback
@@ -19,6 +19,7 @@ from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.server import HttpServer
 from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
+from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.startup import ServerComponents, build_components, load_startup
 from penstock.torchserve.cli.listeners import Listeners, grpc_addresses, http_addresses, limits_of
 from penstock.torchserve.cli.logs import ServerLogs
@@ -58,7 +59,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         for record in early.buffer:  # warnings from before the log files
             logging.getLogger(record.name).handle(record)
-        code = runner()(TorchServe(options, logs.print_line).main())
+        code = runner()(TorchServe(options, logs).main())
     except PenstockError as error:
         log.error("%s", error.message)
         if error.detail:
@@ -73,13 +74,16 @@ def serve(args: argparse.Namespace) -> int:
 class TorchServe:
     """One server: everything except the workers runs in this process."""
 
-    def __init__(self, options: ServerOptions, print_line: Callable[[str], None]) -> None:
-        """`print_line` prints a line on stdout for scripts that wait for it."""
+    def __init__(self, options: ServerOptions, logs: ServerLogs) -> None:
         self._options = options
-        self._print_line = print_line
-        self._stop = StopSignal(lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S))
+        self._logs = logs
+        self._print_line = logs.print_line
+        self._stop = StopSignal(
+            lambda: log.info("event=draining limit_s=%g hint=once more stops at once", DRAIN_S), self._reload
+        )
+        self._listeners: Listeners | None = None
+        self._administrator: Administrator | None = None  # once the models of the start are loaded
         self._metrics = ServerMetrics(options.properties)
-        self._started = False
 
     async def main(self) -> int:
         """Returns 0 after a signal. Raises PenstockError if the server cannot start."""
@@ -95,7 +99,7 @@ class TorchServe:
             snapshots=self._options.snapshots,
             model_metrics=self._metrics.model_metrics,
         )
-        listeners = Listeners(components, limits)
+        listeners = self._listeners = Listeners(components, limits)
         try:
             self._metrics.start(engine, components, listeners.running)
             _warn_public(properties)
@@ -111,7 +115,7 @@ class TorchServe:
                 with contextlib.suppress(asyncio.CancelledError):
                     await loads
             if not self._stop.is_set:
-                self._started = True
+                self._administrator = components.administrator
                 freeze_heap()
                 self._print_line(STARTED)
                 report_ready(listeners.urls)
@@ -120,11 +124,19 @@ class TorchServe:
         finally:
             await self._close(engine, components, listeners)
 
+    async def _reload(self) -> None:
+        """Applies changed TLS files, log levels and archives. Raises ConfigError."""
+        if self._listeners is not None:
+            self._listeners.reload_tls()
+        self._logs.reload()
+        if self._administrator is not None:
+            await self._administrator.reload()
+
     async def _close(self, engine: Engine, components: ServerComponents, listeners: Listeners) -> None:
         """Answers accepted requests, then stops the workers."""
         components.administrator.stop()
         engine.drain()
-        if self._started:
+        if self._administrator is not None:
             await asyncio.sleep(lame_duck_s(_hosts(self._options.properties)))
         end = time.monotonic() + DRAIN_S
         await asyncio.gather(*(listener.close(DRAIN_S) for listener in listeners.running))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine import rules
+from penstock.core.engine.rules import check_devices, file_stamps
 from penstock.core.worker import devices as devices_of_machine
+from penstock.errors import ConfigError
 
 
 def config(**keys: Any) -> ModelConfig:
@@ -55,3 +58,39 @@ def test_new_instances_on_cuda_go_over_all_gpus(monkeypatch: pytest.MonkeyPatch)
 def test_the_bound_of_the_queue_follows_the_instances_unless_it_is_given() -> None:
     assert [rules.queue_bound(BatchingConfig(), n, 8) for n in (0, 1, 3)] == [128, 128, 384]
     assert rules.queue_bound(BatchingConfig(max_queue=5), 3, 8) == 5
+
+
+def test_a_gpu_that_the_machine_does_not_have_is_refused_with_the_devices_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gpus(count: int) -> None:
+        monkeypatch.setattr(rules, "visible_gpus", lambda: count)
+        monkeypatch.setattr(devices_of_machine, "visible_gpus", lambda: count)
+
+    gpus(2)
+    for devices in (["cuda:0", "cuda:1"], ["cpu"], ["mps"]):
+        check_devices(ModelConfig(target="m", instances="auto", devices=tuple(devices)))
+    with pytest.raises(ConfigError, match=r"^at\.devices: found cuda:2, but this machine has cpu, cuda:0, cuda:1$"):
+        check_devices(ModelConfig(target="m", instances="auto", devices=("cuda:0", "cuda:2")), "at.")
+    gpus(0)
+    for device in ("cuda:0", "cuda"):
+        with pytest.raises(ConfigError, match=rf"^devices: found {device}, but this machine has cpu$"):
+            check_devices(ModelConfig(target="m", devices=(device,)))
+
+
+def test_the_stamps_of_a_model_cover_its_target_weights_options_and_module(tmp_path: Path) -> None:
+    for name in ("app.py", "w.pt", "data.npz", "mod.py"):
+        (tmp_path / name).write_text("1")
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("1")
+    at = str(tmp_path)
+    options = {"path": f"{at}/data.npz", "folder": at, "n": 3, "text": "a\0b"}
+    config = ModelConfig(target=f"{at}/app.py:Model", weights=f"{at}/w.pt", options=options)
+    before = file_stamps(config, [])
+    assert set(before) == {f"{at}/app.py", f"{at}/w.pt", f"{at}/data.npz"}
+    assert set(file_stamps(ModelConfig(target="mod:f"), [at])) == {f"{at}/mod.py"}
+    assert set(file_stamps(ModelConfig(target="pkg:f"), [at])) == {f"{at}/pkg/__init__.py"}
+    assert set(file_stamps(ModelConfig(target=f"{at}/w.pt"), [])) == {f"{at}/w.pt"}
+    (tmp_path / "data.npz").write_text("22")
+    after = file_stamps(config, [])
+    assert {path for path in after if after[path] != before[path]} == {f"{at}/data.npz"}
