@@ -44,7 +44,8 @@ IMPURE_MODULES = {
     "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time", "uvloop",
 }  # fmt: skip
 UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
-MAY_PICKLE = ("core.transports", "core.wire")  # between a process and its own child, over a private socketpair
+# between a process and its own child, over a private socketpair; over a broker that the program trusts explicitly
+MAY_PICKLE = ("core.transports", "core.wire", "streamer.redis.pickles")
 CONCURRENCY = {"asyncio", "concurrent", "multiprocessing", "threading"}
 
 LOADED_IN_A_WORKER = (

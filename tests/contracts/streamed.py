@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,22 @@ def slow(batch: list[Any]) -> list[Any]:
 
 def inverse(batch: list[Any]) -> list[Any]:
     return [1 / x for x in batch]
+
+
+@dataclasses.dataclass
+class Box:
+    size: float
+    days: set[Any]
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Odd:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd)
 
 
 class Refused(Exception):

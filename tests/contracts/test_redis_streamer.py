@@ -10,7 +10,10 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
 from penstock import BadRequest, DeadlineExceeded, QueueFull
 from penstock.errors import LoadFailed
 
@@ -179,6 +183,33 @@ def test_pain_6_requests_run_first_in_first_out(start: Start, models: ModuleType
 def test_pain_6_no_foreign_pickle_is_loaded(start: Start, models: ModuleType, face: ModuleType) -> None:
     with pytest.raises(BadRequest, match="object cannot be sent over the broker"):
         start(models.echo, 64).predict([object()])
+
+
+def test_values_keep_their_types_over_the_broker(start: Start, models: ModuleType) -> None:
+    sent = [
+        models.Box(1.5, {datetime(2026, 1, 1)}), Decimal("1.10"), uuid.UUID(int=1), bytearray(b"x"), models.Point(1, 2)
+    ]  # fmt: skip
+    back = start(models.echo, 64).predict(sent)
+    assert back == sent
+    assert [type(value) for value in back] == [type(value) for value in sent]
+
+
+def test_pickles_are_sent_only_if_both_sides_allow_them(models: ModuleType, broker: str) -> None:
+    [process] = penstock.run_redis_workers_forever(
+        models.echo, 8, redis_broker=broker, prefix="pickles", block=False, allow_pickle=True
+    )
+    try:
+        with (
+            penstock.RedisStreamer(broker, "pickles", allow_pickle=True) as trusting,
+            penstock.RedisStreamer(broker, "pickles") as careful,
+        ):
+            assert trusting.predict([{1: models.Odd()}, 2])[0][1] == models.Odd()
+            with pytest.raises(BadRequest, match="Odd cannot be sent over the broker"):
+                careful.predict([models.Odd()])
+            assert careful.predict([3]) == [3]
+    finally:
+        process.terminate()
+        process.join(30)
 
 
 def test_pain_7_a_forked_child_has_its_own_connection(start: Start, models: ModuleType) -> None:

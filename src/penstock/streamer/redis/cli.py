@@ -62,6 +62,12 @@ def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> Mo
     metavar="SECONDS",
     help="Longest wait for results at shutdown [30].",
 )
+@click.option(
+    "--allow-pickle",
+    is_flag=True,
+    help="Also read and write pickles, as RedisStreamer(allow_pickle=True) does. Everyone who can write to the broker "
+    "can then run code here.",
+)
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set any key of [models.NAME].")
 def worker(
     target: str, redis: str, prefix: str, lease: float, drain: float, sets: tuple[str, ...], **flags: Any
@@ -81,7 +87,7 @@ def worker(
             click.echo(f"penstock worker: {target} serves {broker.name} prefix='{prefix}'")
 
         def serve(stop: asyncio.Event) -> Coroutine[Any, Any, None]:
-            queue = QueueOptions(redis, prefix, lease, drain)
+            queue = QueueOptions(redis, prefix, lease, drain, flags["allow_pickle"])
             return serve_queue(config, Wrapped(config.target, SERVED), queue, stop=stop, on_ready=ready)
 
         run_until_stopped(serve)

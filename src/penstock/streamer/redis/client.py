@@ -37,7 +37,8 @@ class RedisStreamer(BaseStreamer):
     `redis_broker` is "host:port" or a URL (`redis://user:password@host:6379/0`, `rediss://`, `unix://`). `prefix` must
     equal the workers' prefix. `worker_timeout` bounds `predict`; `timeout_s` bounds `submit` without a deadline.
     `max_queue` bounds the waiting and running items of all clients together; a call beyond it raises QueueFull.
-    A lost connection is retried for `patience_s` before callers receive an error.
+    A lost connection is retried for `patience_s` before callers receive an error. `allow_pickle`, here and at the
+    workers, sends values of any type, and lets everyone who can write to the broker run code here.
     Raises ConfigError for a malformed address.
     """
 
@@ -50,11 +51,12 @@ class RedisStreamer(BaseStreamer):
         timeout_s: float = 3600.0,
         max_queue: int = 65_536,
         patience_s: float = 10.0,
+        allow_pickle: bool = False,
     ) -> None:
+        """Public keyword arguments."""
         parse_address(redis_broker)
-        make = partial(
-            BrokerClient, redis_broker, prefix, max_queue=max_queue, timeout_s=timeout_s, patience_s=patience_s
-        )
+        options: dict[str, Any] = {"timeout_s": timeout_s, "patience_s": patience_s, "allow_pickle": allow_pickle}
+        make = partial(BrokerClient, redis_broker, prefix, max_queue=max_queue, **options)
         super().__init__(Portal(make=make, lazy=True), f"redis:{prefix}", worker_timeout)
 
     def destroy_workers(self) -> None:
@@ -87,14 +89,16 @@ class BrokerClient(ChunkingBackend):
         max_bytes: int = 512 * 2**20,
         timeout_s: float = 30.0,
         patience_s: float = 10.0,
+        allow_pickle: bool = False,
     ) -> None:
+        """The options of a RedisStreamer, and `max_bytes`."""
         self.address = parse_address(broker)
         self.id = uuid.uuid4().hex
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._keys = QueueKeys(prefix)
         self.max_queue = max_queue
-        self._requests = PendingRequests(max_queue, max_bytes)
+        self._requests = PendingRequests(max_queue, max_bytes, allow_pickle)
         self._out, self._in = RedisConnection(self.address), RedisConnection(self.address)
         self._sender = RequestSender(self._requests, self._out, self._in, self._keys, self.id, patience_s)
         self._tasks: list[asyncio.Task[None]] = []

@@ -1,14 +1,14 @@
-"""Encodes Python values for a broker: msgpack, with arrays as raw memory. Never pickle. Pure.
+"""Encodes Python values for a broker: msgpack, with arrays as raw memory. Pickle only where the program allows it.
 
 A value may be None, bool, int of 64 bits, float, str, bytes, list, tuple, dict, a NumPy array or scalar, a torch tensor
-on the CPU, or these nested. Every type survives the round trip; a subclass (an enum, a named tuple, an ordered dict)
-becomes its plain base.
+on the CPU, a type of `values.py`, or these nested. Each keeps its type; any other type, such as a subclass, is refused.
 """
 
 import math
 import re
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,12 +17,12 @@ from msgspec.msgpack import Ext
 
 from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest, describe
+from penstock.streamer.redis.values import Unsupported, pack_named, pack_object, unpack_named, unpack_object
 from penstock.types import Item, ItemResult
 
 MAX_DEPTH = 64
-_TUPLE, _ARRAY, _SCALAR, _TENSOR = 1, 2, 3, 4
+_TUPLE, _ARRAY, _SCALAR, _TENSOR, _VALUE, _OBJECT, _PICKLE = range(1, 8)
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-_BASES: tuple[Any, ...] = (list, int, float, str, bytes)  # bool cannot be subclassed
 _DTYPE = re.compile(r"[<>|=][biufcSUmM][0-9]{1,9}(\[[0-9a-zA-Z]{1,8}\])?")
 _TENSOR_DTYPE = re.compile(r"(b|u?i|f|bf|complex|float|bool|bfloat|u?int)[0-9]{0,3}(_[a-z0-9]{1,12})?")
 _LENGTH = struct.Struct("<H")
@@ -34,18 +34,21 @@ class MalformedMessage(BadRequest):
     code = "malformed"
 
 
-def encode(value: Any) -> bytes:
-    """The bytes of a value. Raises BadRequest, which names the type, for an unsupported value."""
+def encode(value: Any, allow_pickle: bool = False) -> bytes:
+    """The bytes of a value. Raises BadRequest, which names the type, for an unsupported value, unless it can and may
+    be pickled."""
     try:
-        return _encoder.encode(_pack(value, 0))
+        return _encoder.encode(_pack(value, 0, _pickled if allow_pickle else _refused))
     except (OverflowError, UnicodeEncodeError, RecursionError, ValueError) as e:
+        if allow_pickle:
+            return _encoder.encode(_pickled(value, describe(e)))
         raise BadRequest(f"the value cannot be sent over the broker: {describe(e)}") from None
 
 
-def decode(data: bytes | bytearray | memoryview) -> Any:
+def decode(data: bytes | bytearray | memoryview, allow_pickle: bool = False) -> Any:
     """The value in the bytes, which it does not share memory with. Raises MalformedMessage."""
     try:
-        return _decoder.decode(data)
+        return _DECODERS[allow_pickle].decode(data)
     except Exception as e:  # from msgpack, from NumPy, or from an unhashable dict key
         raise MalformedMessage(f"the message cannot be read: {describe(e)}") from None
 
@@ -53,68 +56,102 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 class BrokerCodec(Codec):
     """The codec of requests from a broker. It runs in the model's worker."""
 
+    allow_pickle = False
+
     def __init__(self, model: str, version: str) -> None:
         self.model = model
         self.version = version
 
     def decode(self, item: Item) -> tuple[Any, None]:
         """The value that the caller sent. Raises MalformedMessage."""
-        return decode(item.payload), None
+        return decode(item.payload, self.allow_pickle), None
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """Raises BadOutput for an unsupported result."""
         try:
-            return ItemResult(body=encode(value))
+            return ItemResult(body=encode(value, self.allow_pickle))
         except BadRequest as e:
             raise BadOutput(f"the model's answer cannot be sent: {e.message}") from None
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
         """The one answer, or a list of them. Requests of a broker have one row and are never split."""
-        return parts[0] if len(parts) == 1 else ItemResult(body=encode([decode(part.body) for part in parts]))
+        if len(parts) == 1:
+            return parts[0]
+        values = [decode(part.body, self.allow_pickle) for part in parts]
+        return ItemResult(body=encode(values, self.allow_pickle))
 
 
-def _pack(value: Any, depth: int) -> Any:
-    """`value` in types that msgpack preserves: an extension replaces any other type, or it is refused."""
+class PicklingCodec(BrokerCodec):
+    """A BrokerCodec that also reads and writes pickles, for brokers whose clients are all trusted."""
+
+    allow_pickle = True
+
+
+Refuse = Callable[[Any, str], Any]  # raises BadRequest for a value with this advice, or returns another form
+
+
+def _refused(value: Any, advice: str) -> Any:
+    kind = type(value)
+    raise BadRequest(f"a {kind.__module__}.{kind.__qualname__} cannot be sent over the broker: {advice}")
+
+
+def _pickled(value: Any, advice: str) -> Any:
+    try:
+        from penstock.streamer.redis import pickles  # only a program that trusts its broker
+
+        return Ext(_PICKLE, pickles.dumps(value))
+    except Exception as e:
+        return _refused(value, f"pickling it raised {describe(e)}")
+
+
+def _pack(value: Any, depth: int, refuse: Refuse) -> Any:
+    """`value` in types that msgpack preserves: an extension replaces any other type, or `refuse` does."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if depth >= MAX_DEPTH:
         raise BadRequest(f"the value is nested deeper than {MAX_DEPTH} levels")
     if kind is list:
-        return value if _PLAIN.issuperset(map(type, value)) else [_pack(v, depth + 1) for v in value]
-    if isinstance(value, np.ndarray):
-        return Ext(_ARRAY, _pack_array(value))
+        return value if _PLAIN.issuperset(map(type, value)) else [_pack(v, depth + 1, refuse) for v in value]
+    if kind is dict:
+        if not _PLAIN.issuperset(map(type, value)):
+            wrong = next(type(key).__name__ for key in value if type(key) not in _PLAIN)
+            return refuse(value, f"found a {wrong} as key, expected str or int")
+        return {k: _pack(v, depth + 1, refuse) for k, v in value.items()}
+    if kind is np.ndarray or kind is np.memmap:
+        return Ext(_ARRAY, _pack_array(value)) if _sendable(value) else refuse(value, _dtype_advice(value))
     if isinstance(value, np.generic):
-        return Ext(_SCALAR, _pack_array(np.asarray(value)))
-    if isinstance(value, tuple):
-        return Ext(_TUPLE, _encoder.encode([_pack(v, depth + 1) for v in value]))
-    if isinstance(value, dict):
-        return {_pack_key(k): _pack(v, depth + 1) for k, v in value.items()}
+        array = np.asarray(value)
+        return Ext(_SCALAR, _pack_array(array)) if _sendable(array) else refuse(value, _dtype_advice(array))
+    if kind is tuple:
+        return Ext(_TUPLE, _encoder.encode([_pack(v, depth + 1, refuse) for v in value]))
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if torch is not None and kind is torch.Tensor:
         return Ext(_TENSOR, _pack_tensor(value))
-    if isinstance(value, (bytearray, memoryview)):
-        return bytes(value)
-    for base in _BASES:
-        if isinstance(value, base):
-            return _pack(base(value), depth)
-    raise BadRequest(
-        f"a {kind.__module__}.{kind.__qualname__} cannot be sent over the broker: expected None, bool, int, float, "
-        "str, bytes, list, tuple, dict, a NumPy array or a torch tensor"
-    )
+    try:
+        found, code = pack_named(value), _VALUE
+        if found is None:
+            found, code = pack_object(value), _OBJECT
+    except (Unsupported, ValueError) as e:
+        return refuse(value, str(e))
+    return refuse(value, _ADVICE) if found is None else Ext(code, _encoder.encode(_pack(found, depth + 1, refuse)))
 
 
-def _pack_key(key: Any) -> Any:
-    if type(key) in _PLAIN:
-        return key
-    if isinstance(key, (str, int)):
-        return str(key) if isinstance(key, str) else int(key)
-    raise BadRequest(f"a dict with a {type(key).__name__} as key cannot be sent over the broker: expected str or int")
+_ADVICE = (
+    "expected None, bool, int, float, str, bytes, list, tuple, dict, set, a date or time, Decimal, UUID, a dataclass, a"
+    " named tuple, an enum, a NumPy array or a torch tensor; convert it, or set allow_pickle on both sides"
+)
+
+
+def _dtype_advice(array: np.ndarray[Any, Any]) -> str:
+    return f"found dtype {array.dtype}, expected numbers or text"
+
+
+def _sendable(array: np.ndarray[Any, Any]) -> bool:
+    return bool(_DTYPE.fullmatch(array.dtype.str) and array.dtype.itemsize)
 
 
 def _pack_array(array: np.ndarray[Any, Any]) -> bytes:
-    if not _DTYPE.fullmatch(array.dtype.str) or not array.dtype.itemsize:
-        raise BadRequest(f"an array of dtype {array.dtype} cannot be sent over the broker: expected numbers or text")
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return _pack_raw(array.dtype.str, array.shape, flat.data)
 
@@ -167,19 +204,34 @@ def _unpack_tensor(data: memoryview) -> Any:
     return flat.reshape(shape)
 
 
-def _unpack(code: int, data: memoryview) -> Any:
-    if code == _TUPLE:
-        return tuple(_list_decoder.decode(data))
-    if code == _ARRAY:
-        return _unpack_array(data)
-    if code == _SCALAR:
-        return _unpack_array(data)[()]
-    if code == _TENSOR:
-        return _unpack_tensor(data)
-    raise ValueError(f"an extension {code}")
+class _Decoder:
+    """Reads values; pickles only if `allow_pickle`."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
+        self.decode = msgspec.msgpack.Decoder(ext_hook=self._unpack).decode
+        self._list = msgspec.msgpack.Decoder(list, ext_hook=self._unpack).decode
+
+    def _unpack(self, code: int, data: memoryview) -> Any:
+        if code == _TUPLE:
+            return tuple(self._list(data))
+        if code == _ARRAY:
+            return _unpack_array(data)
+        if code == _SCALAR:
+            return _unpack_array(data)[()]
+        if code == _TENSOR:
+            return _unpack_tensor(data)
+        if code == _VALUE:
+            return unpack_named(*self._list(data))
+        if code == _OBJECT:
+            return unpack_object(*self._list(data))
+        if code == _PICKLE and self._allow_pickle:
+            from penstock.streamer.redis import pickles  # only a program that trusts its broker
+
+            return pickles.loads(data)
+        raise ValueError("a pickle: only allow_pickle accepts it" if code == _PICKLE else f"an extension {code}")
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(ext_hook=_unpack)
-_list_decoder = msgspec.msgpack.Decoder(list, ext_hook=_unpack)
+_DECODERS = (_Decoder(False), _Decoder(True))
 _head_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...]])

@@ -109,7 +109,7 @@ class PendingRequests:
     `max_queue` bounds the entries of all clients; `max_bytes` the payloads of this client.
     """
 
-    def __init__(self, max_queue: int, max_bytes: int) -> None:
+    def __init__(self, max_queue: int, max_bytes: int, allow_pickle: bool = False) -> None:
         self.entries: dict[int, QueueEntry] = {}
         self.unsent: deque[Group] = deque()
         self.lost: list[QueueEntry] = []  # by the broker; to be sent again
@@ -120,7 +120,7 @@ class PendingRequests:
         self.empty = asyncio.Event()
         self.counts = dict.fromkeys(("requests", "answers", "duplicates", "resent", "refused", "expired", "lost"), 0)
         self.max_queue = max_queue
-        self._max_bytes = max_bytes
+        self._max_bytes, self._allow_pickle = max_bytes, allow_pickle
         self._last_number = 0
 
     def check_room(self, size: int) -> None:
@@ -149,7 +149,7 @@ class PendingRequests:
         self.unanswered.set()
 
     def _encode(self, value: Any) -> bytes:
-        payload = encode(value)
+        payload = encode(value, self._allow_pickle)
         if len(payload) > self._max_bytes:
             raise PayloadTooLarge(f"the item has {len(payload)} bytes, more than {self._max_bytes} may wait")
         if self.nbytes + len(payload) > self._max_bytes:
@@ -178,7 +178,7 @@ class PendingRequests:
         self.counts["answers"] += 1
         value: Any
         try:
-            value = decode(reply.body) if reply.error is None else from_wire(reply.error)
+            value = decode(reply.body, self._allow_pickle) if reply.error is None else from_wire(reply.error)
         except PenstockError as e:
             value = e
         entry.call.put(entry.index, value)

@@ -37,12 +37,14 @@ MODEL = "redis"
 
 
 class QueueOptions(Struct, frozen=True):
-    """The queue that a worker serves, the duration of its leases, and its longest wait for results at shutdown."""
+    """The queue that a worker serves, the duration of its leases, its longest wait for results at shutdown, and whether
+    it reads and writes pickles."""
 
     redis_broker: str = "localhost:6379"
     prefix: str = ""
     lease_s: float = 10.0
     drain_s: float = 30.0
+    allow_pickle: bool = False
 
 
 async def serve_queue(
@@ -66,7 +68,8 @@ async def serve_queue(
         if watcher.ready.is_set() and not stop.is_set():
             log.info("worker_ready broker=%s prefix=%s instances=%s", address.name, queue.prefix, config.instances)
             on_ready()
-            worker = BrokerWorker(engine, MODEL, address, queue.prefix, watcher=watcher, lease_s=queue.lease_s)
+            options: dict[str, Any] = {"lease_s": queue.lease_s, "allow_pickle": queue.allow_pickle}
+            worker = BrokerWorker(engine, MODEL, address, queue.prefix, watcher=watcher, **options)
             loading.add_done_callback(lambda _: stop.set() if loading.exception() else None)
             await worker.run(stop, queue.drain_s)
         if loading.done():
@@ -114,8 +117,9 @@ class RedisWorker:
     """Serves a model to RedisStreamers over a Redis broker. A child process loads the model.
 
     `model_class` is a class like ManagedModel, or a function of a list. `prefix` separates models on one broker. After
-    `lease_s` without a sign of life, other workers run what this one had taken. Unknown arguments are accepted for
-    compatibility with service_streamer and have no effect.
+    `lease_s` without a sign of life, other workers run what this one had taken. `allow_pickle`, here and at the
+    callers, sends values of any type, and lets everyone who can write to the broker run code here. Unknown arguments
+    are accepted for compatibility with service_streamer and have no effect.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class RedisWorker:
         *args: Any,
         lease_s: float = 10.0,
         drain_s: float = 30.0,
+        allow_pickle: bool = False,
         **kwargs: Any,
     ) -> None:
         """Public keyword arguments, in the order of service_streamer. Raises ValueError, TypeError; ConfigError for a
@@ -138,7 +143,7 @@ class RedisWorker:
         check_count("batch_size", batch_size)
         check_latency(max_latency)
         parse_address(redis_broker)
-        self._queue = QueueOptions(redis_broker, prefix, lease_s, drain_s)
+        self._queue = QueueOptions(redis_broker, prefix, lease_s, drain_s, allow_pickle)
         self._target = wrapped(model_class, model_init_args, model_init_kwargs)
         self._batching = BatchingConfig(max_batch_size=batch_size, max_hold_s=max_latency, timeout_s=NEVER_S)
         pack_target(self._target)
@@ -177,6 +182,7 @@ def run_redis_workers_forever(
     *,
     block: bool = True,
     lease_s: float = 10.0,
+    allow_pickle: bool = False,
 ) -> list[BaseProcess]:
     """Serves a model with `worker_num` copies of it, on `cuda_devices` in turn, until SIGINT or SIGTERM.
 
@@ -186,9 +192,8 @@ def run_redis_workers_forever(
     """
     check_start_method(mp_start_method)
     check_count("worker_num", worker_num)
-    worker = RedisWorker(
-        model_class, batch_size, max_latency, redis_broker, prefix, model_init_args, model_init_kwargs, lease_s=lease_s
-    )
+    model = (model_class, batch_size, max_latency, redis_broker, prefix, model_init_args, model_init_kwargs)
+    worker = RedisWorker(*model, lease_s=lease_s, allow_pickle=allow_pickle)
     devices_of(cuda_devices)
     if block:
         worker.run_copies_forever(worker_num, cuda_devices)

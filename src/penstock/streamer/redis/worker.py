@@ -22,7 +22,7 @@ from penstock.types import Item, ItemResult
 
 log = logging.getLogger("penstock.broker")
 
-CODEC = "penstock.streamer.redis.codec:BrokerCodec"
+CODECS = "penstock.streamer.redis.codec"
 MAX_DEATHS = 2
 RENEW_ENTRIES = 1000  # per command
 MAX_PENDING = 10**6  # more than a worker ever has
@@ -57,12 +57,15 @@ class BrokerWorker:
         *,
         watcher: InstanceWatcher,
         lease_s: float = 10.0,
+        allow_pickle: bool = False,
     ) -> None:
+        """The options of a RedisWorker."""
         self.address = address
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._backend, self._model = backend, model
         self._queue = QueueKeys(prefix).queue
         self._lease_s = lease_s
+        self._codec = f"{CODECS}:{'PicklingCodec' if allow_pickle else 'BrokerCodec'}"
         self._in, self._out = RedisConnection(address), RedisConnection(address)
         self._capacity_changed = watcher.changed
         self._writer = ReplyWriter(self._out, QueueKeys(prefix), lease_s, self._capacity_changed.set)
@@ -204,7 +207,7 @@ class BrokerWorker:
             return
         budget_s = left_s if header.due else None
         try:
-            item = Item(payload, CODEC)
+            item = Item(payload, self._codec)
             self._backend.submit(self._model, None, item, lease, budget_s=budget_s, priority=header.priority)
         except (ModelNotReady, QueueFull):  # no instance is ready any more
             self._writer.release(lease)
