@@ -6,14 +6,19 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from contextlib import closing as closing_http
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from msgspec import inspect
+
+from penstock.config.schema import BatchingConfig, ModelConfig
 
 CLIENTS = 32
 
@@ -188,6 +193,82 @@ async def test_every_change_under_load_costs_no_request(served: Any) -> None:
     workers = tree.children()
     assert served.stop()[0] == 0
     assert not [w for w in workers if w.is_running()]
+
+
+HUGE = ("1e30", "-1e30", str(10**30), str(2**64), str(2**63 - 1), "9" * 5000, "1e308", "1e999", "-1e999")
+NO_NUMBERS = ("NaN", "Infinity", "-Infinity", '"2"', '"nan"', "true", "[[1]]", '{"a": 1}')
+BAD_NUMBERS = (*HUGE, *NO_NUMBERS, "-1")
+BAD_COUNTS = (*BAD_NUMBERS, "0", "1.5", "-0.0", "null", "5", str(10**9))
+
+
+def number_keys(table: type) -> list[str]:
+    """The keys of a table whose value is a number, or a list of them."""
+
+    def numeric(kind: Any) -> bool:
+        inner = [getattr(kind, name) for name in ("type", "item_type") if hasattr(kind, name)]
+        inner += getattr(kind, "types", ())
+        return isinstance(kind, (inspect.IntType, inspect.FloatType)) or any(numeric(each) for each in inner)
+
+    return [each.encode_name for each in inspect.type_info(table).fields if numeric(each.type)]  # type: ignore[attr-defined]
+
+
+def wrong_changes() -> Iterator[tuple[str, str]]:
+    """(path, JSON body) of management requests with a number that cannot be used."""
+    target = '"target": "two.py:Model"'
+    for path in ("/models/m", "/models/new", "/models/m/2"):
+        for value in BAD_COUNTS:
+            yield path, f'{{{target}, "instances": {value}}}'
+        for value in BAD_NUMBERS:
+            for key in number_keys(ModelConfig):
+                yield path, f'{{{target}, "{key}": {value}}}'
+            for key in number_keys(BatchingConfig):
+                yield path, f'{{{target}, "batching": {{"{key}": {f"[{value}]" if key == "priority" else value}}}}}'
+            yield path, f'{{{target}, "version": {value if value[0] != chr(34) else 2}}}'
+    for value in BAD_COUNTS:
+        yield "/models/m/scale", f'{{"instances": {value}}}'
+        yield "/models/m/1/scale", f'{{"instances": {value}}}'
+    for value in BAD_NUMBERS:
+        yield "/models/m/traffic", f'{{"1": {value}}}'
+        yield "/models/m/default", f'{{"version": {value}}}'
+
+
+def test_no_number_in_a_management_request_hangs_or_changes_the_server(served: Any) -> None:
+    manage = HTTPConnection(served.urls["management"].removeprefix("http://"), timeout=10)
+    worker = psutil.Process(served.process.pid).children()
+
+    def ask(method: str, path: str, body: str = "") -> tuple[int, bytes]:
+        manage.request(method, path, body)
+        answer = manage.getresponse()
+        return answer.status, answer.read()
+
+    def state() -> dict[str, Any]:
+        _, found = ask("GET", "/models")
+        return json.loads(found)
+
+    before = state()
+    for path, body in wrong_changes():
+        status, found = ask("PUT", path, body)
+        assert 400 <= status < 500, (path, body[:200], status, found)
+        assert len(found) < 600, "the message repeats at most a part of the value"
+    for limit in ("0", "-1", "1e3", "nan", "9" * 30, "0" * 20 + "9" * 20, "1" * 5000):
+        address = served.urls["metrics"].removeprefix("http://")
+        with closing_http(HTTPConnection(address, timeout=10)) as metrics:
+            metrics.request("GET", f"/debug/batches?limit={limit}")
+            assert metrics.getresponse().status == 400, limit
+    assert state() == before
+    assert psutil.Process(served.process.pid).children() == worker
+    assert served.post("/predictions/m", b"1")[1] == b"one"
+    # the largest numbers that the keys accept size nothing
+    most = 2**31 - 1
+    keys = {
+        "load_timeout_s": most,
+        "batching": {"max_batch_size": most, "max_hold_s": 0, "max_queue": most, "timeout_s": most, "slo_s": most}
+        | {"run_timeout_s": most, "priority": [0, most]},
+    }
+    assert ask("PUT", "/models/m/1", json.dumps({"target": "two.py:Model", **keys}))[0] == 200
+    assert served.post("/predictions/m", b"1")[1] == b"two"
+    assert served.stop()[0] == 0
+    manage.close()
 
 
 async def test_answers_are_shared_out_as_the_weights_say(served: Any) -> None:

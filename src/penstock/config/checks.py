@@ -9,7 +9,7 @@ import stat
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from penstock.config.schema import Config, ModelConfig
+from penstock.config.schema import MOST_INSTANCES, Config, ModelConfig
 from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.types import DTYPES, TensorSpec
 
@@ -142,6 +142,8 @@ def check_model(model: ModelConfig, where: str = "") -> None:
     for device in model.devices:
         if not _DEVICE.fullmatch(device):
             raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for example cpu, cuda or cuda:0")
+    if model.instances != "auto" and not 1 <= model.instances <= MOST_INSTANCES:  # a caller in Python skips the schema
+        raise ConfigError(f"{where}instances: found {model.instances}, expected 1 to {MOST_INSTANCES} or 'auto'")
     if model.transport == "inline" and model.instances not in (1, "auto"):
         raise ConfigError(
             f"{where}instances: found {model.instances}, but the inline transport runs one instance, on the event loop;"

@@ -3,16 +3,23 @@
 `docs/configuration.md` is generated from the meanings; a test keeps it up to date.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 
 from penstock.errors import ConfigError, nearest
 
+MOST: Final = 2**31 - 1  # of a count, and of seconds: the system's calls and TorchServe's clients take no more
+MOST_INSTANCES: Final = 4096  # of one version, whatever `limits.max_instances` is
+
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0)]
-Hold = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+Positive = Annotated[int, Meta(ge=1, le=MOST)]
+Instances = Annotated[int, Meta(ge=1, le=MOST_INSTANCES)]
+Threads = Annotated[int, Meta(ge=1, le=4096)]
+Bytes = Annotated[int, Meta(ge=1, le=2**46)]  # half of what a process can address
+Seconds = Annotated[float, Meta(gt=0, le=MOST)]
+Hold = Annotated[float, Meta(ge=0, le=MOST)]
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # of PyTorch and ONNX models
 OPTIMIZATIONS = ("none", "optimize_for_inference", "compile")
@@ -75,8 +82,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[limits]`: bounds of sizes, times and counts."""
 
-    max_body_bytes: Annotated[Positive, doc("largest request body; a larger one is answered with 413")] = 64 * 2**20
-    max_header_bytes: Annotated[Positive, doc("largest request head; a larger one is answered with 431")] = 64 * 2**10
+    max_body_bytes: Annotated[Bytes, doc("largest request body; a larger one is answered with 413")] = 64 * 2**20
+    max_header_bytes: Annotated[Bytes, doc("largest request head; a larger one is answered with 431")] = 64 * 2**10
     max_connections: Annotated[
         Positive, doc("connections of each listener, beyond which it answers 503; the Thrift listener closes them")
     ] = 20_000
@@ -89,13 +96,13 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = 3600.0
     write_timeout_s: Annotated[Seconds, doc("longest time in which a client accepts no byte of its answer")] = 60.0
     write_buffer_bytes: Annotated[
-        Positive, doc("unsent bytes of one connection above which no request is read from it")
+        Bytes, doc("unsent bytes of one connection above which no request is read from it")
     ] = 2**20
-    pool_bytes: Annotated[Positive, doc("shared memory for request payloads over 64 KiB")] = 256 * 2**20
-    reply_bytes: Annotated[Positive, doc("shared memory of each worker for answers over 64 KiB")] = 64 * 2**20
-    max_instances: Annotated[Positive, doc("most instances of one version of a model")] = 64
+    pool_bytes: Annotated[Bytes, doc("shared memory for request payloads over 64 KiB")] = 256 * 2**20
+    reply_bytes: Annotated[Bytes, doc("shared memory of each worker for answers over 64 KiB")] = 64 * 2**20
+    max_instances: Annotated[Instances, doc("most instances of one version of a model")] = 64
     max_versions: Annotated[Positive, doc("most versions of all models together")] = 256
-    max_queue_bytes: Annotated[Positive, doc("bytes of payload that may wait in the queue of a model")] = 512 * 2**20
+    max_queue_bytes: Annotated[Bytes, doc("bytes of payload that may wait in the queue of a model")] = 512 * 2**20
 
 
 class AuthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -177,7 +184,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         doc("share of each version in the requests that name no version; by default all go to the first one"),
     ] = field(default_factory=dict)
     instances: Annotated[
-        Positive | Literal["auto"],
+        Instances | Literal["auto"],
         doc('loaded copies; "auto": one per GPU, or physical cores / 2 on the CPU, with one thread each'),
     ] = 1
     devices: Annotated[tuple[str, ...], doc("devices for the instances in turn; cuda: all GPUs")] = ("cpu",)
@@ -194,7 +201,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         doc("of PyTorch and ONNX models: none, optimize_for_inference or compile; other models receive it in `load`"),
     ] = None
     threads: Annotated[
-        Positive | None, doc("threads of numeric libraries in each worker; by default physical cores / instances")
+        Threads | None, doc("threads of numeric libraries in each worker; by default physical cores / instances")
     ] = None
     trust: Annotated[Literal["none", "pickle"], doc('"pickle" allows a model file to run code when it is loaded')] = (
         "none"

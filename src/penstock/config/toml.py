@@ -107,8 +107,7 @@ def _words(info: inspect.Type) -> str:
 
 
 def _bounds(info: inspect.IntType | inspect.FloatType) -> str:
-    if info.ge is not None and info.le is not None:
-        return f" from {info.ge:g} to {info.le:g}"
+    most = "" if info.le is None else f"{info.le:.15g}"
     if info.ge is not None:
-        return f", {info.ge:g} or more"
-    return f" above {info.gt:g}" if info.gt is not None else ""
+        return f" from {info.ge:g} to {most}" if most else f", {info.ge:g} or more"
+    return "" if info.gt is None else f" above {info.gt:g}" + (f", up to {most}" if most else "")

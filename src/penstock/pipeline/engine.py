@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from penstock import metrics
-from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.config.schema import MOST, BatchingConfig, ModelConfig
 from penstock.core.batching.entry import INF
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
@@ -31,7 +31,7 @@ from penstock.types import Item, Sink
 QUEUED_BATCHES = 2  # batches that may wait for each instance, without `queue`
 QUEUE_BYTES = 64 * 2**20  # bytes of `data` that may wait for a node, without `queue_bytes`
 WAITS_S = 30.0  # shortest queue timeout of a node; a node with long runs allows four of them
-UNLIMITED = 2**31  # the batcher's own bounds, which backpressure replaces
+UNLIMITED = MOST  # the batcher's own bounds, which backpressure replaces
 SLICE_S = 0.005  # target duration of a batch without a model; longer batches gain nothing and delay other items
 GPU_WAIT_S = 0.002  # without `wait_s`
 FLUSH_S = 0.05

@@ -250,3 +250,9 @@ def test_input_tensors_are_parsed_in_order() -> None:
 def test_an_invalid_tensor_is_refused_with_its_key(text: str) -> None:
     with pytest.raises(ConfigError, match=r'models\.m\.inputs\.x: found .*such as "FP32\[-1,3,224,224\]"'):
         check_model(ModelConfig(target="net.ts", inputs={"x": text}), "models.m.")
+
+
+def test_instances_that_a_program_sets_are_bounded_before_devices_are_assigned() -> None:
+    for wrong in (0, -1, 5000, 10**9, 1e30):
+        with pytest.raises(ConfigError, match=r"instances: found .*, expected 1 to 4096 or 'auto'"):
+            check_model(ModelConfig(target="a.py:M", instances=wrong))  # type: ignore[arg-type]

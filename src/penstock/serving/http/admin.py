@@ -1,5 +1,6 @@
 """The management and metrics APIs of the native server, as route tables of a `HttpServer`."""
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -34,7 +35,7 @@ def metrics_routes(
         if unknown is not None:
             raise BadRequest(f"unknown parameter {unknown[:100]!r}{nearest(unknown[:100], ('model', 'limit'))}")
         limit = asked.get("limit", "100")
-        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MOST_BATCHES:
+        if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= MOST_BATCHES:
             raise BadRequest(f"limit is {limit[:100]!r}, expected a whole number from 1 to {MOST_BATCHES}")
         return _json(batches(asked.get("model"), int(limit)))
 

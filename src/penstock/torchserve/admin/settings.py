@@ -17,17 +17,15 @@ import logging
 import reprlib
 from collections import ChainMap
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from msgspec import Meta, Struct, ValidationError, convert, field
+from msgspec import Struct, ValidationError, convert, field
 from msgspec.structs import fields
 
+from penstock.config.schema import Count, Positive
 from penstock.torchserve.protocol.api import ApiError
 
 log = logging.getLogger("penstock.compat")
-
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class ModelSettings(Struct, frozen=True, kw_only=True, rename="camel"):

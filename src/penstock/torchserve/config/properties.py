@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 from msgspec import Meta, Struct, ValidationError, convert, field, structs
 
 from penstock.config.checks import is_loopback
+from penstock.config.schema import Count, Port, Positive
 from penstock.config.toml import bare, expected
 from penstock.errors import ConfigError, nearest
 from penstock.torchserve.config.addresses import ListenerAddress, parse_address
@@ -17,10 +18,7 @@ from penstock.torchserve.protocol.api import Group
 
 log = logging.getLogger("penstock.config")
 
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Minutes = Annotated[float, Meta(gt=0)]
+Minutes = Annotated[float, Meta(gt=0, le=2**31 - 1)]
 Models = dict[str, dict[str, dict[str, Any]]]
 
 ANY_URL: Final = "file://.*|http(s)?://.*"

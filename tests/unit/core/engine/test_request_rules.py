@@ -25,8 +25,9 @@ def test_rows_can_be_read_from_a_header() -> None:
     rows = rows_rule(BatchingConfig(rows="header:X-Rows"))
     assert rows(Item(b"", codec="native", headers=[(b"x-rows", b"5")])) == 5
     assert rows(Item(b"", codec="native")) == 1
-    with pytest.raises(BadRequest, match="x-rows"):
-        rows(Item(b"", codec="native", headers=[(b"X-Rows", b"0")]))
+    for wrong in (b"0", b"-1", b"1e3", b"9" * 5000):
+        with pytest.raises(BadRequest, match="x-rows"):
+            rows(Item(b"", codec="native", headers=[(b"X-Rows", wrong)]))
 
 
 def test_buckets_by_shape_content_type_and_header() -> None:

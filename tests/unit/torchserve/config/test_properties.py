@@ -148,9 +148,9 @@ def test_lists_lose_blanks_and_empty_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        ("job_queue_size=many", "job_queue_size: found 'many', expected a whole number, 1 or more"),
+        ("job_queue_size=many", "job_queue_size: found 'many', expected a whole number from 1 to 2147483647"),
         ("job_queue_size=", "job_queue_size: found '', expected a whole number"),
-        ("number_of_gpu=-1", "number_of_gpu: found '-1', expected a whole number, 0 or more"),
+        ("number_of_gpu=-1", "number_of_gpu: found '-1', expected a whole number from 0 to 2147483647"),
         ("max_request_size=1.5", "max_request_size: found '1.5', expected a whole number"),
         ("grpc_inference_port=70700", "grpc_inference_port: found '70700', expected a whole number from 0 to 65535"),
         ("metrics_mode=loud", 'metrics_mode: found \'loud\', expected "legacy" or "log" or "prometheus"'),
