@@ -51,7 +51,10 @@ class LocalBackend(ChunkingBackend, Observer):
             await self._engine.load(self._name, self._config, target=self._target, sys_path=self._sys_path)
         except Exception as e:
             error = e if isinstance(e, PenstockError) else PenstockError(f"internal error: {describe(e)}")
-            log.warning("load_failed model=%s error=%s: its callers get an error\n%s", self._name, error, error.detail)
+            if not isinstance(error, ModelNotReady):  # the streamer was destroyed
+                log.warning(
+                    "load_failed model=%s error=%s: its callers get an error\n%s", self._name, error, error.detail
+                )
             self._loaded, self._failure = False, error
             self._retry_at_s = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)

@@ -144,12 +144,15 @@ async def test_ready_raises_why_loading_failed(backend: LocalBackend, model: Gat
         await backend.ready()
 
 
-async def test_closing_while_the_model_loads_answers_waiting_requests(backend: LocalBackend, model: Gated) -> None:
+async def test_closing_while_the_model_loads_answers_waiting_requests(
+    backend: LocalBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     caller = Caller()
     backend.submit("m", None, many(1), caller)
     await backend.close(0.01)
     with pytest.raises(ModelNotReady):
         await caller.body()
+    assert not caplog.records, "a destroyed streamer has no callers to warn about"
 
 
 async def test_the_first_worker_that_is_ready_answers_while_others_load(model: Gated) -> None:

@@ -109,6 +109,35 @@ def test_a_streamer_may_be_made_in_the_module_of_its_function(how: str, tmp_path
     assert done.stdout == "[2]\n", done.stderr
 
 
+def test_a_function_defined_under_the_guard_is_named_with_what_to_do(tmp_path: Path) -> None:
+    program = """
+        import penstock
+        if __name__ == "__main__":
+            def f(batch): return batch
+            penstock.Streamer(f, 4).predict([1])
+    """
+    (tmp_path / "app.py").write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "app.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    last = done.stderr.splitlines()[-1]
+    assert "Can't get attribute 'f'" in last
+    assert last.endswith("define it at the top level of its file, not under if __name__ == '__main__'")
+
+
+@pytest.mark.parametrize("how", [["app.py"], ["-m", "app"], ["-"]])
+def test_a_program_that_workers_cannot_import_is_refused_when_the_streamer_is_made(
+    how: list[str], tmp_path: Path
+) -> None:
+    program = "import time, penstock\ndef f(batch): return batch\nstreamer = penstock.Streamer(f, 4)\ntime.sleep(60)\n"
+    (tmp_path / "app.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, *how], input=program, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False
+    )
+    expected = "needs the main program, which has no file" if how == ["-"] else "no line if __name__ == '__main__'"
+    assert expected in done.stderr.splitlines()[-1]
+
+
 def test_a_streamer_called_while_a_worker_imports_its_module_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(textwrap.dedent(PROGRAM))
     done = subprocess.run(

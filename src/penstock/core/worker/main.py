@@ -60,7 +60,14 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
 def _found(target: Any, spec: WorkerSpec) -> Any:
     """The function, class, object or file model that a spec's target names."""
     if isinstance(target, Pickled):
-        return _found(target.load(), spec)
+        try:
+            target = target.load()
+        except AttributeError as e:
+            if not str(e).startswith("Can't get attribute"):  # the module raised it
+                raise
+            advice = "define it at the top level of its file, not under if __name__ == '__main__'"
+            raise LoadFailed(f"the target is not found in a worker ({e}): {advice}") from e
+        return _found(target, spec)
     if isinstance(target, Wrapped):
         wrap: Any = load_object(target.wrapper)
         return wrap(_found(target.target, spec), **target.arguments)
