@@ -9,6 +9,7 @@ Source: the Open Inference Protocol's REST API, and Triton's binary tensor data 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -48,8 +49,12 @@ class TensorParameters(Struct, omit_defaults=True):
     binary_data_size: Annotated[int, Meta(ge=0)] | None = None
 
 
+class InputParameters(TensorParameters, forbid_unknown_fields=True):
+    """Parameters of an input."""
+
+
 class Tensor(Struct, omit_defaults=True):
-    """An input of a request, or an output of a response."""
+    """An output of a response."""
 
     name: str
     shape: list[int]
@@ -63,7 +68,13 @@ class Tensor(Struct, omit_defaults=True):
         return None if self.parameters is None else self.parameters.binary_data_size
 
 
-class OutputParameters(Struct, omit_defaults=True):
+class InputTensor(Tensor, omit_defaults=True):
+    """An input of a request."""
+
+    parameters: InputParameters | None = None
+
+
+class OutputParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of a requested output."""
 
     binary_data: bool | None = None
@@ -76,19 +87,54 @@ class RequestedOutput(Struct, omit_defaults=True):
     parameters: OutputParameters | None = None
 
 
-class RequestParameters(Struct, omit_defaults=True):
+class RequestParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of a request. `binary_data_output` is the default for all outputs."""
 
     binary_data_output: bool | None = None
 
 
 class OipRequest(Struct, omit_defaults=True):
-    """The JSON of a request; unknown keys are ignored."""
+    """The JSON of a request; unknown keys are ignored, unknown parameters are refused."""
 
-    inputs: list[Tensor]
+    inputs: list[InputTensor]
     id: str | None = None
     outputs: list[RequestedOutput] | None = None
     parameters: RequestParameters | None = None
+
+
+_UNKNOWN_PARAMETER: Final = re.compile(r"unknown field `(.*)` - at `\$\.?(.*?)\.?parameters`")
+_ADVICE: Final = {
+    "timeout": "send the header x-deadline-ms",
+    "priority": "send the header x-priority",
+    "classification": "request the whole output and select the largest values",
+    "sequence": "every request is independent of the others",
+    "shared_memory": "send tensors in the body",
+}  # by the beginning of the parameter's name
+_SUPPORTED: Final = (
+    "a request takes binary_data_output, an input binary_data_size, a requested output binary_data; leave it out"
+)
+
+
+def unsupported(name: str, place: str = "") -> BadRequest | None:
+    """The error for a parameter of the protocol or of Triton that this server does not support; None for others."""
+    advice = next((text for start, text in _ADVICE.items() if name.startswith(start)), None)
+    return None if advice is None else _refusal(name, place, advice)
+
+
+def _refusal(name: str, place: str, advice: str) -> BadRequest:
+    return BadRequest(f"parameter '{name[:100]}'{place and f' of {place[:40]}'} is not supported; {advice}")
+
+
+def decode_request(head: bytes | memoryview) -> OipRequest:
+    """The JSON of a request. Raises BadRequest, also for parameters that would have no effect."""
+    try:
+        request: OipRequest = decode_json(head, OipRequest)
+    except BadRequest as error:
+        if found := _UNKNOWN_PARAMETER.search(error.message):
+            name, place = found.groups()
+            raise unsupported(name, place) or _refusal(name, place, _SUPPORTED) from None
+        raise
+    return request
 
 
 class OipResponse(Struct, omit_defaults=True):
@@ -193,7 +239,7 @@ class OipCodec(Codec):
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
         """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
         head, rest = self.head_of(item)
-        request: OipRequest = decode_json(head, OipRequest)
+        request = decode_request(head)
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for tensor, data in zip(request.inputs, split_sections(request.inputs, rest, "input", BadRequest), strict=True):
             if tensor.name in arrays:

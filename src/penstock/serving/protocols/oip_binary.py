@@ -12,13 +12,13 @@ from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import decode_json
 from penstock.serving.protocols.oip import (
     HEADER_LENGTH,
+    InputParameters,
+    InputTensor,
     OipCodec,
     OipRequest,
     OipResponse,
     RequestedOutput,
     RequestParameters,
-    Tensor,
-    TensorParameters,
     array_of_tensor,
     header_length,
     split_sections,
@@ -86,7 +86,7 @@ def encode_request(
     An input is (name, datatype, shape, data): little-endian elements in C order, which are not copied, or the elements
     of a BYTES tensor. `outputs` selects outputs, by default all. Raises ValueError if data and shape disagree.
     """
-    tensors: list[Tensor] = []
+    tensors: list[InputTensor] = []
     buffers: list[Buffer] = []
     for name, datatype, shape, data in inputs:
         if isinstance(data, (bytes, bytearray, memoryview)):
@@ -98,7 +98,7 @@ def encode_request(
         if not fits:
             raise ValueError(f"input '{name}': {datatype} of shape {list(shape)} does not match its data")
         size = sum(len(part) for part in parts)
-        tensors.append(Tensor(name, list(shape), datatype, parameters=TensorParameters(size)))
+        tensors.append(InputTensor(name, list(shape), datatype, parameters=InputParameters(size)))
         buffers += parts
     selected = None if outputs is None else [RequestedOutput(output) for output in outputs]
     parameters = RequestParameters(True) if binary_outputs else None

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
+from penstock.serving.protocols.oip import unsupported
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.calls import (
     Code,
@@ -150,6 +151,9 @@ class OpenInferenceService:
         model, version = model_of(request.model_name, request.model_version)
         if request.raw_input_contents:
             raise GrpcError(Code.INVALID_ARGUMENT, "found raw_input_contents, expected the contents of each input")
+        for holder in (request, *request.inputs, *request.outputs):
+            for error in filter(None, map(unsupported, holder.parameters)):
+                raise GrpcError(Code.INVALID_ARGUMENT, error.message)
         body = {"id": request.id, "model_name": model, "inputs": [_input(each) for each in request.inputs]}
         item = Item(json.dumps(body).encode(), self._codec, "application/json", request_id=new_id())
         return _infer_response(await whole_answer(self._backend, model, version, item))

@@ -37,6 +37,32 @@ def test_every_datatype_becomes_its_array(datatype):
     assert arrays["x"].tolist() == ([b"a", "é".encode()] if datatype == "BYTES" else data)
 
 
+@pytest.mark.parametrize(
+    ("parameter", "advice"),
+    [
+        ("timeout", "send the header x-deadline-ms"),
+        ("priority", "send the header x-priority"),
+        ("classification", "request the whole output"),
+        ("sequence_id", "every request is independent"),
+        ("sequence_start", "every request is independent"),
+        ("sequence_end", "every request is independent"),
+        ("shared_memory_region", "send tensors in the body"),
+        ("shared_memory_offset", "send tensors in the body"),
+        ("shared_memory_byte_size", "send tensors in the body"),
+        ("my_own", "a request takes binary_data_output, an input binary_data_size, a requested output binary_data"),
+    ],
+)
+def test_a_parameter_that_would_have_no_effect_is_refused_wherever_it_is(parameter, advice):
+    parameters = {"parameters": {parameter: 1}}
+    for place, request in {
+        "": item(tensor(), **parameters),
+        r" of inputs\[1\]": item(tensor(), tensor(**parameters)),
+        r" of outputs\[0\]": item(tensor(), outputs=[{"name": "y", **parameters}]),
+    }.items():
+        with pytest.raises(BadRequest, match=f"^parameter '{parameter}'{place} is not supported; {advice}"):
+            CODEC.decode(request)
+
+
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=6, max_size=6), st.booleans())
 def test_flat_and_nested_data_are_the_same_tensor(cells, nested):
     data = [[cells[:3]], [cells[3:]]] if nested else cells

@@ -221,6 +221,16 @@ def answering(**changes):
     return lambda call: call.reply(json.dumps(answer).encode())
 
 
+async def test_a_parameter_that_would_have_no_effect_is_refused(grpc_site):
+    async with grpc_site({"m": echo}) as ask:
+        request = message_class(f"{OPEN_INFERENCE}.ModelInferRequest")(model_name="m", inputs=[tensor(*TENSOR)])
+        request.parameters["content_type"].string_param = "np"  # other parameters are the handler's business
+        assert (await ask("ModelInfer", request)).model_name == "m"
+        request.outputs.add(name="y").parameters["classification"].int64_param = 3
+        code, text = await ask.refusal("ModelInfer", request)
+        assert (code, text.startswith("parameter 'classification' is not supported")) == ("INVALID_ARGUMENT", True)
+
+
 async def test_the_server_is_live_and_ready_and_does_not_serve_metadata(grpc_site):
     async with grpc_site() as ask:
         assert (await ask("ServerLive")).live
