@@ -15,7 +15,7 @@ import textwrap
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,11 @@ FREE_PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "serv
 class RunningServer:
     """A real `penstock serve` process; `urls` has its three listeners."""
 
-    def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str], ports: Sequence[str]) -> None:
         read, write = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - an unread pipe would block a verbose process
         self.process = subprocess.Popen(
-            [*SERVE, *arguments, *FREE_PORTS],
+            [*SERVE, *arguments, *ports],
             pass_fds=[write],
             cwd=cwd,
             env={**os.environ, **env, "PENSTOCK_READY_FD": str(write)},
@@ -187,13 +187,19 @@ class RunningServer:
 def _serving(folder: Path) -> Iterator[Callable[..., RunningServer]]:
     servers: list[RunningServer] = []
 
-    def start(source: str | None, *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
+    def start(
+        source: str | None,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        ports: Sequence[str] = FREE_PORTS,
+    ) -> Any:
         given = list(arguments)
         if source is not None:
             (folder / "app.py").write_text(textwrap.dedent(source))
             flags = next((i for i, a in enumerate(given) if a.startswith("-")), len(given))
             given[:flags] = [a if "." in a else f"app.py:{a}" for a in given[:flags]]
-        server = RunningServer(given, cwd or folder, env or {})
+        server = RunningServer(given, cwd or folder, env or {}, ports)
         servers.append(server)
         return server
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,25 @@ def test_wrong_starts_are_told_clearly(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         message = refused("app.py:predict_one", "--port", str(port), cwd=tmp_path)
     assert str(port) in message
+
+
+def test_a_second_server_finds_free_ports_for_management_and_metrics(serve: Callable[..., Any], tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        for port in (8081, 8082):
+            with contextlib.suppress(OSError):  # taken already
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        server = serve(MODELS, "echo", ports=["--port", "0"])
+        said, output = (
+            server.said(),
+            refused("app.py:echo", "--port", "0", "--set", "server.metrics_port=8082", cwd=tmp_path),
+        )
+    assert "127.0.0.1:8082: the port is in use; choose another with server.metrics_port" in output
+    for listener, default in ("management", 8081), ("metrics", 8082):
+        port = int(server.urls[listener].rpartition(":")[2])
+        assert port != default
+        assert f"event=port_in_use listener={listener} port={default} consequence=listens_on_{port}" in said
+    assert server.get("/ping", "management")[0] == server.get("/metrics", "metrics")[0] == 200
+    assert server.urls["management"] in server.stop()[1]  # the banner
 
 
 def test_a_toml_environment_and_set_are_read_together(serve: Callable[..., Any], tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.server import HttpServer
+from penstock.serving.http.sockets import PortInUse
 from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
 from penstock.serving.logs import ServerLog
 from penstock.serving.observe.prometheus import PrometheusObserver
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.cli")
 
+ADMIN_PORTS = {"management": 8081, "metrics": 8082}  # by default
 ADMIN_DRAIN_S = 2.0  # for responses in flight when the management and metrics listeners close
 _MAX_ROWS = 5  # of the models table in the banner
 _MAX_ELEMENTS = 64  # of an example input in the banner
@@ -178,7 +180,7 @@ class Server:
         self._note("thrift", *await self._thrift.start(s.thrift_host, s.thrift_port), "thrift")
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
-        """Binds the management and metrics listeners."""
+        """Binds the management and metrics listeners; without a configured port, beside another server's."""
         s = self._config.server
         limits = replace(self._limits, max_connections=self._most_aside)
         for name, routes, host, port in (
@@ -186,7 +188,17 @@ class Server:
             ("metrics", metrics_routes(self._metrics.scrape, self._records.body), s.metrics_host, s.metrics_port),
         ):
             server = HttpServer(engine, limits, ssl=self._tls, flavor=self._flavor(name, host, routes))
-            self._note(name, *await server.start(host, port, f"server.{name}_port"))
+            key, default = f"server.{name}_port", ADMIN_PORTS[name]
+            try:
+                address = await server.start(host, default if port is None else port, key)
+            except PortInUse:
+                if port is not None:
+                    raise
+                address = await server.start(host, 0, key)
+                log.warning(
+                    "event=port_in_use listener=%s port=%d consequence=listens_on_%d", name, default, address[1]
+                )
+            self._note(name, *address)
             self._admin.append(server)
 
     def _flavor(self, name: str, host: str, routes: Sequence[Template] = ()) -> NativeFlavor:

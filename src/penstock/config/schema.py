@@ -37,9 +37,15 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     port: Annotated[Port, doc("port of the inference listener; 0 selects a free one")] = 8080
     management: Annotated[bool, doc("allow routes that change models on the management listener")] = False
     management_host: Annotated[str, doc("address of the management listener")] = "127.0.0.1"
-    management_port: Annotated[Port, doc("port of the management listener; 0 selects a free one")] = 8081
+    management_port: Annotated[
+        Port | None,
+        doc("port of the management listener; 0 selects a free one; by default 8081 or, if in use, a free one"),
+    ] = None
     metrics_host: Annotated[str, doc("address of the metrics listener")] = "127.0.0.1"
-    metrics_port: Annotated[Port, doc("port of the metrics listener; 0 selects a free one")] = 8082
+    metrics_port: Annotated[
+        Port | None,
+        doc("port of the metrics listener; 0 selects a free one; by default 8082 or, if in use, a free one"),
+    ] = None
     thrift_host: Annotated[str, doc("address of the Thrift listener")] = "127.0.0.1"
     thrift_port: Annotated[
         Port | None, doc("port of the Thrift listener, which is off without it; 0 selects a free one")

@@ -30,7 +30,7 @@ SPECIAL_NAMES: Final = frozenset(
     | {name for template in TEMPLATES for name in template.select_headers}
 )  # fmt: skip
 """Headers that change how a request is handled; most requests have none of them."""
-POST: Final = frozenset({"POST"})
+INFER: Final = frozenset({"POST", "PUT"})  # PUT as `curl -T` sends a file
 GET: Final = frozenset({"GET", "HEAD"})
 CONTINUE: Final = b"100-continue"
 CHUNKED: Final = b"chunked"
@@ -136,7 +136,7 @@ def resolve(path: bytes, table: RouteTable = _TABLE) -> Route:
 
 def methods(template: Template) -> frozenset[str]:
     """The methods of a native route."""
-    return template.methods or (POST if template.codec else GET)
+    return template.methods or (INFER if template.codec else GET)
 
 
 def check_method(route: Route, method: bytes) -> None:

@@ -56,10 +56,14 @@ def path_error(path: str, exc: Exception, key: str) -> ConfigError:
     return ConfigError(f"cannot listen on unix:{path}: {reason.lower()}; choose another path with {key}")
 
 
+class PortInUse(ConfigError):
+    """Another socket listens at the address."""
+
+
 def bind_error(host: str, port: int, exc: Exception, key: str) -> ConfigError:
     """Why `host:port` could not be bound, and which key to change; `key` is the key of the port."""
     if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
-        return ConfigError(
+        return PortInUse(
             f"cannot listen on {host}:{port}: the port is in use; choose another with {key} (0 takes a free one)"
         )
     reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)

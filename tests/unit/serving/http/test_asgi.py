@@ -73,6 +73,12 @@ async def test_bodies_come_back(face_of, size):
         assert backend.used_bytes == 0
 
 
+async def test_put_is_post(face_of):
+    async with face_of() as client:
+        answer = await client.put("/predictions/echo", content=b"from curl -T")
+        assert (answer.status_code, answer.content) == (200, b"from curl -T")
+
+
 async def test_chunked_bodies_come_back(face_of):
     async def body() -> AsyncIterator[bytes]:
         for _ in range(100):

@@ -175,7 +175,7 @@ async def test_expect_100_continue_is_answered_before_the_body_is_sent(listen):
     [
         ("POST /predictions/nobody HTTP/1.1", 404),
         ("POST /nowhere HTTP/1.1", 404),
-        ("PUT /predictions/echo HTTP/1.1", 405),
+        ("PATCH /predictions/echo HTTP/1.1", 405),
     ],
 )
 async def test_expect_is_refused_without_100_when_the_request_cannot_succeed(listen, line, status):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import grpc
 import msgspec
@@ -222,13 +223,16 @@ def answering(**changes):
 
 
 async def test_a_parameter_that_would_have_no_effect_is_refused(grpc_site):
+    request, parameter = (message_class(f"{OPEN_INFERENCE}.{n}") for n in ("ModelInferRequest", "InferParameter"))
+    inputs = [tensor("FP32", "fp32_contents", [1.5])]
     async with grpc_site({"m": echo}) as ask:
-        request = message_class(f"{OPEN_INFERENCE}.ModelInferRequest")(model_name="m", inputs=[tensor(*TENSOR)])
-        request.parameters["content_type"].string_param = "np"  # other parameters are the handler's business
-        assert (await ask("ModelInfer", request)).model_name == "m"
-        request.outputs.add(name="y").parameters["classification"].int64_param = 3
-        code, text = await ask.refusal("ModelInfer", request)
-        assert (code, text.startswith("parameter 'classification' is not supported")) == ("INVALID_ARGUMENT", True)
+        own = {"content_type": parameter(string_param="np")}  # the handler's business
+        assert (await ask("ModelInfer", model_name="m", inputs=inputs, parameters=own)).model_name == "m"
+        best = request.InferRequestedOutputTensor(name="y", parameters={"classification": parameter(int64_param=3)})
+        for fields in ({"outputs": [best]}, {"parameters": {"timeout": parameter(int64_param=5)}}):
+            code, text = await ask.refusal("ModelInfer", model_name="m", inputs=inputs, **fields)
+            assert code == "INVALID_ARGUMENT"
+            assert re.match("parameter '(classification|timeout)' is not supported; ", text)
 
 
 async def test_the_server_is_live_and_ready_and_does_not_serve_metadata(grpc_site):
