@@ -11,6 +11,7 @@ from penstock.errors import (
     ModelNotFound,
     ModelNotReady,
     PenstockError,
+    Quarantined,
     QueueFull,
     WorkerDied,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "PenstockError",
     "Pipeline",
     "Portal",
+    "Quarantined",
     "QueueFull",
     "RedisStreamer",
     "RedisWorker",

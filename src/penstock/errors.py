@@ -45,6 +45,12 @@ class PayloadTooLarge(BadRequest):
     code = "payload_too_large"
 
 
+class Quarantined(BadRequest):
+    """The payload killed two workers and is refused for a while; see `[models.NAME.restart]`."""
+
+    code = "quarantined"
+
+
 class DecodeError(BadRequest):
     """The bytes of an item cannot be decoded as an image: empty, unknown format, damaged, truncated, or too large."""
 

@@ -84,9 +84,10 @@ async def test_an_item_that_ends_its_worker_fails_alone(guarded: Callable[..., A
     server = guarded(SOURCE, "Slow", "--instances", "2")
     poisons = chaos.count(2, 20)
     async with chaos.Crowd(server, "slow", 96) as crowd, chaos.Client(server) as client:
-        for _ in range(poisons):
+        for number in range(poisons):
             await crowd.answered(300)
-            answer = await client.ask("/predictions/slow", b'"poison"', content_type="application/json")
+            poison = b'"poison"' + b" " * number  # the same payload would be refused
+            answer = await client.ask("/predictions/slow", poison, content_type="application/json")
             assert answer.status == 503
             await chaos.until(lambda: server.metric("penstock_workers_up") == 2)
     assert crowd.wrong == []

@@ -63,8 +63,7 @@ async def test_kill_9_in_the_middle_of_a_batch_is_told_within_50_ms():
             assert "SIGKILL" in parts[0].error.message
             assert [part.started for part in parts] == [True, False]
             await harness.up()
-        # each life answered a batch (its pid), so the wait before the next one never grew
-        assert [wait for _, wait in harness.downs] == [0.1] * 5
+        assert [wait for _, wait in harness.downs] == [0] * 5  # the slot has answered a batch (the pid)
     assert min(delays) < 0.05  # the others may have shared the machine with other tests
 
 

@@ -133,7 +133,7 @@ def _env_path(name: str) -> Path:
     if section != "models":
         return (section, *(part.lower() for part in rest))
     # a model's name may contain "__": it is everything before the key
-    keys = 2 if len(rest) > 2 and rest[-2].lower() in ("batching", "options") else 1
+    keys = 2 if len(rest) > 2 and rest[-2].lower() in ("batching", "options", "restart") else 1
     return ("models", "__".join(rest[:-keys]), *(part.lower() for part in rest[-keys:]))
 
 

@@ -164,6 +164,22 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     )
 
 
+class RestartConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[models.NAME.restart]`: what follows the death of a worker."""
+
+    deaths: Annotated[
+        Positive,
+        doc(
+            "how many deaths of an instance in `window_s` are followed by a restart at once; after more it waits 0.1 s,"
+            " 0.2 s ... 30 s"
+        ),
+    ] = 30
+    window_s: Annotated[Seconds, doc("time in which `deaths` are counted")] = 60.0
+    quarantine_s: Annotated[
+        Hold, doc("how long the body of a request that killed two workers is refused with 422; 0: never")
+    ] = 300.0
+
+
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`: one model."""
 
@@ -214,6 +230,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     )
     env: Annotated[dict[str, str], doc("environment variables of the workers")] = field(default_factory=dict)
     batching: Annotated[BatchingConfig, doc("see `[models.NAME.batching]`")] = field(default_factory=BatchingConfig)
+    restart: Annotated[RestartConfig, doc("see `[models.NAME.restart]`")] = field(default_factory=RestartConfig)
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -233,6 +250,7 @@ SECTIONS: dict[str, Any] = {
     "logging": LoggingConfig,
     "models.NAME": ModelConfig,
     "models.NAME.batching": BatchingConfig,
+    "models.NAME.restart": RestartConfig,
 }
 
 

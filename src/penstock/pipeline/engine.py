@@ -18,7 +18,8 @@ from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.linger import Linger
 from penstock.core.contracts import BatchRecord, Observer
-from penstock.core.engine.batcher import Batcher, Call
+from penstock.core.engine.batcher import Batcher
+from penstock.core.engine.calls import Call
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.transports.thread import ThreadTransport
 from penstock.core.worker.spec import WorkerSpec, Wrapped

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from penstock.core.engine.batcher import Call
+from penstock.core.engine.calls import Call
 from penstock.errors import ItemFailed, PenstockError, describe
 from penstock.pipeline.collate import MOST_PARTS, PadTo, nbytes_of, shape_of
 from penstock.pipeline.engine import NodeEngine

@@ -150,7 +150,8 @@ class WaitingQueue:
             fitting += self._fitted(e, rows if e.separate else self.max_rows)  # the ceiling may have sunk while it ran
         if exact:
             most = self._most_reruns if self.reruns else 0
-            self.reruns += fitting
+            # a second death first: once its guilty item is known, others with the same payload need not run
+            self.reruns = [*fitting, *self.reruns] if fitting[0].deaths > 1 else [*self.reruns, *fitting]
             self._most_reruns = max(most, len(self.reruns))
         else:
             for e in reversed(fitting):

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from msgspec import Struct, field
 from msgspec.structs import replace
 
 from penstock.config.schema import BatchingConfig
@@ -20,89 +19,21 @@ from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Expir
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import traits_of
 from penstock.core.contracts import Observer, Transport
+from penstock.core.engine.calls import Call, RunningBatch, release
 from penstock.core.engine.outcomes import Notifier, PartMerger, error_of, reason_of
+from penstock.core.engine.quarantine import Quarantine
 from penstock.core.engine.timer import Timer
-from penstock.core.wire.slabs import Slab
-from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.errors import DeadlineExceeded, PenstockError, Quarantined
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
 
 
-class Call(Struct, eq=False):
-    """One accepted request: its caller and the state of its answer.
-
-    `label` is its front-end's name for the version, for observers. `sent_s` and `batch_id` belong to the last batch it
-    was sent in. `end` is how it ended for its caller: "" (not yet), "ok" or "failed" (answered), else the reason.
-    """
-
-    item: Item
-    sink: Sink | None
-    entry: Entry
-    on_cancel: Callable[[Call], None]
-    end: str = ""
-    label: str = ""
-    sent_s: float = 0.0
-    batch_id: int = 0
-    streamed: bool = False  # a part of the answer was sent: the request must not run again
-    parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
-
-    def settle(self, result: ItemResult, reason: str = "") -> None:
-        """Delivers the final answer, once, unless the caller left. `reason`: why a model did not answer."""
-        sink, self.sink = self.sink, None
-        if sink is not None:
-            self.end = reason or ("ok" if result.error is None else "failed")
-            self._call_sink(sink, result)
-
-    def deliver(self, result: ItemResult) -> None:
-        """Delivers a part of the answer, unless the caller left."""
-        if self.sink is not None:
-            self._call_sink(self.sink, result)
-
-    def keep(self, start: int, result: ItemResult) -> None:
-        """Keeps the answer to the part of a split request that begins at row `start`."""
-        if self.parts is None:
-            self.parts = {}
-        self.parts[start] = result
-
-    def _call_sink(self, sink: Sink, result: ItemResult) -> None:
-        try:
-            sink(result)
-        except Exception:
-            log.exception("sink_failed request=%d", self.entry.id)
-
-    def cancel(self) -> None:
-        """Abandons the request: it is not run if it still waits, else not answered."""
-        if self.sink is not None:
-            self.sink = None
-            self.end = "cancelled"
-            self.on_cancel(self)
-
-
-class RunningBatch(Struct, eq=False):
-    """A batch on a slot. `failed` holds the requests with a failed item, `failures` counts items.
-
-    `unwanted`: a caller left a batch on a concurrent slot.
-    """
-
-    dispatch: Dispatch
-    calls: list[Call]
-    sent_s: float
-    failed: set[int] = field(default_factory=set)
-    failures: int = 0
-    unwanted: bool = False
-
-
-def release(item: Item) -> None:
-    """Returns a slab payload to its pool; the garbage collector frees other payloads."""
-    if isinstance(item.payload, Slab):
-        item.payload.release()
-
-
 class Batcher:
     """Queues the requests of one model version and sends them to its transport in batches.
 
-    Its 17 attributes are the state of one turn; the path of every request and batch runs through it.
+    Its 18 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
+    alone makes it, from seven parts.
     """
 
     def __init__(
@@ -113,6 +44,7 @@ class Batcher:
         scheduler: Scheduler,
         config: BatchingConfig,
         observers: Sequence[Observer],
+        quarantine_s: float = 0.0,
     ) -> None:
         self.name, self.version = name, version
         self.scheduler = scheduler
@@ -120,6 +52,7 @@ class Batcher:
         self._config = config
         self._merger = PartMerger(name, version)
         self._notifier = Notifier(name, version, observers) if observers else None
+        self._quarantine = Quarantine(name, quarantine_s)
         self._ids = itertools.count(1)
         self._waiting: dict[int, Call] = {}  # queued, or at least partly running
         self._running: dict[int, RunningBatch] = {}
@@ -140,6 +73,8 @@ class Batcher:
         budget = budget_s if budget_s is not None else INF
         if budget <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
+        if self._quarantine.active:
+            bucket = self._quarantine.bucket(item, bucket, now)
         if config.slo_s is not None:
             budget = min(budget, config.slo_s + config.priority[min(priority, len(config.priority) - 1)])
         entry = Entry(
@@ -312,6 +247,8 @@ class Batcher:
                 whole.append(entry.id)
             elif result is not None:
                 call.keep(entry.start, result)
+        if self._quarantine.active:
+            self._quarantine.survived(call.item for call, entry in zip(calls, entries, strict=True) if not entry.parent)
         self._left(whole, now)
         batch_id, failed = running.dispatch.batch_id, frozenset(running.failed)
         if part.final:
@@ -343,6 +280,10 @@ class Batcher:
         unanswered = [(call, entry) for call, entry in both if entry.state != EntryState.DONE]
         outcome = Outcome("died" if part.started else "lost", part.run_s)
         split = self.scheduler.complete(running.dispatch.batch_id, outcome, now)
+        if part.started:
+            apart = not running.dispatch.concurrent or running.dispatch.reason == "rerun"
+            if self._quarantine.died((call.item for call, _ in unanswered), apart, now):
+                self._refuse_waiting(now)
         for call, entry in unanswered:
             if entry.state == EntryState.DONE:
                 result = ItemResult(error=error) if call.streamed else ItemResult([error] * entry.rows)
@@ -359,6 +300,16 @@ class Batcher:
                     self._left([entry.id], now)
         self._settle_split(split, now)
         self._report(running, part, now, outcome.kind)
+
+    def _refuse_waiting(self, now: float) -> None:
+        """Answers the waiting requests whose payload has just been refused."""
+        for call in list(self._waiting.values()):
+            try:
+                self._quarantine.bucket(call.item, "", now)
+            except Quarantined as e:
+                if self.scheduler.cancel(call.entry.id, now):
+                    call.settle(ItemResult(error=e), e.code)
+                    self._left([call.entry.id], now)
 
     def _report(self, running: RunningBatch, part: BatchPart, now: float, outcome: str) -> None:
         if self._notifier is not None:

@@ -12,7 +12,7 @@ from msgspec import structs
 from penstock.config.checks import check_model
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
-from penstock.core.engine.batcher import Call, release
+from penstock.core.engine.calls import Call, release
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.outcomes import notify
 from penstock.core.engine.registry import ModelRegistry

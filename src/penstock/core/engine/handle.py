@@ -9,7 +9,8 @@ from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
-from penstock.core.engine.batcher import Batcher, Call
+from penstock.core.engine.batcher import Batcher
+from penstock.core.engine.calls import Call
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.outcomes import notify, overriding, reason_of
 from penstock.core.engine.rules import bucket_rule, check_rules, file_stamps, policy_of, queue_bound, rows_rule
@@ -113,7 +114,8 @@ class ModelHandle:
             horizon_s=b.slo_s or b.timeout_s,
         )
         scheduler.prime(ready.profile)
-        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers)
+        quarantine_s = self.config.restart.quarantine_s
+        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, quarantine_s)
 
     def _on_broken(self) -> None:
         self._broken = self.instances.broken = True

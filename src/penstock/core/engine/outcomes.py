@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-from penstock.core.batching.entry import Dispatch, Entry, Expire, Fail, Shed
+from penstock.core.batching.entry import Expire, Fail, Shed
 from penstock.core.codecs import OBJECT, ModelCodecs
 from penstock.core.contracts import BatchRecord, Observer
+from penstock.core.engine.calls import Call, RunningBatch
 from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, WorkerDied
 from penstock.types import BatchPart, Item, ItemResult, ModelMetadata
 
@@ -71,23 +71,6 @@ def notify(observers: Sequence[Observer], hook: str, *arguments: object) -> None
             observe_log.exception("observer_failed hook=%s observer=%s", hook, type(observer).__name__)
 
 
-class EndedRequest(Protocol):
-    """What observers learn from of a request that ended; see `batcher.Call`."""
-
-    entry: Entry
-    end: str
-    label: str
-    sent_s: float
-
-
-class SentBatch(Protocol):
-    """What observers learn from of a batch; see `batcher.RunningBatch`."""
-
-    dispatch: Dispatch
-    sent_s: float
-    failures: int
-
-
 class Notifier:
     """Calls observers, once per batch where possible."""
 
@@ -96,7 +79,7 @@ class Notifier:
         self._observers = observers
         self._served_observers = overriding(observers, "on_served")
 
-    def ended(self, calls: Sequence[EndedRequest], now: float) -> None:
+    def ended(self, calls: Sequence[Call], now: float) -> None:
         """Reports that these requests ended, each as its `end` states; called once for each."""
         latencies, failed = [now - c.entry.arrival_s for c in calls if c.end == "ok"], 0
         if len(latencies) < len(calls):
@@ -111,7 +94,7 @@ class Notifier:
             if self._served_observers and failed < len(latencies):
                 self._served([c for c in calls if c.end == "ok"], now)
 
-    def _served(self, calls: Sequence[EndedRequest], now: float) -> None:
+    def _served(self, calls: Sequence[Call], now: float) -> None:
         labels = [c.label for c in calls]
         waits_s = [c.sent_s - c.entry.arrival_s for c in calls]
         latencies_s = [now - c.entry.arrival_s for c in calls]
@@ -129,7 +112,7 @@ class Notifier:
             notify(self._observers, "on_error", self._name, self._version, error)
         return len(errors)
 
-    def batch(self, running: SentBatch, part: BatchPart, now: float, outcome: str, max_batch_size: int) -> None:
+    def batch(self, running: RunningBatch, part: BatchPart, now: float, outcome: str, max_batch_size: int) -> None:
         """Reports that a batch ended with `part`; see `BatchRecord`."""
         sent = running.dispatch
         record = BatchRecord(

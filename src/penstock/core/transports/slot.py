@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Sequence
 
 from msgspec import Struct
 
-from penstock.config.schema import with_options
+from penstock.config.schema import RestartConfig, with_options
 from penstock.core.contracts import OnPart, TransportListener
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
@@ -29,6 +30,30 @@ class Sent(Struct):
     open: set[int] | None = None  # places of the items without an answer, where batches run side by side
 
 
+class RestartPauses:
+    """The pauses of a slot before it starts its next worker.
+
+    There is none after the death of a worker if workers of the slot have answered batches: one bad request is no reason
+    to wait. After `deaths` in `window_s`, and after failed loads, pauses double from 0.1 s to 30 s."""
+
+    def __init__(self, config: RestartConfig) -> None:
+        self.answered = False  # a worker of the slot has answered a batch
+        self._deaths: deque[float] = deque(maxlen=config.deaths)
+        self._window_s = config.window_s
+        self._next_s = FIRST_RETRY_S
+
+    def next_s(self, loaded: bool, now: float) -> float:
+        """The pause after the end of a worker; `loaded`: it had come up."""
+        if loaded and self.answered:
+            often = len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < self._window_s
+            self._deaths.append(now)
+            if not often:
+                self._next_s = FIRST_RETRY_S
+                return 0.0
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, LAST_RETRY_S)
+        return pause_s
+
+
 class WorkerSlot:
     """One place for a worker. A transport says how to `launch`, `submit`, `kill`, `stop` and `forget` one."""
 
@@ -43,7 +68,7 @@ class WorkerSlot:
         self._heard_s = 0.0  # concurrent slot: its last answer, or the first batch after an idle time
         self.idle = asyncio.Event()  # nothing is sent
         self.idle.set()
-        self._retry_s = FIRST_RETRY_S
+        self._pauses = RestartPauses(spec.config.restart)
         self._timeout_s = spec.config.batching.run_timeout_s
         self._timer: asyncio.TimerHandle | None = None  # of the load, later of the running batch
         self._restart: asyncio.TimerHandle | None = None
@@ -107,7 +132,7 @@ class WorkerSlot:
         """Handles the end of the worker: answers its batches, then informs the listener, and schedules a restart.
 
         The batch `predicted` is to blame, or the first one if nothing waits for that; any of concurrent batches."""
-        self.up = False
+        loaded, self.up = self.up, False
         self._stop_timer()
         lost, self.sent = list(self.sent.values()), {}
         died = error if isinstance(error, WorkerDied) else WorkerDied(error.message, detail=error.detail)
@@ -122,7 +147,7 @@ class WorkerSlot:
             if lost:
                 self.listener.slot_down(self.number, error, None)
             return
-        wait, self._retry_s = self._retry_s, min(2 * self._retry_s, LAST_RETRY_S)
+        wait = self._pauses.next_s(loaded, self.loop.time())
         self._restart = self.loop.call_later(wait, self._launch)
         self.listener.slot_down(self.number, error, wait)
 
@@ -163,7 +188,7 @@ class WorkerSlot:
             self._heard_s = self.loop.time()
         if part.final:
             del self.sent[part.batch_id]
-            self._retry_s = FIRST_RETRY_S
+            self._pauses.answered = True
             if not self.sent:
                 self.idle.set()
             elif not self.concurrent:

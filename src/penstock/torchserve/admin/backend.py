@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from penstock.core.contracts import Ticket
-from penstock.core.engine.batcher import release
+from penstock.core.engine.calls import release
 from penstock.core.engine.engine import Engine
 from penstock.core.wire.slabs import Slab
 from penstock.errors import PenstockError

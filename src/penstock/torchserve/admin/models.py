@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from msgspec import Struct, field
 
-from penstock.core.engine.batcher import Call, release
+from penstock.core.engine.calls import Call, release
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.registry import TrafficSplit
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull

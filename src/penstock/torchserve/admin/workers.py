@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from penstock.config.schema import ModelConfig
-from penstock.core.engine.batcher import Call
+from penstock.core.engine.calls import Call
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.worker.devices import visible_gpus

@@ -16,6 +16,7 @@ from penstock.errors import (
     OutOfMemory,
     PayloadTooLarge,
     PenstockError,
+    Quarantined,
     QueueFull,
     WorkerDied,
 )
@@ -38,6 +39,7 @@ NO_HTTP: Final = "Invalid HTTP message."
 _TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
     BadRequest: ("BadRequestException", None, None),
     PayloadTooLarge: ("BadRequestException", 413, None),
+    Quarantined: ("BadRequestException", 422, None),
     MalformedHttp: ("BadRequestException", None, NO_HTTP),
     HeadTooLarge: ("BadRequestException", None, NO_HTTP),
     ExpectationFailed: ("BadRequestException", 417, None),

@@ -96,6 +96,7 @@ def make_batcher(transport: FakeTransport) -> Callable[..., Batcher]:
         depth: int = 1,
         width: int = 1,
         observers: Sequence[Observer] = (),
+        quarantine_s: float = 0.0,
         **keys: object,
     ) -> Batcher:
         config = BatchingConfig(**keys)  # type: ignore[arg-type]
@@ -108,7 +109,7 @@ def make_batcher(transport: FakeTransport) -> Callable[..., Batcher]:
             depth=depth,
             idempotent=config.idempotent,
         )
-        batcher = Batcher("m", "1", transport, scheduler, config, observers)
+        batcher = Batcher("m", "1", transport, scheduler, config, observers, quarantine_s)
         batcher.scheduler.slot_up(0, 0.0, width)
         return batcher
 

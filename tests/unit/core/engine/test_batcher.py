@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.engine.batcher import Batcher
 from penstock.core.wire.slabs import SlabPool
-from penstock.errors import DeadlineExceeded, ItemFailed, QueueFull, WorkerDied
+from penstock.errors import DeadlineExceeded, ItemFailed, Quarantined, QueueFull, WorkerDied
 from penstock.types import Item, ItemResult
 
 
@@ -410,3 +410,78 @@ async def test_a_split_request_that_streams_ends_without_a_join(make_batcher, tr
         await turns()
     assert [p.body for p in sink.parts] == [b"part", b"part", b""]
     assert sink.answer.error is None
+
+
+# ---- payloads that kill workers
+
+
+async def test_a_payload_that_killed_two_workers_is_refused_also_where_it_waits(
+    make_batcher, transport, caller
+) -> None:
+    batcher = make_batcher(max_batch_size=1, quarantine_s=60.0)
+    killer, same, good = caller(), caller(), caller()
+    submit(batcher, killer, b"poison")
+    submit(batcher, same, b"poison")
+    submit(batcher, good, b"good")
+    await turns()
+    for _ in range(2):
+        assert transport.sent[0][0].items[0].payload == b"poison"
+        await died(batcher, transport)
+    assert isinstance(killer.answer.error, WorkerDied)
+    assert isinstance(same.answer.error, Quarantined)
+    transport.answer()
+    assert good.answer.body == b"good"
+    with pytest.raises(Quarantined):
+        submit(batcher, caller(), b"poison")
+    assert batcher.pending == 0
+
+
+async def test_a_suspect_runs_apart_until_a_worker_survives_it(make_batcher, transport, caller) -> None:
+    batcher = make_batcher(max_batch_size=4, quarantine_s=60.0, idempotent=False)
+
+    async def sizes(*payloads: bytes) -> list[int]:
+        for payload in payloads:
+            submit(batcher, caller(), payload)
+        await turns()
+        found = []
+        while transport.sent:
+            found.append(len(transport.answer().items))
+            await turns()
+        return found
+
+    for payload in (b"a", b"poison"):
+        submit(batcher, caller(), payload)
+    await turns()
+    await died(batcher, transport)
+    assert await sizes(b"a", b"b", b"a", b"c") == [2, 2]
+    assert await sizes(b"a", b"b", b"a", b"c") == [4]
+
+
+async def test_the_row_that_kills_its_worker_fails_alone_in_a_request_of_many(make_batcher, transport, caller) -> None:
+    batcher = make_batcher(max_batch_size=4)
+    sink = caller()
+    batcher.submit(Item(["a", "bad", "b"], rows=3, many=True), sink, None, 0, "", 1)
+    await turns()
+    while transport.sent:
+        item = transport.sent[0][0].items[0]
+        rows = item.payload[item.start : item.stop] if item.stop >= 0 else item.payload
+        if "bad" in rows:
+            await died(batcher, transport)
+        else:
+            transport.answer(results=[ItemResult(rows)])
+            await turns()
+    one, bad, two = sink.answer.body
+    assert (one, two, type(bad)) == ("a", "b", WorkerDied)
+    assert batcher.pending == 0
+
+
+async def test_without_leave_to_run_again_a_death_is_the_result_of_the_items_that_ran(
+    make_batcher, transport, caller
+) -> None:
+    batcher = make_batcher(max_batch_size=2, idempotent=False)
+    sink = caller()
+    batcher.submit(Item(["a", "b", "c"], rows=3, many=True), sink, None, 0, "", 1)
+    await turns()
+    await died(batcher, transport)
+    transport.answer(results=[ItemResult(["c"])])
+    assert [type(value) for value in sink.answer.body] == [WorkerDied, WorkerDied, str]

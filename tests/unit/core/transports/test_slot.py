@@ -91,24 +91,47 @@ def test_a_worker_that_does_not_come_up_is_tried_ever_more_slowly_up_to_30_s(pla
     assert place.launches[1:4] == pytest.approx([0.1, 0.3, 0.7])
 
 
-def test_the_first_answered_batch_resets_the_wait_and_coming_up_does_not(place):
-    place._launch()
-    place.loop.clock.advance(3)
+def answer(place, number=1):
+    place.send(Batch(number, 0, [Item(1)]), lambda part: None)
+    place.answered(BatchPart(number, [ItemResult()]))
+
+
+def test_a_worker_that_comes_up_but_never_answers_is_tried_ever_more_slowly(place):
     place.fails = False
-    place.loop.clock.advance(30)
-    assert place.up
-    waited = place.waits[-1]
-    assert waited > 1
-    place.down(WorkerDied("it died before it answered"))
-    assert place.waits[-1] == 2 * waited
+    place._launch()
+    for _ in range(3):
+        place.down(WorkerDied("it died before it answered"))
+        place.loop.clock.advance(1)
+    assert place.waits == pytest.approx([0.1, 0.2, 0.4])
+
+
+def test_after_an_answered_batch_a_death_costs_no_pause_until_there_are_too_many_in_the_window(place):
+    place.fails = False
+    place._launch()
+    answer(place)
+    for _ in range(30):  # restart.deaths
+        place.down(WorkerDied("poison"))
+        place.loop.clock.advance(0.1)
+        assert place.up
+    assert place.waits == [0] * 30
+    for _ in range(3):
+        place.down(WorkerDied("poison"))
+        place.loop.clock.advance(1)
+        answer(place)  # is no reason to forget the deaths
+    assert place.waits[30:] == pytest.approx([0.1, 0.2, 0.4])
     place.loop.clock.advance(60)
-    heard = []
-    place.send(Batch(1, 0, [Item(1)]), heard.append)
-    part = BatchPart(1, [ItemResult()])
-    place.deliver(place.answered(part).on_part, part)
-    assert heard == [part]
-    place.down(WorkerDied("it died after it answered"))
-    assert place.waits[-1] == 0.1
+    place.down(WorkerDied("poison"))
+    assert place.waits[-1] == 0
+
+
+def test_a_load_that_fails_after_a_death_is_tried_again_ever_more_slowly(place):
+    place.fails = False
+    place._launch()
+    answer(place)
+    place.fails = True
+    place.down(WorkerDied("killed"))
+    place.loop.clock.advance(1)
+    assert place.waits == pytest.approx([0, 0.1, 0.2, 0.4, 0.8])
 
 
 def test_a_batch_that_is_ahead_has_its_time_from_when_it_begins(place):

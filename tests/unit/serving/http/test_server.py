@@ -16,6 +16,7 @@ from penstock.errors import (
     ItemFailed,
     ModelNotReady,
     PenstockError,
+    Quarantined,
     QueueFull,
     WorkerDied,
 )
@@ -236,6 +237,7 @@ async def test_head_has_the_head_of_get_and_no_body(listen):
 @pytest.mark.parametrize(
     ("error", "status", "retry"),
     [
+        (Quarantined("poison"), 422, None),
         (QueueFull("full", retry_after_s=2.1), 429, "3"),
         (QueueFull("full"), 429, "1"),
         (ModelNotReady("loading"), 503, "1"),

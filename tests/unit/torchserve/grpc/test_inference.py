@@ -10,7 +10,7 @@ import grpc
 import msgspec
 import pytest
 
-from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, QueueFull, WorkerDied
+from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, Quarantined, QueueFull, WorkerDied
 from penstock.torchserve.grpc import calls
 from penstock.torchserve.grpc.services import OPEN_INFERENCE, message_class
 from penstock.torchserve.protocol.api import error_body
@@ -104,6 +104,7 @@ async def test_a_model_without_a_free_worker_is_an_internal_error(grpc_site, err
         (BadOutput("number of batch response mismatched"), "UNAVAILABLE", "number of batch response mismatched"),
         (OutOfMemory("CUDA"), "INTERNAL", "Out of resources"),
         (WorkerDied("exit 1"), "INTERNAL", "Worker died."),
+        (Quarantined("poison"), "INVALID_ARGUMENT", "poison"),
     ],
 )
 async def test_a_failure_in_a_worker_has_the_code_of_its_status(grpc_site, call, error, code, text):

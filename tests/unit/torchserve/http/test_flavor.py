@@ -24,6 +24,7 @@ from penstock.errors import (
     ModelNotReady,
     OutOfMemory,
     PenstockError,
+    Quarantined,
     QueueFull,
     WorkerDied,
 )
@@ -360,6 +361,7 @@ ERRORS = [
     (BadOutput("Invalid model predict output"), 503, "Service Unavailable", "InternalServerException",
      "Invalid model predict output"),
     (OutOfMemory("cuda"), 507, "Insufficient Storage", "InternalServerException", "Out of resources"),
+    (Quarantined("poison"), 422, "Unprocessable Entity", "BadRequestException", "poison"),
     (WorkerDied("signal 9"), 500, "Internal Server Error", "InternalServerException", "Worker died."),
     (DeadlineExceeded("too late"), 408, "Request Timeout", "RequestTimeoutException", "too late"),
     (QueueFull("full"), 503, "Service Unavailable", "ServiceUnavailableException", f'Model "m" {NO_WORKER}'),
