@@ -147,6 +147,10 @@ class ListenerConfig(Struct, frozen=True):
 IGNORED: Final = frozenset(_IgnoredProperties.__struct_fields__)
 _ENVIRONMENT: Final = {"log_location": "LOG_LOCATION", "metrics_location": "METRICS_LOCATION"}
 _VARIABLES: Final = {"token_expiration_min": "TS_TOKEN_EXPIRATION_TIME_MIN"}  # all others: TS_ and the key
+_LENIENT: Final = frozenset(  # TorchServe starts with any integer
+    {"number_of_gpu", "metric_time_interval", "unregister_model_timeout", "token_expiration_min", "initial_worker_port"}
+)
+_INTEGER = re.compile(r"[+-]?[0-9]+")
 _SILENT: Final = frozenset({"version", "tsConfigFile", "name", "modelCount", "created"})  # other keys of snapshots
 _VARIABLE = re.compile(r"\$\$(\w+)\$\$")
 _FALSE: Final = ("false", "")
@@ -228,7 +232,12 @@ def _typed(values: Mapping[str, tuple[str, str]], env: Mapping[str, str]) -> Pro
     for each in structs.fields(Properties):
         if each.name in values and each.name not in _ENVIRONMENT:
             value, where = values[each.name]
-            typed[each.name] = _value(value, each.type, f"{where}: {each.name}")
+            try:
+                typed[each.name] = _value(value, each.type, f"{where}: {each.name}")
+            except ConfigError as error:
+                if each.name not in _LENIENT or not _INTEGER.fullmatch(value.strip()):
+                    raise
+                log.warning("event=number_replaced %s used=the default", error.message)
     properties = Properties(**typed)
     for group in ("inference", "management", "metrics"):
         try:

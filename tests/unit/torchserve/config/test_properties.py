@@ -150,7 +150,7 @@ def test_lists_lose_blanks_and_empty_parts(tmp_path: Path) -> None:
     [
         ("job_queue_size=many", "job_queue_size: found 'many', expected a whole number from 1 to 2147483647"),
         ("job_queue_size=", "job_queue_size: found '', expected a whole number"),
-        ("number_of_gpu=-1", "number_of_gpu: found '-1', expected a whole number from 0 to 2147483647"),
+        ("number_of_gpu=two", "number_of_gpu: found 'two', expected a whole number from 0 to 2147483647"),
         ("max_request_size=1.5", "max_request_size: found '1.5', expected a whole number"),
         ("grpc_inference_port=70700", "grpc_inference_port: found '70700', expected a whole number from 0 to 65535"),
         ("metrics_mode=loud", 'metrics_mode: found \'loud\', expected "legacy" or "log" or "prometheus"'),
@@ -168,6 +168,27 @@ def test_a_malformed_value_is_reported_with_file_and_line(tmp_path: Path, line: 
         load_properties(path, env={})
     assert caught.value.message.startswith(f"{path}:2: ")
     assert shown in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("line", "default"),
+    [
+        ("number_of_gpu=-1", None),
+        ("metric_time_interval=0", 60),
+        ("unregister_model_timeout=-1", 120),
+        ("token_expiration_min=-5", 60.0),
+        ("initial_worker_port=-1", 9000),
+    ],
+)
+def test_a_number_that_torchserve_ignores_means_the_default(
+    tmp_path: Path, line: str, default: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    properties = load_properties(write_file(tmp_path, line), env={})
+    key, _, value = line.partition("=")
+    assert getattr(properties, key) == default
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert f":1: {key}: found '{value}'" in caplog.text
+    assert "used=the default" in caplog.text
 
 
 def test_an_unknown_boolean_is_false_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
