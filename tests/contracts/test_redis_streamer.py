@@ -87,6 +87,7 @@ def test_signatures_and_defaults_equal_the_reference(face: ModuleType, name: str
 def test_a_worker_accepts_further_arguments_like_the_reference(face: ModuleType, models: ModuleType) -> None:
     worker = face.RedisWorker(models.Times, 8, 0.1, "localhost:6379", "", (3,), None, "more", other="too")
     assert {n: p.default for n, p in inspect.signature(worker.run_forever).parameters.items()} == {"gpu_id": None}
+    assert face.RedisWorker(models.double, batch_size=8).model_predict([1, 2]) == [2, 4]
 
 
 def test_there_is_one_result_per_item_in_order(start: Start, models: ModuleType) -> None:

@@ -148,6 +148,10 @@ class RedisWorker:
         self._batching = BatchingConfig(max_batch_size=batch_size, max_hold_s=max_latency, timeout_s=NEVER_S)
         pack_target(self._target)
 
+    def model_predict(self, batch: list[Any]) -> Any:
+        """What the function returns for a batch, called in this process, as tests of service_streamer's users do."""
+        return self._target.target(batch)
+
     def run_forever(self, gpu_id: int | str | None = None) -> None:
         """Serves until SIGINT or SIGTERM, finishes taken requests, and ends the program with SystemExit. Raises the
         model's own error, ConfigError."""
