@@ -50,7 +50,9 @@ PROGRAM = """
         return [2 * x for x in batch]
 
     streamer = penstock.Streamer(double, 4, wait_for_worker_ready=True)
+    threaded = penstock.ThreadedStreamer(double, 4)
     if os.environ.get("AT_IMPORT"):
+        threaded.predict([1])
         streamer.predict([1])
 """
 

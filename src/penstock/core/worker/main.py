@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import threading
 import traceback
 from functools import partial
 from typing import Any
@@ -32,7 +33,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
         target = _model(_found(spec.target, spec), spec)
-        nesting.importing = False
+        if threading.current_thread() is threading.main_thread():  # a module may run threads while it is imported
+            nesting.importing = False
         config = spec.config
         extras = {"precision": config.precision, "optimize": config.optimize, "trust": config.trust}
         options = config.options
