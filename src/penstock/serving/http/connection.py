@@ -238,7 +238,7 @@ class Connection(asyncio.BufferedProtocol):
         self.writer.continue_due = False
         self.deadline = INF
         self.phase = DISCARD if context.close else IDLE  # whatever comes behind the last request is not read
-        if self.writer.inflight:
+        if self.writer.inflight or self.writer.quick:
             self.writer.enqueue(context)
         else:
             self.writer.start(context)

@@ -4,6 +4,7 @@ Latencies arrive as one list per batch. NumPy counts many of them into buckets a
 every request would cost as much as the rest of the request in the server.
 """
 
+import asyncio
 import logging
 import platform
 import re
@@ -126,6 +127,8 @@ class PrometheusObserver(Observer):
         self._gone: dict[tuple[str, str], None] = {}  # unloaded versions, oldest first
         self._custom = CustomMetrics()
         self._system = SystemMetrics()
+        self._scraping = asyncio.Lock()
+        self._next: asyncio.Task[bytes] | None = None  # the page that has not begun
 
     def _model(self, model: str, version: str) -> _Model:
         found = self._models.get((model, version))
@@ -202,10 +205,20 @@ class PrometheusObserver(Observer):
         return self._page(now) + self._system.text(now.models)
 
     async def scrape(self) -> bytes:
-        """The page; the machine's metrics are read on another thread."""
-        now = self.read()
-        page = self._page(now)
-        return page + await self._system.on_thread(now.models)
+        """The page; the machine's metrics are read on another thread.
+
+        One page is written at a time, and callers that arrive before it begins share it: many would stop the server.
+        """
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._scrape())
+        return await asyncio.shield(self._next)
+
+    async def _scrape(self) -> bytes:
+        async with self._scraping:
+            self._next = None
+            now = self.read()
+            page = self._page(now)
+            return page + await self._system.on_thread(now.models)
 
     def _page(self, now: ServerSnapshot) -> bytes:
         """The part without the machine's metrics, written in one step for consistent numbers."""

@@ -610,3 +610,26 @@ async def test_connections_are_refused_while_no_descriptors_are_left(listen, cap
         again = await listener.connect()
         again.get("/ping")
         assert (await again.answer()).status == 200
+
+
+@pytest.mark.parametrize("request_", [b"GET /ping HTTP/1.1\r\n\r\n", b"GET /nowhere HTTP/1.1\r\n\r\n"])
+async def test_thousands_of_cheap_requests_of_one_connection_let_others_have_their_turn(listen, request_):
+    asked: list[int] = []
+    backend = FakeBackend({"m": lambda call: (asked.append(answered()), call.reply())})
+    async with listen(backend) as listener:
+        counts = listener.server.listener.counts
+        answered = lambda: counts.plain + sum(counts.other)  # noqa: E731
+        greedy, modest = await listener.connect(), await listener.connect()
+        for client in (greedy, modest):
+            client.get("/ping")
+            await client.answer()
+        greedy.send(request_ * 1000)
+        modest.post("/predictions/m", b"x")
+        await greedy.answer()  # all have arrived by now
+        modest.post("/predictions/m", b"x")
+        for _ in range(2):
+            assert (await modest.answer()).body == b"x"
+        for _ in range(999):
+            await greedy.answer()
+        assert answered() == 1004
+        assert max(asked) < 500

@@ -212,3 +212,27 @@ def test_only_observers_that_listen_are_called_for_each_request() -> None:
     metrics, records = PrometheusObserver(), BatchRecords()
     assert overriding([metrics, records], "on_arrival") == [metrics]
     assert overriding([metrics, records], "on_complete") == [metrics, records]
+
+
+async def test_scrapes_at_the_same_time_share_a_page_that_is_not_older_than_any_of_them() -> None:
+    observer = PrometheusObserver()
+    reads = 0
+
+    def read() -> ServerSnapshot:
+        nonlocal reads
+        reads += 1
+        observer.on_arrival("m", "1")
+        return ServerSnapshot()
+
+    observer.read = read
+    first = [asyncio.ensure_future(observer.scrape()) for _ in range(50)]
+    while not reads:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    later = [asyncio.ensure_future(observer.scrape()) for _ in range(50)]
+    cancelled = later.pop()
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    for scrapes, arrived in ((first, 1), (later, 2)):
+        for page in await asyncio.gather(*scrapes):
+            assert b'penstock_requests_total{model="m",version="1"} %d\n' % arrived in page
+    assert reads == 2
