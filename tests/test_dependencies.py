@@ -21,7 +21,7 @@ FIXED = {
     "pillow": ("12.3", "CVE-2026-25990, CVE-2026-59199"),
     "protobuf": ("6.33.5", "CVE-2026-0994"),
     "pyarrow": ("23.0.1", "PYSEC-2026-113"),
-    "python-multipart": ("0.0.27", "CVE-2026-24486, CVE-2026-42561"),
+    "python-multipart": ("0.0.31", "CVE-2026-24486, CVE-2026-42561, GHSA-v9pg-7xvm-68hf"),
     "starlette": ("1.3", "CVE-2026-48710, PYSEC-2026-248"),
     "torch": ("2.10", "CVE-2025-32434, CVE-2026-24747"),
 }
