@@ -8,8 +8,9 @@ import asyncio
 import logging
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from penstock._version import __version__
 from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
@@ -24,7 +25,8 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FILL = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 MAX_SERIES = 10_000  # of custom metrics
-MAX_GONE = 500  # unloaded versions whose counters are still shown
+MAX_GONE = 100  # unloaded versions whose counters are still shown
+SHOWN_S = 3600.0  # for this time after the unload
 _STATES = ("LOADING", "READY", "FAILED", "DRAINING")
 _MODEL = ("model", "version")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -118,13 +120,42 @@ _ANSWERS = Family(
 _BUILD = Family("penstock_build_info", "gauge", ("version", "python"), "1, with the versions as labels.")
 
 
+K = TypeVar("K", bound=Hashable)
+
+
+class UnloadedVersions(Generic[K]):
+    """Unloaded versions whose metrics are still shown: the last MAX_GONE, each for SHOWN_S. Time is an argument."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[K, float] = {}  # oldest first
+
+    def add(self, version: K, now_s: float) -> None:
+        self.discard(version)
+        self._since_s[version] = now_s
+
+    def discard(self, version: K) -> None:
+        """The version is loaded again."""
+        self._since_s.pop(version, None)
+
+    def expired(self, now_s: float) -> list[K]:
+        """Removes and returns the versions to drop."""
+        found = list(self._since_s)[: max(0, len(self._since_s) - MAX_GONE)]
+        found += [v for v, since_s in self._since_s.items() if now_s - since_s >= SHOWN_S and v not in found]
+        for version in found:
+            del self._since_s[version]
+        return found
+
+
 class PrometheusObserver(Observer):
     """Counts events; `scrape()` returns the page. `read` returns the current state and is called for each page."""
 
-    def __init__(self, read: Callable[[], ServerSnapshot] = ServerSnapshot) -> None:
+    def __init__(
+        self, read: Callable[[], ServerSnapshot] = ServerSnapshot, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.read = read
+        self._clock = clock
         self._models: dict[tuple[str, str], _Model] = {}
-        self._gone: dict[tuple[str, str], None] = {}  # unloaded versions, oldest first
+        self._unloaded: UnloadedVersions[tuple[str, str]] = UnloadedVersions()
         self._custom = CustomMetrics()
         self._system = SystemMetrics()
         self._scraping = asyncio.Lock()
@@ -176,7 +207,7 @@ class PrometheusObserver(Observer):
         if state == "died":
             m.down.add(slot)
         elif state == "ready":
-            self._gone.pop((model, version), None)
+            self._unloaded.discard((model, version))
             m.restarts += slot in m.down
             m.down.discard(slot)
         elif state == "removed":  # another worker may get this slot
@@ -184,15 +215,14 @@ class PrometheusObserver(Observer):
 
     def on_unload(self, model: str, version: str) -> None:
         self._custom.forget(model, version)
-        key = (model, version)
-        if key not in self._models:
-            return
-        self._models[key].down.clear()
-        self._gone.pop(key, None)
-        self._gone[key] = None
-        if len(self._gone) > MAX_GONE:
-            oldest = next(iter(self._gone))
-            del self._gone[oldest], self._models[oldest]
+        if (found := self._models.get((model, version))) is not None:
+            found.down.clear()
+            self._unloaded.add((model, version), self._clock())
+            self._drop_expired()
+
+    def _drop_expired(self) -> None:
+        for key in self._unloaded.expired(self._clock()):
+            del self._models[key]
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         self._custom.add(model, version, deltas)
@@ -222,6 +252,7 @@ class PrometheusObserver(Observer):
 
     def _page(self, now: ServerSnapshot) -> bytes:
         """The part without the machine's metrics, written in one step for consistent numbers."""
+        self._drop_expired()
         page, models = Page(), self._models
         for name, family in _COUNTERS:
             page.write(family, ((key, getattr(m, name)) for key, m in models.items()))

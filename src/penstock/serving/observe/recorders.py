@@ -47,7 +47,6 @@ class ArrivalRecorder(Observer):
         self._queued = 0  # bytes, counted by the loop
         self._processed = 0  # of them, written or dropped by the thread
         self._written = 0
-        self._encoded: dict[str, bytes] = {}  # model name -> JSON string
         self._flush_scheduled = False
         self._ended = False
         self._thread = ThreadPoolExecutor(1, "penstock-arrivals")
@@ -56,11 +55,8 @@ class ArrivalRecorder(Observer):
         """Runs on the loop's thread."""
         if self._ended:
             return
-        name = self._encoded.get(model)
-        if name is None:
-            name = self._encoded[model] = msgspec.json.encode(model)
         t = self._clock() - self._start_s
-        line = b'{"t":%.6f,"rows":%d,"bytes":%d,"model":%s}\n' % (t, rows, size_bytes, name)
+        line = b'{"t":%.6f,"rows":%d,"bytes":%d,"model":%s}\n' % (t, rows, size_bytes, _encode(model))
         self._lines.append(line)
         self._queued += len(line)
         if self._queued - self._processed > MAX_PENDING_BYTES:
@@ -121,6 +117,9 @@ def _write_all(fd: int, data: bytes) -> int:
     while view:
         view = view[os.write(fd, view) :]
     return len(data)
+
+
+_encode = msgspec.json.Encoder().encode
 
 
 class BatchReport(Struct, frozen=True, gc=False):

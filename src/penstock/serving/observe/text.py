@@ -5,9 +5,11 @@ A scrape blocks the event loop, and prometheus_client takes four times as long f
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 _FOLD = 4096
 _SPECIAL = re.compile(r'[\\"\n]')
@@ -25,12 +27,17 @@ class Family(Struct, frozen=True):
     help: str
 
 
+@cache
+def _layout(bounds: tuple[float, ...]) -> tuple[NDArray[np.float64], list[str]]:
+    """The upper bounds of the buckets, and the names of all; histograms share them."""
+    return np.asarray(bounds, dtype=np.float64), [*(f"{b:g}" for b in bounds), "+Inf"]
+
+
 class Histogram:
     """Counts of values by bucket. New values are buffered and counted in bulk, at the latest by `read`."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = np.asarray(bounds, dtype=np.float64)
-        self._names = [*(f"{b:g}" for b in bounds), "+Inf"]
+        self._bounds, self._names = _layout(tuple(bounds))
         self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
         self._sum = 0.0
         self._new: list[float] = []

@@ -19,7 +19,7 @@ class ModelsBackend:
     def __init__(self, engine: Engine, models: VersionRegistry) -> None:
         self._engine = engine
         self._models = models
-        self.requests: dict[tuple[str, str], int] = {}  # (model, requested version or UNVERSIONED) -> number
+        self._requests: dict[tuple[str, str], int] = {}
 
     def submit(
         self,
@@ -36,7 +36,7 @@ class ModelsBackend:
         try:
             found = self._models.route(model, version)
             label = version or UNVERSIONED
-            self.requests[model, label] = self.requests.get((model, label), 0) + 1
+            self._requests[model, label] = self._requests.get((model, label), 0) + 1
             handle = found.handle
             # with useJobTicket, no request waits in the queue
             if handle is None or (found.spec.settings.use_job_ticket and handle.pending >= handle.instances.up):
@@ -56,6 +56,11 @@ class ModelsBackend:
             return call
         except PenstockError as e:
             raise submit_error(e, model, version) from e
+
+    def take_requests(self) -> dict[tuple[str, str], int]:
+        """(model, requested version or UNVERSIONED) -> number of requests since the last call."""
+        found, self._requests = self._requests, {}
+        return found
 
     def ready(self) -> bool:
         """False while draining, and if the default version of any model has fewer workers than expected."""

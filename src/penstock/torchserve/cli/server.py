@@ -205,7 +205,7 @@ class ServerMetrics:
             return found
 
         self._observer.penstock.read = snapshot
-        self._observer.counts = lambda: FrontendCounts(_answers(http()), dict(components.backend.requests))
+        self._observer.counts = lambda: FrontendCounts(_answers(http()), components.backend.take_requests())
         self._run(self._observer.run())
         properties = self._properties
         if not properties.disable_system_metrics:

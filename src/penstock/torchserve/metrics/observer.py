@@ -13,7 +13,7 @@ from typing import Final
 from msgspec import Struct, field
 
 from penstock.core.contracts import BatchRecord, Observer
-from penstock.serving.observe.prometheus import MAX_GONE, PrometheusObserver
+from penstock.serving.observe.prometheus import PrometheusObserver, UnloadedVersions
 from penstock.serving.observe.text import Page
 from penstock.torchserve.metrics.definitions import MetricDefinition, MetricsConfig
 from penstock.torchserve.metrics.series import MAX_SERIES, Labels, Owner, SeriesTable, filter_page
@@ -47,7 +47,7 @@ _HOST: Final = ("Host",)
 
 
 class FrontendCounts(Struct, frozen=True):
-    """Totals since the start: answers by status // 100, and inference requests by model and version label."""
+    """Answers since the start, by status // 100; requests since the last reading, by model and version label."""
 
     answers: Mapping[int, int] = field(default_factory=dict)
     requests: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -109,8 +109,8 @@ class TorchServeMetrics(Observer):
         self._batches: list[_ModelBatch | Owner] = []  # an owner: its series are to be dropped
         self._lost = 0
         self._up: set[tuple[str, str]] = set()  # model and version
-        self._gone: dict[Owner, None] = {}  # unloaded, but still shown; oldest first
-        self._last_counts = FrontendCounts()
+        self._unloaded: UnloadedVersions[Owner] = UnloadedVersions()
+        self._last_answers: Mapping[int, int] = {}
         self._flushing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "torchserve-metrics")
         self._writer = _MetricsWriter(config, host, mode, auto_detect, first_worker, clock)
@@ -132,7 +132,7 @@ class TorchServeMetrics(Observer):
     def on_load(self, model: str, version: str, slot: int, seconds: float) -> None:
         self._up.add((model, version))
         for label in (version, UNVERSIONED):
-            self._gone.pop(("", model, label), None)
+            self._unloaded.discard(("", model, label))
         worker = f"W-{self._first_worker + slot}-{model}_{version}"
         self._add("WorkerLoadTime", (worker, "Host"), seconds * 1e3, ("", model, version))
 
@@ -147,12 +147,8 @@ class TorchServeMetrics(Observer):
         self._up.discard((model, version))
         gone = [version] if any(name == model for name, _ in self._up) else [version, UNVERSIONED]
         for label in gone:
-            self._gone.pop(("", model, label), None)
-            self._gone["", model, label] = None
-        while len(self._gone) > MAX_GONE:
-            oldest = next(iter(self._gone))
-            del self._gone[oldest]
-            self._batches.append(oldest)
+            self._unloaded.add(("", model, label), self._clock())
+        self._batches += self._unloaded.expired(self._clock())
 
     def measured(self, values: Sequence[SystemMetric]) -> None:
         for m in values:
@@ -205,14 +201,14 @@ class TorchServeMetrics(Observer):
         return self._thread.submit(self._writer.write, values, batches)
 
     def _add_counts(self) -> None:
-        before, now = self._last_counts, self.counts()
-        self._last_counts = now
+        before, now = self._last_answers, self.counts()
+        self._last_answers = now.answers
         for kind, n in now.answers.items():
-            if n > before.answers.get(kind, 0):
-                self._add(f"Requests{kind}XX", _HOST, n - before.answers.get(kind, 0))
+            if n > before.get(kind, 0):
+                self._add(f"Requests{kind}XX", _HOST, n - before.get(kind, 0))
         for key, n in now.requests.items():
-            if n > before.requests.get(key, 0):
-                self._add("ts_inference_requests_total", key, n - before.requests.get(key, 0), ("", *key))
+            self._add("ts_inference_requests_total", key, n, ("", *key))
+        self._batches += self._unloaded.expired(self._clock())
 
 
 class _MetricsWriter:

@@ -32,5 +32,5 @@ async def test_requests_are_counted_by_the_requested_version(server: Any) -> Non
     for model, version in (("nobody", None), ("m", "9")):
         with pytest.raises(ApiError):
             await server.ask(model, version)
-    assert components.backend.requests == {("m", "default"): 2, ("m", "1.0"): 1}
+    assert components.backend.take_requests() == {("m", "default"): 2, ("m", "1.0"): 1}
     assert observer.labels == ["default", "1.0", "default"]

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.contracts import BatchRecord, ServerSnapshot
+from penstock.serving.observe import prometheus
 from penstock.torchserve.metrics import observer
 from penstock.torchserve.metrics.definitions import MetricDefinition, MetricsConfig, default_config
 from penstock.torchserve.metrics.observer import FrontendCounts, TorchServeMetrics
@@ -114,7 +115,7 @@ async def test_counters_are_logged_as_growth(files: Files) -> None:
     counts = FrontendCounts({2: 3, 4: 1}, {("m", "default"): 2})
     metrics = make(counts=lambda: counts)
     await values(metrics)
-    counts = FrontendCounts({2: 5, 4: 1, 5: 1}, {("m", "default"): 2, ("m", "2"): 1})
+    counts = FrontendCounts({2: 5, 4: 1, 5: 1}, {("m", "2"): 1})
     found = await values(metrics, "Requests2XX", "Requests4XX", "Requests5XX", "ts_inference_requests_total")
     assert found == {
         "Requests2XX[Host,h]": 5,
@@ -270,7 +271,7 @@ async def test_an_error_in_counting_is_logged_and_the_next_flush_works(
 async def test_server_metrics_of_an_unloaded_version_stay_for_a_while(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observer, "MAX_GONE", 2)
+    monkeypatch.setattr(prometheus, "MAX_GONE", 2)
     metrics = make()
 
     def come(version: str, label: str) -> None:
