@@ -1,5 +1,7 @@
 """The Thrift listener: connections on the engine's event loop, with the timer and memory queue of the HTTP listener."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import ssl
@@ -12,7 +14,7 @@ from penstock.core.contracts import Backend, Buffer, Ticket
 from penstock.errors import BadRequest, ModelNotReady, PenstockError
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.listener import INF, Listener
-from penstock.serving.http.sockets import bind_error, readable, stop_accepting
+from penstock.serving.http.sockets import TlsGate, bind_error, readable, stop_accepting
 from penstock.torchpipe.thrift import protocol as thrift
 from penstock.types import Item, ItemResult
 
@@ -36,18 +38,26 @@ class ThriftServer:
         self._tls: dict[str, Any] = (
             {} if ssl is None else {"ssl": ssl, "ssl_handshake_timeout": limits.header_timeout_s}
         )
+        self._gate = None if ssl is None else TlsGate(self.listener, self._connection, self._tls, b"")
         self._server: asyncio.Server | None = None
+
+    def _connection(self) -> ThriftConnection:
+        return ThriftConnection(self)
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """The bound address. Raises ConfigError if it cannot be bound."""
         self.listener.clock.tick()
+        self.listener.port = key = "server.thrift_port"
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: ThriftConnection(self), host, port, backlog=BACKLOG, **self._tls
-            )
+            if self._gate is not None:
+                await self._gate.open(host, port, BACKLOG)
+                bound = self._gate.sockets[0].getsockname()
+            else:
+                loop = asyncio.get_running_loop()
+                self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG)
+                bound = self._server.sockets[0].getsockname()
         except (OSError, UnicodeError) as exc:
-            raise bind_error(host, port, exc, "server.thrift_port") from None
-        bound = self._server.sockets[0].getsockname()
+            raise bind_error(host, port, exc, key) from None
         return str(bound[0]), int(bound[1])
 
     async def close(self, drain_s: float) -> None:
@@ -55,7 +65,9 @@ class ThriftServer:
         end = self.listener.now() + drain_s
         self.listener.start_closing(drain_s)
         if self._server is not None:
-            await stop_accepting(self._server, lambda: ThriftConnection(self), self._tls, drain_s)
+            await stop_accepting(self._server, self._connection, {}, drain_s)
+        if self._gate is not None:
+            await self._gate.close(drain_s)
         await self.listener.drain(max(0.0, end - self.listener.now()))
 
     def ready(self) -> bool:

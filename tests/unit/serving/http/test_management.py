@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -241,3 +242,32 @@ async def test_the_metrics_api() -> None:
         assert (await c.get("/debug/batches?limit=7&model=m")).text == "7"
         assert (await c.get("/debug/batches?limit=1e3")).status_code == 400
         assert "did you mean 'limit'" in (await c.get("/debug/batches?limits=1")).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("sent", [10, 20])
+async def test_a_client_that_leaves_during_a_change_leaves_no_trace_in_the_log(
+    management: FakeManagement, sent: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After half of the body, and after all of it: then the change is completed."""
+    begun, gate, made = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def scale(model: str, version: str | None, instances: int) -> None:
+        begun.set()
+        await gate.wait()
+        made.set()
+
+    management.scale = scale  # type: ignore[method-assign]
+    async with client(management) as c:
+        _, writer = await asyncio.open_connection("127.0.0.1", c.base_url.port)
+        head = b"PUT /models/m/scale HTTP/1.1\r\nhost: localhost\r\ncontent-length: 16\r\n\r\n"
+        writer.write(head + b'{"instances": 3}'[:sent])
+        await writer.drain()
+        if sent > 16:
+            await asyncio.wait_for(begun.wait(), 10)
+        writer.transport.abort()
+        assert (await c.get("/models")).status_code == 200
+        gate.set()
+        if sent > 16:
+            await asyncio.wait_for(made.wait(), 10)
+    assert begun.is_set() == (sent > 16)
+    assert not caplog.records

@@ -511,3 +511,16 @@ def test_arbitrary_bytes_do_not_harm_the_server(pieces: list[bytes]) -> None:
             assert (await good.answer()).label == "3"
 
     asyncio.run(run())
+
+
+async def test_silent_connections_count_before_their_tls_handshake(request: pytest.FixtureRequest) -> None:
+    folder = request.path.parents[3] / "tls"
+    context = make_ssl_context(str(folder / "cert.pem"), str(folder / "key.pem"))
+    server = ThriftServer(FakeBackend({"m": answer}), "m", LimitsConfig(max_connections=2), ssl=context)
+    _, port = await server.start("127.0.0.1", 0)
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    for _, each in (*silent, (reader, writer)):
+        each.close()
+    await server.close(1.0)
