@@ -83,7 +83,7 @@ class Listeners:
         self._properties = components.properties
         self._limits = limits
         self._tls_files: TlsFiles | None = None
-        self._contexts: list[SSLContext] = []  # of the running HTTPS listeners
+        self._context: SSLContext | None = None  # of the HTTPS listeners
 
     async def start(self, scrape: Scrape) -> None:
         """Starts all listeners; `/metrics` returns the result of `scrape`. Raises ConfigError."""
@@ -98,7 +98,7 @@ class Listeners:
                 components.administrator,
                 ListenerConfig(frozenset(groups), properties),
                 structs.replace(self._limits, max_connections=max_connections),
-                ssl=self._context() if address.tls else None,
+                ssl=self._shared_context() if address.tls else None,
                 scrape=scrape,
             )
             bound = await _start_http(listener, address, min(groups, key=GROUPS.index))
@@ -116,16 +116,17 @@ class Listeners:
 
         gRPC and certificates from a keystore change at the next start.
         """
-        for running in self._contexts:
-            replace_ssl_context(running, self._tls().context())
+        if self._context is not None:
+            replace_ssl_context(self._context, self._tls().context())
 
     def close_tls(self) -> None:
         if self._tls_files is not None:
             self._tls_files.close()
 
-    def _context(self) -> SSLContext:
-        self._contexts.append(self._tls().context())
-        return self._contexts[-1]
+    def _shared_context(self) -> SSLContext:
+        if self._context is None:
+            self._context = self._tls().context()
+        return self._context
 
     def _tls(self) -> TlsFiles:
         if self._tls_files is None:

@@ -23,7 +23,6 @@ class TlsFiles:
     def __init__(self, properties: Properties) -> None:
         """Raises ConfigError."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._context: ssl.SSLContext | None = None
         certificate, key = properties.certificate_file, properties.private_key_file
         if (certificate is None) != (key is None):
             keys = ("certificate_file", "private_key_file")
@@ -45,14 +44,13 @@ class TlsFiles:
             raise
 
     def context(self) -> ssl.SSLContext:
-        """The server's context, the same for all listeners. A key of 1024 bits causes a warning.
+        """A server's context from the files as they are now. A key of 1024 bits causes a warning.
 
         Raises ConfigError for unreadable files, or a key that does not match the certificate.
         """
-        if self._context is None:
-            self._context = make_ssl_context(self.certificate, self.key, weak_keys=True)
-            assert self._context is not None
-        return self._context
+        context = make_ssl_context(self.certificate, self.key, weak_keys=True)
+        assert context is not None
+        return context
 
     def close(self) -> None:
         if self._folder is not None:

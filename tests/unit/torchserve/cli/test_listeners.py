@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -13,7 +17,9 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.torchserve.admin.startup import ServerComponents
 from penstock.torchserve.cli.listeners import (
+    GROUPS,
     GrpcAddress,
+    Listeners,
     grpc_addresses,
     grpc_listeners,
     http_addresses,
@@ -62,6 +68,34 @@ async def test_tls_needs_matching_files(tmp_path):
         listeners(files(str(TLS / "cert.pem")))
     with pytest.raises(ConfigError):
         listeners(files(str(tmp_path / "none.pem")))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the program openssl is not here")
+async def test_all_listeners_use_changed_files_after_a_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_files() -> None:
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+        subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+
+    async def certificates() -> set[str]:
+        ends = [(urlsplit(url).hostname, urlsplit(url).port) for url in found.urls.values()]
+        return {await asyncio.to_thread(ssl.get_server_certificate, end) for end in ends}
+
+    monkeypatch.setattr("penstock.torchserve.cli.listeners.grpc_listeners", lambda *_: [])
+    certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    write_files()
+    anywhere = dict.fromkeys((f"{group}_address" for group in GROUPS), "https://127.0.0.1:0")
+    properties = Properties(**anywhere, certificate_file=certificate, private_key_file=key)
+    components: Any = ServerComponents(FakeAdministration(), FakeBackend(), None, properties, 0, 1)  # type: ignore[arg-type]
+    found = Listeners(components, LimitsConfig())
+    await found.start(lambda names: asyncio.sleep(0, b""))
+    before = await certificates()
+    write_files()
+    found.reload_tls()
+    after = await certificates()
+    assert (len(found.urls), len(before), len(after)) == (3, 1, 1)
+    assert before != after
+    for each in found.running:
+        await each.close(0)
 
 
 def test_without_grpcio_there_is_one_warning_and_no_listener(monkeypatch, caplog):
