@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from penstock.config.targets import split_targets
 
@@ -47,6 +50,58 @@ def test_the_quickstarts_model_answers_its_curl_line_and_its_program_runs(
     done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[{'mean': 1.5}, {'mean': 3.5}]"
+
+
+def named(name: str) -> str:
+    """The Python block of the quickstart for this file."""
+    return next(block for block in blocks("docs/quickstart.md", "python") if block.startswith(f"# {name}\n"))
+
+
+def after(text: str) -> list[str]:
+    """The shell block of the quickstart that begins with this line, and the blocks without a language that follow."""
+    found = blocks("docs/quickstart.md", "")
+    return found[next(place for place, block in enumerate(found) if block.startswith(text)) :]
+
+
+def test_the_quickstart_shows_what_the_options_of_curl_send(serve_all: Callable[..., Any], tmp_path: Path) -> None:
+    server = serve_all(named("items.py"), "show")
+    (tmp_path / "items.bin").write_bytes(b"\x00\x01")
+    lines = [line.partition(" # ") for line in after("penstock serve items.py:show")[0].splitlines()[1:]]
+    assert len(lines) == 7
+    for command, _, shown in lines:
+        assert shell(command.strip(), server.url, tmp_path) == [shown]
+
+
+def test_the_quickstarts_stream_is_ndjson_or_events(serve_all: Callable[..., Any], tmp_path: Path) -> None:
+    server = serve_all(named("count.py"), "count")
+    commands, lines, events = after("penstock serve count.py:count")[:3]
+    assert shell(commands, server.url, tmp_path) == [lines, events + "\n"]
+
+
+def test_the_quickstarts_fastapi_application_maps_errors_and_ends_its_workers(tmp_path: Path) -> None:
+    for name in ("app.py", "web.py"):
+        (tmp_path / name).write_text(named(name))
+    command = [sys.executable, "-m", "uvicorn", "web:app", "--port", "0"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    output = ""
+    try:
+        while (found := re.search(r"running on (http://\S+)", output)) is None:
+            output += (line := process.stderr.readline())
+            assert line, output
+        curls = [line for line in after("uvicorn web:app")[0].splitlines() if line.startswith("curl")]
+        commands = [line.replace("http://127.0.0.1:8080", found[1]) + " -s -w ' %{http_code}'" for line in curls]
+        answers = [subprocess.run(["bash", "-c", each], capture_output=True, text=True).stdout for each in commands]
+        workers = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.send_signal(signal.SIGINT)
+        output += process.communicate(timeout=30)[1]
+    message = "found no x, expected a list of numbers"
+    refused = f'{{"error":{{"code":"bad_request","message":"{message}"}}}} 400'
+    assert answers == ['{"mean":2.5} 200', refused, '{"mean":1.5} 200']
+    assert "Application shutdown complete" in output
+    assert workers
+    assert not psutil.wait_procs(workers, 10)[1]
 
 
 def test_the_digits_example_answers_the_curl_lines_of_its_page(serve: Callable[..., Any]) -> None:

@@ -1,6 +1,7 @@
-"""The native routes as an ASGI app, for mounting in an existing application."""
+"""Penstock inside an ASGI application such as FastAPI: the native routes to mount, and responses to its errors."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
@@ -15,9 +16,11 @@ from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.responses import error_result, sse_event, stream_part, stream_type
-from penstock.serving.protocols.route import Route
+from penstock.serving.protocols.route import Route, error_body
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Item, ItemResult
+
+log = logging.getLogger("penstock.frontends")
 
 SERVER_NAMES = (b"expect", b"transfer-encoding")  # headers that the ASGI server handles
 
@@ -193,16 +196,47 @@ class InferenceApp:
     async def _start(
         self, call: _Call, result: ItemResult, content_type: str, send: Send, length: int | None = None
     ) -> None:
-        pairs = [(name.lower(), value) for name, value in result.headers or ()]
-        bodiless = result.status in (204, 304)
-        if content_type and not bodiless:
-            pairs.append(("content-type", content_type))
-        if length is not None and not bodiless:
-            pairs.append(("content-length", str(length)))
-        if call.request_id:
-            pairs.append(("x-request-id", call.request_id))
-        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
-        await send({"type": "http.response.start", "status": result.status, "headers": headers})
+        await send(_start_message(result, content_type, length, call.request_id))
+
+
+class ErrorResponse:
+    """An ASGI application whose answer is an error, as the native routes send it: status, JSON body, Retry-After."""
+
+    def __init__(self, error: PenstockError) -> None:
+        self.error = error
+        self.result = error_result(error, error_body)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        result = self.result
+        if scope["type"] != "http":
+            raise self.error
+        if result.status >= 500:
+            error = self.error
+            log.error("event=failed path=%s status=%d error=%s %s", scope["path"], result.status, error, error.detail)
+        await send(_start_message(result, result.content_type, len(result.body)))
+        await send({"type": "http.response.body", "body": bytes(result.body)})
+
+
+async def error_response(request: object, error: Exception) -> ErrorResponse:
+    """The response to an error of Penstock; other errors are raised again. For FastAPI and Starlette:
+    `app.add_exception_handler(PenstockError, error_response)`.
+    """
+    if not isinstance(error, PenstockError):
+        raise error
+    return ErrorResponse(error)
+
+
+def _start_message(result: ItemResult, content_type: str, length: int | None = None, request_id: str = "") -> Message:
+    pairs = [(name.lower(), value) for name, value in result.headers or ()]
+    bodiless = result.status in (204, 304)
+    if content_type and not bodiless:
+        pairs.append(("content-type", content_type))
+    if length is not None and not bodiless:
+        pairs.append(("content-length", str(length)))
+    if request_id:
+        pairs.append(("x-request-id", request_id))
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+    return {"type": "http.response.start", "status": result.status, "headers": headers}
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from penstock.config.schema import LimitsConfig
-from penstock.errors import ItemFailed, QueueFull
-from penstock.serving.http.asgi import InferenceApp
+from penstock.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    DecodeError,
+    ItemFailed,
+    ModelNotFound,
+    ModelNotReady,
+    PayloadTooLarge,
+    PenstockError,
+    QueueFull,
+    WorkerDied,
+)
+from penstock.serving.http.asgi import InferenceApp, error_response
 from penstock.serving.http.server import HttpServer
 from penstock.types import ItemResult
 from support.asgi_server import serving_app
@@ -296,3 +310,43 @@ def test_the_listener_loads_neither_uvicorn_nor_starlette_nor_numpy():
     code = "import penstock.serving.http.server, sys, json; print(json.dumps(sorted(sys.modules)))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert not {"uvicorn", "starlette", "numpy", "python_multipart"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "headers"),
+    [
+        (BadRequest("no"), 400, {}),
+        (DecodeError("no"), 400, {}),
+        (ModelNotFound("no"), 404, {}),
+        (PayloadTooLarge("no"), 413, {}),
+        (QueueFull("no", retry_after_s=2.5), 429, {"retry-after": "3"}),
+        (ItemFailed("no", detail="secret"), 500, {}),
+        (ModelNotReady("no"), 503, {"retry-after": "1"}),
+        (WorkerDied("no"), 503, {"retry-after": "1"}),
+        (DeadlineExceeded("no"), 504, {}),
+    ],
+)
+async def test_fastapi_answers_errors_of_penstock_as_the_native_routes_do(error, status, headers, caplog):
+    async def fail():
+        raise error
+
+    app = FastAPI()
+    app.add_exception_handler(PenstockError, error_response)
+    app.add_api_route("/fail", fail)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        answer = await client.get("/fail")
+    assert answer.status_code == status
+    assert answer.json() == {"error": {"code": error.code, "message": "no"}}
+    assert {name: answer.headers.get(name) for name in headers} == headers
+    logged = [record.getMessage() for record in caplog.records if "event=failed" in record.getMessage()]
+    assert len(logged) == (status >= 500)
+
+
+async def test_other_errors_are_not_answered():
+    with pytest.raises(KeyError):
+        await error_response(None, KeyError("x"))
+
+
+def test_the_error_handler_needs_no_web_framework():
+    code = "import sys, penstock.serving.http.asgi; assert not {'starlette', 'fastapi', 'uvicorn'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
