@@ -80,6 +80,8 @@ async def test_requests_wait_for_the_model_and_run_in_order(backend: LocalBacken
     assert await callers[2].body() == [4]
     assert not callers[1].answer.done()
     assert backend.statistics("m")["slots"] == 1
+    handle = backend._engine._registry.find("m", None)
+    assert handle.batcher._notifier is None, "watching the workers costs a request nothing"
 
 
 async def test_requests_that_wait_for_the_model_are_bounded_and_keep_their_deadline(

@@ -20,7 +20,7 @@ from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import traits_of
 from penstock.core.contracts import Observer, Transport
 from penstock.core.engine.calls import Call, RunningBatch, release
-from penstock.core.engine.outcomes import Notifier, PartMerger, error_of, reason_of
+from penstock.core.engine.outcomes import Notifier, PartMerger, error_of, of_requests, reason_of
 from penstock.core.engine.quarantine import Quarantine
 from penstock.core.engine.timer import Timer
 from penstock.errors import DeadlineExceeded, PenstockError, Quarantined
@@ -51,7 +51,8 @@ class Batcher:
         self._transport = transport
         self._config = config
         self._merger = PartMerger(name, version)
-        self._notifier = Notifier(name, version, observers) if observers else None
+        listening = of_requests(observers)
+        self._notifier = Notifier(name, version, listening) if listening else None
         self._quarantine = Quarantine(name, quarantine_s)
         self._ids = itertools.count(1)
         self._waiting: dict[int, Call] = {}  # queued, or at least partly running

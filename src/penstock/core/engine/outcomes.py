@@ -71,6 +71,14 @@ def notify(observers: Sequence[Observer], hook: str, *arguments: object) -> None
             observe_log.exception("observer_failed hook=%s observer=%s", hook, type(observer).__name__)
 
 
+REQUEST_HOOKS = ("on_answer", "on_served", "on_reject", "on_complete", "on_error", "on_model_metrics")
+
+
+def of_requests(observers: Sequence[Observer]) -> list[Observer]:
+    """The observers of requests and batches; others, such as those of workers alone, cost a request nothing."""
+    return [o for o in observers if any(overriding([o], hook) for hook in REQUEST_HOOKS)]
+
+
 class Notifier:
     """Calls observers, once per batch where possible."""
 

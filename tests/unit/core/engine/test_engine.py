@@ -371,11 +371,10 @@ async def test_a_model_with_a_broken_scheduler_is_not_ready(transport: str, capl
 
 
 async def test_a_raising_observer_loses_no_answer(transport: str, caplog: Any) -> None:
-    class Broken(Observer):
-        def __getattribute__(self, name: str) -> Any:
-            if name.startswith("on_"):
-                raise RuntimeError("a bug in an observer")
-            return super().__getattribute__(name)
+    def raises(*arguments: Any) -> None:
+        raise RuntimeError("a bug in an observer")
+
+    Broken = type("Broken", (Observer,), {hook: raises for hook in vars(Observer) if hook.startswith("on_")})
 
     async with Engine(observers=[Broken()]) as engine, asyncio.timeout(5):
         await engine.load("double", config(transport, max_batch_size=1, max_queue=2), target=double)
