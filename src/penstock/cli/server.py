@@ -98,7 +98,9 @@ class Server:
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
         observers = [self._metrics, self._records, self._recorder]
-        engine = Engine(self._config.limits, [each for each in observers if each is not None])
+        engine = Engine(
+            self._config.limits, [each for each in observers if each is not None], self._config.logging.level
+        )
         management = Management(engine, self._config, [os.getcwd()])
         self._stop.catch()
         s = self._config.server

@@ -51,12 +51,16 @@ class Engine:
     Use as `async with Engine() as engine`, or call `close()` at the end.
     """
 
-    def __init__(self, limits: LimitsConfig | None = None, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self, limits: LimitsConfig | None = None, observers: Sequence[Observer] = (), log_level: str = ""
+    ) -> None:
+        """With `log_level`, the output and the log records of workers appear in the log of this process."""
         self._limits = limits or LimitsConfig()
         self._observers = tuple(observers)
         self._registry = ModelRegistry()
         self._live: set[ModelHandle] = set()  # includes hidden ones, which load or drain
         self._pool: SlabPool | None = None
+        self.log_level = log_level
         self.draining = False
 
     async def __aenter__(self) -> Engine:
@@ -136,7 +140,8 @@ class Engine:
             instances=len(devices),
             sys_path=list(sys_path),
             wants_headers=wants_headers,
-            capture_output=capture_output,
+            capture_output=capture_output or bool(self.log_level),
+            log_level=self.log_level,
         )
         transport: Transport = resolve("transport", config.transport)(
             spec,

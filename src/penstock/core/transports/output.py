@@ -1,9 +1,16 @@
-"""A worker's output as lines of the log "penstock.model". A flood costs a bounded share of the event loop."""
+"""A worker's output as lines of the log "penstock.model", and its log records under their own names.
+
+A flood costs a bounded share of the event loop.
+"""
 
 import asyncio
 import logging
 import os
 from collections import deque
+
+import msgspec
+
+from penstock.core.worker.logs import MARK, RECORD_BYTES, read
 
 log = logging.getLogger("penstock.model")
 
@@ -68,7 +75,7 @@ class Output:
         now = self._loop.time()
         if now - self._since_s >= 1.0:
             self._since_s, self._left = now, LINES_PER_S
-        if log.isEnabledFor(logging.INFO):
+        if log.isEnabledFor(logging.CRITICAL):
             self._take(data)
         return True
 
@@ -85,7 +92,7 @@ class Output:
             self._rest, self._long = b"", False
         if not self._long:
             self._rest += rest
-            if len(self._rest) > LINE_BYTES:
+            if len(self._rest) > (RECORD_BYTES if MARK in self._rest else LINE_BYTES):
                 self._lines.append(self._rest)
                 self._rest, self._long = b"", True
 
@@ -101,8 +108,24 @@ class Output:
             self._loop.add_reader(self._fd, self._on_readable)
 
     def _log_next(self) -> None:
-        text = self._lines.popleft()[:LINE_BYTES].decode("utf-8", "replace").rstrip("\r")
-        log.info("%s", text, extra=self._whose)
+        printed, mark, record = self._lines.popleft().partition(MARK)
+        if printed or not mark:
+            text = printed[:LINE_BYTES].decode("utf-8", "replace").rstrip("\r")
+            log.info("%s", text, extra=self._whose)
+        if mark:
+            self._log_record(record)
+
+    def _log_record(self, line: bytes) -> None:
+        try:
+            level, name, ids, text = read(line)
+        except msgspec.DecodeError:  # interrupted by other output
+            log.info("%s", line[:LINE_BYTES].decode("utf-8", "replace"), extra=self._whose)
+            return
+        root = logging.getLogger()  # no logger of that name: a model may invent any number
+        if root.isEnabledFor(level):
+            root.handle(
+                root.makeRecord(name, level, "", 0, "%s", (text,), None, extra={**self._whose, "request_id": ids})
+            )
 
     def _drop(self, lines: int) -> None:
         self._dropped += lines

@@ -14,6 +14,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.exceptions import OwnException
 from penstock.core.wire.messages import Pickled
+from penstock.core.worker import logs
 from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter, out_of_memory
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe
@@ -66,9 +67,11 @@ class BatchRunner:
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
         """Calls `emit` with any number of parts and one final one. Raises only exceptions in `ENDS`."""
         started = time.perf_counter()
+        logs.running.items = decoded.items
         run, ready = self._predicted(batch_id, decoded, emit)
         predicted = time.perf_counter()
         part = run.final()
+        logs.running.items = ()
         ended = time.perf_counter()
         part.run_s = ended - started
         _record_times(part, decoded, (ready - started, predicted - ready, ended - predicted))
@@ -78,12 +81,16 @@ class BatchRunner:
     def begin(self, batch_id: int, decoded: Decoded, emit: Emit) -> Callable[[], BatchPart]:
         """Predicts, and returns a function that makes the final part in one other thread, outside the run time."""
         started = time.perf_counter()
+        logs.running.items = decoded.items
         run, ready = self._predicted(batch_id, decoded, emit)
+        logs.running.items = ()
         predicted, changes = time.perf_counter(), metrics.drain()
 
         def finish() -> BatchPart:
             began = time.perf_counter()
+            logs.running.items = decoded.items
             part = run.final()
+            logs.running.items = ()
             part.run_s, part.metrics = predicted - started, changes
             _record_times(part, decoded, (ready - started, predicted - ready, time.perf_counter() - began))
             return part

@@ -30,3 +30,4 @@ class WorkerSpec(Struct):
     sys_path: list[str] = field(default_factory=list)
     wants_headers: bool = False
     capture_output: bool = False  # log the worker's output, line by line, to "penstock.model"
+    log_level: str = ""  # also log its log records from this level on, under their own names; "": none

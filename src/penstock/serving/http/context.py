@@ -13,7 +13,15 @@ from urllib.parse import parse_qs
 from penstock.core.contracts import Ticket
 from penstock.errors import PenstockError
 from penstock.serving.http.listener import INF, SILENT_S, Listener
-from penstock.serving.http.responses import error_result, sse_event, status_line, stream_part, stream_type
+from penstock.serving.http.responses import (
+    error_result,
+    log_failure,
+    sse_event,
+    status_line,
+    status_of,
+    stream_part,
+    stream_type,
+)
 from penstock.serving.protocols.route import HttpRequest, Route, Serve
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Headers, Item, ItemResult
@@ -171,7 +179,15 @@ class RequestContext(RequestOptions):
         elif self.started or self.sse or not result.final:
             self._part(writer, result)
         else:
+            if result.status >= 500:
+                self._log(result.status, PenstockError("the model's answer has this status"))
             self._whole(writer, result)
+
+    def _log(self, status: int, error: PenstockError) -> None:
+        """Logs a 5xx, except of a health check, whose answer is the news."""
+        route = self.route
+        if status >= 500 and route is not None and route.template.answer is None:
+            log_failure((route.model, route.version), self.request_id, status, error)
 
     def fail(self, error: PenstockError) -> None:
         """Answers with an error, without a model."""
@@ -179,8 +195,11 @@ class RequestContext(RequestOptions):
 
     def _fail(self, writer: ResponseWriter, error: PenstockError) -> None:
         if not self.started:
-            self._whole(writer, self.failure(writer, error))
+            result = self.failure(writer, error)
+            self._log(result.status, error)
+            self._whole(writer, result)
             return
+        self._log(status_of(error), error)
         if self.sse:
             self._chunk(writer, sse_event(self._error_body(error), b"error"))
             self._finish_stream(writer)

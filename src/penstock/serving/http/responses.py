@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from http import HTTPStatus
@@ -25,6 +26,10 @@ from penstock.errors import (
 )
 from penstock.serving.protocols.bodies import JSON
 from penstock.types import ItemResult
+
+log = logging.getLogger("penstock.frontends")
+
+MAX_CAUSE: Final = 500  # characters
 
 
 class RouteNotFound(PenstockError):
@@ -129,6 +134,22 @@ def error_result(error: PenstockError, error_body: Callable[[PenstockError], byt
     elif isinstance(error, MethodNotAllowed):
         headers.append(("allow", error.allow))
     return ItemResult(body=error_body(error), content_type=JSON, status=status, headers=headers or None)
+
+
+def log_failure(where: tuple[str, str | None], request_id: str, status: int, error: PenstockError) -> None:
+    """The line of a request that the server could not serve; `where` is model ("" for a management route) and version.
+
+    The last line of an error's detail is the message of the model's exception, which clients do not receive.
+    """
+    model, version = where
+    last = error.detail.strip().rpartition("\n")[2] if error.detail else ""
+    cause = f"{error.message}: {last}" if last and last not in error.message else error.message
+    log.log(
+        logging.ERROR if status == 500 else logging.WARNING,
+        "event=request_failed model=%s version=%s status=%d cause=%r",
+        *(model, version or "default", status, cause[:MAX_CAUSE]),
+        extra={"request_id": request_id},
+    )
 
 
 def stream_type(content_type: str, sse: bool) -> str:

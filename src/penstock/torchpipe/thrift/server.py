@@ -14,6 +14,7 @@ from penstock.core.contracts import Backend, Buffer, Ticket
 from penstock.errors import BadRequest, ModelNotReady, PenstockError
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.listener import INF, Listener
+from penstock.serving.http.responses import log_failure, status_of
 from penstock.serving.http.sockets import TlsGate, bind_error, readable, stop_accepting
 from penstock.torchpipe.thrift import protocol as thrift
 from penstock.types import Item, ItemResult
@@ -157,7 +158,7 @@ class ThriftConnection(asyncio.Protocol):
         """Continues the call that waits for memory; False while there is none."""
         self._starved = False
         if self._running is not None and self._running.data is not None and self._running.uuid is not None:
-            self._submit(self._running.uuid, *self._running.data)
+            self._submit(*self._running.data)
         elif self._running is None and self._call is not None:
             self.deadline = self._clock.body_at
             self._advance()
@@ -248,16 +249,15 @@ class ThriftConnection(asyncio.Protocol):
             missing = "data" if call.data is None else "uuid"
             self._fail(thrift.PROTOCOL_ERROR, f"bad_request: params has no {missing}, which is required")
         else:
-            self._submit(call.uuid, *call.data)
+            self._submit(*call.data)
 
-    def _submit(self, uuid: bytes, start: int, end: int) -> None:
+    def _submit(self, start: int, end: int) -> None:
         try:
             payload: Any = self._payload(start, end)
             if payload is None:
                 self._starve()
                 return
-            request_id = uuid.decode() if uuid.isascii() and uuid.decode().isprintable() and len(uuid) <= 128 else ""
-            item = Item(payload, "thrift", request_id=request_id)
+            item = Item(payload, "thrift", request_id=self._request_id())
             ticket = self._server.backend.submit(self._server.model, None, item, self._answered)
         except PenstockError as error:
             self._reject(error)
@@ -267,6 +267,11 @@ class ThriftConnection(asyncio.Protocol):
         else:
             if self._running is not None:
                 self._ticket = ticket
+
+    def _request_id(self) -> str:
+        """The UUID of the running call, "" for one that must not be logged."""
+        uuid = (self._running.uuid if self._running is not None else None) or b""
+        return uuid.decode() if uuid.isascii() and uuid.decode().isprintable() and len(uuid) <= 128 else ""
 
     def _payload(self, start: int, end: int) -> Any:
         """The data as bytes, or in shared memory; None if there is no memory."""
@@ -298,6 +303,9 @@ class ThriftConnection(asyncio.Protocol):
             self._finish(thrift.reply(self._running, bytes(result.body)))
 
     def _reject(self, error: PenstockError) -> None:
+        status = status_of(error)
+        if status >= 500:
+            log_failure((self._server.model, None), self._request_id(), status, error)
         kind = thrift.PROTOCOL_ERROR if isinstance(error, BadRequest) else thrift.INTERNAL_ERROR
         self._fail(kind, _text(error))
 

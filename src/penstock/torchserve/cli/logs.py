@@ -76,7 +76,9 @@ class TorchServeFormatter(logging.Formatter):
             worker = self._first_worker + int(extra.get("slot", 0))
             stream = extra.get("stream", "stdout")
             thread, name = f"W-{worker}-{extra.get('model', '')}_{extra.get('version', '')}-{stream}", "MODEL_LOG"
-        return f"{at} [{level:<5}] {thread} {name} - {record.message}"
+        request_id = record.__dict__.get("request_id")
+        suffix = f" request_id={request_id}" if request_id else ""
+        return f"{at} [{level:<5}] {thread} {name} - {record.message}{suffix}"
 
 
 class _Console(logging.StreamHandler[Any]):
