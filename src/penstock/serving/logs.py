@@ -4,9 +4,11 @@ A bounded queue keeps a slow disk or a stalled reader of stderr away from the ev
 dropped and counted, and a later line reports their number.
 """
 
+import contextlib
 import json
 import logging
 import logging.handlers
+import os
 import queue
 import sys
 import time
@@ -19,6 +21,7 @@ log = logging.getLogger("penstock.serving")
 
 _MAX_QUEUE: Final = 10_000  # records
 _CLOSE_S: Final = 5.0  # for writing the queue at the end
+_REPORT_S: Final = 60.0  # between two messages that the log cannot be written
 _EXTRAS: Final = ("request_id", "model", "version", "slot")
 
 
@@ -86,6 +89,31 @@ class _Listener(logging.handlers.QueueListener):
             log.warning("event=lines_lost count=%d reason=more_than_can_be_written", dropped)
 
 
+class LogFile(logging.Handler):
+    """Mixed into a file handler: a full disk leaves one message a minute on stderr, and no traceback per line."""
+
+    _again_s = 0.0
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error, now = sys.exc_info()[1], time.monotonic()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif now >= self._again_s:
+            self._again_s = now + _REPORT_S
+            path = getattr(self, "baseFilename", "stderr")
+            text = f"penstock: {path} cannot be written: {error.strerror}; log lines are lost until it can\n"
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode(errors="replace"))
+
+
+class _File(LogFile, logging.handlers.WatchedFileHandler):
+    """Opens the file again when it was renamed."""
+
+
+class _Stderr(LogFile, logging.StreamHandler[Any]):
+    """Survives the end of a pipe's reader."""
+
+
 class ServerLog:
     """The handler of the root logger while a server runs."""
 
@@ -93,10 +121,10 @@ class ServerLog:
         """Raises ConfigError if the file cannot be opened."""
         self._root = logging.getLogger()
         self._level = self._root.level
-        self._target: logging.Handler = logging.StreamHandler(sys.stderr)
+        self._target: logging.Handler = _Stderr(sys.stderr)
         if config.file is not None:
             try:
-                self._target = logging.handlers.WatchedFileHandler(config.file, encoding="utf-8", errors="replace")
+                self._target = _File(config.file, encoding="utf-8", errors="replace")
             except OSError as error:
                 raise ConfigError(f"logging.file: {config.file} cannot be opened: {error.strerror}") from None
         self._target.setFormatter(_Json() if config.format == "json" else _Line())

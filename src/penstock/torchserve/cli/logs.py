@@ -23,6 +23,7 @@ from msgspec import Struct, field
 
 from penstock.config.yaml_file import load_yaml
 from penstock.errors import ConfigError
+from penstock.serving.logs import LogFile
 from penstock.torchserve.config.properties import Properties
 
 log = logging.getLogger("penstock.compat")
@@ -97,6 +98,10 @@ class _Console(logging.StreamHandler[Any]):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.stream.fileno())  # also for print() and the flush at exit
         os.close(null)
+
+
+class _RotatingFile(LogFile, logging.handlers.RotatingFileHandler):
+    """A log file of bounded size."""
 
 
 class _Queue(logging.handlers.QueueHandler):
@@ -193,9 +198,7 @@ class ServerLogs:
         handlers: list[logging.Handler] = [] if name in _METRICS else [self._console]
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            file = logging.handlers.RotatingFileHandler(
-                path, "a", _MAX_FILE_BYTES, _OLD_FILES, "utf-8", errors="replace"
-            )
+            file = _RotatingFile(path, "a", _MAX_FILE_BYTES, _OLD_FILES, "utf-8", errors="replace")
         except OSError as error:
             failures.append(f"{path}: {error.strerror}")
         else:

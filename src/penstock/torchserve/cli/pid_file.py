@@ -47,8 +47,11 @@ class PidFile:
 
     def _write(self, pid: int) -> None:
         text = b"%d\n" % pid
-        os.pwrite(self._handle, text, 0)
-        os.ftruncate(self._handle, len(text))
+        try:
+            os.pwrite(self._handle, text, 0)
+            os.ftruncate(self._handle, len(text))
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be written: {error.strerror}; set TMPDIR to a folder") from None
 
     def start_in_background(self, module: str, arguments: Sequence[str]) -> int:
         """Starts `python -m module arguments` in a session of its own, with this process's output, and returns its PID.
