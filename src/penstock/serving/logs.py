@@ -86,7 +86,8 @@ class _Listener(logging.handlers.QueueListener):
         super().handle(record)
         if self._source.dropped and self._source.queue.empty():
             dropped, self._source.dropped = self._source.dropped, 0
-            log.warning("event=lines_lost count=%d reason=more_than_can_be_written", dropped)
+            text = "event=lines_lost count=%d reason=more_than_can_be_written"
+            super().handle(log.makeRecord(log.name, logging.WARNING, "", 0, text, (dropped,), None))
 
 
 class LogFile(logging.Handler):
@@ -104,6 +105,10 @@ class LogFile(logging.Handler):
             text = f"penstock: {path} cannot be written: {error.strerror}; log lines are lost until it can\n"
             with contextlib.suppress(OSError):
                 os.write(2, text.encode(errors="replace"))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # lines that did not fit
+            super().close()
 
 
 class _File(LogFile, logging.handlers.WatchedFileHandler):
