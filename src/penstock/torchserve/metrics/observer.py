@@ -262,7 +262,8 @@ class _MetricsWriter:
                 head = _one_line(f"{name}.{definition.unit}:")
                 tail = _one_line(f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}")
                 lines.append(f"{head}{value}{tail}")
-                _print_values(head, [1.0] * int(sum(found)) if name in _COUNTS else found, tail)
+                if CONSOLE_LOG.isEnabledFor(logging.INFO):
+                    _print_values(name, head, found, tail)
         _log_lines(SERVER_LOG, lines)
 
     def _write_models(self, batches: Sequence[_ModelBatch | Owner]) -> None:
@@ -317,15 +318,17 @@ def _log_lines(logger: logging.Logger, lines: Sequence[str], **extra: str) -> No
         logger.info("%s", "\n".join(lines[i : i + _LINES]), extra=extra)
 
 
-def _print_values(head: str, values: Sequence[float], tail: str) -> None:
+def _print_values(name: str, head: str, values: Sequence[float], tail: str) -> None:
     """Prints a line for each value, with pauses, so that the event loop keeps running."""
-    if not CONSOLE_LOG.isEnabledFor(logging.INFO):
+    extra = {"worker": "main", "metrics": SERVER_LOG.name}
+    if name in _COUNTS:
+        _log_lines(CONSOLE_LOG, [f"{head}1.0{tail}"] * int(sum(values)), **extra)
         return
     for i in range(0, len(values), _LINES):
         if i:
             time.sleep(_PAUSE_S)
-        lines = [f"{head}{round(float(value), _DIGITS)}{tail}" for value in values[i : i + _LINES]]
-        _log_lines(CONSOLE_LOG, lines, worker="main", metrics=SERVER_LOG.name)
+        lines = [f"{head}{round(value, _DIGITS)}{tail}" for value in values[i : i + _LINES]]
+        _log_lines(CONSOLE_LOG, lines, **extra)
 
 
 def _joined(labels: Labels) -> str:
