@@ -16,6 +16,7 @@ class PenstockError(Exception):
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
+    exit_status: ClassVar[int] = 1  # of a command that ends with it; 2 for wrong usage
     original: Any = None
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, detail: str = "") -> None:
@@ -167,6 +168,13 @@ class ConfigError(PenstockError):
     """A configuration file, variable or flag is wrong."""
 
     code = "config_error"
+    exit_status = 2
+
+
+class ListenFailed(ConfigError):
+    """An address cannot be bound now; another one, or a later start, may succeed."""
+
+    exit_status = 1
 
 
 class TargetNotFound(ConfigError):

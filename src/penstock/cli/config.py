@@ -45,6 +45,6 @@ def check(file: str) -> None:
         errors.check()
     except ConfigError as error:
         click.echo(f"penstock: {error.message}", err=True)
-        sys.exit(1)
+        sys.exit(error.exit_status)
     models = ", ".join(f"{name} ({model.target})" for name, model in found.models.items())
     click.echo(f"ok: {models or 'no models'}")

@@ -10,7 +10,7 @@ from penstock.config.checks import check_bind
 from penstock.config.load import load_config
 from penstock.config.schema import Config
 from penstock.config.targets import devices_list, number_or_auto, read_options, split_targets
-from penstock.errors import ConfigError, PenstockError, TargetNotFound
+from penstock.errors import ConfigError, PenstockError
 from penstock.plugins import is_pipeline_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # flags whose name differs from their key
@@ -119,16 +119,12 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
             check = PipelineCheck(pipelines_of(config))
         from penstock.cli.server import run  # while the child process checks
 
-        try:
-            if check is not None:
-                check.result()
-        except ConfigError as e:
-            click.echo(f"penstock: {e}", err=True)
-            sys.exit(2)
+        if check is not None:
+            check.result()
         code = run(config, record=record, reread=lambda: build_config(targets, flags, sets))
     except PenstockError as e:
         click.echo(f"penstock: {e}", err=True)
         if e.detail:
             click.echo(e.detail, err=True)
-        code = 2 if isinstance(e, TargetNotFound) else 1
+        code = e.exit_status
     sys.exit(code)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from penstock.core.os_threads import new_event_loop
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def exit_code(work: Callable[[], int]) -> int:
         return work()
     except PenstockError as error:
         click.echo(f"penstock: {error.message}", err=True)
-        return USAGE if isinstance(error, ConfigError) else FAILED
+        return error.exit_status
     except KeyboardInterrupt:
         click.echo("penstock: interrupted", err=True)
         return INTERRUPTED

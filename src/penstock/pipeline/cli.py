@@ -119,12 +119,12 @@ def _or_exit(make: Callable[[], _Found]) -> _Found:
     try:
         return make()
     except PenstockError as error:
-        _exit(error.message)
+        _exit(error.message, error.exit_status)
 
 
-def _exit(message: str) -> NoReturn:
+def _exit(message: str, status: int = 2) -> NoReturn:
     click.echo(f"penstock: {message}", err=True)
-    sys.exit(2)
+    sys.exit(status)
 
 
 def _answer(graph: Graph, outcome: ItemOutcome, *, trace: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.serve import build_config, serve
-from penstock.errors import ConfigError, LoadFailed, PenstockError, TargetNotFound
+from penstock.errors import ConfigError, ListenFailed, LoadFailed, PenstockError, TargetNotFound
 
 FLAGS: dict[str, object] = dict.fromkeys(
     (
@@ -54,8 +54,16 @@ def test_several_devices_have_an_instance_each(
     assert build_config(("pkg:A",), flags, ("models.a.instances=3",)).models["a"].instances == 3
 
 
-@pytest.mark.parametrize(("error", "code"), [(TargetNotFound("there is no 'Nte'"), 2), (LoadFailed("no weights"), 1)])
-def test_only_an_unknown_target_is_a_usage_error(
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TargetNotFound("there is no 'Nte'"), 2),
+        (ConfigError("devices: found cuda:0, but this machine has cpu"), 2),
+        (ListenFailed("the port is in use"), 1),
+        (LoadFailed("no weights"), 1),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_a_failure_with_1(
     error: PenstockError, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: object, **__: object) -> int:

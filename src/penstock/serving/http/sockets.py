@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, cast
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ListenFailed
 from penstock.serving.http.listener import SILENT_S, Listener
 
 log = logging.getLogger("penstock.frontends")
@@ -34,7 +34,7 @@ def free_path(path: str, key: str) -> None:
     except (OSError, ValueError) as exc:
         raise path_error(path, exc, key) from None
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(
+        raise ListenFailed(
             f"cannot listen on unix:{path}: a file that is not a socket is there; choose another with {key}"
         )
     with socket.socket(socket.AF_UNIX) as probe:
@@ -47,13 +47,13 @@ def free_path(path: str, key: str) -> None:
             return
         except OSError as exc:
             raise path_error(path, exc, key) from None
-    raise ConfigError(f"cannot listen on unix:{path}: another process listens there; choose another with {key}")
+    raise ListenFailed(f"cannot listen on unix:{path}: another process listens there; choose another with {key}")
 
 
 def path_error(path: str, exc: Exception, key: str) -> ConfigError:
     """Why no socket could be made at `path`, and which key to change."""
     reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-    return ConfigError(f"cannot listen on unix:{path}: {reason.lower()}; choose another path with {key}")
+    return ListenFailed(f"cannot listen on unix:{path}: {reason.lower()}; choose another path with {key}")
 
 
 class PortInUse(ConfigError):
@@ -68,8 +68,8 @@ def bind_error(host: str, port: int, exc: Exception, key: str) -> ConfigError:
         )
     reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
     if isinstance(exc, PermissionError):
-        return ConfigError(f"cannot listen on {host}:{port}: {reason.lower()}; choose a port above 1023 with {key}")
-    return ConfigError(
+        return ListenFailed(f"cannot listen on {host}:{port}: {reason.lower()}; choose a port above 1023 with {key}")
+    return ListenFailed(
         f"cannot listen on {host}:{port}: {reason.lower()}; choose another address with {key.replace('port', 'host')}"
     )
 

@@ -95,4 +95,4 @@ def worker(
         click.echo(f"penstock: {e}", err=True)
         if e.detail:
             click.echo(e.detail, err=True)
-        sys.exit(1)
+        sys.exit(e.exit_status)

@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection
 from msgspec import Struct
 
 from penstock.core.contracts import Backend
-from penstock.errors import ConfigError
+from penstock.errors import ListenFailed
 from penstock.serving.http.sockets import free_path
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config.properties import ListenerConfig
@@ -71,7 +71,7 @@ class GrpcServer:
             else:
                 bound = self._server.add_secure_port(address, grpc.ssl_server_credentials([self._tls]))
         except RuntimeError:
-            raise ConfigError(
+            raise ListenFailed(
                 f"cannot listen for gRPC on {address}: the address is in use or not on this machine; choose"
                 f" another with {key}"
             ) from None
