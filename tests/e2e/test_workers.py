@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from msgspec import structs
 
 from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.engine import upkeep
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.portal import Portal
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound, WorkerDied
@@ -735,3 +737,36 @@ async def test_a_missing_module_names_its_neighbours(app: Callable[..., ModelCon
     with pytest.raises(TargetNotFound, match="did you mean 'predict'"):
         async with running(app("def predict(items):\n    return items", "predit")):
             pass
+
+
+async def test_worker_processes_are_replaced_under_load_without_losing_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "CHECK_S", 0.05)
+    (tmp_path / "leaks.py").write_text(
+        textwrap.dedent(
+            """
+            import os
+
+            kept = []
+
+
+            class Leaks:
+                def predict(self, items):
+                    kept.append(bytearray(b"x" * 2**20))
+                    return [os.getpid()] * len(items)
+            """
+        )
+    )
+    async with Engine() as engine:
+        for instances, key, most in ((2, "max_requests", 50), (1, "max_memory_bytes", 100 * 2**20)):
+            config = ModelConfig(target=f"{tmp_path}/leaks.py:Leaks", instances=instances, **{key: most})
+            await engine.load("m", config)
+            before = set(engine.reading().models[0].pids.values())
+            pids: set[int] = set()
+            async with timeout(30):
+                while len(pids - before) < instances:
+                    pids.update(await gather(*(engine.infer("m", 1) for _ in range(4))))
+                    await sleep(0.005)
+            await engine.unload("m")
+            assert not [pid for pid in before | pids if psutil.pid_exists(pid)]

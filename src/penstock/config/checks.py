@@ -144,6 +144,13 @@ def check_model(model: ModelConfig, where: str = "") -> None:
             raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for example cpu, cuda or cuda:0")
     if model.instances != "auto" and not 1 <= model.instances <= MOST_INSTANCES:  # a caller in Python skips the schema
         raise ConfigError(f"{where}instances: found {model.instances}, expected 1 to {MOST_INSTANCES} or 'auto'")
+    if model.transport in ("inline", "thread"):
+        for key in ("max_requests", "max_memory_bytes"):
+            if getattr(model, key) is not None:
+                raise ConfigError(
+                    f"{where}{key}: found {getattr(model, key)}, but the {model.transport} transport has no worker"
+                    " process to replace; use transport = 'process'"
+                )
     if model.transport == "inline" and model.instances not in (1, "auto"):
         raise ConfigError(
             f"{where}instances: found {model.instances}, but the inline transport runs one instance, on the event loop;"

@@ -215,6 +215,12 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         Seconds,
         doc("longest load of an instance; then the worker logs its stacks and is killed, and another one starts"),
     ] = 600.0
+    max_requests: Annotated[
+        Positive | None, doc("requests after which a new worker replaces a worker process, without losing a request")
+    ] = None
+    max_memory_bytes: Annotated[
+        Bytes | None, doc("resident memory above which a new worker replaces a worker process")
+    ] = None
     precision: Annotated[
         str | None, doc("of PyTorch and ONNX models: fp32, fp16 or bf16; other models receive it in `load`")
     ] = None

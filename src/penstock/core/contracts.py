@@ -344,7 +344,8 @@ class Observer:
         """A worker came up `seconds` after its start; `on_worker` follows."""
 
     def on_worker(self, model: str, version: str, slot: int, state: str) -> None:
-        """`state` is "ready", "died", "failed" (to load), or "removed" (the slot is gone for good)."""
+        """`state` is "ready", "died", "failed" (to load), "leaking" (its memory grows steadily), "replaced" (after
+        `max_requests` or above `max_memory_bytes`), or "removed" (the slot is gone for good)."""
 
     def on_unload(self, model: str, version: str) -> None:
         """No handle of this version is left: no hook is called for it again unless it is loaded anew."""

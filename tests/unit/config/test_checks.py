@@ -256,3 +256,11 @@ def test_instances_that_a_program_sets_are_bounded_before_devices_are_assigned()
     for wrong in (0, -1, 5000, 10**9, 1e30):
         with pytest.raises(ConfigError, match=r"instances: found .*, expected 1 to 4096 or 'auto'"):
             check_model(ModelConfig(target="a.py:M", instances=wrong))  # type: ignore[arg-type]
+
+
+def test_only_worker_processes_can_be_replaced() -> None:
+    for key in ("max_requests", "max_memory_bytes"):
+        check_model(ModelConfig(target="a.py:M", **{key: 10}))
+        for transport in ("inline", "thread"):
+            with pytest.raises(ConfigError, match=f"{key}: found 10, but the {transport} transport has no worker"):
+                check_model(ModelConfig(target="a.py:M", transport=transport, **{key: 10}))

@@ -14,6 +14,7 @@ from penstock.core.engine.calls import Call
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.outcomes import notify, overriding, reason_of
 from penstock.core.engine.rules import bucket_rule, check_rules, file_stamps, policy_of, queue_bound, rows_rule
+from penstock.core.engine.upkeep import Upkeep
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ModelNotReady
@@ -115,7 +116,9 @@ class ModelHandle:
         )
         scheduler.prime(ready.profile)
         quarantine_s = self.config.restart.quarantine_s
-        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, quarantine_s)
+        own_process = self.config.transport not in ("inline", "thread")
+        observers = (*self._observers, Upkeep(self.config, self.instances)) if own_process else self._observers
+        return Batcher(self.name, self.version, self._transport, scheduler, b, observers, quarantine_s)
 
     def _on_broken(self) -> None:
         self._broken = self.instances.broken = True

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct, field
 
+from penstock.config.schema import MOST
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.contracts import Observer, Transport
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.outcomes import notify
 from penstock.core.engine.rules import next_device
 from penstock.core.worker.spec import WorkerSpec
-from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady, PenstockError, describe
+from penstock.errors import ConfigError, Conflict, LoadFailed, LoadOutOfMemory, ModelNotReady, PenstockError, describe
 from penstock.types import MetricDelta, Ready
 
 log = logging.getLogger("penstock.engine")
@@ -32,6 +33,7 @@ class Instance(Struct, eq=False):
     reported: bool = False  # it came up or failed once
     leaving: bool = False  # being removed, but still running a batch
     pid: int = 0  # pid of the last worker that came up
+    worn: bool = False  # this worker is to be replaced
     failures: int = 0  # consecutive
     retry_at: float | None = None
     error: PenstockError | None = None
@@ -75,7 +77,7 @@ class Instances:
         self._scaling = asyncio.Lock()
         self._report_came = asyncio.Event()
         self._end: PenstockError | None = None  # why scaling was stopped
-        self._removals: set[asyncio.Task[None]] = set()
+        self._removals: set[asyncio.Task[None]] = set()  # and replacements
 
     # ---- state
 
@@ -102,6 +104,16 @@ class Instances:
     def pids(self) -> dict[int, int]:
         """The worker processes that are up, by slot; a thread is no process of its own."""
         return {slot: i.pid for slot, i in self._slots.items() if i.up and i.pid not in (0, os.getpid())}
+
+    def pid(self, slot: int) -> int | None:
+        """The pid of a worker that stays, 0 if it has no process of its own; None if there is none."""
+        instance = self._slots.get(slot)
+        return None if instance is None or not instance.up or instance.worn else instance.pid
+
+    @property
+    def label(self) -> str:
+        """The model and its version, for the log."""
+        return f"model={self._spec.name} version={self._spec.version}"
 
     def workers(self) -> list[WorkerSnapshot]:
         """The state of every slot that is not being removed, in order."""
@@ -179,13 +191,19 @@ class Instances:
                 await self._take_away(sorted(seen, key=lambda slot: (seen[slot].up, -slot))[:-missing], drain_s)
 
     async def _grow(self, missing: int, drain_s: float) -> None:
-        new: list[int] = []
         self._spec.instances = self.count + missing  # they share the threads of the machine so
+        await self._start(missing, drain_s)
+
+    async def _start(self, missing: int, drain_s: float, device: str | None = None) -> None:
+        """Returns when all of them are up; otherwise none stays."""
+        new: list[int] = []
         try:
             for _ in range(missing):
                 if self._end is not None:
                     break
-                new.append(self._add())
+                slot = self._reserve(device)
+                self._add(slot)
+                new.append(slot)
                 await asyncio.sleep(0)  # starting a worker may take a millisecond or two: let others in between
             while self._end is None and not self._settled(new):
                 self._report_came.clear()
@@ -198,17 +216,20 @@ class Instances:
             await self._take_away(new, drain_s)  # one that came up has work already
             raise
 
-    def _add(self) -> int:
-        """Begins to start one more worker and returns its slot."""
+    def _reserve(self, device: str | None = None) -> int:
+        """A new slot, by default on the least used device."""
         slot = next(n for n in itertools.count() if n not in self._slots)
-        device = next_device(self._spec.config, [i.device for i in self._slots.values()])
-        self._slots[slot] = Instance(device)
+        used = [i.device for i in self._slots.values()]
+        self._slots[slot] = Instance(device or next_device(self._spec.config, used))
+        return slot
+
+    def _add(self, slot: int) -> None:
+        """Begins to start the worker of a new slot."""
         try:
-            self._transport.add_slot(slot, device)
+            self._transport.add_slot(slot, self._slots[slot].device)
         except BaseException:
             del self._slots[slot]
             raise
-        return slot
 
     def _settled(self, slots: Sequence[int]) -> bool:
         """True when all of them are up, or one has failed."""
@@ -230,6 +251,44 @@ class Instances:
             removal.add_done_callback(self._removals.discard)
         await asyncio.shield(asyncio.gather(*removals))
 
+    # ---- replacement
+
+    def replace(self, slot: int, why: str) -> None:
+        """Begins to replace a worker, without losing a request: it answers its batches, and a new one does the rest."""
+        instance = self._slots[slot]
+        if self._end is None and not instance.worn:
+            instance.worn = True
+            replacement = asyncio.create_task(self._replace(slot, instance, why))
+            self._removals.add(replacement)
+            replacement.add_done_callback(self._removals.discard)
+
+    async def _replace(self, slot: int, old: Instance, why: str) -> None:
+        """The new worker starts first; if memory has no room for both, the old one ends first. If the new one does not
+        load for another reason, the old one stays. `run_timeout_s` bounds the batches of the old one.
+        """
+        async with self._scaling:
+            if self._slots.get(slot) is not old or not old.worn or old.leaving or self._end is not None:
+                return  # it died, or was removed, meanwhile
+            log.info("worker_replaced %s slot=%d %s", self.label, slot, why)
+            self.note(slot, "replaced")
+            try:
+                await self._start(1, MOST, old.device)
+            except PenstockError as e:
+                if self._end is not None or not old.worn:
+                    return
+                if not isinstance(e, LoadOutOfMemory):
+                    old.worn = False
+                    log.warning("worker_not_replaced %s slot=%d error=%s: the old one stays", self.label, slot, e)
+                    return
+                log.info("no_room_for_two %s slot=%d: the old worker ends first", self.label, slot)
+                new = self._reserve(old.device)
+                self._slots[new].retry_at = time.monotonic()  # requests wait for it
+                await self._take_away([slot], MOST)
+                if self._end is None and new in self._slots:
+                    self._add(new)
+            else:
+                await self._take_away([slot], MOST)
+
     async def _remove(self, slot: int, drain_s: float) -> None:
         try:
             await self._transport.remove_slot(slot, drain_s)
@@ -238,7 +297,7 @@ class Instances:
 
     def _gone(self, slot: int) -> None:
         if self._slots.pop(slot, None) is not None:
-            self._notify(slot, "removed")
+            self.note(slot, "removed")
 
     # ---- slots (TransportListener)
 
@@ -258,7 +317,7 @@ class Instances:
         if (scheduler := self._scheduler()) is not None:
             scheduler.slot_up(slot, time.monotonic(), ready.concurrency)
         notify(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
-        self._notify(slot, "ready")
+        self.note(slot, "ready")
         if ready.metrics:
             self.slot_metrics(slot, ready.metrics)
         self._report(instance)
@@ -267,12 +326,12 @@ class Instances:
         instance = self._slots.get(slot)
         if instance is None or instance.leaving:
             return
-        was_up, instance.up = instance.up, False
+        was_up, instance.up, instance.worn = instance.up, False, False
         instance.error, instance.failures = error, instance.failures + 1
         instance.retry_at = None if retry_in_s is None else time.monotonic() + retry_in_s
         if was_up and (scheduler := self._scheduler()) is not None:
             scheduler.slot_down(slot, time.monotonic())
-        self._notify(slot, "died" if was_up else "failed")
+        self.note(slot, "died" if was_up else "failed")
         was_loaded = self._loaded.done()
         self._report(instance)
         if was_loaded or not self._loaded.done() or self.up:  # else `load` raises it
@@ -314,7 +373,8 @@ class Instances:
         error = next((i.error for i in found if not i.up and i.error is not None), None)
         return LoadFailed(what) if error is None else _load_error(error, what)
 
-    def _notify(self, slot: int, state: str) -> None:
+    def note(self, slot: int, state: str) -> None:
+        """Reports an event of a worker to the observers; see `Observer.on_worker`."""
         notify(self._observers, "on_worker", self._spec.name, self._spec.version, slot, state)
 
 

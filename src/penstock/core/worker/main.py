@@ -12,13 +12,14 @@ from penstock import metrics
 from penstock.config.schema import with_options
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker import nesting
+from penstock.core.worker.batch import out_of_memory
 from penstock.core.worker.devices import threads_of
 from penstock.core.worker.logs import forward
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import warm_up
 from penstock.core.worker.python_model import PythonModel, is_torch_module
 from penstock.core.worker.spec import WorkerSpec, Wrapped
-from penstock.errors import LoadFailed, PenstockError, describe
+from penstock.errors import LoadFailed, LoadOutOfMemory, PenstockError, describe
 from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at, resolve
 from penstock.types import Ready
 
@@ -58,7 +59,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         raise LoadFailed(f"loading '{spec.name}' called sys.exit({e.code})") from e
     except Exception as e:
         text = "".join(traceback.format_exception(e))
-        raise LoadFailed(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
+        kind = LoadOutOfMemory if out_of_memory(e) else LoadFailed
+        raise kind(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
     return runner, Ready(metadata, shown_device or device, os.getpid(), declared, profile, best, metrics=recorded)
 
 

@@ -28,6 +28,7 @@ MAX_SERIES = 10_000  # of custom metrics
 MAX_GONE = 100  # unloaded versions whose counters are still shown
 SHOWN_S = 3600.0  # for this time after the unload
 _STATES = ("LOADING", "READY", "FAILED", "DRAINING")
+WORKER_STATES = ("ready", "died", "failed", "leaking", "replaced", "removed")
 _MODEL = ("model", "version")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -45,7 +46,7 @@ class _Model:
         self.rejected: dict[str, int] = {}
         self.batches: dict[str, int] = dict.fromkeys(("ok", "died", "lost"), 0)
         self.failed: dict[str, int] = {}
-        self.workers: dict[str, int] = dict.fromkeys(("ready", "died", "failed", "removed"), 0)
+        self.workers: dict[str, int] = dict.fromkeys(WORKER_STATES, 0)
         self.down: set[int] = set()  # slots whose worker died and has not restarted
         self.latency = Histogram(SECONDS)
         self.wait = Histogram(SECONDS)

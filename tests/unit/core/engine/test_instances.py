@@ -14,7 +14,7 @@ from penstock.core.batching.policies.fixed import Fixed
 from penstock.core.contracts import Observer, OnPart, TransportListener
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.worker.spec import WorkerSpec
-from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady, PenstockError, WorkerDied
+from penstock.errors import ConfigError, Conflict, LoadFailed, LoadOutOfMemory, ModelNotReady, PenstockError, WorkerDied
 from penstock.types import Batch, BatchPart, Item, ItemResult, ModelMetadata, Ready
 
 
@@ -410,3 +410,72 @@ async def test_a_policy_that_is_handed_over_stands_in_place_of_the_configured_on
     assert stage.handle.batcher is not None
     assert stage.handle.batcher.scheduler.queued == 0
     await stage.handle.close(0.0)
+
+
+# ---- replacement
+
+
+async def test_a_worker_is_replaced_without_losing_a_request_and_its_batches_have_time(stage: Stage) -> None:
+    answer = stage.ask()
+    stage.may_end.clear()
+    stage.handle.instances.replace(0, "requests=1")
+    stage.handle.instances.replace(0, "requests=2")
+    await stage.begin(asyncio.sleep(0))
+    assert stage.slots == {0, 1}, "the new one starts beside the old one"
+    assert stage.shares == [1], "and shares the cores as if it were gone"
+    assert stage.handle.instances.pid(0) is None
+    stage.up(1)
+    await stage.begin(asyncio.sleep(0))
+    ((removed, drain_s),) = stage.removed
+    assert removed == 0
+    assert drain_s > 1e9
+    later = stage.ask()
+    stage.answer()
+    stage.may_end.set()
+    await asyncio.sleep(0)
+    assert stage.answer() == 1
+    await stage.begin(asyncio.sleep(0))
+    assert [a[0].error for a in (answer, later)] == [None, None]
+    assert stage.seen == ("READY", 1, 1)
+    assert stage.heard == [(0, "ready"), (0, "replaced"), (1, "ready"), (0, "removed")]
+
+
+async def test_a_worker_stays_if_the_new_one_does_not_load(stage: Stage, caplog: Any) -> None:
+    stage.handle.instances.replace(0, "requests=1")
+    await stage.begin(asyncio.sleep(0))
+    stage.down(1)
+    await stage.begin(asyncio.sleep(0))
+    assert stage.slots == {0}
+    assert stage.seen == ("READY", 1, 1)
+    assert stage.handle.instances.pid(0) == 0, "it can be replaced later"
+    assert "worker_not_replaced model=m version=1 slot=0 error=no weights" in caplog.text
+
+
+async def test_the_old_worker_ends_first_where_memory_has_no_room_for_two(stage: Stage) -> None:
+    stage.handle.instances.replace(0, "requests=1")
+    await stage.begin(asyncio.sleep(0))
+    stage.down(1, LoadOutOfMemory("no room"))
+    await stage.begin(asyncio.sleep(0))
+    assert [slot for slot, _ in stage.removed] == [1, 0]
+    assert stage.slots == {1}
+    assert stage.seen == ("FAILED", 1, 0)
+    answer = stage.ask()  # waits for the new worker
+    stage.up(1)
+    await asyncio.sleep(0)
+    assert stage.answer() == 1
+    assert answer[0].error is None
+    assert stage.seen == ("READY", 1, 1)
+
+
+async def test_a_stop_ends_a_replacement(stage: Stage) -> None:
+    stage.handle.instances.replace(0, "requests=1")
+    await stage.begin(asyncio.sleep(0))
+    await asyncio.wait_for(stage.handle.close(0), 5)
+    assert not stage.slots
+
+
+async def test_a_worker_that_died_meanwhile_is_not_replaced(stage: Stage) -> None:
+    stage.handle.instances.replace(0, "requests=1")
+    stage.down(0, WorkerDied("killed by SIGKILL"))
+    await stage.begin(asyncio.sleep(0))
+    assert stage.slots == {0}

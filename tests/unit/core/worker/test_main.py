@@ -8,7 +8,7 @@ from penstock import metrics
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, LoadOutOfMemory
 from penstock.types import Item
 
 
@@ -62,3 +62,15 @@ class Counting:
 def test_metrics_of_the_load_are_reported_without_a_batch_and_those_of_the_warm_up_are_not():
     spec = WorkerSpec("m", "1", ModelConfig(target="m:m"), Counting)
     assert [(d.name, d.value) for d in open_model(spec, "cpu")[1].metrics] == [("loads", 2)]
+
+
+def test_a_load_without_enough_memory_is_reported_as_such():
+    class Big:
+        def load(self, device):
+            raise MemoryError
+
+        def predict(self, items):
+            return items
+
+    with pytest.raises(LoadOutOfMemory, match="loading 'm' raised MemoryError"):
+        open_model(WorkerSpec("m", "1", ModelConfig(target="m:m"), Big), "cpu")

@@ -1,0 +1,131 @@
+"""Upkeep: notices workers that are due to be replaced, or whose memory grows without end."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+from msgspec import Struct, field
+
+from penstock.config.schema import ModelConfig
+from penstock.core.contracts import BatchRecord, Observer
+from penstock.core.engine.instances import Instances
+
+log = logging.getLogger("penstock.engine")
+
+CHECK_S = 1.0  # between two readings of a worker's memory
+RETRY_S = 60.0  # between two attempts to replace a worker
+WINDOW_S = 20.0
+RISES = 6  # windows with more memory than before, after which growth is reported
+LEAST_RISE = 2**20  # of a window
+LEAST_GROWTH = 48 * 2**20  # of all
+
+
+class MemoryGrowth:
+    """Finds steady growth in readings of memory: the least reading of a window rises, again and again.
+
+    What a request allocates and frees does not change the least reading, and a cache that fills up rises only a few
+    times. Time is an argument.
+    """
+
+    def __init__(self) -> None:
+        self._ends_s = 0.0  # of the window
+        self._low = 0  # least reading of the window
+        self._base: int | None = None  # least reading of the first window
+        self._last = 0  # of the last window that rose
+        self._rises = 0
+
+    def add(self, nbytes: int, now_s: float) -> int:
+        """The growth in bytes since the first window, if it is steady; otherwise 0."""
+        if now_s < self._ends_s:
+            self._low = min(self._low, nbytes)
+            return 0
+        if self._ends_s:
+            self._close_window()
+        self._ends_s, self._low = now_s + WINDOW_S, nbytes
+        grown = 0 if self._base is None else self._last - self._base
+        return grown if self._rises >= RISES and grown >= LEAST_GROWTH else 0
+
+    def _close_window(self) -> None:
+        if self._base is None or self._low < self._last - LEAST_RISE:  # the first window, or memory was freed
+            self._base, self._rises = self._low, 0
+        elif self._low < self._last + LEAST_RISE:
+            return
+        else:
+            self._rises += 1
+        self._last = self._low
+
+
+class _Usage(Struct):
+    """What is known of one worker."""
+
+    pid: int
+    growth: MemoryGrowth = field(default_factory=MemoryGrowth)
+    requests: int = 0
+    check_at_s: float = 0.0
+    replace_at_s: float = 0.0  # earliest time of the next attempt
+    reported: bool = False  # its growth
+    hopeless: bool = False  # it needed more than `max_memory_bytes` from the beginning
+
+
+class Upkeep(Observer):
+    """Counts the requests of each worker of a model version, and reads its memory at most once a second, after a batch.
+
+    It has a worker replaced after `max_requests` or above `max_memory_bytes`, and reports one whose memory grows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        instances: Instances,
+        read: Callable[[int], int] = lambda pid: int(psutil.Process(pid).memory_info().rss),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._instances, self._read, self._clock = config, instances, read, clock
+        self._usages: dict[int, _Usage] = {}  # by slot
+
+    def on_complete(self, record: BatchRecord) -> None:
+        pid = self._instances.pid(record.slot)
+        if pid is None:  # it has ended, or is being replaced
+            return
+        usage = self._usages.get(record.slot)
+        if usage is None or usage.pid != pid:
+            usage = self._usages[record.slot] = _Usage(pid)
+        usage.requests += len(record.waits_s)
+        most = self._config.max_requests
+        now_s = self._clock()
+        if most is not None and usage.requests >= most:
+            self._replace(record.slot, usage, f"requests={usage.requests} max_requests={most}", now_s)
+        if now_s >= usage.check_at_s and pid not in (0, os.getpid()):
+            first, usage.check_at_s = not usage.check_at_s, now_s + CHECK_S
+            with suppress(psutil.Error):  # the worker has just died
+                self._check_memory(record.slot, usage, self._read(pid), now_s, first)
+
+    def _replace(self, slot: int, usage: _Usage, why: str, now_s: float) -> None:
+        if now_s >= usage.replace_at_s:
+            usage.replace_at_s = now_s + RETRY_S
+            self._instances.replace(slot, why)
+
+    def _check_memory(self, slot: int, usage: _Usage, nbytes: int, now_s: float, first: bool) -> None:
+        model, most = self._instances.label, self._config.max_memory_bytes
+        over = most is not None and nbytes > most
+        if over and first:
+            usage.hopeless = True
+            log.warning(
+                "memory_above_limit %s slot=%d resident_bytes=%d max_memory_bytes=%d: its worker is above the limit"
+                " after the first batch, so that a new one would be too; raise max_memory_bytes",
+                *(model, slot, nbytes, most),
+            )
+        if over and not usage.hopeless:
+            self._replace(slot, usage, f"resident_bytes={nbytes} max_memory_bytes={most}", now_s)
+        grown = usage.growth.add(nbytes, now_s)
+        if grown and not usage.reported:
+            usage.reported = True
+            self._instances.note(slot, "leaking")
+            log.warning(
+                "memory_grows %s slot=%d pid=%d resident_bytes=%d growth_bytes=%d: the model probably leaks; until it"
+                " is mended, max_requests or max_memory_bytes in its section replaces the worker in time",
+                *(model, slot, usage.pid, nbytes, grown),
+            )
