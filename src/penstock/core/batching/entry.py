@@ -38,6 +38,7 @@ class Entry(Struct, eq=False):
     seq: int = 0
     deaths: int = 0
     died_on: int = -1  # slot of the last death
+    died_s: float = -INF
     passed: int = 0
     state: int = 0
 

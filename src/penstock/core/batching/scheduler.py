@@ -15,6 +15,9 @@ from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
 CEILING_S = 600.0
 """How long an out-of-memory error lowers the batch size; other processes on the device come and go."""
+LAST_SLOT_S = 5.0
+"""How long, at most, requests that were in a death leave the last slot to others that wait: most workers restart in
+that time, and a second death would leave no slot. With a short `horizon_s` it is an eighth of that."""
 KEPT = 8
 """One part in this many of the queue is reserved for the most urgent class, so that a bulk job cannot fill it all."""
 
@@ -24,7 +27,7 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
-    The 20 attributes are one state machine: splitting them would hide which event changes what.
+    The 21 attributes are one state machine: splitting them would hide which event changes what.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Scheduler:
         self._view = View(Bucket(""), self._cost, max_rows=max_batch_size)
         self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
         self._depth, self._idempotent = depth, idempotent
+        self._patience_s = min(LAST_SLOT_S, horizon_s / 8)
         self._budgets = [horizon_s + extra for extra in priority]
         self.max_batch_size = max_batch_size  # after an out-of-memory error, batches are smaller for a while
         self._ceiling: int | None = None
@@ -202,7 +206,7 @@ class Scheduler:
         again, ended = self._queue.lose(entries, died, self._idempotent)
         if died:
             for e in again:
-                e.died_on = batch.slot
+                e.died_on, e.died_s = batch.slot, now
         if again:
             self._queue.put_back(again, died or batch.exact, 1 if died else self._queue.max_rows)
         return ended
@@ -273,7 +277,8 @@ class Scheduler:
         skip = 0  # idle slots to leave alone
         if queue.reruns:
             exact = any(running.exact for running in self._slots.running.values())
-            if not (exact and queue.buckets) and self._rerun(now):  # one slot at risk is enough while others wait
+            risky = exact or (self._slots.last and now < queue.reruns[0].died_s + self._patience_s)
+            if not (risky and queue.buckets) and self._rerun(now):  # while others wait, one slot at a time is at risk
                 return True
             skip = int(not exact)
         buckets = queue.buckets

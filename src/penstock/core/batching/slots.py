@@ -142,6 +142,11 @@ class Slots:
         slots = sorted((self._slots[n] for n in self.idle), key=lambda s: -s.room)
         return slots[skip] if skip < len(slots) else None
 
+    @property
+    def last(self) -> bool:
+        """Whether one slot is up and others will be."""
+        return self.up == 1 < len(self._slots)
+
     def empty(self, avoid: int) -> Slot | None:
         """An empty idle slot, if possible another one than `avoid`."""
         empty = [s for n in self.idle if not (s := self._slots[n]).batches]

@@ -292,6 +292,22 @@ def test_a_batch_that_killed_its_worker_is_retried_in_pieces_on_other_slots(benc
     assert [d.reason for d in b.sent][::2] == ["rerun", "rerun"]
 
 
+def test_requests_that_were_in_a_death_leave_the_last_slot_to_others_for_a_while(bench: Make) -> None:
+    b = bench(slots=2, max_batch_size=1)
+    b.offer(1, 2, 3, 4, 5)
+    assert b.poll() == [[1], [2]]
+    b.complete(1, "died")
+    b.scheduler.slot_down(0, b.now)
+    b.complete(2)
+    assert b.poll() == [[3]]
+    b.complete(3)
+    assert b.poll(3.7) == [[4]]  # an eighth of horizon_s
+    b.complete(4)
+    assert b.poll(0.2) == [[1]]
+    b.scheduler.slot_up(0, b.now)
+    assert b.poll() == [[5]]
+
+
 def test_a_piece_that_kills_its_worker_is_retried_item_by_item(bench: Make) -> None:
     b = bench(slots=1, max_batch_size=8)
     b.offer(*range(8))
