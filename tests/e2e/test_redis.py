@@ -81,7 +81,7 @@ def test_a_worker_that_cannot_start_reports_the_reason(tmp_path: Path, arguments
     (tmp_path / "app.py").write_text(textwrap.dedent(APP))
     command = [sys.executable, "-m", "penstock.cli.main", "worker", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert error in done.stderr
 
 

@@ -151,5 +151,5 @@ def test_a_public_listener_without_protection_is_refused() -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "x=app.py:x"]
     sets = ["--set", "server.thrift_port=0", "--set", "server.thrift_host=0.0.0.0"]
     done = subprocess.run([*command, *sets], capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "server.thrift_host: found '0.0.0.0', which other machines can reach" in done.stderr

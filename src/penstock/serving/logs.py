@@ -84,8 +84,12 @@ class _Listener(logging.handlers.QueueListener):
 
     def handle(self, record: logging.LogRecord) -> None:
         super().handle(record)
-        if self._source.dropped and self._source.queue.empty():
-            dropped, self._source.dropped = self._source.dropped, 0
+        if self._source.queue.empty():
+            self.report_dropped()
+
+    def report_dropped(self) -> None:
+        dropped, self._source.dropped = self._source.dropped, 0
+        if dropped:
             text = "event=lines_lost count=%d reason=more_than_can_be_written"
             super().handle(log.makeRecord(log.name, logging.WARNING, "", 0, text, (dropped,), None))
 
@@ -153,4 +157,5 @@ class ServerLog:
             return
         thread.join(_CLOSE_S)
         if not thread.is_alive():
+            self._listener.report_dropped()
             self._target.close()
