@@ -128,6 +128,12 @@ class WorkerDied(PenstockError):
     retryable = True
 
 
+class RunTimeout(WorkerDied, TimeoutError):
+    """The run of the batch exceeded `run_timeout_s`, and its worker was replaced."""
+
+    code = "run_timeout"
+
+
 class ItemFailed(PenstockError):
     """The model failed on this item; other items in its batch are not affected."""
 

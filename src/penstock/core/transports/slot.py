@@ -11,8 +11,8 @@ from penstock.config.schema import RestartConfig, with_options
 from penstock.core.contracts import OnPart, TransportListener
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
-from penstock.errors import LoadFailed, PenstockError, WorkerDied, describe
-from penstock.types import Batch, BatchPart, Ready
+from penstock.errors import LoadFailed, PenstockError, RunTimeout, WorkerDied, describe
+from penstock.types import Batch, BatchPart, ItemResult, Ready
 
 log = logging.getLogger("penstock.transports")
 
@@ -69,7 +69,7 @@ class WorkerSlot:
         self.idle = asyncio.Event()  # nothing is sent
         self.idle.set()
         self._pauses = RestartPauses(spec.config.restart)
-        self._timeout_s = spec.config.batching.run_timeout_s
+        self._batching = spec.config.batching
         self._timer: asyncio.TimerHandle | None = None  # of the load, later of the running batch
         self._restart: asyncio.TimerHandle | None = None
 
@@ -125,7 +125,7 @@ class WorkerSlot:
         """Records that the worker has loaded its model."""
         self.up, self.concurrent = True, ready.concurrency > 1
         self._stop_timer()
-        self._timeout_s = with_options(self.spec.config.batching, ready.options).run_timeout_s
+        self._batching = with_options(self.spec.config.batching, ready.options)
         self.listener.slot_up(self.number, ready)
 
     def down(self, error: PenstockError, predicted: int = 0) -> None:
@@ -177,7 +177,7 @@ class WorkerSlot:
         self.sent[batch.id] = Sent(batch, on_part, found, now, open_places)
         self.idle.clear()
         if self._timer is None:
-            self._timer = self.loop.call_at(now + self._timeout_s, self._check_time)
+            self._timer = self.loop.call_at(now + self._batching.run_timeout_s, self._check_time)
 
     def answered(self, part: BatchPart) -> Sent:
         """Records a part before its caller receives it, and returns its batch. Raises ValueError if it does not fit."""
@@ -220,15 +220,29 @@ class WorkerSlot:
         self._timer = None
         if not self.sent:
             return
-        due = self._first().started_s + self._timeout_s
+        limit_s = self._batching.run_timeout_s
+        due = self._first().started_s + limit_s
         if self.concurrent:
-            due = min(due + self._timeout_s, self._heard_s + self._timeout_s)
+            due = min(due + limit_s, self._heard_s + limit_s)
         if self.loop.time() < due:
             self._timer = self.loop.call_at(due, self._check_time)
             return
-        why = f"run exceeded run_timeout_s={self._timeout_s:g}; its worker was given up"
+        why = f"the run exceeded run_timeout_s={limit_s:g}, and its worker was replaced"
         log.warning("worker_hangs model=%s slot=%d: %s", self.spec.name, self.number, why)
-        self.kill(WorkerDied(why))
+        error = RunTimeout(why)
+        if not self.concurrent:
+            self._answer_hang(self._first(), error)
+        self.kill(error)
+
+    def _answer_hang(self, sent: Sent, error: RunTimeout) -> None:
+        """Answers the items of a batch that would hang again, or may not run in parts. Others run again."""
+        items, batching = sent.batch.items, self._batching
+        alone = sum(item.rows if item.many else 1 for item in items) == 1
+        if alone or not (batching.retry_split and batching.idempotent):
+            results: list[ItemResult | None] = [
+                ItemResult([error] * item.rows) if item.many else ItemResult(error=error) for item in items
+            ]
+            self.deliver(sent.on_part, BatchPart(sent.batch.id, results, final=False))
 
 
 class SlotTransport:

@@ -20,6 +20,7 @@ from penstock.errors import (
     PenstockError,
     Quarantined,
     QueueFull,
+    RunTimeout,
     Unauthorized,
     UnsupportedType,
     WorkerDied,
@@ -107,6 +108,7 @@ STATUS: Final[dict[type[PenstockError], int]] = {
     NotImplementedHere: 501,
     ModelNotReady: 503,
     WorkerDied: 503,
+    RunTimeout: 504,
     DeadlineExceeded: 504,
 }
 REASONS: Final = {status.value: status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}

@@ -5,7 +5,7 @@ import pytest
 from penstock.config.schema import ModelConfig
 from penstock.core.transports.slot import WorkerSlot
 from penstock.core.worker.spec import WorkerSpec
-from penstock.errors import LoadFailed, WorkerDied
+from penstock.errors import LoadFailed, RunTimeout, WorkerDied
 from penstock.types import Batch, BatchPart, Item, ItemResult, ModelMetadata, Ready
 from support.clock import VirtualClock
 
@@ -145,8 +145,11 @@ def test_a_batch_that_is_ahead_has_its_time_from_when_it_begins(place):
     place.loop.clock.advance(59)
     assert not place.waits
     place.loop.clock.advance(1.01)
-    assert [(part.batch_id, type(part.error)) for part in heard] == [(2, WorkerDied)]
-    assert "run_timeout_s=60" in heard[0].error.message
+    assert [(part.batch_id, type(part.error)) for part in heard] == [(2, type(None)), (2, RunTimeout)]
+    answer, death = heard
+    assert not answer.final
+    assert answer.results[0].error is death.error  # it is known which item hangs: it does not run again
+    assert "run_timeout_s=60" in death.error.message
 
 
 def test_a_hanging_load_times_out_and_is_retried(place):
@@ -257,7 +260,7 @@ def test_a_worker_silent_for_run_timeout_s_is_killed_with_its_batches(concurrent
     concurrent.loop.clock.advance(9.9)
     assert not first
     concurrent.loop.clock.advance(0.2)
-    assert [type(parts[0].error) for parts in (first, second)] == [WorkerDied, WorkerDied]
+    assert [type(parts[0].error) for parts in (first, second)] == [RunTimeout, RunTimeout]
 
 
 def test_a_hanging_concurrent_batch_kills_its_worker_after_twice_run_timeout_s(concurrent):
