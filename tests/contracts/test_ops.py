@@ -12,6 +12,7 @@ from PIL import Image
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
 from penstock.pipeline.ops.decode import picture
+from penstock.pipeline.ops.parameters import make_op
 from penstock.testing.ops import check_op
 
 MAT = picture(40, 60, 1)
@@ -178,3 +179,14 @@ class Told(Op):
 def test_an_op_that_breaks_the_contract_fails_the_check(cls, found) -> None:
     with pytest.raises(AssertionError, match=found):
         check_op(cls, [{"data": np.zeros((2, 2), np.uint8)}])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if catalog.find(name).takes == "tensor"])
+def test_a_tensor_without_rows_gives_no_rows_of_the_same_kind(name: str) -> None:
+    items, params = CASES[name]
+    op = make_op(catalog.find(name), params)
+    given = next(item for item in items if isinstance(item["data"], np.ndarray) and len(item["data"]) == 1)
+    some, none = (op(data, {**given}) for data in (given["data"], given["data"][:0]))
+    assert len(none) == 0
+    if isinstance(some, np.ndarray) and some.ndim == given["data"].ndim:
+        assert (none.dtype, none.shape) == (some.dtype, (0, *some.shape[1:]))

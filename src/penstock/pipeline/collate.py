@@ -237,7 +237,9 @@ class Collator:
         """`[rows, ...]` of `dtype`: the arrays concatenated on axis 0, cast and normalized, then zeros."""
         first = arrays[0]
         if dtype.hasobject:
-            return np.concatenate(arrays).astype(dtype)  # the size of texts is unknown
+            texts = np.concatenate(arrays).astype(dtype)  # in new memory, because the size of texts is unknown
+            padding = np.full((rows - len(texts), *first.shape[1:]), "", dtype)
+            return np.concatenate([texts, padding]) if len(padding) else texts
         if len(arrays) == 1 and len(first) == rows and first.dtype == dtype and normalization is None:
             return np.ascontiguousarray(first)
         batch = self._reserve((rows, *first.shape[1:]), dtype)

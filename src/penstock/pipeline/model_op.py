@@ -216,8 +216,8 @@ class ModelOp(BatchOp):
         for spec, array in pairs:
             check_input(spec, array, signature.normalizations.get(spec.name))
         rows = {len(array) for array in arrays}
-        if len(rows) != 1 or 0 in rows:
-            raise BadRequest(f"found tensors of {sorted(rows)} rows (axis 0), expected the same in all, 1 or more")
+        if len(rows) != 1:
+            raise BadRequest(f"found tensors of {sorted(rows)} rows (axis 0), expected the same in all")
         raw = signature.takes_raw and all(a.dtype == PIXELS for s, a in pairs if s.name in signature.normalizations)
         dtypes = tuple(a.dtype for s, a in pairs if s.datatype is None)
         return rows.pop(), _GroupKey(raw, tuple(array.shape[1:] for array in arrays), dtypes)
@@ -227,7 +227,8 @@ class ModelOp(BatchOp):
         raw = group[0].key.raw
         program = self._program(raw)
         rows = sum(item.rows for item in group)
-        plan = calls(rows, self._sizes) if self._sizes else chunks(rows, self._least, self._most)
+        least = rows or 1  # without rows, one of padding gives the shapes and types of the outputs
+        plan = calls(least, self._sizes) if self._sizes else chunks(least, self._least, self._most)
         total = sum(plan)
         if total > rows:
             metrics.counter("pipeline_padded_rows_total", total - rows, model=Path(self._file.model).stem)

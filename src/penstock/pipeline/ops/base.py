@@ -5,15 +5,16 @@ Each instance of a node creates its own ops and calls them in its own thread. Th
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, ConfigError, nearest
 
 Array = NDArray[Any]
 MAT_TYPES = ("uint8", "float32")
+KINDS = ("bytes", "mat", "tensor", "any")
 
 Fields = dict[str, Any]
 """The fields of one item by name. `data` is the op's input and `result` its output; others are free."""
@@ -83,6 +84,18 @@ class BatchOp(Op):
         raise NotImplementedError
 
 
+_AnyOp = TypeVar("_AnyOp", bound=type[Op])
+
+
+def check_kinds(cls: _AnyOp, name: str) -> _AnyOp:
+    """The op if its `takes` and `gives` are kinds. Raises ConfigError."""
+    for key in ("takes", "gives"):
+        if (kind := getattr(cls, key)) not in KINDS:
+            hint = f"{nearest(str(kind), KINDS)} (there are {', '.join(KINDS)})"
+            raise ConfigError(f"op '{name}': {key} = {kind!r} is no kind of data{hint}")
+    return cls
+
+
 def found(value: Any) -> str:
     """A short description of a value: `uint8 array [480, 640, 3]`, `str`."""
     if isinstance(value, np.ndarray):
@@ -108,9 +121,9 @@ def as_mat(data: Any, op: str, *, any_type: bool = False) -> Array:
 
 
 def as_tensor(data: Any, op: str) -> Array:
-    """The value if it is an array of numbers whose axis 0 is rows. Raises BadRequest."""
+    """The value if it is an array of numbers whose axis 0 is rows, of which there may be none. Raises BadRequest."""
     if not isinstance(data, np.ndarray) or data.dtype.kind not in "biuf":
         raise BadRequest(f"{op} found {found(data)}, expected a tensor (an array of numbers)")
-    if data.ndim == 0 or 0 in data.shape:
-        raise BadRequest(f"{op} found {found(data)}, expected [rows, ...], none of them empty")
+    if data.ndim == 0 or 0 in data.shape[1:]:
+        raise BadRequest(f"{op} found {found(data)}, expected [rows, ...], with no axis of 0 after the first")
     return data

@@ -5,7 +5,7 @@ import inspect
 from typing import Any
 
 from penstock.errors import ConfigError, install_hint
-from penstock.pipeline.ops.base import BatchOp, ItemOp, Op
+from penstock.pipeline.ops.base import BatchOp, ItemOp, Op, check_kinds
 from penstock.plugins import load_object
 
 _HOMES = {
@@ -139,7 +139,7 @@ def register(name: str, cls: type[Op]) -> None:
             f"op '{name}' is {cls!r}, expected a subclass of ItemOp or BatchOp (penstock.pipeline.ops.base)"
         )
     unregister(name)
-    _registered[name] = cls
+    _registered[name] = check_kinds(cls, name)
 
 
 def unregister(name: str) -> None:

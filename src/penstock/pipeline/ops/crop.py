@@ -118,7 +118,7 @@ class PerspectiveTransformMats(MatOp):
     def __call__(self, data: Any, fields: Fields) -> list[Array]:
         op = "PerspectiveTransformMats"
         mat, boxes = as_mat(data, op), field(fields, BOX, op)
-        if isinstance(boxes, list | tuple) and not boxes:
+        if isinstance(boxes, list | tuple | np.ndarray) and len(boxes) == 0:
             return []
         corners = box_numbers(fields, op, (1, 4, 2), "a list of four points [x, y] each")
         return [rectified(mat, one[:4, :2], op, cv2.INTER_LINEAR) for one in corners]

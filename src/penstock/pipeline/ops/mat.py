@@ -127,26 +127,31 @@ class Any2Mat(ItemOp):
 def image_of(data: Any, op: str) -> Array:
     """A view `[height, width, channels]` of a tensor `[1, channels, height, width]` or `[height, width, channels]`.
 
-    It has 1, 3 or 4 channels. Raises BadRequest.
+    It has 1, 3 or 4 channels. For a tensor without rows it is black, and the caller drops its result.
+
+    Raises BadRequest.
     """
     tensor = as_tensor(data, op)
+    if len(tensor) == 0:
+        tensor = np.zeros((1, *tensor.shape[1:]), tensor.dtype)
     if tensor.ndim == 4 and tensor.shape[0] == 1 and tensor.shape[1] in (1, 3, 4):
         mat: Array = tensor[0]
         return mat.transpose(1, 2, 0)
     if tensor.ndim == 3 and tensor.shape[2] in (1, 3, 4):
         return tensor
-    raise BadRequest(f"{op} found {found(tensor)}, expected [1, 1|3|4, height, width] or [height, width, 1|3|4]")
+    raise BadRequest(f"{op} found {found(data)}, expected [1, 1|3|4, height, width] or [height, width, 1|3|4]")
 
 
 class Tensor2Mat(ItemOp):
     """The image in a tensor: `[1, channels, height, width]` or `[height, width, channels]`, uint8 or float32,
-    -> `[height, width, channels]`, of the same type."""
+    -> `[height, width, channels]`, of the same type. A tensor without rows gives an empty list."""
 
     takes = "tensor"
     gives = "mat"
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return interleaved(as_mat(image_of(data, "Tensor2Mat"), "Tensor2Mat"))
+    def __call__(self, data: Any, fields: Fields) -> Array | list[Array]:
+        mat = as_mat(image_of(data, "Tensor2Mat"), "Tensor2Mat")
+        return interleaved(mat) if len(data) else []
 
 
 class Tensor2Vector(ItemOp):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import ConfigError
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.base import RESULT, BatchOp, Fields, ItemOp, Op
+from penstock.pipeline.ops.base import RESULT, BatchOp, Fields, ItemOp, Op, check_kinds
 from penstock.pipeline.ops.parameters import make_op
 from penstock.plugins import load_object
 
@@ -82,7 +82,7 @@ def adapt(target: Any, name: str = "") -> type[Op]:
     name = name or getattr(target, "__name__", repr(target))
     if inspect.isclass(target):
         if issubclass(target, ItemOp | BatchOp):
-            return target
+            return check_kinds(target, name)
         call = next((vars(c)["__call__"] for c in target.__mro__ if "__call__" in vars(c)), None)
         if call is not None:
             return _declared(_callable_op(target, call, name, bound=True), target, name)
@@ -103,7 +103,7 @@ def _declared(made: type[Op], target: Any, name: str) -> type[Op]:
             setattr(made, attribute, getattr(target, attribute))
     made.__name__ = made.__qualname__ = name.rpartition(":")[2]
     made.__doc__ = inspect.getdoc(target)
-    return made
+    return check_kinds(made, name)
 
 
 def _takes_fields(function: Callable[..., Any], name: str, bound: bool) -> bool:

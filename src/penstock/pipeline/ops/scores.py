@@ -17,16 +17,19 @@ def softmax(logits: Array) -> Array:
 
 
 def one_row(data: Any, op: str) -> Array:
-    """The scores of one item, `[1, classes]` or `[classes]`. Raises BadRequest."""
+    """The scores of one item, `[1, classes]` or `[classes]`, or of none, `[0, classes]`. Raises BadRequest."""
     scores = as_tensor(data, op)
-    if scores.size != scores.shape[-1]:
+    if scores.size not in (0, scores.shape[-1]) or not scores.shape[-1]:
         raise BadRequest(f"{op} found {found(scores)}, expected the scores of one item, [1, classes]")
     return scores
 
 
-def best(data: Any, op: str) -> tuple[int, float]:
-    """The class with the highest score in one row of logits, and its probability."""
-    probabilities = softmax(one_row(data, op)).ravel()
+def best(data: Any, op: str) -> tuple[Any, Any]:
+    """The class with the highest score in one row of logits, and its probability. Empty arrays if there is no row."""
+    scores = one_row(data, op)
+    if not scores.size:
+        return np.empty(0, np.int64), np.empty(0, np.float32)
+    probabilities = softmax(scores).ravel()
     index = int(probabilities.argmax())
     return index, float(probabilities[index])
 
@@ -45,24 +48,31 @@ class SoftmaxCpu(TensorOp):
 
 
 class SoftmaxMax(ItemOp):
-    """The best class and its probability, as a list of two floats: `[1, classes]` -> [class, score]."""
+    """The best class and its probability, as a list of two floats: `[1, classes]` -> [class, score].
+
+    No rows give float32 `[0, 2]`.
+    """
 
     takes = "tensor"
 
-    def __call__(self, data: Any, fields: Fields) -> list[float]:
+    def __call__(self, data: Any, fields: Fields) -> list[float] | Array:
         index, score = best(data, "SoftmaxMax")
-        return [float(index), score]
+        return [float(index), score] if isinstance(index, int) else np.empty((0, 2), np.float32)
 
 
 class SoftmaxArgMax(ItemOp):
-    """The best class, as an int: `[1, classes]` -> class. Sets the fields `class` and `score` (its probability)."""
+    """The best class, as an int: `[1, classes]` -> class. Sets the fields `class` and `score` (its probability).
+
+    No rows give empty arrays.
+    """
 
     takes = "tensor"
     writes = ("class", "score")
 
-    def __call__(self, data: Any, fields: Fields) -> int:
-        fields["class"], fields["score"] = best(data, type(self).__name__)
-        index: int = fields["class"]
+    def __call__(self, data: Any, fields: Fields) -> int | Array:
+        index: int | Array
+        index, fields["score"] = best(data, type(self).__name__)
+        fields["class"] = index
         return index
 
 
@@ -71,17 +81,24 @@ class SoftmaxArgMaxTensor(SoftmaxArgMax):
 
 
 class ArgMax(ItemOp):
-    """The best class, as an int: `[1, classes]` or `[classes]` -> class. The first of equal scores."""
+    """The best class, as an int: `[1, classes]` or `[classes]` -> class. The first of equal scores.
+
+    No rows give an empty array.
+    """
 
     takes = "tensor"
 
-    def __call__(self, data: Any, fields: Fields) -> int:
-        return int(one_row(data, "ArgMax").argmax())
+    def __call__(self, data: Any, fields: Fields) -> int | Array:
+        scores = one_row(data, "ArgMax")
+        return int(scores.argmax()) if scores.size else np.empty(0, np.int64)
 
 
 class ArgMaxTensor(TensorOp):
     """The best class of each row: `[rows, ..., classes]` -> int64 `[rows, ...]`. The first of equal scores."""
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        classes: Array = as_tensor(data, "ArgMaxTensor").argmax(-1)
+        tensor = as_tensor(data, "ArgMaxTensor")
+        if not tensor.shape[-1]:
+            raise BadRequest(f"ArgMaxTensor found {found(tensor)}, expected [rows, ..., classes]")
+        classes: Array = tensor.argmax(-1)
         return classes

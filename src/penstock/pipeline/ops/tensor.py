@@ -1,6 +1,7 @@
 """Operations on images as tensors. TorchPipe runs them on the GPU, this module on the CPU.
 
-Tensors are `[1, channels, height, width]` unless stated otherwise. `[height, width, channels]` is also accepted.
+Tensors are `[1, channels, height, width]` unless stated otherwise. `[height, width, channels]` is also accepted, and no
+rows, `[0, channels, height, width]`, which give no rows.
 """
 
 from typing import Any, Literal
@@ -77,7 +78,7 @@ class ResizeTensor(TensorOp, ResizeMat):
             mat = aligned(mat, *self.size)
         else:
             mat = sized(interleaved(mat).astype(np.float32, copy=False), *self.size)
-        return mat if data.ndim == 3 else planes(mat)
+        return mat if data.ndim == 3 else planes(mat)[: len(data)]
 
 
 class PillowResizeTensor(TensorOp, ResizeMat):
@@ -85,7 +86,8 @@ class PillowResizeTensor(TensorOp, ResizeMat):
     -> uint8 `[1, channels, resize_h, resize_w]`."""
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        return planes(pillow_sized(image_of(data, "PillowResizeTensor"), *self.size, "PillowResizeTensor"))
+        mat = pillow_sized(image_of(data, "PillowResizeTensor"), *self.size, "PillowResizeTensor")
+        return planes(mat)[: len(data)]
 
 
 class ResizePadTensor(TensorOp, ResizePadMat):
@@ -101,7 +103,7 @@ class ResizePadTensor(TensorOp, ResizePadMat):
         height, width = self.fit(mat, fields)
         frame = np.full((1, mat.shape[2], *self.bounds), self.value[0], np.float32)
         frame[0, :, :height, :width] = aligned(mat, height, width).transpose(2, 0, 1)
-        return frame
+        return frame[: len(data)]
 
 
 class CropTensor(TensorOp):
@@ -113,7 +115,7 @@ class CropTensor(TensorOp):
     reads = (BOX,)
 
     def __call__(self, data: Any, fields: Fields) -> Array:
-        return cropped(image_of(data, "CropTensor"), fields, "CropTensor").transpose(2, 0, 1)[None]
+        return cropped(image_of(data, "CropTensor"), fields, "CropTensor").transpose(2, 0, 1)[None][: len(data)]
 
 
 class FloatTensor(TensorOp):
@@ -130,7 +132,7 @@ class NCHWTensor(TensorOp):
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         fields["data_format"] = "nchw"
-        return image_of(data, type(self).__name__).transpose(2, 0, 1)[None]
+        return image_of(data, type(self).__name__).transpose(2, 0, 1)[None][: len(data)]
 
 
 class FloatNCHWTensor(NCHWTensor):

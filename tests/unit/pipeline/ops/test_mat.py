@@ -134,7 +134,7 @@ def test_the_device_of_a_mat_is_of_no_effect():
         (Tensor2Mat(), np.zeros((2, 3, 4, 4), np.uint8), r"found uint8 array \[2, 3, 4, 4\], expected \[1, 1\|3\|4,"),
         (Tensor2Mat(), np.zeros((1, 2, 4, 4), np.uint8), r"found uint8 array \[1, 2, 4, 4\]"),
         (Tensor2Mat(), np.zeros((3, 4, 5), np.uint8), r"found uint8 array \[3, 4, 5\]"),
-        (Tensor2Mat(), np.zeros((1, 3, 0, 4), np.uint8), "none of them empty"),
+        (Tensor2Mat(), np.zeros((1, 3, 0, 4), np.uint8), "no axis of 0 after the first"),
         (Tensor2Mat(), "text", "found str, expected a tensor"),
         (Tensor2Vector(), np.array(["a"]), "found <U1 array"),
         (Tensor2Vector(), np.array(3.0), "found float64 array"),

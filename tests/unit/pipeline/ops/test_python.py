@@ -303,3 +303,12 @@ def test_a_missing_target_is_an_error(module):
         make_op(Python, {"target": "my_broken:plus"})
     with pytest.raises(ConfigError, match="unknown op 'pluss'"):
         make_op(Python, {"target": "pluss"})
+
+
+@pytest.mark.parametrize("key", ["takes", "gives"])
+def test_an_unknown_kind_is_refused_with_the_nearest_one(key: str) -> None:
+    decorated = op(**{key: "matt"})(lambda data: data)
+    own = type("Own", (ItemOp,), {key: "matt"})
+    for make in (lambda: adapt(decorated, "x"), lambda: adapt(own), lambda: catalog.register("own", own)):
+        with pytest.raises(ConfigError, match=f"{key} = 'matt' is no kind of data; did you mean 'mat'"):
+            make()
