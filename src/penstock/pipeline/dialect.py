@@ -13,14 +13,18 @@ from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError
 from penstock.pipeline.keys import Key, TomlSource
 
-KeyState = Literal["used", "accepted", "ignored", "not supported"]
+KeyState = Literal["used", "accepted", "ignored", "one value", "not supported"]
+
+ENGINES = ("PipelineV3", "BaselineSchedule", "Schedule", "Batching")
+"""TorchPipe's schedulers, as values of the keys that select one. All of them mean the only scheduler here."""
 
 
 class TorchPipeKey(Struct, frozen=True):
     """A key of TorchPipe's files.
 
-    "accepted" keys are kept, but a graph that has them does not run yet. "ignored" keys cause a warning, and
-    "not supported" keys an error, with the reason `why`.
+    "accepted" keys are kept, but a graph that has them does not run yet. "ignored" keys change no result and cause a
+    warning. "not supported" keys, and "one value" keys with another value than ENGINES, cause an error with the reason
+    `why`.
     """
 
     name: str
@@ -43,22 +47,26 @@ _TORCHPIPE = [
     *_keys("accepted", ("jump split merge", "")),
     *_keys(
         "ignored",
-        ("Interpreter::backend PipelineV3::backend node_entrypoint entrypoint", "there is one way to run nodes"),
-        ("Interpreter::env", "set environment variables before the server starts"),
-        ("Schedule::backend scheduler", "there is one way to form batches"),
-        ("force_range", "batches are formed from the items that wait"),
-        ("fake_instance_num", "instances are threads; set `sizes` for sizes"),
-        ("number_factor", "batches have one shape without sorting"),
         ("model::timingcache", "kept next to the engine"),
         ("max_workspace_size weight_budget_percentage allocator", "left to the runtime"),
-        ("batch_process", "the runner forms batches"),
         ("log_level Logger::path Logger::level", "see logging"),
         ("priority", "the runtime controls its streams"),
-        ("register_config", "Python backends are found by name"),
-        ("model_type", "the file extension determines it"),
+    ),
+    *_keys(
+        "one value",
+        ("Interpreter::backend PipelineV3::backend Schedule::backend scheduler",
+         "there is one way to run nodes and to form batches; write backends in `backend`"),
     ),
     *_keys(
         "not supported",
+        ("node_entrypoint entrypoint", "there is one way to run nodes; write backends in `backend`"),
+        ("Interpreter::env", "set environment variables before the server starts"),
+        ("force_range", "batches are formed from the items that wait"),
+        ("fake_instance_num", "set `sizes` for the sizes of batches"),
+        ("number_factor", "batches have one shape without sorting"),
+        ("batch_process", "write an op before or after the model"),
+        ("register_config", "name a Python backend in `backend`"),
+        ("model_type", "the file extension determines it"),
         ("split_size", "it belongs to a test backend"),
         ("instances_grp active_instances_grp", "instances belong to one node"),
         ("borrow_from", "instances belong to one node; a table `[rec.2]` is an alias of `rec`"),
@@ -103,6 +111,13 @@ def native_table(table: dict[str, Any], node: str, source: TomlSource) -> dict[s
         known = TORCHPIPE.get(key)
         if known is not None and known.state == "not supported":
             raise source.error(node, key, f"is not supported: {known.why}")
+        if known is not None and known.state == "one value":
+            if str(value).lower() in map(str.lower, ENGINES):
+                continue
+            raise source.error(node, key, f"found {found(value)}, expected one of {', '.join(ENGINES)}: {known.why}")
+        if known is None and key.endswith("::backend"):
+            outer = key.removesuffix("::backend")
+            raise source.error(node, key, f'is not supported: write backend = "{outer}[{value}]"')
         if known is not None and known.state == "ignored":
             source.warn(node, key, f"has no meaning here and is ignored: {known.why}")
             continue

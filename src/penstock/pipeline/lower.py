@@ -238,9 +238,10 @@ def builtin_op(op: str, params: Mapping[str, Any]) -> Op | None:
     return make_op(cls, params) if ours else None
 
 
-def parameter_name(key: str) -> str:
-    """The parameter of a key: TorchPipe's `model::cache` is `model_cache`."""
-    return key.replace("::", "_")
+def parameter_name(key: str, op: str = "") -> str:
+    """The parameter of a key: TorchPipe's `model::cache` is `model_cache`, and `Sleep::time` is `time` of Sleep."""
+    scope, colons, name = key.partition("::")
+    return name if colons and op and scope.lower() == op.lower() else key.replace("::", "_")
 
 
 def steps_of(
@@ -251,13 +252,13 @@ def steps_of(
     `free` keys that no op names go to the ops that accept any. Raises ConfigError: an unknown op, a bad parameter.
     """
     classes = [op_class(draft.op, draft.params) for draft in drafts]
-    known = {parameter for cls in classes for parameter in parameters_of(cls)}
-    taken = {key for key in keys if parameter_name(key) in known}
+    pairs = [(draft.op, parameters_of(cls)) for draft, cls in zip(drafts, classes, strict=True)]
+    taken = {key for key in keys if any(parameter_name(key, op) in known for op, known in pairs)}
     left = {key: keys[key] for key in free if key not in taken}
     steps: list[NodeStep] = []
     for draft, cls in zip(drafts, classes, strict=True):
         names = parameters_of(cls)
-        params = {name: value for key, value in keys.items() if (name := parameter_name(key)) in names}
+        params = {name: value for key, value in keys.items() if (name := parameter_name(key, draft.op)) in names}
         if takes_any(cls):
             params |= left
             taken |= set(left)

@@ -192,10 +192,38 @@ def test_an_error_names_the_line(tmp_path: Path) -> None:
 def test_ignored_keys_cause_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="penstock.pipeline"):
         load(tmp_path, '"Interpreter::backend" = "PipelineV3"\n' + NET + "max_workspace_size = 1024")
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert "line 1: Interpreter::backend: has no meaning here" in told[0]
-    assert "[net] max_workspace_size: has no meaning here" in told[1]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "[net] max_workspace_size: has no meaning here" in told
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(f'"{key}" = "C10Exception"' for key in ("Interpreter::backend", "PipelineV3::backend", "Schedule::backend")),
+        'scheduler = "SortSchedule"',
+        'node_entrypoint = "IoC[Batching]"',
+        'entrypoint = "x"',
+        '"Interpreter::env" = "A=1"',
+        'force_range = "1,4"',
+        "fake_instance_num = 2",
+        "number_factor = 2",
+        'batch_process = "x"',
+        'register_config = "x"',
+        'model_type = ".onnx"',
+        '"Torch::backend" = "Identity"',
+    ],
+)
+def test_keys_that_change_what_runs_are_refused_and_never_only_warned_about(tmp_path: Path, key: str) -> None:
+    for text in (NET + key, f"{key}\n{NET}"):
+        with pytest.raises(ConfigError, match=r"is not supported|expected one of PipelineV3"):
+            load(tmp_path, text, compat=True)
+
+
+def test_a_parameter_may_name_its_op(tmp_path: Path) -> None:
+    graph = load(tmp_path, '[a]\nbackend = "S[Sleep,Identity]"\n"Sleep::time" = 3\n', compat=True)
+    assert graph.nodes["a"].steps[0].params == {"time": 3.0}
+    graph = load(tmp_path, '"Sleep::time" = "7"\n[a]\nbackend = "Sleep"\n[b]\nbackend = "Identity"\n', compat=True)
+    assert graph.nodes["a"].steps[0].params == {"time": 7.0}
 
 
 def test_a_gpu_is_used_if_there_is_one(

@@ -22,6 +22,7 @@ OF_CODE = {
     "used": {"works", "differently"},
     "accepted": {"later"},
     "ignored": {"ignored"},
+    "one value": {"differently"},
     "not supported": {"never"},
 }
 PENSTOCKS_OWN = {"Model", "OnnxTensor", "OpenvinoTensor"}
