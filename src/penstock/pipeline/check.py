@@ -1,6 +1,7 @@
 """Checks of a graph before it runs: its structure, its ops and parameters, and the fields on its edges."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import combinations
 
 from msgspec.structs import replace
 
@@ -32,6 +33,7 @@ def check(graph: Graph) -> None:
     for node in graph.nodes.values():
         _check_steps(node, source)
     fields_of(graph)
+    _check_outputs(graph, source)
     if reasons := cannot_run(graph):
         raise ConfigError(f"{graph.name}: {'; '.join(reasons)}")
 
@@ -137,6 +139,29 @@ def check_structure(graph: Graph, source: TomlSource) -> None:
             raise source.error(
                 node.name, "", f"waits for items from {name}, which items that begin at [{graph.entry}] never reach"
             )
+
+
+def _check_outputs(graph: Graph, source: TomlSource) -> None:
+    """Raises ConfigError if an item reaches two outputs that give the same field of the answer."""
+    for start in (name for name in graph.nodes if name == graph.entry or not graph.producers(name)):
+        reached = {start, *graph.downstream(start)}
+        ends = [name for name in graph.outputs if name in reached]
+        for one, other in combinations(ends, 2):
+            paths = {one: graph.upstream(one) | {one}, other: graph.upstream(other) | {other}}
+            given = [_written(graph, paths[one] - paths[other]), _written(graph, paths[other] - paths[one])]
+            if both := [name for name in graph.answers if name in given[0] & given[1]]:
+                raise source.error(
+                    other,
+                    "",
+                    f"is an output with the field '{both[0]}', and so is [{one}], but an item has one '{both[0]}': join"
+                    " them in a node with inputs, or name their fields with outputs in [pipeline]",
+                )
+
+
+def _written(graph: Graph, names: Iterable[str]) -> set[str]:
+    """The fields that these nodes are known to write."""
+    steps = [step for name in names for step in graph.nodes[name].steps]
+    return {RESULT, *(field for step in steps for field in op_class(step.op, step.params).writes or ())}
 
 
 # ---- fields

@@ -136,3 +136,23 @@ def test_a_step_with_the_filter_run_reuses_the_original_data() -> None:
     graph = parse_graph({"a": {"backend": "S[DecodeMat,(run)DecodeTensor]"}}, name="twice", folder=".")
     check(graph)
     assert fields_of(graph)["a"]["result"] == "tensor"
+
+
+TWO_ENDS = """
+[a]
+backend = "Identity"
+next = "b,c"
+[b]
+backend = "SoftmaxArgMax"
+[c]
+backend = "SoftmaxArgMax"
+"""
+
+
+def test_two_outputs_that_give_the_same_field_are_an_error() -> None:
+    assert "[c]: is an output with the field 'result', and so is [b]" in told(read(TWO_ENDS))
+    assert "the field 'score'" in told(read(TWO_ENDS + '[pipeline]\noutputs = ["score"]\n'))
+    text = TWO_ENDS.replace('[c]\nbackend = "SoftmaxArgMax"', '[c]\nbackend = "CvtColorTensor"\ncolor = "rgb"')
+    check(read(text + '[pipeline]\noutputs = ["score", "color"]\n'))
+    roots = '[a]\nbackend = "Identity"\n[b]\nbackend = "Identity"\n'
+    check(parse_graph(tomllib.loads(roots), name="g", folder="/", compat=True))  # an item reaches only one of them
