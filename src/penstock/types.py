@@ -155,6 +155,7 @@ class ModelStatus(Struct, frozen=True):
     queue: int = 0
     default: bool = True
     traffic: float = 1.0
+    model_batch_size: int | None = None  # of a model that forms its own batches
 
 
 class Batch(Struct):

@@ -209,7 +209,8 @@ def test_an_undecodable_image_fails_alone_with_a_description(server: Any) -> Non
     assert [status for status, _ in answers] == [400 if i in (7, 9) else 200 for i in range(16)]
     told = json.loads(answers[7][1])["error"]
     assert told["code"] == "undecodable"
-    assert told["message"] == "found 8 bytes beginning with b'no image': no known image format"
+    text = "node 'decode', op 'DecodeMat': found 8 bytes beginning with b'no image': no known image format"
+    assert told["message"] == text
 
 
 def test_open_inference_gives_each_row_to_an_item(server: Any, local: LocalPipeline) -> None:

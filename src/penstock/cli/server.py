@@ -244,7 +244,9 @@ def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) ->
     rows = [("MODEL", "VERSION", "INSTANCES", "BATCH", "DEVICE", "STATE")]
     for m in models[:_MAX_ROWS]:
         devices = ",".join(dict.fromkeys(m.devices))
-        rows.append((m.name, m.version, str(m.instances), str(m.max_batch_size), devices, m.state))
+        rows.append(
+            (m.name, m.version, str(m.instances), str(m.model_batch_size or m.max_batch_size), devices, m.state)
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [f"penstock {__version__}"]
     lines += [f"  {name:<10} {url}" for name, url in urls.items()]

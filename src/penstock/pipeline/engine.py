@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from penstock import metrics
@@ -58,6 +58,7 @@ class NodeEngine:
         self.chained = chain(graph, node.name)  # nodes that run in the same call
         self.row_bytes = 0.0  # moving average of the bytes of `data`
         self.pressed = False  # a previous node waits for room in this queue
+        self.full_of_bytes = False  # items outside wait for room in this queue
         self._backpressure = backpressure
         self._entry = not graph.producers(node.name)
         self.shared = shared[node.name]
@@ -107,6 +108,13 @@ class NodeEngine:
     def freed(self) -> None:
         """A batch or a queued item has left the node. There may be room, or nothing more to wait for."""
         self._backpressure.wake()
+
+    @property
+    def has_room_for_bytes(self) -> bool:
+        """Whether the queue has room for the bytes of another item from outside."""
+        queued = 0 if self.batcher is None else self.batcher.scheduler.queued_bytes
+        self.full_of_bytes = queued >= (self.node.queue_bytes or QUEUE_BYTES)
+        return not self.full_of_bytes
 
     @property
     def queued_rows(self) -> int:
@@ -229,6 +237,7 @@ class Backpressure:
         self._feeders: dict[str, list[NodeEngine]] = {}  # the reverse
         self._upstream: dict[str, list[NodeEngine]] = {}  # all nodes from which an item may come
         self.blocked: set[NodeEngine] = set()  # nodes that wait to be woken
+        self.on_room: Callable[[], object] = lambda: None  # the queue of an entry has room for bytes again
 
     def connect(self, engines: Mapping[str, NodeEngine]) -> None:
         order = self._graph.order()
@@ -309,6 +318,8 @@ class Backpressure:
 
     def dispatched(self, engine: NodeEngine) -> None:
         engine.pressed = False
+        if engine.full_of_bytes and engine.has_room_for_bytes:
+            self.on_room()
         self.wake()
 
     def wake(self) -> None:

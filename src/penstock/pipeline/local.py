@@ -13,21 +13,24 @@ from msgspec import Struct
 from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
 from penstock.core.engine.waiters import Future
-from penstock.errors import ModelNotReady, PenstockError, QueueFull, describe
+from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
+from penstock.pipeline.collate import nbytes_of
 from penstock.pipeline.graph import Graph, check_runnable
-from penstock.pipeline.ops.base import Fields
+from penstock.pipeline.ops.base import DATA, Fields
 from penstock.pipeline.runner import PipelineRunner
 from penstock.pipeline.traversal import Done, ItemOutcome, Traversal
 from penstock.types import Item, ItemResult, ModelMetadata, Sink
 
 MAX_WAITING = 65_536  # items that wait for room inside; further calls are rejected
+MAX_WAITING_BYTES = 256 * 2**20  # of their `data`
 
 
 class LocalPipeline:
     """A running pipeline whose nodes are threads of this process. Use as a context manager, or call `close()`.
 
     Without `lazy` it is loaded when the constructor returns. Items that the nodes cannot hold yet wait in a queue; a
-    call is rejected if MAX_WAITING items already wait. After a fork the child loads its own pipeline at its first call.
+    call is rejected if MAX_WAITING items, or MAX_WAITING_BYTES of `data`, already wait. After a fork the child loads
+    its own pipeline at its first call.
     """
 
     def __init__(self, graph: Graph, *, lazy: bool = False) -> None:
@@ -110,6 +113,10 @@ class LocalPipeline:
         """The metadata of each node's model, by the node's name."""
         return self._portal.call(PipelineBackend.metadata)
 
+    def batch_sizes(self) -> dict[str, int]:
+        """The most items of a batch, by the name of the node."""
+        return self._portal.call(PipelineBackend.batch_sizes)
+
     @property
     def width(self) -> int:
         """Most items inside at once; 0 until it is loaded."""
@@ -169,20 +176,38 @@ def outcome_of(future: concurrent.futures.Future[Any]) -> ItemOutcome:
 
 
 class _WaitingItem:
-    """One item in the queue, later inside. A Ticket."""
+    """One item in the queue, later inside. A Ticket. `item` is None once it has left the queue."""
 
-    __slots__ = ("backend", "done", "end_s", "item", "priority", "traversal")
+    __slots__ = ("backend", "done", "end_s", "item", "nbytes", "priority", "timer", "traversal")
 
     def __init__(self, backend: PipelineBackend, item: NewItem, done: Done, budget_s: float | None, priority: int):
         self.backend = backend
-        self.item = item
+        self.item: NewItem | None = item
+        self.nbytes = _nbytes(item.fields)
         self.done: Done | None = done
         self.end_s = None if budget_s is None else backend.loop.time() + budget_s
+        self.timer = None if self.end_s is None else backend.loop.call_at(self.end_s, self.expire)
+        backend.waiting_bytes += self.nbytes
         self.priority = priority
         self.traversal: Traversal | None = None
 
+    def leave(self) -> NewItem | None:
+        """Leaves the queue. Returns the item, or None if it had left before."""
+        item, self.item = self.item, None
+        if item is not None:
+            self.backend.waiting_bytes -= self.nbytes
+            if self.timer is not None:
+                self.timer.cancel()
+        return item
+
+    def expire(self) -> None:
+        """Answers the item at its deadline if it still waits. Inside, the nodes do so."""
+        if (item := self.leave()) is not None:
+            self.ended(ItemOutcome(item.fields, DeadlineExceeded("the deadline passed before there was room inside")))
+
     def cancel(self) -> None:
         self.done = None
+        self.leave()
         if self.traversal is not None:
             self.traversal.cancel()
             self.traversal = None
@@ -228,7 +253,8 @@ class PipelineBackend:
 
     def __init__(self, graph: Graph) -> None:
         self.loop = asyncio.get_running_loop()
-        self.runner = PipelineRunner(graph)
+        self.runner = PipelineRunner(graph, on_room=lambda: self.loop.call_soon(self.pump))
+        self.waiting_bytes = 0  # of the items in the queue
         self._queue: deque[_WaitingItem] = deque()
         self._error: PenstockError | None = None
         self._up = False
@@ -255,6 +281,10 @@ class PipelineBackend:
         found = {name: self.runner.node(name).engine.handle.metadata for name in self.runner.graph.nodes}
         return {name: metadata for name, metadata in found.items() if metadata is not None}
 
+    async def batch_sizes(self) -> dict[str, int]:
+        """The most items of a batch, by the name of the node."""
+        return {name: self.runner.node(name).engine.max_batch for name in self.runner.graph.nodes}
+
     async def width(self) -> int:
         """Most items inside at once."""
         return self.runner.width
@@ -270,8 +300,9 @@ class PipelineBackend:
         priority: int = 0,
     ) -> Ticket:
         """See `PortalBackend.submit`. The answer's body is an ItemOutcome, or a list of them. Raises QueueFull."""
-        if len(self._queue) >= MAX_WAITING:
-            raise QueueFull(f"{len(self._queue)} items wait for room in the pipeline: try again later")
+        if len(self._queue) >= MAX_WAITING or self.waiting_bytes >= MAX_WAITING_BYTES:
+            found = f"{len(self._queue)} items ({self.waiting_bytes} bytes)"
+            raise QueueFull(f"{found} wait for room in the pipeline: try again later")
         if not item.many:
             waiting = _WaitingItem(self, item.payload, lambda o: sink(ItemResult(o)), budget_s, priority)
             self._queue.append(waiting)
@@ -290,17 +321,16 @@ class PipelineBackend:
             return
         self._pumping = True
         runner, queue = self.runner, self._queue
-        while queue and (self._error or runner.in_flight < runner.width):
+        while queue and (self._error or runner.has_room):
             waiting = queue.popleft()
-            if waiting.done is not None:
-                self._begin(waiting)
+            if (item := waiting.leave()) is not None:
+                self._begin(waiting, item)
         self._pumping = False
         if self._emptied is not None and not queue:
             self._emptied.set()
 
-    def _begin(self, waiting: _WaitingItem) -> None:
-        item, end_s = waiting.item, waiting.end_s
-        budget_s = None if end_s is None else end_s - self.loop.time()
+    def _begin(self, waiting: _WaitingItem, item: NewItem) -> None:
+        budget_s = None if waiting.end_s is None else waiting.end_s - self.loop.time()
         try:
             if self._error is not None:
                 raise self._error
@@ -329,6 +359,14 @@ class PipelineBackend:
 
     def forget(self) -> None:
         """See `PortalBackend.forget`. A forked child has no node threads, and nothing else to release."""
+
+
+def _nbytes(fields: Fields) -> int:
+    """The bytes of an item's `data`; 0 for an invalid item, which fails when it enters."""
+    try:
+        return nbytes_of(fields[DATA])
+    except Exception:
+        return 0
 
 
 def _as_penstock_error(error: Exception) -> PenstockError:

@@ -14,13 +14,13 @@ from msgspec import Struct, structs
 from penstock.core.worker.python_model import Answer, model, options_of
 from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed
 from penstock.pipeline.check import check
-from penstock.pipeline.graph import AUTO, Graph, Node
+from penstock.pipeline.graph import AUTO, Graph, Node, NodeStep
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline, SubmittedItems
 from penstock.pipeline.lower import op_class
 from penstock.pipeline.node import tune_process
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, Fields
+from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, BatchOp, Fields
 from penstock.pipeline.traversal import Hop, ItemOutcome
 from penstock.types import Headed, ModelMetadata, TensorSpec
 
@@ -56,13 +56,16 @@ class PipelineModel:
         self._kind = op_class(first.op, first.params).takes
         known = self._kind == "bytes" and graph.takes == (DATA,)  # the graph has no datatypes of other fields
         self.inputs = (TensorSpec(DATA, "BYTES", (-1,)),) if known else ()
-        self.parameters = {"pipeline": public_description(graph)}
         limits = [node.run_timeout_s for node in graph.nodes.values()]
         self.__penstock_options__ = options_of(PipelineModel) | {
             "run_timeout_s": sum(limits) + max(limits),  # more than one item needs that times out in every node
             "idempotent": all(node.idempotent for node in graph.nodes.values()),
         }
         self._pipeline = LocalPipeline(graph)
+        sizes = self._pipeline.batch_sizes()
+        models = [n.name for n in graph.nodes.values() if any(map(processes_batches, n.steps))]
+        largest = max(sizes[name] for name in models or sizes)
+        self.parameters = {"max_batch_size": largest, "pipeline": public_description(graph, sizes)}
         self.outputs = outputs_of(graph, self._pipeline.metadata())
 
     def predict(self, items: list[Any]) -> list[Any]:
@@ -189,8 +192,16 @@ def outputs_of(graph: Graph, metadata: Mapping[str, ModelMetadata]) -> tuple[Ten
     return tuple(TensorSpec(name, t.datatype, (-1, *t.shape[1:])) for name, t in zip(names, last, strict=True))
 
 
-def public_description(graph: Graph) -> dict[str, Any]:
-    """The description of a pipeline for clients: its nodes in order with the names of their ops, without parameters."""
+def processes_batches(step: NodeStep) -> bool:
+    """Whether an op takes many items at once, as models do."""
+    return issubclass(op_class(step.op, step.params), BatchOp)
+
+
+def public_description(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The description of a pipeline for clients: its nodes in order with the names of their ops, without parameters.
+
+    `sizes` has the most items of a batch by node.
+    """
     return {
         "entry": graph.entry,
         "inputs": list(graph.takes),
@@ -201,7 +212,7 @@ def public_description(graph: Graph) -> dict[str, Any]:
                 "ops": [step.op for step in node.steps],
                 "next": list(node.next),
                 "instances": node.instances,
-                "max_batch": node.max_batch,
+                "max_batch": sizes[node.name],
             }
             for node in (graph.nodes[name] for name in graph.order())
         ],

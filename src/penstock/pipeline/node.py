@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import sys
 import time
 import traceback
@@ -103,11 +104,12 @@ class NodeModel:
         for step in self._node.steps:
             op = make_op(catalog.find(step.op), step.params)
             op.load(device)
-            made = _Step(step.op, op, step.filter)
+            name = type(op).__name__ if step.op == "Python" else step.op
+            made = _Step(name, op, step.filter)
             if isinstance(op, BatchOp):
                 if self._node.pad_to and not models:
                     self._parts.append([_Step("pad_to", PadTo(self._node.pad_to), step.filter)])
-                    made = _Step(step.op, op, "swap" if step.filter in ("run", "swap") else "then")
+                    made = _Step(name, op, "swap" if step.filter in ("run", "swap") else "then")
                 models.append(op)
                 self._parts.append([made])
             elif self._parts and isinstance(self._parts[-1][-1].op, ItemOp):
@@ -205,9 +207,7 @@ class NodeModel:
                     done += 1
                 else:
                     left.append((i, fields))
-            except ENDS:
-                raise
-            except BaseException as e:
+            except BaseException as e:  # also SystemExit: it is no reason to end the instance
                 out[i] = self._error(e, part[done], fields, visits[i])
         return left
 
@@ -238,12 +238,11 @@ class NodeModel:
             if len(results) != n:
                 found = f"{len(results)} results for {n} items"
                 raise BadOutput(f"op '{step.name}' returned {found}, expected one for each item")
-        except ENDS:
-            raise
         except BaseException as e:
             node = self._node
-            again = node.idempotent and (node.retry_split or out_of_memory(e)) and not isinstance(e, BadOutput)
-            if n > 1 and again:
+            if n > 1 and node.idempotent and (node.retry_split or out_of_memory(e)):
+                if isinstance(e, ENDS):
+                    raise ItemFailed(f"op '{step.name}' raised {type(e).__name__}") from e
                 raise
             for i, fields in given:
                 out[i] = self._error(e, step, fields, visits[i])
@@ -261,24 +260,30 @@ class NodeModel:
 
     def _error(self, error: BaseException, step: _Step, fields: Fields, visit: Visit) -> PenstockError:
         """The error of one item. Its message may leave the process; its detail names the position."""
-        where = f"node '{self._node.name}', op '{step.name}', item {visit.place} of its batch"
+        node = f"node '{self._node.name}'"
+        position = f"{node}, op '{step.name}'"
+        where = f"{position}, item {visit.place} of its batch"
         if isinstance(error, PenstockError):
             detail = f"{where}\n{error.detail}"
+            named = re.match(rf"(op ')?{re.escape(step.name)}\b", error.message)
+            message = f"{node if named else position}: {error.message}"
             try:  # a new instance, because several items may share the error
-                return type(error)(error.message, retry_after_s=error.retry_after_s, detail=detail)
+                return type(error)(message, retry_after_s=error.retry_after_s, detail=detail)
             except TypeError:  # a user's class with other parameters
+                if not error.message.startswith(node):
+                    error.message, error.args = message, (message,)
                 error.detail, error.__traceback__ = detail, None
                 return error
         if isinstance(error, KeyError) and error.args == (DATA,) and DATA not in fields:
             names = ", ".join(map(str, fields)) or "none"
-            return BadRequest(f"op '{step.name}' found no field 'data', only: {names}", detail=where)
+            return BadRequest(f"{position} found no field 'data', only: {names}", detail=where)
         text = "".join(traceback.format_exception(error))
         key = f"{step.name} raised {describe(error)}"
         if self._log_limiter.admits(key):
             log.warning("item_failed where=%r error=%r: its caller gets an error\n%s", where, key, text)
         if out_of_memory(error):
-            return OutOfMemory(f"op '{step.name}' ran out of memory on this item", detail=f"{where}\n{text}")
-        return ItemFailed(f"op '{step.name}' raised {type(error).__name__}", detail=f"{where}\n{text}")
+            return OutOfMemory(f"{position} ran out of memory on this item", detail=f"{where}\n{text}")
+        return ItemFailed(f"{position} raised {type(error).__name__}", detail=f"{where}\n{text}")
 
 
 def _store(fields: Fields, result: Any) -> None:

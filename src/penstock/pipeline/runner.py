@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.core.contracts import Observer
@@ -20,8 +20,13 @@ LONGEST_NAME = 128  # of a node in an error message, because callers may send an
 class PipelineRunner:
     """Takes items through a graph. Call `start` first and `close` last. Every accepted item has exactly one outcome."""
 
-    def __init__(self, graph: Graph, *, observers: Sequence[Observer] = ()) -> None:
-        """Raises ConfigError for features of the graph that are not supported yet."""
+    def __init__(
+        self, graph: Graph, *, observers: Sequence[Observer] = (), on_room: Callable[[], object] = lambda: None
+    ) -> None:
+        """`on_room` is called when bytes leave the queue of the entry while it is full.
+
+        Raises ConfigError for features of the graph that are not supported yet.
+        """
         check_runnable(graph)
         self.graph = graph = placed(graph)
         self.in_flight = 0  # items
@@ -30,6 +35,7 @@ class PipelineRunner:
         shared = {name: SharedState(compat=graph.compat) for name in graph.nodes}
         engines = [NodeEngine(graph, node, self._backpressure, observers, shared) for node in graph.nodes.values()]
         self._nodes = {engine.name: RunningNode(graph, engine) for engine in engines}
+        self._backpressure.on_room = on_room
         self._backpressure.connect({name: node.engine for name, node in self._nodes.items()})
         for name, node in self._nodes.items():
             node.chained = next((self._nodes[after] for after in node.engine.chained), None)
@@ -96,6 +102,11 @@ class PipelineRunner:
                 raise self._nodes[path.start].located(e) from None
             raise
         return traversal
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another item may enter: the pipeline has room for it, and the entry's queue for its bytes."""
+        return self.in_flight < self.width and self._nodes[self.graph.entry].engine.has_room_for_bytes
 
     def _route(self, start: Any) -> ItemRoute:
         if not isinstance(start, str) or start not in self.graph.nodes:

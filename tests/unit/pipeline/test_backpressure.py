@@ -39,6 +39,7 @@ class FakeEngine:
     chained = ()
     pressed = False
     row_bytes = 0.0
+    full_of_bytes = False
 
     def __init__(self, node: Node) -> None:
         self.name, self.node = node.name, node

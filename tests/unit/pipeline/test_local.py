@@ -260,7 +260,7 @@ async def test_a_full_queue_rejects_items_immediately(make: Make, doors: Any, mo
     inside = pipeline.submit({"data": "0"})
     await doors.until("a", 1)
     waiting = [pipeline.submit({"data": str(i)}) for i in range(1, 4)]
-    with pytest.raises(QueueFull, match="3 items wait for room"):
+    with pytest.raises(QueueFull, match=r"3 items \(3 bytes\) wait for room"):
         await pipeline.submit({"data": "4"})
     doors.open_all()
     assert [(await f).fields["result"] for f in (inside, *waiting)] == list("0123")
@@ -340,3 +340,32 @@ def test_only_the_beginning_of_long_values_is_inspected() -> None:
     assert nbytes_of([b"1234"] * 10**6) == 4 * 10**6
     assert len(shape_of([1] * 10**6)) < 200
     assert nbytes_of([]) == 0
+
+
+async def test_the_bytes_that_wait_are_bounded_inside_and_outside(make: Make, doors: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("penstock.pipeline.local.MAX_WAITING_BYTES", 300)
+    pipeline = make({"a": gate("a", queue_bytes=200, queue=100)})
+    futures = [pipeline.submit({"data": bytes(100)}) for _ in range(20)]
+    await doors.until("a", 1)
+    node = pipeline.statistics()["nodes"]["a"]  # type: ignore[index]
+    assert node["queued_bytes"] <= 200
+    refused = [future for future in futures if future.done()]
+    assert 20 - len(refused) <= 1 + 2 + 3  # one runs, and 200 and 300 bytes wait
+    for future in refused:
+        with pytest.raises(QueueFull, match=r"3 items \(300 bytes\) wait for room"):
+            future.result()
+    doors.open_all()
+    for future in futures[: 20 - len(refused)]:
+        assert (await asyncio.wrap_future(future)).error is None
+    assert (await asyncio.wrap_future(pipeline.submit({"data": bytes(100)}))).error is None  # nothing leaked
+
+
+async def test_an_item_that_waits_outside_is_answered_at_its_deadline(make: Make, doors: Any) -> None:
+    pipeline = make({"a": gate("a")}, in_flight=1)
+    inside = pipeline.submit({"data": "0"})
+    await doors.until("a", 1)
+    late = await asyncio.to_thread(pipeline.infer, {"data": "1"}, None, 0.1)
+    assert isinstance(late.error, DeadlineExceeded)
+    doors.open_all()
+    assert (await asyncio.wrap_future(inside)).error is None
+    assert doors.met["a"] == [["0"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from penstock.cli.server import banner
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec, Wrapped
@@ -28,7 +30,7 @@ from penstock.pipeline.model import (
 from penstock.pipeline.model import request_of as ask
 from penstock.pipeline.ops.python import op
 from penstock.pipeline.traversal import Hop, ItemOutcome
-from penstock.types import Headed, Item, ModelMetadata, TensorSpec
+from penstock.types import Headed, Item, ModelMetadata, ModelStatus, TensorSpec
 
 TWO_NODES = """
 [pipeline]
@@ -200,6 +202,13 @@ def test_a_non_idempotent_node_makes_its_pipeline_non_idempotent(tmp_path: Path)
     assert ready.options["run_timeout_s"] == 5 + 60 + 60
 
 
+def test_the_banner_shows_the_largest_batch_of_the_models(load: Callable[..., PipelineModel], known: None) -> None:
+    model = load('[a]\nbackend = "Identity"\nnext = "b"\n[b]\nbackend = "BatchWords"\nmax_batch = 5\n')
+    assert model.parameters["max_batch_size"] == 5
+    status = ModelStatus("m", "1", "READY", 1, 1, 32, ("cpu",), model_batch_size=5)
+    assert re.search(r"m +1 +1 +5 +cpu +READY", banner({}, [status], ""))
+
+
 def test_a_wrong_file_is_an_error_of_its_configuration(load: Callable[..., PipelineModel]) -> None:
     with pytest.raises(ConfigError, match="Identitty"):
         load('[a]\nbackend = "Identitty"\n')
@@ -242,9 +251,10 @@ def test_models_are_placed_on_the_gpu_of_their_worker() -> None:
 
 def test_clients_read_the_nodes_and_no_parameters() -> None:
     given = graph(a=structs.replace(node("a", "OnnxTensor", model="/secret/net.onnx"), next=("b",)), b=node("b"))
-    told = public_description(given)
+    told = public_description(given, {"a": 8, "b": 32})
     assert [n["name"] for n in told["nodes"]] == ["a", "b"]
     assert told["nodes"][0]["next"] == ["b"]
+    assert [n["max_batch"] for n in told["nodes"]] == [8, 32]
     assert "secret" not in str(told)
 
 

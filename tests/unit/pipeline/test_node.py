@@ -49,7 +49,7 @@ def test_an_item_without_data_leaves_its_batch_alone(node: Any) -> None:
     model = node(NodeStep("BatchWords"))
     found = model.predict([*visits("1"), Visit({"other": 2}, swap=False), *visits("3")])
     assert told(found) == ["1", "BadRequest", "3"]
-    assert found[1].message == "op 'BatchWords' found no field 'data', only: other"
+    assert found[1].message == "node 'n', op 'BatchWords' found no field 'data', only: other"
 
 
 def test_items_that_skipped_an_or_do_not_affect_the_next_batch(node: Any) -> None:
@@ -107,10 +107,36 @@ def test_out_of_memory_is_left_for_the_worker_to_split_even_without_retry_split(
     assert isinstance(found[0], OutOfMemory)
 
 
-def test_a_wrong_number_of_results_fails_those_of_the_call(node: Any) -> None:
-    found = node(NodeStep("Picky"), NodeStep("TooFew", {}, "swap")).predict(visits("1", "x", "3"))
+def test_a_wrong_number_of_results_is_left_for_the_worker_to_split_unless_the_node_forbids_it(node: Any) -> None:
+    steps = NodeStep("Picky"), NodeStep("TooFew", {}, "swap")
+    with pytest.raises(BadOutput):
+        node(*steps).predict(visits("1", "x", "3"))
+    found = node(*steps, retry_split=False).predict(visits("1", "x", "3"))
     assert [type(f) for f in found] == [BadOutput, ItemFailed, BadOutput]
     assert "1 results for 2 items" in str(found[0])
+
+
+@pytest.mark.parametrize("ends", [SystemExit, KeyboardInterrupt])
+def test_an_op_that_ends_the_program_fails_its_item_alone(node: Any, monkeypatch: Any, ends: Any) -> None:
+    class ExitsOne(ItemOp):
+        def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
+            if data == "die":
+                raise ends
+            return data
+
+    class ExitsAll(BatchOp):
+        def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
+            if "die" in data:
+                raise ends
+            return data
+
+    monkeypatch.setitem(catalog._registered, "ExitsOne", ExitsOne)
+    monkeypatch.setitem(catalog._registered, "ExitsAll", ExitsAll)
+    assert told(node(NodeStep("ExitsOne")).predict(visits("1", "die", "3"))) == ["1", "ItemFailed", "3"]
+    model = node(NodeStep("ExitsAll"))
+    with pytest.raises(ItemFailed, match=ends.__name__):  # the worker halves the batch
+        model.predict(visits("1", "die"))
+    assert told(model.predict(visits("die"))) == ["ItemFailed"]
 
 
 def test_errors_name_the_position_and_keep_no_frames(node: Any, monkeypatch: Any) -> None:
@@ -128,7 +154,7 @@ def test_errors_name_the_position_and_keep_no_frames(node: Any, monkeypatch: Any
     monkeypatch.setitem(catalog._registered, "Raises", Raises)
     (error,) = node(NodeStep("Raises")).predict(visits("1"))
     gc.collect()
-    assert (type(error), str(error)) == (BadRequest, "expected an image")
+    assert (type(error), str(error)) == (BadRequest, "node 'n', op 'Raises': expected an image")
     assert error.detail == "node 'n', op 'Raises', item 0 of its batch\nof 3 bytes"
     assert alive[0]() is None
 

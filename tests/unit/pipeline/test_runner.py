@@ -280,9 +280,30 @@ async def test_a_node_may_have_its_own_deadline(stage, make_graph, doors) -> Non
     first = s.put("1")
     await doors.until("b", 1)
     late = [s.put("late"), s.put("later", budget_s=20.0)]
-    assert [type((await item).error) for item in late] == [DeadlineExceeded] * 2
+    assert [type((await item).error) for item in (first, *late)] == [DeadlineExceeded] * 3
     doors.open_all()
-    assert (await first).error is None
+    assert await s.results("3") == ["3"]
+
+
+@pytest.mark.parametrize("hangs", ["a", "b", "join"])
+async def test_a_deadline_is_kept_while_any_node_runs(stage, make_graph, doors, hangs) -> None:
+    nodes = {
+        "a": (NodeStep("Door", {"gate": "a"}), "b c", {}),
+        "b": (NodeStep("Door", {"gate": "b"}), "join", {}),
+        "c": ("Identity", "join", {}),
+        "join": (NodeStep("Door", {"gate": "join"}), "", {"inputs": [("b", "result", "data"), ("c", "result", "c")]}),
+    }
+    for name in {"a", "b", "join"} - {hangs}:
+        doors.door(name).set()
+    s = await stage(make_graph(nodes))
+    start = asyncio.get_running_loop().time()
+    outcome = await asyncio.wait_for(s.put("1", budget_s=0.2), 10.0)
+    assert isinstance(outcome.error, DeadlineExceeded)
+    assert f"node '{hangs}'" in str(outcome.error)
+    assert 0.19 < asyncio.get_running_loop().time() - start < 5.0
+    assert s.runner.in_flight == 0
+    doors.open_all()
+    assert await s.results("2", budget_s=20.0) == ["2"]
 
 
 async def test_a_cancelled_item_does_not_run_and_is_not_answered(stage, make_graph, doors) -> None:

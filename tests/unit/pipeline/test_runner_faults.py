@@ -14,7 +14,7 @@ from penstock.errors import (
     DeadlineExceeded,
     ItemFailed,
     ModelNotReady,
-    WorkerDied,
+    RunTimeout,
 )
 from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops import catalog
@@ -47,7 +47,7 @@ async def test_an_error_names_node_op_and_place(stage, make_graph, caplog) -> No
     s = await stage(make_graph({"dec": (A, "pick", {}), "pick": ((A, "Picky"), "", {})}))
     outcome = (await asyncio.gather(s.put("1"), s.put("x")))[1]
     assert isinstance(outcome.error, ItemFailed)
-    assert str(outcome.error) == "op 'Picky' raised ValueError"
+    assert str(outcome.error) == "node 'pick', op 'Picky' raised ValueError"
     assert outcome.error.detail.startswith("node 'pick', op 'Picky', item 1 of its batch\nTraceback")
     assert "this has an x" in outcome.error.detail
     assert outcome.node == "pick"
@@ -62,7 +62,7 @@ async def test_a_client_error_stays_a_client_error(stage, make_graph, monkeypatc
     monkeypatch.setitem(catalog._registered, "Refuses", Refuses)
     outcome = await (await stage(make_graph({"a": ("Refuses", "", {})}))).put(b"")
     assert type(outcome.error) is BadRequest
-    assert str(outcome.error) == "expected an image, found 0 bytes"
+    assert str(outcome.error) == "node 'a', op 'Refuses': expected an image, found 0 bytes"
 
 
 async def test_a_field_that_is_missing_is_named(stage, make_graph) -> None:
@@ -71,14 +71,14 @@ async def test_a_field_that_is_missing_is_named(stage, make_graph) -> None:
     s.runner.submit({"image": 1}, future.set_result)
     outcome = await future
     assert isinstance(outcome.error, BadRequest)
-    assert str(outcome.error) == "op 'Words' found no field 'data', only: image"
+    assert str(outcome.error) == "node 'a', op 'Words' found no field 'data', only: image"
 
 
 async def test_too_few_rows_fail_the_batch_and_mix_no_results(stage, make_graph) -> None:
     s = await stage(make_graph({"a": ("TooFew", "", {"max_batch": 4})}))
     outcomes = await asyncio.gather(*[s.put(str(i)) for i in range(3)])
     assert all(isinstance(o.error, BadOutput) for o in outcomes)
-    assert str(outcomes[0].error) == "op 'TooFew' returned 2 results for 3 items, expected one for each item"
+    assert str(outcomes[0].error) == "node 'a': op 'TooFew' returned 0 results for 1 items, expected one for each item"
 
 
 async def test_a_batch_that_must_not_be_split_fails_as_a_whole(stage, make_graph, caplog) -> None:
@@ -122,8 +122,8 @@ async def test_an_op_that_hangs_fails_only_its_own_items(stage, make_graph, door
     stuck = s.put("stuck")
     await doors.until("b", 1)
     outcome = await asyncio.wait_for(stuck, 10.0)
-    assert isinstance(outcome.error, WorkerDied)
-    assert "node 'b'" in str(outcome.error)
+    assert isinstance(outcome.error, RunTimeout)
+    assert str(outcome.error) == "node 'b': the run exceeded run_timeout_s=0.4, and its worker was replaced"
     doors.open_all()
     assert await s.results("1", "2") == ["1", "2"]
 
@@ -148,8 +148,25 @@ async def test_of_a_hanging_batch_only_the_hanging_item_fails(stage, make_graph,
     monkeypatch.setitem(catalog._registered, "Hangs", Hangs)
     graph = make_graph({"a": ("Identity", "b", {}), "b": ("Hangs", "", {"run_timeout_s": 0.2, "max_batch": 4})})
     s = await stage(graph)
-    assert await s.results("1", "h", "3", "4") == ["1", "worker_died", "3", "4"]
+    assert await s.results("1", "h", "3", "4") == ["1", "run_timeout", "3", "4"]
     assert await s.results("5") == ["5"]
+
+
+async def test_a_hang_is_reported_once_after_its_time_and_not_repeated_without_retry_split(
+    stage, make_graph, doors, caplog
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    more = {"run_timeout_s": 0.3, "max_batch": 4}
+    step = NodeStep("BatchWords", {"gate": "a"})
+    s = await stage(make_graph({"a": (step, "b c", more), "b": (A, "", {}), "c": (A, "", {})}))
+    alone = await s.results("h")
+    assert (alone, doors.met["a"]) == (["run_timeout"], [["h"]])  # it ran once
+    s = await stage(make_graph({"a": (("Identity", step), "", more | {"retry_split": False})}))
+    first = s.put("1")
+    await doors.until("a", 2)
+    outcomes = await asyncio.wait_for(asyncio.gather(first, *map(s.put, "234")), 10.0)
+    assert [o.error.code for o in outcomes] == ["run_timeout"] * 4
+    assert doors.met["a"][1:] == [["1"], ["2", "3", "4"]]
 
 
 async def test_a_batch_that_runs_out_of_memory_is_halved_and_the_limit_is_remembered(
@@ -184,7 +201,7 @@ async def test_an_op_that_ends_its_thread_fails_only_its_own_items(stage, make_g
     }
     s = await stage(make_graph(nodes, in_flight=64))
     found = await s.results(*[str(i) if i != 7 else "die" for i in range(30)])
-    assert found == [f"{i}c" if i != 7 else "worker_died" for i in range(30)]
+    assert found == [f"{i}c" if i != 7 else "item_failed" for i in range(30)]
 
 
 async def test_a_node_that_takes_too_long_is_skipped(stage, make_graph, doors) -> None:
@@ -211,7 +228,9 @@ async def test_an_error_keeps_a_users_class(stage, make_graph, monkeypatch) -> N
 
     monkeypatch.setitem(catalog._registered, "Sharp", Sharp)
     outcome = await (await stage(make_graph({"a": ("Sharp", "", {})}))).put("1")
-    assert (type(outcome.error), str(outcome.error)) == (Blurred, "the image is blurred: 0.1")
+    assert str(outcome.error) == "node 'a', op 'Sharp': the image is blurred: 0.1"
+    assert type(outcome.error) is BadRequest  # callers may lack the user's class
+    assert type(outcome.error.original.error) is Blurred
     assert outcome.error.detail.startswith("node 'a', op 'Sharp', item 0")
 
 

@@ -193,9 +193,15 @@ class ModelHandle:
             instances=self.instances.count,
             ready_instances=self.instances.up,
             max_batch_size=scheduler.max_batch_size if scheduler else 0,
+            model_batch_size=self._declared_batch(),
             devices=self.instances.devices(),
             queue=scheduler.queued if scheduler else 0,
         )
+
+    def _declared_batch(self) -> int | None:
+        """The batch size that a model declares which forms its own batches, as pipelines do."""
+        found = self.metadata.parameters.get("max_batch_size") if self.metadata else None
+        return found if isinstance(found, int) else None
 
     @property
     def pending(self) -> int:
