@@ -28,7 +28,7 @@ MODELS = """
         return items
 
     def short(items):
-        return items[:-1] if len(items) > 1 else items
+        return [item for item in items if item != "lost"]
 
     class Sums:
         inputs = [penstock.TensorSpec("x", "FP32", (-1, 2))]
@@ -305,8 +305,9 @@ def test_a_priority_that_is_no_class_is_400(server: Any, priority: str) -> None:
     assert server.post("/predictions/echo", b"[1]", x_priority=priority)[0] == 400
 
 
-def test_k_of_n_results_fail_the_batch_with_both_lengths(server: Any) -> None:
+def test_an_item_without_a_result_fails_alone(server: Any) -> None:
     with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda _: server.post("/predictions/short", b"[1]"), range(2)))
-    assert [status for status, _ in answers] == [500, 500]
-    assert b"1 results for 2 items" in answers[0][1]
+        lost, kept = pool.map(lambda body: server.post("/predictions/short", body), (b'"lost"', b'"kept"'))
+    assert kept == (200, b"kept")
+    assert lost[0] == 500
+    assert b"0 results for 1 item" in lost[1]
