@@ -198,6 +198,6 @@ async def test_random_changes_under_load_cost_no_request_and_mix_no_answer(
     assert callers.named > 20
     now = sum(change.instances.values())
     await chaos.until(lambda: len(chaos.workers(server)) == now)
-    # a worker has a socket, a pidfd and the memory of its answers; a version has a timer
-    descriptors += 3 * (now - 1) + len(change.instances) - 1
+    # a worker has a socket, a pidfd, the memory of its answers and the pipe of its log; a version has a timer
+    descriptors += 4 * (now - 1) + len(change.instances) - 1
     await chaos.until(lambda: chaos.descriptors(server) <= descriptors, 10)
