@@ -131,7 +131,7 @@ def test_a_configuration_is_checked_with_its_pipelines(folder: Path) -> None:
     assert (result.exit_code, result.output) == (0, "ok: m (net.toml)\n")
     (folder / "net.toml").write_text('[a]\nbackend = "Identitty"\n')
     result = CliRunner().invoke(config_verb, ["check", "penstock.toml"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "did you mean 'Identity'" in result.output
     result = CliRunner().invoke(config_verb, ["check", "net.toml"])
     assert (result.exit_code, "penstock pipeline check net.toml" in result.output) == (1, True)
