@@ -19,15 +19,15 @@ def test_a_valid_file_prints_ok_and_its_models(toml: Callable[[str], str]) -> No
     ("text", "message"),
     [("[server]\nprot = 1\n", "did you mean 'port'"), ('[server]\nhost = "0.0.0.0"\n', "--insecure")],
 )
-def test_an_invalid_file_exits_with_1_and_the_reason(toml: Callable[[str], str], text: str, message: str) -> None:
+def test_an_invalid_file_exits_with_2_and_the_reason(toml: Callable[[str], str], text: str, message: str) -> None:
     result = CliRunner().invoke(config, ["check", toml(text)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
 
 
 def test_the_environment_is_checked_too(toml: Callable[[str], str]) -> None:
     result = CliRunner().invoke(config, ["check", toml("")], env={"PENSTOCK_SERVER__PORT": "x"})
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "PENSTOCK_SERVER__PORT" in result.output
 
 
@@ -41,7 +41,7 @@ def test_the_environment_is_checked_too(toml: Callable[[str], str]) -> None:
 )
 def test_an_unknown_batching_rule_is_found(toml: Callable[[str], str], line: str, word: str) -> None:
     result = CliRunner().invoke(config, ["check", toml(f'[models.m]\ntarget = "app.py:f"\n{line}\n')])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "models.m" in result.output
     assert word in result.output
 
@@ -87,7 +87,7 @@ batching.rows = "x"
 def test_all_errors_are_listed(toml: Callable[[str], str], text: str, keys: list[str]) -> None:
     """First the errors of single keys; once these are correct, those between keys; then those of models."""
     result = CliRunner().invoke(config, ["check", toml(text)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     first, *lines = result.output.splitlines()
     assert first == f"penstock: {len(keys)} errors:"
     assert [key in line for key, line in zip(keys, lines, strict=True)] == [True] * len(keys)
