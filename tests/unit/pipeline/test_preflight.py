@@ -134,4 +134,4 @@ def test_a_configuration_is_checked_with_its_pipelines(folder: Path) -> None:
     assert result.exit_code == 2
     assert "did you mean 'Identity'" in result.output
     result = CliRunner().invoke(config_verb, ["check", "net.toml"])
-    assert (result.exit_code, "penstock pipeline check net.toml" in result.output) == (1, True)
+    assert (result.exit_code, "penstock pipeline check net.toml" in result.output) == (2, True)
