@@ -58,7 +58,7 @@ SHARE = 0.8
 SEGMENT_S = 60.0
 GROWTH = 1.05  # of memory after the first fifth, plus as many bytes:
 SPARE_BYTES = 16 * 2**20
-LEAK = re.compile(r"event=\S*leak\S* .*leaking")
+LEAK = re.compile(r"memory_grows\b.*\bleaking\b")
 SPARE_FILES = 8  # connections that are open at one reading and not at another
 
 
