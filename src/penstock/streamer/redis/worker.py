@@ -46,7 +46,10 @@ class InstanceWatcher(Observer):
 
 
 class BrokerWorker:
-    """See the module. After `lease_s` without a renewal, other workers take over the entries of this one."""
+    """See the module. After `lease_s` without a renewal, other workers take over the entries of this one.
+
+    Its 16 attributes are its options, its two connections, and the state of the loop that reads and renews entries.
+    """
 
     def __init__(
         self,
