@@ -93,7 +93,8 @@ async def test_an_item_that_ends_its_worker_fails_alone(guarded: Callable[..., A
     assert crowd.wrong == []
     assert not crowd.unanswered
     assert set(crowd.statuses) == {200}
-    assert server.metric("penstock_worker_events_total", state="died") == 3 * poisons
+    deaths = server.metric("penstock_worker_events_total", state="died")
+    assert 2 * poisons <= deaths <= 3 * poisons, "with others, perhaps in a smaller piece, and alone"
 
 
 async def test_callers_that_hang_up_cost_nobody_an_answer_and_leave_nothing(

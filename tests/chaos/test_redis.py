@@ -192,7 +192,7 @@ def test_a_wrong_password_is_reported_at_once_without_showing_it(worker, streame
         streamer(broker).predict([1])
     assert "wr0ng" not in str(caught.value)
     one = worker("echo", broker=broker)
-    assert one.process.wait(10) == 1
+    assert one.process.wait(10) == 2
     assert "refuses the user or password" in one.log_text()
     assert "wr0ng" not in one.log_text()
     with pytest.raises(ConfigError, match="refuses the user or password"):

@@ -12,7 +12,16 @@ import msgspec
 import pytest
 
 from penstock.core.worker.spec import Wrapped
-from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, LoadOutOfMemory, OutOfMemory, WorkerDied
+from penstock.errors import (
+    BadOutput,
+    BadRequest,
+    ItemFailed,
+    LoadFailed,
+    LoadOutOfMemory,
+    OutOfMemory,
+    RunTimeout,
+    WorkerDied,
+)
 from penstock.plugins import resolve
 from penstock.types import BatchPart, Item, ItemResult
 from support.transports import TransportHarness
@@ -201,7 +210,7 @@ async def test_after_a_handler_hangs_the_next_one_answers(tmp_path):
         await harness.up()
         number = harness.post([does("import time\ntime.sleep(60)")])
         error = (await harness.final(number)).error
-        assert type(error) is WorkerDied
+        assert type(error) is RunTimeout
         assert "run_timeout_s=0.2" in error.message
         await harness.up()
         assert (await results(harness, does("return ['again']")))[0].body == b"again"

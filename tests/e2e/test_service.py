@@ -192,7 +192,7 @@ def test_one_instance_that_does_not_load_leaves_the_others_to_answer(serve: Call
 def test_a_model_that_dies_on_every_batch_answers_all_and_the_server_lives(serve: Callable[..., Any]) -> None:
     server = serve(MODELS, "dies", "echo")
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: server.post("/predictions/dies", b"[1]"), range(4)))
+        answers = list(pool.map(lambda number: server.post("/predictions/dies", b"[%d]" % number), range(4)))
     assert {status for status, _ in answers} == {503}
     assert server.post("/predictions/echo", b"[1]") == (200, b"[1]")
     assert server.get("/healthz")[0] == 200

@@ -696,7 +696,7 @@ async def test_a_hanging_request_ends_its_worker_and_the_next_is_answered(
     code = SLOW.replace("time.sleep(0.3)", "time.sleep(float(bytes(data[0]['body'])))")
     await admin.register(RegisterRequest(url=server.archive("m", code=code), initial_workers=1, response_timeout=1))
     result = await server.result("m", body=b"60")
-    assert result.error.code == "worker_died"
+    assert result.error.code == "run_timeout"
     await server.until(lambda: server.components.backend.model_ready("m", None))
     assert await server.ask("m", body=b"0") == "done"
 
