@@ -24,6 +24,7 @@ from penstock.perf.bench.target import Target, open_target
 
 APP = """
 import sys
+import time
 
 from penstock import TensorSpec
 
