@@ -45,7 +45,7 @@ def test_the_generated_pages_describe_the_commands_the_routes_and_the_public_api
     commands, routes, api = ((site / page).read_text() for page in ("cli.md", "http.md", "api.md"))
     for name in main.list_commands(click.Context(main)):
         assert f"## `penstock {name}`" in commands
-    assert "| POST | `/v2/models/{model}/infer` |" in routes
+    assert "| POST, PUT | `/v2/models/{model}/infer` |" in routes
     assert "| 429 | `queue_full` | yes |" in routes
     for name in penstock.__all__:
         assert re.search(rf"^### `{name}\b", api, re.M), f"docs/api.md lacks {name}"

@@ -20,7 +20,8 @@ Stage = Literal["open", "decode"]
 OPEN_OPTIONS = {"protocol_whitelist": "file"}  # a playlist disguised as a video reaches no network
 DECODE_OPTIONS = {"max_pixels": str(8192 * 8192)}
 STRICT_OPTIONS = {"err_detect": "explode"}  # damage is an error, not guessed pixels
-CONCURRENT_BYTES = 64 << 20  # each decoder thread holds one frame: 21 of 1920x1080, 5 of 3840x2160
+CONCURRENT_BYTES = 128 << 20  # each decoder thread holds two frames: 21 threads at 1920x1080, 5 at 3840x2160
+H264_MAX_REORDER = 15  # frames that FFmpeg's H.264 decoder can hold back
 NOT_VIDEOS = {"hls", "dash", "concat", "imf", "tty", "ffmetadata", "webvtt", "srt", "ass"}
 STILL_IMAGES = ("image2", "_pipe", "gif_pipe")
 
@@ -120,11 +121,18 @@ class OpenVideo:
     def _configure_decoder(self, threads: int, options: dict[str, str]) -> None:
         context = self.stream.codec_context
         frame_bytes = max(1, context.width * context.height * 3 // 2)
-        self.threads = max(1, min(threads, CONCURRENT_BYTES // frame_bytes))
+        self.threads = max(1, min(threads, CONCURRENT_BYTES // (2 * frame_bytes)))
+        if context.name == "h264":
+            # Reorder as the standard allows. FFmpeg's guess can cost a frame, and would differ after a seek.
+            options = options | {"strict": "strict"}
+            # One thread reads whether a frame of another is damaged when it shows that frame, even if the other still
+            # decodes it. With this depth, a frame is shown when its thread decodes the next one.
+            self.threads = max(1, min(self.threads, H264_MAX_REORDER - context.reorder_depth))
+            if self.threads > 1:
+                context.reorder_depth += self.threads
         context.thread_count = self.threads
         context.thread_type = "AUTO" if self.threads > 1 else "SLICE"
-        # Reorder H.264 as the standard allows. FFmpeg's guess can cost a frame, and would differ after a seek.
-        context.options = options | ({"strict": "strict"} if context.name == "h264" else {})
+        context.options = options
 
 
 def _require_regular_file(path: str) -> None:
