@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
@@ -14,6 +15,7 @@ from penstock.perf.simulate import simulator
 from penstock.perf.simulate.simulator import UNBOUNDED, WARM, OpenLoop, ServiceTime, Simulation
 
 _BULK = -1  # stands for a client's number
+_FRONT_END = -2  # so do this and lower numbers, later turns of the front end
 _RETRY_S = 0.010  # a closed-loop client retries this long after its request was dropped
 
 
@@ -25,12 +27,27 @@ class ThinkTime(Struct, frozen=True):
     position_s: float = 0.00002
 
 
+class FrontEnd(Struct, frozen=True):
+    """A web server, one request at a time, on cores that the model uses too.
+
+    Each request takes about `work_s` (5 % jitter) before the scheduler sees it. While a batch runs, the work proceeds
+    at `speed`; otherwise at 1.
+    """
+
+    work_s: float
+    speed: float
+
+
 class ClosedLoop(Struct, frozen=True):
-    """`clients` that each wait for an answer before the next request, until `horizon_s`."""
+    """`clients` that each wait for an answer before the next request, until `horizon_s`. From `change_s` on there are
+    `changed` of them: the others leave with their next answer, or come then."""
 
     clients: int
     horizon_s: float
     think: ThinkTime = ThinkTime()
+    front_end: FrontEnd | None = None
+    changed: int | None = None
+    change_s: float = INF
 
 
 class BulkLoad(Struct, frozen=True):
@@ -107,6 +124,46 @@ def simulate(
     return _Simulation(service, scheduler, load, settings).finish()
 
 
+class _FrontEndQueue:
+    """The clients at the front end, which works for the first of them. `runs` are the times of batches, by start."""
+
+    def __init__(self, front_end: FrontEnd, rng: random.Random) -> None:
+        self.line: deque[tuple[int, float]] = deque()  # (client, since when)
+        self.runs: list[tuple[float, float]] = []
+        self.turn = _FRONT_END
+        self._front_end, self._rng = front_end, rng
+        self._work_s = self._start_s = 0.0  # of the first client
+
+    def join(self, client: int, now: float) -> bool:
+        """Whether the client is served at once."""
+        self.line.append((client, now))
+        if len(self.line) == 1:
+            self._begin(now)
+        return len(self.line) == 1
+
+    def serve(self, now: float) -> tuple[int, float]:
+        """The first client leaves; returns it, and when it came."""
+        first = self.line.popleft()
+        self._begin(now)
+        return first
+
+    def _begin(self, now: float) -> None:
+        self._work_s, self._start_s = self._front_end.work_s * self._rng.lognormvariate(0, 0.05), now
+
+    def end_s(self) -> float:
+        """When the work for the first client ends, unless more batches start."""
+        t, left, speed = self._start_s, self._work_s, self._front_end.speed
+        self.runs = [run for run in self.runs if run[1] > t]
+        for start, end in self.runs:
+            if start - t >= left:
+                break
+            left, t = left - max(0.0, start - t), max(t, start)
+            if (end - t) * speed >= left:
+                return t + left / speed
+            left, t = left - max(0.0, end - t) * speed, max(t, end)
+        return t + left
+
+
 class _Simulation(Simulation):
     settings: SimulationSettings
 
@@ -118,6 +175,8 @@ class _Simulation(Simulation):
         self.deadline_s = (settings.slo_s or INF) if settings.deadlines else INF
         self.clients_rng = random.Random(settings.seed)
         self.client: dict[int, int] = {}  # closed loop: request -> client
+        front_end = load.front_end if isinstance(load, ClosedLoop) else None
+        self.front = None if front_end is None else _FrontEndQueue(front_end, self.clients_rng)
         self.drops: list[float] = []  # arrival
         self.prepared_s: dict[int, float] = {}  # slot -> when its latest batch is prepared
         self.last_bulk_id = 0
@@ -129,8 +188,9 @@ class _Simulation(Simulation):
         for _ in range(self.bulk.in_flight if self.bulk else 0):
             self.schedule(0.0, _BULK)
         if isinstance(load, ClosedLoop):
-            for client in range(load.clients):
-                self.schedule(self.clients_rng.random() * 0.005, client)
+            for client in range(max(load.clients, load.changed or 0)):
+                first_s = load.change_s if client >= load.clients else 0.0
+                self.schedule(first_s + self.clients_rng.random() * 0.005, client)
             end = self.run(OpenLoop(()), load.horizon_s)
         else:
             self.run(load)
@@ -150,8 +210,22 @@ class _Simulation(Simulation):
         return self.bulk is not None and arrival == INF and not self.arrived
 
     def client_event(self, number: int, now: float) -> None:
+        if number <= _FRONT_END:
+            assert self.front is not None
+            if number == self.front.turn:  # else the end of its work has changed since
+                client, since_s = self.front.serve(now)
+                id = self.arrive(now)
+                self.client[id], self.arrived[id] = client, since_s
+                self._front_end_turn()
+            return
         if number != _BULK:
-            self.client[self.arrive(now)] = number
+            assert isinstance(self.load, ClosedLoop)
+            if now >= self.load.change_s and self.load.changed is not None and number >= self.load.changed:
+                return
+            if self.front is None:
+                self.client[self.arrive(now)] = number
+            elif self.front.join(number, now):
+                self._front_end_turn()
             return
         assert self.bulk is not None
         self.last_bulk_id = id = self.last_bulk_id - 1
@@ -173,7 +247,19 @@ class _Simulation(Simulation):
     def start(self, batch: Dispatch, ready: float) -> float:
         ready = max(ready, self.prepared_s.get(batch.slot, 0.0)) + self.settings.prepare_s * batch.rows
         self.prepared_s[batch.slot] = ready
-        return super().start(batch, ready)
+        answer = super().start(batch, ready)
+        if self.front is not None:
+            start, _, seconds = self.batches[-1]
+            self.front.runs.append((start, start + seconds))
+            self._front_end_turn()
+        return answer
+
+    def _front_end_turn(self) -> None:
+        """Schedules the next end of the front end's work."""
+        assert self.front is not None
+        if self.front.line:
+            self.front.turn -= 1
+            self.schedule(self.front.end_s(), self.front.turn)
 
     def outcome(self, run_s: float, entries: Sequence[Entry]) -> Outcome:
         prepare_s = self.settings.prepare_s * sum(e.rows for e in entries)

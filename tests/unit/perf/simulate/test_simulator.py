@@ -12,7 +12,7 @@ from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.fixed import Fixed
 from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
-from support.simulator import BulkLoad, ClosedLoop, SimulationResult, SimulationSettings, poisson, simulate
+from support.simulator import BulkLoad, ClosedLoop, FrontEnd, SimulationResult, SimulationSettings, poisson, simulate
 
 ACC = ServiceTime(0.005, 0.0002)
 CPU = ServiceTime(0.0005, 0.004)
@@ -152,6 +152,40 @@ def test_every_arrival_of_an_open_loop_is_counted_and_the_busy_share_follows_fro
     assert (r.mean_s, r.p50_s, r.p99_s) == pytest.approx((0.001,) * 3)
     assert r.busy == pytest.approx(0.1, abs=0.01)
     assert (r.mean_batch, r.dropped) == (1.0, 0.0)
+
+
+SHARED = ServiceTime(0.004, 0.0002)
+"""A small model on cores that a web server shares, as in the Flask rows of `benchmarks/streamer.py`."""
+
+
+def shared(clients: int, horizon_s: float = 4.0) -> ClosedLoop:
+    """Clients behind that web server, which slows down while a batch runs."""
+    return ClosedLoop(clients, horizon_s, front_end=FrontEnd(0.00092, 0.7))
+
+
+def test_waiting_pays_where_the_web_server_shares_the_cores_with_the_model() -> None:
+    at_once, long, longer = (simulate(SHARED, Fixed(wait_s), shared(128)) for wait_s in (0.0, 0.02, 0.1))
+    assert at_once.throughput < 0.80 * long.throughput < 0.80 * longer.throughput
+    assert at_once.mean_batch < 5 < 15 < long.mean_batch < longer.mean_batch
+    for result in (at_once, longer):  # Little's law: the latency includes the front end
+        assert result.throughput * result.mean_s == pytest.approx(127, rel=0.02)
+
+
+def test_the_front_end_serves_one_request_at_a_time_and_slows_down_while_a_batch_runs() -> None:
+    free = simulate(ServiceTime(0.0, 1e-6), greedy(), shared(64))
+    assert free.throughput == pytest.approx(1 / 0.00092, rel=0.02)
+    always = simulate(SHARED, greedy(), shared(64))
+    assert always.busy > 0.98
+    assert always.throughput == pytest.approx(0.7 / 0.00092, rel=0.02)
+
+
+def test_clients_come_and_go_at_the_time_of_the_change() -> None:
+    def load(before: int, after: int) -> SimulationResult:
+        return simulate(ACC, greedy(), ClosedLoop(before, 4.0, changed=after, change_s=2.0))
+
+    few, many = simulate(ACC, greedy(), ClosedLoop(4, 4.0)), simulate(ACC, greedy(), ClosedLoop(64, 4.0))
+    for changed in (load(4, 64), load(64, 4)):
+        assert 1.5 * few.throughput < changed.throughput < 0.8 * many.throughput
 
 
 @pytest.mark.parametrize(("clients", "share"), [(16, 0.40), (64, 0.83), (256, 0.96)])
