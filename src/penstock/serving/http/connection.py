@@ -23,16 +23,17 @@ from penstock.serving.http.context import (
 )
 from penstock.serving.http.flavor import PLAIN_TYPE, SPECIAL_NAMES
 from penstock.serving.http.intake import BIG_BYTES, Intake
-from penstock.serving.http.listener import INF, Listener
+from penstock.serving.http.listener import INF, KNOWN_HEADS, Listener, RequestHead
 from penstock.serving.http.responses import HeadTooLarge, MalformedHttp, RequestTimeout
 from penstock.serving.http.sockets import readable
 from penstock.serving.protocols.route import Route
-from penstock.types import Headers
 
 log = logging.getLogger("penstock.frontends")
 
 # a reason why the socket is not read, in addition to those in context.py
 POOL: Final = 4
+
+KNOWN_HEAD_BYTES: Final = 2048
 
 LENGTH, TYPE, SPECIAL = 1, 2, 3
 _kinds: dict[bytes, int] = {}  # every spelling of a header name that came by, so that most need no lower()
@@ -53,8 +54,7 @@ class _Stop(Exception):
 class Connection(asyncio.BufferedProtocol):
     """Receives the requests of one connection. The event loop, the parser (`on_*`), the clock and the writer call it.
 
-    It has 16 attributes: the state of the request that is being received is not an object of its own, because one more
-    object per request costs a microsecond.
+    Clients repeat their heads. One that arrives again, byte by byte and with its whole body, is not parsed again.
     """
 
     def __init__(self, listener: Listener, flavor: ApiFlavor) -> None:
@@ -62,12 +62,13 @@ class Connection(asyncio.BufferedProtocol):
         self.writer = ResponseWriter(listener, flavor, self)
         self.phase = IDLE
         self.deadline = INF
-        self.url = b""
+        self.head = RequestHead()
         self.context: RequestContext | None = None  # its body is being received
         self.intake = Intake(listener.backend, listener.config.max_body_bytes)
         self.read_bytes = 0  # of this read
         self.head_bytes = 0  # of earlier reads that belong to the head
         self.quiet_bytes = 0  # of a chunked body since its last byte of data
+        self.whole = b""  # a body that came in one piece
         self.parser = httptools.HttpRequestParser(self)
 
     # ---- the event loop
@@ -110,6 +111,8 @@ class Connection(asyncio.BufferedProtocol):
                 self.on_message_complete()
             return
         self.read_bytes = nbytes
+        if self.phase == IDLE and self._receive_known(nbytes):
+            return
         try:
             self.parser.feed_data(self.listener.receive[:nbytes])
         except httptools.HttpParserUpgrade:
@@ -137,6 +140,28 @@ class Connection(asyncio.BufferedProtocol):
         self.deadline = self.listener.now() + self.listener.clock.sweep_s
         return True
 
+    def _receive_known(self, nbytes: int) -> bool:
+        """Submits a request that was read whole and alone, if its head is known; else returns False."""
+        listener, flavor = self.listener, self.writer.flavor
+        first = bytes(listener.receive[: min(nbytes, KNOWN_HEAD_BYTES)])
+        end = first.find(b"\r\n\r\n") + 4
+        head = listener.clock.known_heads.get(first[:end])
+        if head is None or nbytes - end != head.length or listener.closing:
+            return False
+        route = flavor.known.get(head.url)
+        if route is None:
+            return False
+        self.head = head
+        self.context = context = self._new_context()
+        context.route = route
+        try:
+            self._read_head(context, route)
+        except PenstockError as error:
+            context.error = error.with_traceback(None)
+        self.whole = bytes(listener.receive[end:nbytes])
+        self.on_message_complete()
+        return True
+
     # ---- the parser
 
     def on_message_begin(self) -> None:
@@ -144,42 +169,39 @@ class Connection(asyncio.BufferedProtocol):
             raise _Stop
         self.phase = HEAD
         self.deadline = self.listener.clock.header_at
-        self.url = b""
-        self.headers: Headers = []
-        self.content_type = b""
-        self.length = 0
+        self.head = RequestHead()
         self.whole = b""
-        self.special: dict[bytes, bytes] | None = None
         self.head_bytes = -self.read_bytes  # the read in which it begins is not counted: it is bounded anyhow
 
     def on_url(self, url: bytes) -> None:
-        self.url = self.url + url if self.url else url
+        head = self.head
+        head.url = head.url + url if head.url else url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header. Ignores trailers after a chunked body."""
         if self.phase != HEAD:
             return
-        self.headers.append((name, value))
+        head = self.head
+        head.headers.append((name, value))
         kind = _kinds.get(name)
         if kind is None:
             kind = _learn(name)
         if kind == LENGTH:
-            self.length = int(value)
+            head.length = int(value)
         elif kind == TYPE:
-            self.content_type = value
+            head.content_type = value
         elif kind:
-            if self.special is None:
-                self.special = {}
-            self.special[name.lower()] = value
+            if head.special is None:
+                head.special = {}
+            head.special[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         """Checks all that can be checked before the body comes."""
-        listener, flavor = self.listener, self.writer.flavor
-        self.context = context = flavor.context(self.writer)
-        context.headers = self.headers
+        listener, flavor, head = self.listener, self.writer.flavor, self.head
+        self.context = context = self._new_context()
         self.phase = BODY
         self.deadline = listener.clock.body_at
-        special = self.special
+        special = head.special
         expect = special is not None and b"expect" in special
         try:
             if special is not None or listener.closing or not self.parser.should_keep_alive():
@@ -187,23 +209,20 @@ class Connection(asyncio.BufferedProtocol):
             if self.read_bytes > listener.config.max_header_bytes or self.head_bytes >= 0:
                 self._check_head()
             method = self.parser.get_method()
-            if method == b"POST" and (route := flavor.known.get(self.url)) is not None:
+            if method == b"POST" and (route := flavor.known.get(head.url)) is not None:
                 context.route = route
+                if len(listener.clock.known_heads) < KNOWN_HEADS:
+                    self._learn_head(context)
             else:
                 route = self._find(context, method)
-            kind = self.content_type
-            if kind:
-                context.content_type = kind.decode("latin-1")
-            selects = kind != PLAIN_TYPE and route.template.select is not None
-            if special is not None or flavor.guarded or selects:
-                flavor.read_head(context, special or {})
-            if self.length > listener.small_bytes or expect:
+            self._read_head(context, route)
+            if head.length > listener.small_bytes or expect:
                 self._check_large(route)
         except PenstockError as error:
             # a small body is read and forgotten; for any other the connection is not worth keeping
             context.error = error.with_traceback(None)  # which would hold the connection
             chunked = special is not None and b"transfer-encoding" in special
-            if self.length > listener.small_bytes or chunked or expect or isinstance(error, HeadTooLarge):
+            if head.length > listener.small_bytes or chunked or expect or isinstance(error, HeadTooLarge):
                 self._refuse(error)
                 raise _Stop from None
         if expect and not context.old:
@@ -212,7 +231,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_body(self, chunk: bytes) -> None:
         """A piece of the body that came through the parser."""
-        if len(chunk) == self.length:
+        if len(chunk) == self.head.length:
             self.whole = chunk  # nearly every small body comes in one piece; its length was checked with the head
             return
         self.quiet_bytes = 0
@@ -227,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
         """Prepares the intake for a body that does not arrive in one small piece."""
         if not self.intake.begun:
             route = self.context.route if self.context is not None else None
-            self.intake.begin(self.length, route is not None and bool(route.template.codec))
+            self.intake.begin(self.head.length, route is not None and bool(route.template.codec))
 
     def on_message_complete(self) -> None:
         """The body is whole: submits the request, or answers it."""
@@ -243,7 +262,29 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self.writer.start(context)
 
-    # ---- the checks of a head
+    # ---- the head
+
+    def _new_context(self) -> RequestContext:
+        context = self.writer.flavor.context(self.writer)
+        context.headers = self.head.headers
+        return context
+
+    def _read_head(self, context: RequestContext, route: Route) -> None:
+        """Reads the headers that change how the request is handled. Raises PenstockError."""
+        flavor, kind, special = self.writer.flavor, self.head.content_type, self.head.special
+        if kind:
+            context.content_type = kind.decode("latin-1")
+        selects = kind != PLAIN_TYPE and route.template.select is not None
+        if special is not None or flavor.guarded or selects:
+            flavor.read_head(context, special or {})
+
+    def _learn_head(self, context: RequestContext) -> None:
+        """Remembers a head that may come again and that leaves the connection open."""
+        head = self.head
+        if head.length < BIG_BYTES and head.is_steady() and not (context.close or context.old):
+            known = head.canonical()
+            if len(known) <= KNOWN_HEAD_BYTES:
+                self.listener.clock.known_heads[known] = head
 
     def _framing(self, context: RequestContext) -> None:
         """Whether the connection ends after the response. Raises MalformedHttp."""
@@ -252,12 +293,13 @@ class Connection(asyncio.BufferedProtocol):
         context.close = not parser.should_keep_alive() or parser.should_upgrade() or self.listener.closing
         context.linger = self.listener.closing
         context.plain = not (context.old or context.close)
-        if context.old and self.special is not None and b"transfer-encoding" in self.special:
+        special = self.head.special
+        if context.old and special is not None and b"transfer-encoding" in special:
             raise MalformedHttp("malformed HTTP: HTTP/1.0 has no transfer-encoding; send a content-length")
 
     def _check_head(self) -> None:
         """Counts exactly what the reads could only bound. Raises HeadTooLarge."""
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        size = len(self.head.url) + sum(len(name) + len(value) + 4 for name, value in self.head.headers)
         if size > self.listener.config.max_header_bytes:
             raise self._head_too_large()
 
@@ -269,16 +311,18 @@ class Connection(asyncio.BufferedProtocol):
         if method == b"HEAD":
             context.head_only = True
             context.plain = False
-        context.method, context.target = method, self.url
-        return self.writer.flavor.find(context, method, self.url)
+        url = self.head.url
+        context.method, context.target = method, url
+        return self.writer.flavor.find(context, method, url)
 
     def _check_large(self, route: Route) -> None:
         """What is worth a refusal before the body is sent. Raises PayloadTooLarge, ModelNotFound."""
         limit = self.listener.config.max_body_bytes
         most = limit if route.template.codec else self.listener.small_bytes
-        if self.length > most:
+        length = self.head.length
+        if length > most:
             key = " (limits.max_body_bytes)" if most == limit else ""
-            raise PayloadTooLarge(f"the body has {self.length} bytes, at most {most} are taken{key}")
+            raise PayloadTooLarge(f"the body has {length} bytes, at most {most} are taken{key}")
         if route.template.codec:
             self.listener.backend.model_ready(route.model, route.version)
 
@@ -298,10 +342,10 @@ class Connection(asyncio.BufferedProtocol):
             self.head_bytes += nbytes
             if self.head_bytes > most:
                 self._refuse(self._head_too_large())
-        elif self.length > BIG_BYTES:
+        elif self.head.length > BIG_BYTES:
             if self.listener.memory or not self.reserve():
                 self._stall()
-        elif not self.length:
+        elif not self.head.length:
             self.quiet_bytes += nbytes
             if self.quiet_bytes > most + len(self.listener.receive):
                 self._refuse(MalformedHttp("malformed HTTP: the chunked body has too much that is not data"))

@@ -6,12 +6,15 @@ from collections.abc import Callable, Coroutine
 from email.utils import formatdate
 from typing import Any, Final, Protocol
 
+from msgspec import Struct
+
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.serving.http.descriptors import none_left
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.responses import status_line
+from penstock.types import Headers
 
 log = logging.getLogger("penstock.frontends")
 
@@ -20,6 +23,8 @@ RECEIVE_BYTES: Final = BIG_BYTES  # so that a body that belongs in a Buffer is n
 SWEEP_S: Final = 0.5
 SILENT_S: Final = 0.5  # silence after which a closing listener closes a connection: its client may be sending now
 WARN_S: Final = 60.0
+KNOWN_HEADS: Final = 512
+STEADY_NAMES: Final = frozenset({b"accept", b"authorization", b"connection"})  # special headers that clients repeat
 
 
 class Waiting(Protocol):
@@ -43,11 +48,33 @@ class Waiting(Protocol):
         """Drops the connection."""
 
 
+class RequestHead(Struct, gc=False):
+    """What the parser found in the head of a request, up to now. `special`: the headers of SPECIAL_NAMES."""
+
+    url: bytes = b""
+    headers: Headers = []
+    content_type: bytes = b""
+    length: int = 0
+    special: dict[bytes, bytes] | None = None
+    request_line: str = ""  # for a log that wants it
+
+    def is_steady(self) -> bool:
+        """Whether the client may send the same head again: nothing in it belongs to one request alone."""
+        return self.special is None or self.special.keys() <= STEADY_NAMES
+
+    def canonical(self) -> bytes:
+        """The head of a POST as clients commonly write it, with its empty line."""
+        lines = b"".join([b"%b: %b\r\n" % header for header in self.headers])
+        return b"POST %b HTTP/1.1\r\n%b\r\n" % (self.url, lines)
+
+
 class Clock:
     """Timers and dates of all connections, from one sweep.
 
     A timer is a deadline on a connection: a request sets two or three floats and no timer. Deadlines fire up to two
     sweeps late, never early. `heads` holds response heads up to the content length, until the date changes.
+    `known_heads` holds request heads; a full one is cleared by the sweep, so that clients whose heads never repeat cost
+    little.
     """
 
     def __init__(self, config: LimitsConfig, on_starved: Callable[[], None]) -> None:
@@ -56,6 +83,7 @@ class Clock:
         self.header_at = self.body_at = self.idle_at = self.write_at = 0.0
         self.date_line = b""
         self.heads: dict[str, bytes] = {}
+        self.known_heads: dict[bytes, RequestHead] = {}
         self.starved = False  # the process has no descriptor left for another connection
         self._on_starved = on_starved
         self._config = config
@@ -88,6 +116,8 @@ class Clock:
         self.body_at = now + config.body_timeout_s
         self.idle_at = now + self._idle_s
         self.write_at = now + config.write_timeout_s
+        if len(self.known_heads) >= KNOWN_HEADS:
+            self.known_heads.clear()
         date_line = f"date: {formatdate(usegmt=True)}\r\n".encode("ascii")
         if date_line != self.date_line:
             self.date_line = date_line

@@ -133,7 +133,8 @@ class TorchServeFlavor:
             raise route.refusal("")
         if special:
             check_framing(special)
-        context.headers += route.headers
+        if route.headers:
+            context.headers = context.headers + route.headers  # the list belongs to every request with this head
 
 
 class TorchServeRequest(RequestContext):
@@ -205,11 +206,12 @@ class LoggedRequest(TorchServeRequest):
         assert isinstance(connection, Connection)
         self._began_s = writer.listener.now()
         self._status = 0
-        self._request_line = "-"
-        if connection.url:
+        head = connection.head
+        if head.url and not head.request_line:
             method = connection.parser.get_method().decode("ascii")
-            target = connection.url[:LOGGED_TARGET_BYTES].decode("ascii", "backslashreplace")[:LOGGED_TARGET_BYTES]
-            self._request_line = f"{method} {target} HTTP/{connection.parser.get_http_version()}"
+            target = head.url[:LOGGED_TARGET_BYTES].decode("ascii", "backslashreplace")[:LOGGED_TARGET_BYTES]
+            head.request_line = f"{method} {target} HTTP/{connection.parser.get_http_version()}"
+        self._request_line = head.request_line or "-"
         peer = writer.transport.get_extra_info("peername")
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix"
 

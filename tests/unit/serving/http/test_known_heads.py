@@ -1,0 +1,109 @@
+"""Heads that arrive again: handled as the first time, whatever surrounds them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config.schema import LimitsConfig
+from penstock.serving.http.listener import KNOWN_HEADS
+from penstock.serving.http.server import HttpServer
+from support.backend import FakeBackend
+
+HEADS = st.sampled_from(
+    [
+        ("POST", "/predictions/echo", ()),
+        ("POST", "/predictions/echo", ("Content-Type: image/png",)),
+        ("POST", "/predictions/echo?a=1", ("content-type: text/plain", "X-Own: 1", "x-own: 2")),
+        ("POST", "/predictions/echo", ("Connection: keep-alive", "Accept: */*")),
+        ("POST", "/predictions/echo", ("Accept: text/event-stream",)),
+        ("POST", "/predictions/echo", ("X-Request-Id: r1",)),
+        ("POST", "/predictions/echo", ("X-Deadline-Ms: soon",)),
+        ("POST", "/predictions/none", ()),
+        ("POST", "/v2/models/echo/infer", ("Content-Type: application/json",)),
+        ("POST", "/v2/models/echo/infer", ("Content-Type: application/octet-stream", "Connection: Keep-Alive")),
+        ("POST", "/v2/models/echo/infer", ("Inference-Header-Content-Length: 2",)),
+        ("PUT", "/predictions/echo", ()),
+        ("GET", "/v2/health/live", ()),
+        ("POST", "/nowhere", ()),
+    ]
+)
+REQUESTS = st.lists(st.tuples(HEADS, st.sampled_from([b"", b"{}", b"x" * 5000])), min_size=2, max_size=8)
+
+
+def encoded(request: Any) -> bytes:
+    (method, path, lines), body = request
+    head = "\r\n".join([f"{method} {path} HTTP/1.1", "Host: test", f"Content-Length: {len(body)}", *lines, "", ""])
+    return head.encode() + body
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = [line for line in head.split(b"\r\n") if not line.startswith(b"date:")]
+    if b"transfer-encoding: chunked" in lines:
+        return b"\n".join(lines), await reader.readuntil(b"0\r\n\r\n")
+    length = next(int(line[16:]) for line in lines if line.startswith(b"content-length: "))
+    return b"\n".join(lines), await reader.readexactly(length)
+
+
+async def exchange(pieces: list[bytes], count: int) -> list[Any]:
+    """The answers to `count` requests sent as these pieces, each with what the backend received for it."""
+    backend = FakeBackend()
+    server = HttpServer(backend, LimitsConfig())
+    _, port = await server.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+        await asyncio.sleep(0.001)
+    answers = [await asyncio.wait_for(answer(reader), 10.0) for _ in range(count)]
+    writer.close()
+    await server.close(1.0)
+    items = [(call.item, call.budget_s, call.priority) for call in backend.calls]
+    return [answers, items]
+
+
+@settings(max_examples=25, deadline=None)
+@given(requests=REQUESTS, cuts=st.lists(st.integers(0, 20_000), max_size=4), whole=st.booleans())
+def test_a_repeated_head_is_handled_like_the_first(requests: list[Any], cuts: list[int], whole: bool) -> None:
+    async def run() -> None:
+        alone = [await exchange([encoded(request)], 1) for request in requests]
+        sent = [encoded(request) for request in requests]
+        if not whole:
+            data = b"".join(sent)
+            places = [0, *sorted(cut % len(data) for cut in cuts), len(data)]
+            sent = [data[start:end] for start, end in itertools.pairwise(places) if start < end]
+        answers, items = await exchange(sent * 2, 2 * len(requests))
+        assert answers == [found for one, _ in alone * 2 for found in one]
+        assert items == [item for _, one in alone * 2 for item in one]
+
+    asyncio.run(run())
+
+
+async def test_a_known_head_is_refused_once_its_token_is_revoked(listen):
+    async with listen(tokens=frozenset({b"old"})) as listener:
+        client = await listener.connect()
+        for status in (200, 200, 401, 401):
+            if status == 401:
+                listener.server.flavor.set_tokens(frozenset({b"new"}))
+            client.post("/predictions/echo", b"{}", "Authorization: Bearer old")
+            assert (await client.answer()).status == status
+
+
+async def test_heads_that_never_repeat_fill_no_memory(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        for n in range(KNOWN_HEADS + 100):
+            client.post("/predictions/echo", b"", f"x-trace: {n}")
+            assert (await client.answer()).status == 200
+        known = listener.server.listener.clock.known_heads
+        assert len(known) == KNOWN_HEADS
+        listener.server.listener.clock.tick()
+        assert not known
+        client.post("/predictions/echo", b"", "x-long: " + "x" * 5000)
+        assert (await client.answer()).status == 200
+        assert not known
