@@ -1,7 +1,8 @@
 """The worker's end of the process transport: `python -m penstock.core.transports.child`, started by `launch.py` alone.
 
-The main thread runs the model and sends the answers; a reader thread receives and decodes the next batch. Models that
-run batches concurrently use `concurrent.py`. The child ends when its socket closes, and with its parent.
+The main thread runs the model and sends the answers; a reader thread receives and decodes the next batch. Between short
+batches the main thread receives, because a change of threads would cost more than it hides. Models that run batches
+concurrently use `concurrent.py`. The child ends when its socket closes, and with its parent.
 """
 
 import faulthandler
@@ -49,39 +50,152 @@ from penstock.types import BatchPart, Ready
 
 ORPHAN_GRACE_S = 1.0
 RECEIVE_BYTES = 256 * 2**10
+BRIEF_S = 0.0005  # of running: during a shorter batch, a reader hides less than its wake-up costs
+
+Work = tuple[RunBatch, Decoded, list[Lease]]
+
+
+class Inbox:
+    """Receives and decodes messages. The reader thread does it, or the main thread between short batches."""
+
+    def __init__(self, sock: socket.socket, pool: tuple[int, int] | None) -> None:
+        self._pool = pool
+        self._requests = map_read_only(*pool) if pool else None
+        self._objects: mmap.mmap | None = None  # the same memory, writable; mapped for the first object that needs it
+        self._leases: list[Lease] = []  # of the message being read
+        self._frames = _receive(sock)
+        self._messages = MessageReader(ToWorker, self._lease)
+        self._batches: SimpleQueue[Work | None] = SimpleQueue()
+        self._in_main = False  # the main thread receives; the reader waits for its turn
+        self._turn = threading.Semaphore(0)  # of the reader
+        self.brief = False  # the last batch was short
+        self.sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
+        self.abandoned = 0  # the last abandoned batch
+        # set once the model is loaded; no batch arrives earlier
+        self.runner: BatchRunner | None = None
+        self.concurrent: ConcurrentBatches | None = None
+
+    def hello(self) -> Frame:
+        """The first message."""
+        return next(self._frames)
+
+    def next_batch(self) -> Work | None:
+        """The main thread's next batch; None if no more will come."""
+        while self._in_main and self._batches.empty():
+            if not self.brief or not self._receive():
+                self.resume_reader()
+        return self._batches.get()
+
+    def resume_reader(self) -> None:
+        """Makes the reader receive while the main thread computes, if the main thread received until now."""
+        if self._in_main:
+            self._in_main = False
+            self._turn.release()
+
+    def read(self) -> None:
+        """The reader thread."""
+        try:
+            while self._receive(reader=True):
+                pass
+        except BaseException:
+            traceback.print_exc()
+            _end(1)
+        # The parent is gone. An idle model unloads orderly; a busy or loading one gets a moment.
+        self._stop()
+        threading.Event().wait(ORPHAN_GRACE_S)
+        _end(0)
+
+    def _receive(self, reader: bool = False) -> bool:
+        """Receives one message; False at the end of the socket. After short batches, the reader leaves the next message
+        to the main thread."""
+        frame = next(self._frames, None)
+        if frame is None:
+            return False
+        message = self._messages.read(frame)
+        del frame  # it refers to the payloads
+        leaves = reader and self.brief and isinstance(message, RunBatch)
+        self._in_main = self._in_main or leaves
+        self._take(message)
+        del message
+        if leaves:
+            self._turn.acquire()
+        return True
+
+    def _take(self, message: ToWorker) -> None:
+        if isinstance(message, (RunBatch, FreeReplies)):
+            for offset in message.free:
+                self.sent.pop(offset).release()
+        if isinstance(message, RunBatch):
+            assert self.runner is not None
+            leases, self._leases = self._leases, []
+            decoded = self.runner.decode(message.items)
+            if self.concurrent is None:
+                self._batches.put((message, decoded, leases))
+            else:
+                self.concurrent.run(message, decoded, leases)
+        elif isinstance(message, AbandonBatch):
+            if self.concurrent is None:
+                self.abandoned = message.id
+            else:
+                self.concurrent.abandon(message.id)
+        elif isinstance(message, StopWorker):
+            self._stop()
+
+    def _stop(self) -> None:
+        if self.concurrent is None:
+            self._batches.put(None)
+        else:
+            self.concurrent.stop()
+
+    def _lease(self, offset: int, length: int, writable: bool) -> memoryview:
+        """A view of the parent's pool; writable for objects, whose memory belongs to this message alone."""
+        assert self._pool is not None
+        assert self._requests is not None
+        memory = self._requests
+        if writable:
+            memory = self._objects = self._objects or mmap.mmap(*self._pool)
+        view, alive = lease(memory, offset, length, writable)
+        self._leases.append((offset, alive))
+        return view
+
+
+def _receive(sock: socket.socket) -> Iterator[Frame]:
+    decoder = FrameDecoder()
+    buffer = memoryview(bytearray(RECEIVE_BYTES))
+    while True:
+        try:
+            count = sock.recv_into(buffer)
+        except OSError:
+            count = 0
+        if count == 0:
+            return
+        yield from decoder.feed(buffer[:count])
 
 
 class Worker:
-    """One loaded model at the end of a socket. Its 15 attributes are shared by the main, reader and finisher
-    threads."""
+    """One loaded model at the end of a socket."""
 
     def __init__(self, sock: socket.socket, pool: tuple[int, int] | None, replies: SlabPool) -> None:
         """`pool`: descriptor and size of the parent's."""
         self._sock = sock
-        self._pool = pool
-        self._requests = map_read_only(*pool) if pool else None
-        self._objects: mmap.mmap | None = None  # the same memory, writable; mapped for the first object that needs it
         predicted = replies.allocate(PREDICTED.size)
         assert predicted is not None
         assert not predicted.offset, "the parent reads it at the start of the region"
         self._predicted = predicted
         self._replies = replies
-        self._sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
-        self._leases: list[Lease] = []  # of the message being read
         self._held = HeldSlabs()
-        self._batches: SimpleQueue[tuple[RunBatch, Decoded, list[Lease]] | None] = SimpleQueue()
-        self._frames = self._receive()
+        self._inbox = Inbox(sock, pool)
         self._finishing: Queue[tuple[RunBatch, list[Lease], Callable[[], BatchPart]] | None] = Queue()
         self._runner: BatchRunner | None = None
-        self._concurrent: ConcurrentBatches | None = None
-        self._abandoned = 0  # the last abandoned batch
 
     def main(self) -> None:
         """Loads the model, then runs batches until the parent sends StopWorker or its socket closes."""
-        hello = next(self._frames)
-        threading.Thread(target=self._read, name="penstock-reader", daemon=True).start()
+        inbox = self._inbox
+        hello = inbox.hello()
+        threading.Thread(target=inbox.read, name="penstock-reader", daemon=True).start()
         try:
             self._runner, ready = _open(hello)
+            inbox.runner = self._runner
         except PenstockError as e:
             error = e if isinstance(e, (LoadFailed, TargetNotFound)) else LoadFailed(e.message, detail=e.detail)
             self._send(write(WorkerFailed(error)))
@@ -90,15 +204,15 @@ class Worker:
         gc.freeze()  # loaded objects stay: later collections can skip them
         if self._runner.model.concurrency > 1:
             ready.concurrency = self._runner.model.concurrency
-            self._concurrent = ConcurrentBatches(self._runner, self._replies, self._pack, self._send)
+            inbox.concurrent = ConcurrentBatches(self._runner, self._replies, self._pack, self._send)
         self._send(write(WorkerUp(ready)))
-        if self._concurrent is not None:
-            self._concurrent.attend()
+        if inbox.concurrent is not None:
+            inbox.concurrent.attend()
         else:
             self._run_all()
         self._runner.close()
-        if self._concurrent is not None:
-            self._concurrent.send_news()  # metrics that the model recorded while it unloaded
+        if inbox.concurrent is not None:
+            inbox.concurrent.send_news()  # metrics that the model recorded while it unloaded
 
     # ---- main thread
 
@@ -116,7 +230,7 @@ class Worker:
 
     def _run_one(self, apart: bool) -> bool:
         """Runs the next batch; False if no more will come. `apart`: the finisher makes its final part."""
-        work = self._batches.get()
+        work = self._inbox.next_batch()
         if work is None:
             return False
         assert self._runner is not None
@@ -133,11 +247,10 @@ class Worker:
         # We no longer refer to the payloads: references that still live are the model's.
         del decoded
         self._answer(run, leases, final[0])
+        self._inbox.brief = final[0].run_s < BRIEF_S and self._runner.model.prepare is None
         return True
 
-    def _begun(
-        self, box: list[tuple[RunBatch, Decoded, list[Lease]]]
-    ) -> tuple[RunBatch, list[Lease], Callable[[], BatchPart]]:
+    def _begun(self, box: list[Work]) -> tuple[RunBatch, list[Lease], Callable[[], BatchPart]]:
         """Predicts the batch in the box; returns what the finisher needs."""
         run, decoded, leases = box.pop()
         assert self._runner is not None
@@ -150,7 +263,8 @@ class Worker:
         elif part.final:
             final.append(part)
             return
-        if self._abandoned == run.id:
+        self._inbox.resume_reader()  # the parent may abandon the stream
+        if self._inbox.abandoned == run.id:
             raise Cancelled("the caller no longer waits for this stream")
         outbox = MessageWriter(self._replies)
         outbox.results(run.items, part.results)
@@ -185,7 +299,7 @@ class Worker:
 
     def _pack(self, message: PartMessage, outbox: MessageWriter) -> list[Buffer]:
         for slab in outbox.slabs:
-            self._sent[slab.offset] = slab
+            self._inbox.sent[slab.offset] = slab
         try:
             return write(message, outbox.buffers)
         except Exception as e:  # a codec or a model made a value that cannot be encoded
@@ -198,71 +312,6 @@ class Worker:
                 self._sock.sendall(piece)
         except OSError:
             _end(0)  # the parent is gone
-
-    # ---- reader thread, after the first frame
-
-    def _receive(self) -> Iterator[Frame]:
-        decoder = FrameDecoder()
-        buffer = memoryview(bytearray(RECEIVE_BYTES))
-        while True:
-            try:
-                count = self._sock.recv_into(buffer)
-            except OSError:
-                count = 0
-            if count == 0:
-                return
-            yield from decoder.feed(buffer[:count])
-
-    def _read(self) -> None:
-        try:
-            inbox = MessageReader(ToWorker, self._lease)
-            for frame in self._frames:
-                self._take(inbox.read(frame))
-                del frame  # it refers to the payloads
-        except BaseException:
-            traceback.print_exc()
-            _end(1)
-        # The parent is gone. An idle model unloads orderly; a busy or loading one gets a moment.
-        self._stop()
-        threading.Event().wait(ORPHAN_GRACE_S)
-        _end(0)
-
-    def _take(self, message: ToWorker) -> None:
-        if isinstance(message, (RunBatch, FreeReplies)):
-            for offset in message.free:
-                self._sent.pop(offset).release()
-        if isinstance(message, RunBatch):
-            assert self._runner is not None
-            leases, self._leases = self._leases, []
-            decoded = self._runner.decode(message.items)
-            if self._concurrent is None:
-                self._batches.put((message, decoded, leases))
-            else:
-                self._concurrent.run(message, decoded, leases)
-        elif isinstance(message, AbandonBatch):
-            if self._concurrent is None:
-                self._abandoned = message.id
-            else:
-                self._concurrent.abandon(message.id)
-        elif isinstance(message, StopWorker):
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._concurrent is None:
-            self._batches.put(None)
-        else:
-            self._concurrent.stop()
-
-    def _lease(self, offset: int, length: int, writable: bool) -> memoryview:
-        """A view of the parent's pool; writable for objects, whose memory belongs to this message alone."""
-        assert self._pool is not None
-        assert self._requests is not None
-        memory = self._requests
-        if writable:
-            memory = self._objects = self._objects or mmap.mmap(*self._pool)
-        view, alive = lease(memory, offset, length, writable)
-        self._leases.append((offset, alive))
-        return view
 
 
 def _open(hello: Frame) -> tuple[BatchRunner, Ready]:

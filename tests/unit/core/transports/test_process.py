@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -246,3 +247,61 @@ async def test_a_worker_side_by_side_has_its_places_for_answers_back_before_it_i
         assert len(harness.transport._places[0]._free) <= MAX_FREE
         await harness.final(harness.post([Item(("open", "a"))]))
         await harness.final(waits)
+
+
+TURNS = """
+import time
+
+def predict(items):
+    if items[0] == "stream":
+        return endless(items)
+    time.sleep(items[0])
+    return items
+
+def endless(items):
+    while True:
+        time.sleep(0.005)
+        yield items
+"""
+
+
+async def test_batches_of_any_length_follow_each_other_and_streams_among_them_can_be_abandoned(tmp_path: Path):
+    file = tmp_path / "app.py"
+    file.write_text(TURNS)
+    async with TransportHarness(process, f"{file}:predict") as harness:
+        await harness.up()
+        for _ in range(3):
+            for seconds in (0, 0, 0, 0.01, 0, 0.01, 0.01, 0, 0):
+                assert await harness.values(seconds) == [seconds]
+            sent = [harness.post([Item(seconds)], more=not seconds) for seconds in (0, 0, 0, 0.01)]
+            assert [values(await harness.final(number)) for number in sent] == [[0], [0], [0], [0.01]]
+            assert await harness.values(0) == [0]
+            stream = harness.post([Item("stream")])
+            await harness.until(lambda number=stream: harness.parts[number])
+            harness.transport.abandon(0, stream)
+            await harness.final(stream)
+        assert not harness.downs
+
+
+async def test_a_worker_that_waits_after_short_batches_ends_with_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("penstock.core.transports.process.END_GRACE_S", 10.0)  # then it would be killed
+    marker = tmp_path / "unloaded"
+    file = tmp_path / "app.py"
+    file.write_text(
+        f"""
+class Model:
+    def predict(self, items):
+        return items
+
+    def unload(self):
+        open({str(marker)!r}, "w").close()
+"""
+    )
+    async with TransportHarness(process, f"{file}:Model") as harness:
+        for n in range(5):
+            assert await harness.values(n) == [n]
+        harness.transport._places[0]._child.sock.shutdown(socket.SHUT_WR)
+        await harness.until(lambda: harness.downs)
+        assert marker.exists()
