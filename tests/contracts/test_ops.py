@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from penstock.errors import BadRequest
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
 from penstock.pipeline.ops.decode import picture
@@ -190,3 +191,31 @@ def test_a_tensor_without_rows_gives_no_rows_of_the_same_kind(name: str) -> None
     assert len(none) == 0
     if isinstance(some, np.ndarray) and some.ndim == given["data"].ndim:
         assert (none.dtype, none.shape) == (some.dtype, (0, *some.shape[1:]))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if catalog.find(name).takes == "mat"])
+def test_no_images_give_no_images_of_the_same_size(name: str, tmp_path: Path) -> None:
+    items, params = CASES[name]
+    cls = catalog.find(name)
+    op = make_op(cls, {"save_dir": str(tmp_path)} if name == "SaveMat" else params)
+    given = next(item for item in items if isinstance(item["data"], np.ndarray) and item["data"].ndim == 3)
+    some, none = ({**given}, {**given, "data": np.empty((0, *MAT.shape), MAT.dtype)})
+    if isinstance(op, BatchOp):
+        result, expected = op([none["data"], some["data"]], [none, some])
+    else:
+        expected = op(some["data"], some)
+        saved = {*tmp_path.iterdir()}
+        result = op(none["data"], none)
+        assert saved == {*tmp_path.iterdir()}
+    assert len(result) == 0
+    assert none.keys() == some.keys()
+    if isinstance(expected, np.ndarray):
+        rows = expected.shape[1:] if cls.gives == "tensor" else expected.shape
+        assert (result.dtype, result.shape) == (expected.dtype, (0, *rows))
+    low = np.empty((0, 4, 3), np.uint8)
+    with pytest.raises(BadRequest, match="expected"):  # an image of height 0
+        _raised(op([low], [{}])[0]) if isinstance(op, BatchOp) else op(low, {**given})
+
+
+def _raised(error: BaseException) -> None:
+    raise error

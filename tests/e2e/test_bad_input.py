@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import socket
@@ -10,7 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from penstock.serving.protocols.oip_binary import encode_arrays
 
 MODELS = """
     import os
@@ -255,8 +259,8 @@ def tensor(**changed: Any) -> dict[str, Any]:
         (tensor(shape=[1, 3], data=[1, 2, 3]), "[-1, 2]"),
         (tensor(shape=[2]), "[-1, 2]"),
         (tensor(shape=[3, 2]), "6 elements"),
-        (tensor(shape=[0, 2], data=[]), "0 rows"),
-        (tensor(shape=[-1, 2]), "rows"),
+        (tensor(shape=[0, 2]), "0 elements"),
+        (tensor(shape=[-1, 2]), "negative"),
         (tensor(shape=[10**18, 2]), "elements"),
         (tensor(data=["a", "b"]), "strings"),
         (tensor(data=[[1], [2, 3]]), "ragged"),
@@ -272,6 +276,21 @@ def test_a_wrong_tensor_is_400_and_says_what_was_expected(server: Any, wrong: di
     assert good.result()[0] == 200
     status, body = bad.result()
     assert (status, word in json.loads(body)["error"]) == (400, True), body
+
+
+def test_a_tensor_without_rows_gets_an_answer_without_rows(server: Any) -> None:
+    empty, npy = {"inputs": [tensor(shape=[0, 2], data=[])]}, io.BytesIO()
+    np.save(npy, np.zeros((0, 2), np.float32))
+    head, buffers = encode_arrays({"x": np.zeros((0, 2), np.float32)})
+    for body, headers in (
+        (json.dumps(empty).encode(), {}),
+        (npy.getvalue(), {"content_type": "application/x-npy"}),
+        (b"".join([head, *buffers]), {"inference_header_content_length": str(len(head))}),
+    ):
+        status, answer = server.post("/v2/models/sums/infer", body, **headers)
+        assert status == 200, answer
+        [output] = json.loads(answer)["outputs"]
+        assert (output["name"], output["shape"], output["data"]) == ("sum", [0], [])
 
 
 @pytest.mark.parametrize("budget", ["0", "-5"])

@@ -234,6 +234,11 @@ def test_open_inference_gives_each_row_to_an_item(server: Any, local: LocalPipel
         {"name": "data", "datatype": "BYTES", "shape": [1], "data": ["no image"]}
     ]}).encode())  # fmt: skip
     assert status == 400
+    status, body = server.post("/v2/models/labeller/infer", json.dumps({"inputs": [
+        {"name": "data", "datatype": "BYTES", "shape": [0], "data": []}
+    ]}).encode())  # fmt: skip
+    (output,) = json.loads(body)["outputs"]
+    assert (status, output["datatype"], output["shape"], output["data"]) == (200, "FP32", [0, LABELS], [])
 
 
 def test_the_metadata_contain_the_nodes_without_paths(server: Any, folder: Path) -> None:

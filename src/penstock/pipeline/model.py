@@ -22,7 +22,7 @@ from penstock.pipeline.node import tune_process
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, BatchOp, Fields
 from penstock.pipeline.traversal import Hop, ItemOutcome
-from penstock.types import Headed, ModelMetadata, TensorSpec
+from penstock.types import DTYPES, Headed, ModelMetadata, TensorSpec
 
 NAMELESS = "input_0"  # the name of an array that was sent alone
 MAX_ROWS = 4096  # of one request: rows enter one by one and delay other requests
@@ -94,19 +94,21 @@ class PipelineModel:
             self._tuned = True
             tune_process()
         submitted: list[SubmittedItems] = []
-        rejected: list[tuple[int, Any]] = []
+        known: list[tuple[int, Any]] = []
 
         def ended(place: int, request: PipelineRequest, outcomes: list[ItemOutcome]) -> None:
             answer([(place, self._answer(request, outcomes))])
 
         for place, (value, budget_s) in enumerate(zip(values, budgets_s, strict=True)):
             request = self._request(value)
-            if isinstance(request, PipelineRequest):
-                submitted.append(self._submit(request, partial(ended, place, request), budget_s))
+            if not isinstance(request, PipelineRequest):
+                known.append((place, request))
+            elif not request.fields:
+                known.append((place, self._answer(request, [])))
             else:
-                rejected.append((place, request))
-        if rejected:
-            answer(rejected)
+                submitted.append(self._submit(request, partial(ended, place, request), budget_s))
+        if known:
+            answer(known)
 
         def cancel() -> None:
             for items in submitted:
@@ -143,6 +145,12 @@ class PipelineModel:
 
     def _answer(self, request: PipelineRequest, outcomes: list[ItemOutcome]) -> Any:
         """The answer to a request whose items have ended: a value, or an exception."""
+        if not outcomes:
+            known = {
+                spec.name: np.empty([max(n, 0) for n in (0, *spec.shape[1:])], DTYPES[spec.datatype])
+                for spec in self.outputs
+            }
+            return known or {name: np.empty(0, np.float32) for name in self._graph.answers}
         try:
             value = answer_of(request, outcomes, self._graph.answers)
         except Exception as e:
@@ -233,9 +241,9 @@ class PipelineRequest(Struct):
 def request_of(value: Any, graph: Graph, kind: str) -> PipelineRequest:
     """The request in a decoded body. `kind` is the data kind of the entry's first op. Raises BadRequest.
 
-    Named arrays, as in Open Inference, have one item per row. An object or a form has the fields of one item, and only
-    those that the graph takes from callers, so that callers cannot set fields that ops pass to each other. Any other
-    value is the item's `data`.
+    Named arrays, as in Open Inference, have one item per row; there may be no rows. An object or a form has the fields
+    of one item, and only those that the graph takes from callers, so that callers cannot set fields that ops pass to
+    each other. Any other value is the item's `data`.
     """
     if not isinstance(value, dict):
         return PipelineRequest([{DATA: value}])
@@ -249,9 +257,9 @@ def request_of(value: Any, graph: Graph, kind: str) -> PipelineRequest:
         raise BadRequest(f"found no '{DATA}' among the fields of the request; a pipeline needs it")
     if all(isinstance(one, np.ndarray) for one in value.values()):
         rows = {array.shape[:1] for array in value.values()}
-        if len(rows) > 1 or not rows.isdisjoint([(), (0,)]):
+        if len(rows) > 1 or () in rows:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in value.items())
-            raise BadRequest(f"found {shapes}; expected arrays with equal numbers of rows (axis 0), 1 or more")
+            raise BadRequest(f"found {shapes}; expected arrays with equal numbers of rows (axis 0)")
         if (count := len(value[DATA])) > MAX_ROWS:
             raise BadRequest(
                 f"found {count} rows, expected at most {MAX_ROWS} in one request: each row is a separate item"

@@ -212,17 +212,25 @@ class TensorModel:
     def _run(self, arrays: Arrays, rows: int) -> Arrays:
         """The outputs of all rows. Splits rows beyond the program's maximum into calls, and pads to its minimum."""
         least, most = self._loaded.rows
+        least = max(1, least)
         parts = []
-        for start in range(0, rows, most):
+        for start in range(0, rows or 1, most):  # no rows run as padding, for the shapes and types of the outputs
             chunk = arrays if rows <= most else {n: a[start : start + most] for n, a in arrays.items()}
             count = min(most, rows - start)
             if count < least:
-                chunk = {n: np.concatenate([a, np.repeat(a[-1:], least - count, axis=0)]) for n, a in chunk.items()}
+                chunk = {n: _padded(a, least) for n, a in chunk.items()}
             outputs = self._loaded.run(chunk)
             parts.append({n: a[:count] if a.ndim and count < least else a for n, a in outputs.items()})
         if len(parts) == 1:
             return parts[0]
         return {name: np.concatenate([np.atleast_1d(part[name]) for part in parts]) for name in parts[0]}
+
+
+def _padded(array: Array, rows: int) -> Array:
+    """The array with its last row repeated up to `rows`; without a row, zeros or empty texts."""
+    if not len(array):
+        return np.full((rows, *array.shape[1:]), b"" if array.dtype.hasobject else 0, array.dtype)
+    return np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
 
 
 def _answer(request: TensorRequest, outputs: Arrays) -> Any:
@@ -256,8 +264,8 @@ def _plain(name: str, value: Any) -> Array:
 
 def _check_shape(spec: Input, array: Array) -> None:
     found, expected = array.shape, spec.shape
-    if array.ndim == 0 or found[0] < 1:
-        raise BadRequest(f"input '{spec.name}': shape {list(found)} has no rows, expected at least 1 on axis 0")
+    if array.ndim == 0:
+        raise BadRequest(f"input '{spec.name}': shape {list(found)} has no rows, expected them on axis 0")
     if expected is None:
         return
     fits = len(found) == len(expected) and all(w in (-1, f) for w, f in zip(expected[1:], found[1:], strict=True))

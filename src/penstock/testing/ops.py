@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op
+from penstock.pipeline.ops.base import DATA, KINDS, MAT_TYPES, RESULT, BatchOp, Fields, ItemOp, Op
 from penstock.pipeline.ops.parameters import make_op, parameters_of
-
-KINDS = ("any", "bytes", "mat", "tensor")
 
 
 def check_op(
@@ -87,8 +85,10 @@ def has_kind(value: Any, kind: str) -> bool:
     if kind == "bytes":
         return isinstance(value, bytes | bytearray | memoryview)
     if kind == "mat":
-        image = isinstance(value, np.ndarray) and value.dtype.name in ("uint8", "float32")
-        return image and (value.ndim == 2 or (value.ndim == 3 and 1 <= value.shape[2] <= 4))
+        if not isinstance(value, np.ndarray) or value.dtype.name not in MAT_TYPES:
+            return False
+        shape = value.shape[1:] if value.ndim == 4 and not len(value) else value.shape
+        return len(shape) == 2 or (len(shape) == 3 and 1 <= shape[2] <= 4)
     return kind == "any" or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 

@@ -138,6 +138,17 @@ def test_rows_of_concurrent_requests_are_joined_into_one_answer_each(load: Calla
     assert model.predict([arrays])[0]["result"].tolist() == ["a1", "b1"]
 
 
+@pytest.mark.parametrize("trace", ["false", "true"])
+def test_no_rows_are_answered_by_empty_outputs(load: Callable[..., PipelineModel], trace: str) -> None:
+    model, none, answers = load(TWO_NODES.format(trace=trace)), {"data": np.empty(0, object)}, Answers(2)
+    model.__penstock_submit__([none, "b"], [None, None], answers)
+    found, other = answers.wait()
+    assert (found["result"].shape, getattr(other, "value", other)) == ((0,), "b1")
+    model.outputs = (TensorSpec("logits", "INT64", (-1, -1, 5)),)
+    (found,) = model.predict([none])
+    assert (found["logits"].dtype, found["logits"].shape) == (np.int64, (0, 0, 5))
+
+
 def test_a_cancelled_request_is_not_answered(doors: Any, load: Callable[..., PipelineModel]) -> None:
     model = load('[door]\nbackend = "Door"\ngate = "g"\n')
     left, stayed = Answers(2), Answers(1)
@@ -311,8 +322,8 @@ def test_an_object_is_the_fields_of_one_item_and_names_where_it_begins() -> None
         ({"data": 1, "node_name": 3}, "node_name: found a int, expected the name of a node"),
         ({"input_1": np.zeros((2, 2))}, "found the field 'input_1'"),
         (
-            {"data": np.zeros((0, 3))},
-            "found data [0, 3]; expected arrays with equal numbers of rows (axis 0), 1 or more",
+            {"data": np.zeros((0, 3)), "box": np.zeros((1, 4))},
+            "found data [0, 3], box [1, 4]; expected arrays with equal numbers of rows (axis 0)",
         ),
         ({"input_0": np.zeros(())}, "found data []; expected"),
         ({"data": np.zeros((2, 3)), "box": np.zeros((1, 4))}, "found data [2, 3], box [1, 4]; expected"),

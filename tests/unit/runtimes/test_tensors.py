@@ -104,6 +104,26 @@ def test_inputs_may_be_named_by_position_and_optional_inputs_left_out():
     assert program.calls[-1] == {"x": (1, 1), "mask": (1, 1)}
 
 
+@pytest.mark.parametrize("rows", [ANY_ROWS, (3, 4)])
+def test_a_request_without_rows_gets_outputs_without_rows(rows: tuple[int, int]):
+    made, program = model(X, rows=rows, outputs=2)
+    empty = np.zeros((0, 2), np.float32)
+    for found in answers(made, {"x": empty})[0], answers(made, {"x": f32([1, 2])}, {"x": empty})[1]:
+        assert [(y.dtype, y.shape) for y in found.values()] == [(np.float32, (0,))] * 2
+    assert all(call["x"][0] >= rows[0] for call in program.calls)
+
+
+def test_no_texts_are_padded_with_empty_texts():
+    class Lengths(Summing):
+        def run(self, arrays):
+            return {"y0": np.array([len(text) for text in arrays["x"].ravel()])}
+
+    program = Lengths(Input("x", "BYTES", (-1, 1)))
+    made = TensorModel(lambda settings: program, ProgramSettings())
+    made.load("cpu")
+    assert answers(made, {"x": np.empty((0, 1), object)})[0]["y0"].shape == (0,)
+
+
 TWO = (X, Input("k", "INT64", (-1,)))
 
 
@@ -115,7 +135,7 @@ TWO = (X, Input("k", "INT64", (-1,)))
         ((X,), {"x": f32(1, 2)}, r"shape must be \[-1, 2\].*found \[2\]"),
         ((X,), {"x": np.zeros((1, 2))}, "datatype must be FP32, found FP64"),
         ((X,), {"x": np.zeros((1, 2), np.complex64)}, "datatype must be FP32, found complex64"),
-        ((X,), {"x": np.zeros((0, 2), np.float32)}, "no rows"),
+        ((X,), {"x": np.float32(1)}, "no rows"),
         ((X,), {"x": f32([1, 2]), "z": f32([1, 2])}, "unknown input 'z'; the model has x"),
         ((X,), {5: f32([1, 2])}, "unknown input '5'"),
         ((X,), {}, "input 'x' is missing"),

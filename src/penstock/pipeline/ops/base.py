@@ -28,7 +28,8 @@ class Op:
 
     `reads` and `writes` are fields besides `data` and `result`; `writes = None` means any field. `takes` and `gives`
     are the kinds of `data` and `result`: "bytes" (an encoded image), "mat" (an array `[height, width, channels]` or
-    `[height, width]`, uint8 or float32), "tensor" (an array whose axis 0 is rows, `[1, ...]` for one item), or "any".
+    `[height, width]`, uint8 or float32; `[0, height, width, channels]` is no image), "tensor" (an array whose axis 0
+    is rows, `[1, ...]` for one item), or "any".
     """
 
     reads: ClassVar[tuple[str, ...]] = ()
@@ -58,10 +59,19 @@ class ItemOp(Op):
 
 
 class MatOp(ItemOp):
-    """An op from an image to an image."""
+    """An op from an image to an image. No image, `[0, height, width, channels]`, gives no image."""
 
     takes = "mat"
     gives = "mat"
+    any_type: ClassVar[bool] = False  # whether it also takes numbers other than uint8 and float32
+
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        mat = as_mat(data, type(self).__name__, any_type=self.any_type)
+        return self.image(mat, fields) if mat.ndim < 4 else self.image(black(mat), fields)[None][:0]
+
+    def image(self, mat: Array, fields: Fields) -> Array:
+        """The result for one image, which `as_mat` has checked. It may read and set other fields."""
+        raise NotImplementedError
 
 
 class TensorOp(ItemOp):
@@ -108,16 +118,21 @@ def found(value: Any) -> str:
 def as_mat(data: Any, op: str, *, any_type: bool = False) -> Array:
     """The value if it is an image: `[height, width]` or `[height, width, 1 to 4]`, uint8 or float32.
 
-    `any_type` also accepts other number types. Raises BadRequest.
+    `[0, height, width, 1 to 4]` is no image. `any_type` also accepts other number types. Raises BadRequest.
     """
     if not isinstance(data, np.ndarray):
         raise BadRequest(f"{op} found {found(data)}, expected an image (an array [height, width, channels])")
-    shape = data.shape
-    if not (data.ndim == 2 or (data.ndim == 3 and 1 <= shape[2] <= 4)) or 0 in shape:
+    shape = data.shape[1:] if data.ndim == 4 and not len(data) else data.shape
+    if not (len(shape) == 2 or (len(shape) == 3 and 1 <= shape[2] <= 4)) or 0 in shape:
         raise BadRequest(f"{op} found {found(data)}, expected [height, width] or [height, width, 1 to 4 channels]")
     if data.dtype.name not in MAT_TYPES and not (any_type and data.dtype.kind in "biuf"):
         raise BadRequest(f"{op} found {found(data)}, expected uint8 or float32: put FloatMat before it")
     return data
+
+
+def black(none: Array) -> Array:
+    """An image `[height, width, channels]` in place of none: its result has the size and type of the empty result."""
+    return np.zeros(none.shape[1:], none.dtype)
 
 
 def as_tensor(data: Any, op: str) -> Array:

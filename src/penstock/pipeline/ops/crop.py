@@ -49,8 +49,8 @@ class CropMat(MatOp):
 
     reads = (BOX,)
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return cropped(as_mat(data, "CropMat"), fields, "CropMat")
+    def image(self, mat: Array, fields: Fields) -> Array:
+        return cropped(mat, fields, "CropMat")
 
 
 class CropResizeMat(MatOp):
@@ -71,8 +71,7 @@ class CropResizeMat(MatOp):
             raise ConfigError(f"CropResizeMat: enlarge_ratio = {enlarge_ratio}, expected above -0.5")
         self.size, self.ratio = (resize_h, resize_w), enlarge_ratio
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        mat = as_mat(data, "CropResizeMat")
+    def image(self, mat: Array, fields: Fields) -> Array:
         h, w = mat.shape[:2]
         box = box_numbers(fields, "CropResizeMat", (4,), "[x1, y1, x2, y2]")
         x1, y1, x2, y2 = (int(v) for v in box[:4] * (w, h, w, h))
@@ -103,10 +102,10 @@ class PerspectiveTransformMat(MatOp):
 
     reads = (BOX,)
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
+    def image(self, mat: Array, fields: Fields) -> Array:
         op = "PerspectiveTransformMat"
         corners = box_numbers(fields, op, (4, 2), "four points [x, y]")
-        return rectified(as_mat(data, op), corners[:4, :2], op, cv2.INTER_NEAREST)
+        return rectified(mat, corners[:4, :2], op, cv2.INTER_NEAREST)
 
 
 class PerspectiveTransformMats(MatOp):
@@ -118,7 +117,7 @@ class PerspectiveTransformMats(MatOp):
     def __call__(self, data: Any, fields: Fields) -> list[Array]:
         op = "PerspectiveTransformMats"
         mat, boxes = as_mat(data, op), field(fields, BOX, op)
-        if isinstance(boxes, list | tuple | np.ndarray) and len(boxes) == 0:
+        if mat.ndim == 4 or (isinstance(boxes, list | tuple | np.ndarray) and len(boxes) == 0):
             return []
         corners = box_numbers(fields, op, (1, 4, 2), "a list of four points [x, y] each")
         return [rectified(mat, one[:4, :2], op, cv2.INTER_LINEAR) for one in corners]

@@ -38,8 +38,7 @@ class CvtColorMat(MatOp):
     def __init__(self, color: Color) -> None:
         self.color = color
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        mat = as_mat(data, "CvtColorMat")
+    def image(self, mat: Array, fields: Fields) -> Array:
         channels = 1 if mat.ndim == 2 else mat.shape[2]
         now = color_of(fields, channels)
         if channels != CHANNELS[now]:
@@ -53,8 +52,10 @@ class CvtColorMat(MatOp):
 class FloatMat(MatOp):
     """The image as float32 with the same values: any numbers `[height, width, channels]` -> float32."""
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return as_mat(data, "FloatMat", any_type=True).astype(np.float32, copy=False)
+    any_type = True
+
+    def image(self, mat: Array, fields: Fields) -> Array:
+        return mat.astype(np.float32, copy=False)
 
 
 def planes(mat: Array) -> Array:
@@ -76,6 +77,8 @@ def interleaved(mat: Array) -> Array:
 
 def tensor_of(mat: Array, data_format: str) -> Array:
     """An image as a tensor. It is a view if the channels stay the last axis."""
+    if mat.ndim == 4:
+        return mat.transpose(0, 3, 1, 2) if data_format == "nchw" else mat
     if data_format == "nchw":
         return planes(mat)
     if mat.ndim == 2:
@@ -144,14 +147,14 @@ def image_of(data: Any, op: str) -> Array:
 
 class Tensor2Mat(ItemOp):
     """The image in a tensor: `[1, channels, height, width]` or `[height, width, channels]`, uint8 or float32,
-    -> `[height, width, channels]`, of the same type. A tensor without rows gives an empty list."""
+    -> `[height, width, channels]`, of the same type. No rows give no image, `[0, height, width, channels]`."""
 
     takes = "tensor"
     gives = "mat"
 
-    def __call__(self, data: Any, fields: Fields) -> Array | list[Array]:
+    def __call__(self, data: Any, fields: Fields) -> Array:
         mat = as_mat(image_of(data, "Tensor2Mat"), "Tensor2Mat")
-        return interleaved(mat) if len(data) else []
+        return interleaved(mat) if len(data) else mat[None][:0]
 
 
 class Tensor2Vector(ItemOp):

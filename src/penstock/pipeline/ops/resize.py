@@ -81,8 +81,8 @@ class ResizeMat(MatOp):
         check_size(type(self).__name__, resize_h=resize_h, resize_w=resize_w)
         self.size = (resize_h, resize_w)
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return sized(as_mat(data, "ResizeMat"), *self.size)
+    def image(self, mat: Array, fields: Fields) -> Array:
+        return sized(mat, *self.size)
 
 
 class PillowResizeMat(ResizeMat):
@@ -91,8 +91,8 @@ class PillowResizeMat(ResizeMat):
     Pillow applies antialiasing, as torchvision does, so networks trained that way receive the same pixels.
     """
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return pillow_sized(as_mat(data, "PillowResizeMat"), *self.size, "PillowResizeMat")
+    def image(self, mat: Array, fields: Fields) -> Array:
+        return pillow_sized(mat, *self.size, "PillowResizeMat")
 
 
 def pillow_sized(mat: Array, height: int, width: int, op: str) -> Array:
@@ -122,8 +122,7 @@ class FixRatioResizeMat(MatOp):
         check_size(type(self).__name__, max_h=max_h, max_w=max_w)
         self.bounds = (max_h, max_w)
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        mat = as_mat(data, "FixRatioResizeMat")
+    def image(self, mat: Array, fields: Fields) -> Array:
         return sized(mat, *self.fit(mat, fields, up=True))
 
     def fit(self, mat: Array, fields: Fields, *, up: bool = False) -> tuple[int, int]:
@@ -164,8 +163,7 @@ class ResizePadMat(FixRatioResizeMat):
         super().__init__(max_h, max_w)
         self.value = four(pad_value, type(self).__name__)
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        mat = as_mat(data, "ResizePadMat")
+    def image(self, mat: Array, fields: Fields) -> Array:
         return padded(sized(mat, *self.fit(mat, fields)), *self.bounds, self.value)
 
 
@@ -175,8 +173,7 @@ class ResizeCenterPadMat(ResizePadMat):
     The result is float32 if `pad_value` has a fraction. `inverse_trans` maps points back and clips them to the image.
     """
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        mat = as_mat(data, "ResizeCenterPadMat")
+    def image(self, mat: Array, fields: Fields) -> Array:
         height, width = fitted(mat, self.bounds)
         top, left = (self.bounds[0] - height) // 2, (self.bounds[1] - width) // 2
         h, w = mat.shape[:2]
@@ -209,8 +206,8 @@ class FixHResizePadMat(MatOp):
         self.size = (resize_h, max_w)
         self.value = four(pad_value, "FixHResizePadMat")
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
-        return fixed_height(as_mat(data, "FixHResizePadMat"), self.size, self.value)
+    def image(self, mat: Array, fields: Fields) -> Array:
+        return fixed_height(mat, self.size, self.value)
 
 
 def size_in(fields: Fields, op: str, *names: str) -> tuple[int, int]:
@@ -238,9 +235,9 @@ class DynamicResizeMat(MatOp):
 
     reads = ("resize_h", "resize_w")
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
+    def image(self, mat: Array, fields: Fields) -> Array:
         size = size_in(fields, "DynamicResizeMat", *self.reads)
-        return sized(as_mat(data, "DynamicResizeMat"), *size)
+        return sized(mat, *size)
 
 
 class DynamicFixHResizePadMat(MatOp):
@@ -254,9 +251,9 @@ class DynamicFixHResizePadMat(MatOp):
     def __init__(self, pad_value: tuple[float, ...] = (0.0,)) -> None:
         self.value = four(pad_value, "DynamicFixHResizePadMat")
 
-    def __call__(self, data: Any, fields: Fields) -> Array:
+    def image(self, mat: Array, fields: Fields) -> Array:
         size = size_in(fields, "DynamicFixHResizePadMat", *self.reads)
-        return fixed_height(as_mat(data, "DynamicFixHResizePadMat"), size, self.value)
+        return fixed_height(mat, size, self.value)
 
 
 class AlignMat(BatchOp):
@@ -282,7 +279,8 @@ class AlignMat(BatchOp):
 
     def __call__(self, data: list[Any], fields: list[Fields]) -> Sequence[Any]:
         mats = [self._mat(one) for one in data]
-        widths = [self.height * mat.shape[1] // mat.shape[0] for mat in mats if not isinstance(mat, BadRequest)]
+        images = [mat for mat in mats if not isinstance(mat, BadRequest) and mat.ndim < 4]
+        widths = [self.height * mat.shape[1] // mat.shape[0] for mat in images]
         width = min(self.max_w, -(-max(widths, default=1) // self.align) * self.align)
         height_name, width_name = self.writes
         for one in fields:

@@ -27,6 +27,8 @@ class SaveMat(MatOp):
 
     def __call__(self, data: Any, fields: Fields) -> Array:
         mat = as_mat(data, "SaveMat")
+        if mat.ndim == 4:
+            return mat
         _, png = cv2.imencode(".png", mat if mat.dtype == np.uint8 else mat.clip(0, 255).astype(np.uint8))
         while True:
             path = self.folder / f"{os.getpid()}_{next(_numbers):06d}.png"

@@ -186,12 +186,10 @@ def split_sections(tensors: Sequence[Tensor], rest: memoryview, kind: str, error
     return found
 
 
-def array_of_tensor(
-    tensor: Tensor, data: memoryview | None, kind: str, least_rows: int, error: Error
-) -> np.ndarray[Any, Any]:
+def array_of_tensor(tensor: Tensor, data: memoryview | None, kind: str, error: Error) -> np.ndarray[Any, Any]:
     """The tensor as an array. `data` is None for data in the JSON. Raises `error`."""
     what = f"{kind} '{tensor.name[:100]}'"
-    check_form(what, tensor.datatype, tensor.shape, least_rows, error)
+    check_form(what, tensor.datatype, tensor.shape, error)
     if data is None:
         if tensor.data is _NO_DATA:
             raise error(f"{what}: missing required field `data`, and no parameters.binary_data_size is given")
@@ -245,7 +243,7 @@ class OipCodec(Codec):
             if tensor.name in arrays:
                 raise BadRequest(f"input '{tensor.name[:100]}' is given twice")
             self._check(tensor)
-            arrays[tensor.name] = array_of_tensor(tensor, data, "input", 1, BadRequest)
+            arrays[tensor.name] = array_of_tensor(tensor, data, "input", BadRequest)
         return self._rows(arrays, item), _context(request)
 
     def _rows(self, arrays: dict[str, np.ndarray[Any, Any]], item: Item) -> dict[str, np.ndarray[Any, Any]]:

@@ -135,5 +135,5 @@ def decode_answer(body: bytes | memoryview, header_length: int | None) -> InferR
     ):
         if tensor.name in outputs:
             raise BadOutput(f"output '{tensor.name[:100]}' is given twice")
-        outputs[tensor.name] = array_of_tensor(tensor, data, "output", 0, BadOutput)
+        outputs[tensor.name] = array_of_tensor(tensor, data, "output", BadOutput)
     return InferResponse(head.model_name, head.model_version, outputs, head.id, head.parameters or {})

@@ -63,7 +63,7 @@ def read_head(body: bytes | memoryview) -> NpyHead:
     if any(len(n) > 18 or not n.isdigit() for n in sizes):
         raise BadRequest(f"the shape of the array is ({dims[:80]}), expected whole numbers")
     shape = [int(n) for n in sizes]
-    check_form("the array", datatype, shape, 1, BadRequest)
+    check_form("the array", datatype, shape, BadRequest)
     return NpyHead(datatype, shape, order == "True", start + size)
 
 
@@ -82,12 +82,12 @@ class OipNpyCodec(OipCodec):
 
     @staticmethod
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
-        """(rows, at most the number of bytes; shape key); None for a malformed header."""
+        """(rows, 1 if there are none or more than bytes; shape key); None for a malformed header."""
         try:
             head = read_head(body)
         except BadRequest:
             return None
-        rows = head.shape[0] if head.shape[0] <= len(body) else 1
+        rows = head.shape[0] if 1 <= head.shape[0] <= len(body) else 1
         return rows, f":{head.datatype}:{'x'.join(map(str, head.shape[1:]))}"
 
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:

@@ -35,7 +35,7 @@ Error = type[PenstockError]
 # ---- input; `what` names the tensor in messages, `error` is the class to raise
 
 
-def check_form(what: str, datatype: str, shape: Sequence[int], least_rows: int, error: Error) -> None:
+def check_form(what: str, datatype: str, shape: Sequence[int], error: Error) -> None:
     """Raises `error` for an unknown datatype or an invalid shape."""
     if datatype not in DTYPES:
         known = ", ".join(DTYPES)
@@ -43,8 +43,6 @@ def check_form(what: str, datatype: str, shape: Sequence[int], least_rows: int, 
     shown = list(shape[:8])
     if not 1 <= len(shape) <= MAX_DIMS:
         raise error(f"{what}: shape {shown} has {len(shape)} axes, expected 1 to {MAX_DIMS}, rows first")
-    if shape[0] < least_rows:
-        raise error(f"{what}: shape {shown} has {shape[0]} rows, expected at least {least_rows}")
     if min(shape) < 0:
         raise error(f"{what}: shape {shown} has a negative axis")
 
