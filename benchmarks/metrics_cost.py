@@ -11,7 +11,7 @@ from collections.abc import Callable
 import harness
 
 from penstock.core.contracts import BatchRecord, HttpSnapshot, ModelSnapshot, Observer, ServerSnapshot
-from penstock.core.engine.outcomes import notify
+from penstock.core.engine.calls import notify
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import BatchRecords
 from penstock.types import ModelStatus

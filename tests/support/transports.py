@@ -55,6 +55,10 @@ class TransportHarness:
         self.downs.append((error, retry_in_s))
         self._changed.set()
 
+    def slot_used(self, slot: int, requests: int) -> None:
+        assert slot == 0
+        assert requests > 0
+
     def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
         assert slot == 0
         self.metrics += deltas

@@ -213,6 +213,10 @@ class TransportListener(Protocol):
     def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
         """Model metrics from a worker with concurrent batches. Other workers send them with a batch."""
 
+    def slot_used(self, slot: int, requests: int) -> None:
+        """The slot's worker has answered this many requests. Called once a second, with a batch that is about to be
+        answered, and with every batch from `max_requests` on."""
+
 
 class Transport(Protocol):
     """One way to reach the instances of one model. All calls run on the event loop's thread.

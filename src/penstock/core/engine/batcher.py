@@ -19,10 +19,18 @@ from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Expir
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import traits_of
 from penstock.core.contracts import Observer, Transport
-from penstock.core.engine.calls import Call, RunningBatch, release
-from penstock.core.engine.outcomes import Notifier, PartMerger, error_of, of_requests, reason_of
+from penstock.core.engine.calls import (
+    Call,
+    Notifier,
+    PartMerger,
+    RunningBatch,
+    error_of,
+    of_requests,
+    reason_of,
+)
 from penstock.core.engine.quarantine import Quarantine
 from penstock.core.engine.timer import Timer
+from penstock.core.wire.slabs import Slab
 from penstock.errors import DeadlineExceeded, PenstockError, Quarantined
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
@@ -120,7 +128,8 @@ class Batcher:
         """Forgets ended requests and reports them. Every request leaves here, once."""
         ended = list(map(self._waiting.pop, requests))
         for call in ended:
-            release(call.item)
+            if type(call.item.payload) is Slab:
+                call.item.payload.release()
         if self._notifier is not None:
             self._notifier.ended(ended, now)
 

@@ -1,17 +1,21 @@
-"""Requests and batches on their way through a Batcher."""
+"""Requests and batches on their way through a Batcher: merged answers, errors, and the reports to observers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from penstock.core.batching.entry import Dispatch, Entry
+from penstock.core.batching.entry import Dispatch, Entry, Expire, Fail, Shed
+from penstock.core.codecs import OBJECT, ModelCodecs
+from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.wire.slabs import Slab
-from penstock.types import Item, ItemResult, Sink
+from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, WorkerDied
+from penstock.types import BatchPart, Item, ItemResult, ModelMetadata, Sink
 
 log = logging.getLogger("penstock.engine")
+observe_log = logging.getLogger("penstock.observe")
 
 
 class Call(Struct, eq=False):
@@ -82,3 +86,133 @@ def release(item: Item) -> None:
     """Returns a slab payload to its pool; the garbage collector frees other payloads."""
     if isinstance(item.payload, Slab):
         item.payload.release()
+
+
+class PartMerger:
+    """Merges the answers to the parts of split requests of one model version."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self.name = name
+        self._codecs = ModelCodecs(ModelMetadata(name, version))
+
+    def merge(self, item: Item, parts: Mapping[int, ItemResult], streamed: bool) -> ItemResult:
+        """One answer from `parts` (first row -> answer), in row order; an error if a part failed or they do not fit."""
+        ordered = [result for _, result in sorted(parts.items())]
+        bad = next((p for p in ordered if p.error is not None), None)
+        if bad is not None or streamed:  # the streamed parts are already sent: only the end is left
+            return bad or ordered[-1]
+        try:
+            if item.codec == OBJECT:
+                return ItemResult(body=[value for part in ordered for value in part.body])
+            return self._codecs.get(item.codec).join(ordered)
+        except PenstockError as e:
+            return ItemResult(error=e)
+        except Exception as e:
+            log.exception("join_failed model=%s", self.name)
+            text = f"the parts of the answer could not be joined: {type(e).__name__}"
+            return ItemResult(error=ItemFailed(text))
+
+
+def error_of(event: Expire | Shed | Fail, timeout_s: float) -> PenstockError:
+    """The error of a dropped or interrupted request; `timeout_s` is the longest wait that was allowed."""
+    if isinstance(event, Fail):
+        return WorkerDied("the worker that ran this request died, and it is not run again")
+    if isinstance(event, Shed):
+        return DeadlineExceeded("overload: the request could not be answered before its deadline")
+    if event.reason == "timeout":
+        return DeadlineExceeded(f"the request waited timeout_s={timeout_s:g} in the queue")
+    return DeadlineExceeded("the deadline passed, or could not be met, before the request was run")
+
+
+def reason_of(error: Exception) -> str:
+    """The metric label of a rejection: the scheduler's reason if it has one, else the error's code."""
+    if isinstance(error, DeadlineExceeded):
+        return "expired"
+    return error.code if isinstance(error, PenstockError) else PenstockError.code
+
+
+def overriding(observers: Sequence[Observer], hook: str) -> list[Observer]:
+    """The observers that override a hook; only they need a call for every request."""
+    return [o for o in observers if getattr(type(o), hook, None) not in (None, getattr(Observer, hook))]
+
+
+def notify(observers: Sequence[Observer], hook: str, *arguments: object) -> None:
+    """Calls one hook of every observer."""
+    for observer in observers:
+        try:
+            getattr(observer, hook)(*arguments)
+        except Exception:
+            observe_log.exception("observer_failed hook=%s observer=%s", hook, type(observer).__name__)
+
+
+REQUEST_HOOKS = ("on_answer", "on_served", "on_reject", "on_complete", "on_error", "on_model_metrics")
+
+
+def of_requests(observers: Sequence[Observer]) -> list[Observer]:
+    """The observers of requests and batches; others, such as those of workers alone, cost a request nothing."""
+    return [o for o in observers if any(overriding([o], hook) for hook in REQUEST_HOOKS)]
+
+
+class Notifier:
+    """Calls observers, once per batch where possible."""
+
+    def __init__(self, name: str, version: str, observers: Sequence[Observer]) -> None:
+        self._name, self._version = name, version
+        self._observers = observers
+        self._served_observers = overriding(observers, "on_served")
+
+    def ended(self, calls: Sequence[Call], now: float) -> None:
+        """Reports that these requests ended, each as its `end` states; called once for each."""
+        latencies, failed = [now - c.entry.arrival_s for c in calls if c.end == "ok"], 0
+        if len(latencies) < len(calls):
+            for call in calls:
+                if call.end == "failed":
+                    latencies.append(now - call.entry.arrival_s)
+                    failed += 1
+                elif call.end != "ok":
+                    notify(self._observers, "on_reject", self._name, self._version, call.end)
+        if latencies:
+            notify(self._observers, "on_answer", self._name, self._version, latencies, failed)
+            if self._served_observers and failed < len(latencies):
+                self._served([c for c in calls if c.end == "ok"], now)
+
+    def _served(self, calls: Sequence[Call], now: float) -> None:
+        labels = [c.label for c in calls]
+        waits_s = [c.sent_s - c.entry.arrival_s for c in calls]
+        latencies_s = [now - c.entry.arrival_s for c in calls]
+        notify(self._served_observers, "on_served", self._name, self._version, labels, waits_s, latencies_s)
+
+    def failures(self, item: Item, result: ItemResult) -> int:
+        """Reports the items that failed in this final result, and returns their number."""
+        if result.error is not None:
+            errors = [result.error]
+        elif item.many:
+            errors = [value for value in result.body if isinstance(value, PenstockError)]
+        else:
+            return 0
+        for error in errors:
+            notify(self._observers, "on_error", self._name, self._version, error)
+        return len(errors)
+
+    def batch(self, running: RunningBatch, part: BatchPart, now: float, outcome: str, max_batch_size: int) -> None:
+        """Reports that a batch ended with `part`; see `BatchRecord`."""
+        sent = running.dispatch
+        record = BatchRecord(
+            model=self._name,
+            version=self._version,
+            slot=sent.slot,
+            rows=sent.rows,
+            max_batch_size=max_batch_size,
+            reason=sent.reason,
+            ahead=sent.ahead,
+            run_s=part.run_s,
+            seconds=now - running.sent_s,
+            waits_s=[running.sent_s - e.arrival_s for e in sent.entries],
+            failed=running.failures,
+            bucket=sent.entries[0].bucket,
+            outcome=outcome,
+            stages_s=part.stages_s,
+        )
+        notify(self._observers, "on_complete", record)
+        if part.metrics:
+            notify(self._observers, "on_model_metrics", self._name, self._version, record.slot, part.metrics)

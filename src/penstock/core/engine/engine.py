@@ -12,9 +12,8 @@ from msgspec import structs
 from penstock.config.checks import check_model
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
-from penstock.core.engine.calls import Call, release
+from penstock.core.engine.calls import Call, notify, release
 from penstock.core.engine.handle import ModelHandle
-from penstock.core.engine.outcomes import notify
 from penstock.core.engine.registry import ModelRegistry
 from penstock.core.engine.rules import devices_of
 from penstock.core.wire.slabs import Slab, SlabPool

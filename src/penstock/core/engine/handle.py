@@ -10,9 +10,8 @@ from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.batcher import Batcher
-from penstock.core.engine.calls import Call
+from penstock.core.engine.calls import Call, notify, overriding, reason_of
 from penstock.core.engine.instances import Instances
-from penstock.core.engine.outcomes import notify, overriding, reason_of
 from penstock.core.engine.rules import bucket_rule, check_rules, file_stamps, policy_of, queue_bound, rows_rule
 from penstock.core.engine.upkeep import Upkeep
 from penstock.core.wire.slabs import Slab
@@ -58,6 +57,8 @@ class ModelHandle:
         self.batcher: Batcher | None = None  # None before the first worker is up
         self._broken = False
         self.instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
+        if spec.config.transport not in ("inline", "thread"):
+            self.instances.on_used = Upkeep(spec.config, self.instances).check
 
     # ---- lifecycle
 
@@ -116,9 +117,7 @@ class ModelHandle:
         )
         scheduler.prime(ready.profile)
         quarantine_s = self.config.restart.quarantine_s
-        own_process = self.config.transport not in ("inline", "thread")
-        observers = (*self._observers, Upkeep(self.config, self.instances)) if own_process else self._observers
-        return Batcher(self.name, self.version, self._transport, scheduler, b, observers, quarantine_s)
+        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, quarantine_s)
 
     def _on_broken(self) -> None:
         self._broken = self.instances.broken = True

@@ -14,7 +14,7 @@ from penstock.config.schema import MOST
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.contracts import Observer, Transport
 from penstock.core.engine.batcher import Batcher
-from penstock.core.engine.outcomes import notify
+from penstock.core.engine.calls import notify
 from penstock.core.engine.rules import next_device
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, Conflict, LoadFailed, LoadOutOfMemory, ModelNotReady, PenstockError, describe
@@ -78,6 +78,7 @@ class Instances:
         self._report_came = asyncio.Event()
         self._end: PenstockError | None = None  # why scaling was stopped
         self._removals: set[asyncio.Task[None]] = set()  # and replacements
+        self.on_used: Callable[[int, int], None] = lambda slot, requests: None
 
     # ---- state
 
@@ -342,6 +343,9 @@ class Instances:
 
     def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
         notify(self._observers, "on_model_metrics", self._spec.name, self._spec.version, slot, deltas)
+
+    def slot_used(self, slot: int, requests: int) -> None:
+        self.on_used(slot, requests)
 
     def _report(self, instance: Instance) -> None:
         instance.reported = True

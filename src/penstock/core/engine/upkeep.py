@@ -10,7 +10,6 @@ import psutil
 from msgspec import Struct, field
 
 from penstock.config.schema import ModelConfig
-from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.instances import Instances
 
 log = logging.getLogger("penstock.engine")
@@ -63,18 +62,15 @@ class _Usage(Struct):
 
     pid: int
     growth: MemoryGrowth = field(default_factory=MemoryGrowth)
-    requests: int = 0
     check_at_s: float = 0.0
     replace_at_s: float = 0.0  # earliest time of the next attempt
     reported: bool = False  # its growth
     hopeless: bool = False  # it needed more than `max_memory_bytes` from the beginning
 
 
-class Upkeep(Observer):
-    """Counts the requests of each worker of a model version, and reads its memory at most once a second, after a batch.
-
-    It has a worker replaced after `max_requests` or above `max_memory_bytes`, and reports one whose memory grows.
-    """
+class Upkeep:
+    """Has a worker of a model version replaced after `max_requests` or above `max_memory_bytes`, and reports one whose
+    memory grows. Reads the memory of each at most once a second."""
 
     def __init__(
         self,
@@ -86,22 +82,22 @@ class Upkeep(Observer):
         self._config, self._instances, self._read, self._clock = config, instances, read, clock
         self._usages: dict[int, _Usage] = {}  # by slot
 
-    def on_complete(self, record: BatchRecord) -> None:
-        pid = self._instances.pid(record.slot)
+    def check(self, slot: int, requests: int) -> None:
+        """The slot's worker has answered this many requests."""
+        pid = self._instances.pid(slot)
         if pid is None:  # it has ended, or is being replaced
             return
-        usage = self._usages.get(record.slot)
+        usage = self._usages.get(slot)
         if usage is None or usage.pid != pid:
-            usage = self._usages[record.slot] = _Usage(pid)
-        usage.requests += len(record.waits_s)
+            usage = self._usages[slot] = _Usage(pid)
         most = self._config.max_requests
         now_s = self._clock()
-        if most is not None and usage.requests >= most:
-            self._replace(record.slot, usage, f"requests={usage.requests} max_requests={most}", now_s)
+        if most is not None and requests >= most:
+            self._replace(slot, usage, f"requests={requests} max_requests={most}", now_s)
         if now_s >= usage.check_at_s and pid not in (0, os.getpid()):
             first, usage.check_at_s = not usage.check_at_s, now_s + CHECK_S
             with suppress(psutil.Error):  # the worker has just died
-                self._check_memory(record.slot, usage, self._read(pid), now_s, first)
+                self._check_memory(slot, usage, self._read(pid), now_s, first)
 
     def _replace(self, slot: int, usage: _Usage, why: str, now_s: float) -> None:
         if now_s >= usage.replace_at_s:

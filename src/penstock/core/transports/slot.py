@@ -18,6 +18,7 @@ log = logging.getLogger("penstock.transports")
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 30.0
+CHECK_S = 1.0  # between two reports of how a worker is used
 
 
 class Sent(Struct):
@@ -30,21 +31,35 @@ class Sent(Struct):
     open: set[int] | None = None  # places of the items without an answer, where batches run side by side
 
 
-class RestartPauses:
-    """The pauses of a slot before it starts its next worker.
+class WorkerHistory:
+    """What the workers of a slot have done, and the pauses before it starts the next one.
 
-    There is none after the death of a worker if workers of the slot have answered batches: one bad request is no reason
-    to wait. After `deaths` in `window_s`, and after failed loads, pauses double from 0.1 s to 30 s."""
+    There is no pause after the death of a worker if workers of the slot have answered batches: one bad request is no
+    reason to wait. After `deaths` in `window_s`, and after failed loads, pauses double from 0.1 s to 30 s.
+    """
 
-    def __init__(self, config: RestartConfig) -> None:
-        self.answered = False  # a worker of the slot has answered a batch
+    def __init__(self, config: RestartConfig, max_requests: int | None) -> None:
+        self.requests = 0  # that the current worker has answered
+        self._most = max_requests
+        self._check_at_s = 0.0
+        self._answered = False  # a worker of the slot has answered a batch
         self._deaths: deque[float] = deque(maxlen=config.deaths)
         self._window_s = config.window_s
         self._next_s = FIRST_RETRY_S
 
+    def answered(self, requests: int, now: float) -> bool:
+        """Counts answers. True once a second, and from `max_requests` on: the worker may be due to be replaced."""
+        self._answered = True
+        self.requests += requests
+        if now < self._check_at_s and (self._most is None or self.requests < self._most):
+            return False
+        self._check_at_s = now + CHECK_S
+        return True
+
     def next_s(self, loaded: bool, now: float) -> float:
         """The pause after the end of a worker; `loaded`: it had come up."""
-        if loaded and self.answered:
+        self.requests = 0
+        if loaded and self._answered:
             often = len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < self._window_s
             self._deaths.append(now)
             if not often:
@@ -68,7 +83,7 @@ class WorkerSlot:
         self._heard_s = 0.0  # concurrent slot: its last answer, or the first batch after an idle time
         self.idle = asyncio.Event()  # nothing is sent
         self.idle.set()
-        self._pauses = RestartPauses(spec.config.restart)
+        self._history = WorkerHistory(spec.config.restart, spec.config.max_requests)
         self._batching = spec.config.batching
         self._timer: asyncio.TimerHandle | None = None  # of the load, later of the running batch
         self._restart: asyncio.TimerHandle | None = None
@@ -147,7 +162,7 @@ class WorkerSlot:
             if lost:
                 self.listener.slot_down(self.number, error, None)
             return
-        wait = self._pauses.next_s(loaded, self.loop.time())
+        wait = self._history.next_s(loaded, self.loop.time())
         self._restart = self.loop.call_later(wait, self._launch)
         self.listener.slot_down(self.number, error, wait)
 
@@ -184,15 +199,17 @@ class WorkerSlot:
         sent = self.sent.get(part.batch_id)
         if sent is None or not (self._fits_first(sent, part) if sent.open is None else _fits(sent.open, part)):
             raise ValueError(f"{len(part.results)} answers to batch {part.batch_id} do not fit what was sent")
+        now = self.loop.time()
         if self.concurrent:
-            self._heard_s = self.loop.time()
+            self._heard_s = now
         if part.final:
             del self.sent[part.batch_id]
-            self._pauses.answered = True
             if not self.sent:
                 self.idle.set()
             elif not self.concurrent:
-                self._first().started_s = self.loop.time()
+                self._first().started_s = now
+        if (part.final or self.concurrent) and self._history.answered(len(part.results), now):
+            self.listener.slot_used(self.number, self._history.requests)
         return sent
 
     def _first(self) -> Sent:

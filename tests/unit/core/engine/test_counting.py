@@ -13,8 +13,8 @@ import pytest
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.batcher import Batcher
+from penstock.core.engine.calls import Notifier
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.outcomes import Notifier
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,

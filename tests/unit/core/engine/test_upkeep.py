@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.schema import ModelConfig
-from penstock.core.contracts import BatchRecord
 from penstock.core.engine.upkeep import LEAST_GROWTH, LEAST_RISE, RETRY_S, RISES, WINDOW_S, MemoryGrowth, Upkeep
 
 MIB = 2**20
@@ -51,6 +50,7 @@ class Bench:
     def __init__(self, **keys: Any) -> None:
         self.now_s, self.bytes = 100.0, 100 * MIB
         self.pids: dict[int, int | None] = {0: 1000, 1: 1001}
+        self.answered: dict[tuple[int, int | None], int] = {}  # requests of each worker
         self.replaced: list[tuple[int, str]] = []
         self.noted: list[tuple[int, str]] = []
         config = ModelConfig(target="a:b", **keys)
@@ -67,7 +67,9 @@ class Bench:
 
     def batch(self, slot: int = 0, requests: int = 1, seconds: float = 1.0) -> None:
         self.now_s += seconds
-        self.upkeep.on_complete(BatchRecord("m", "1", slot, requests, 8, "", False, 0.1, 0.1, [0.0] * requests, 0))
+        key = slot, self.pids[slot]
+        self.answered[key] = self.answered.get(key, 0) + requests
+        self.upkeep.check(slot, self.answered[key])
 
 
 def test_each_worker_is_replaced_after_its_own_requests() -> None:

@@ -40,6 +40,9 @@ class Bench:
         self.up.add(slot)
         self._changed.set()
 
+    def slot_used(self, slot: int, requests: int) -> None:
+        pass
+
     def slot_down(self, slot: int, error: Any, retry_in_s: Any) -> None:
         self.downs.append(slot)
         self._changed.set()

@@ -53,6 +53,7 @@ class Place(WorkerSlot):
         self.launches = []
         self.waits = []
         self.errors = []
+        self.used = []
 
     def launch(self):
         self.launches.append(self.loop.time())
@@ -72,6 +73,9 @@ class Place(WorkerSlot):
 
     def slot_up(self, slot, ready):
         pass
+
+    def slot_used(self, slot, requests):
+        self.used.append(requests)
 
     def slot_down(self, slot, error, retry_in_s):
         self.waits.append(retry_in_s)
@@ -303,3 +307,16 @@ def test_a_worker_that_comes_up_narrow_is_narrow(concurrent):
     send(concurrent, 2)
     with pytest.raises(ValueError, match="do not fit"):
         concurrent.answered(BatchPart(2, [ItemResult()]))
+
+
+def test_the_use_of_a_worker_is_reported_once_a_second_and_begins_anew_with_the_next_worker(place):
+    place.fails = False
+    place._launch()
+    for number in range(1, 10):
+        answer(place, number)
+        place.loop.clock.advance(0.25)
+    assert place.used == [1, 5, 9]
+    place.down(WorkerDied("killed"))
+    place.loop.clock.advance(1)
+    answer(place, 30)
+    assert place.used[-1] == 1

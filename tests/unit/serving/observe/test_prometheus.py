@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.contracts import BatchRecord, ModelSnapshot, ServerSnapshot
-from penstock.core.engine.outcomes import overriding
+from penstock.core.engine.calls import overriding
 from penstock.serving.observe.prometheus import MAX_GONE, PrometheusObserver
 from penstock.serving.observe.recorders import BatchRecords
 from penstock.types import MetricDelta, ModelStatus
