@@ -161,13 +161,15 @@ class ModelStatus(Struct, frozen=True):
 class Batch(Struct):
     """A batch for one slot of a Transport.
 
-    `more`: another batch for this slot follows at once and may be written together with this one.
+    `more`: another batch for this slot follows at once and may be written together with this one. `limit_s`: most
+    seconds of its run, if that is less than `run_timeout_s`.
     """
 
     id: int
     slot: int
     items: list[Item]
     more: bool = False
+    limit_s: float = float("inf")
 
 
 class Ready(Struct):

@@ -31,10 +31,12 @@ from penstock.core.engine.calls import (
 from penstock.core.engine.quarantine import Quarantine
 from penstock.core.engine.timer import Timer
 from penstock.core.wire.slabs import Slab
-from penstock.errors import DeadlineExceeded, PenstockError, Quarantined
+from penstock.errors import DeadlineExceeded, PenstockError, Quarantined, RunTimeout
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
+
+BRIEF = 10  # after a hang: re-runs may take ten times their prediction, and at least a tenth of `run_timeout_s`
 
 
 class Batcher:
@@ -184,7 +186,10 @@ class Batcher:
         if self.on_dispatch is not None:
             self.on_dispatch(dispatch)
         try:
-            self._transport.send(Batch(dispatch.batch_id, dispatch.slot, items, more), self._on_part)
+            batch = Batch(dispatch.batch_id, dispatch.slot, items, more)
+            if dispatch.reason == "rerun" and any(call.hung for call in calls):
+                batch.limit_s = max(self._config.run_timeout_s / BRIEF, BRIEF * self.scheduler.seconds(dispatch.rows))
+            self._transport.send(batch, self._on_part)
         except Exception:
             log.exception("dispatch_failed model=%s batch=%d: its callers get an error", self.name, dispatch.batch_id)
             bad = ItemResult(error=PenstockError("internal error"))
@@ -294,7 +299,9 @@ class Batcher:
             apart = not running.dispatch.concurrent or running.dispatch.reason == "rerun"
             if self._quarantine.died((call.item for call, _ in unanswered), apart, now):
                 self._refuse_waiting(now)
+        hung = isinstance(error, RunTimeout)
         for call, entry in unanswered:
+            call.hung = call.hung or hung
             if entry.state == EntryState.DONE:
                 result = ItemResult(error=error) if call.streamed else ItemResult([error] * entry.rows)
                 self._note_failures(running, entry, call, result)

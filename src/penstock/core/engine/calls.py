@@ -34,6 +34,7 @@ class Call(Struct, eq=False):
     sent_s: float = 0.0
     batch_id: int = 0
     streamed: bool = False  # a part of the answer was sent: the request must not run again
+    hung: bool = False  # a batch with it exceeded `run_timeout_s`
     parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
 
     def settle(self, result: ItemResult, reason: str = "") -> None:

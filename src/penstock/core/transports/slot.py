@@ -191,8 +191,9 @@ class WorkerSlot:
         open_places = set(range(len(batch.items))) if self.concurrent else None
         self.sent[batch.id] = Sent(batch, on_part, found, now, open_places)
         self.idle.clear()
-        if self._timer is None:
-            self._timer = self.loop.call_at(now + self._batching.run_timeout_s, self._check_time)
+        if self._timer is None or batch.limit_s < self._batching.run_timeout_s:
+            self._stop_timer()
+            self._timer = self.loop.call_at(now + self._limit_s(batch), self._check_time)
 
     def answered(self, part: BatchPart) -> Sent:
         """Records a part before its caller receives it, and returns its batch. Raises ValueError if it does not fit."""
@@ -229,6 +230,9 @@ class WorkerSlot:
             self._timer.cancel()
             self._timer = None
 
+    def _limit_s(self, batch: Batch) -> float:
+        return min(self._batching.run_timeout_s, batch.limit_s)
+
     def _check_time(self) -> None:
         """The one timer of the slot; often its batch was answered long before.
 
@@ -237,18 +241,19 @@ class WorkerSlot:
         self._timer = None
         if not self.sent:
             return
-        limit_s = self._batching.run_timeout_s
-        due = self._first().started_s + limit_s
+        first = self._first()
+        limit_s = self._limit_s(first.batch)
+        due = first.started_s + limit_s
         if self.concurrent:
             due = min(due + limit_s, self._heard_s + limit_s)
         if self.loop.time() < due:
             self._timer = self.loop.call_at(due, self._check_time)
             return
-        why = f"the run exceeded run_timeout_s={limit_s:g}, and its worker was replaced"
+        why = f"the run exceeded run_timeout_s={self._batching.run_timeout_s:g}, and its worker was replaced"
         log.warning("worker_hangs model=%s slot=%d: %s", self.spec.name, self.number, why)
         error = RunTimeout(why)
         if not self.concurrent:
-            self._answer_hang(self._first(), error)
+            self._answer_hang(first, error)
         self.kill(error)
 
     def _answer_hang(self, sent: Sent, error: RunTimeout) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock.core.batching.entry import INF
 from penstock.core.engine.batcher import Batcher
 from penstock.core.wire.slabs import SlabPool
-from penstock.errors import DeadlineExceeded, ItemFailed, Quarantined, QueueFull, WorkerDied
+from penstock.errors import DeadlineExceeded, ItemFailed, Quarantined, QueueFull, RunTimeout, WorkerDied
 from penstock.types import Item, ItemResult
 
 
@@ -22,9 +23,9 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def died(batcher: Batcher, transport: Any, started: bool = True) -> None:
+async def died(batcher: Batcher, transport: Any, started: bool = True, error: WorkerDied | None = None) -> None:
     """The worker ends under its batch, and is back at once."""
-    transport.answer(results=[], error=WorkerDied("signal 9"), started=started)
+    transport.answer(results=[], error=error or WorkerDied("signal 9"), started=started)
     batcher.scheduler.slot_down(0, 0.0)
     batcher.scheduler.slot_up(0, 0.0)
     batcher.wake()
@@ -194,6 +195,29 @@ async def test_the_batch_of_a_dead_worker_is_retried_in_halves(make_batcher, tra
         await turns()
     assert sizes == [2, 2]
     assert all(c.answer.error is None for c in callers)
+
+
+async def test_a_batch_that_hung_runs_again_with_little_time_and_one_that_crashed_with_all(
+    make_batcher, transport, caller
+) -> None:
+    batcher = make_batcher(run_timeout_s=20)
+    for error, limits_s in ((RunTimeout("hangs"), [2.0, 2.0]), (WorkerDied("signal 9"), [INF, INF])):
+        for _ in range(4):
+            submit(batcher, caller())
+        await turns()
+        assert transport.sent[0][0].limit_s == INF
+        await died(batcher, transport, error=error)
+        found = []
+        while transport.sent:
+            found.append(transport.answer().limit_s)
+            await turns()
+        assert found == limits_s
+    batcher.scheduler.prime([(rows, 1.0 * rows) for rows in (1, 2, 4) * 5])
+    for _ in range(4):
+        submit(batcher, caller())
+    await turns()
+    await died(batcher, transport, error=RunTimeout("hangs"))
+    assert transport.sent[0][0].limit_s == pytest.approx(20, rel=0.2)  # ten times what two rows take
 
 
 async def test_an_item_in_two_deaths_fails(make_batcher, transport, caller) -> None:

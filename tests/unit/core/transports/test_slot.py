@@ -156,6 +156,24 @@ def test_a_batch_that_is_ahead_has_its_time_from_when_it_begins(place):
     assert "run_timeout_s=60" in death.error.message
 
 
+def test_a_batch_may_have_less_time_than_run_timeout_s(place):
+    place.fails = False
+    place._launch()
+    answer(place)
+    heard = []
+    place.loop.clock.advance(1)
+    place.send(Batch(2, 0, [Item(1), Item(2)], limit_s=6.0), heard.append)
+    place.loop.clock.advance(5.9)
+    assert not heard
+    place.loop.clock.advance(0.2)
+    assert [type(part.error) for part in heard] == [RunTimeout]
+    assert "run_timeout_s=60" in heard[0].error.message
+    answer(place, 3)  # others have all of it
+    place.send(Batch(4, 0, [Item(1)], limit_s=600.0), heard.append)
+    place.loop.clock.advance(60.1)
+    assert len(heard) == 3
+
+
 def test_a_hanging_load_times_out_and_is_retried(place):
     place.hangs = True
     place._launch()
