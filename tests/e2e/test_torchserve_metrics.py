@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,21 +132,83 @@ CONSOLE = re.compile(
 
 
 def test_console_lines_have_the_form_that_scrapers_of_torchserve_read(torchserve: Any) -> None:
-    begin(torchserve, metric_time_interval="3600")
-    assert [ask(torchserve) for _ in range(5)] == [200] * 5
+    """The requests of auto_benchmark.py, then what it and gen_metrics_json.py read from the lines."""
+    torchserve.add_model(HANDLER)
+    torchserve.configure(disable_token_authorization="true", enable_model_api="true", metric_time_interval="3600")
+    torchserve.start()
+    manage = torchserve.url("Management") + "/models"
+    asked = "model_name=benchmark&url=m.mar&batch_delay=100&batch_size=8&initial_workers=1&synchronous=true"
+    status, registered = torchserve.fetch(f"{manage}?{asked}", method="POST")
+    assert (status, b"registered with 1 initial workers" in registered) == (200, True)
+    assert [ask(torchserve, "benchmark") for _ in range(5)] == [200] * 5
+    assert torchserve.fetch(f"{manage}/benchmark", method="DELETE")[0] == 200
     assert torchserve.run("torchserve", "--stop")[0] == 0
     shown = [line for line in torchserve.said().splitlines() if "_METRICS - " in line]
     assert all(CONSOLE.fullmatch(line) for line in shown), shown
     scraped: dict[str, list[float]] = {}
     for name in ("PredictionTime", "QueueTime", "WorkerThreadTime", "CPUUtilization", "MemoryUtilization"):
         found = [line for line in torchserve.said().splitlines() if name in line]
-        scraped[name] = [float(line.split("|")[0].split(":")[3]) for line in found]  # as auto_benchmark.py does
+        scraped[name] = [float(line.split("|")[0].split(":")[3]) for line in found]
     assert {name: len(found) for name, found in scraped.items()} == {
         **dict.fromkeys(("PredictionTime", "QueueTime", "WorkerThreadTime"), 5),
         **dict.fromkeys(("CPUUtilization", "MemoryUtilization"), 1),
     }
+    for line in shown:
+        value, dimensions, origin = line.split("|")
+        assert float(value.rpartition(" ")[2].split(":")[1]) >= 0
+        assert all(len(pair.split(":")) == 2 for pair in dimensions.removeprefix("#").split(","))
+        assert int(origin.rpartition(",")[2].split(":")[1]) > 1.7e9
     workers = {match[1] for line in shown if (match := CONSOLE.fullmatch(line)) and match[2] == "MODEL"}
-    assert workers == {"W-9000-m_1.0-stdout"}
+    assert workers == {"W-9000-benchmark_1.0-stdout"}
+
+
+def test_a_supervisor_that_never_reads_stdout_stops_neither_serving_nor_files_nor_the_end(torchserve: Any) -> None:
+    torchserve.add_model(HANDLER)
+    torchserve.configure(
+        disable_token_authorization="true", access_log="true", inference_address=f"unix:{torchserve.folder}/i.sock"
+    )
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    command = [str(Path(sys.executable).with_name("torchserve")), "--start", "--foreground", "--models", "m.mar"]
+    server = subprocess.Popen(command, cwd=torchserve.folder, env=torchserve.env, stdout=write)
+    os.close(write)
+    try:
+        address = f"{torchserve.folder}/i.sock"
+        until(lambda: b"Healthy" in over_socket(address, b"GET /ping HTTP/1.1\r\nhost: a\r\n"))
+        head = b"POST /predictions/m HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n"
+        until(lambda: b" 200 " in over_socket(address, head, b"x"))
+        for _ in range(100):
+            assert b" 200 " in over_socket(address, head, b"x")
+        access = torchserve.folder / "logs" / "access_log.log"
+        until(lambda: access.read_text().count("POST /predictions/m") >= 101)
+        assert len(logged(torchserve, "model_metrics", "PredictionTime")) > 100
+        began = time.monotonic()
+        server.terminate()
+        assert server.wait(30) == 0
+        assert time.monotonic() - began < 15
+        assert len(os.read(read, 2**20)) > 3000
+    finally:
+        server.kill()
+        server.wait()
+        os.close(read)
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def over_socket(path: str, head: bytes, body: bytes = b"") -> bytes:
+    """The answer to one request over a Unix socket; empty without a server."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(path)
+        except OSError:
+            return b""
+        connection.sendall(head + b"connection: close\r\n\r\n" + body)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def test_requests_over_grpc_are_counted_too(torchserve: Any) -> None:

@@ -1,7 +1,8 @@
 """Logging as in TorchServe: five files under LOG_LOCATION and METRICS_LOCATION, lines on stdout, log4j2 files.
 
-Records pass through one bounded queue to a thread, so that neither a slow disk nor a stalled reader of stdout blocks
-the event loop. When the queue is full, records are dropped and counted, and a later line reports their number.
+One thread writes the files and another stdout, each from a bounded queue. A stalled reader of stdout therefore stops
+neither the event loop nor the files, and a slow disk not the event loop. Records that find no room are dropped, and
+`event=lines_lost` reports the number of their lines.
 """
 
 import contextlib
@@ -15,7 +16,8 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 from xml.etree import ElementTree
 
@@ -41,7 +43,8 @@ _MAX_FILE_BYTES: Final = 100 * 2**20  # these two are from TorchServe's log4j2.x
 _OLD_FILES: Final = 5
 _MAX_QUEUE: Final = 10_000  # records
 _MAX_METRICS: Final = 200  # records that may wait when one with metrics, up to 75 KB, is added
-_CLOSE_S: Final = 5.0  # for writing the queue at the end
+_CLOSE_S: Final = 5.0  # for writing the queues at the end
+_REPORT_S: Final = 60.0  # between two reports of dropped lines
 _METRICS: Final = ("ts_metrics", "model_metrics")
 _CONSOLE: Final = "METRICS_CONSOLE"  # the logger of metrics on stdout
 _BARE: Final = ("access_log", *_METRICS)  # lines with only time and text
@@ -104,24 +107,61 @@ class _RotatingFile(LogFile, logging.handlers.RotatingFileHandler):
     """A log file of bounded size."""
 
 
-class _Queue(logging.handlers.QueueHandler):
-    """Queues records for the thread with the `handlers` that write them; counts the lines of dropped records."""
+class _Writer:
+    """A thread that writes records from a bounded queue; counts the lines of records that found no room."""
 
-    def __init__(self, waiting: queue.Queue[Any], handlers: list[logging.Handler], limit: int = _MAX_QUEUE) -> None:
-        super().__init__(waiting)
-        self._waiting, self._handlers, self._limit = waiting, handlers, limit
-        self.dropped = 0
+    def __init__(self, where: str, wrote: Callable[[], None] = lambda: None) -> None:
+        """Calls `wrote` whenever the queue is empty."""
+        self.where, self._wrote = where, wrote
+        self._waiting: queue.Queue[Any] = queue.Queue(_MAX_QUEUE)
+        self._lock = threading.Lock()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._write, name=f"logs-{where}", daemon=True)
+        self._thread.start()
 
-    def prepare(self, record: logging.LogRecord) -> Any:
-        return super().prepare(record), self._handlers
-
-    def enqueue(self, record: Any) -> None:
+    def put(self, record: logging.LogRecord, handler: logging.Handler, limit: int = _MAX_QUEUE) -> None:
+        """Drops the record if `limit` records wait already."""
         try:
-            if self._waiting.qsize() >= self._limit:
+            if self._waiting.qsize() >= limit:
                 raise queue.Full
-            self._waiting.put_nowait(record)
+            self._waiting.put_nowait((record, handler))
         except queue.Full:
-            self.dropped += record[0].message.count("\n") + 1
+            with self._lock:
+                self._dropped += record.getMessage().count("\n") + 1
+
+    def _write(self) -> None:
+        while (queued := self._waiting.get()) is not None:
+            record, handler = queued
+            handler.handle(record)
+            if self._waiting.empty():
+                self._wrote()
+
+    def take_dropped(self) -> int:
+        with self._lock:
+            dropped, self._dropped = self._dropped, 0
+        return dropped
+
+    def close(self, end: float) -> bool:
+        """Writes the queue until `end`, by time.monotonic(). False if records are left."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=max(0.0, end - time.monotonic()))
+        self._thread.join(max(0.0, end - time.monotonic()))
+        return not self.is_alive()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+
+class _Queue(logging.handlers.QueueHandler):
+    """Passes the records of a logger to the threads of its handlers."""
+
+    def __init__(self, targets: list[tuple[_Writer, logging.Handler]], limit: int = _MAX_QUEUE) -> None:
+        super().__init__(queue.Queue())  # unused: each thread has a queue of its own
+        self._targets, self._limit = targets, limit
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        for writer, handler in self._targets:
+            writer.put(record, handler, self._limit)
 
 
 class ServerLogs:
@@ -129,7 +169,6 @@ class ServerLogs:
 
     def __init__(self, properties: Properties, config: str | None = None) -> None:
         """`config` is the file of `--log-config`, by default the one in `vmargs`. Raises ConfigError."""
-        self._waiting: queue.Queue[Any] = queue.Queue(_MAX_QUEUE)
         self._queues: list[tuple[logging.Logger, _Queue]] = []
         self._before: list[tuple[logging.Logger, int, bool]] = []
         self._files: list[logging.Handler] = []
@@ -140,7 +179,8 @@ class ServerLogs:
         }
         self._paths: dict[str, str] = {}
         self._formatter = TorchServeFormatter(first_worker=properties.initial_worker_port)
-        self._thread = threading.Thread(target=self._write, name="logs", daemon=True)
+        self._report_at = 0.0
+        self._disk, self._stdout = _Writer("files", self._report_dropped), _Writer("stdout")
         self._console = _Console(self._formatter)
         self._plain = _Console(logging.Formatter())
         self._config = config or _config_in_vmargs(properties.vmargs)
@@ -150,14 +190,13 @@ class ServerLogs:
         for name, logger in FILES.items():
             folder = properties.metrics_location if name in _METRICS else properties.log_location
             self._open(name, logger, self._paths.get(name) or os.path.join(folder, f"{name}.log"), failures)
-        self._attach(_CONSOLE, _Queue(self._waiting, [self._console], _MAX_METRICS))
+        self._attach(_CONSOLE, _Queue([(self._stdout, self._console)], _MAX_METRICS))
         for logger in self._levels:
             found = logging.getLogger(logger)
             self._before.append((found, found.level, found.propagate))
             if logger in (*FILES.values(), _CONSOLE):  # loggers without a file of their own use the root's
                 found.propagate = False
         self._set_levels()
-        self._thread.start()
         if failures:
             log.warning("event=no_log_files consequence=lines_are_on_stdout_alone reason=%s", "; ".join(failures))
 
@@ -172,30 +211,39 @@ class ServerLogs:
 
     def print_line(self, line: str) -> None:
         """Prints a line on stdout without a prefix, after the lines in the queue."""
-        if not self._thread.is_alive():
+        if self._stdout.is_alive():
+            self._stdout.put(logging.makeLogRecord({"msg": line}), self._plain)
+        else:
             print(line, flush=True)
-            return
-        with contextlib.suppress(queue.Full):
-            self._waiting.put_nowait((logging.makeLogRecord({"msg": line}), [self._plain]))
 
     def close(self) -> bool:
-        """Writes the queue. False if stdout blocks; Python's exit would then wait for the lock of stdout."""
+        """Writes the queues. False if a file or stdout blocks; Python's exit would then wait for the lock of stdout."""
+        self._report_at = 0.0
+        self._report_dropped()
         for logger, handler in self._queues:
             logger.removeHandler(handler)
         for logger, level, propagate in self._before:
             logger.setLevel(level)
             logger.propagate = propagate
-        if self._thread.is_alive():
-            with contextlib.suppress(queue.Full):
-                self._waiting.put(None, timeout=_CLOSE_S)
-            self._thread.join(_CLOSE_S)
+        end = time.monotonic() + _CLOSE_S
+        written = [writer.close(end) for writer in (self._disk, self._stdout)]
         for file in self._files:
             file.close()
-        return not self._thread.is_alive()
+        return all(written)
+
+    def _report_dropped(self) -> None:
+        """Logs the numbers of lost lines, once a minute at most: a stdout that is not read loses every line."""
+        if time.monotonic() < self._report_at:
+            return
+        for writer in (self._disk, self._stdout):
+            if dropped := writer.take_dropped():
+                self._report_at = time.monotonic() + _REPORT_S
+                reason = "more_than_can_be_written"
+                log.warning("event=lines_lost where=%s count=%d reason=%s", writer.where, dropped, reason)
 
     def _open(self, name: str, logger: str, path: str, failures: list[str]) -> None:
         """Lets a logger write to its file, and to stdout unless it logs metrics."""
-        handlers: list[logging.Handler] = [] if name in _METRICS else [self._console]
+        targets: list[tuple[_Writer, logging.Handler]] = [] if name in _METRICS else [(self._stdout, self._console)]
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             file = _RotatingFile(path, "a", _MAX_FILE_BYTES, _OLD_FILES, "utf-8", errors="replace")
@@ -204,23 +252,13 @@ class ServerLogs:
         else:
             file.setFormatter(TorchServeFormatter(bare=True) if name in _BARE else self._formatter)
             self._files.append(file)
-            handlers.insert(0, file)  # before stdout, which may be slow
-        self._attach(logger, _Queue(self._waiting, handlers))
+            targets.append((self._disk, file))
+        self._attach(logger, _Queue(targets))
 
     def _attach(self, logger: str, handler: _Queue) -> None:
         found = logging.getLogger(logger)
         found.addHandler(handler)
         self._queues.append((found, handler))
-
-    def _write(self) -> None:
-        while (queued := self._waiting.get()) is not None:
-            record, handlers = queued
-            for handler in handlers:
-                handler.handle(record)
-            for _, each in self._queues:
-                if each.dropped and self._waiting.empty():
-                    dropped, each.dropped = each.dropped, 0
-                    log.warning("event=lines_lost count=%d reason=more_than_can_be_written", dropped)
 
     # ---- --log-config
 

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,18 +148,24 @@ def test_metrics_leave_stdout_by_key_or_log4j2_xml(
         assert capsys.readouterr().out.count("HandlerTime") == shown
 
 
+def lost(folder: Path) -> int:
+    """The lines of stdout that ts_log.log reports as lost."""
+    found = re.findall(r"event=lines_lost where=stdout count=(\d+)", "\n".join(lines(folder, "ts_log")))
+    return sum(map(int, found))
+
+
 def test_metrics_wait_in_a_bounded_number_of_records(
     logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("penstock.torchserve.cli.logs._CLOSE_S", 0.1)
     with full_pipe(monkeypatch) as empty:
         monkeypatch.setattr("penstock.torchserve.cli.logs._MAX_METRICS", 3)
         opened = logs()
         for _ in range(20):
             say_metrics()
-        logging.getLogger("penstock.engine").info("other lines")
-        while not any("event=lines_lost count=3" in line for line in lines(tmp_path / "logs", "ts_log")):
-            empty()
-        opened.close()
+        assert not opened.close()
+        assert lost(tmp_path / "logs") in (2 * 16, 2 * 17)  # stdout's thread has taken one or none
+        end_writing(opened, empty)
 
 
 def test_an_access_is_logged_only_on_request(logs: Open, tmp_path: Path) -> None:
@@ -224,16 +231,28 @@ def full_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     os.close(read)
 
 
-def test_dropped_lines_are_counted_and_block_nothing(
+def end_writing(opened: ServerLogs, empty: Callable[[], None]) -> None:
+    """Reads stdout until its thread has ended."""
+    threading.Thread(target=opened._stdout._waiting.put, args=(None,)).start()
+    while opened._stdout.is_alive():
+        empty()
+
+
+def test_a_stdout_that_is_not_read_keeps_no_line_from_the_files(
     logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("penstock.torchserve.cli.logs._CLOSE_S", 0.1)
     with full_pipe(monkeypatch) as empty:
         opened = logs()
-        for _ in range(20):
-            logging.getLogger("penstock.engine").info("here")
-        while not any("event=lines_lost" in line for line in lines(tmp_path / "logs", "ts_log")):
-            empty()
-        opened.close()
+        for i in range(20):
+            logging.getLogger("penstock.engine").info("line %d", i)
+            while not any(line.endswith(f" line {i}") for line in lines(tmp_path / "logs", "ts_log")):
+                time.sleep(0.001)
+        reports = lines(tmp_path / "logs", "ts_log")
+        assert sum("event=lines_lost" in line for line in reports) == 1, "once a minute"
+        assert not opened.close()
+        assert lost(tmp_path / "logs") in (15 + 1, 16 + 1)  # with the report itself
+        end_writing(opened, empty)
 
 
 def test_a_printed_line_has_no_prefix_and_keeps_its_order(logs: Open, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,10 +274,7 @@ def test_a_server_stops_even_if_stdout_blocks(logs: Open, monkeypatch: pytest.Mo
             logging.getLogger("penstock.engine").info("here")
         opened.print_line("Torchserve stopped.")
         assert not opened.close()
-        assert opened._thread.is_alive(), "it waits for a reader"
-        threading.Thread(target=opened._waiting.put, args=(None,)).start()
-        while opened._thread.is_alive():
-            empty()
+        end_writing(opened, empty)
 
 
 # ---- --log-config
