@@ -22,7 +22,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 # Replaces whatever makes a command long or depends on the machine's speed.
 SHORT = (
     (r"--duration \S+", "--duration 0.3 --warmup 0"),
-    (r"--budget \S+", "--budget 15s --effort quick --warmup 0.2 --space batch=8,instances=1"),
+    (r"--budget \S+", "--budget 3s --effort quick --warmup 0.2 --space batch=8,instances=1"),
     (r"(benchmark-suite .*)", r"\1 --requests 60 --warmup 0"),
     (r"p99<=100ms(,error<=0.1%)?", "p50<=60s"),
 )
