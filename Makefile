@@ -14,10 +14,10 @@ demo: $(VENV)/.demo
 demo-captions: $(VENV)/.captions
 	$(BIN)/python examples/video_captioning/demo.py
 
-# tests that measure time or memory run alone; of the others, three run at a time, because most wait for servers
-ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers) $(wildcard tests/e2e/test_bench*.py)
+# tests that measure time or memory run alone; of the others, four run at a time, because most wait for servers
+ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers) $(patsubst %,tests/e2e/test_%.py,bench benchmark_suite)
 test: $(VENV)/.dev redis-server
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest $(ALONE)
 
 # compares with TorchServe 0.12.0 in a separate virtual environment; the first run takes a minute
