@@ -22,7 +22,17 @@ from penstock.core import os_threads
 from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.loop_thread import Caller, LoopThread, PortalBackend
-from penstock.core.engine.waiters import Convert, Future, SyncWaiter, all_items, every_item, new_waiter, the_item
+from penstock.core.engine.waiters import (
+    Convert,
+    Crowd,
+    CrowdWaiter,
+    Future,
+    SyncWaiter,
+    all_items,
+    every_item,
+    new_waiter,
+    the_item,
+)
 from penstock.errors import DeadlineExceeded, ModelNotReady
 from penstock.types import Item, ItemResult
 
@@ -51,7 +61,7 @@ class Portal:
         self._word = word
         self._make = make or (lambda: Engine(limits, observers))
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
-        self._waiters = threading.local()
+        self._waiters, self._crowd = threading.local(), Crowd()
         self._lock = os_threads.new_lock()
         self._loop_thread: LoopThread | None = None  # None: the next call starts one
         self._pid = os.getpid()
@@ -160,7 +170,7 @@ class Portal:
             return new_waiter()
         waiter: SyncWaiter | None = getattr(self._waiters, "waiter", None)
         if waiter is None:
-            waiter = self._waiters.waiter = SyncWaiter()
+            waiter = self._waiters.waiter = CrowdWaiter(self._crowd)
         return waiter
 
     def _wait(self, life: LoopThread, waiter: SyncWaiter, timeout_s: float | None) -> Any:
@@ -254,7 +264,7 @@ class Portal:
             if self._pid == os.getpid():
                 return
             self._lock = os_threads.new_lock()
-            self._waiters = threading.local()
+            self._waiters, self._crowd = threading.local(), Crowd()
             if self._loop_thread is not None:
                 _PARENTS.append(self._loop_thread)  # its destructors must not run here
                 self._loop_thread.backend.forget()

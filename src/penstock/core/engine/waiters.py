@@ -3,6 +3,8 @@
 Each is a sink of `Backend.submit`. The sink, `accepted` and `leave` are called on the portal's loop.
 """
 
+from __future__ import annotations
+
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator
@@ -26,11 +28,11 @@ Convert = Callable[[ItemResult], Any]  # turns an answer into the caller's resul
 class SyncWaiter:
     """What one thread waits on: a held lock that the answer releases. The thread reuses it for its next call."""
 
-    __slots__ = ("_lock", "ticket", "value")
+    __slots__ = ("lock", "ticket", "value")
 
     def __init__(self) -> None:
-        self._lock = os_threads.new_lock()
-        self._lock.acquire()
+        self.lock = os_threads.new_lock()
+        self.lock.acquire()
         self.ticket: Revocable | None = None
         self.value: Any = None
 
@@ -44,16 +46,90 @@ class SyncWaiter:
     def settle(self, value: Any) -> None:
         """Wakes the thread with `value`."""
         self.value, self.ticket = value, None
-        self._lock.release()
+        self.lock.release()
 
     def wait(self, timeout_s: float | None) -> bool:
         """True when woken, False after `timeout_s`."""
-        return bool(self._lock.acquire(timeout=-1 if timeout_s is None else min(timeout_s, _LONGEST_S)))
+        return bool(self.lock.acquire(timeout=-1 if timeout_s is None else min(timeout_s, _LONGEST_S)))
 
     def leave(self) -> None:
         """Cancels the request, because its caller no longer waits."""
         if self.ticket is not None:
             self.ticket.cancel()
+
+
+FEW = 8  # threads that may be woken at the same time
+
+
+class Crowd:
+    """The threads that wait for answers of one portal.
+
+    Threads that a batch wakes all at once wait for the interpreter together, and each looks every 5 ms whether it is
+    free. So a few are woken, and each of them wakes another one as soon as it runs.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._answered: list[CrowdWaiter] = []
+
+    def answered(self, waiter: CrowdWaiter) -> None:
+        """Wakes the waiter: now if few wait, else after all answers of this pass of the loop."""
+        self.waiting -= 1
+        if self.waiting < FEW and not self._answered:
+            waiter.lock.release()
+            return
+        if not self._answered:
+            asyncio.get_running_loop().call_soon(self._wake_all)
+        self._answered.append(waiter)
+
+    def _wake_all(self) -> None:
+        waiters = [waiter for waiter in self._answered if not waiter.left]
+        self._answered.clear()
+        for waiter, following in zip(waiters, waiters[FEW:], strict=False):
+            waiter.following = following
+        for waiter in waiters[:FEW]:
+            waiter.lock.release()
+
+
+class CrowdWaiter(SyncWaiter):
+    """What one thread of a crowd waits on. Once woken, it wakes the waiter that follows it."""
+
+    __slots__ = ("_crowd", "following", "left")
+
+    def __init__(self, crowd: Crowd) -> None:
+        super().__init__()
+        self._crowd = crowd
+        self.following: CrowdWaiter | None = None
+        self.left = False
+
+    def accepted(self, ticket: Revocable) -> None:
+        self.ticket = ticket
+        self._crowd.waiting += 1
+
+    def settle(self, value: Any) -> None:
+        if self.ticket is None:  # refused, perhaps by the thread that closes the portal
+            super().settle(value)
+        else:
+            self.value, self.ticket = value, None
+            self._crowd.answered(self)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        woken = super().wait(timeout_s)
+        if woken:
+            self._wake_following()
+        return woken
+
+    def leave(self) -> None:
+        if self.ticket is not None:
+            self._crowd.waiting -= 1
+        super().leave()
+        self.left = True
+        self._wake_following()
+
+    def _wake_following(self) -> None:
+        following, self.following = self.following, None
+        if following is not None:  # no call above: a signal handler that raises there would lose the wake-up
+            following.lock.release()
 
 
 def new_waiter() -> SyncWaiter:

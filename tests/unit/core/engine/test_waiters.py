@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from penstock.core.engine.waiters import Future, SyncWaiter, all_items, every_item, failed, the_item
+from penstock.core.engine.waiters import (
+    FEW,
+    Crowd,
+    CrowdWaiter,
+    Future,
+    SyncWaiter,
+    all_items,
+    every_item,
+    failed,
+    the_item,
+)
 from penstock.errors import ItemFailed, PenstockError, QueueFull
 from penstock.types import ItemResult
 
@@ -55,6 +65,57 @@ def test_a_waiter_can_be_reused() -> None:
     waiter.accepted(mine)
     waiter.leave()
     assert mine.cancelled
+
+
+def crowd_of(size: int) -> tuple[Crowd, list[CrowdWaiter]]:
+    crowd = Crowd()
+    waiters = [CrowdWaiter(crowd) for _ in range(size)]
+    for waiter in waiters:
+        waiter.accepted(ticket())
+    return crowd, waiters
+
+
+def woken(waiters: list[CrowdWaiter]) -> int:
+    return sum(not waiter.lock.locked() for waiter in waiters)
+
+
+async def test_few_threads_of_a_crowd_are_woken_at_a_time_and_each_wakes_another() -> None:
+    crowd, waiters = crowd_of(3 * FEW)
+    for waiter in waiters:
+        waiter(ItemResult(1))
+    assert woken(waiters) == 0, "the answers of one pass of the loop belong together"
+    await asyncio.sleep(0)
+    for i, waiter in enumerate(waiters):
+        assert woken(waiters) == min(FEW, len(waiters) - i)
+        assert waiter.wait(0)
+    assert crowd.waiting == 0
+    waiters[0].accepted(ticket())
+    waiters[0](ItemResult(2))
+    assert waiters[0].wait(0), "a lone thread is woken at once"
+
+
+async def test_a_thread_that_stops_waiting_does_not_keep_its_crowd_asleep() -> None:
+    crowd, waiters = crowd_of(4 * FEW)
+    unanswered, early, late, rest = (waiters[i * FEW : (i + 1) * FEW] for i in range(4))
+    for waiter in unanswered:
+        waiter.leave()
+    for waiter in (*early, *late, *rest):
+        waiter(ItemResult(1))
+    for waiter in early:
+        waiter.leave()
+    await asyncio.sleep(0)
+    for waiter in late:
+        waiter.leave()  # answered, but it timed out at that moment
+    assert all(waiter.wait(0) for waiter in rest)
+    assert crowd.waiting == 0
+
+
+def test_a_refused_thread_of_a_crowd_is_woken_at_once_by_any_thread() -> None:
+    crowd, _ = crowd_of(2 * FEW)
+    refused = CrowdWaiter(crowd)
+    refused(failed(QueueFull("full")))
+    assert refused.wait(0)
+    assert crowd.waiting == 2 * FEW
 
 
 def test_a_future_is_settled_once(posted: Posted) -> None:
