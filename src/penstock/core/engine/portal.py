@@ -127,8 +127,7 @@ class Portal:
         life = self._alive()
         life.not_on_loop()
         waiter = self._waiter()
-        life.inbox.put(model, _many(items), waiter, budget_s, priority)
-        result: ItemResult = self._wait(life, waiter, timeout_s)
+        result: ItemResult = self._wait(life, waiter, timeout_s, model, _many(items), waiter, budget_s, priority)
         return every_item(result) if return_exceptions else all_items(result)
 
     def submit(self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0) -> Future:
@@ -173,10 +172,12 @@ class Portal:
             waiter = self._waiters.waiter = CrowdWaiter(self._crowd)
         return waiter
 
-    def _wait(self, life: LoopThread, waiter: SyncWaiter, timeout_s: float | None) -> Any:
-        """The value that wakes the waiter. Raises DeadlineExceeded."""
+    def _wait(self, life: LoopThread, waiter: SyncWaiter, timeout_s: float | None, *request: Any) -> Any:
+        """The value that wakes the waiter, after the request is put into the inbox. Raises DeadlineExceeded."""
         answered = False
         try:
+            if request:
+                life.inbox.put(*request)
             answered = waiter.wait(timeout_s)
         finally:
             if not answered:  # or interrupted: a late answer must not wake the thread's next call
@@ -191,7 +192,7 @@ class Portal:
         """The result of the coroutine. Raises ModelNotReady if the portal is or gets closed."""
         try:
             life.not_on_loop()
-            waiter = self._waiter()
+            waiter = new_waiter()
             with self._lock:  # `close` cancels calls that began before it
                 if self._closed:
                     raise ModelNotReady(f"the {self._word} is closed")
@@ -220,7 +221,7 @@ class Portal:
             self._closed = True
         if life is None or self._pid != os.getpid():
             return
-        life.close(drain_s, waiter or self._waiter())
+        life.close(drain_s, waiter or new_waiter())
 
     def _alive(self) -> LoopThread:
         """The loop thread of this process, started if necessary. Raises ModelNotReady."""

@@ -103,8 +103,11 @@ class CrowdWaiter(SyncWaiter):
         self.left = False
 
     def accepted(self, ticket: Revocable) -> None:
-        self.ticket = ticket
-        self._crowd.waiting += 1
+        if self.left:
+            ticket.cancel()
+        else:
+            self.ticket = ticket
+            self._crowd.waiting += 1
 
     def settle(self, value: Any) -> None:
         if self.ticket is None:  # refused, perhaps by the thread that closes the portal
@@ -120,10 +123,10 @@ class CrowdWaiter(SyncWaiter):
         return woken
 
     def leave(self) -> None:
-        if self.ticket is not None:
+        ticket, self.ticket, self.left = self.ticket, None, True
+        if ticket is not None:
             self._crowd.waiting -= 1
-        super().leave()
-        self.left = True
+            ticket.cancel()
         self._wake_following()
 
     def _wake_following(self) -> None:
