@@ -11,7 +11,9 @@ import logging.handlers
 import os
 import queue
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from penstock.config.schema import LoggingConfig
@@ -20,7 +22,7 @@ from penstock.errors import ConfigError
 log = logging.getLogger("penstock.serving")
 
 _MAX_QUEUE: Final = 10_000  # records
-_CLOSE_S: Final = 5.0  # for writing the queue at the end
+CLOSE_S: Final = 5.0  # for writing the queue at the end
 _REPORT_S: Final = 60.0  # between two messages that the log cannot be written
 _EXTRAS: Final = ("request_id", "model", "version", "slot")
 
@@ -57,41 +59,64 @@ def _fields(formatter: logging.Formatter, record: logging.LogRecord) -> dict[str
     }
 
 
-class _Queue(logging.handlers.QueueHandler):
-    """Counts the records for which there was no room."""
+class LogThread:
+    """A thread that writes records from a bounded queue; counts the lines of records that found no room."""
 
-    queue: queue.Queue[Any]
+    def __init__(self, name: str, wrote: Callable[[], None] = lambda: None) -> None:
+        """Calls `wrote` whenever the queue is empty."""
+        self.name, self._wrote = name, wrote
+        self._waiting: queue.Queue[Any] = queue.Queue(_MAX_QUEUE)
+        self._lock = threading.Lock()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._write, name=f"logs-{name}", daemon=True)
+        self._thread.start()
 
-    dropped = 0
+    def put(self, record: logging.LogRecord, target: logging.Handler, limit: int | None = None) -> None:
+        """Drops the record if the queue is full, or if `limit` records wait."""
+        try:
+            if limit is not None and self._waiting.qsize() >= limit:
+                raise queue.Full
+            self._waiting.put_nowait((record, target))
+        except queue.Full:
+            with self._lock:
+                self._dropped += record.getMessage().count("\n") + 1
 
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+    def _write(self) -> None:
+        while (queued := self._waiting.get()) is not None:
+            record, target = queued
+            target.handle(record)
+            if self._waiting.empty():
+                self._wrote()
+
+    def take_dropped(self) -> int:
+        with self._lock:
+            dropped, self._dropped = self._dropped, 0
+        return dropped
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self, end: float) -> bool:
+        """Writes the queue until `end`, by time.monotonic(). False if records are left."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=max(0.0, end - time.monotonic()))
+        self._thread.join(max(0.0, end - time.monotonic()))
+        return not self.is_alive()
+
+
+class ToThreads(logging.Handler):
+    """Passes the records of a logger to the threads of its handlers. `limit` as in `LogThread.put`."""
+
+    def __init__(self, targets: Sequence[tuple[LogThread, logging.Handler]], limit: int | None = None) -> None:
+        super().__init__()
+        self._targets, self._limit = targets, limit
+
+    def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
             record.exc_text = record.exc_text or logging.Formatter().formatException(record.exc_info)
         record.msg, record.args, record.exc_info = record.getMessage(), None, None  # arguments may change later
-        return record
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        try:
-            self.queue.put_nowait(record)
-        except queue.Full:
-            self.dropped += 1
-
-
-class _Listener(logging.handlers.QueueListener):
-    def __init__(self, source: _Queue, target: logging.Handler) -> None:
-        super().__init__(source.queue, target)
-        self._source = source
-
-    def handle(self, record: logging.LogRecord) -> None:
-        super().handle(record)
-        if self._source.queue.empty():
-            self.report_dropped()
-
-    def report_dropped(self) -> None:
-        dropped, self._source.dropped = self._source.dropped, 0
-        if dropped:
-            text = "event=lines_lost count=%d reason=more_than_can_be_written"
-            super().handle(log.makeRecord(log.name, logging.WARNING, "", 0, text, (dropped,), None))
+        for thread, target in self._targets:
+            thread.put(record, target, self._limit)
 
 
 class LogFile(logging.Handler):
@@ -137,9 +162,8 @@ class ServerLog:
             except OSError as error:
                 raise ConfigError(f"logging.file: {config.file} cannot be opened: {error.strerror}") from None
         self._target.setFormatter(_Json() if config.format == "json" else _Line())
-        self._handler = _Queue(queue.Queue(_MAX_QUEUE))
-        self._listener = _Listener(self._handler, self._target)
-        self._listener.start()
+        self._thread = LogThread("server", self._report_dropped)
+        self._handler = ToThreads([(self._thread, self._target)])
         self._root.addHandler(self._handler)
         self.set_level(config.level)
 
@@ -150,12 +174,11 @@ class ServerLog:
         """Writes the queue, for at most 5 s: stderr may be a pipe that is not read."""
         self._root.removeHandler(self._handler)
         self._root.setLevel(self._level)
-        thread: Any = self._listener._thread
-        try:
-            self._handler.queue.put(None, timeout=_CLOSE_S)
-        except queue.Full:
-            return
-        thread.join(_CLOSE_S)
-        if not thread.is_alive():
-            self._listener.report_dropped()
+        if self._thread.close(time.monotonic() + CLOSE_S):
+            self._report_dropped()
             self._target.close()
+
+    def _report_dropped(self) -> None:
+        if dropped := self._thread.take_dropped():
+            text = "event=lines_lost count=%d reason=more_than_can_be_written"
+            self._target.handle(log.makeRecord(log.name, logging.WARNING, "", 0, text, (dropped,), None))

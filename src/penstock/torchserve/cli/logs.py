@@ -5,19 +5,16 @@ neither the event loop nor the files, and a slow disk not the event loop. Record
 `event=lines_lost` reports the number of their lines.
 """
 
-import contextlib
 import io
 import json
 import logging
 import logging.config
 import logging.handlers
 import os
-import queue
 import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 from xml.etree import ElementTree
 
@@ -25,7 +22,7 @@ from msgspec import Struct, field
 
 from penstock.config.yaml_file import load_yaml
 from penstock.errors import ConfigError
-from penstock.serving.logs import LogFile
+from penstock.serving.logs import CLOSE_S, LogFile, LogThread, ToThreads
 from penstock.torchserve.config.properties import Properties
 
 log = logging.getLogger("penstock.compat")
@@ -41,9 +38,7 @@ FILES: Final = {
 
 _MAX_FILE_BYTES: Final = 100 * 2**20  # these two are from TorchServe's log4j2.xml
 _OLD_FILES: Final = 5
-_MAX_QUEUE: Final = 10_000  # records
 _MAX_METRICS: Final = 200  # records that may wait when one with metrics, up to 75 KB, is added
-_CLOSE_S: Final = 5.0  # for writing the queues at the end
 _REPORT_S: Final = 60.0  # between two reports of dropped lines
 _METRICS: Final = ("ts_metrics", "model_metrics")
 _CONSOLE: Final = "METRICS_CONSOLE"  # the logger of metrics on stdout
@@ -107,69 +102,12 @@ class _RotatingFile(LogFile, logging.handlers.RotatingFileHandler):
     """A log file of bounded size."""
 
 
-class _Writer:
-    """A thread that writes records from a bounded queue; counts the lines of records that found no room."""
-
-    def __init__(self, where: str, wrote: Callable[[], None] = lambda: None) -> None:
-        """Calls `wrote` whenever the queue is empty."""
-        self.where, self._wrote = where, wrote
-        self._waiting: queue.Queue[Any] = queue.Queue(_MAX_QUEUE)
-        self._lock = threading.Lock()
-        self._dropped = 0
-        self._thread = threading.Thread(target=self._write, name=f"logs-{where}", daemon=True)
-        self._thread.start()
-
-    def put(self, record: logging.LogRecord, handler: logging.Handler, limit: int = _MAX_QUEUE) -> None:
-        """Drops the record if `limit` records wait already."""
-        try:
-            if self._waiting.qsize() >= limit:
-                raise queue.Full
-            self._waiting.put_nowait((record, handler))
-        except queue.Full:
-            with self._lock:
-                self._dropped += record.getMessage().count("\n") + 1
-
-    def _write(self) -> None:
-        while (queued := self._waiting.get()) is not None:
-            record, handler = queued
-            handler.handle(record)
-            if self._waiting.empty():
-                self._wrote()
-
-    def take_dropped(self) -> int:
-        with self._lock:
-            dropped, self._dropped = self._dropped, 0
-        return dropped
-
-    def close(self, end: float) -> bool:
-        """Writes the queue until `end`, by time.monotonic(). False if records are left."""
-        with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=max(0.0, end - time.monotonic()))
-        self._thread.join(max(0.0, end - time.monotonic()))
-        return not self.is_alive()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-
-class _Queue(logging.handlers.QueueHandler):
-    """Passes the records of a logger to the threads of its handlers."""
-
-    def __init__(self, targets: list[tuple[_Writer, logging.Handler]], limit: int = _MAX_QUEUE) -> None:
-        super().__init__(queue.Queue())  # unused: each thread has a queue of its own
-        self._targets, self._limit = targets, limit
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        for writer, handler in self._targets:
-            writer.put(record, handler, self._limit)
-
-
 class ServerLogs:
     """The log files and stdout while the server runs."""
 
     def __init__(self, properties: Properties, config: str | None = None) -> None:
         """`config` is the file of `--log-config`, by default the one in `vmargs`. Raises ConfigError."""
-        self._queues: list[tuple[logging.Logger, _Queue]] = []
+        self._queues: list[tuple[logging.Logger, ToThreads]] = []
         self._before: list[tuple[logging.Logger, int, bool]] = []
         self._files: list[logging.Handler] = []
         self._levels = {
@@ -180,7 +118,7 @@ class ServerLogs:
         self._paths: dict[str, str] = {}
         self._formatter = TorchServeFormatter(first_worker=properties.initial_worker_port)
         self._report_at = 0.0
-        self._disk, self._stdout = _Writer("files", self._report_dropped), _Writer("stdout")
+        self._disk, self._stdout = LogThread("files", self._report_dropped), LogThread("stdout")
         self._console = _Console(self._formatter)
         self._plain = _Console(logging.Formatter())
         self._config = config or _config_in_vmargs(properties.vmargs)
@@ -190,7 +128,7 @@ class ServerLogs:
         for name, logger in FILES.items():
             folder = properties.metrics_location if name in _METRICS else properties.log_location
             self._open(name, logger, self._paths.get(name) or os.path.join(folder, f"{name}.log"), failures)
-        self._attach(_CONSOLE, _Queue([(self._stdout, self._console)], _MAX_METRICS))
+        self._attach(_CONSOLE, ToThreads([(self._stdout, self._console)], _MAX_METRICS))
         for logger in self._levels:
             found = logging.getLogger(logger)
             self._before.append((found, found.level, found.propagate))
@@ -225,8 +163,8 @@ class ServerLogs:
         for logger, level, propagate in self._before:
             logger.setLevel(level)
             logger.propagate = propagate
-        end = time.monotonic() + _CLOSE_S
-        written = [writer.close(end) for writer in (self._disk, self._stdout)]
+        end = time.monotonic() + CLOSE_S
+        written = [thread.close(end) for thread in (self._disk, self._stdout)]
         for file in self._files:
             file.close()
         return all(written)
@@ -235,15 +173,15 @@ class ServerLogs:
         """Logs the numbers of lost lines, once a minute at most: a stdout that is not read loses every line."""
         if time.monotonic() < self._report_at:
             return
-        for writer in (self._disk, self._stdout):
-            if dropped := writer.take_dropped():
+        for thread in (self._disk, self._stdout):
+            if dropped := thread.take_dropped():
                 self._report_at = time.monotonic() + _REPORT_S
                 reason = "more_than_can_be_written"
-                log.warning("event=lines_lost where=%s count=%d reason=%s", writer.where, dropped, reason)
+                log.warning("event=lines_lost where=%s count=%d reason=%s", thread.name, dropped, reason)
 
     def _open(self, name: str, logger: str, path: str, failures: list[str]) -> None:
         """Lets a logger write to its file, and to stdout unless it logs metrics."""
-        targets: list[tuple[_Writer, logging.Handler]] = [] if name in _METRICS else [(self._stdout, self._console)]
+        targets: list[tuple[LogThread, logging.Handler]] = [] if name in _METRICS else [(self._stdout, self._console)]
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             file = _RotatingFile(path, "a", _MAX_FILE_BYTES, _OLD_FILES, "utf-8", errors="replace")
@@ -253,9 +191,9 @@ class ServerLogs:
             file.setFormatter(TorchServeFormatter(bare=True) if name in _BARE else self._formatter)
             self._files.append(file)
             targets.append((self._disk, file))
-        self._attach(logger, _Queue(targets))
+        self._attach(logger, ToThreads(targets))
 
-    def _attach(self, logger: str, handler: _Queue) -> None:
+    def _attach(self, logger: str, handler: ToThreads) -> None:
         found = logging.getLogger(logger)
         found.addHandler(handler)
         self._queues.append((found, handler))

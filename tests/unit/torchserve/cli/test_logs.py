@@ -157,7 +157,7 @@ def lost(folder: Path) -> int:
 def test_metrics_wait_in_a_bounded_number_of_records(
     logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.torchserve.cli.logs._CLOSE_S", 0.1)
+    monkeypatch.setattr("penstock.torchserve.cli.logs.CLOSE_S", 0.1)
     with full_pipe(monkeypatch) as empty:
         monkeypatch.setattr("penstock.torchserve.cli.logs._MAX_METRICS", 3)
         opened = logs()
@@ -212,7 +212,7 @@ def test_closing_stdout_does_not_stop_the_server(logs: Open, tmp_path: Path, mon
 @contextlib.contextmanager
 def full_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Replaces stdout by a full pipe and returns a function that empties it. The queue is short."""
-    monkeypatch.setattr("penstock.torchserve.cli.logs._MAX_QUEUE", 4)
+    monkeypatch.setattr("penstock.serving.logs._MAX_QUEUE", 4)
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -241,7 +241,7 @@ def end_writing(opened: ServerLogs, empty: Callable[[], None]) -> None:
 def test_a_stdout_that_is_not_read_keeps_no_line_from_the_files(
     logs: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.torchserve.cli.logs._CLOSE_S", 0.1)
+    monkeypatch.setattr("penstock.torchserve.cli.logs.CLOSE_S", 0.1)
     with full_pipe(monkeypatch) as empty:
         opened = logs()
         for i in range(20):
@@ -267,7 +267,7 @@ def test_a_printed_line_has_no_prefix_and_keeps_its_order(logs: Open, capsys: py
 
 
 def test_a_server_stops_even_if_stdout_blocks(logs: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.torchserve.cli.logs._CLOSE_S", 0.01)
+    monkeypatch.setattr("penstock.torchserve.cli.logs.CLOSE_S", 0.01)
     with full_pipe(monkeypatch) as empty:
         opened = logs()
         for _ in range(20):
