@@ -314,6 +314,14 @@ def test_a_deadline_that_passes_in_the_queue_is_504_and_never_run(serve: Callabl
     assert server.metric("penstock_answers_total", model="gated") == 2
 
 
+def test_a_deadline_that_passes_during_the_run_is_504_on_time(serve: Callable[..., Any]) -> None:
+    server = serve(MODELS, "gated", "--set", "models.gated.batching.run_timeout_s=20")
+    status, body = server.post("/predictions/gated", b"[1]", x_deadline_ms="200")  # the gate is shut
+    assert (status, b"during the run" in body) == (504, True)
+    Path(f"/proc/{server.process.pid}/cwd/gate").touch()
+    assert server.post("/predictions/gated", b"[2]", x_deadline_ms="15000") == (200, b"[2]")
+
+
 @pytest.mark.parametrize("priority", ["0", "2", "77", "999999999"])
 def test_a_priority_beyond_the_classes_is_the_last_class(server: Any, priority: str) -> None:
     assert server.post("/predictions/echo", b"[1]", x_priority=priority) == (200, b"[1]")

@@ -332,6 +332,17 @@ def test_a_deadline_applies_and_a_full_pipeline_rejects_items(serve: Callable[..
     assert found.count(200) >= 4 + 4, "what is inside and what waits is answered"
 
 
+def test_a_deadline_that_passes_while_a_node_runs_is_504_on_time_and_names_the_node(
+    serve: Callable[..., Any], folder: Path
+) -> None:
+    server = serve(None, "nap.toml", cwd=folder)
+    start = time.monotonic()
+    headers = {"content-type": "application/octet-stream", "x-deadline-ms": "200"}
+    status, body = server.fetch(urllib.request.Request(server.url + "/predictions/nap", b"20", headers))
+    assert (status, time.monotonic() - start < 10) == (504, True)
+    assert json.loads(body)["error"]["message"] == "node 'nap': the deadline passed during the run"
+
+
 def test_a_configuration_may_contain_pipelines_and_models(serve: Callable[..., Any], folder: Path) -> None:
     (folder / "penstock.toml").write_text(
         '[server]\nmanagement = true\nmodel_store = "."\n[models.a]\ntarget = "words.toml"\n'

@@ -5,7 +5,6 @@ Everything here runs on the event loop.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from penstock.core.engine.calls import Call
-from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, describe
+from penstock.errors import ItemFailed, PenstockError, describe
 from penstock.pipeline.collate import MOST_PARTS, PadTo, nbytes_of, shape_of
 from penstock.pipeline.engine import NodeEngine
 from penstock.pipeline.graph import Graph, ItemRoute, join_sources
@@ -108,7 +107,6 @@ class Traversal:
     def _leave(self) -> None:
         visits, self.visits = self.visits, set()
         for visit in visits:
-            visit.stop_timer()
             call, visit.call = visit.call, None
             if call is not None:
                 call.cancel()
@@ -118,7 +116,7 @@ class Traversal:
 class TraversalVisit(Visit):
     """A Visit with its traversal, its node, and the call that runs it. It is the sink of the node's answer."""
 
-    __slots__ = ("call", "node", "timer", "traversal")
+    __slots__ = ("call", "node", "traversal")
 
     def __init__(self, node: RunningNode, traversal: Traversal, fields: Fields, swap: bool) -> None:
         self.fields = fields
@@ -127,30 +125,16 @@ class TraversalVisit(Visit):
         self.node = node
         self.traversal = traversal
         self.call: Call | None = None
-        self.timer: asyncio.TimerHandle | None = None  # of the deadline
 
     def __call__(self, result: ItemResult) -> None:
         """Takes the answer of the node. The item then ends or goes on, whatever happens."""
         self.traversal.visits.discard(self)
-        self.stop_timer()
         try:
             self._answered(result)
         except Exception as e:  # for instance a value whose attributes raise
             log.exception("hand_over_failed node=%s", self.node.name)
             error = self.node.located(PenstockError(f"internal error: {describe(e)}"))
             self.traversal.end(dict(self.fields), error, self.node.name)
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-    def expire(self) -> None:
-        """Answers the visit at its deadline. If it runs, the node ignores the result, or replaces the instance."""
-        self.timer, call = None, self.call
-        if call is not None:
-            call.settle(ItemResult(error=DeadlineExceeded("the deadline passed before the node answered")), "expired")
-            call.on_cancel(call)
 
     def _answered(self, result: ItemResult) -> None:
         call, self.call = self.call, None  # breaks a reference cycle
@@ -218,8 +202,6 @@ class RunningNode:
         bucket = self._bucket(fields, data)
         visit.call = self.engine.submit(Item(visit), visit, budget_s, traversal.priority, bucket, nbytes_of(data))
         traversal.visits.add(visit)
-        if budget_s is not None:
-            visit.timer = asyncio.get_running_loop().call_later(budget_s, visit.expire)
 
     def _bucket(self, fields: Fields, data: Any) -> str:
         """Only items with equal buckets share a batch."""

@@ -36,6 +36,7 @@ from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
 
+LATE_S = 0.02  # after a deadline: a worker that keeps deadlines itself knows what was late
 BRIEF = 10  # after a hang: re-runs may take ten times their prediction, and at least a tenth of `run_timeout_s`
 
 
@@ -109,6 +110,8 @@ class Batcher:
             self._break()
             raise PenstockError("internal error") from None
         self._waiting[entry.id] = call
+        if budget_s is not None:
+            call.timer = self._loop.call_later(budget_s, self._late, call)
         if not self._turn_due:
             self._turn_due = True
             self._loop.call_soon(self._turn)
@@ -126,12 +129,23 @@ class Batcher:
             running.unwanted = True
             self._abandon_unwanted(running)
 
+    def _late(self, call: Call, last: bool = False) -> None:
+        """The deadline of a request passed. If it runs, its answer will be ignored."""
+        running = self._running.get(call.batch_id)
+        if running is not None and running.dispatch.concurrent and not last:
+            call.timer = self._loop.call_later(LATE_S, self._late, call, True)
+        elif call.sink is not None:
+            call.settle(ItemResult(error=DeadlineExceeded("the deadline passed during the run")), "expired")
+            self._cancelled(call)
+
     def _left(self, requests: Iterable[int], now: float) -> None:
         """Forgets ended requests and reports them. Every request leaves here, once."""
         ended = list(map(self._waiting.pop, requests))
         for call in ended:
             if type(call.item.payload) is Slab:
                 call.item.payload.release()
+            if call.timer is not None:
+                call.timer.cancel()
         if self._notifier is not None:
             self._notifier.ended(ended, now)
 

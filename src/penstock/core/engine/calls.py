@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -34,6 +35,7 @@ class Call(Struct, eq=False):
     sent_s: float = 0.0
     batch_id: int = 0
     streamed: bool = False  # a part of the answer was sent: the request must not run again
+    timer: asyncio.TimerHandle | None = None  # of its deadline
     hung: bool = False  # a batch with it exceeded `run_timeout_s`
     parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
 

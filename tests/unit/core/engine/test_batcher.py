@@ -122,6 +122,27 @@ async def test_a_deadline_that_passes_in_the_queue_is_answered_and_never_run(mak
     assert not transport.sent
 
 
+async def test_a_deadline_is_kept_during_the_run_and_the_late_answer_ignored(make_batcher, transport, caller) -> None:
+    batcher, late, free = make_batcher(), caller(), caller()
+    submit(batcher, late, budget_s=0.02)
+    submit(batcher, free)
+    submit(batcher, caller(), budget_s=60.0)
+    await turns()
+    await asyncio.sleep(0.1)
+    assert isinstance(late.answer.error, DeadlineExceeded)
+    assert "during the run" in late.answer.error.message
+    assert batcher.pending == 3  # the worker still reads its payload
+    transport.answer()
+    assert free.answer.error is None
+    assert batcher.pending == 0
+    del late.parts[:]
+    submit(batcher, late, budget_s=0.02)
+    await turns()
+    await asyncio.sleep(0.1)
+    await died(batcher, transport)
+    assert not transport.sent  # it does not run again
+
+
 async def test_waiting_longer_than_timeout_s_is_answered(make_batcher, transport, caller) -> None:
     batcher = make_batcher(timeout_s=0.02)
     submit(batcher, caller())

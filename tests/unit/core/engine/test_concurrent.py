@@ -11,7 +11,7 @@ import pytest
 from penstock.core.contracts import Observer
 from penstock.core.engine.batcher import Batcher
 from penstock.core.wire.slabs import SlabPool
-from penstock.errors import ItemFailed, WorkerDied
+from penstock.errors import DeadlineExceeded, ItemFailed, WorkerDied
 from penstock.types import BatchPart, Item, ItemResult
 
 
@@ -93,6 +93,22 @@ async def test_a_worker_that_takes_many_batches_hears_the_time_that_each_request
     submit(narrow, caller(), budget_s=5.0)
     await turns()
     assert transport.sent[-1][0].items[0].budget_s is None
+
+
+async def test_a_worker_that_keeps_deadlines_itself_answers_first_and_a_silent_one_does_not_delay_the_caller(
+    batcher, transport, caller, monkeypatch
+) -> None:
+    monkeypatch.setattr("penstock.core.engine.batcher.LATE_S", 0.3)
+    named, silent = caller(), caller()
+    for sink in (named, silent):
+        submit(batcher, sink, budget_s=0.02)
+    await turns()
+    await asyncio.sleep(0.05)
+    transport.some(1, 0, results=[ItemResult(error=DeadlineExceeded("node 'b'"))])
+    await asyncio.sleep(0.5)
+    assert named.answer.error.message == "node 'b'"
+    assert isinstance(silent.answer.error, DeadlineExceeded)
+    assert transport.abandoned == (0, 1)
 
 
 async def test_unanswered_items_of_a_dead_worker_are_retried(batcher, transport, caller) -> None:
