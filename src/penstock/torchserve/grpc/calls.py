@@ -9,6 +9,7 @@ import grpc
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError, QueueFull
+from penstock.serving.http.responses import log_failure
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.api import ApiError, read_error
 from penstock.types import Item, ItemResult
@@ -124,13 +125,15 @@ async def answer_parts(backend: Backend, model: str, version: str | None, item: 
     try:
         ticket = backend.submit(model, version, item, answer.put)
     except PenstockError as error:
-        raise submit_error(api_error(error, backend, model, version)) from error
+        found = api_error(error, backend, model, version)
+        log_5xx(model, version, item.request_id, found.status, error)
+        raise submit_error(found) from error
     final = False
     try:
         while not final:
             result = await answer.next()
             final = result.final
-            yield _body(result, backend, model, version)
+            yield _body(result, backend, model, version, item)
     except QueueFull as error:
         raise prediction_error(429, error.message) from error
     finally:
@@ -143,13 +146,21 @@ async def whole_answer(backend: Backend, model: str, version: str | None, item: 
     return b"".join([part async for part in answer_parts(backend, model, version, item)])
 
 
-def _body(result: ItemResult, backend: Backend, model: str, version: str | None) -> bytes:
+def log_5xx(model: str, version: str | None, request_id: str, status: int, error: PenstockError) -> None:
+    """Logs a failure of the server, as HTTP does."""
+    if status >= 500:
+        log_failure((model, version), request_id, status, error)
+
+
+def _body(result: ItemResult, backend: Backend, model: str, version: str | None, item: Item) -> bytes:
     """The body of a part. gRPC ignores a status that the handler set, but not an error that it raised with a status."""
     if result.error is not None:
         found = api_error(result.error, backend, model, version)
+        log_5xx(model, version, item.request_id, found.status, result.error)
         raise prediction_error(found.status, found.message) from result.error
     body: bytes = result.body
     message = read_error(result.status, body) if result.status >= 400 else None
     if message is not None:
+        log_5xx(model, version, item.request_id, result.status, PenstockError(message))
         raise prediction_error(result.status, message)
     return body

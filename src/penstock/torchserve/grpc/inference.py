@@ -13,13 +13,14 @@ import msgspec
 from msgspec import Struct
 
 from penstock.core.contracts import Backend
-from penstock.errors import PenstockError
+from penstock.errors import BadOutput, PenstockError
 from penstock.serving.protocols.oip import unsupported
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.calls import (
     Code,
     GrpcError,
     answer_parts,
+    log_5xx,
     management_error,
     model_of,
     prediction_error,
@@ -154,9 +155,14 @@ class OpenInferenceService:
         for holder in (request, *request.inputs, *request.outputs):
             for error in filter(None, map(unsupported, holder.parameters)):
                 raise GrpcError(Code.INVALID_ARGUMENT, error.message)
-        body = {"id": request.id, "model_name": model, "inputs": [_input(each) for each in request.inputs]}
-        item = Item(json.dumps(body).encode(), self._codec, "application/json", request_id=new_id())
-        return _infer_response(await whole_answer(self._backend, model, version, item))
+        given = {"id": request.id, "model_name": model, "inputs": [_input(each) for each in request.inputs]}
+        item = Item(json.dumps(given).encode(), self._codec, "application/json", request_id=new_id())
+        body = await whole_answer(self._backend, model, version, item)
+        try:
+            return _infer_response(body)
+        except BadOutput as error:
+            log_5xx(model, version, item.request_id, 500, error)
+            raise prediction_error(500, error.message) from error
 
     def _is_ready(self, name: str, version: str | None) -> bool:
         try:
@@ -175,6 +181,7 @@ def _input(tensor: Any) -> dict[str, Any]:
 
 
 def _infer_response(body: bytes) -> Any:
+    """Raises BadOutput."""
     try:
         answer = msgspec.convert(json.loads(body), _InferAnswer)
         response = _Infer(id=str(answer.id), model_name=answer.model_name, model_version=str(answer.model_version))
@@ -188,4 +195,4 @@ def _infer_response(body: bytes) -> Any:
         return response
     except (ValueError, TypeError, RecursionError, KeyError, msgspec.ValidationError) as error:
         text = f"the handler's answer is not an Open Inference response: {type(error).__name__}: {str(error)[:200]}"
-        raise prediction_error(500, text) from error
+        raise BadOutput(text) from error

@@ -18,7 +18,7 @@ from msgspec import Struct
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
 from penstock.torchserve.admin.administrator import Administrator
-from penstock.torchserve.grpc.calls import Code, GrpcError, management_error
+from penstock.torchserve.grpc.calls import Code, GrpcError, log_5xx, management_error
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.api import ApiError, Group
 
@@ -128,7 +128,9 @@ class CallDispatcher(grpc.GenericRpcHandler):  # type: ignore[misc]
         if isinstance(error, GrpcError):
             return error
         if isinstance(error, PenstockError):
-            return management_error(api_error(error, self._backend))
+            found = api_error(error, self._backend)
+            log_5xx("", None, "", found.status, error)
+            return management_error(found)
         log.error("event=bug where=grpc consequence=answered_internal", exc_info=error)
         return GrpcError(Code.INTERNAL, "internal error")
 

@@ -112,6 +112,33 @@ async def test_a_failure_in_a_worker_has_the_code_of_its_status(grpc_site, call,
         assert await ask.refusal(call, model_name="m") == (code, f"{text}\n{CLASS}")
 
 
+async def test_every_5xx_leaves_one_line_with_model_request_id_and_cause(grpc_site, caplog):
+    detail = "Traceback\nZeroDivisionError: by zero"
+    causes = {
+        "ZeroDivisionError: by zero": {"error": ItemFailed("Prediction failed", detail=detail)},
+        "bad thing": {"status": 513, "body": error_body(513, "InternalServerException", "bad thing")},
+        "is not an Open Inference response": {"body": b"[]"},
+    }
+    async with grpc_site({"m": lambda asked: asked.reply(**{"body": b"", **next(replies)})}) as ask:
+        for call in ("Predictions", "StreamPredictions", "ModelInfer"):
+            for cause, reply in causes.items():
+                if "body" in reply and call != "ModelInfer" and "status" not in reply:
+                    continue
+                replies = iter([reply])
+                caplog.clear()
+                await ask.refusal(call, model_name="m")
+                (line,) = [r for r in caplog.records if r.name == "penstock.frontends"]
+                assert "event=request_failed model=m version=default status=5" in line.getMessage()
+                assert re.search(cause, line.getMessage())
+                assert line.request_id == ask.backend.calls[-1].item.request_id
+        caplog.clear()
+        replies = iter([{"error": Quarantined("poison")}])
+        await ask.refusal("Predictions", model_name="m")
+        ask.backend.refuse = WorkerDied("gone")
+        await ask.refusal("Predictions", model_name="m")
+        assert [r.getMessage().count("status=5") for r in caplog.records] == [1]
+
+
 @pytest.mark.parametrize(("status", "code"), [(404, "NOT_FOUND"), (513, "INTERNAL"), (429, "RESOURCE_EXHAUSTED")])
 async def test_an_error_raised_with_a_status_fails_the_call(grpc_site, status, code):
     body = error_body(status, "InternalServerException", "bad thing")
