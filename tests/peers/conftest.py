@@ -139,6 +139,11 @@ def _free_ports(count: int) -> list[int]:
         return [int(s.getsockname()[1]) for s in sockets]
 
 
+@pytest.fixture(name="free_ports")
+def _ports() -> Any:
+    return _free_ports
+
+
 @pytest.fixture(name="program")
 def _program() -> Any:
     return program

@@ -6,13 +6,12 @@ import json
 import ssl
 import subprocess
 import urllib.request
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.archives import write_wheel
+from support.archives import write_mar, write_wheel
 
 pytestmark = pytest.mark.peer
 
@@ -49,14 +48,6 @@ BODIES: tuple[dict[str, Any], ...] = (
 SCALES = ("min_worker=", "min_worker=x", "min_worker=1.5", "min_worker=0", "min_worker=0&max_worker=x",
           "min_worker=0&max_worker=-1", "max_worker=0", "max_worker=-1", "min_worker=0&timeout=x")  # fmt: skip
 SETTINGS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
-
-
-def write(store: Path, name: str, handler: str) -> None:
-    store.mkdir(exist_ok=True)
-    model = {"modelName": name, "modelVersion": "1.0", "handler": "service.py"}
-    with zipfile.ZipFile(store / f"{name}.mar", "w") as mar:
-        mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-        mar.writestr("service.py", handler)
 
 
 def settings_of(server: Any) -> tuple[Any, ...]:
@@ -102,29 +93,37 @@ def outcomes(server: Any) -> dict[str, Any]:
 
 def test_errors_and_numbers_are_the_same(peer_server: Any, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    write(store, "m", HANDLER)
+    write_mar(store, "m", HANDLER)
     for name, error in (("fails", "ValueError"), ("memory", "MemoryError"), ("cuda", "RuntimeError('CUDA')")):
-        write(store, name, f"def handle(data, context):\n    raise {error}\n")
+        write_mar(store, name, f"def handle(data, context):\n    raise {error}\n")
     settings = "enable_model_api=true\n"
     theirs, ours = (outcomes(peer_server(owner, store, ["m=m.mar"], settings)) for owner in ("torchserve", "penstock"))
     assert {call: (ours[call], found) for call, found in theirs.items() if ours[call] != found} == {}
 
 
-@pytest.mark.parametrize(("archive", "starts"), [("m.mar", True), ("none.mar", False)])
-def test_a_snapshot_with_a_missing_archive_aborts_the_start(
-    peer_server: Any, tmp_path: Path, archive: str, starts: bool
+@pytest.mark.parametrize(
+    ("key", "archive", "starts"),
+    [
+        ("model_snapshot", "m.mar", {"torchserve", "penstock"}),
+        ("model_snapshot", "none.mar", set()),
+        ("load_models", "none.mar", {"torchserve"}),  # it warns: docs/migrate-from-torchserve.md lists the difference
+    ],
+)
+def test_a_missing_archive_aborts_the_start(
+    peer_server: Any, tmp_path: Path, key: str, archive: str, starts: set[str]
 ) -> None:
-    write(tmp_path / "store", "m", HANDLER)
+    write_mar(tmp_path / "store", "m", HANDLER)
     state = {"defaultVersion": True, "marName": archive, "minWorkers": 1, "maxWorkers": 1, "batchSize": 1}
     models = {"m": {"1.0": {**state, "maxBatchDelay": 100, "responseTimeout": 120}}}
     snapshot = json.dumps({"name": "startup.cfg", "modelCount": 1, "created": 1, "models": models})
+    value = snapshot if key == "model_snapshot" else f"m={archive}"
     for owner in ("torchserve", "penstock"):
-        server = peer_server(owner, tmp_path / "store", [], f"model_snapshot={snapshot}\n")
-        assert server.started() is starts, owner
+        server = peer_server(owner, tmp_path / "store", [], f"{key}={value}\n")
+        assert server.started() is (owner in starts), owner
 
 
 def test_both_start_with_a_key_of_1024_bits(peer_server: Any, tmp_path: Path) -> None:
-    write(tmp_path / "store", "m", HANDLER)
+    write_mar(tmp_path / "store", "m", HANDLER)
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:1024", "-nodes", "-subj", "/CN=localhost"]
     subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from support.archives import write_mar
+
 pytestmark = pytest.mark.peer
 
 COMPAT = Path(__file__).parents[2] / "compat" / "torchserve"
@@ -49,6 +51,55 @@ except ModelArchiverError:
 print(PredictionException("no", 400))
 """
 
+LAUNCHED = """
+import urllib.request
+from ts import launcher
+
+lines = launcher.start(
+    model_store=".", snapshot_file="config.properties", no_config_snapshots=True, disable_token=True, models="m.mar"
+)
+with urllib.request.urlopen("http://127.0.0.1:PORT/predictions/m", b"a", timeout=60) as response:
+    print("answer", response.read())
+launcher.stop()
+print("last item", [*iter(lines.get, None)][-1:] != [])
+try:
+    urllib.request.urlopen("http://127.0.0.1:PORT/ping", timeout=60)
+except OSError:
+    print("stopped")
+"""
+
+
+def run(program: Any, owner: str, folder: Path, script: str) -> str:
+    """What a script prints with the packages of the owner."""
+    mine = os.pathsep.join([str(COMPAT), os.environ.get("PYTHONPATH", "")])
+    python = program(owner, "python")
+    env = {
+        **os.environ,
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": mine if owner == "penstock" else "",
+        "TMPDIR": str(folder),
+        "LOG_LOCATION": "logs",
+    }
+    done = subprocess.run([python, "-c", script], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_launcher_starts_and_stops_a_server(program: Any, free_ports: Any, tmp_path: Path) -> None:
+    for owner in ("torchserve", "penstock"):
+        folder = tmp_path / owner
+        write_mar(folder, "m", "def handle(data, context):\n    return data and ['ok' for _ in data]\n")
+        ports = free_ports(5)
+        names = ("inference_address", "management_address", "metrics_address")
+        keys = {name: f"http://127.0.0.1:{port}" for name, port in zip(names, ports, strict=False)}
+        keys |= {"grpc_inference_port": str(ports[3]), "grpc_management_port": str(ports[4])}
+        keys |= {"default_workers_per_model": "1", "disable_system_metrics": "true", "vmargs": "-Xmx512m"}
+        (folder / "config.properties").write_text("".join(f"{key}={value}\n" for key, value in keys.items()))
+        printed = run(program, owner, folder, LAUNCHED.replace("PORT", str(ports[0]))).splitlines()
+        assert [line for line in printed if line.startswith("Model server started")], owner
+        assert "answer b'ok'" in printed, owner
+        assert printed[-1] == "stopped", owner
+
 
 def test_a_unit_test_of_a_handler_prints_the_same(program: Any, tmp_path: Path) -> None:
     printed = {}
@@ -56,10 +107,5 @@ def test_a_unit_test_of_a_handler_prints_the_same(program: Any, tmp_path: Path) 
         folder = tmp_path / owner
         folder.mkdir()
         (folder / "handler.py").write_text("def handle(data, context): ...")
-        mine = os.pathsep.join([str(COMPAT), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, "PYTHONPATH": mine if owner == "penstock" else ""}
-        command = [program(owner, "python"), "-c", SCRIPT]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        printed[owner] = done.stdout
+        printed[owner] = run(program, owner, folder, SCRIPT)
     assert printed["penstock"] == printed["torchserve"]

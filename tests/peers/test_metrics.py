@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import urllib.request
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.archives import write_mar
 
 pytestmark = pytest.mark.peer
 
@@ -48,10 +48,7 @@ LOOKS_S = 6.0  # for the looks at the machine, of which TorchServe's are process
 
 def asked(peer_server: Any, folder: Path, owner: str, settings: str) -> Any:
     """A server that has answered some requests well and some not."""
-    with zipfile.ZipFile(folder / "m.mar", "w") as mar:
-        model = {"modelName": "m", "modelVersion": "1.0", "handler": "service.py"}
-        mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-        mar.writestr("service.py", HANDLER)
+    write_mar(folder, "m", HANDLER)
     server = peer_server(owner, folder, ["m=m.mar"], SYSTEM + settings)
     assert server.post("/predictions/m/1.0", b"x")[0] == 200
     assert server.post("/predictions/m", b"bad")[0] == 503

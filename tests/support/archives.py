@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 
@@ -26,3 +27,12 @@ def write_wheel(folder: Path) -> Path:
         z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         z.writestr(f"{info}/RECORD", "")
     return wheel
+
+
+def write_mar(store: Path, name: str, handler: str) -> None:
+    """Writes the archive of a model with this handler code to the store."""
+    store.mkdir(exist_ok=True)
+    model = {"modelName": name, "modelVersion": "1.0", "handler": "service.py"}
+    with zipfile.ZipFile(store / f"{name}.mar", "w") as mar:
+        mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+        mar.writestr("service.py", handler)
