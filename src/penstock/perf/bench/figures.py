@@ -23,6 +23,7 @@ MOST_LATE: Final = 0.01  # of the sends
 MATTERS: Final = 0.1  # lateness above this share of a latency distorts it
 MOSTLY: Final = 0.5
 CHANCE: Final = 3  # this many late sends prove nothing
+HOPELESS: Final = 5  # times the limits of lateness: the beginning of a run decides
 MOST_CPU: Final = 0.9  # of a core; above it, the generator may be the bottleneck
 CONFIDENCE: Final = 0.95
 _EXACT: Final = 50_000  # above this sample size the normal approximation of the binomial distribution is used
@@ -251,6 +252,16 @@ def _invalid(
             f"{MOST_CPU:.0%}; lower the rate or the concurrency, or run the generator on a faster machine"
         )
     return found
+
+
+def is_hopeless(load: Load, samples: Samples, cpu: float, late_s: float) -> bool:
+    """Whether the beginning of a run shows that it will be INVALID. `cpu` is the share of a core that the generator has
+    used. It must be further from the limits than a whole run, because a beginning may be special."""
+    late = _sorted(np.asarray(samples.late_s)) if load.mode == "open" else array("d")
+    answered = _sorted(np.asarray(samples.latency_s)[np.asarray(samples.status) > 0])
+    health = _health(samples, late)
+    is_late = health.late_share >= HOPELESS * MOST_LATE and health.late_share * len(late) > HOPELESS * CHANCE
+    return cpu > MOST_CPU + (1 - MOST_CPU) / 2 or (is_late and _distorts(late, latency_of(answered), late_s))
 
 
 def _is_late(health: GeneratorHealth, late: Sequence[float]) -> bool:

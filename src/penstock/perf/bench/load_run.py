@@ -41,8 +41,9 @@ Check = Callable[[int, int, bytes], bool]
 """Called with the request's index in the list, the status and the body of each response; a 2xx response for which it
 returns false is an error."""
 
-Progress = Callable[[float, int], None]
-"""Called ten times a second with the seconds since the start and the number of completed requests."""
+Progress = Callable[[float, int], bool | None]
+"""Called ten times a second with the seconds since the start and the number of completed requests; true ends the run.
+"""
 
 
 class Samples:
@@ -66,7 +67,7 @@ class Samples:
         self.cpu_s = self.busy_s = 0.0
         self.waited = self.starved = 0
         self.first_error: tuple[int, bytes] | None = None
-        self.ended: Literal["", "gone", "cancelled"] = ""
+        self.ended: Literal["", "gone", "stopped", "cancelled"] = ""
 
 
 class LoadInput(NamedTuple):
@@ -313,7 +314,7 @@ class LoadRun(ABC):
         self.samples.cpu_s = time.process_time() - cpu_s
         self.samples.busy_s = time.perf_counter() - clock_s
 
-    def end(self, why: Literal["", "gone"] = "") -> None:
+    def end(self, why: Literal["", "gone", "stopped"] = "") -> None:
         if not self.over:
             self.over = True
             self.samples.ended = why
@@ -327,8 +328,9 @@ class LoadRun(ABC):
 
     def tick(self, now_s: float) -> None:
         """Called ten times a second."""
-        if self._given.on_progress is not None:
-            self._given.on_progress(max(0.0, now_s), len(self.samples.status) - self.under_way)
+        progress, answered = self._given.on_progress, len(self.samples.status) - self.under_way
+        if progress is not None and progress(max(0.0, now_s), answered):
+            self.end("stopped")
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import statistics
 import time
 from array import array
@@ -18,7 +19,7 @@ from msgspec import structs
 from penstock.client.endpoint import Unreachable
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
-from penstock.perf.bench.figures import summarise
+from penstock.perf.bench.figures import is_hopeless, summarise
 from penstock.perf.bench.load import Check, Progress, Samples, closed_loop, open_loop
 from penstock.perf.bench.load_run import WRONG
 from penstock.perf.bench.measurement import Load, Measurement
@@ -35,6 +36,9 @@ SLICE_S: Final = 0.5  # of warm-up
 SLICE_REQUESTS: Final = 10
 LONGEST_S: Final = 10.0
 STILL: Final = 1.05  # a larger gain in speed: not warm yet
+
+PROBE_S: Final = 1.0  # of a run, after which it is stopped if it will be INVALID; at least a tenth of it
+PROBED: Final = 4  # times the probe: a shorter run is not worth it
 
 TREND_S: Final = 5.0  # a shorter run shows no trend
 WINDOWS: Final = 9  # consecutive parts of a run that are compared
@@ -85,7 +89,7 @@ async def measure(
     gc.freeze()  # a full collection would stop the generator for milliseconds
     interrupted: asyncio.CancelledError | None = None
     try:
-        await sender.run(samples, on_progress)
+        await sender.run(samples, _Probe(load, samples, late_s, on_progress))
     except asyncio.CancelledError as error:
         interrupted = error
     finally:
@@ -104,6 +108,25 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
     """The default handler, without uvloop's page of output for each TLS connection aborted while data arrives."""
     if "SSL protocol" not in context["message"]:
         loop.default_exception_handler(context)
+
+
+class _Probe:
+    """The progress of a run. Ends it early if its beginning shows that it will be INVALID, as on a busy machine."""
+
+    def __init__(self, load: Load, samples: Samples, late_s: float, show: Progress | None) -> None:
+        self._load, self._samples, self._late_s, self._show = load, samples, late_s, show
+        probe_s = max(PROBE_S, load.seconds / 10)
+        self._at_s = probe_s if load.seconds >= PROBED * probe_s and not load.requests else math.inf
+        self._began = time.process_time(), time.perf_counter()
+
+    def __call__(self, seconds: float, answered: int) -> bool:
+        if self._show is not None:
+            self._show(seconds, answered)
+        if seconds < self._at_s:
+            return False
+        self._at_s = math.inf
+        cpu_s, clock_s = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
+        return is_hopeless(self._load, self._samples, cpu_s / clock_s, self._late_s)
 
 
 class _LoadSender:
@@ -156,7 +179,7 @@ class _LoadSender:
             return 0.0
         return len(took) / (time.perf_counter() - start) if self._load.mode == "closed" else 1 / statistics.median(took)
 
-    async def run(self, samples: Samples, on_progress: Progress | None) -> None:
+    async def run(self, samples: Samples, on_progress: Progress) -> None:
         load, seconds = self._load, 0.0 if self._whole else self._load.seconds
         if load.mode == "open":
             await self._open(self._times, seconds=seconds, samples=samples, on_progress=on_progress)
@@ -227,10 +250,15 @@ def _with_trends(run: Measurement, samples: Samples, probe: ServerProbe) -> Meas
     """The run with warnings about changes from its beginning to its end."""
     each = zip(samples.intended_s, samples.latency_s, samples.status, strict=True)
     last_s = max((at + took for at, took, status in each if status > 0 or status == WRONG), default=0.0)
-    gone = [f"the target went away {last_s:.3g} s into the run"] if samples.ended == "gone" else []
+    ended = {
+        "gone": [f"the target went away {last_s:.3g} s into the run"],
+        "stopped": [
+            f"the run was stopped after {run.seconds:.2g} of {run.load.seconds:g} s, because it would be INVALID"
+        ],
+    }.get(samples.ended, [])
     after_start = _good_latencies(samples)[2 * run.load.concurrency :]
     trends = (slowdown(after_start), memory_growth(probe.memory)) if run.seconds >= TREND_S else ()
-    return structs.replace(run, invalid=[*run.invalid, *gone], caveats=[*run.caveats, *filter(None, trends)])
+    return structs.replace(run, invalid=[*run.invalid, *ended], caveats=[*run.caveats, *filter(None, trends)])
 
 
 def slowdown(latencies_s: Sequence[float]) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -198,6 +199,37 @@ async def test_an_unreachable_target_is_reported_at_once() -> None:
         server.close()
         with pytest.raises(Unreachable):
             await measure(server.target, server.requests, CLOSED)
+
+
+async def test_a_run_that_will_be_invalid_is_stopped_after_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PROBE_S", 0.2)
+    monkeypatch.setattr(module, "PROBED", 0.0)
+
+    def slow(number: int, status: int, body: bytes) -> bool:
+        time.sleep(0.01)  # on the generator's loop, which is therefore late
+        return True
+
+    async with scripted() as server:
+        load = Load(mode="open", rate=150.0, seconds=10.0, connections=4)
+        run = await measure(server.target, server.requests, load, warm_s=0.0, timeout_s=0.1, check=slow)
+        assert "the generator was late" in run.invalid[0]
+        assert run.invalid[-1].startswith("the run was stopped after ")
+        assert run.invalid[-1].endswith("of 10 s, because it would be INVALID")
+        assert run.seconds < 5
+        await asyncio.sleep(0.1)  # lets the server notice the connections that the generator dropped
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_the_beginning_of_a_closed_loop_ends_it_only_if_the_generator_is_at_its_limit(
+    busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROBE_S", 0.1)
+    monkeypatch.setattr(module, "is_hopeless", lambda load, samples, cpu, late_s: cpu > 0 and busy)
+    async with scripted() as server:
+        load = Load(mode="closed", concurrency=2, seconds=0.5)
+        run = await measure(server.target, server.requests, load, warm_s=0.0)
+        assert (run.seconds < 0.5) == busy
+        assert any("stopped" in text for text in run.invalid) == busy
 
 
 async def test_a_target_that_dies_in_a_run_makes_it_invalid_with_when(monkeypatch: pytest.MonkeyPatch) -> None:
