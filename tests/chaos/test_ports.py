@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -192,8 +193,13 @@ async def test_silent_connections_to_one_port_leave_descriptors_to_the_others(
     server = TorchServer(tmp_path, files=400)
     try:
         assert "event=few_descriptors limit=400" in server.said()
-        for name in LISTENERS:
-            async with silence([chaos.Client(server, name).address], 500):
+        ports = {name: chaos.Client(server, name).address for name in LISTENERS}
+        ports |= {
+            at: (at[0], int(at[1])) for at in re.findall(r"gRPC API bind to: grpc://([\d.]+):(\d+)", server.said())
+        }
+        assert len(ports) == 5
+        for name, address in ports.items():
+            async with silence([address], 500):
                 for other, path in (("inference", "/ping"), ("management", "/models"), ("metrics", "/metrics")):
                     if other != name:
                         async with chaos.Client(server, other) as client:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Final, Literal
 
 from msgspec import structs
 
 from penstock.config.schema import LimitsConfig
-from penstock.errors import ConfigError, install_hint
+from penstock.errors import install_hint
 from penstock.serving.http.auth import replace_ssl_context
 from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.server import HttpServer
@@ -89,8 +88,8 @@ class Listeners:
         """Starts all listeners; `/metrics` returns the result of `scrape`. Raises ConfigError."""
         components, properties = self._components, self._properties
         addresses = http_addresses(properties)
-        main = sum("inference" in groups for _, groups in addresses)
-        most, aside = share_connections(self._limits.max_connections, main, len(addresses) - main)
+        main = 1 + sum("inference" in groups for _, groups in addresses)  # gRPC has one more of both kinds
+        most, aside = share_connections(self._limits.max_connections, main, len(addresses) - main + 2)
         for address, groups in addresses:
             max_connections = most if "inference" in groups else aside
             listener = make_listener(
@@ -106,18 +105,22 @@ class Listeners:
             for group in sorted(groups, key=GROUPS.index):
                 log.info("%s API bind to: %s", group.capitalize(), bound)
                 self.urls[group] = str(bound)
-        for grpc_listener, at in grpc_listeners(components, self._limits, self._tls):
+        for grpc_listener, at in grpc_listeners(components, self._limits, (most, aside), self._tls):
             self.running.append(grpc_listener)
             port = await grpc_listener.start(at.host, at.port, f"grpc_{at.group}_{'address' if at.path else 'port'}")
             log.info("%s gRPC API bind to: %s", at.group.capitalize(), structs.replace(at, port=port))
 
     def reload_tls(self) -> None:
-        """Uses the changed certificate for HTTPS connections from now on. Raises ConfigError; then nothing changes.
-
-        gRPC and certificates from a keystore change at the next start.
-        """
+        """Uses the changed certificate for new connections. Raises ConfigError; then nothing changes."""
+        if self._tls_files is None:
+            return
+        self._tls_files.renew()
+        context, pem = self._tls_files.context(), self._tls_files.pem()
         if self._context is not None:
-            replace_ssl_context(self._context, self._tls().context())
+            replace_ssl_context(self._context, context)
+        for listener in self.running:
+            if not isinstance(listener, HttpServer):
+                listener.reload_tls(pem)
 
     def close_tls(self) -> None:
         if self._tls_files is not None:
@@ -145,31 +148,27 @@ async def _start_http(listener: HttpServer, address: ListenerAddress, group: Gro
 
 
 def grpc_listeners(
-    components: ServerComponents, limits: LimitsConfig, tls_files: Callable[[], TlsFiles]
+    components: ServerComponents, limits: LimitsConfig, shares: tuple[int, int], tls_files: Callable[[], TlsFiles]
 ) -> Iterable[tuple[GrpcServer, GrpcAddress]]:
-    """The gRPC listeners, not yet started; without grpcio a warning and none. Raises ConfigError."""
+    """The gRPC listeners, not yet started; without grpcio a warning and none. Raises ConfigError.
+
+    `shares` are the connections of the inference port and of the management port.
+    """
     try:
         from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
     except ModuleNotFoundError as error:
         log.warning("event=no_grpc missing=%s consequence=http_only hint=%s", error.name, install_hint("grpc"))
         return
     properties = components.properties
-    tls = _key_and_certificate(tls_files()) if properties.enable_grpc_ssl else None
-    for address in grpc_addresses(properties):
+    tls = None
+    if properties.enable_grpc_ssl:
+        tls_files().context()  # raises ConfigError if key and certificate do not match
+        tls = tls_files().pem()
+    for address, share in zip(grpc_addresses(properties), shares, strict=True):
         bounds = GrpcLimits(
-            max_request_bytes=properties.max_request_size,
-            max_calls=limits.max_connections,
-            handshake_s=limits.header_timeout_s,
-            max_age_ms=getattr(properties, f"grpc_{address.group}_max_connection_age_ms"),
-            max_age_grace_ms=getattr(properties, f"grpc_{address.group}_max_connection_age_grace_ms"),
+            structs.replace(limits, max_connections=share),
+            getattr(properties, f"grpc_{address.group}_max_connection_age_ms"),
+            getattr(properties, f"grpc_{address.group}_max_connection_age_grace_ms"),
         )
         config = ListenerConfig(frozenset({address.group}), properties)
         yield GrpcServer(components.backend, components.administrator, config, bounds, tls=tls), address
-
-
-def _key_and_certificate(files: TlsFiles) -> tuple[bytes, bytes]:
-    files.context()  # raises ConfigError if key and certificate do not match
-    try:
-        return Path(files.key).read_bytes(), Path(files.certificate).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"enable_grpc_ssl: {error.filename} cannot be read: {error.strerror}") from None

@@ -6,6 +6,7 @@ import shutil
 import ssl
 import subprocess
 import tempfile
+from pathlib import Path
 from typing import Final
 
 from penstock.errors import ConfigError
@@ -23,6 +24,7 @@ class TlsFiles:
     def __init__(self, properties: Properties) -> None:
         """Raises ConfigError."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._keystore: Properties | None = None
         certificate, key = properties.certificate_file, properties.private_key_file
         if (certificate is None) != (key is None):
             keys = ("certificate_file", "private_key_file")
@@ -36,7 +38,8 @@ class TlsFiles:
         self.key = os.path.join(self._folder.name, "key.pem")
         try:
             if properties.keystore is not None:
-                self._extract(properties.keystore, properties.keystore_pass, properties.keystore_type)
+                self._keystore = properties
+                self.renew()
             else:
                 self._generate()
         except BaseException:
@@ -51,6 +54,18 @@ class TlsFiles:
         context = make_ssl_context(self.certificate, self.key, weak_keys=True)
         assert context is not None
         return context
+
+    def renew(self) -> None:
+        """Extracts the keystore as it is now. Raises ConfigError."""
+        if self._keystore is not None and self._keystore.keystore is not None:
+            self._extract(self._keystore.keystore, self._keystore.keystore_pass, self._keystore.keystore_type)
+
+    def pem(self) -> tuple[bytes, bytes]:
+        """(key, certificate chain). Raises ConfigError."""
+        try:
+            return Path(self.key).read_bytes(), Path(self.certificate).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"enable_grpc_ssl: {error.filename} cannot be read: {error.strerror}") from None
 
     def close(self) -> None:
         if self._folder is not None:

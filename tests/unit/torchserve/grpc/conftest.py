@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.config.schema import LimitsConfig
 from penstock.errors import ModelNotFound
 from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.grpc import services
@@ -87,7 +88,7 @@ def grpc_site(administration: FakeAdministration) -> Callable[..., Any]:
         backend = KnownBackend(models)
         keys = {"enable_model_api": True, "ts_open_inference_protocol": True} | keys
         config = ListenerConfig(groups, Properties(**keys))
-        limits = GrpcLimits(max_request_bytes=max_request_bytes, max_calls=100)
+        limits = GrpcLimits(LimitsConfig(max_body_bytes=max_request_bytes, max_connections=100))
         server = GrpcServer(backend, administration, config, limits)
         site = GrpcSite(administration, backend, server, await server.start("127.0.0.1", 0, "a_key"))
         try:

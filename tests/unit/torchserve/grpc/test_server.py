@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from pathlib import Path
 
@@ -8,13 +9,15 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
 from support.backend import FakeBackend
 
 TLS = Path(__file__).parents[3] / "tls"
-LIMITS = GrpcLimits(max_request_bytes=1000, max_calls=10)
+LIMITS = GrpcLimits(LimitsConfig(max_body_bytes=1000, max_connections=10))
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 INFERENCE = ListenerConfig(frozenset({"inference"}), Properties())
 
 
@@ -90,7 +93,7 @@ async def test_calls_that_outlast_the_drain_are_cancelled(grpc_site, wait_until)
 
 
 async def test_old_connections_are_closed(administration):
-    limits = GrpcLimits(max_request_bytes=1000, max_calls=10, max_age_ms=100, max_age_grace_ms=100)
+    limits = GrpcLimits(LIMITS.limits, max_age_ms=100, max_age_grace_ms=100)
     server = GrpcServer(FakeBackend({"m": lambda call: None}), administration, INFERENCE, limits)
     port = await server.start("127.0.0.1", 0, "a_key")
     try:
@@ -104,15 +107,35 @@ async def test_old_connections_are_closed(administration):
         await server.close(1.0)
 
 
-async def test_a_silent_connection_is_closed(administration):
-    limits = GrpcLimits(max_request_bytes=1000, max_calls=10, handshake_s=0.1)
+@pytest.mark.parametrize(
+    ("limit", "sent", "word"),
+    [("header_timeout_s", b"", b"timeout"), ("idle_timeout_s", PREFACE, b"connection idle")],
+)
+async def test_a_silent_connection_is_closed(administration, limit, sent, word):
+    limits = GrpcLimits(LimitsConfig(**{limit: 0.1}))
     server = GrpcServer(FakeBackend(), administration, INFERENCE, limits)
     port = await server.start("127.0.0.1", 0, "a_key")
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert b"timeout" in await asyncio.wait_for(reader.read(), 10.0)
+        writer.write(sent)
+        assert word in await asyncio.wait_for(reader.read(), 10.0)
         writer.close()
         await writer.wait_closed()
+    finally:
+        await server.close(1.0)
+
+
+async def test_more_connections_than_allowed_are_closed(administration):
+    server = GrpcServer(FakeBackend(), administration, INFERENCE, GrpcLimits(LimitsConfig(max_connections=3)))
+    port = await server.start("127.0.0.1", 0, "a_key")
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 5.0) == b""
+        for _, each in (*silent, (reader, writer)):
+            each.close()
+        assert b"Healthy" in await ping(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
     finally:
         await server.close(1.0)
 
