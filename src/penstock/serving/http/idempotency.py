@@ -127,7 +127,7 @@ class IdempotencyCache:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Ticket:
-        """`Backend.submit` with a key, unless a request with this key is in flight or was answered recently.
+        """`Backend.submit`, and its parameters, with a key, unless a request with it runs or was answered recently.
 
         Raises KeyReused if the body differs.
         """
