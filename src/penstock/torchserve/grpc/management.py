@@ -42,15 +42,11 @@ class ManagementService:
 
     async def ScaleWorker(self, request: Any) -> Any:
         """Cannot scale to zero workers: 0 means the default, 1."""
-        minimum = max(request.min_worker, 0) or 1
-        maximum = max(request.max_worker, 0) or minimum
-        if maximum < minimum:
-            raise ApiError("BadRequestException", "max_worker cannot be less than min_worker.")
         change = await self._administration.scale(
             request.model_name,
             request.model_version or None,
-            min_worker=minimum,
-            max_worker=maximum,
+            min_worker=max(request.min_worker, 0) or None,
+            max_worker=max(request.max_worker, 0) or None,
             synchronous=request.synchronous,
         )
         return _response(change)

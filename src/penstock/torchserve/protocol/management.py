@@ -61,8 +61,6 @@ def read_scaling(query: Query, warn: Warn) -> dict[str, Any]:
     synchronous = bool(_boolean("synchronous", values.get("synchronous")))
     if minimum is not None and minimum < 0:
         raise _invalid("min_worker", minimum, f"a whole number from 0 to {MAX_INT}")
-    if maximum is not None and maximum < (1 if minimum is None else minimum):
-        raise ApiError("BadRequestException", "max_worker cannot be less than min_worker.")
     return {"version": version, "min_worker": minimum, "max_worker": maximum, "synchronous": synchronous}
 
 

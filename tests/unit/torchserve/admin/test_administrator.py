@@ -256,6 +256,7 @@ async def test_an_asynchronous_scale_completes_later(server: ServerSetup, admin:
         (10**6, None, "min_worker: found 1000000"),
         (2, 1, r"max_worker cannot be less than min_worker\."),
         (None, 0, r"max_worker cannot be less than min_worker\."),
+        (0, -1, r"max_worker cannot be less than min_worker\."),
     ],
 )
 async def test_an_invalid_number_of_workers_changes_nothing(

@@ -158,11 +158,6 @@ def test_a_scale_request_has_the_parameters_of_the_query():
     assert zero == dict(zip(names, (None, 0, 0, False), strict=True))
 
 
-@pytest.mark.parametrize("text", ["min_worker=3&max_worker=2", "max_worker=0", "min_worker=0&max_worker=-1"])
-def test_max_worker_cannot_be_less_than_min_worker(text):
-    assert refusal(parsers.read_scaling, query(text), ignore).message == "max_worker cannot be less than min_worker."
-
-
 @pytest.mark.parametrize("value", ["NaN", "", "1" + "0" * 30, "one"])
 @pytest.mark.parametrize("name", ["min_worker", "max_worker"])
 def test_an_invalid_number_in_a_scale_request_means_the_default(name, value):
