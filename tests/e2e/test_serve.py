@@ -112,7 +112,10 @@ def test_open_inference_routes_answer(server: Any) -> None:
     assert json.loads(body)["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]
     for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/sums/ready", "/ping", "/healthz", "/readyz"):
         assert server.get(path)[0] == 200, path
-    assert "/predictions/sums" in json.loads(server.get("/openapi.json")[1])["paths"]
+    paths = json.loads(server.get("/openapi.json")[1])["paths"]
+    for path in ("/predictions/sums", "/v2/models/sums/infer"):  # `curl -T` sends PUT
+        assert set(paths[path]) == {"post", "put"}
+        assert paths[path]["put"] == paths[path]["post"]
 
 
 def test_a_request_of_more_rows_than_the_batch_is_split_and_joined(server: Any) -> None:

@@ -62,7 +62,7 @@ def openapi_body(backend: Backend) -> bytes:
             if not template.codec:
                 paths[path] = {"get": _get(summary)}
             else:
-                paths[path] = {"post": _post(summary, template.codec, inputs)}
+                paths[path] = dict.fromkeys(("post", "put"), _infer(summary, template.codec, inputs))
     document = {"openapi": "3.1.0", "info": {"title": "Penstock", "version": __version__}, "paths": paths}
     return msgspec.json.encode(document)
 
@@ -79,7 +79,7 @@ def _get(summary: str) -> dict[str, Any]:
     return {"summary": summary, "responses": {"200": {"description": "The answer", "content": content}}}
 
 
-def _post(summary: str, codec: str, inputs: tuple[TensorSpec, ...]) -> dict[str, Any]:
+def _infer(summary: str, codec: str, inputs: tuple[TensorSpec, ...]) -> dict[str, Any]:
     found: type[Codec] = resolve("codec", codec)
     content: dict[str, Any] = {kind: {"schema": {}} for kind in found.request_types}
     content["application/json"] = {"schema": found.request_schema(inputs)}
