@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import re
 import stat
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -46,12 +48,17 @@ def check_devices(config: ModelConfig, where: str = "") -> None:
 def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[int, int, int]]:
     """{path: (inode, size, time of the last change in ns)} of the files that a model's section names.
 
-    Target, weights and options may name files; a module is looked up in `folders`.
+    Target, weights and options may name files, and so may the texts of a target in TOML, which is a pipeline. A module
+    is looked up in `folders`.
     """
     where, colon, _ = config.target.rpartition(":")
     where = config.target if is_whole_file(config.target) or not colon else where
-    module = where.replace(".", "/")
-    paths = [where, *(f"{folder}/{module}{end}" for folder in folders for end in (".py", "/__init__.py"))]
+    paths = [where, *_modules(where, folders)]
+    if where.endswith(".toml"):
+        with contextlib.suppress(OSError, ValueError), open(os.path.expanduser(where), "rb") as file:
+            at = os.path.dirname(os.path.abspath(file.name))
+            for name in _names(tomllib.load(file)):
+                paths += [os.path.normpath(os.path.join(at, os.path.expanduser(name))), *_modules(name, folders)]
     paths += [value for value in (config.weights, *config.options.values()) if isinstance(value, str)]
     found = {}
     for path in paths:
@@ -60,6 +67,25 @@ def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[
             if stat.S_ISREG(status.st_mode):
                 found[path] = (status.st_ino, status.st_size, status.st_mtime_ns)
     return found
+
+
+def _modules(name: str, folders: Sequence[str]) -> list[str]:
+    """The files in which a module may be."""
+    return [f"{folder}/{name.replace('.', '/')}{end}" for folder in folders for end in (".py", "/__init__.py")]
+
+
+def _names(value: Any) -> Iterator[str]:
+    """The parts of all texts in a table that may name a file or a module: `Python[steps.py:f]` has `steps.py`."""
+    if isinstance(value, str):
+        for part in re.split(r"[\[\](),=]", value):
+            yield from filter(None, (part.strip(), part.rpartition(":")[0].strip()))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if not key.endswith("cache"):  # written by the model itself
+                yield from _names(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _names(each)
 
 
 def next_device(config: ModelConfig, used: Sequence[str]) -> str:

@@ -78,7 +78,9 @@ def test_a_gpu_that_the_machine_does_not_have_is_refused_with_the_devices_that_i
             check_devices(ModelConfig(target="m", devices=(device,)))
 
 
-def test_the_stamps_of_a_model_cover_its_target_weights_options_and_module(tmp_path: Path) -> None:
+def test_the_stamps_of_a_model_cover_all_files_that_it_names_and_those_of_its_pipeline(
+    tmp_path: Path,
+) -> None:
     for name in ("app.py", "w.pt", "data.npz", "mod.py"):
         (tmp_path / name).write_text("1")
     (tmp_path / "pkg").mkdir()
@@ -91,6 +93,20 @@ def test_the_stamps_of_a_model_cover_its_target_weights_options_and_module(tmp_p
     assert set(file_stamps(ModelConfig(target="mod:f"), [at])) == {f"{at}/mod.py"}
     assert set(file_stamps(ModelConfig(target="pkg:f"), [at])) == {f"{at}/pkg/__init__.py"}
     assert set(file_stamps(ModelConfig(target=f"{at}/w.pt"), [])) == {f"{at}/w.pt"}
+    (tmp_path / "nets").mkdir()
+    for name in ("nets/net.onnx", "nets/steps.py", "nets/engine.trt"):
+        (tmp_path / name).write_text("1")
+    toml = tmp_path / "nets" / "pipe.toml"
+    nodes = (
+        '[a]\nbackend = "S[DecodeMat,Python[steps.py:shout]]"\n'
+        f'[b]\nops = [{{op = "OnnxTensor", model = "net.onnx"}}, "Python[mod:f]"]\n[c]\nmodel = "{at}/w.pt"\n'
+        '"model::cache" = "engine.trt"\n'  # the server writes this one itself
+    )
+    toml.write_text(nodes)
+    named = {f"{at}/{name}" for name in ("nets/pipe.toml", "nets/net.onnx", "nets/steps.py", "w.pt", "mod.py")}
+    assert set(file_stamps(ModelConfig(target=str(toml)), [at])) == named
+    toml.write_text("[broken")
+    assert set(file_stamps(ModelConfig(target=str(toml)), [at])) == {str(toml)}
     (tmp_path / "data.npz").write_text("22")
     after = file_stamps(config, [])
     assert {path for path in after if after[path] != before[path]} == {f"{at}/data.npz"}
