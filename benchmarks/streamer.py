@@ -155,6 +155,25 @@ def processors(bench: Bench) -> None:
         bench.report.target(f"{model}: 4 worker processes x 1", scale, least=1)
 
 
+def costs(bench: Bench) -> None:
+    """7: what a call costs the program that makes it; least of all rounds, because other programs only add to it."""
+    bench.report.section("## 7. The cost of a call: 64 threads, one item per call")
+    for model in ("no-op", "accelerator"):
+        contenders: Contenders = {}
+        for kind in KINDS:
+            for library in bench.libraries:
+                waits = {"max_latency": 0.002} if library == PEER else {}  # at its default, its batches wait 0.1 s
+                made = calls(library, kind, model, "callers", 1, {"threads": 64, "items": 1}, **waits)
+                contenders[Key(library, kind)] = made
+        found = bench.measure(contenders)
+        bench.show({"calls": "64 callers", "model": model}, found)
+        for kind in KINDS:
+            ours = [sample for sample in found[Key("penstock", kind)] if sample]
+            for key, unit, most in (("cpu_us", "us of CPU", 60), ("switches", "thread switches", 2)):
+                least = [min(sample[key] for sample in ours)] if ours else []
+                bench.report.target(f"64 callers, {model}, {kind}: {unit} per call", least, most=most)
+
+
 def memory(bench: Bench, count: int) -> None:
     """The memory of the program, its workers and its broker, after a tenth of the calls and after all of them."""
     for kind in KINDS:
@@ -185,12 +204,15 @@ TABLES = {
     "4": (vision,),
     "5": (lone, crowds, arrays),
     "6": (processors,),
+    "7": (costs,),
 }
 COLUMNS = {
     "rate": "items/s",
     "mean_ms": "mean ms",
     "p50_ms": "p50 ms",
     "p99_ms": "p99 ms",
+    "cpu_us": "CPU us/call",
+    "switches": "switches/call",
     "given_up": "given up",
     "grown_mb": "MB grown",
 }

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import random
+import resource
 import socket
 import subprocess
 import threading
@@ -145,9 +146,13 @@ def futures(model: Any, seconds: float) -> dict[str, float]:
 
 
 def callers(model: Any, threads: int, items: int, seconds: float) -> dict[str, Any]:
-    """Items/s, and the latency of each call in s, of threads that make one call after the other."""
+    """Items/s, and the latency of each call in s, of threads that make one call after the other.
+
+    A call costs `cpu_us` of this program's CPU, and `switches` of its threads that wait for something.
+    """
     latencies: list[float] = []
     failures: list[BaseException] = []
+    cpu_s, switches = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
     start = time.perf_counter()
 
     def call() -> None:
@@ -169,7 +174,10 @@ def callers(model: Any, threads: int, items: int, seconds: float) -> dict[str, A
         thread.join()
     if failures:
         raise failures[0]
-    return {"rate": len(latencies) * items / (time.perf_counter() - start), "latencies": latencies}
+    rate, count = len(latencies) * items / (time.perf_counter() - start), len(latencies)
+    cpu_us = (time.process_time() - cpu_s) / count * 1e6
+    switches = (resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - switches) / count
+    return {"rate": rate, "cpu_us": cpu_us, "switches": switches, "latencies": latencies}
 
 
 def submits(model: Any, count: int) -> dict[str, float]:
