@@ -51,6 +51,20 @@ def test_scripts_reach_holds_skips_drops_deaths_splits_and_batches_sent_ahead() 
     assert expected | {"stagger", "regroup", "expired", "overload", "worker_died"} <= seen
 
 
+def test_every_invariant_holds_while_longer_holds_are_tried() -> None:
+    found: list[tuple[object, object]] = []
+    for k in range(40):
+        setup = random_setup(Random(f"trials/{k}"), 600)
+        checker = PolicyChecker(setup, Adaptive)
+        checker.play()
+        explained = checker.scheduler.explain()
+        found.append((explained["trials"], explained["longer_hold_s"]))
+        if explained["trials"] and k % 4 == 0:
+            check_invariance(setup, Adaptive)
+    assert sum(trials != 0 for trials, _ in found) >= 8
+    assert any(hold_s != 0 for _, hold_s in found)
+
+
 samples = st.tuples(
     st.integers(min_value=-2, max_value=10**6),
     st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.floats(min_value=0, max_value=100)),

@@ -30,12 +30,13 @@ class ThinkTime(Struct, frozen=True):
 class FrontEnd(Struct, frozen=True):
     """A web server, one request at a time, on cores that the model uses too.
 
-    Each request takes about `work_s` (5 % jitter) before the scheduler sees it. While a batch runs, the work proceeds
-    at `speed`; otherwise at 1.
+    Each request takes `work_s` (with log-normal jitter) before the scheduler sees it. While a batch runs, the work
+    proceeds at `speed`; otherwise at 1.
     """
 
     work_s: float
     speed: float
+    jitter: float = 0.05
 
 
 class ClosedLoop(Struct, frozen=True):
@@ -148,7 +149,9 @@ class _FrontEndQueue:
         return first
 
     def _begin(self, now: float) -> None:
-        self._work_s, self._start_s = self._front_end.work_s * self._rng.lognormvariate(0, 0.05), now
+        jitter = self._front_end.jitter
+        self._work_s = self._front_end.work_s * self._rng.lognormvariate(-jitter * jitter / 2, jitter)
+        self._start_s = now
 
     def end_s(self) -> float:
         """When the work for the first client ends, unless more batches start."""

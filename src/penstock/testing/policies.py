@@ -26,8 +26,8 @@ INVARIANTS = {
     "I2": "only slots that are up get batches, one each (with depth 2: one more, sent ahead)",
     "I3": "same bucket and class, no deadline: first in, first out; a misfit is passed over at most 8 times",
     "I4": "max_hold_s = 0: no request waits while a slot is idle",
-    "I5": "while a slot is idle, a request waits at most 2a/m (fixed: its delay), a full batch not at all",
-    "I6": "n* <= 1 or one slot, and no completion in the last a/m: no hold",
+    "I5": "while a slot is idle, a request waits <= 2a/m, or 2t(max) if trials pay (fixed: its delay), a full one not",
+    "I6": "n* <= 1 or one slot, and no completion in the last a/m or the longer hold: no hold",
     "I7": "a = 0, or the cost model not ready: no hold",
     "I8": "no late request is sent, and none is dropped that could be in time or has no deadline",
     "I9": "the request with the earliest virtual deadline is in the next batch unless its own deadline forbids it",
@@ -56,11 +56,12 @@ class PolicyRules(Struct, frozen=True):
     holds: bool  # it may hold a request while a slot is idle
     model: bool  # it holds and drops by the cost model, like adaptive
     delay_s: float = INF  # longest hold of the head
+    cap_s: float = INF  # longest hold of a slot
 
     @classmethod
     def of(cls, policy: BatchPolicy) -> PolicyRules:
         if isinstance(policy, Adaptive):
-            return cls(holds=policy.max_hold_s > 0, model=True)
+            return cls(holds=policy.max_hold_s > 0, model=True, cap_s=policy.max_hold_s)
         if isinstance(policy, Fixed):
             return cls(holds=policy.max_hold_s > 0, model=False, delay_s=policy.max_hold_s)
         return cls(holds=not isinstance(policy, Unbatched), model=False)
@@ -105,7 +106,7 @@ class PolicyChecker(ScriptPlayer):
         self.ceiling = 2**30
         self.exact: set[int] = set()  # ids of re-runs
         self.hold_start_s = INF  # since when a request waits while a slot is idle
-        self.quiet_s = -INF  # a/m after the last completion, while a closed loop may regroup
+        self.answered_s, self.quiet_s = -INF, -INF  # the last completion; a/m later, while a closed loop may regroup
         super().__init__(setup, lambda: policy)
 
     def play(self) -> None:
@@ -195,7 +196,7 @@ class PolicyChecker(ScriptPlayer):
             self.ceiling = min(self.ceiling, max(1, good if good >= 0.8 * bad else (good + bad) // 2))
         self.need("I15", self.cost.a >= 0 and self.cost.b > 0, f"a={self.cost.a} b={self.cost.b}")
         if outcome.kind == "ok":
-            self.quiet_s = self.now + self.cost.a / max(1, self.live)
+            self.answered_s, self.quiet_s = self.now, self.now + self.cost.a / max(1, self.live)
 
     # ---- decisions
 
@@ -340,11 +341,14 @@ class PolicyChecker(ScriptPlayer):
         self.need("I5", young or self.unsure(head), f"the head is held too long: {head}")
         if self.rules.model:
             self.need("I7", cost.ready and cost.a > 0, f"a hold with a={cost.a}, ready={cost.ready}")
-            end = (self.hold_start_s + 2 * cost.a / m) * (1 + 1e-9)
+            found = self.scheduler.explain()
+            longer = found["longer_hold_s"] if found["trial_s"] is None else found["trial_s"]
+            longer_s = min(float(str(longer)), 2 * cost.t(self.most))
+            end = (self.hold_start_s + min(max(2 * cost.a / m, longer_s), self.rules.cap_s)) * (1 + 1e-9)
             held = f"held since {self.hold_start_s} until {wake}, at most to {end}"
             self.need("I5", self.now < end and wake <= end, held)
-            alone = m == 1 or self.even_batch() <= 1
-            self.need("I6", not alone or self.now < self.quiet_s, "a hold at light load")
+            busy = self.now < max(self.quiet_s, self.answered_s + longer_s) or (m > 1 and self.even_batch() > 1)
+            self.need("I6", busy, "a hold at light load")
 
     def even_batch(self) -> float:
         """n* of adaptive, from the recorded arrivals."""

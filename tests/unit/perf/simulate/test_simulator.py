@@ -266,10 +266,10 @@ def test_a_hold_of_zero_is_strictly_work_conserving() -> None:
     for load, slots in loads:
         policy = Adaptive(0.0)
         simulate(ACC, policy, load, SimulationSettings(slots=slots))
-        assert holds(policy) == {"stagger": 0, "regroup": 0}
+        assert set(holds(policy).values()) == {0}
 
 
 def test_nothing_is_held_if_a_batch_has_no_fixed_cost() -> None:
     policy = Adaptive()
     simulate(ServiceTime(0.0, 0.001), policy, ClosedLoop(20, 1.0), SimulationSettings(slots=2))
-    assert holds(policy) == {"stagger": 0, "regroup": 0}
+    assert set(holds(policy).values()) == {0}

@@ -1,6 +1,7 @@
 """Adaptive: the default policy. Work-conserving, with learned refinements; it needs no configuration.
 
-1. It holds an idle slot only to *stagger* several slots or to *regroup* a closed loop, at most t(min(n*, a/b))/m.
+1. It holds an idle slot only to *stagger* several slots or to *regroup* a closed loop, at most t(min(n*, a/b))/m; and
+   longer where trials show that this brings more rows per second (`trials.py`), at most 2*t(max_rows).
 2. With deadlines it takes the largest batch that enough waiting rows can bear; tighter heads wait for another slot.
 3. If an urgent request leads a batch, lower classes fill it only as far as their throughput needs it.
 4. It drops requests that would be late. When the whole queue would be late, it drops the oldest of the lowest class.
@@ -15,6 +16,7 @@ from math import ceil
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import INF, Entry
 from penstock.core.batching.policies.base import Choice, Drop, SlotBatch, Take, View, WaitUntil
+from penstock.core.batching.policies.trials import HoldTrials
 
 BINS = 8  # of the time a/m after a completion, in which clients of a closed loop return
 EDGE = 1e-6  # share of a bin: absorbs the rounding of a timer set to its end
@@ -83,7 +85,8 @@ class Adaptive:
         self._rows: deque[int] = deque(maxlen=RATE_WINDOW)
         self._peak = 0.0  # recent peak of the rows inside: the clients of a closed loop
         self._batch = 1.0  # n*, for `explain`
-        self._holds = {"stagger": 0, "regroup": 0}
+        self._holds = {"stagger": 0, "regroup": 0, "trial": 0}
+        self._trials = HoldTrials()
 
     @classmethod
     def of(cls, config: BatchingConfig) -> Adaptive:
@@ -110,6 +113,8 @@ class Adaptive:
         width = cost.a / max(1, view.slots) / BINS if cost.ready else 0.0
         rate = self._rate(now) if len(self._times) > 7 else 0.0
         r.open(batch.rows, width, rate if rate < INF else 0.0, now)
+        if width > 0 and self.max_hold_s:
+            self._trials.completed(batch, view, self.max_hold_s, r.closed >= CLOSED, now)
 
     def _rate(self, now: float) -> float:
         """Rows per second over the last arrivals."""
@@ -157,8 +162,9 @@ class Adaptive:
             return WaitUntil(wake)
         if view.idle > 1:
             parts = min(view.idle, max(1, int(bucket.rows / max(1.0, cost.knee))))
-            return Take(ceil(rows / parts), until_s, reason="spread" if parts > 1 else "all that waits")
-        return Take(rows, until_s, reason="all that waits")
+            if parts > 1:
+                return Take(ceil(rows / parts), until_s, reason="spread")
+        return Take(rows, until_s, reason=self._trials.reason(view, now) or "all that waits")
 
     def _hopeless(self, view: View, now: float) -> list[Entry]:
         """Entries that would be late even if run alone at once."""
@@ -235,13 +241,14 @@ class Adaptive:
         even = self.even_batch(view, now) if m > 1 else 0.0
         most = min(cost.t(min(even, cost.knee)) / m, self.max_hold_s)
         end = min(view.held_s, now) + most
-        if now >= end:
-            return 0.0
-        wake = self._stagger(view, rows, even, most, now)
-        kind = "stagger"
-        if not wake:
-            wake, kind = self._regroup(view, rows, now), "regroup"
-        wake = min(wake, end)
+        wake, kind = 0.0, "stagger"
+        if now < end:
+            wake = self._stagger(view, rows, even, most, now)
+            if not wake:
+                wake, kind = self._regroup(view, rows, now), "regroup"
+            wake = min(wake, end)
+        if self._trials.hold_s and (longer := self._trials.until(view, rows, self._returns.since_s, now)) and not wake:
+            wake, kind = longer, "trial"
         if wake <= now or wake >= view.bucket.entries[0].expires_s:
             return 0.0
         if view.held_s >= now and not view.ahead:
@@ -279,11 +286,12 @@ class Adaptive:
         return 0.0
 
     def explain(self) -> dict[str, object]:
-        """Keys: n_star (at the last hold), holds_by_kind, closed_share, clients."""
+        """Keys: n_star (at the last hold), holds_by_kind, closed_share, clients, and those of `HoldTrials.explain`."""
         return {
             "policy": "adaptive",
             "n_star": self._batch,
             "holds_by_kind": dict(self._holds),
             "closed_share": self._returns.closed,
             "clients": self._peak,
+            **self._trials.explain(),
         }
