@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,3 +101,19 @@ def test_every_5xx_leaves_one_line_with_model_request_id_and_cause(serve: Callab
         assert record["level"] == level
         assert status in record["message"]
         assert cause in record["message"], record
+
+
+def test_a_log_that_is_not_read_stops_neither_serving_nor_the_end(serve: Callable[..., Any], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        server = serve(SOURCE, "fails", "--set", f"logging.file={pipe}")
+        for _ in range(500):  # each leaves a line
+            assert server.post("/predictions/fails", b'"raise"')[0] == 500
+        began = time.monotonic()
+        assert server.stop()[0] == 0
+        assert time.monotonic() - began < 15
+        assert len(os.read(reader, 2**20)) > 60_000, "the pipe was full"
+    finally:
+        os.close(reader)

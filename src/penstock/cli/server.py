@@ -66,12 +66,15 @@ def run(
         check_devices(model, f"models.{section}.")
     recorder = None if record is None else ArrivalRecorder(record)
     logs = ServerLog(config.logging)
+    code = 1
     try:
-        return runner()(Server(config, logs, recorder, reread or (lambda: config)).main(on_ready))
+        code = runner()(Server(config, logs, recorder, reread or (lambda: config)).main(on_ready))
+        return code
     finally:
-        logs.close()
         if recorder is not None:
             recorder.close()
+        if not logs.close():
+            os._exit(code)
 
 
 class Server:

@@ -170,13 +170,15 @@ class ServerLog:
     def set_level(self, level: str) -> None:
         self._root.setLevel(level.upper())
 
-    def close(self) -> None:
-        """Writes the queue, for at most 5 s: stderr may be a pipe that is not read."""
+    def close(self) -> bool:
+        """Writes the queue. False if the log blocks, as an unread pipe does; Python's exit would then wait for it."""
         self._root.removeHandler(self._handler)
         self._root.setLevel(self._level)
-        if self._thread.close(time.monotonic() + CLOSE_S):
-            self._report_dropped()
-            self._target.close()
+        if not self._thread.close(time.monotonic() + CLOSE_S):
+            return False
+        self._report_dropped()
+        self._target.close()
+        return True
 
     def _report_dropped(self) -> None:
         if dropped := self._thread.take_dropped():
