@@ -44,7 +44,6 @@ _JAVA_CLASSES: Final = {
     "ModelException": _MODEL + "ModelException",
     "ModelNotFoundException": _MODEL + "ModelNotFoundException",
     "ModelVersionNotFoundException": _MODEL + "ModelVersionNotFoundException",
-    "WorkflowNotFoundException": "org.pytorch.serve.archive.workflow.WorkflowNotFoundException",
 }  # all other kinds are in _HTTP
 _UNKNOWN: Final = ("ModelNotFoundException", "ModelVersionNotFoundException")
 

@@ -23,7 +23,6 @@ STATUS_OF: Final = {
     "ResourceNotFoundException": 404,
     "ModelNotFoundException": 404,
     "ModelVersionNotFoundException": 404,
-    "WorkflowNotFoundException": 404,
     "MethodNotAllowedException": 405,
     "RequestTimeoutException": 408,
     "ConflictStatusException": 409,

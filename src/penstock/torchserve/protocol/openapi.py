@@ -92,37 +92,28 @@ def _content(schema: Schema) -> dict[str, Any]:
 
 
 def _schema(required: str, optional: str = "", **properties: Any) -> dict[str, Any]:
-    """An object schema. Blanks separate the names in both lists; a name that is not in `properties` is a string."""
-    names = [*required.split(), *optional.split()]
-    strings = {name: {"type": "string"} for name in names}
-    return {"type": "object", "required": required.split(), "properties": {**strings, **properties}}
+    """An object schema. Blanks separate the names in both lists; each is a string, or has its type behind a colon."""
+    named = [name.partition(":")[::2] for name in f"{required} {optional}".split()]
+    found = {name: {"type": kind or "string"} for name, kind in named}
+    needed = [name for name, _ in named[: len(required.split())]]
+    return {"type": "object", "required": needed, "properties": {**found, **properties}}
 
 
-_INTEGER: Final = {"type": "integer"}
-_BOOLEAN: Final = {"type": "boolean"}
+_WORKER: Final = _schema("id startTime status", "gpuUsage gpu:boolean pid:integer memoryUsage:integer")
 _MODEL: Final = _schema(
-    "modelName modelVersion modelUrl runtime minWorkers maxWorkers batchSize maxBatchDelay workers jobQueueStatus",
-    "deviceType",
-    minWorkers=_INTEGER,
-    maxWorkers=_INTEGER,
-    batchSize=_INTEGER,
-    maxBatchDelay=_INTEGER,
-    responseTimeout=_INTEGER,
-    startupTimeout=_INTEGER,
-    loadedAtStartup=_BOOLEAN,
-    workers={
-        "type": "array",
-        "items": _schema("id startTime status", "gpuUsage", gpu=_BOOLEAN, pid=_INTEGER, memoryUsage=_INTEGER),
-    },
-    jobQueueStatus=_schema("remainingCapacity pendingRequests", remainingCapacity=_INTEGER, pendingRequests=_INTEGER),
+    "modelName modelVersion modelUrl runtime minWorkers:integer maxWorkers:integer batchSize:integer"
+    " maxBatchDelay:integer workers jobQueueStatus",
+    "deviceType responseTimeout:integer startupTimeout:integer loadedAtStartup:boolean",
+    workers={"type": "array", "items": _WORKER},
+    jobQueueStatus=_schema("remainingCapacity:integer pendingRequests:integer"),
     customizedMetadata={},
 )
 _SCHEMAS: Final[dict[Schema, dict[str, Any]]] = {
-    "error": _schema("code type message", code=_INTEGER),
+    "error": _schema("code:integer type message"),
     "status": _schema("status"),
     "page": _schema("models", "nextPageToken", models={"type": "array", "items": _schema("modelName modelUrl")}),
     "models": {"type": "array", "items": _MODEL},
-    "ready": _schema("name ready", ready=_BOOLEAN),
-    "description": _schema("openapi info paths", info={"type": "object"}, paths={"type": "object"}),
+    "ready": _schema("name ready:boolean"),
+    "description": _schema("openapi info:object paths:object"),
     "object": {"type": "object"},
 }
