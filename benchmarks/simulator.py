@@ -19,12 +19,13 @@ from typing import Any
 import harness
 
 from penstock.core.batching.policies.adaptive import Adaptive
-from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.policies.base import BatchPolicy, SlotBatch, View
 from penstock.core.batching.policies.fixed import Fixed
+from penstock.core.batching.policies.trials import HoldTrials
 from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.simulator import ClosedLoop, SimulationResult, SimulationSettings, poisson, simulate
+from support.simulator import ClosedLoop, FrontEnd, SimulationResult, SimulationSettings, ThinkTime, poisson, simulate
 
 SEEDS = 3
 REFERENCE = harness.HERE / "simulator_reference.json"
@@ -120,6 +121,61 @@ def goodput(tables: Tables, model: str, slots: int, slo_ms: float) -> None:
     tables.add(title, [0.5, 0.9, 1.0, 1.2, 2.0], 3, value)
 
 
+class Untried(Adaptive):
+    """The adaptive policy without trials of a longer hold."""
+
+    def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:
+        super().on_complete(batch, seconds, view, now)
+        self._trials = HoldTrials()
+
+
+def shared_cores(report: harness.Report, seeds: int) -> None:
+    """Clients behind a web server that slows down while a batch runs: what the trials gain."""
+    service, front_end = ServiceTime(0.004, 0.0002), FrontEnd(0.00092, 0.7)
+    waits = {f"wait of {ms} ms": (lambda ms=ms: Fixed(ms / 1e3)) for ms in (20, 100)}
+    policies: dict[str, Callable[[], BatchPolicy]] = {"without trials": Untried, "with trials": Adaptive, **waits}
+    rates: dict[str, list[float]] = {name: [] for name in policies}
+    for name, make in policies.items():
+        for clients in (32, 64, 128, 256):
+            load = ClosedLoop(clients, 5.0, front_end=front_end)
+            runs = (simulate(service, make(), load, SimulationSettings(seed=seed)) for seed in range(1, seeds + 1))
+            rates[name].append(statistics.mean(run.throughput for run in runs))
+    rows = [[name, *(f"{rate:,.0f}" for rate in found)] for name, found in rates.items()]
+    report.table("shared cores: requests/s by clients", ["policy", "32", "64", "128", "256"], rows)
+    gains = [a / b for a, b in zip(rates["with trials"], rates["without trials"], strict=True)]
+    report.target("shared cores: with trials x without", [min(gains)], least=1.15)
+
+
+def harm(report: harness.Report, seeds: int) -> None:
+    """Loads where no hold gains: how much longer the mean latency is with trials."""
+    found: dict[str, float] = {}
+    for a_ms, b_ms, slots, rows in (
+        (5, 0.2, 1, 64),
+        (5, 0.2, 2, 64),
+        (5, 0.2, 4, 64),
+        (0.8, 0.05, 1, 64),
+        (30, 0.05, 1, 100),
+    ):
+        service = ServiceTime(a_ms / 1e3, b_ms / 1e3)
+        loads: dict[str, Callable[[int], OpenLoop | ClosedLoop]] = {}
+        for share in (0.1, 0.3, 0.5, 0.6, 0.7, 0.9):
+            rate = share * service.capacity(slots, rows)
+            loads[f"open {share}"] = lambda seed, rate=rate: OpenLoop(poisson(rate, 6000, random.Random(2 + seed)))
+        for clients in (16, 64, 256):
+            for think_s in (0.0003, 0.005, 0.02):
+                load = ClosedLoop(clients, 150 * service.t(rows), ThinkTime(0.0003, think_s))
+                loads[f"{clients} clients, {think_s * 1e3:g} ms"] = lambda seed, load=load: load
+        for name, make_load in loads.items():
+            means = []
+            for make in (Untried, Adaptive):
+                settings = [SimulationSettings(max_batch_size=rows, slots=slots, seed=s) for s in range(1, seeds + 1)]
+                means.append(statistics.mean(simulate(service, make(), make_load(s.seed), s).mean_s for s in settings))
+            found[f"{name}, {a_ms} + {b_ms} ms, {slots} slots"] = (means[1] / means[0] - 1) * 100
+    worst = sorted(found, key=found.__getitem__, reverse=True)[:8]
+    report.table("trials: the most additional mean latency", ["load", "%"], [[n, f"{found[n]:.1f}"] for n in worst])
+    report.target("trials: additional mean latency of a load, in percent", [max(found.values())], most=3)
+
+
 def main() -> None:
     options = harness.options(__doc__, seconds=None)
     seeds = min(options.rounds, SEEDS)
@@ -140,6 +196,8 @@ def main() -> None:
         ("cpu", 4, 100),
     ):
         goodput(tables, model, slots, slo_ms)
+    shared_cores(report, seeds)
+    harm(report, seeds)
     report.target("largest difference of a cell, in percent", [max(tables.apart) * 100], most=3)
     report.target("requests simulated per second", [simulated[0] / simulated[1]], least=50_000)
     report.save()
