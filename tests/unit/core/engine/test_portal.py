@@ -55,6 +55,23 @@ def test_the_first_failed_item_raises_unless_exceptions_are_requested() -> None:
         assert portal.predict("m", []) == []
 
 
+def test_an_interrupted_call_leaves_no_answer_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Portal() as portal:
+        portal.load("m", config(), target=double)
+        inbox = portal._alive().inbox
+        put = inbox.put
+
+        def interrupted(*request: Any) -> None:
+            put(*request)
+            raise KeyboardInterrupt  # as a signal handler may
+
+        monkeypatch.setattr(inbox, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            portal.predict("m", [1])
+        monkeypatch.undo()
+        assert portal.predict("m", [2]) == [4]
+
+
 def test_submit_gives_a_real_future() -> None:
     gate = threading.Event()
 
