@@ -57,7 +57,7 @@ def test_the_first_failed_item_raises_unless_exceptions_are_requested() -> None:
 
 def test_an_interrupted_call_leaves_no_answer_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with Portal() as portal:
-        portal.load("m", config(), target=double)
+        portal.load("m", config(max_batch_size=1), target=double)  # one answer after the other
         inbox = portal._alive().inbox
         put = inbox.put
 
