@@ -56,8 +56,12 @@ def test_the_first_failed_item_raises_unless_exceptions_are_requested() -> None:
 
 
 def test_an_interrupted_call_leaves_no_answer_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_double(items: list[Any]) -> list[Any]:
+        threading.Event().wait(0.05 if items == [2] else 0)  # the answer to the first call comes well before
+        return double(items)
+
     with Portal() as portal:
-        portal.load("m", config(max_batch_size=1), target=double)  # one answer after the other
+        portal.load("m", config(max_batch_size=1), target=slow_double)
         inbox = portal._alive().inbox
         put = inbox.put
 
