@@ -11,7 +11,7 @@ from math import ceil, sqrt
 from penstock.core.batching.policies.base import SlotBatch, View
 
 FIRST = 6  # windows before the first trial; each trial that fails triples the pause, up to
-LONGEST = 128
+LONGEST = 54
 BATCHES = 4  # of each slot in a window, at least
 WINDOWS = 4  # the longest trial
 GAIN = 0.02  # of the rate, at least, for which a longer hold is kept
@@ -87,7 +87,7 @@ class HoldArrivals:
 
 
 class HoldTrials:
-    """A hill climb over the hold after a completion: one hold is kept, and ever more rarely another one is tried.
+    """A hill climb over the hold after a completion: one hold is kept, and rarely another one is tried.
 
     `hold_s` is in force: `kept_s`, or another one during a trial. A first trial takes a/m where clients return at once,
     else a third of a full batch's time. A new hold is first compared with none, later with its double and half as well.
