@@ -21,6 +21,7 @@ OPEN_OPTIONS = {"protocol_whitelist": "file"}  # a playlist disguised as a video
 DECODE_OPTIONS = {"max_pixels": str(8192 * 8192)}
 STRICT_OPTIONS = {"err_detect": "explode"}  # damage is an error, not guessed pixels
 CONCURRENT_BYTES = 128 << 20  # each decoder thread holds two frames: 21 threads at 1920x1080, 5 at 3840x2160
+UNTIMED = 0x0200 | 0x0080  # AVFMT_TS_DISCONT, AVFMT_NOTIMESTAMPS: packets have no time to rely on
 H264_MAX_REORDER = 15  # frames that FFmpeg's H.264 decoder can hold back
 NOT_VIDEOS = {"hls", "dash", "concat", "imf", "tty", "ffmetadata", "webvtt", "srt", "ass"}
 STILL_IMAGES = ("image2", "_pipe", "gif_pipe")
@@ -125,6 +126,9 @@ class OpenVideo:
         if context.name == "h264":
             # Reorder as the standard allows. FFmpeg's guess can cost a frame, and would differ after a seek.
             options = options | {"strict": "strict"}
+            # A deeper reorder buffer changes which frames survive a lost keyframe if packets have no reliable times.
+            if self.container.format.flags & UNTIMED:
+                self.threads = 1
             # One thread reads whether a frame of another is damaged when it shows that frame, even if the other still
             # decodes it. With this depth, a frame is shown when its thread decodes the next one.
             self.threads = max(1, min(self.threads, H264_MAX_REORDER - context.reorder_depth))

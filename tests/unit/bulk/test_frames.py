@@ -319,6 +319,14 @@ def test_several_threads_notice_every_guessed_frame(clips: Any) -> None:
             assert (which, len(again), str(same)) == (which, len(before), str(error))
 
 
+@pytest.mark.parametrize("name", ["b-frames.ts", "raw.h264"])
+def test_several_threads_keep_what_one_keeps_without_a_keyframe(clips: Any, name: str) -> None:
+    path, _ = clips(name)
+    place, size, _ = packets(path)[12]
+    broken = damaged(path, place + 6, size - 6)
+    assert read_around(broken, threads=4) == read_around(broken)
+
+
 def test_a_damaged_first_frame_is_reported(clips: Any) -> None:
     path, _ = clips("b-frames.mp4")
     place, size, _ = packets(path)[0]
