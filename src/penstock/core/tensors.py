@@ -1,4 +1,4 @@
-"""Nested lists as NumPy arrays of a tensor datatype, with errors that name the tensor."""
+"""Sizes of values, and nested lists as NumPy arrays of a tensor datatype, with errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,23 @@ if TYPE_CHECKING:
 
 _KINDS: Final = {"b": "b", "u": "iu", "i": "iu", "f": "iuf"}  # NumPy kinds of parsed JSON that each kind accepts
 
+MOST_PARTS: Final = 64  # elements of a list that a loop inspects: models have fewer inputs, and JSON may have millions
+
 Error = type[PenstockError]
+
+
+def nbytes_of(value: Any) -> int:
+    """Approximate bytes of a field's value: an array, bytes, or a list of those."""
+    if isinstance(value, (list, tuple)):
+        return sum(map(_nbytes_of, value[:MOST_PARTS])) * len(value) // max(1, min(len(value), MOST_PARTS))
+    return _nbytes_of(value)
+
+
+def _nbytes_of(value: Any) -> int:
+    nbytes = getattr(value, "nbytes", None)
+    if isinstance(nbytes, int):
+        return nbytes
+    return len(value) if isinstance(value, (bytes, bytearray, str)) else 0
 
 
 def array_of(name: str, data: Any, datatype: str) -> np.ndarray[Any, Any]:

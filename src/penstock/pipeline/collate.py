@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from penstock.core.tensors import MOST_PARTS
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
 from penstock.runtimes.tensors import Input
 from penstock.types import DTYPES
 
 PIXELS = np.dtype(np.uint8)
-MOST_PARTS = 64  # elements of a list that the loop inspects: models have fewer inputs, and JSON may have millions
 
 Pad = Callable[[tuple[int, ...]], tuple[int, ...]]
 
@@ -39,20 +39,6 @@ def _shape_of(value: Any, pad: Pad | None) -> str:
         dtype = getattr(value.dtype, "str", value.dtype)  # NumPy computes the name in Python, in 7 us
         return f"{dtype}{(tuple(shape) if pad is None else pad(tuple(shape)))[1:]}"
     return str(value) if isinstance(value, (str, int, float, bool)) else type(value).__name__
-
-
-def nbytes_of(value: Any) -> int:
-    """Approximate bytes of a field's value: an array, bytes, or a list of those."""
-    if isinstance(value, (list, tuple)):
-        return sum(map(_nbytes_of, value[:MOST_PARTS])) * len(value) // max(1, min(len(value), MOST_PARTS))
-    return _nbytes_of(value)
-
-
-def _nbytes_of(value: Any) -> int:
-    nbytes = getattr(value, "nbytes", None)
-    if isinstance(nbytes, int):
-        return nbytes
-    return len(value) if isinstance(value, (bytes, bytearray, str)) else 0
 
 
 class PadTo(ItemOp):

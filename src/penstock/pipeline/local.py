@@ -13,8 +13,8 @@ from msgspec import Struct
 from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
 from penstock.core.engine.waiters import Future
+from penstock.core.tensors import nbytes_of
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
-from penstock.pipeline.collate import nbytes_of
 from penstock.pipeline.graph import Graph, check_runnable
 from penstock.pipeline.ops.base import DATA, Fields
 from penstock.pipeline.runner import PipelineRunner

@@ -14,8 +14,9 @@ from typing import Any
 from msgspec import Struct
 
 from penstock.core.engine.calls import Call
+from penstock.core.tensors import MOST_PARTS, nbytes_of
 from penstock.errors import ItemFailed, PenstockError, describe
-from penstock.pipeline.collate import MOST_PARTS, PadTo, nbytes_of, shape_of
+from penstock.pipeline.collate import PadTo, shape_of
 from penstock.pipeline.engine import NodeEngine
 from penstock.pipeline.graph import Graph, ItemRoute, join_sources
 from penstock.pipeline.node import BatchStamp, Visit

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.config.schema import ModelConfig
+from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.contracts import Observer, Ticket
 from penstock.core.engine.engine import Engine
+from penstock.core.tensors import nbytes_of
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 from penstock.streamer.base import ChunkingBackend
 from penstock.types import Item, ItemResult, Sink
@@ -32,12 +33,20 @@ class LocalBackend(ChunkingBackend, Observer):
     another load.
     """
 
-    def __init__(self, name: str, config: ModelConfig, target: Any, sys_path: Sequence[str], max_queue: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        target: Any,
+        sys_path: Sequence[str],
+        max_queue: int,
+        limits: LimitsConfig,
+    ) -> None:
         self._name, self._config, self._target, self._sys_path = name, config, target, sys_path
-        self.max_queue = max_queue
-        self._engine = Engine(observers=[self])
+        self.max_queue, self.max_queue_bytes = max_queue, limits.max_queue_bytes
+        self._engine = Engine(limits, [self])
         self._pending: dict[_PendingRequest, None] = {}  # in order of arrival
-        self._pending_rows = 0
+        self._pending_rows = self._pending_bytes = 0
         self._failure: PenstockError | None = None
         self._retry_s, self._retry_at_s = FIRST_RETRY_S, 0.0
         self._start_loading()
@@ -94,22 +103,27 @@ class LocalBackend(ChunkingBackend, Observer):
         if self._loaded:
             return self._engine.submit(self._name, None, item, sink, budget_s=budget_s, priority=priority)
         self._retry_if_due()
-        if self._pending_rows + item.rows > self.max_queue:
-            found = f"{self._pending_rows} of {self.max_queue} items wait for the model to load"
+        nbytes, most = nbytes_of(item.payload), self.max_queue_bytes
+        if self._pending_rows + item.rows > self.max_queue or self._pending_bytes + nbytes > most:
+            items = f"{self._pending_rows} of {self.max_queue} items, {self._pending_bytes} of {most} bytes"
+            found = f"{items} wait for the model to load"
             raise QueueFull(f"the queue is full ({found}): try again later")
         request = _PendingRequest(self._forget_pending, item, sink, budget_s, priority)
         self._pending[request] = None
         self._pending_rows += item.rows
+        self._pending_bytes += nbytes
         return request
 
     def _forget_pending(self, request: _PendingRequest) -> None:
         if request in self._pending:
             del self._pending[request]
             self._pending_rows -= request.item.rows
+            self._pending_bytes -= nbytes_of(request.item.payload)
 
     def _release_pending(self) -> None:
         """Submits the waiting requests to the engine, or fails them if loading failed."""
-        pending, self._pending, self._pending_rows = self._pending, {}, 0
+        pending, self._pending = self._pending, {}
+        self._pending_rows = self._pending_bytes = 0
         for request in pending:
             request.release(self._engine, self._name, self._failure)
 
@@ -157,7 +171,7 @@ class _PendingRequest:
                 raise error
             self._ticket = engine.submit(name, None, self.item, self._sink, budget_s=budget_s, priority=self._priority)
         except PenstockError as e:
-            self._sink(ItemResult(error=e))
+            self._sink(ItemResult(error=e.with_traceback(None)))
 
     def _expire(self) -> None:
         self._stop_waiting()

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Self
 
+from penstock.core.batching.entry import INF
 from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
 from penstock.core.engine.waiters import Future
+from penstock.core.tensors import nbytes_of
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
 from penstock.streamer.exceptions import error_for_caller, raise_for_caller
 from penstock.types import Item, ItemResult, Sink
@@ -150,6 +152,7 @@ class ChunkingBackend:
     """Base of the backends of streamers, with a queue of `max_queue` items. It sends larger calls in chunks."""
 
     max_queue: int
+    max_queue_bytes: float = INF  # also bounds the queue
 
     async def ready(self) -> None:
         """Waits until the backend can answer requests. Raises the error that prevents it."""
@@ -165,8 +168,13 @@ class ChunkingBackend:
         budget_s: float | None = None,
         priority: int = 0,
     ) -> Ticket:
-        if item.rows > self.max_queue:
-            return ChunkedCall(self.submit_within_bounds, item, sink, max(1, self.max_queue // 2), budget_s, priority)
+        rows, most = item.rows, self.max_queue_bytes
+        if rows > self.max_queue:
+            rows = self.max_queue // 2
+        if most < INF and rows > 1 and (nbytes := nbytes_of(item.payload)) > most:
+            rows = min(rows, int(item.rows * most / 2 / nbytes))
+        if rows < item.rows:
+            return ChunkedCall(self.submit_within_bounds, item, sink, max(1, rows), budget_s, priority)
         return self.submit_within_bounds(item, sink, budget_s, priority)
 
     def submit_within_bounds(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig
 from penstock.core.engine.portal import Portal
 from penstock.core.transports.launch import pack_target
 from penstock.core.worker import nesting
@@ -37,11 +37,14 @@ class LocalStreamer(BaseStreamer):
         slo_s: float | None,
         timeout_s: float | None,
         max_queue: int | None,
+        max_queue_bytes: int | None,
         **keys: Any,
     ) -> None:
         """Public keyword arguments, plus `keys` of ModelConfig."""
         max_queue = MAX_QUEUE if max_queue is None else max_queue
-        for name, number in (("batch_size", batch_size), ("max_queue", max_queue)):
+        limits = LimitsConfig() if max_queue_bytes is None else LimitsConfig(max_queue_bytes=max_queue_bytes)
+        most = limits.max_queue_bytes
+        for name, number in (("batch_size", batch_size), ("max_queue", max_queue), ("max_queue_bytes", most)):
             check_count(name, number)
         for name, seconds in (("worker_timeout", worker_timeout), ("slo_s", slo_s), ("timeout_s", timeout_s)):
             if seconds is not None and not seconds > 0:
@@ -62,7 +65,7 @@ class LocalStreamer(BaseStreamer):
         self._backend: LocalBackend | None = None  # of this process
 
         def make() -> LocalBackend:
-            self._backend = LocalBackend(name, config, packed, sys_path, max_queue)
+            self._backend = LocalBackend(name, config, packed, sys_path, max_queue, limits)
             return self._backend
 
         # a worker that imports the module of its model must not start the streamer that the module makes
@@ -89,8 +92,9 @@ class ThreadedStreamer(LocalStreamer):
         slo_s: float | None = None,
         timeout_s: float | None = None,
         max_queue: int | None = None,
+        max_queue_bytes: int | None = None,
     ) -> None:
-        """Public keyword arguments; the last three belong to `[models.NAME.batching]`. Raises ValueError, TypeError."""
+        """Public keyword arguments; the last four are named as in the configuration. Raises ValueError, TypeError."""
         check_callable("predict_function", predict_function)
         super().__init__(
             wrapped(predict_function),
@@ -100,6 +104,7 @@ class ThreadedStreamer(LocalStreamer):
             slo_s=slo_s,
             timeout_s=timeout_s,
             max_queue=max_queue,
+            max_queue_bytes=max_queue_bytes,
             transport="thread",
         )
 
@@ -129,6 +134,7 @@ class Streamer(LocalStreamer):
         slo_s: float | None = None,
         timeout_s: float | None = None,
         max_queue: int | None = None,
+        max_queue_bytes: int | None = None,
     ) -> None:
         """Public keyword arguments, in the order of service_streamer. Raises ValueError, TypeError; LoadFailed if the
         model cannot be sent to a process; with `wait_for_worker_ready` also the model's own error."""
@@ -143,6 +149,7 @@ class Streamer(LocalStreamer):
             slo_s=slo_s,
             timeout_s=timeout_s,
             max_queue=max_queue,
+            max_queue_bytes=max_queue_bytes,
             transport="process",
             instances=worker_num,
             devices=devices_of(cuda_devices),

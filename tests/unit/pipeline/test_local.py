@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.core.tensors import nbytes_of
 from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
-from penstock.pipeline.collate import nbytes_of, shape_of
+from penstock.pipeline.collate import shape_of
 from penstock.pipeline.graph import Graph, NodeStep
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.ops import catalog

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.errors import DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
+from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig
+from penstock.errors import DeadlineExceeded, LoadFailed, ModelNotReady, PayloadTooLarge, QueueFull
 from penstock.streamer import backend as module
 from penstock.streamer.backend import LocalBackend
 from penstock.types import Item, ItemResult
@@ -43,7 +43,7 @@ def model() -> Gated:
 @pytest.fixture
 async def backend(model: Gated) -> Any:
     config = ModelConfig(target="here", transport="thread", batching=BatchingConfig(max_batch_size=4, max_queue=8))
-    backend = LocalBackend("m", config, model, [], 8)
+    backend = LocalBackend("m", config, model, [], 8, LimitsConfig())
     yield backend
     model.gate.set()
     await backend.close(5)
@@ -91,7 +91,7 @@ async def test_requests_that_wait_for_the_model_are_bounded_and_keep_their_deadl
     backend.submit("m", None, many(1, 2, 3, 4), first)
     backend.submit("m", None, many(5, 6), late, budget_s=0.01)
     leaving = backend.submit("m", None, many(7, 8), gone)
-    with pytest.raises(QueueFull, match="8 of 8 items wait for the model to load"):
+    with pytest.raises(QueueFull, match="8 of 8 items, 0 of "):
         backend.submit("m", None, many(9), Caller())
     with pytest.raises(DeadlineExceeded, match="while the model was loading"):
         await late.body()
@@ -103,6 +103,30 @@ async def test_requests_that_wait_for_the_model_are_bounded_and_keep_their_deadl
     assert await again.body() == [20, 22, 24, 26]
     await asyncio.sleep(0)
     assert not gone.answer.done()
+
+
+async def test_bytes_that_wait_are_bounded_before_and_after_the_load_and_a_larger_call_is_sent_in_chunks(
+    model: Gated,
+) -> None:
+    config = ModelConfig(target="here", transport="thread", batching=BatchingConfig(max_batch_size=4))
+    backend = LocalBackend("m", config, model, [], 1000, LimitsConfig(max_queue_bytes=1000))
+    try:
+        first, chunked, whole = Caller(), Caller(), Caller()
+        backend.submit("m", None, many(b"1" * 600), first)
+        with pytest.raises(QueueFull, match="1 of 1000 items, 600 of 1000 bytes wait for the model to load"):
+            backend.submit("m", None, many(b"2" * 600), Caller())
+        model.gate.set()
+        assert await first.body() == [b"1" * 1200]
+        with pytest.raises(PayloadTooLarge, match="1001 bytes"):
+            backend.submit("m", None, many(b"3" * 1001), Caller())
+        backend.submit("m", None, many(*[b"4" * 100] * 40), chunked)
+        assert await chunked.body() == [b"4" * 200] * 40
+        backend.submit("m", None, many(*[b"5" * 100] * 10), whole)
+        with pytest.raises(QueueFull, match="1000 of 1000 bytes"):
+            backend.submit("m", None, many(b"6"), Caller())
+        assert await whole.body() == [b"5" * 200] * 10
+    finally:
+        await backend.close(5)
 
 
 async def test_a_call_larger_than_the_queue_is_sent_in_chunks(backend: LocalBackend, model: Gated) -> None:
@@ -167,7 +191,7 @@ async def test_the_first_worker_that_is_ready_answers_while_others_load(model: G
 
     uneven = Uneven()
     config = ModelConfig(target="here", transport="thread", instances=2, batching=BatchingConfig())
-    backend = LocalBackend("m", config, uneven, [], 8)
+    backend = LocalBackend("m", config, uneven, [], 8, LimitsConfig())
     waiting = Caller()
     backend.submit("m", None, many(1), waiting)
     assert await waiting.body() == [2]

@@ -14,6 +14,7 @@ from penstock.core.engine.calls import Call, notify, overriding, reason_of
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import bucket_rule, check_rules, file_stamps, policy_of, queue_bound, rows_rule
 from penstock.core.engine.upkeep import Upkeep
+from penstock.core.tensors import nbytes_of
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ModelNotReady
@@ -152,6 +153,8 @@ class ModelHandle:
             payload = item.payload
             if isinstance(payload, (bytes, memoryview)):
                 nbytes = len(payload)
+            elif item.many:
+                nbytes = nbytes_of(payload)
             else:
                 nbytes = payload.length if isinstance(payload, Slab) else getattr(payload, "nbytes", 0)
                 if not isinstance(nbytes, int):  # a payload can be any object

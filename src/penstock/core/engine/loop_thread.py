@@ -82,7 +82,7 @@ class RequestInbox:
             try:
                 caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
             except PenstockError as e:
-                caller(ItemResult(error=e))
+                caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
             except Exception as e:
                 log.exception("submit_failed model=%s: its caller gets an error", model)
                 caller(failed(e))
