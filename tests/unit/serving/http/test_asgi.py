@@ -231,7 +231,7 @@ async def test_openapi_lists_only_the_models_that_are_loaded(face_of):
     async with face_of(backend) as client:
         page = (await client.get("/openapi.json")).json()
         assert page["openapi"].startswith("3.1")
-        assert set(page["paths"]["/predictions/echo"]) == {"post"}
+        assert set(page["paths"]["/predictions/echo"]) == {"post", "put"}
         assert "/v2/models/parts/infer" in page["paths"]
         assert not any("{" in path for path in page["paths"])
         backend.is_ready = False
