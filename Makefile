@@ -15,7 +15,7 @@ demo-captions: $(VENV)/.captions
 	$(BIN)/python examples/video_captioning/demo.py
 
 # tests that measure time or memory run alone; of the others, four run at a time, because most wait for servers
-ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers) $(patsubst %,tests/e2e/test_%.py,bench benchmark_suite)
+ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers) $(patsubst %,tests/e2e/test_%.py,bench benchmark_suite tune)
 test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest $(ALONE)
