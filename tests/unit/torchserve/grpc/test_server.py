@@ -24,7 +24,7 @@ INFERENCE = ListenerConfig(frozenset({"inference"}), Properties())
 async def ping(channel):
     try:
         call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Ping")
-        return await call(b"", timeout=10.0)
+        return await call(b"", timeout=10.0, wait_for_ready=True)
     finally:
         await channel.close()
 
