@@ -33,7 +33,7 @@ class Net:
         self.weights = np.eye(2) * (3 if precision == "bf16" else 2)
 
     def predict(self, items):
-        time.sleep(0.02 + 0.001 * len(items))
+        time.sleep(0.004 + 0.0002 * len(items))
         return (np.array(items) @ self.weights).tolist()
 
 

@@ -161,6 +161,7 @@ def summarise(
         first_error=_first_error(samples),
         throughput=_throughput(load, samples, good),
         goodput=None if limit_s is None else _throughput(load, samples, good, limit_s),
+        too_slow=None if limit_s is None else int(np.count_nonzero(took[good] > limit_s)),
         latency=latency,
         histogram=encode(ordered),
         generator=health,

@@ -104,9 +104,9 @@ class Measurement(Struct, frozen=True, kw_only=True):
     """One run. `errors` counts failed requests by status code ("503") or word ("lost", "timeout", "refused").
 
     `requests` counts requests in the counted time (after the warm-up), `answered` the good responses among them;
-    `throughput` is good responses per second, `goodput` those within the latency objective. `histogram` holds the
-    latencies as an HDR histogram in microseconds (V2 compressed, base64). Each text of `invalid` says why the run
-    measures nothing about the server; `caveats` qualify a valid run.
+    `throughput` is good responses per second, `goodput` those within the latency objective; `too_slow` of `answered`
+    exceeded it. `histogram` holds the latencies as an HDR histogram in microseconds (V2 compressed, base64). Each text
+    of `invalid` says why the run measures nothing about the server; `caveats` qualify a valid run.
     """
 
     load: Load
@@ -120,6 +120,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
     first_error: str | None = None
     throughput: float = 0.0
     goodput: float | None = None
+    too_slow: int | None = None
     latency: Latency = Latency()
     histogram: str = ""
     generator: GeneratorHealth = GeneratorHealth()

@@ -32,10 +32,11 @@ class MeasuredRun(Struct, frozen=True, kw_only=True):
 
         None if the SLO has no latency; 1 if there are no answers.
         """
-        if self.run.goodput is None:
+        if self.run.too_slow is None:
             return None
-        counted = self.run.answered + self.run.errors.get("timeout", 0)
-        return max(0.0, round(1 - self.run.goodput * self.run.seconds / counted, 9)) if counted else 1.0
+        timed_out = self.run.errors.get("timeout", 0)
+        counted = self.run.answered + timed_out
+        return (self.run.too_slow + timed_out) / counted if counted else 1.0
 
     @property
     def invalid(self) -> str | None:

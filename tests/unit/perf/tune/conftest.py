@@ -62,7 +62,7 @@ class Hill:
             requests=n,
             answered=n,
             throughput=throughput,
-            goodput=throughput * (1 - min(1.0, 0.01 * (p99 / 0.1) ** 2)),
+            too_slow=int(n * min(1.0, 0.01 * (p99 / 0.1) ** 2)),
             latency=latency,
             invalid=["the generator was too slow"] if self.invalid >= 0 and load.mode == "open" else [],
         )

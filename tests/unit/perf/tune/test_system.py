@@ -45,16 +45,16 @@ def test_too_few_samples_count_as_the_slowest_answer() -> None:
 
 
 def test_the_late_share_counts_answers_and_timed_out_requests() -> None:
-    """Of 1000 requests 20 failed and 10 timed out; of 970 answers 950 were in time. The throughput, which excludes
-    answers after the end, does not matter."""
+    """Of 1000 requests 20 failed and 10 timed out; of 970 answers 950 were in time. Rates do not matter: they exclude
+    the answers after the end."""
 
     def late(**other: Any) -> float | None:
         errors = {"503": 20, "timeout": 10}
-        run = Measurement(load=Load(mode="open"), seconds=10, requests=1000, errors=errors, throughput=95.0, **other)
+        run = Measurement(load=Load(mode="open"), seconds=10, requests=1000, errors=errors, goodput=90.0, **other)
         return MeasuredRun(run=run, cost_s=11.0).late_share
 
-    assert late(answered=970, goodput=95.0) == pytest.approx(30 / 980)
-    assert late(answered=0, goodput=0.0) == 1.0
+    assert late(answered=970, too_slow=20) == pytest.approx(30 / 980)
+    assert late(answered=0, too_slow=0) == 1.0
     assert late(answered=970) is None
 
 
