@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -166,6 +167,19 @@ def workers(server: Any) -> list[psutil.Process]:
     return [p for p in found if alive(p)]
 
 
+async def kill_one(server: Any, count: int) -> None:
+    """Kills one of the `count` workers, which must all be up. Returns when the server has counted the death and all
+    are up again. If a test only waits until all are up, it may read the state before the death: its next kill can then
+    hit a worker that is still loading, which the server counts as "failed", not as "died".
+    """
+    deaths = server.metric("penstock_worker_events_total", state="died")
+    victim = random.choice(workers(server))
+    victim.kill()
+    await until(lambda: not alive(victim) and len(workers(server)) == count)  # without the server's time
+    await until(lambda: server.metric("penstock_worker_events_total", state="died") == deaths + 1)
+    await until(lambda: server.metric("penstock_workers_up") == count)
+
+
 def alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
@@ -195,7 +209,7 @@ def chaos() -> SimpleNamespace:
         count=lambda short, full: full if FULL else short,
         **{
             f.__name__: f
-            for f in (Answer, Lost, Client, Crowd, until, workers, alive, descriptors, anonymous_bytes, cpu_s)
+            for f in (Answer, Lost, Client, Crowd, until, workers, kill_one, alive, descriptors, anonymous_bytes, cpu_s)
         },
     )
 
