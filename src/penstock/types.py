@@ -46,7 +46,8 @@ class Item(Struct, omit_defaults=True):
     `bytes`, a read-only `memoryview`, or a `wire.slabs.Slab` if it is large. `rows` is its share of the batch. `many`
     (codec "object" only): the payload is a list of `rows` separate items, which the model receives one by one, and the
     result is the list of their results. `budget_s`: seconds left until the deadline when it was sent; set only for
-    models that run batches concurrently.
+    models that run batches concurrently. `arrived_s`: when it was handed over, on the clock of `time.monotonic`, if it
+    did not reach the event loop at once.
     """
 
     payload: Any
@@ -59,6 +60,7 @@ class Item(Struct, omit_defaults=True):
     start: int = 0  # part of a split item: rows [start, stop); stop < 0 means all
     stop: int = -1
     budget_s: float | None = None
+    arrived_s: float | None = None
 
 
 class ItemResult(Struct, omit_defaults=True):

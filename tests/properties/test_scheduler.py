@@ -17,7 +17,7 @@ from penstock.core.batching.policies.fixed import Fixed
 from penstock.core.batching.policies.none import Unbatched
 from penstock.core.batching.scheduler import Scheduler
 from penstock.testing.policies import INVARIANTS, PolicyChecker, Violation, check_invariance, check_policy
-from penstock.testing.scripts import ScriptSetup, ScriptStep, random_setup
+from penstock.testing.scripts import ScriptPlayer, ScriptSetup, ScriptStep, random_setup
 
 TRACES = 400  # of each of the six: 2,400 in all
 
@@ -63,6 +63,37 @@ def test_every_invariant_holds_while_longer_holds_are_tried() -> None:
             check_invariance(setup, Adaptive)
     assert sum(trials != 0 for trials, _ in found) >= 8
     assert any(hold_s != 0 for _, hold_s in found)
+
+
+class QuietPlayer(ScriptPlayer):
+    """Checks each offer against the `quiet_rows` before it."""
+
+    quiet = quiet_offers = 0
+
+    def offer(self, step: ScriptStep) -> None:
+        self.poll()  # what time alone causes
+        self.quiet = (
+            0 if step.rows > 1 or step.deadline_ticks or step.bucket or step.priority else self.scheduler.quiet_rows
+        )
+        refused = len(self.trace)
+        super().offer(step)
+        assert not self.quiet or len(self.trace) == refused
+
+    def on_poll(self, events: list[Event]) -> None:
+        if self.quiet:
+            assert not events
+            assert self.scheduler.quiet_rows >= self.quiet - 1
+            self.quiet, self.quiet_offers = 0, self.quiet_offers + 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_arrivals_within_the_quiet_rows_cause_no_event(name: str) -> None:
+    quiet = 0
+    for k in range(300):
+        player = QuietPlayer(random_setup(Random(f"quiet/{k}")), POLICIES[name][0])
+        player.play()
+        quiet += player.quiet_offers
+    assert quiet > 300
 
 
 samples = st.tuples(

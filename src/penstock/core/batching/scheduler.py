@@ -61,7 +61,7 @@ class Scheduler:
         self._batch_id = 0
         self._held_since_s = INF
         self._holds, self._held_s = 0, 0.0
-        self._wake_s = INF
+        self._wake_s, self._wake_rows = INF, 0
         self.wake_at: float | None = None  # set by `poll`: when to poll again without an event; None: not before one
 
     # ---- queries
@@ -91,6 +91,22 @@ class Scheduler:
     def seconds(self, rows: int) -> float:
         """Predicted seconds of a batch; 0 before anything was learned."""
         return self._cost.t(rows) if self._cost.ready else 0.0
+
+    @property
+    def quiet_rows(self) -> int:
+        """How many requests of one row, of the first class and without a deadline, may arrive after a `poll` without
+        causing an event before `wake_at`. They leave half of the room in the queue, so that no refusal comes late."""
+        queue, full = self._queue, self._view.max_rows
+        if queue.nbytes > self._max_queue_bytes // 2 or len(queue.buckets) > 1:
+            return 0
+        bucket = next(iter(queue.buckets.values()), None)
+        if bucket is None:  # the first row sets the time for a batch that is sent ahead
+            rows = full - 1 if self._depth == 1 and not self._slots.idle else 0
+        elif bucket.low or bucket.finite:  # urgent rows would overtake others, and more rows make others late
+            return 0
+        else:
+            rows = full if queue.rows >= full else self._wake_rows - 1 - queue.rows
+        return max(0, min(rows, (self._max_queue - self._max_queue // KEPT - queue.rows) // 2))
 
     @property
     def max_queue(self) -> int:
@@ -272,7 +288,7 @@ class Scheduler:
     def _place(self, now: float) -> bool:
         """Sends one batch or drops entries; True: call again."""
         queue, idle = self._queue, self._slots.idle
-        self._wake_s = INF
+        self._wake_s, self._wake_rows = INF, self._view.max_rows
         if not idle:
             return self._depth > 1 and not queue.reruns and self._send_ahead(now)
         skip = 0  # idle slots to leave alone
@@ -290,7 +306,7 @@ class Scheduler:
         if type(choice) is WaitUntil:
             if queue.reruns and self._rerun(now):
                 return True
-            choice = self._hold(choice.t, bucket, now)
+            choice = self._hold(choice, bucket, now)
             bucket = self._view.bucket
         if type(choice) is not Take:
             return type(choice) is Drop
@@ -317,10 +333,10 @@ class Scheduler:
         self._dispatch(slot.number, entries, "rerun", now, exact=True)
         return True
 
-    def _hold(self, until_s: float, held: Bucket, now: float) -> Choice:
+    def _hold(self, wait: WaitUntil, held: Bucket, now: float) -> Choice:
         """Records a hold. Returns the choice for another bucket that has a full batch and need not wait."""
-        assert until_s > now, f"a policy must wait for a later time than now, found {until_s} at {now}"
-        self._wake_s = until_s
+        assert wait.t > now, f"a policy must wait for a later time than now, found {wait.t} at {now}"
+        self._wake_s, self._wake_rows = wait.t, wait.rows
         if self._held_since_s == INF:
             self._held_since_s = now
             self._holds += 1
@@ -350,7 +366,9 @@ class Scheduler:
             entries = self._queue.take(bucket, choice.rows, choice.until_s, choice.fill)
             self._dispatch(near.slot, entries, choice.reason, now)
             return True
-        if not soon and self._cost.ready:
+        if soon:
+            self._wake_rows = 0  # it is held, and more rows may change that
+        elif self._cost.ready:
             self._wake_s = soon_s
         return type(choice) is Drop
 

@@ -28,6 +28,7 @@ from penstock.core.engine.calls import (
     of_requests,
     reason_of,
 )
+from penstock.core.engine.inbox import inbox_of
 from penstock.core.engine.quarantine import Quarantine
 from penstock.core.engine.timer import Timer
 from penstock.core.wire.slabs import Slab
@@ -43,7 +44,7 @@ BRIEF = 10  # after a hang: re-runs may take ten times their prediction, and at 
 class Batcher:
     """Queues the requests of one model version and sends them to its transport in batches.
 
-    Its 18 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
+    Its 19 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
     alone makes it, from seven parts.
     """
 
@@ -69,6 +70,7 @@ class Batcher:
         self._waiting: dict[int, Call] = {}  # queued, or at least partly running
         self._running: dict[int, RunningBatch] = {}
         self._loop = asyncio.get_running_loop()
+        self._inbox = inbox_of(self._loop)
         self._turn_due = False
         self._timer = Timer(self._loop, self._turn)
         self._closed = False
@@ -80,7 +82,7 @@ class Batcher:
 
     def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int, bucket: str, nbytes: int) -> Call:
         """Queues one item. Raises the reason for a rejection, which the caller reports to observers."""
-        now = time.monotonic()
+        now = time.monotonic() if item.arrived_s is None else item.arrived_s
         config = self._config
         budget = budget_s if budget_s is not None else INF
         if budget <= 0:
@@ -163,6 +165,8 @@ class Batcher:
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
+        if self._inbox is not None:
+            self._inbox.drain()
         self._turn_due = False
         if self._closed:
             return
@@ -177,6 +181,8 @@ class Batcher:
                     self._dropped(event, now)
             if self.scheduler.wake_at is not None:
                 self._timer.at(self.scheduler.wake_at)
+            if self._inbox is not None:
+                self._inbox.allow(self, 0 if self._config.slo_s is not None else self.scheduler.quiet_rows)
         except Exception:
             self._break()
         if self._emptied is not None and not self._waiting:
@@ -226,6 +232,8 @@ class Batcher:
         if running is None:
             return
         if part.final or part.at is not None:
+            if self._inbox is not None:  # what came before the answers is counted before them
+                self._inbox.drain()
             if part.final:
                 del self._running[part.batch_id]
             try:
@@ -239,7 +247,10 @@ class Batcher:
                 self._break()
             if self._waiting:
                 self.wake()
-            elif self._emptied is not None:
+                return
+            if self._inbox is not None:
+                self._inbox.allow(self, 0)
+            if self._emptied is not None:
                 self._emptied.set()
             return
         for call, entry, result in zip(running.calls, running.dispatch.entries, part.results, strict=True):
@@ -370,6 +381,8 @@ class Batcher:
             return
         self._closed = True
         self._timer.close()
+        if self._inbox is not None:
+            self._inbox.allow(self, None)
         for call in list(self._waiting.values()):
             call.settle(ItemResult(error=error), reason_of(error))
         # memory that a worker still reads stays pinned until the worker ends

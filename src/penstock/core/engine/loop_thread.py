@@ -1,21 +1,13 @@
 """LoopThread: the background thread of a portal, with an event loop, a backend, and an inbox for requests."""
 
 import asyncio
-import logging
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from itertools import islice
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from penstock.core import os_threads
-from penstock.core.contracts import Submitter, Ticket
-from penstock.core.engine.waiters import SyncWaiter, failed
-from penstock.errors import ModelNotReady, PenstockError
-from penstock.types import Item, ItemResult
-
-log = logging.getLogger("penstock.engine")
-
-A_PASS = 256  # requests submitted in one pass of the loop
+from penstock.core.contracts import Submitter
+from penstock.core.engine.inbox import RequestInbox
+from penstock.core.engine.waiters import SyncWaiter
 
 
 class PortalBackend(Submitter, Protocol):
@@ -29,66 +21,6 @@ class PortalBackend(Submitter, Protocol):
 
     def forget(self) -> None:
         """In a forked child, on any thread: closes the child's copies of descriptors, and touches nothing else."""
-
-
-class Caller(Protocol):
-    """A caller: a sink that also receives its ticket, see `waiters.py`."""
-
-    def accepted(self, ticket: Ticket) -> None: ...
-
-    def __call__(self, result: ItemResult) -> None: ...
-
-
-_Request = tuple[str, Item, Caller, float | None, int]  # model, item, caller, budget_s, priority
-
-
-class RequestInbox:
-    """Requests of other threads on their way to the loop; one wake-up serves many requests."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, backend: PortalBackend) -> None:
-        self._loop = loop
-        self._backend = backend
-        self._requests: deque[_Request] = deque()
-        self._wake_scheduled = False
-        self._closed = False
-
-    def put(self, model: str, item: Item, caller: Caller, budget_s: float | None, priority: int) -> None:
-        self._requests.append((model, item, caller, budget_s, priority))
-        if self._closed:  # checked after the append: either we see it, or `close` sees the request
-            self.close()
-        elif not self._wake_scheduled:
-            self._wake_scheduled = True
-            self._loop.call_soon_threadsafe(self._drain)
-
-    def close(self) -> None:
-        """From any thread, while the loop runs: refuses the requests that have not reached the backend."""
-        self._closed = True
-        for _, _, caller, _, _ in self._taken():
-            caller(ItemResult(error=ModelNotReady("the portal is closed")))
-
-    def _taken(self) -> Iterator[_Request]:
-        """Yields each request to one thread only."""
-        while True:
-            try:
-                yield self._requests.popleft()
-            except IndexError:
-                return
-
-    def _drain(self) -> None:
-        self._wake_scheduled = False  # before the deque is emptied, so that a new request rings again
-        submit = self._backend.submit
-        # a flood is spread over several passes, so that submitted requests are sent in between
-        for model, item, caller, budget_s, priority in islice(self._taken(), A_PASS):
-            try:
-                caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
-            except PenstockError as e:
-                caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
-            except Exception as e:
-                log.exception("submit_failed model=%s: its caller gets an error", model)
-                caller(failed(e))
-        if self._requests and not self._wake_scheduled:
-            self._wake_scheduled = True
-            self._loop.call_soon(self._drain)
 
 
 class LoopThread:
@@ -110,15 +42,15 @@ class LoopThread:
         loop = self._loop = os_threads.new_event_loop()
         asyncio.set_event_loop(loop)
         self.post = loop.call_soon_threadsafe
+        self.inbox = RequestInbox(loop)
 
         async def made() -> PortalBackend:
-            backend = make()
+            backend = self.inbox.backend = make()
             await asyncio.sleep(0)  # runs its first step: a fork must not find its imports half done
             return backend
 
         try:
             self.backend = loop.run_until_complete(made())
-            self.inbox = RequestInbox(loop, self.backend)
         except BaseException as e:
             self._error = e
         self._started.release()
@@ -131,14 +63,16 @@ class LoopThread:
             self._ended.release()
 
     def start(self, coroutine: Coroutine[Any, Any, Any], waiter: SyncWaiter) -> None:
-        """On the loop: runs the coroutine as a task, and passes the finished task to the waiter."""
+        """On the loop: runs the coroutine as a task, and passes the finished task to the waiter. What was requested
+        before comes first."""
+        self.inbox.drain()
         task = self._loop.create_task(coroutine)
         task.add_done_callback(waiter.settle)
         waiter.accepted(task)
 
     def post_if_open(self, callback: Callable[[], None]) -> None:
         try:
-            self.post(callback)
+            self.inbox.post(callback)
         except RuntimeError:  # the loop is closed: nothing is left to cancel
             pass
 

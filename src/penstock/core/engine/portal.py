@@ -21,7 +21,8 @@ from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
 from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.loop_thread import Caller, LoopThread, PortalBackend
+from penstock.core.engine.inbox import Caller
+from penstock.core.engine.loop_thread import LoopThread, PortalBackend
 from penstock.core.engine.waiters import (
     Convert,
     Crowd,
@@ -159,7 +160,7 @@ class Portal:
 
     def _put(self, model: str, item: Item, convert: Convert, budget_s: float | None, priority: int) -> Future:
         life = self._alive()
-        future = _future_class()(life.post, convert)
+        future = _future_class()(life.inbox.post, convert)
         life.inbox.put(model, item, future, budget_s, priority)
         return future
 

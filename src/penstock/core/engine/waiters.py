@@ -21,7 +21,7 @@ class Revocable(Protocol):
     def cancel(self) -> object: ...
 
 
-Post = Callable[..., object]  # `loop.call_soon_threadsafe` of the portal's loop
+Post = Callable[..., object]  # `RequestInbox.post` of the portal's inbox
 Convert = Callable[[ItemResult], Any]  # turns an answer into the caller's result, or raises its error
 
 
@@ -58,7 +58,7 @@ class SyncWaiter:
             self.ticket.cancel()
 
 
-FEW = 8  # threads that may be woken at the same time
+FEW = 1  # threads that are woken at the same time
 
 
 class Crowd:

@@ -32,9 +32,11 @@ class Drop(Struct, frozen=True):
 
 
 class WaitUntil(Struct, frozen=True):
-    """Hold. Ask again at the time `t` (later than now) or after the next event, whichever is earlier."""
+    """Hold. Ask again at the time `t` (later than now) or after the next event, whichever is earlier. Arrivals are no
+    reason to ask before `rows` rows wait in the bucket."""
 
     t: float
+    rows: int = 0
 
 
 Choice = Take | Drop | WaitUntil | None

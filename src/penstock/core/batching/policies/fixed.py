@@ -36,7 +36,7 @@ class Fixed(BatchPolicy):
         due = min(head.arrival_s + self.max_hold_s, last)
         if now >= due:
             return Take(view.max_rows, reason="delay")
-        return WaitUntil(due)
+        return WaitUntil(due, view.max_rows if due < last else 0)
 
     def explain(self) -> dict[str, object]:
         return {"policy": "fixed", "max_hold_s": self.max_hold_s}

@@ -1,0 +1,140 @@
+"""RequestInbox: requests of other threads on their way to the event loop of a portal."""
+
+import asyncio
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Protocol
+
+from penstock.core.contracts import Submitter, Ticket
+from penstock.core.engine.waiters import failed
+from penstock.errors import ModelNotReady, PenstockError
+from penstock.types import Item, ItemResult
+
+log = logging.getLogger("penstock.engine")
+
+A_PASS = 256  # requests submitted in one pass of the loop
+LOOK_S = 0.02  # a request waits at most this long for the loop to run for another reason
+
+
+class Caller(Protocol):
+    """A caller: a sink that also receives its ticket, see `waiters.py`."""
+
+    def accepted(self, ticket: Ticket) -> None: ...
+
+    def __call__(self, result: ItemResult) -> None: ...
+
+
+_Request = tuple[str, Item, Caller, float | None, int]  # model, item, caller, budget_s, priority
+
+
+class RequestInbox:
+    """Requests of other threads on their way to the loop. One wake-up serves many requests.
+
+    A wake-up is a system call that releases the interpreter. The caller must then wait to get it back: where many
+    threads contend for it, this is the largest part of a call. So while every batcher of the loop knows that the next
+    few arrivals change nothing, they wait here without a wake-up, until a batcher's next turn.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.backend: Submitter
+        self._loop = loop
+        self._requests: deque[_Request] = deque()
+        self._wake_scheduled = self._look_scheduled = False
+        self._closed = False
+        self._quiet: dict[object, int] = {}  # by batcher
+        self._room = 0  # the least of them: requests that need no wake-up
+        _INBOXES[id(loop)] = self
+
+    # ---- called by any thread
+
+    def put(self, model: str, item: Item, caller: Caller, budget_s: float | None, priority: int) -> None:
+        if self._room:
+            item.arrived_s = time.monotonic()
+        self._requests.append((model, item, caller, budget_s, priority))
+        if self._closed:  # checked after the append: either we see it, or `close` sees the request
+            self.close()
+        elif not self._wake_scheduled and (  # after the append: `allow` looks at the requests after a change
+            len(self._requests) > self._room or item.rows > 1 or budget_s is not None or priority
+        ):
+            self._wake_scheduled = True
+            self._loop.call_soon_threadsafe(self.drain)
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` on the loop, after the requests that were put before it. Raises RuntimeError if the loop is
+        closed."""
+        self._loop.call_soon_threadsafe(self._drain_and, callback)
+
+    def close(self) -> None:
+        """While the loop runs: refuses the requests that have not reached the backend."""
+        self._closed = True
+        for _, _, caller, _, _ in self._taken():
+            caller(ItemResult(error=ModelNotReady("the portal is closed")))
+
+    def _taken(self) -> Iterator[_Request]:
+        """Yields each request to one thread only."""
+        while True:
+            try:
+                yield self._requests.popleft()
+            except IndexError:
+                return
+
+    # ---- called on the loop
+
+    def drain(self) -> None:
+        """Submits what has arrived."""
+        self._wake_scheduled = False  # before the deque is emptied, so that a new request rings again
+        submit = self.backend.submit
+        # a flood is spread over several passes, so that submitted requests are sent in between
+        for model, item, caller, budget_s, priority in islice(self._taken(), A_PASS):
+            try:
+                caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
+            except PenstockError as e:
+                caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
+            except Exception as e:
+                log.exception("submit_failed model=%s: its caller gets an error", model)
+                caller(failed(e))
+        if self._requests:
+            self._wake()
+
+    def _drain_and(self, callback: Callable[[], object]) -> None:
+        self.drain()
+        callback()
+
+    def _wake(self) -> None:
+        if not self._wake_scheduled:
+            self._wake_scheduled = True
+            self._loop.call_soon(self.drain)
+
+    def allow(self, batcher: object, requests: int | None) -> None:
+        """`batcher` drains the inbox at its next turn, and until then need not see the next `requests` requests of one
+        row, of the first class and without a deadline. None: it has ended."""
+        if requests is None:
+            self._quiet.pop(batcher, None)
+        else:
+            self._quiet[batcher] = requests
+        self._room = min(self._quiet.values(), default=0)
+        if len(self._requests) > self._room:  # put meanwhile, under the former number
+            self._wake()
+        elif self._room and not self._look_scheduled:
+            self._look_scheduled = True
+            self._loop.call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """Bounds the wait: a refusal must come soon, even if the running batch takes minutes."""
+        self._look_scheduled = self._room > 0
+        if self._look_scheduled:
+            self._loop.call_later(LOOK_S, self._look)
+        if self._requests:
+            self.drain()
+
+
+_INBOXES: weakref.WeakValueDictionary[int, RequestInbox] = weakref.WeakValueDictionary()
+
+
+def inbox_of(loop: asyncio.AbstractEventLoop) -> RequestInbox | None:
+    """The inbox of the portal that runs `loop`; None if no portal does."""
+    return _INBOXES.get(id(loop))
