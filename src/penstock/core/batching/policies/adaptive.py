@@ -155,11 +155,11 @@ class Adaptive:
             return Take(rows, until_s, fill=True, reason="urgent")
         if rows < bucket.rows:
             return Take(rows, until_s, reason="deadline")
-        wake = self._hold(view, rows, now + view.ahead_s)
+        wait = self._hold(view, rows, now + view.ahead_s)
         if view.ahead:
-            return None if wake else Take(rows, until_s, reason="ahead")
-        if wake:
-            return WaitUntil(wake)
+            return None if wait else Take(rows, until_s, reason="ahead")
+        if wait:
+            return wait
         if view.idle > 1:
             parts = min(view.idle, max(1, int(bucket.rows / max(1.0, cost.knee))))
             if parts > 1:
@@ -232,12 +232,12 @@ class Adaptive:
 
     # ---- holding
 
-    def _hold(self, view: View, rows: int, now: float) -> float:
-        """When to look again if the waiting `rows` should be held at `now`; else 0. For a batch that would be sent
-        ahead, `now` is the end of the running one: a batch worth holding then must not be sent earlier."""
+    def _hold(self, view: View, rows: int, now: float) -> WaitUntil | None:
+        """When to look again if the waiting `rows` should be held at `now`. For a batch that would be sent ahead, `now`
+        is the end of the running one: a batch worth holding then must not be sent earlier."""
         cost, m = view.cost, view.slots
         if not self.max_hold_s or cost.a <= 0:
-            return 0.0
+            return None
         even = self.even_batch(view, now) if m > 1 else 0.0
         most = min(cost.t(min(even, cost.knee)) / m, self.max_hold_s)
         end = min(view.held_s, now) + most
@@ -250,11 +250,11 @@ class Adaptive:
         if self._trials.hold_s and (longer := self._trials.until(view, rows, self._returns.since_s, now)) and not wake:
             wake, kind = longer, "trial"
         if wake <= now or wake >= view.bucket.entries[0].expires_s:
-            return 0.0
+            return None
         if view.held_s >= now and not view.ahead:
             self._batch = even
             self._holds[kind] += 1
-        return wake
+        return WaitUntil(wake, self._trials.share(view) if kind == "trial" else 0)
 
     def _stagger(self, view: View, rows: int, even: float, most: float, now: float) -> float:
         cost, m, head = view.cost, view.slots, view.bucket.entries[0]

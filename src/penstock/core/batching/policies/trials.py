@@ -4,17 +4,24 @@ Waiting longer pays where no cost model shows it: the web server shares the core
 closed loop return so late that they form a second group. In a closed loop of K clients the mean latency is K divided by
 the throughput (Little's law), so the hold with the most rows per second is kept. In an open loop no hold changes the
 throughput, and the trial ends.
+
+A real machine is noisy, and its speed drifts. So a trial alternates between windows with the new hold and windows with
+the kept one, until their sums differ by more than the noise. A trial without a gain in its first window ends there.
 """
 
 from math import ceil, sqrt
 
+from penstock.core.batching.entry import INF
 from penstock.core.batching.policies.base import SlotBatch, View
 
 FIRST = 6  # windows before the first trial; each trial that fails triples the pause, up to
 LONGEST = 54
 BATCHES = 4  # of each slot in a window, at least
-WINDOWS = 4  # the longest trial
+WINDOWS = 5  # with the hold on trial, at most
+KNOWN = 4  # usual windows that count as the first ones with the kept hold
 GAIN = 0.02  # of the rate, at least, for which a longer hold is kept
+DOUBT = 0.1  # of the rate, at most, by which a hold may seem better than none by chance
+WORTH = 0.05  # of the rate: a trial for threads of the process goes on while it gains more
 SIGMAS = 2.5  # of the noise between windows that a gain or a loss must exceed
 SCOPE = 1.5  # a row of the usual batch must cost so many times a row of a full batch
 LATE = 1 / 3  # of a hold, in which the last answers still go out; arrivals are counted from then on
@@ -49,8 +56,8 @@ class UsualRate:
 
     __slots__ = ("mean", "variance", "windows")
 
-    def __init__(self) -> None:
-        self.mean, self.variance, self.windows = 0.0, 0.01, 0
+    def __init__(self, mean: float = 0.0) -> None:
+        self.mean, self.variance, self.windows = mean, 0.01, 0
 
     def add(self, rate: float) -> None:
         if self.windows:
@@ -86,6 +93,31 @@ class HoldArrivals:
         return self.usual >= SURE and self.drawn < DRAWN * self.usual
 
 
+class Comparison:
+    """The rows and seconds of the windows of a trial: `tried` with the hold on trial, `kept` with the kept one."""
+
+    def __init__(self, usual: UsualRate, need: int) -> None:
+        self.variance, self.need = usual.variance, need  # of a window of `need` rows
+        self.tried = [0.0, 0.0]
+        known = need * min(KNOWN, max(1, usual.windows))
+        self.kept = [float(known), known / usual.mean]
+        self.windows = 0
+
+    def add(self, sums: list[float], window: BatchWindow, now: float) -> None:
+        sums[0] += window.rows
+        sums[1] += now - window.start_s
+
+    @property
+    def gain(self) -> float:
+        """In rows per second, as a share."""
+        return self.tried[0] / self.tried[1] * self.kept[1] / self.kept[0] - 1
+
+    @property
+    def noise(self) -> float:
+        """The standard deviation of the gain."""
+        return sqrt(self.variance * self.need * (1 / self.tried[0] + 1 / self.kept[0]))
+
+
 class HoldTrials:
     """A hill climb over the hold after a completion: one hold is kept, and rarely another one is tried.
 
@@ -101,12 +133,15 @@ class HoldTrials:
         self.count = self.failed = 0
         self.clients = 0
         self._usual = UsualRate()  # with `kept_s`
+        self._changed = False
         self._window = BatchWindow(0.0)
         self._last_s = 0.0  # completion
         self._grouped = False  # with `kept_s`
         self._pause = self._rest = FIRST  # windows between trials; until the next one
         self._turn = 0
         self._arrivals = HoldArrivals()
+        self._tried_s = 0.0
+        self._comparison = Comparison(UsualRate(1.0), 1)
 
     # ---- the search
 
@@ -116,10 +151,11 @@ class HoldTrials:
         slots, full = max(1, view.slots), view.max_rows
         if batch.start_s - self._last_s > self.hold_s + 2 * view.cost.t(full):  # no load for a while
             self._window = BatchWindow(now, settling=True)
+            self._usual.windows, self._rest = 0, max(self._rest, KNOWN // 2)  # the machine may be another one now
         self._last_s = now
         w = self._window
-        if self.trial and not self.kept_s and self._arrivals.few:
-            self._end(False, now)
+        if self.trial and not self.kept_s and not view.shared and self._arrivals.few:
+            self._end(False, 0.0, now)
             return
         if w.settling:
             w.settling, w.start_s = False, now
@@ -131,7 +167,7 @@ class HoldTrials:
             return
         need = max(full, self.clients)
         if self.trial:
-            self._judge(need, slots, now)
+            self._judge(need, view, now)
         elif w.batches >= BATCHES * slots and w.rows >= need:
             n = w.rows / w.batches
             scope = closed or view.cost.t(n) * full > SCOPE * view.cost.t(full) * n
@@ -139,7 +175,12 @@ class HoldTrials:
             self._observe(now)
             if self._rest <= 0 and (worth or self.kept_s):
                 first_s = (view.cost.a if closed else view.cost.t(full) / 3) / slots
-                self._begin(min(first_s, most_s), min(2 * view.cost.t(full), most_s), now)
+                self._begin(min(first_s, most_s), self._longest(view, most_s), need, view, now)
+
+    @staticmethod
+    def _longest(view: View, most_s: float) -> float:
+        """The longest hold: the configured one, where the callers share the interpreter; else not that long."""
+        return most_s if view.shared and most_s < INF else min(2 * view.cost.t(view.max_rows), most_s)
 
     def _observe(self, now: float) -> None:
         """Learns the usual rate from a window."""
@@ -148,72 +189,90 @@ class HoldTrials:
         self._window = BatchWindow(now)
         self._rest -= 1
         change = max(CHANGE, SIGMAS * sqrt(usual.variance))
-        if self.kept_s and usual.windows and abs(rate / usual.mean - 1) > change:
+        changed = self.kept_s > 0 and usual.windows > 0 and abs(rate / usual.mean - 1) > change
+        if changed and self._changed:  # twice: one may be noise
             usual.windows, self._turn, self._rest = 0, 0, min(self._rest, 2)
-            return
-        usual.add(rate)
+        elif not changed:
+            usual.add(rate)
+        self._changed = changed and usual.windows > 0
         self._grouped = w.grouped
 
-    def _begin(self, first_s: float, most_s: float, now: float) -> None:
+    def _begin(self, first_s: float, most_s: float, need: int, view: View, now: float) -> None:
         kept = self.kept_s
         longer_s, shorter_s = 2 * kept if 2 * kept <= most_s else 0.0, kept / 2 if kept > first_s else 0.0
-        self.hold_s = (0.0, longer_s, shorter_s)[self._turn % 3] if not self._grouped else 0.0
+        self._tried_s = (0.0, longer_s, shorter_s)[self._turn % 3] if not self._grouped else 0.0
         if not kept:
-            self.hold_s = first_s
+            self._tried_s = min(view.cost.t(view.max_rows), most_s) if view.shared else first_s
         self._turn += 1
         self.count += 1
         self.trial, self._arrivals = True, HoldArrivals()
+        self._comparison = Comparison(self._usual, need)
+        self._switch(self._tried_s, now)
+
+    def _switch(self, hold_s: float, now: float) -> None:
+        self.hold_s = hold_s
         self._window = BatchWindow(now, settling=True)
 
-    def _judge(self, need: int, slots: int, now: float) -> None:
-        """Ends the trial if its rate is clearly lower, or when the window is long enough to decide."""
-        w, longer, variance = self._window, self.hold_s > self.kept_s, self._usual.variance
-        gain = w.rate(now) / self._usual.mean - 1
-        noise = sqrt(variance * need / w.rows)
-        first = not self.kept_s and not w.grouped  # in an open loop it gains nothing, and must end soon
-        if w.batches > slots and gain < (GAIN / 2 if first else -SIGMAS * noise):
-            self._end(False, now)
+    def _judge(self, need: int, view: View, now: float) -> None:
+        """Ends the trial if its rate is clearly lower, or when its windows are long enough to decide."""
+        w, c, longer, slots = self._window, self._comparison, self._tried_s > self.kept_s, max(1, view.slots)
+        whole = w.batches >= BATCHES * slots and w.rows >= need
+        if self.hold_s != self._tried_s:
+            if whole and now - w.start_s >= c.tried[1] / c.windows:
+                c.add(c.kept, w, now)
+                self._switch(self._tried_s, now)
             return
-        if w.batches < BATCHES * slots or w.rows < need:
+        if not whole:
+            ratio = w.rate(now) / self._usual.mean
+            loss = -SIGMAS * sqrt(c.variance * need / w.rows)
+            if not (self.kept_s or w.grouped or view.shared):  # in an open loop it gains nothing, and must end soon
+                loss = GAIN / 2
+            if w.batches > slots and ratio - 1 < loss:
+                self._end(False, ratio, now)
             return
-        noise = min(noise, sqrt(variance))
+        c.add(c.tried, w, now)
+        c.windows += 1
+        gain, noise = c.gain, c.noise
         least = max(GAIN, SIGMAS * noise)
         if longer and w.grouped:
             least = min(least, noise - PRICE)
         elif not longer and (w.grouped or not self._grouped):
-            least = -GAIN / 2 - (noise if self._pause == FIRST else 0.0)  # else an earlier check confirmed the hold
-        if gain >= least:
-            self._end(True, now)
-        elif not longer or w.rows >= WINDOWS * need:
-            self._end(False, now)
+            confirmed = self._pause > FIRST  # by an earlier check
+            least = -GAIN / 2 - (0.0 if confirmed else min(noise, DOUBT))
+        hope = max(WORTH, noise / 2) if view.shared else noise
+        if gain >= least and (c.windows > 1 or not longer or not view.shared):
+            self._end(True, 1 + gain, now)
+        elif not longer or c.windows >= WINDOWS or (gain < hope and not w.grouped):
+            self._end(False, 1 + gain, now)
+        else:
+            self._switch(self.kept_s, now)
 
-    def _end(self, won: bool, now: float) -> None:
-        """Ends the trial: keeps its hold, or returns to the former one for longer than before."""
-        ratio, longer = self._window.rate(now) / self._usual.mean, self.hold_s > self.kept_s
+    def _end(self, won: bool, ratio: float, now: float) -> None:
+        """Ends the trial: keeps its hold, or returns to the former one for longer than before. `ratio` of the rates."""
+        longer = self._tried_s > self.kept_s
         if longer and won:
             self.gain = (1 + self.gain) * ratio - 1
-        elif not self.hold_s:
+        elif not self._tried_s:
             self.gain = 0.0 if won else 1 / ratio - 1 if ratio else self.gain
         self.trial = False
         if won:
             self._usual.windows, self._pause, self._rest = 0, FIRST, 1 if longer else FIRST
             self._turn = int(longer and self.kept_s > 0)
-            self.kept_s = self.hold_s
+            self.kept_s = self._tried_s
         else:
             self.failed += 1
             self._pause = min(3 * self._pause, LONGEST)
             self._rest = 2 if self.kept_s and self._turn == 1 else self._pause  # a hold that is confirmed may grow
-            self.hold_s = self.kept_s
-        self._window = BatchWindow(now, settling=True)
+        self._switch(self.kept_s, now)
 
     # ---- the hold
 
     def until(self, view: View, rows: int, answered_s: float, now: float) -> float:
         """When a slot with `rows` waiting rows must stop waiting for more; 0: now. `answered_s`: the last answer."""
         self.clients = max(self.clients, view.inside_rows)
-        share = min(view.max_rows, ceil(self.clients / max(1, view.slots)))
+        share = self.share(view)
         start = now if view.ahead else min(view.held_s, answered_s)
-        end = start + min(self.hold_s, 2 * view.cost.t(view.max_rows))
+        end = start + min(self.hold_s, self._longest(view, self.hold_s))
         head = view.bucket.entries[0]
         if not view.ahead:
             self._arrivals.note(view.held_s, rows, self.hold_s, self._usual.mean, now)
@@ -223,6 +282,10 @@ class HoldTrials:
         if rows < share and not view.ahead:  # the others have left, or are late
             self.clients = view.inside_rows
         return 0.0
+
+    def share(self, view: View) -> int:
+        """The rows that a slot waits for."""
+        return min(view.max_rows, ceil(self.clients / max(1, view.slots)))
 
     def reason(self, view: View, now: float) -> str:
         """Names the hold that a batch ends; "" without one."""
@@ -236,7 +299,7 @@ class HoldTrials:
         return {
             "longer_hold_s": self.kept_s,
             "longer_hold_gain": self.gain,
-            "trial_s": self.hold_s if self.trial else None,
+            "trial_s": self._tried_s if self.trial else None,
             "trials": self.count,
             "trials_failed": self.failed,
         }
