@@ -27,6 +27,7 @@ SCOPE = 1.5  # a row of the usual batch must cost so many times a row of a full 
 LATE = 1 / 3  # of a hold, in which the last answers still go out; arrivals are counted from then on
 DRAWN = 1.25  # the holds of a first trial must draw so many times the usual arrivals,
 SURE = 6  # counted from so many usual arrivals on
+LIKELY = 1.5  # the same for a hold longer than a kept one, where the callers share the interpreter
 WHOLE = 0.9  # share of the batches that must contain a whole group of clients
 PRICE = 0.03  # of the rate, at most, for whole groups: without them some requests wait for two batches
 CHANGE = 0.15  # of the rate: a new load, for which the hold is checked soon
@@ -199,7 +200,8 @@ class HoldTrials:
 
     def _begin(self, first_s: float, most_s: float, need: int, view: View, now: float) -> None:
         kept = self.kept_s
-        longer_s, shorter_s = 2 * kept if 2 * kept <= most_s else 0.0, kept / 2 if kept > first_s else 0.0
+        longer_s = most_s if view.shared and kept < most_s else 2 * kept if 2 * kept <= most_s else 0.0
+        shorter_s = kept / 2 if kept > first_s else 0.0
         self._tried_s = (0.0, longer_s, shorter_s)[self._turn % 3] if not self._grouped else 0.0
         if not kept:
             self._tried_s = min(view.cost.t(view.max_rows), most_s) if view.shared else first_s
@@ -233,7 +235,7 @@ class HoldTrials:
         c.add(c.tried, w, now)
         c.windows += 1
         gain, noise = c.gain, c.noise
-        least = max(GAIN, SIGMAS * noise)
+        least = max(GAIN, (LIKELY if view.shared and self.kept_s else SIGMAS) * noise)
         if longer and w.grouped:
             least = min(least, noise - PRICE)
         elif not longer and (w.grouped or not self._grouped):
