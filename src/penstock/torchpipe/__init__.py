@@ -3,11 +3,12 @@
 After `install()`, `import torchpipe` also loads this package. See docs/migrate-from-torchpipe.md.
 """
 
-from penstock._version import __version__ as __version__
+from penstock._version import __version__ as _penstock
 from penstock.torchpipe import utils as utils
 from penstock.torchpipe.events import Event as Event
 from penstock.torchpipe.naming import install as install
 from penstock.torchpipe.naming import unavailable
+from penstock.torchpipe.pipes import Interpreter as Interpreter
 from penstock.torchpipe.pipes import parse_toml as parse_toml
 from penstock.torchpipe.pipes import pipe as pipe
 from penstock.torchpipe.registry import Status as Status
@@ -15,6 +16,10 @@ from penstock.torchpipe.registry import is_registered as is_registered
 from penstock.torchpipe.registry import list_backends as list_backends
 from penstock.torchpipe.registry import register_backend as register_backend
 from penstock.torchpipe.registry import register_filter as register_filter
+from penstock.torchpipe.utils.models import infer_shape as infer_shape
+
+__version__ = f"0.9.9+penstock{_penstock}"
+"""Above the releases of TorchPipe's frozen branch, because programs compare it as a text with "0.2.2b1"."""
 
 TASK_DATA_KEY = "data"
 TASK_RESULT_KEY = "result"
@@ -25,13 +30,11 @@ TASK_EVENT_KEY = "event"
 TASK_NODE_NAME_KEY = "node_name"
 
 Pipe = pipe
+Dict = dict  # the present branch wraps items in it
 
-Interpreter = unavailable("Interpreter")
 encrypt = unavailable("encrypt")
-infer_shape = unavailable("infer_shape")
 supported_opset = unavailable("supported_opset")
 show = unavailable("show")
 ThreadSafeKVStorage = unavailable("ThreadSafeKVStorage")
 ThreadSafeDict = unavailable("ThreadSafeDict")
 Any = unavailable("Any")
-Dict = unavailable("Dict")

@@ -190,6 +190,37 @@ class pipe:
         log.log(level, "item_failed error=%s: it has no result, but its error as %r", describe(error), EXCEPTION)
 
 
+class Interpreter:
+    """The class under TorchPipe's pipe: `init(config)` once, then calls with a dict or a list of dicts."""
+
+    def __init__(self, config: str | os.PathLike[str] | dict[str, Any] | None = None) -> None:
+        self._pipe = None if config is None else pipe(config)
+
+    def init(self, config: str | os.PathLike[str] | dict[str, Any]) -> bool:
+        """Loads the pipeline, and returns True. Raises ConfigError, LoadFailed, which are also RuntimeErrors."""
+        self._pipe = pipe(config)
+        return True
+
+    def forward(self, data: Item | list[Item]) -> None:
+        """As a call of `pipe`. Raises RuntimeError before `init`."""
+        self._loaded()(data)
+
+    __call__ = forward
+
+    def max(self) -> int:
+        """The most items of one call."""
+        return self._loaded().max()
+
+    def min(self) -> int:
+        """The fewest items of one call."""
+        return self._loaded().min()
+
+    def _loaded(self) -> pipe:
+        if self._pipe is None:
+            raise RuntimeError("the interpreter has no pipeline yet: call init(config) first")
+        return self._pipe
+
+
 def _event_of(item: Item) -> Event | None:
     """The event of an item, which counts the item. Raises TypeError, ValueError."""
     event = item.get(EVENT)

@@ -34,6 +34,12 @@ def test_every_published_name_can_be_imported() -> None:
     assert {name for name in PUBLISHED if not hasattr(torchpipe, name)} == set()
 
 
+def test_programs_that_compare_the_version_as_a_text_run() -> None:
+    assert torchpipe.__version__.startswith("0.")
+    for release in ("0.2.2b1", "0.3.3", "0.4.1b2", "0.6.3"):
+        assert release < torchpipe.__version__
+
+
 def test_the_keys_are_spelled_as_published() -> None:
     keys = {name: getattr(torchpipe, name) for name in PUBLISHED if name.startswith("TASK_")}
     assert keys == {

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, DecodeError, ItemFailed
-from penstock.torchpipe import Event, Status, parse_toml, pipe, register_backend, register_filter
+from penstock.torchpipe import Dict, Event, Interpreter, Status, parse_toml, pipe, register_backend, register_filter
 from penstock.torchpipe.pipes import graph_of
 
 
@@ -383,3 +383,16 @@ def test_the_filter_or_runs_what_has_no_result_yet(make_pipe: Callable[..., pipe
     item = {"data": 3}
     either(item)
     assert item["result"] == 3
+
+
+def test_an_interpreter_is_a_pipe_that_is_loaded_later() -> None:
+    interpreter = Interpreter()
+    with pytest.raises(RuntimeError, match="call init"):
+        interpreter({"data": 1})
+    assert interpreter.init({"backend": "Identity"})
+    items = [Dict({"data": i}) for i in range(3)]
+    interpreter(items)
+    one = {"data": "x"}
+    Interpreter({"backend": "Identity"}).forward(one)
+    assert [item["result"] for item in items] + [one["result"]] == [0, 1, 2, "x"]
+    assert (interpreter.max(), interpreter.min()) == (2**32 - 1, 1)

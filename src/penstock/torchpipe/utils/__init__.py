@@ -1,4 +1,5 @@
-"""torchpipe.utils: `test` measures functions; `cpp_extension` has stand-ins."""
+"""torchpipe.utils: `test` measures functions, `models` exports networks; `cpp_extension` has stand-ins."""
 
 from penstock.torchpipe.utils import cpp_extension as cpp_extension
+from penstock.torchpipe.utils import models as models
 from penstock.torchpipe.utils import test as test
