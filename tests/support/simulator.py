@@ -66,13 +66,12 @@ class BulkLoad(Struct, frozen=True):
 
 class SimulationSettings(simulator.SimulationSettings, frozen=True, kw_only=True):
     """Each row takes `prepare_s` before its batch runs, possibly while another batch runs. `slo_s` is each request's
-    deadline; the scheduler ignores it unless `deadlines`. With `profile` the cost model starts from a warm-up. The
-    callers are threads of the process if `shared`. `bulk` adds a bulk job."""
+    deadline; the scheduler ignores it unless `deadlines`. With `profile` the cost model starts from a warm-up. `bulk`
+    adds a bulk job."""
 
     prepare_s: float = 0.0
     deadlines: bool = True
     profile: bool = True
-    shared: bool = False
     priority: tuple[float, ...] = (0.0,)
     bulk: BulkLoad | None = None
 
@@ -120,7 +119,6 @@ def simulate(
         depth=settings.depth,
         priority=settings.priority,
         horizon_s=settings.slo_s or 30.0,
-        shared=settings.shared,
     )
     if settings.profile:
         scheduler.prime(service.profile(settings.max_batch_size))

@@ -27,8 +27,8 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
-    `View` explains `shared`. The 21 attributes are one state machine: splitting them would hide which event changes
-    what. Each keyword argument is one option of a model.
+    The 21 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
+    is one option of a model.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class Scheduler:
         idempotent: bool = True,
         priority: tuple[float, ...] = (0.0,),
         horizon_s: float = 30.0,
-        shared: bool = False,
     ) -> None:
         if not horizon_s < INF or not priority or max_batch_size < 1:
             raise ValueError("expected a finite horizon_s, at least one priority class and max_batch_size >= 1")
@@ -50,7 +49,7 @@ class Scheduler:
         self._cost = Cost()
         self._slots = Slots(self._cost, depth)
         self._queue = WaitingQueue(max_batch_size)
-        self._view = View(Bucket(""), self._cost, max_rows=max_batch_size, shared=shared)
+        self._view = View(Bucket(""), self._cost, max_rows=max_batch_size)
         self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
         self._depth, self._idempotent = depth, idempotent
         self._patience_s = min(LAST_SLOT_S, horizon_s / 8)

@@ -1,6 +1,5 @@
 """ModelHandle: one version of one model, from loading to unloading."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call, notify, overriding, reason_of
-from penstock.core.engine.inbox import inbox_of
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import bucket_rule, check_rules, file_stamps, policy_of, queue_bound, rows_rule
 from penstock.core.engine.upkeep import Upkeep
@@ -117,7 +115,6 @@ class ModelHandle:
             idempotent=b.idempotent,
             priority=b.priority,
             horizon_s=b.slo_s or b.timeout_s,
-            shared=inbox_of(asyncio.get_running_loop()) is not None,
         )
         scheduler.prime(ready.profile)
         quarantine_s = self.config.restart.quarantine_s

@@ -21,13 +21,13 @@ WINDOWS = 5  # with the hold on trial, at most
 KNOWN = 4  # usual windows that count as the first ones with the kept hold
 GAIN = 0.02  # of the rate, at least, for which a longer hold is kept
 DOUBT = 0.1  # of the rate, at most, by which a hold may seem better than none by chance
-WORTH = 0.05  # of the rate: a trial for threads of the process goes on while it gains more
+WORTH = 0.05  # of the rate: with such a cap a trial goes on while it gains more
 SIGMAS = 2.5  # of the noise between windows that a gain or a loss must exceed
 SCOPE = 1.5  # a row of the usual batch must cost so many times a row of a full batch
 LATE = 1 / 3  # of a hold, in which the last answers still go out; arrivals are counted from then on
 DRAWN = 1.25  # the holds of a first trial must draw so many times the usual arrivals,
 SURE = 6  # counted from so many usual arrivals on
-LIKELY = 1.5  # the same for a hold longer than a kept one, where the callers share the interpreter
+LIKELY = 1.5  # the same for a hold longer than a kept one, up to a cap that the user has named
 WHOLE = 0.9  # share of the batches that must contain a whole group of clients
 PRICE = 0.03  # of the rate, at most, for whole groups: without them some requests wait for two batches
 CHANGE = 0.15  # of the rate: a new load, for which the hold is checked soon
@@ -135,6 +135,7 @@ class HoldTrials:
         self.clients = 0
         self._usual = UsualRate()  # with `kept_s`
         self._changed = False
+        self._capped = False  # the user has named the longest hold: the trials may cost more
         self._window = BatchWindow(0.0)
         self._last_s = 0.0  # completion
         self._grouped = False  # with `kept_s`
@@ -149,13 +150,14 @@ class HoldTrials:
     def completed(self, batch: SlotBatch, view: View, most_s: float, closed: bool, now: float) -> None:
         """A batch was answered. `most_s` caps holds; `closed`: clients return at once after an answer."""
         self.clients = max(self.clients, view.inside_rows)
+        self._capped = most_s < INF
         slots, full = max(1, view.slots), view.max_rows
         if batch.start_s - self._last_s > self.hold_s + 2 * view.cost.t(full):  # no load for a while
             self._window = BatchWindow(now, settling=True)
             self._usual.windows, self._rest = 0, max(self._rest, KNOWN // 2)  # the machine may be another one now
         self._last_s = now
         w = self._window
-        if self.trial and not self.kept_s and not view.shared and self._arrivals.few:
+        if self.trial and not self.kept_s and not self._capped and self._arrivals.few:
             self._end(False, 0.0, now)
             return
         if w.settling:
@@ -178,10 +180,9 @@ class HoldTrials:
                 first_s = (view.cost.a if closed else view.cost.t(full) / 3) / slots
                 self._begin(min(first_s, most_s), self._longest(view, most_s), need, view, now)
 
-    @staticmethod
-    def _longest(view: View, most_s: float) -> float:
-        """The longest hold: the configured one, where the callers share the interpreter; else not that long."""
-        return most_s if view.shared and most_s < INF else min(2 * view.cost.t(view.max_rows), most_s)
+    def _longest(self, view: View, most_s: float) -> float:
+        """The longest hold to try."""
+        return most_s if self._capped else 2 * view.cost.t(view.max_rows)
 
     def _observe(self, now: float) -> None:
         """Learns the usual rate from a window."""
@@ -200,11 +201,11 @@ class HoldTrials:
 
     def _begin(self, first_s: float, most_s: float, need: int, view: View, now: float) -> None:
         kept = self.kept_s
-        longer_s = most_s if view.shared and kept < most_s else 2 * kept if 2 * kept <= most_s else 0.0
+        longer_s = most_s if self._capped and kept < most_s else 2 * kept if 2 * kept <= most_s else 0.0
         shorter_s = kept / 2 if kept > first_s else 0.0
         self._tried_s = (0.0, longer_s, shorter_s)[self._turn % 3] if not self._grouped else 0.0
         if not kept:
-            self._tried_s = min(view.cost.t(view.max_rows), most_s) if view.shared else first_s
+            self._tried_s = min(view.cost.t(view.max_rows), most_s) if self._capped else first_s
         self._turn += 1
         self.count += 1
         self.trial, self._arrivals = True, HoldArrivals()
@@ -227,7 +228,7 @@ class HoldTrials:
         if not whole:
             ratio = w.rate(now) / self._usual.mean
             loss = -SIGMAS * sqrt(c.variance * need / w.rows)
-            if not (self.kept_s or w.grouped or view.shared):  # in an open loop it gains nothing, and must end soon
+            if not (self.kept_s or w.grouped or self._capped):  # in an open loop it gains nothing, and must end soon
                 loss = GAIN / 2
             if w.batches > slots and ratio - 1 < loss:
                 self._end(False, ratio, now)
@@ -235,14 +236,14 @@ class HoldTrials:
         c.add(c.tried, w, now)
         c.windows += 1
         gain, noise = c.gain, c.noise
-        least = max(GAIN, (LIKELY if view.shared and self.kept_s else SIGMAS) * noise)
+        least = max(GAIN, (LIKELY if self._capped and self.kept_s else SIGMAS) * noise)
         if longer and w.grouped:
             least = min(least, noise - PRICE)
         elif not longer and (w.grouped or not self._grouped):
             confirmed = self._pause > FIRST  # by an earlier check
             least = -GAIN / 2 - (0.0 if confirmed else min(noise, DOUBT))
-        hope = max(WORTH, noise / 2) if view.shared else noise
-        if gain >= least and (c.windows > 1 or not longer or not view.shared):
+        hope = max(WORTH, noise / 2) if self._capped else noise
+        if gain >= least and (c.windows > 1 or not longer or not self._capped):
             self._end(True, 1 + gain, now)
         elif not longer or c.windows >= WINDOWS or (gain < hope and not w.grouped):
             self._end(False, 1 + gain, now)
