@@ -51,8 +51,7 @@ KEYS = st.fixed_dictionaries(
         "idempotent": st.booleans(),
         "on_error": st.sampled_from(["fail", "skip"]),
         "filter": st.sampled_from(["swap", "or", "odd"]),
-        "when": st.text(max_size=20),
-        "else": st.sampled_from(["skip", "stop"]),
+        "when": st.sampled_from(["score > 0.5", "present(box) and label in ['a', \"b\"]"]),
         "require": st.sampled_from(["all", "any"]),
     },
 )

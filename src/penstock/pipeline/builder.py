@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check
@@ -21,7 +22,16 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
-class NodeKeys(TypedDict, total=False):
+class PlaceKeys(TypedDict, total=False):
+    """The keys of a node's place in the graph. An alias has no others."""
+
+    filter: Literal["swap", "or"]
+    when: str
+    otherwise: Literal["skip", "skip_branch", "stop", "fail"]  # the key `else`
+    require: Literal["all", "any"]
+
+
+class NodeKeys(PlaceKeys, total=False):
     """The keys of a node in Python. docs/pipelines.md explains them."""
 
     instances: int
@@ -39,14 +49,22 @@ class NodeKeys(TypedDict, total=False):
     retry_split: bool
     idempotent: bool
     on_error: Literal["fail", "skip"]
-    filter: Literal["swap", "or"]
 
 
 class NodeField(Struct, frozen=True):
-    """A field of the items that leave a node."""
+    """A field of the items that leave a node, and the value if a condition skipped that node."""
 
     node: str
     name: str
+    fallback: Any = UNSET
+
+    def default(self, value: Any) -> NodeField:
+        """The field with a default value, for an input of a join."""
+        return NodeField(self.node, self.name, value)
+
+
+Input: TypeAlias = "NodeRef | NodeField | tuple[NodeRef | NodeField, ...]"
+"""What a node takes as an input. Of several fields it takes the first whose node ran."""
 
 
 class NodeRef:
@@ -56,10 +74,10 @@ class NodeRef:
         self._pipeline = pipeline
         self._name = name
 
-    def __call__(self, source: NodeRef | NodeField | None = None, /, **inputs: NodeRef | NodeField) -> NodeRef:
+    def __call__(self, source: NodeRef | NodeField | None = None, /, **inputs: Input) -> NodeRef:
         """Puts the node after `source`, whose fields it takes, or after the nodes of `inputs`: `data=prep.result`.
 
-        A node as an input stands for its result. Raises ConfigError.
+        A node as an input stands for its result, and a tuple for alternatives. Raises ConfigError.
         """
         name, nodes = self._name, self._pipeline._nodes
         if isinstance(source, NodeField):
@@ -74,8 +92,7 @@ class NodeRef:
             before = nodes[source._name]
             before["next"] = [*before.get("next", []), name]
         if inputs:
-            fields = {k: v if isinstance(v, NodeField) else NodeField(v._name, "result") for k, v in inputs.items()}
-            nodes[name]["inputs"] = {k: f"{field.node}.{field.name}" for k, field in fields.items()}
+            nodes[name]["inputs"] = {key: _input(value) for key, value in inputs.items()}
         return self
 
     def __getattr__(self, name: str) -> NodeField:
@@ -85,6 +102,21 @@ class NodeRef:
 
     def __repr__(self) -> str:
         return f"<node {self._name}>"
+
+
+def _input(value: Input) -> Any:
+    """The value of an input in TOML."""
+    given = value if isinstance(value, tuple) else (value,)
+    fields = [v if isinstance(v, NodeField) else NodeField(v._name, "result") for v in given]
+    names = [f"{field.node}.{field.name}" for field in fields]
+    source: Any = names if len(names) > 1 else names[0]
+    default = next((field.fallback for field in fields if field.fallback is not UNSET), UNSET)
+    return source if default is UNSET else {"from": source, "default": default}
+
+
+def _native(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys as in TOML: `else` is no name in Python."""
+    return {"else" if key == "otherwise" else key: value for key, value in keys.items()}
 
 
 class Pipeline:
@@ -122,17 +154,37 @@ class Pipeline:
         made = cls(graph.name, folder=graph.folder)
         tables = tomllib.loads(to_toml(graph))
         made._settings |= tables.pop("pipeline")
-        made._nodes = tables
+        made._nodes = {name: tables[name] for name in graph.nodes if name in tables}
+        for name, node in graph.nodes.items():
+            if node.alias_of is not None:
+                made._nodes[name] = made._nodes[node.alias_of].pop(name.removeprefix(f"{node.alias_of}."))
         return made
 
     def node(self, name: str, steps: StepChain | Target, **keys: Unpack[NodeKeys]) -> NodeRef:
         """A new node. It is an entry until it is called with the node before it. Raises ConfigError."""
+        return self._add(name, {**_native(keys), "ops": list(steps_of(steps).tables)})
+
+    def alias(self, node: NodeRef, name: str, **keys: Unpack[PlaceKeys]) -> NodeRef:
+        """The node at another place of the graph, as `[node.name]`: it shares the queue and instances.
+
+        Raises ConfigError.
+        """
+        return self._add(f"{node._name}.{name}", _native(keys))
+
+    def _add(self, name: str, table: dict[str, Any]) -> NodeRef:
         if name in self._nodes:
             raise ConfigError(f"there is already a node '{name}'; names must be unique")
         if name in NO_NODES:
             raise ConfigError(f"'{name}' cannot be a node's name: TOML files use that table for other settings")
-        self._nodes[name] = {**keys, "ops": list(steps_of(steps).tables)}
+        self._nodes[name] = table
         return NodeRef(self, name)
+
+    def _parsed(self, nodes: Mapping[str, dict[str, Any]]) -> Graph:
+        tables: dict[str, Any] = {name: dict(table) for name, table in nodes.items() if "ops" in table}
+        for name in nodes.keys() - tables.keys():  # aliases
+            of, _, place = name.rpartition(".")
+            tables[of][place] = nodes[name]
+        return parse_graph({"pipeline": self._settings, **tables}, name=self._name, folder=self._folder)
 
     def __getitem__(self, name: str) -> NodeRef:
         """The node of that name. Raises ConfigError."""
@@ -154,7 +206,7 @@ class Pipeline:
     @property
     def graph(self) -> Graph:
         """The current graph. Raises ConfigError."""
-        graph = parse_graph({"pipeline": self._settings, **self._nodes}, name=self._name, folder=self._folder)
+        graph = self._parsed(self._nodes)
         if self._ends and (other := self._ends ^ set(graph.outputs)):
             name = min(other)
             problem = "an output, but other nodes follow it" if name in self._ends else "the last, but not an output"
@@ -167,9 +219,11 @@ class Pipeline:
 
     def to_toml(self, folder: str | os.PathLike[str] | None = None) -> str:
         """The text of a TOML file in `folder` that describes the same pipeline. Raises ConfigError."""
-        nodes = {name: {**table, "ops": importable(table["ops"])} for name, table in self._nodes.items()}
-        graph = parse_graph({"pipeline": self._settings, **nodes}, name=self._name, folder=self._folder)
-        return to_toml(graph, folder=None if folder is None else os.fspath(folder))
+        nodes = {
+            name: {**table, "ops": importable(table["ops"])} if "ops" in table else table
+            for name, table in self._nodes.items()
+        }
+        return to_toml(self._parsed(nodes), folder=None if folder is None else os.fspath(folder))
 
     def local(self) -> LocalPipeline:
         """The pipeline, running in threads of this process. The caller closes it. Raises ConfigError, LoadFailed."""

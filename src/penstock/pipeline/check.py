@@ -1,12 +1,15 @@
 """Checks of a graph before it runs: its structure, its ops and parameters, and the fields on its edges."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from penstock.errors import ConfigError, nearest
+from penstock.pipeline.conditions import exclusive
 from penstock.pipeline.graph import Graph, Node, NodeInput, NodeStep, cycle_in, unsupported
+from penstock.pipeline.joins import alternatives
 from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import checked, op_class
 from penstock.pipeline.ops.base import DATA, RESULT
@@ -123,8 +126,10 @@ def check_structure(graph: Graph, source: TomlSource) -> None:
     reached = {graph.entry, *graph.downstream(graph.entry)}
     for node in graph.nodes.values():
         names = [each.name for each in node.inputs]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise source.error(node.name, "inputs", f"found the field '{twice}' twice; each may come from one place")
+        if node.alias_of is not None and (
+            node.alias_of not in graph.nodes or graph.nodes[node.alias_of].alias_of is not None
+        ):
+            raise source.error(node.name, "", f"is an alias of [{node.alias_of}], expected a node that is no alias")
         if node.inputs and "data" not in names:
             raise source.error(node.name, "inputs", f"found {', '.join(names)}, expected 'data' among them")
         producers = graph.producers(node.name)
@@ -139,6 +144,46 @@ def check_structure(graph: Graph, source: TomlSource) -> None:
             raise source.error(
                 node.name, "", f"waits for items from {name}, which items that begin at [{graph.entry}] never reach"
             )
+        _check_join(graph, node, source)
+
+
+def _check_join(graph: Graph, node: Node, source: TomlSource) -> None:
+    """Raises ConfigError for a join of branches whose conditions exclude each other: it would never run."""
+    if node.require == "any" or not node.inputs:
+        return
+    needed = {
+        gate.name: (producer, gate) for producer in _needed(graph, node) for gate in _gates(graph, producer)
+    }.values()
+    for (one, a), (other, b) in combinations(needed, 2):
+        same_place = graph.producers(a.name) == graph.producers(b.name) and not a.inputs and not b.inputs
+        if same_place and a.filter == b.filter and exclusive(a.when or "", b.when or ""):
+            raise source.error(
+                node.name,
+                "",
+                f"waits for [{one}] and [{other}], but no item reaches both: '{a.when}' and '{b.when}' exclude each"
+                f' other; name alternatives, as in {{data = ["{one}.result", "{other}.result"]}}, set defaults, or'
+                ' require = "any"',
+            )
+
+
+def _needed(graph: Graph, node: Node) -> list[str]:
+    """The sources without which a join cannot run."""
+    named = {i.producer for i in node.inputs}
+    single = [choices[0] for choices in alternatives(node).values() if len({i.producer for i in choices}) == 1]
+    required = [i.producer for i in single if i.default is UNSET]
+    return list(dict.fromkeys([*required, *(p for p in graph.producers(node.name) if p not in named)]))
+
+
+def _gates(graph: Graph, name: str) -> Iterator[Node]:
+    """The nodes up to the last join whose conditions an item meets if it comes through `name`."""
+    while True:
+        node = graph.nodes[name]
+        if node.when is not None and node.otherwise == "skip_branch":
+            yield node
+        before = graph.producers(name)
+        if node.inputs or len(before) != 1:
+            return
+        name = before[0]
 
 
 def _check_outputs(graph: Graph, source: TomlSource) -> None:
@@ -148,7 +193,10 @@ def _check_outputs(graph: Graph, source: TomlSource) -> None:
         ends = [name for name in graph.outputs if name in reached]
         for one, other in combinations(ends, 2):
             paths = {one: graph.upstream(one) | {one}, other: graph.upstream(other) | {other}}
-            given = [_written(graph, paths[one] - paths[other]), _written(graph, paths[other] - paths[one])]
+            own = paths[one] - paths[other], paths[other] - paths[one]
+            if all(any(graph.nodes[name].otherwise == "skip_branch" for name in names) for names in own):
+                continue  # conditions select one of them
+            given = [_written(graph, names) for names in own]
             if both := [name for name in graph.answers if name in given[0] & given[1]]:
                 raise source.error(
                     other,
@@ -205,12 +253,14 @@ def _arriving(graph: Graph, node: Node, left: dict[str, Kinds]) -> Kinds:
     arriving: Kinds = {}
     for each in node.inputs:
         given = left[each.producer]
+        known = arriving.get(each.name)
         if each.source not in given and OPEN not in given:
             raise ConfigError(
                 f"[{node.name}] inputs: [{each.producer}] has no field '{each.source}' for '{each.name}'; it has"
                 f" {', '.join(given)} (list further fields that callers send as inputs in [pipeline])"
             )
-        arriving[each.name] = given.get(each.source, "any")
+        kind = given.get(each.source, "any")
+        arriving[each.name] = kind if known in (None, kind) and each.default is UNSET else "any"
     return arriving
 
 
@@ -231,7 +281,8 @@ def _through(node: Node, fields: Kinds) -> Kinds:
             left[DATA] = given
         given = _step(node, step, left, given if guarded else "")
     given = given or left[DATA]
-    left[RESULT] = given if fields.get(RESULT, given) == given else "any"
+    skipped = fields[DATA] if DATA in fields and "skip" in (node.on_error, node.when and node.otherwise) else given
+    left[RESULT] = given if fields.get(RESULT, given) == given == skipped else "any"
     return left
 
 

@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.pipeline.graph import AUTO, Graph, Node, NodeStep
-from penstock.pipeline.keys import EACH, FIELDS, GRAPH_FIELDS
+from msgspec import UNSET
+
+from penstock.pipeline.conditions import is_target
+from penstock.pipeline.graph import AUTO, Graph, Node, NodeInput, NodeStep
+from penstock.pipeline.joins import alternatives
+from penstock.pipeline.keys import EACH, FIELDS, GRAPH_FIELDS, PLACE
 from penstock.pipeline.lower import PATHS, TARGET, OpDraft, takes_size
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -44,13 +48,18 @@ def _settings(graph: Graph) -> Iterator[tuple[str, Any]]:
 def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
     """The keys of a node's table: values other than the default, and values that its ops received."""
     fields = {key: getattr(node, field) for key, field in FIELDS.items()}
+    if node.when is not None and is_target(node.when):
+        fields["when"] = _relative(TARGET, node.when, folder)
+    if node.alias_of is not None:
+        fields = {key: value for key, value in fields.items() if FIELDS[key] in PLACE}
     given = {name for step in node.steps for name, value in step.params.items() if fields.get(name) == value}
-    if node.steps:
+    if node.steps and node.alias_of is None:
         known = {key: fields[key] for key in given}
         yield "ops", [_op(step, known, folder, first=not i) for i, step in enumerate(node.steps)]
     if node.inputs:
-        yield "inputs", {each.name: f"{each.producer}.{each.source}" for each in node.inputs}
-    usual = {"device": AUTO} if takes_size([OpDraft(step.op, step.params) for step in node.steps]) else {}
+        yield "inputs", {name: _input(choices) for name, choices in alternatives(node).items()}
+    has_size = node.alias_of is None and takes_size([OpDraft(step.op, step.params) for step in node.steps])
+    usual = {"device": AUTO} if has_size else {}
     for key, value in fields.items():
         if key in usual and value == usual[key] and key not in given:
             continue
@@ -60,6 +69,13 @@ def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
         for key, name in EACH.items():
             if (value := getattr(node.each, name)) is not None:
                 yield key, value
+
+
+def _input(choices: list[NodeInput]) -> Any:
+    """The value of one input: a field, alternatives, or a table with the default."""
+    fields = [f"{each.producer}.{each.source}" for each in choices]
+    value: Any = fields if len(fields) > 1 else fields[0]
+    return value if choices[-1].default is UNSET else {"from": value, "default": choices[-1].default}
 
 
 def _op(step: NodeStep, given: Mapping[str, Any], folder: str, *, first: bool) -> Any:

@@ -46,10 +46,11 @@ def step_text(step: NodeStep) -> str:
 
 def _rows(node: Node) -> Iterator[tuple[str, ...]]:
     """A line for each step. The first also shows the node's own values."""
-    ops = [line for step in node.steps for line in wrap(step_text(step), _WIDTH, subsequent_indent="    ")]
+    ops = [f"alias of {node.alias_of}"] if node.alias_of is not None else []
+    ops = ops or [line for step in node.steps for line in wrap(step_text(step), _WIDTH, subsequent_indent="    ")]
     if not ops:
         each = node.each
-        ops = [f"alias of {node.alias_of}" if each is None else f"each of {each.split} through {each.body}"]
+        ops = [f"each of {each.split} through {each.body}" if each is not None else ""]
     wait_s = node.wait_s if node.wait_s is not None else 0.0 if node.device == "cpu" else GPU_WAIT_S
     yield node.name, ops[0], str(node.instances), _batch(node), f"{wait_s * 1000:g} ms", node.device
     yield from (("", op, "", "", "", "") for op in ops[1:])
@@ -90,6 +91,11 @@ def _fields(fields: Kinds) -> str:
 
 
 def _notes(node: Node) -> Iterator[str]:
+    if node.when is not None:
+        yield f"runs items with {node.when}; else: {node.otherwise}"
+    if node.alias_of is not None:
+        yield f"alias of {node.alias_of}: shares its queue and instances"
+        return
     for step in node.steps:
         file = step.params.get("model")
         if isinstance(file, str) and not os.path.isfile(file):

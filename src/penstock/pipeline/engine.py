@@ -240,25 +240,39 @@ class Backpressure:
         self.on_room: Callable[[], object] = lambda: None  # the queue of an entry has room for bytes again
 
     def connect(self, engines: Mapping[str, NodeEngine]) -> None:
-        order = self._graph.order()
-        for name, engine in engines.items():
-            ahead, upstream = self._next_queues(engine), self._graph.upstream(name)
-            self._ahead[name] = [engines[n] for n in engines if n in ahead]
-            self._upstream[name] = [engines[n] for n in order if n in upstream]
+        """Derives the edges between engines. An alias is another place of an engine.
+
+        An edge to an engine that comes earlier takes no credit, because the engine would wait for itself. `in_flight`
+        limits these items.
+        """
+        owners = {name: node.alias_of or name for name, node in self._graph.nodes.items()}
+        order = list(dict.fromkeys(owners[name] for name in self._graph.order()))  # by the first place of each
+        for at, name in enumerate(order):
+            places = [place for place, owner in owners.items() if owner == name]
+            ahead = {owners[n] for place in places for n in self._next_queues((place, *engines[name].chained)[-1])}
+            upstream = {owners[n] for place in places for n in self._graph.upstream(place)}
+            self._ahead[name] = [engines[n] for n in order[at + 1 :] if n in ahead]
+            self._upstream[name] = [engines[n] for n in order if n in upstream and n != name]
         for name, engine in engines.items():
             self._feeders[name] = [engines[n] for n in engines if engine in self._ahead[n]]
 
-    def _next_queues(self, engine: NodeEngine) -> set[str]:
-        """The nodes whose queue an item may enter next. An item with a result passes by nodes with the filter "or"."""
-        found: set[str] = set()
-        last = (engine.name, *engine.chained)[-1]
-        stack = list(self._graph.nodes[last].next)
+    def _next_queues(self, last: str) -> set[str]:
+        """The nodes whose queue an item may enter next. It may pass nodes by, and it may enter a join by dying."""
+        found: set[tuple[str, bool]] = set()
+        entered: set[str] = set()
+        stack = [(after, False) for after in self._graph.nodes[last].next]
         while stack:
-            if (after := stack.pop()) not in found:
-                found.add(after)
-                if self._graph.nodes[after].filter == "or":
-                    stack += self._graph.nodes[after].next
-        return found
+            if (step := stack.pop()) in found:
+                continue
+            found.add(step)
+            node, dead = self._graph.nodes[step[0]], step[1]
+            if not dead or node.inputs:
+                entered.add(node.name)
+                if node.filter == "or" or (node.when is not None and node.otherwise == "skip"):
+                    stack += [(after, False) for after in node.next]
+            if dead or (node.when is not None and node.otherwise == "skip_branch"):
+                stack += [(after, True) for after in node.next]
+        return entered
 
     def credit(self, engine: NodeEngine) -> int:
         """Most items that a node may start now, so that all following nodes have room for the results."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, field
 
 from penstock.errors import BadRequest, ConfigError
 
@@ -33,11 +33,16 @@ class NodeStep(Struct, frozen=True, omit_defaults=True):
 
 
 class NodeInput(Struct, frozen=True):
-    """A field that a node takes from another node: `producer[source:name]` in TorchPipe's `map`."""
+    """A field that a node takes from another node: `producer[source:name]` in TorchPipe's `map`.
+
+    Several inputs of one name are alternatives: the node takes the first whose producer ran. `default` is the value if
+    none did.
+    """
 
     producer: str
     source: str
     name: str
+    default: Any = UNSET
 
 
 class Each(Struct, frozen=True):
@@ -61,8 +66,13 @@ class Node(Struct, frozen=True, omit_defaults=True):
     - `queue` None: at most 2 x instances x max_batch items wait.
     - `bucket` None: shape and dtype of `data` if a model receives it.
     - `device` "auto": a GPU of the machine that runs the node, if it has one.
+    - `when`, `otherwise`: a condition (see `conditions.Condition`), and what happens to items that do not meet it:
+      "skip": they pass the node unchanged; "skip_branch": they are dead until the next join or output; "stop": they
+      end here; "fail".
+    - `require`: "all": a join is dead if it misses an input without a default; "any": if all its sources are dead.
+    - `alias_of`: the node whose queue and instances this one shares; everything but its place in the graph is equal.
 
-    The runner rejects `alias_of`, `each`, `when`, `require = "any"`, and filters other than "run", "swap" and "or".
+    The runner rejects `each`, and filters other than "run", "swap" and "or".
     """
 
     name: str
@@ -227,10 +237,7 @@ def check_runnable(graph: Graph) -> None:
 def unsupported(node: Node) -> list[str]:
     """The features of a node that cannot be run yet, in words."""
     return [
-        *([f"alias of '{node.alias_of}'"] if node.alias_of is not None else ()),
         *(["a fan-out (each, MapReduce)"] if node.each is not None else ()),
-        *(["when"] if node.when is not None else ()),
-        *(['require = "any"'] if node.require == "any" else ()),
         *([f"filter '{node.filter}'"] if node.filter not in NODE_FILTERS else ()),
         *(f"filter '{step.filter}' of op '{step.op}'" for step in node.steps if step.filter not in STEP_FILTERS),
     ]

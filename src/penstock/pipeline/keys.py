@@ -63,7 +63,12 @@ NODE: Final = {
     "ops": Key(list, 'the steps, in order: names, or tables such as `{op = "ResizeMat", resize_h = 224}`', "Identity"),
     "backend": Key(str, "the steps as an expression, instead of `ops`", "Identity"),
     "next": Key(Names, "the nodes that receive the items next", "none: an output"),
-    "inputs": Key(dict, 'fields taken from other nodes: `{data = "prep.result"}`', "all fields of the previous node"),
+    "inputs": Key(
+        dict,
+        'fields taken from other nodes: `{data = "prep.result"}`; a list has alternatives, and `{from = "prep.score",'
+        " default = 0}` a default",
+        "all fields of the previous node",
+    ),
     "instances": Key(int, "how many copies run at the same time, each in its own thread", "1", 1, 1024),
     "max_batch": Key(int, "most items in one call", "8 with a model (1 with `compat`)", 1, 65536),
     "min_batch": Key(int, "smallest batch of the model's engine; smaller batches are padded", "1", 1, 65536),
@@ -89,14 +94,17 @@ NODE: Final = {
         " unchanged",
         "swap",
     ),
-    "when": Key(str, "a condition on fields (accepted, but not supported yet)", "none"),
+    "when": Key(str, "a condition on the item's fields, or a predicate `pkg.mod:func`", "none: all items run"),
     "else": Key(
         Literal["skip", "skip_branch", "stop", "fail"],
-        "what happens to items that fail the condition (accepted, but not supported yet)",
+        "items that do not meet `when` pass unchanged (`skip`), leave this branch (`skip_branch`), end here with their"
+        " fields as the answer (`stop`), or fail",
         "skip",
     ),
     "require": Key(
-        Literal["all", "any"], "which producers a join waits for (`any`: accepted, but not supported yet)", "all"
+        Literal["all", "any"],
+        "`any`: a join runs if one of its sources ran; `all`: if each input has a source that ran, or a default",
+        "all",
     ),
     "each": Key(str, "the field whose elements become items (accepted, but not supported yet)", "none"),
     "body": Key(str, "the node where these items begin (accepted, but not supported yet)", "none"),
@@ -120,6 +128,9 @@ EACH: Final = {
     "each": "split", "body": "body", "gather": "gather", "max_fanout": "max_fanout", "on_item_error": "on_item_error",
 }  # fmt: skip
 """The fields of `graph.Each` by their keys."""
+
+PLACE: Final = ("name", "next", "inputs", "filter", "when", "otherwise", "require")
+"""The fields of `graph.Node` that belong to its place in the graph. An alias has its own, and shares all others."""
 
 _RENAMED = {"else": "otherwise", "wait_ms": "wait_s", "deadline_ms": "deadline_s"}
 FIELDS: Final = {key: _RENAMED.get(key, key) for key in NODE if key not in ("ops", "backend", "inputs", *EACH)}

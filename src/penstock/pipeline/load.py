@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from penstock.config import toml
 from penstock.config.toml import ONE_NODE_KEYS, SERVER_TABLES, found
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check_structure, entry_of, linked
+from penstock.pipeline.conditions import check_condition, is_target
 from penstock.pipeline.dialect import TORCHPIPE, native_table
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput
 from penstock.pipeline.keys import (
@@ -23,10 +25,12 @@ from penstock.pipeline.keys import (
     ONLY_IN_NODES,
     ONLY_WITH_A_MODEL,
     PIPELINE,
+    PLACE,
     TomlSource,
 )
 from penstock.pipeline.lower import (
     FAN_OUT,
+    TARGET,
     OpDraft,
     drafts_of,
     filter_name,
@@ -47,7 +51,7 @@ _GLOBAL = "global"  # the table in which TorchPipe's parse_toml puts the keys ab
 NO_NODES = (*SERVER_TABLES, _GLOBAL)  # names that a node cannot have
 
 _STEPS = {"ops", "backend"}
-_OF_AN_ALIAS = {"next", "inputs", "filter", "when", "else", "map", "backend"}
+_OF_AN_ALIAS = {"next", "inputs", "filter", "when", "else", "require", "map", "backend"}
 
 
 def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
@@ -82,10 +86,13 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
     single = not nodes.keys() & tables.keys()
     reader = NodeReader(source, {} if single else native_table(plain, "", source), folder, compat)
     reader.check_defaults()
-    read = {
-        node: _alias(node, table, nodes, source) or reader.read(node, native_table(table, node, source))
-        for node, table in nodes.items()
-    }
+    read: dict[str, Node] = {}
+    for node, table in nodes.items():
+        of = _aliased(node, table, nodes)
+        if of:
+            read[node] = _alias(node, table, read[of], source, folder)
+        else:
+            read[node] = reader.read(node, native_table(table, node, source))
     reader.check_unused()
     made = linked(read, source)
     entry = entry_of(made, settings.get("entry"), source, compat=compat)
@@ -117,6 +124,11 @@ def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: TomlSource) -
         if isinstance(table, dict) and node not in NO_NODES:
             aliases = {k: v for k, v in table.items() if k not in NODE and _is_alias(v)}
             nodes[node] = {k: v for k, v in table.items() if k not in aliases}
+            if aliases and not nodes[node]:
+                alias = f"{node}.{next(iter(aliases))}"
+                raise source.error(
+                    alias, "", f"is an alias of [{node}], which has no keys: define [{node}] with its ops first"
+                )
             nodes |= {f"{node}.{k}": v for k, v in aliases.items()}
     if "models" in tables:
         raise source.error(
@@ -141,13 +153,17 @@ def _is_alias(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() <= _OF_AN_ALIAS
 
 
-def _alias(name: str, table: Mapping[str, Any], nodes: Mapping[str, Any], source: TomlSource) -> Node | None:
-    """A node that stands for another at its own place in the graph; None for other nodes."""
+def _aliased(name: str, table: Mapping[str, Any], nodes: Mapping[str, Any]) -> str:
+    """The node that a table is an alias of, or ""."""
     of = name.rpartition(".")[0]
-    if of not in nodes or not _is_alias(table):
-        return None
+    return of if of in nodes and _is_alias(table) else ""
+
+
+def _alias(name: str, table: Mapping[str, Any], of: Node, source: TomlSource, folder: str) -> Node:
+    """A node that shares the instances of another at its own place in the graph."""
     keys = native_table({k: v for k, v in table.items() if k != "backend"}, name, source)
-    return replace(NodeReader(source, {}, ".", False).read(name, keys), steps=(), alias_of=of)
+    own = NodeReader(source, {}, folder, False).read(name, keys)
+    return replace(of, alias_of=of.name, each=None, **{key: getattr(own, key) for key in PLACE})
 
 
 class NodeReader:
@@ -207,7 +223,11 @@ class NodeReader:
         values["filter"] = filter_name(values.get("filter", "swap"))
         fields = {field: values[key] for key, field in FIELDS.items() if key in values}
         fields |= {field: fields[field] / 1000 for field in ("wait_s", "deadline_s") if field in fields}
-        inputs = tuple(self._input(name, k, v) for k, v in values.get("inputs", {}).items())
+        if (when := values.get("when")) is not None:
+            fields["when"] = self._condition(name, when)
+        elif "else" in values:
+            raise source.error(name, "else", "needs 'when', the condition that items may not meet")
+        inputs = tuple(i for k, v in values.get("inputs", {}).items() for i in self._inputs(name, k, v))
         return Node(name=name, steps=steps, inputs=inputs, each=self._each(name, values), **fields)
 
     def _value(self, node: str, key: str, value: Any) -> Any:
@@ -264,14 +284,39 @@ class NodeReader:
                 node, "sizes", f"the largest is {sizes[-1]}, expected at least max_batch, which is {most}"
             )
 
-    def _input(self, node: str, name: str, value: Any) -> NodeInput:
-        """`"prep.image"` is the field image of prep, `"prep"` its result. `linked` resolves node names with dots."""
-        if not isinstance(value, str) or not value.strip("."):
-            raise self._source.error(
-                node, "inputs", f'{name}: found {found(value)}, expected a field such as "prep.result"'
+    def _condition(self, node: str, text: str) -> str:
+        """A condition that can be parsed or imported, with a path based on the folder."""
+        if is_target(text):
+            text = rooted({TARGET: text}, self._folder)[TARGET]
+        try:
+            check_condition(text)
+        except ConfigError as e:
+            raise self._source.error(node, "when", e.message) from None
+        return text
+
+    def _inputs(self, node: str, name: str, value: Any) -> list[NodeInput]:
+        """`"prep.image"` is the field image of prep, `"prep"` its result. `linked` resolves node names with dots.
+
+        A list has alternatives, and `{from = ..., default = ...}` a default.
+        """
+        default: Any = UNSET
+        given = value
+        if isinstance(value, dict) and "from" in value and value.keys() <= {"from", "default"}:
+            given, default = value["from"], value.get("default", UNSET)
+        inputs = []
+        for text in given if isinstance(given, list) and given else [given]:
+            if not isinstance(text, str) or not text.strip("."):
+                raise self._source.error(
+                    node,
+                    "inputs",
+                    f'{name}: found {found(value)}, expected a field such as "prep.result", a list of them, or'
+                    ' {from = "prep.result", default = 0}',
+                )
+            producer, dot, field = text.rpartition(".")
+            inputs.append(
+                NodeInput(producer, field, name, default) if dot else NodeInput(text, "result", name, default)
             )
-        producer, dot, field = value.rpartition(".")
-        return NodeInput(producer, field, name) if dot else NodeInput(value, "result", name)
+        return inputs
 
     def _each(self, node: str, values: Mapping[str, Any]) -> Each | None:
         given = {EACH[key]: values[key] for key in EACH if key in values}

@@ -59,7 +59,9 @@ def _device(node: Node) -> str:
 
 
 def chain(graph: Graph, name: str) -> tuple[str, ...]:
-    """The nodes that the instances of a node also run, in order."""
+    """The nodes that the instances of a node also run, in order: none if aliases share them."""
+    if any(name in (node.name, node.alias_of) for node in graph.nodes.values() if node.alias_of is not None):
+        return ()
     found = [name]
     while (after := _inlined(graph, found[-1])) is not None and after not in found:
         found.append(after)

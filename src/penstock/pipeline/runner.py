@@ -33,15 +33,23 @@ class PipelineRunner:
         self._routes: dict[str, ItemRoute] = {graph.entry: route(graph, graph.entry)}
         self._backpressure = Backpressure(graph)
         shared = {name: SharedState(compat=graph.compat) for name in graph.nodes}
-        engines = [NodeEngine(graph, node, self._backpressure, observers, shared) for node in graph.nodes.values()]
-        self._nodes = {engine.name: RunningNode(graph, engine) for engine in engines}
+        engines = [
+            NodeEngine(graph, node, self._backpressure, observers, shared)
+            for node in graph.nodes.values()
+            if node.alias_of is None
+        ]
+        owners = {engine.name: engine for engine in engines}
+        self._engines = engines
+        self._nodes = {
+            name: RunningNode(graph, node, owners[node.alias_of or name]) for name, node in graph.nodes.items()
+        }
         self._backpressure.on_room = on_room
-        self._backpressure.connect({name: node.engine for name, node in self._nodes.items()})
+        self._backpressure.connect(owners)
         for name, node in self._nodes.items():
             node.chained = next((self._nodes[after] for after in node.engine.chained), None)
             following = [self._nodes[after] for after in graph.nodes[name].next]
-            node.followers = [after for after in following if not after.sources]
-            node.joins = [n for n in self._nodes.values() if name in n.sources]
+            node.followers = [after for after in following if not after.taken.sources]
+            node.joins = [n for n in self._nodes.values() if name in n.taken.sources]
         self.width = 0  # most items inside at once, known once it is loaded
         self._state = "LOADING"
         self._emptied = asyncio.Event()
@@ -49,12 +57,11 @@ class PipelineRunner:
     async def start(self) -> None:
         """Returns when all instances of all nodes are up. Raises LoadFailed, ConfigError that name the node."""
         try:
-            await asyncio.gather(*(node.engine.load() for node in self._nodes.values()))
+            await asyncio.gather(*(engine.load() for engine in self._engines))
         except BaseException:
             await self.close(0.0)
             raise
-        engines = [node.engine for node in self._nodes.values()]
-        self.width = self.graph.in_flight or sum(e.capacity + e.concurrency for e in engines)
+        self.width = self.graph.in_flight or sum(e.capacity + e.concurrency for e in self._engines)
         if self._state == "LOADING":
             self._state = "READY"
 
@@ -69,7 +76,7 @@ class PipelineRunner:
             except TimeoutError:
                 pass
         left_s = max(0.0, end - time.monotonic())
-        await asyncio.gather(*(node.engine.handle.close(left_s) for node in self._nodes.values()))
+        await asyncio.gather(*(engine.handle.close(left_s) for engine in self._engines))
 
     def submit(
         self, fields: Fields, done: Done, *, node: str | None = None, budget_s: float | None = None, priority: int = 0
@@ -93,13 +100,17 @@ class PipelineRunner:
         deadline_s = None if budget_s is None else time.monotonic() + budget_s
         traversal = Traversal(path, done, self._ended, deadline_s, priority, self.graph.trace)
         self.in_flight += 1
+        first = self._nodes[path.start]
         try:
-            self._nodes[path.start].enter(traversal, dict(fields), swap=False)
+            if first.condition is None:
+                first.enter(traversal, dict(fields), swap=False)
+            else:  # later, because the item may end here, and its caller has no ticket yet
+                asyncio.get_running_loop().call_soon(first.begin, traversal, dict(fields))
         except BaseException as e:
             traversal.done = None
             self._ended(traversal)
             if isinstance(e, PenstockError):
-                raise self._nodes[path.start].located(e) from None
+                raise first.located(e) from None
             raise
         return traversal
 
@@ -127,11 +138,11 @@ class PipelineRunner:
     @property
     def ready(self) -> bool:
         """True while every node can answer."""
-        return self._state == "READY" and all(node.engine.handle.ready for node in self._nodes.values())
+        return self._state == "READY" and all(engine.handle.ready for engine in self._engines)
 
     def statistics(self) -> dict[str, object]:
         """The statistics of each node by name, and the number of items inside."""
-        nodes = {name: node.engine.statistics() for name, node in self._nodes.items()}
+        nodes = {engine.name: engine.statistics() for engine in self._engines}
         return {"in_flight": self.in_flight, "width": self.width, "nodes": nodes}
 
     def node(self, name: str) -> RunningNode:

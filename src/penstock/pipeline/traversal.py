@@ -15,12 +15,14 @@ from msgspec import Struct
 
 from penstock.core.engine.calls import Call
 from penstock.core.tensors import MOST_PARTS, nbytes_of
-from penstock.errors import ItemFailed, PenstockError, describe
+from penstock.errors import BadRequest, ItemFailed, PenstockError, describe
 from penstock.pipeline.collate import PadTo, shape_of
+from penstock.pipeline.conditions import Condition
 from penstock.pipeline.engine import NodeEngine
-from penstock.pipeline.graph import Graph, ItemRoute, join_sources
+from penstock.pipeline.graph import Graph, ItemRoute, Node
+from penstock.pipeline.joins import Join, arriving, unchanged
 from penstock.pipeline.node import BatchStamp, Visit
-from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
+from penstock.pipeline.ops.base import DATA, RESULT, Fields
 from penstock.types import Item, ItemResult
 
 log = logging.getLogger("penstock.pipeline")
@@ -56,10 +58,23 @@ class Traversal:
     """One accepted item. Its caller may `cancel` it.
 
     `waits` counts, for each join, the nodes that have not finished yet. `kept` has the fields of nodes that later joins
-    read. `outputs` has the fields that reached an output.
+    read. `outputs` has the fields that reached an output. `dead` has the nodes that a condition removed from the item's
+    path, with the fields before the removal.
     """
 
-    __slots__ = ("deadline_s", "done", "hops", "kept", "on_end", "outputs", "priority", "route", "visits", "waits")
+    __slots__ = (
+        "dead",
+        "deadline_s",
+        "done",
+        "hops",
+        "kept",
+        "on_end",
+        "outputs",
+        "priority",
+        "route",
+        "visits",
+        "waits",
+    )
 
     def __init__(
         self,
@@ -80,6 +95,18 @@ class Traversal:
         self.waits: dict[str, int] = dict(route.waits) if route.waits else {}
         self.kept: dict[str, Fields] = {}
         self.outputs: dict[str, Fields] = {}
+        self.dead: dict[str, Fields] | None = None
+
+    def arrived(self, fields: Fields, node: str) -> None:
+        """Ends the item when all its outputs are decided. It has the fields of all that are alive, or of all dead."""
+        self.outputs[node] = fields
+        names, dead = self.route.outputs, self.dead or ()
+        if len(self.outputs) < len(names):
+            return
+        if len(names) > 1:
+            alive = [name for name in names if name not in dead] or names
+            fields = {name: value for output in alive for name, value in self.outputs[output].items()}
+        self.end(fields, None, node)
 
     def end(self, fields: Fields, error: PenstockError | None, node: str) -> None:
         """Reports the outcome once, and cancels visits to other branches."""
@@ -184,13 +211,13 @@ class RunningNode:
     The runner sets `followers`, `joins` and `chained` when all nodes exist.
     """
 
-    def __init__(self, graph: Graph, engine: NodeEngine) -> None:
-        node = engine.node
+    def __init__(self, graph: Graph, node: Node, engine: NodeEngine) -> None:
         self.name, self.node, self.engine = node.name, node, engine
         self.followers: list[RunningNode] = []  # next nodes, except joins
         self.joins: list[RunningNode] = []  # joins that wait for this node
         self.chained: RunningNode | None = None  # the next node, if it runs in the same call
-        self.sources = join_sources(graph, node.name)  # for a join, the nodes that must finish first
+        self.taken = Join(graph, node)
+        self.condition = None if node.when is None else Condition(node.when)
         self._kept = any(i.producer == node.name for n in graph.nodes.values() for i in n.inputs)
         self._pad = PadTo(node.pad_to) if node.pad_to else None
         self._bucket_fields = [name.removesuffix(".shape") for name in node.bucket or ()]
@@ -214,12 +241,7 @@ class RunningNode:
     def passed(self, traversal: Traversal, fields: Fields) -> None:
         """Passes an item on to all next nodes, or ends it at an output."""
         if not self.node.next:
-            traversal.outputs[self.name] = fields
-            if len(traversal.outputs) == len(traversal.route.outputs):
-                if len(traversal.outputs) > 1:
-                    outputs = (traversal.outputs[name] for name in traversal.route.outputs)
-                    fields = {name: value for output in outputs for name, value in output.items()}
-                traversal.end(fields, None, self.name)
+            traversal.arrived(fields, self.name)
             return
         if self._kept:
             traversal.kept[self.name] = fields
@@ -240,34 +262,72 @@ class RunningNode:
         elif guard == "swap" and no_result:
             traversal.end(fields, None, self.name)
         else:
-            self._try_enter(traversal, fields, swap=guard == "swap")
+            self.receive(traversal, fields, swap=guard == "swap")
+
+    def died(self, traversal: Traversal, fields: Fields) -> None:
+        """Takes an item that a condition removed from this branch. Joins and outputs learn that it will not come."""
+        if traversal.done is None:
+            return
+        if traversal.dead is None:
+            traversal.dead = {}
+        traversal.dead[self.name] = fields
+        if not self.node.next:
+            traversal.arrived(fields, self.name)
+        for node in self.followers:
+            node.died(traversal, fields)
+        for node in self.joins:
+            node.join(traversal)
 
     def join(self, traversal: Traversal) -> None:
         """Counts one finished source. After the last one the item enters."""
         left = traversal.waits[self.name] = traversal.waits[self.name] - 1
         if left or traversal.done is None:
             return
-        fields: Fields = {}
-        for i in self.node.inputs:
-            found = traversal.kept[i.producer]
-            if CONTEXT in found:
-                fields.setdefault(CONTEXT, found[CONTEXT])
-            if i.source not in found:
-                if i.source == RESULT:  # a filter ended the item on that branch, so it ends here
-                    traversal.end(dict(found), None, self.name)
-                    return
-                names = ", ".join(map(str, found)) or "none"
-                text = f"node '{self.name}' takes field '{i.source}' of node '{i.producer}', which has only: {names}"
-                traversal.end(dict(found), ItemFailed(text), self.name)
-                return
-            fields[i.name] = found[i.source]
-        self._try_enter(traversal, fields, swap=False)
-
-    def _try_enter(self, traversal: Traversal, fields: Fields, swap: bool) -> None:
+        if traversal.dead and self.taken.is_dead(traversal.dead):
+            self.died(traversal, self.taken.before(traversal.kept, traversal.dead))
+            return
+        error: PenstockError | None = None
+        fields: Fields | None = None
         try:
+            fields = self.taken.fields(traversal.kept)
+        except ItemFailed as e:
+            error = e
+        if fields is None:
+            traversal.end(dict(self.taken.before(traversal.kept, traversal.dead or {})), error, self.name)
+        else:
+            self.receive(traversal, fields, swap=False)
+
+    def begin(self, traversal: Traversal, fields: Fields) -> None:
+        """Takes an item from outside that may end at the condition."""
+        if traversal.done is None:
+            return
+        try:
+            self.receive(traversal, fields, swap=False)
+        except Exception as e:  # for instance a value whose attributes raise
+            log.exception("begin_failed node=%s", self.name)
+            traversal.end(fields, self.located(PenstockError(f"internal error: {describe(e)}")), self.name)
+
+    def receive(self, traversal: Traversal, fields: Fields, swap: bool) -> None:
+        """Queues an item if it meets the condition. Errors end the item."""
+        try:
+            if self.condition is not None and not self.condition(arriving(fields) if swap else fields):
+                self._refuse(traversal, fields)
+                return
             self.enter(traversal, fields, swap)
         except PenstockError as e:
             self._end_or_skip(traversal, fields, e)
+
+    def _refuse(self, traversal: Traversal, fields: Fields) -> None:
+        """Handles an item that does not meet the condition."""
+        match self.node.otherwise:
+            case "skip":
+                self.passed(traversal, unchanged(fields))
+            case "skip_branch":
+                self.died(traversal, unchanged(fields))
+            case "stop":
+                traversal.end(unchanged(fields), None, self.name)
+            case "fail":
+                raise BadRequest(f"the item does not meet the condition '{self.node.when}'")
 
     def failed(self, visit: TraversalVisit, error: PenstockError) -> None:
         """Handles an item that failed here or was dropped."""
@@ -280,7 +340,7 @@ class RunningNode:
             traversal.deadline_s is not None and traversal.deadline_s <= time.monotonic()
         )
         if self.node.on_error == "skip" and not over:
-            self.passed(traversal, fields)
+            self.passed(traversal, unchanged(fields))
         else:
             traversal.end(dict(fields), self.located(error), self.name)
 

@@ -13,6 +13,7 @@ import pytest
 
 from penstock import Pipeline
 from penstock.errors import ConfigError
+from penstock.pipeline.builder import NodeField
 from penstock.pipeline.graph import NodeInput, NodeStep
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.steps import (
@@ -178,3 +179,30 @@ def test_invalid_pipelines_are_rejected(tmp_path: Path, build: Any, told: str) -
     with pytest.raises(ConfigError) as caught:
         build(p, p.node("a", Decode()))
     assert told in caught.value.message
+
+
+def routed() -> Pipeline:
+    """Bytes go through one of two nodes, or again through the first."""
+    p = Pipeline("routed")
+    start = p.node("start", Use("Identity"))
+    low = p.node("low", Use("AddInt", pairs="n:1"), when="data < '5'", otherwise="skip_branch")(start)
+    high = p.node("high", Use("AddInt", pairs="n:2"), when="not data < '5'", otherwise="skip_branch")(start)
+    again = p.alias(low, "2", when="data == '7'", otherwise="skip_branch")(high)
+    p.node("end", Use("Identity"))(data=(low, high), n=low.n.default(0), last=again.n.default(9))
+    return p
+
+
+def test_conditions_defaults_and_aliases_are_built_and_written(tmp_path: Path) -> None:
+    p = routed()
+    p.check()
+    (tmp_path / "p.toml").write_text(p.to_toml())
+    again = Pipeline.from_toml(tmp_path / "p.toml")
+    assert again.to_toml() == p.to_toml()
+    assert again["low.2"].n == NodeField("low.2", "n")
+    with p.local() as local:
+        outcomes = local.infer_many([{"data": text} for text in "178"])
+    assert [(o.error, o.fields["n"], o.fields["last"]) for o in outcomes] == [
+        (None, 1, 9),
+        (None, 0, 1),
+        (None, 0, 9),
+    ]

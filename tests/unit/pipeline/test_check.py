@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from penstock.errors import ConfigError
 from penstock.pipeline.check import cannot_run, check, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, NodeStep
-from penstock.pipeline.load import parse_graph
+from penstock.pipeline.load import load_graph, parse_graph
 
 DIAMOND = """
 [decode]
@@ -64,15 +65,12 @@ def test_edges_have_the_fields_that_ops_declare() -> None:
             "but gets 'tensor': Tensor2Mat converts one",
         ),
         ('[a]\nbackend="S[DecodeMat,Identity,SoftmaxCpu]"', "SoftmaxCpu takes 'tensor' as data, but gets 'mat'"),
-        ('[a]\nnext="a.b"\n[a.b]', "[a.b] alias of 'a' cannot be run yet"),
         ('[a]\nnext="b"\n[b]\nbackend="MapReduce"\njump="c"\n[c]', "[b] a fan-out (each, MapReduce) cannot be run yet"),
         ('[a]\nnext="b"\n[b]\nfilter="filter_score"', "[b] filter 'filter_score' cannot be run yet"),
         (
             '[a]\nbackend="S[Identity,(half_chance)Identity]"',
             "[a] filter 'half_chance' of op 'Identity' cannot be run yet",
         ),
-        ('[a]\nwhen="score > 0.5"', "[a] when cannot be run yet"),
-        ('[a]\nrequire="any"', '[a] require = "any" cannot be run yet'),
     ],
 )
 def test_unsupported_graphs_are_rejected(text: str, message: str) -> None:
@@ -97,8 +95,70 @@ def test_a_field_of_an_op_that_may_write_any_field_is_accepted() -> None:
 
 
 def test_all_unsupported_features_are_reported_together() -> None:
-    graph = read('[a]\nwhen="x"\nnext="b"\n[b]\nrequire="any"')
-    assert cannot_run(graph) == ("[a] when cannot be run yet", '[b] require = "any" cannot be run yet')
+    graph = read('[a]\nfilter="x"\nnext="b"\n[b]\nfilter="y"')
+    assert cannot_run(graph) == ("[a] filter 'x' cannot be run yet", "[b] filter 'y' cannot be run yet")
+
+
+ROUTES = """
+[a]
+next = "b,c"
+[b]
+when = "kind == 1"
+else = "skip_branch"
+next = "d"
+[c]
+next = "e"
+when = "kind == 2"
+else = "skip_branch"
+[e]
+next = "d"
+[d]
+inputs = {data = "b.result", x = "e.result"}
+"""
+
+
+def test_a_join_that_waits_for_branches_that_exclude_each_other_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"g: \[d\]: waits for \[b\] and \[e\], but no item reaches both"):
+        read(ROUTES)
+    for inputs in (
+        '{data = ["b.result", "e.result"]}',
+        '{data = "b.result", x = {from = "e.result", default = 1}}',
+        '{data = "b.result", x = "e.result"}\nrequire = "any"',
+    ):
+        check(read(ROUTES.replace('{data = "b.result", x = "e.result"}', inputs)))
+    check(read(ROUTES.replace("kind == 2", "other == 2")))
+
+
+def test_outputs_that_conditions_select_may_give_the_same_field() -> None:
+    routes = ROUTES.partition("[e]")[0].replace('next = "d"\n', "").replace('next = "e"\n', "")
+    check(read(routes))
+    assert "is an output with the field 'result', and so is [b]" in told(
+        read(routes.replace('when = "kind == 2"\nelse = "skip_branch"', ""))
+    )
+
+
+def test_a_node_that_an_item_may_skip_gives_the_kind_of_its_data_too() -> None:
+    text = '[a]\nbackend="DecodeMat"\nnext="b"\n[b]\nbackend="Mat2Tensor"\nnext="c"\n{}\n[c]\nbackend="SoftmaxCpu"'
+    for keys in ('when="color"', 'on_error="skip"'):
+        assert edges_of(read(text.format(keys)))[1][2]["data"] == "any"
+    assert edges_of(read(text.format("")))[1][2]["data"] == "tensor"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[a]\nwhen = "score >"', "line 2: [a] when: found 'score >', which is no condition"),
+        ('[a]\nelse = "stop"', "line 2: [a] else: needs 'when'"),
+        ('[a]\nnext="b.2"\n[b.2]', "line 3: [b.2]: is an alias of [b], which has no keys"),
+        ('[a]\nnext="b"\n[b]\ninputs={data={from=3}}', "[b] inputs: data: found a table, expected a field such as"),
+        ('[a]\nnext="b"\n[b]\ninputs={data=["a", 3]}', "[b] inputs: data: found"),
+    ],
+)
+def test_a_bad_condition_alias_or_input_is_an_error_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "g.toml").write_text(text)
+    with pytest.raises(ConfigError) as e:
+        load_graph(tmp_path / "g.toml")
+    assert message in e.value.message
 
 
 def test_graphs_built_in_code_are_checked_in_the_same_way() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from msgspec.structs import replace
@@ -77,5 +78,43 @@ def test_tables_for_the_server_are_kept() -> None:
 
 def test_text_of_any_kind_is_written_as_toml() -> None:
     odd = 'a "quote", a \\, a\ttab, a \x7f, ä\nline'
-    graph = parse_graph({"a": {"when": odd}}, name="c", folder="/")
-    assert tomllib.loads(to_toml(graph))["a"]["when"] == odd
+    graph = parse_graph({"a": {"backend": "Result2Key", "key": odd}}, name="c", folder="/")
+    assert tomllib.loads(to_toml(graph))["a"]["ops"] == [{"op": "Result2Key", "key": odd}]
+
+
+def test_conditions_defaults_and_aliases_are_written_back() -> None:
+    text = """[pipeline]
+name = "routes"
+entry = "read"
+
+[read]
+ops = ["Identity"]
+next = ["low", "high", "low.2"]
+
+[low]
+ops = ["DecodeMat"]
+next = ["end"]
+instances = 2
+when = "len(data) < 5 and kind == \\"a\\""
+else = "skip_branch"
+
+[low.2]
+next = ["end"]
+
+[high]
+ops = ["Identity"]
+next = ["end"]
+when = "app.py:is_high"
+else = "skip_branch"
+
+[end]
+ops = ["Identity"]
+inputs = {data = ["low.result", "high.result"], again = {from = "low.2.result", default = [0.5]}}
+require = "any"
+"""
+    with TemporaryDirectory() as folder:
+        Path(folder, "app.py").write_text("def is_high(fields):\n    return True\n")
+        graph = parse_graph(tomllib.loads(text), name="c", folder=folder)
+        assert to_toml(graph) == text
+        assert graph.nodes["low.2"].steps == graph.nodes["low"].steps
+        assert graph.nodes["high"].when == f"{folder}/app.py:is_high"

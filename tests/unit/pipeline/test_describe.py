@@ -60,7 +60,9 @@ KINDS: dict[object, Any] = {bool: False, int: 3, float: 3.5, str: "text", tuple[
 def test_every_key_of_a_node_is_read(key: str) -> None:
     model = {"ops": [{"op": "OnnxTensor", "model": "m.onnx"}], "max_batch": 9}
     of_each = (*FAN_OUT, "gather", "max_fanout", "on_item_error")
-    plain: dict[str, Any] = FAN_OUT if key in of_each else {} if key in ("ops", "backend") else model
+    plain: dict[str, Any] = (
+        FAN_OUT if key in of_each else {"when": "x"} if key == "else" else {} if key in ("ops", "backend") else model
+    )
     changed = {**plain, key: VALUES.get(key, KINDS.get(NODE[key].type))}
     tables = {"pipeline": {"entry": "first"}, "first": {"next": "node"}, "last": {}}
     nodes = [parse_graph({**tables, "node": t}, name="t", folder="/").nodes["node"] for t in (plain, changed)]

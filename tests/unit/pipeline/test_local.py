@@ -179,7 +179,7 @@ def test_a_pipeline_that_does_not_load_reports_the_reason(known, make_graph, mon
     with pytest.raises(LoadFailed, match=r"node 'net': .*no such device"):
         LocalPipeline(graph)
     with pytest.raises(ConfigError, match="not supported yet"):
-        LocalPipeline(make_graph({"a": (A, "", {"when": "x"})}), lazy=True)
+        LocalPipeline(make_graph({"a": (A, "", {"filter": "odd"})}), lazy=True)
     with LocalPipeline(graph, lazy=True) as lazy:
         found = lazy.infer_many([{"data": 1}, {"data": 2}])
         assert [type(o.error) for o in found] == [LoadFailed] * 2

@@ -363,10 +363,7 @@ async def test_an_unknown_op_and_a_wrong_parameter_are_told_at_start(known, make
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"alias_of": "a"}, "alias of 'a'"),
         ({"each": Each("box", "crop", ("label",))}, "a fan-out"),
-        ({"when": "score > 1"}, "when"),
-        ({"require": "any"}, 'require = "any"'),
         ({"filter": "half_chance"}, "filter 'half_chance'"),
     ],
 )
