@@ -37,7 +37,7 @@ IMAGES = [{"data": encoded("JPEG")}, {"data": encoded("PNG")}, {"data": memoryvi
 MATS = [{"data": MAT}, {"data": GRAY}, {"data": FLOATS}, {"data": MAT[::-1, 3:]}]
 TENSORS = [{"data": TENSOR}, {"data": TENSOR.astype(np.float32)}, {"data": MAT}]
 ANY = [{"data": 1, "box": [1, 2]}, {"data": MAT, "box": None, "other": 3}]
-MODELS = {name for name, where in catalog.BUILTIN.items() if ".model_op:" in where}
+MODELS = {name for name in catalog.BUILTIN if catalog.is_model(name)}
 
 CASES = {
     "Add": (ANY, {"pairs": "stage:first"}),

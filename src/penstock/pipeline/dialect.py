@@ -11,20 +11,18 @@ from msgspec import Struct
 from penstock.config.toml import found
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError
+from penstock.pipeline.compat import with_backend
 from penstock.pipeline.keys import Key, TomlSource
 
-KeyState = Literal["used", "accepted", "ignored", "one value", "not supported"]
-
-ENGINES = ("PipelineV3", "BaselineSchedule", "Schedule", "Batching")
-"""TorchPipe's schedulers, as values of the keys that select one. All of them mean the only scheduler here."""
+KeyState = Literal["used", "accepted", "ignored", "rewritten", "not supported"]
 
 
 class TorchPipeKey(Struct, frozen=True):
     """A key of TorchPipe's files.
 
     "accepted" keys are kept, but a graph that has them does not run yet. "ignored" keys change no result and cause a
-    warning. "not supported" keys, and "one value" keys with another value than ENGINES, cause an error with the reason
-    `why`.
+    warning. "rewritten" keys become others before they are read (`compat`). "not supported" keys cause an error with
+    the reason `why`.
     """
 
     name: str
@@ -51,30 +49,26 @@ _TORCHPIPE = [
         ("max_workspace_size weight_budget_percentage allocator", "left to the runtime"),
         ("log_level Logger::path Logger::level", "see logging"),
         ("priority", "the runtime controls its streams"),
+        ("force_range range", "batches are formed from the items that wait"),
+        ("fake_instance_num", "`max` and `min` give the sizes of batches"),
+        ("number_factor", "batches have one shape without sorting"),
     ),
     *_keys(
-        "one value",
-        ("Interpreter::backend PipelineV3::backend Schedule::backend scheduler",
-         "there is one way to run nodes and to form batches; write backends in `backend`"),
+        "rewritten",
+        ("Interpreter::backend PipelineV3::backend Schedule::backend scheduler node_entrypoint entrypoint", ""),
+        ("preprocessor pre_processor postprocessor post_processor", ""),
+        ("instances_grp active_instances_grp borrow_from", ""),
     ),
     *_keys(
         "not supported",
-        ("node_entrypoint entrypoint", "there is one way to run nodes; write backends in `backend`"),
         ("Interpreter::env", "set environment variables before the server starts"),
-        ("force_range", "batches are formed from the items that wait"),
-        ("fake_instance_num", "set `sizes` for the sizes of batches"),
-        ("number_factor", "batches have one shape without sorting"),
         ("batch_process", "write an op before or after the model"),
         ("register_config", "name a Python backend in `backend`"),
         ("model_type", "the file extension determines it"),
         ("split_size", "it belongs to a test backend"),
-        ("instances_grp active_instances_grp", "instances belong to one node"),
-        ("borrow_from", "instances belong to one node; a table `[rec.2]` is an alias of `rec`"),
         ("request_size cal_request_size_method", "an item counts as one"),
         ("contiguous_batching restart", "serve language models as separate models"),
         ("calibrate_input calibrate_cache", "int8 engines are built from quantized ONNX files"),
-        ("preprocessor", "write an op before the model"),
-        ("postprocessor", "write an op after the model, such as SoftmaxCpu"),
         ("precision::fp32 precision::fp16 precision::output::fp32 precision::output::fp16"
          " force_layer_norm_pattern_fp32", "layers keep the precision of their file"),
     ),
@@ -107,14 +101,10 @@ _GROUPS = "groups of a node ('&') are not supported: write one value"
 def native_table(table: dict[str, Any], node: str, source: TomlSource) -> dict[str, Any]:
     """The table with native keys instead of TorchPipe's. Other keys stay. Raises ConfigError."""
     given: dict[str, Any] = {}
-    for key, value in table.items():
+    for key, value in with_backend(table, node, source).items():
         known = TORCHPIPE.get(key)
         if known is not None and known.state == "not supported":
             raise source.error(node, key, f"is not supported: {known.why}")
-        if known is not None and known.state == "one value":
-            if str(value).lower() in map(str.lower, ENGINES):
-                continue
-            raise source.error(node, key, f"found {found(value)}, expected one of {', '.join(ENGINES)}: {known.why}")
         if known is None and key.endswith("::backend"):
             outer = key.removesuffix("::backend")
             raise source.error(node, key, f'is not supported: write backend = "{outer}[{value}]"')

@@ -23,9 +23,13 @@ from penstock.pipeline.ops.parameters import check_params, make_op, parameters_o
 _NAME = re.compile(r"[\w.:/-]+")  # an op, or the target in its brackets: pkg.mod:Class, app/post.py:Boxes
 _DEPTH = 20
 
-SEQUENCES = {"sequential", "s"}
-SCOPES = {"synctensor", "tensorsync", "torch", "streamguard"}
-"""TorchPipe's stream scopes. They have no effect: each op manages its own streams."""
+SEQUENCES = {"sequential", "s", "sequentialv0", "s_v0"}
+SCOPES = {
+    *("synctensor", "tensorsync", "torch", "streamguard"),  # each op manages its own streams
+    *("parallel", "range", "fakeinstance", "max"),  # the node forms batches that its ops can run
+    *("eventloop", "ring", "syncring", "pipelinereviser", "ensureinputhasevent"),  # nodes always run concurrently
+}
+"""TorchPipe's wrappers that have no effect."""
 
 FAN_OUT = "MapReduce"
 TARGET = "target"

@@ -158,7 +158,6 @@ def test_max_and_min_may_be_shapes_and_lists(
         ("batching_timeout = -1", "batching_timeout: found -1, expected number, 0 or more"),
         ("batching_timeout = nan", "batching_timeout: found nan, expected number, 0 or more"),
         ('request_size = "4"', "request_size: is not supported: an item counts as one"),
-        ('borrow_from = "a"', "borrow_from: is not supported"),
         ('device_id = "first"', "device_id: found the string 'first', expected the number of a GPU"),
         ('device = "gpu"', "device: found the string 'gpu', expected auto, cpu, cuda"),
         ('map = "prep"', "map: found the string 'prep', expected for instance prep[result:data,box:box]"),
@@ -199,14 +198,7 @@ def test_ignored_keys_cause_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     "key",
     [
-        *(f'"{key}" = "C10Exception"' for key in ("Interpreter::backend", "PipelineV3::backend", "Schedule::backend")),
-        'scheduler = "SortSchedule"',
-        'node_entrypoint = "IoC[Batching]"',
-        'entrypoint = "x"',
         '"Interpreter::env" = "A=1"',
-        'force_range = "1,4"',
-        "fake_instance_num = 2",
-        "number_factor = 2",
         'batch_process = "x"',
         'register_config = "x"',
         'model_type = ".onnx"',
@@ -215,7 +207,7 @@ def test_ignored_keys_cause_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
 )
 def test_keys_that_change_what_runs_are_refused_and_never_only_warned_about(tmp_path: Path, key: str) -> None:
     for text in (NET + key, f"{key}\n{NET}"):
-        with pytest.raises(ConfigError, match=r"is not supported|expected one of PipelineV3"):
+        with pytest.raises(ConfigError, match="is not supported"):
             load(tmp_path, text, compat=True)
 
 

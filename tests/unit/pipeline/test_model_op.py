@@ -416,7 +416,7 @@ def test_a_torchscript_file_is_run_by_pytorch(tmp_path):
 
 
 def test_its_names_are_those_of_every_runtime():
-    for name in ("OnnxTensor", "TensorrtTensor", "TorchScriptTensor", "OpenvinoTensor", "OpenvinoMat"):
+    for name in ("OnnxTensor", "TensorrtTensor", "TorchScriptTensor", "OpenvinoTensor"):
         assert catalog.find(name) is ModelOp
 
 

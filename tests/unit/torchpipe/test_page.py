@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import penstock.torchpipe as torchpipe
+from penstock.pipeline.compat import ENGINES
 from penstock.pipeline.dialect import TORCHPIPE
 from penstock.pipeline.graph import NODE_FILTERS
 from penstock.pipeline.keys import NODE
-from penstock.pipeline.lower import flatten, parse
+from penstock.pipeline.lower import SCOPES as WRAPPERS
+from penstock.pipeline.lower import SEQUENCES, flatten, parse
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.parameters import parameters_of
 from penstock.torchpipe.naming import INSTEAD
@@ -22,11 +24,14 @@ OF_CODE = {
     "used": {"works", "differently"},
     "accepted": {"later"},
     "ignored": {"ignored"},
-    "one value": {"differently"},
+    "rewritten": {"works", "differently"},
     "not supported": {"never"},
 }
 PENSTOCKS_OWN = {"Model", "OnnxTensor", "OpenvinoTensor"}
-SCOPES = {"Sequential", "S", "SyncTensor", "TensorSync", "Torch", "StreamGuard"}
+SCOPES = {
+    *("Sequential", "S", "SequentialV0", "S_v0", "SyncTensor", "TensorSync", "Torch", "StreamGuard", "Parallel"),
+    *("Range", "FakeInstance", "Max", "EventLoop", "Ring", "SyncRing", "PipelineReviser", "EnsureInputHasEvent"),
+}
 
 
 def rows(section: str) -> dict[str, str]:
@@ -64,7 +69,11 @@ def test_every_backend_is_there_and_works_if_the_catalog_has_it() -> None:
     here = {*catalog.BUILTIN, *catalog.ALIASES} - PENSTOCKS_OWN
     assert here | catalog.NOT_HERE.keys() | SCOPES <= found.keys()
     for name, state in found.items():
-        assert (state in ("works", "differently")) == (name in here | SCOPES), name
+        assert (state in ("works", "differently")) == (name in here | SCOPES | {*ENGINES}), name
+
+
+def test_the_page_lists_every_wrapper() -> None:
+    assert {name.lower() for name in SCOPES} == WRAPPERS | SEQUENCES
 
 
 @pytest.mark.parametrize("scope", sorted(SCOPES))

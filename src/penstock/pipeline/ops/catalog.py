@@ -21,11 +21,12 @@ _HOMES = {
     "tensor": "CpuTensor CropTensor CvtColorTensor FloatNCHWTensor FloatTensor GpuTensor NCHWTensor "
     "PillowResizeTensor ResizePadTensor ResizeTensor",
 }
-_MODELS = "Model OnnxTensor OpenvinoMat OpenvinoTensor TensorrtTensor TorchScriptTensor"
+_MODELS = "Model OnnxTensor OpenvinoTensor TensorrtTensor TorchScriptTensor"
 
 BUILTIN = (
     {name: f"penstock.pipeline.ops.{home}:{name}" for home, listed in _HOMES.items() for name in listed.split()}
     | {"C10Exception": "penstock.pipeline.ops.data:Raise", "RuntimeError": "penstock.pipeline.ops.data:Raise"}
+    | {"OpenvinoMat": "penstock.pipeline.model_mat:OpenvinoMat"}
     | dict.fromkeys(_MODELS.split(), "penstock.pipeline.model_op:ModelOp")
 )
 """The location of each op, "module:Class"."""
@@ -44,33 +45,24 @@ NOT_HERE = {
     "CopySplit": "it is one of TorchPipe's own tests; write a Python op that splits",
     "CreateTensor": "it is one of TorchPipe's own tests; write a Python op",
     "CvtColorNvTensor": f"{_GPU} CvtColorTensor",
-    "EnsureInputHasEvent": f"{_NONE}: a caller waits for each item or has a callback",
-    "EventLoop": f"{_NONE}: nodes always run concurrently",
-    "FakeInstance": "`sizes` and `min` set the sizes of a batch",
     "HasKey": f"{_LATER}; write a Python op that looks for the field",
     "Jump": f"{_LATER}; name the node in `next`",
     "LastBatchTensor": _LLM,
     "LoadTensor": "write a Python op that reads the file during load",
     "LoadTensors": "write a Python op that reads the files during load",
     "MapReduce": f"{_LATER}; write a Python op that takes the list",
-    "Max": "the key `max` sets a node's largest batch",
-    "Parallel": "give the node more instances",
-    "PipelineReviser": _NONE,
     "PPLCopyMakeBorderTensor": f"{_GPU} ResizePadTensor",
     "PPLCropTensor": f"{_GPU} CropTensor",
     "PPLResizePadTensor": f"{_GPU} ResizePadTensor",
     "PPLResizeTensor": f"{_GPU} ResizeTensor",
     "PPLRotateTensor": f"{_GPU} a Python op",
     "PPLWarpAffineTensor": f"{_GPU} PerspectiveTransformMat or a Python op",
-    "Range": "`sizes` and `min` set the sizes of a batch",
     "Remote": "it is not finished in TorchPipe either; serve the other model, and call it from a Python op",
     "RemoveV0": "write Remove[a,b]",
     "ResizeNvTensor": f"{_GPU} ResizeTensor",
     "ResizeTensorV1": f"{_GPU} ResizeTensor",
-    "Ring": f"{_NONE}: nodes always run concurrently",
     "SaveTensor": "write a Python op that saves with numpy.save",
     "SubProcess": "a worker process holds the whole pipeline: use --workers",
-    "SyncRing": f"{_NONE}: nodes always run concurrently",
     "Tensor2NvTensor": f"{_NONE}: tensors are arrays",
 }
 """TorchPipe's ops that are not available, with a replacement. Stream scopes are removed earlier."""
@@ -102,7 +94,7 @@ def canonical(name: str) -> str:
 
 def is_model(name: str) -> bool:
     """Whether an op of this name runs a model file."""
-    return BUILTIN.get(name, "").endswith(":ModelOp")
+    return BUILTIN.get(name, "").endswith((":ModelOp", ":OpenvinoMat"))
 
 
 def find(name: str) -> type[Op]:

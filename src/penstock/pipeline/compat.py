@@ -1,0 +1,131 @@
+"""TorchPipe's keys that change a node's `backend` or its instances, rewritten before other keys are read. Pure."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.toml import found
+from penstock.pipeline.keys import TomlSource
+
+ENGINES = ("PipelineV3", "BaselineSchedule", "Schedule", "ScheduleV3", "SortSchedule", "ScoreSchedule", "Batching")
+"""TorchPipe's schedulers. All of them mean the only scheduler here."""
+
+OF_MAIN = (
+    *("List", "Register", "InstancesRegister", "BackgroundThread", "Reflect", "BackendProxy", "IoC", "IoCV0", "DI"),
+    *("DI_v0", "Batching", "InstanceDispatcher", "SharedInstancesState", "Aspect", "Block", "Forward", "DagDispatcher"),
+)
+"""The parts of the present branch's usual scheduler, which its entry points spell out."""
+
+ENGINE_KEYS = ("Interpreter::backend", "scheduler")
+ENTRY_KEYS = ("node_entrypoint", "entrypoint")
+POST_KEYS = ("postprocessor", "post_processor")
+PRE_KEYS = ("preprocessor", "pre_processor")
+NO_STEP = ("", "split", "cpu", "SingleConcatPreprocess", "MultipleConcatPreprocess")
+"""Values of the keys around a model that name what every model op does: rows are joined, and split again."""
+
+_OF_THE_BORROWER = ("next", "map", "inputs", "filter", "when", "else", "or", "node_name", "batching_timeout")
+_ANY_CASE = frozenset(name.lower() for name in (*ENGINES, *OF_MAIN))
+_NUMBER = re.compile(r"[0-9]{1,4}")
+_PART = re.compile(r"[\w.{}]+")
+
+
+def with_backend(table: Mapping[str, Any], node: str, source: TomlSource) -> dict[str, Any]:
+    """The table with `backend` in place of the keys that select engines, or ops around it. Raises ConfigError."""
+    left = dict(table)
+    for key, value in table.items():
+        outer, colons, name = key.rpartition("::")
+        if key in ENTRY_KEYS:
+            if others := [part for part in _parts(str(left.pop(key)), node) if part.lower() not in _ANY_CASE]:
+                raise source.error(
+                    node,
+                    key,
+                    f"found {', '.join(others)}, expected only parts of the usual scheduler ({', '.join(OF_MAIN)}):"
+                    " write next, filter, or a Python backend",
+                )
+        elif key in ENGINE_KEYS or (colons and name == "backend" and outer in ENGINES):
+            if rest := _without_engines(str(left.pop(key))):
+                if "backend" in left:
+                    raise source.error(node, key, f"found {found(value)}, but the node also has a backend: write one")
+                left["backend"] = rest
+        elif colons and name == "backend" and str(table.get("backend", "")).lower() == outer.lower():
+            left["backend"] = f"{outer}[{left.pop(key)}]"
+    return _around(left, node, source)
+
+
+def _around(table: dict[str, Any], node: str, source: TomlSource) -> dict[str, Any]:
+    """The table with ops before and after the model as parts of `backend`."""
+    for key in (*PRE_KEYS, *POST_KEYS):
+        op = str(table.pop(key, ""))
+        if op in NO_STEP:
+            continue
+        if "backend" not in table:
+            raise source.error(node, key, "needs 'backend' in the same table, because it becomes one of its ops")
+        pair = (op, table["backend"]) if key in PRE_KEYS else (table["backend"], op)
+        table["backend"] = f"Sequential[{','.join(pair)}]"
+    return table
+
+
+def _without_engines(expression: str) -> str:
+    """The backend inside schedulers: `PipelineV3[A]` is A, and `Schedule` is nothing."""
+    text = "".join(expression.split())
+    if text.lower() in _ANY_CASE:
+        return ""
+    head, bracket, inner = text.partition("[")
+    return _without_engines(inner[:-1]) if bracket and head.lower() in _ANY_CASE and inner.endswith("]") else text
+
+
+def _parts(expression: str, node: str) -> list[str]:
+    """The names in an entry point, without those of the node and of its backend."""
+    own = (f"node.{node}", "node.{node_name}", "{node_name}", "backend")
+    return [part for part in _PART.findall(re.sub(r"\([^()]*\)", "", expression)) if part not in own]
+
+
+# ---- instances of several nodes
+
+
+def with_instances(tables: Mapping[str, dict[str, Any]], source: TomlSource) -> dict[str, dict[str, Any]]:
+    """The tables of nodes, where each has the instances of its own group.
+
+    `instances_grp = "1;0,2"` divides the instances of a node into groups, of which the node runs the one with the
+    number `active_instances_grp`. A node with `borrow_from` runs another group. Raises ConfigError.
+    """
+    whole = {}
+    for node, table in tables.items():
+        donor = table.get("borrow_from")
+        if donor is None:
+            whole[node] = dict(table)
+            continue
+        if not isinstance(donor, str) or donor not in tables or "borrow_from" in tables[donor]:
+            known = ", ".join(name for name, other in tables.items() if "borrow_from" not in other)
+            raise source.error(node, "borrow_from", f"found {found(donor)}, expected a node with instances: {known}")
+        kept = {key: value for key, value in tables[donor].items() if key not in _OF_THE_BORROWER}
+        own = {key: value for key, value in table.items() if key in (*_OF_THE_BORROWER, "active_instances_grp")}
+        whole[node] = {**kept, **own}
+    return {node: _of_group(table, node, source) for node, table in whole.items()}
+
+
+def _of_group(table: dict[str, Any], node: str, source: TomlSource) -> dict[str, Any]:
+    active = table.pop("active_instances_grp", 0)
+    given = table.pop("instances_grp", None)
+    if given is None:
+        return table
+    groups = [group.split(",") for group in str(given).split(";")]
+    count = str(table.get("instance_num", 1))
+    members = [member.strip() for group in groups for member in group]
+    if not all(map(_NUMBER.fullmatch, (*members, count))) or len({*members}) < len(members):
+        raise source.error(node, "instances_grp", f'found {found(given)}, expected each instance once, such as "1;0,2"')
+    if any(int(member) >= int(count) for member in members):
+        raise source.error(
+            node, "instances_grp", f"found {found(given)}, expected instances from 0 to {int(count) - 1}"
+        )
+    if not _NUMBER.fullmatch(str(active)) or int(active) >= len(groups):
+        raise source.error(
+            node, "active_instances_grp", f"found {found(active)}, expected a group from 0 to {len(groups) - 1}"
+        )
+    mine = [int(member) for member in groups[int(active)]]
+    for key in ("max", "min"):
+        values = str(table.get(key, "")).split(";")
+        if len(values) > 1:
+            table[key] = ";".join(values[min(i, len(values) - 1)] for i in mine)
+    table["instance_num"] = len(mine)
+    return table
