@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
+from penstock.pipeline.drawing import read_loads
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline
 from support.files import write_onnx
@@ -276,6 +277,9 @@ def test_node_metrics_are_on_the_metrics_page(server: Any) -> None:
 
     wait_for(measured)
     assert server.metric("pipeline_run_seconds_count", node="net", model="labeller") > 0
+    loads = read_loads("", server.get("/metrics", "metrics")[1].decode(), 1.0, "labeller")
+    assert loads.keys() == {"decode", "prepare", "net"}
+    assert all(load.batch is not None and load.batch >= 1 and load.busy > 0 for load in loads.values())
 
 
 def test_several_outputs_are_an_object_and_fields_may_be_given(server: Any) -> None:

@@ -1,10 +1,13 @@
-"""`penstock pipeline check|convert|run|ops`: inspects a pipeline's TOML file, rewrites it, or runs files through it."""
+"""`penstock pipeline check|convert|run|show|ops`: checks, draws or rewrites a pipeline's file, or runs files by it."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -12,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 from msgspec.structs import replace
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, describe
 
 if TYPE_CHECKING:
     from penstock.pipeline.graph import Graph
     from penstock.pipeline.traversal import ItemOutcome
 
 _Found = TypeVar("_Found")
+_MOST_PAGE = 64 * 2**20  # bytes of a metrics page
 _WHOLE = 16  # most numbers of an array that are printed one by one
 
 _compat = click.option(
@@ -65,6 +69,11 @@ def convert(file: str, output: str | None, compat: str | None) -> None:
     kept = {name: table for name, table in read_tables(file).items() if name in SERVER_TABLES and name != "pipeline"}
     folder = os.path.dirname(os.path.abspath(output if output is not None else file))
     text = to_toml(graph, folder=folder, tables=kept)
+    _write(text, output)
+
+
+def _write(text: str, output: str | None) -> None:
+    """Writes to a file, or to standard output."""
     if output is None:
         click.echo(text, nl=False)
         return
@@ -78,7 +87,7 @@ def convert(file: str, output: str | None, compat: str | None) -> None:
 @_file
 @click.argument("inputs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--node", help="The node where the items begin. Default: the pipeline's entry.")
-@click.option("--trace", is_flag=True, help="Print the path of each item: node, batch, milliseconds.")
+@click.option("--trace", is_flag=True, help="Also print each item's path, as a tree on standard error.")
 @_compat
 def run(file: str, inputs: tuple[str, ...], node: str | None, trace: bool, compat: str | None) -> None:
     """Run files, such as images, through FILE in this process.
@@ -86,6 +95,7 @@ def run(file: str, inputs: tuple[str, ...], node: str | None, trace: bool, compa
     Prints one JSON object per file, and exits with 1 if a file failed. Large arrays appear as a summary.
     """
     from penstock.pipeline.check import check as check_graph
+    from penstock.pipeline.drawing import trace_text
     from penstock.pipeline.local import LocalPipeline
 
     graph = _or_exit(lambda: _load(file, compat))
@@ -95,7 +105,46 @@ def run(file: str, inputs: tuple[str, ...], node: str | None, trace: bool, compa
         outcomes = running.infer_many([({"data": Path(name).read_bytes()}, node) for name in inputs])
     for name, outcome in zip(inputs, outcomes, strict=True):
         click.echo(json.dumps({"file": name} | _answer(graph, outcome, trace=trace)))
+        if trace:
+            click.echo(f"{name}\n{trace_text(graph, outcome.hops)}", err=True)
     sys.exit(any(outcome.error is not None for outcome in outcomes))
+
+
+@pipeline.command()
+@_file
+@click.option("-o", "--output", type=click.Path(), help="Output file: .svg, or anything else for Mermaid.")
+@click.option("--server", help="Metrics address of a running server, such as http://127.0.0.1:8082: adds its load.")
+@click.option("--model", default="", help="With --server: the model's name there. Default: all models.")
+@click.option("--seconds", default=1.0, type=click.FloatRange(0.1, 600), help="With --server: length of the sample.")
+@_compat
+def show(file: str, output: str | None, server: str | None, model: str, seconds: float, compat: str | None) -> None:
+    """Draw the graph of FILE as SVG or Mermaid; without an output file, print Mermaid.
+
+    With --server each node has the items in its queue, the mean size of its batches, and its busy instances.
+    """
+    from penstock.pipeline.drawing import mermaid, read_loads, svg
+
+    graph = _or_exit(lambda: _load(file, compat))
+    loads = {}
+    if server is not None:
+        first, began_s = _metrics_page(server), time.monotonic()
+        time.sleep(seconds)
+        second = _metrics_page(server)
+        if not (loads := read_loads(first, second, time.monotonic() - began_s, model)):
+            _exit(f"{server}: has no metrics of a pipeline{f' {model}' if model else ''}")
+    draw = svg if output is not None and output.lower().endswith(".svg") else mermaid
+    _write(draw(graph, loads), output)
+
+
+def _metrics_page(server: str) -> str:
+    url = server.rstrip("/").removesuffix("/metrics") + "/metrics"
+    if not url.startswith(("http://", "https://")):
+        _exit(f"--server: found {server}, expected an address such as http://127.0.0.1:8082")
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.read(_MOST_PAGE).decode()  # type: ignore[no-any-return]
+    except (OSError, ValueError, http.client.HTTPException) as e:
+        _exit(f"{url}: {describe(e)}", 1)
 
 
 @pipeline.command()

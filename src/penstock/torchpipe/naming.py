@@ -46,7 +46,7 @@ _STORE = "keep shared values in a dict of the program, under a lock"
 INSTEAD = {
     "encrypt": "models are read unencrypted; keep them on an encrypted disk",
     "supported_opset": "the release notes of ONNX Runtime list the opsets it reads",
-    "show": "`penstock pipeline check FILE` prints the graph",
+    "show": "`penstock pipeline show FILE -o graph.svg` draws the graph",
     "ThreadSafeKVStorage": _STORE,
     "ThreadSafeDict": _STORE,
     "Any": "values are plain Python values",

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import cv2
@@ -118,12 +122,15 @@ def test_convert_ends_with_2_where_it_cannot_write(file: Path, tmp_path: Path) -
 def test_run_prints_a_line_for_each_file(file: Path, tmp_path: Path) -> None:
     cv2.imwrite(str(tmp_path / "a.png"), np.full((4, 6, 3), 9, np.uint8))
     (tmp_path / "b.png").write_bytes(b"no image")
-    status, out, _ = said("run", file, tmp_path / "a.png", tmp_path / "b.png", "--trace")
+    status, out, err = said("run", file, tmp_path / "a.png", tmp_path / "b.png", "--trace")
     good, bad = map(json.loads, out.splitlines())
     assert status == 1
     assert good["file"] == str(tmp_path / "a.png")
     assert good["result"] == {"shape": [1, 3, 2, 3], "dtype": "uint8", "argmax": 0, "max": 9.0}
     assert [hop["node"] for hop in good["trace"]] == ["decode", "prep"]
+    lines = err.splitlines()
+    tree = lines[lines.index(str(tmp_path / "a.png")) :][:3]
+    assert [line.split("  ran ")[0] for line in tree[1:]] == ["└─ decode", "   └─ prep"]
     assert bad["error"]["code"] == "undecodable"
     assert bad["node"] == "decode"
 
@@ -135,3 +142,52 @@ def test_ops_are_listed_and_told() -> None:
     assert out.startswith("ResizeMat: mat -> mat\n")
     assert "resize_h = (must be set)   whole number" in out
     assert said("ops", "ResizMat")[0] == 2
+
+
+def test_show_writes_mermaid_and_svg(file: Path, tmp_path: Path) -> None:
+    status, out, _ = said("show", file)
+    assert (status, out.splitlines()[0], out.splitlines()[-1]) == (0, "flowchart TD", "  n0 --> n1")
+    assert said("show", file, "-o", tmp_path / "p.svg") == (0, "", "")
+    assert (tmp_path / "p.svg").read_text().startswith("<svg ")
+
+
+def test_show_adds_the_load_of_a_server(file: Path, page_server: tuple[str, list[str]]) -> None:
+    url, pages = page_server
+    pages[:] = [PAGE.format(ran=2.0, one=10, four=0), PAGE.format(ran=2.05, one=11, four=3)]
+    status, out, _ = said("show", file, "--server", url, "--seconds", "0.1", "--model", "p")
+    assert status == 0
+    assert re.search(r'n0\["decode<br/>DecodeMat<br/>queue 3, batch 3\.2, busy 0\.[2-5]\d of 2"\]', out), out
+    pages[:] = ["", ""]
+    assert said("show", file, "--server", url, "--seconds", "0.1")[0] == 2
+    assert said("show", file, "--server", "ftp://a")[0] == 2
+    assert said("show", file, "--server", "http://127.0.0.1:1")[0] == 1
+
+
+PAGE = """\
+penstock_pipeline_run_seconds_sum{{model="p",node="decode"}} {ran}
+penstock_pipeline_queue_items{{model="p",node="decode"}} 3
+penstock_pipeline_queue_items{{model="other",node="decode"}} 9
+penstock_pipeline_batches_total{{model="p",node="decode",size="1"}} {one}
+penstock_pipeline_batches_total{{model="p",node="decode",size="4"}} {four}
+"""
+
+
+@pytest.fixture
+def page_server() -> Iterator[tuple[str, list[str]]]:
+    """An HTTP server that answers each GET with the next of its pages."""
+    pages: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(pages.pop(0).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", pages
+        server.shutdown()
+        thread.join()
