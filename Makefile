@@ -26,7 +26,7 @@ test-peers: $(VENV)/.dev $(PEERS)/.peers java
 
 # repeats every fault at its full count, about 10 minutes; `make test` runs short counts
 chaos: $(VENV)/.dev redis-server
-	CHAOS=full $(BIN)/python -m pytest tests/chaos
+	CHAOS=full $(BIN)/python -m pytest tests/chaos tests/properties/test_pipeline_graphs.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
