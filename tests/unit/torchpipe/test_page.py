@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import penstock.torchpipe as torchpipe
+from penstock.errors import ConfigError
 from penstock.pipeline.compat import ENGINES
 from penstock.pipeline.dialect import TORCHPIPE
 from penstock.pipeline.graph import NODE_FILTERS
 from penstock.pipeline.keys import NODE
+from penstock.pipeline.load import parse_graph
 from penstock.pipeline.lower import SCOPES as WRAPPERS
 from penstock.pipeline.lower import SEQUENCES, flatten, parse
 from penstock.pipeline.ops import catalog
@@ -19,6 +21,7 @@ from penstock.pipeline.ops.parameters import parameters_of
 from penstock.torchpipe.naming import INSTEAD
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migrate-from-torchpipe.md").read_text()
+TESTS = Path(__file__).parents[2]
 STATES = {"works", "differently", "later", "ignored", "never"}
 OF_CODE = {
     "used": {"works", "differently"},
@@ -40,7 +43,8 @@ def rows(section: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in text.splitlines():
         if line.startswith(("| `", "| values", "| those")):
-            names, state, _ = (cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|")))
+            names, state, _, test = (cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|")))
+            assert any((TESTS / folder / test).is_file() for folder in ("unit", "..")), line
             for name in re.findall(r"`([^`]+)`", names):
                 assert name not in found, f"{name} stands twice"
                 found[name] = state
@@ -100,3 +104,33 @@ def test_every_method_of_an_event_is_there() -> None:
     of_who_begins = {"begin", "settle"}
     methods = {name for name in vars(torchpipe.Event) if not name.startswith("_")} - of_who_begins
     assert methods == set(re.findall(r"`(\w+)`", row)) - {"Event"}
+
+
+@pytest.mark.parametrize("name", sorted(catalog.NOT_HERE))
+def test_a_backend_that_is_not_here_is_refused_with_a_replacement(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"TorchPipe's op '{name}' is not available: "):
+        catalog.canonical(name)
+
+
+@pytest.mark.parametrize("key", sorted(k.name for k in TORCHPIPE.values() if k.state in ("not supported", "ignored")))
+def test_a_key_without_an_effect_is_refused_or_warned_about(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    tables = {"a": {"backend": "Identity", key: "1"}}
+    if TORCHPIPE[key].state == "not supported":
+        with pytest.raises(ConfigError, match=rf"\[a\] {key}: is not supported: \w"):
+            parse_graph(tables, name="t", folder="/", compat=True)
+        return
+    parse_graph(tables, name="t", folder="/", compat=True)
+    assert f"[a] {key}: has no meaning here and is ignored: {TORCHPIPE[key].why}" in caplog.text
+
+
+@pytest.mark.parametrize("section", ["Keys", "Backends", "Filters", "Python"])
+def test_the_test_of_a_row_names_it(section: str) -> None:
+    """Rows whose behavior is the same for all of them are tested here, from the registries."""
+    text = PAGE.split(f"\n## {section}\n", 1)[1].split("\n## ")[0]
+    for line in text.splitlines():
+        names = re.findall(r"`([^`]+)`", line.strip("|").split(" | ")[0])
+        test = line.rstrip("| ").rpartition("| ")[2]
+        if names and line.startswith("| `") and not test.endswith("test_page.py"):
+            path = next(found for folder in ("unit", "..") if (found := TESTS / folder / test).is_file())
+            content = path.read_text().lower()
+            assert any(name.rpartition(".")[2].lower() in content for name in names), line
