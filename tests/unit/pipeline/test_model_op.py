@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -236,6 +238,38 @@ def test_on_a_gpu_the_graph_normalises_and_takes_pixels_as_they_are(means, gpu):
         np.concatenate(results), np.concatenate(run(loaded(path, mean=MEAN, std=STD), *items)), atol=1e-6
     )
     assert [(i.name, i.datatype, i.shape) for i in op.inputs] == [("x", "FP32", (-1, 3, 8, 6))]
+
+
+def test_the_path_to_tensorrt_computes_the_same_with_the_cpus_provider(means, monkeypatch, tmp_path):
+    """All of it but TensorRT runs: the fused graph, the profile of its shapes, and the cache with its key."""
+    real, built = ort.InferenceSession, []
+
+    def session(model, options, providers):
+        made = real(model, options, providers=[loaders.CPU])
+        if isinstance(providers[0], tuple):
+            folder = Path(providers[0][1]["trt_engine_cache_path"])
+            built.append(not list(folder.glob("*.engine")))
+            (folder / "net.engine").write_bytes(b"engine")
+            monkeypatch.setattr(made, "get_providers", lambda: [loaders.TENSORRT])
+        return made
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [loaders.TENSORRT, loaders.CUDA, loaders.CPU])
+    monkeypatch.setattr(loaders, "gpu_name", lambda device: "H0 driver 1")
+    path = means()
+    for mean, expected in ((MEAN, True), (MEAN, False), ((0.0, 0.0, 0.0), True)):
+        op = loaded(path, "cuda:0", runtime="tensorrt", mean=mean, std=STD, max_batch=4)
+        assert built[-1] == expected, "mean and std are in the engine, and so in its key"
+        pixels = image(0, rows=3)
+        plain = loaded(path, mean=mean, std=STD, max_batch=4)
+        assert op._signature.takes_raw
+        assert not plain._signature.takes_raw
+        assert np.allclose(run(op, pixels)[0], run(plain, pixels)[0], atol=1e-4)
+    sidecars = [json.loads(file.read_text())["key"] for file in tmp_path.glob("penstock/engines/*/engine.json")]
+    assert len(sidecars) == 2
+    assert sidecars[0].keys() == {"model", "shapes", "precision", "device", "onnxruntime", "tensorrt"}
+    assert sidecars[0]["shapes"]["trt_profile_max_shapes"] == "x__uint8:4x3x8x6"
 
 
 def test_floats_for_a_graph_of_pixels_use_their_own_session(means, gpu, caplog):
