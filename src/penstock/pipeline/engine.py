@@ -24,7 +24,7 @@ from penstock.core.engine.handle import ModelHandle
 from penstock.core.transports.thread import ThreadTransport
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import LoadFailed, PenstockError
-from penstock.pipeline.graph import Graph, Node
+from penstock.pipeline.graph import NODE_FILTERS, Graph, Node
 from penstock.pipeline.node import BatchStamp, NodeModel, SharedState
 from penstock.pipeline.placement import chain
 from penstock.types import Item, Sink
@@ -268,9 +268,9 @@ class Backpressure:
             node, dead = self._graph.nodes[step[0]], step[1]
             if not dead or node.inputs:
                 entered.add(node.name)
-                if node.filter == "or" or (node.when is not None and node.otherwise == "skip"):
+                if node.filter not in ("swap", "run") or (node.when is not None and node.otherwise == "skip"):
                     stack += [(after, False) for after in node.next]
-            if dead or (node.when is not None and node.otherwise == "skip_branch"):
+            if dead or node.filter not in NODE_FILTERS or (node.when is not None and node.otherwise == "skip_branch"):
                 stack += [(after, True) for after in node.next]
         return entered
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, field
 
 from penstock.errors import BadRequest, ConfigError
+from penstock.pipeline import filters
 
 AUTO = "auto"  # the device of a node that runs on a GPU if there is one
 RUN_TIMEOUT_S = 60.0
@@ -72,7 +73,7 @@ class Node(Struct, frozen=True, omit_defaults=True):
     - `require`: "all": a join is dead if it misses an input without a default; "any": if all its sources are dead.
     - `alias_of`: the node whose queue and instances this one shares; everything but its place in the graph is equal.
 
-    The runner rejects `each`, and filters other than "run", "swap" and "or".
+    The runner rejects `each`, and filters that are neither built in nor registered.
     """
 
     name: str
@@ -181,6 +182,22 @@ def _reachable(start: str, following: Callable[[str], Iterable[str]]) -> frozens
     return frozenset(found)
 
 
+def chain_end(graph: Graph, name: str) -> str:
+    """The last node of the chain that begins at a node: before a branch, a join or the end."""
+    while len(after := graph.nodes[name].next) == 1 and not join_sources(graph, after[0]):
+        name = after[0]
+    return name
+
+
+def subgraph_end(graph: Graph, name: str) -> str | None:
+    """The node through which items leave the sub-graph that they enter only through `name`. None: several nodes."""
+    others = _reachable(graph.entry, lambda n: [after for after in graph.nodes[n].next if after != name])
+    reached = set() if name == graph.entry else {graph.entry, *others}
+    inside = {name, *graph.downstream(name)} - reached
+    ends = [n for n in inside if not graph.nodes[n].next or set(graph.nodes[n].next) - inside]
+    return ends[0] if len(ends) == 1 else None
+
+
 class ItemRoute(Struct, frozen=True):
     """Where items that begin at `start` go.
 
@@ -238,6 +255,6 @@ def unsupported(node: Node) -> list[str]:
     """The features of a node that cannot be run yet, in words."""
     return [
         *(["a fan-out (each, MapReduce)"] if node.each is not None else ()),
-        *([f"filter '{node.filter}'"] if node.filter not in NODE_FILTERS else ()),
+        *([f"filter '{node.filter}'"] if node.filter not in NODE_FILTERS and not filters.is_known(node.filter) else ()),
         *(f"filter '{step.filter}' of op '{step.op}'" for step in node.steps if step.filter not in STEP_FILTERS),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.core.contracts import Observer
 from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull, nearest
 from penstock.pipeline.engine import Backpressure, NodeEngine
-from penstock.pipeline.graph import Graph, ItemRoute, check_runnable, route
+from penstock.pipeline.graph import Graph, ItemRoute, chain_end, check_runnable, route, subgraph_end
 from penstock.pipeline.node import SharedState
 from penstock.pipeline.ops.base import NODE_NAME, Fields
 from penstock.pipeline.placement import placed
@@ -49,6 +49,12 @@ class PipelineRunner:
             node.chained = next((self._nodes[after] for after in node.engine.chained), None)
             following = [self._nodes[after] for after in graph.nodes[name].next]
             node.followers = [after for after in following if not after.taken.sources]
+            if node.filter is not None:
+                end = subgraph_end(graph, name)
+                node.skipped_to = {
+                    "serial_skip": self._nodes[chain_end(graph, name)],
+                    "subgraph_skip": None if end is None else self._nodes[end],
+                }
             node.joins = [n for n in self._nodes.values() if name in n.taken.sources]
         self.width = 0  # most items inside at once, known once it is loaded
         self._state = "LOADING"
@@ -102,7 +108,7 @@ class PipelineRunner:
         self.in_flight += 1
         first = self._nodes[path.start]
         try:
-            if first.condition is None:
+            if first.condition is None and first.filter is None:
                 first.enter(traversal, dict(fields), swap=False)
             else:  # later, because the item may end here, and its caller has no ticket yet
                 asyncio.get_running_loop().call_soon(first.begin, traversal, dict(fields))

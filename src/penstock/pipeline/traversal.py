@@ -16,6 +16,7 @@ from msgspec import Struct
 from penstock.core.engine.calls import Call
 from penstock.core.tensors import MOST_PARTS, nbytes_of
 from penstock.errors import BadRequest, ItemFailed, PenstockError, describe
+from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo, shape_of
 from penstock.pipeline.conditions import Condition
 from penstock.pipeline.engine import NodeEngine
@@ -217,6 +218,8 @@ class RunningNode:
         self.joins: list[RunningNode] = []  # joins that wait for this node
         self.chained: RunningNode | None = None  # the next node, if it runs in the same call
         self.taken = Join(graph, node)
+        self.filter = filters.made(node.filter)
+        self.skipped_to: dict[str, RunningNode | None] = {}  # by a filter's outcome, the last node that it skips
         self.condition = None if node.when is None else Condition(node.when)
         self._kept = any(i.producer == node.name for n in graph.nodes.values() for i in n.inputs)
         self._pad = PadTo(node.pad_to) if node.pad_to else None
@@ -310,6 +313,12 @@ class RunningNode:
     def receive(self, traversal: Traversal, fields: Fields, swap: bool) -> None:
         """Queues an item if it meets the condition. Errors end the item."""
         try:
+            if self.filter is not None:
+                seen = dict(fields)
+                if (outcome := self.filter(seen)) != "run":
+                    self._filtered(traversal, fields, outcome)
+                    return
+                fields = seen
             if self.condition is not None and not self.condition(arriving(fields) if swap else fields):
                 self._refuse(traversal, fields)
                 return
@@ -328,6 +337,20 @@ class RunningNode:
                 traversal.end(unchanged(fields), None, self.name)
             case "fail":
                 raise BadRequest(f"the item does not meet the condition '{self.node.when}'")
+
+    def _filtered(self, traversal: Traversal, fields: Fields, outcome: str) -> None:
+        """Handles an item that a registered filter did not let run."""
+        match outcome:
+            case "skip":
+                self.passed(traversal, unchanged(fields))
+            case "break":
+                traversal.end(fields, None, self.name)
+            case "error":
+                raise ItemFailed(f"the filter '{self.node.filter}' returned Error")
+            case _:
+                if (last := self.skipped_to[outcome]) is None:
+                    raise ItemFailed(f"the sub-graph of node '{self.name}' has several ends, so it cannot be skipped")
+                last.passed(traversal, unchanged(fields))
 
     def failed(self, visit: TraversalVisit, error: PenstockError) -> None:
         """Handles an item that failed here or was dropped."""

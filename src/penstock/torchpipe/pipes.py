@@ -20,7 +20,6 @@ from penstock.pipeline.ops.base import DATA, EVENT, NODE_NAME, RESULT, Fields
 from penstock.pipeline.traversal import ItemOutcome
 from penstock.torchpipe.boundary import NoData, NoSuchNode, as_runtime_error, is_rows, to_array, to_tensor
 from penstock.torchpipe.events import Event, answering
-from penstock.torchpipe.registry import is_filter
 
 log = logging.getLogger("penstock.compat")
 
@@ -293,12 +292,5 @@ def graph_of(config: str | os.PathLike[str] | dict[str, Any]) -> Graph:
     else:
         raise ConfigError(f"pipe received {config!r}, expected a path to a TOML file, or a dict of its tables or keys")
     graph = parse_graph(tables, name=name, folder=os.getcwd(), compat=True)
-    for node in graph.nodes.values():
-        for guard in (node.filter, *(step.filter for step in node.steps)):
-            if is_filter(guard):
-                raise ConfigError(
-                    f"node '{node.name}' uses this program's filter '{guard}', but only 'swap' and 'or' are supported:"
-                    " let a backend set or omit 'result' instead"
-                )
     check(graph)
     return graph

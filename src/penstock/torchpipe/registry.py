@@ -4,11 +4,11 @@ import inspect
 from enum import Enum
 from typing import Any
 
+from penstock.errors import ItemFailed, describe
+from penstock.pipeline import filters
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.python import adapt
 from penstock.torchpipe.boundary import is_rows, to_array, to_tensor
-
-_filters: dict[str, Any] = {}
 
 
 class Status(Enum):
@@ -66,16 +66,33 @@ def _with_tensors(cls: Any) -> type[Any]:
 
 
 def register_filter(cls: Any, register_name: str | None = None) -> Any:
-    """Registers a filter's class, with the calls of `register_backend`. A node that names it is rejected."""
+    """Registers a filter's class, with the calls of `register_backend`, for `filter = "NAME"` of a node.
+
+    Its `forward` receives the fields of an item and returns a Status. It may change the fields, for instance make the
+    previous `result` the `data`, which only `swap` does by itself.
+    """
     if isinstance(cls, str):
         return lambda decorated: register_filter(decorated, cls)
-    _filters[register_name or cls.__name__] = cls
+    name = register_name or cls.__name__
+    filters.register(name, lambda: _filter(cls, name))
     return cls
 
 
-def is_filter(name: str) -> bool:
-    """Whether a filter is registered under a name."""
-    return name in _filters
+def _filter(cls: Any, name: str) -> filters.Filter:
+    inner = cls()
+    if hasattr(inner, "init"):
+        inner.init({})
+
+    def decide(fields: dict[str, Any]) -> str:
+        try:
+            status = inner.forward(fields)
+        except Exception as e:
+            raise ItemFailed(f"the filter '{name}' raised {describe(e)}") from e
+        if not isinstance(status, Status):
+            raise ItemFailed(f"the filter '{name}' returned {status!r}, expected a Status such as Status.Run")
+        return filters.OUTCOMES[status.value]
+
+    return decide
 
 
 def list_backends(kind: str = "Backend") -> list[str]:

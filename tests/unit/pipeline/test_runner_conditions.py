@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.pipeline import filters
 from penstock.pipeline.engine import NodeEngine
 from penstock.pipeline.graph import NodeStep
 
@@ -167,3 +168,33 @@ async def test_items_of_a_node_and_its_alias_share_batches(stage, make_graph, do
     batches = {hop.batch_id for hop in hops if hop.node == "rec"} & {h.batch_id for h in hops if h.node == "rec.2"}
     assert batches, "one batch held items of both"
     assert isinstance(s.runner.node("rec").engine, NodeEngine)
+
+
+# ---- registered filters
+
+
+@pytest.mark.parametrize(
+    ("outcome", "result"),
+    [
+        ("run", "1abcd"),
+        ("skip", "1acd"),
+        ("serial_skip", "1ad"),
+        ("subgraph_skip", "1ad"),
+        ("break", "1a"),
+        ("error", "item_failed"),
+    ],
+)
+async def test_a_registered_filter_decides_for_each_item(stage, make_graph, monkeypatch, outcome, result) -> None:
+    def decide(fields: dict[str, Any]) -> str:
+        fields["data"] = fields.pop("result")
+        return outcome
+
+    monkeypatch.setitem(filters._registered, "odd", lambda: decide)
+    nodes = {
+        "a": (words("a"), "b d", {}),
+        "b": (words("b"), "c", {"filter": "odd"}),
+        "c": (words("c"), "d", {}),
+        "d": (words("d"), "", {"inputs": (("c", "result", "data"), ("a", "result", "x"))}),
+    }
+    s = await stage(make_graph(nodes))
+    assert await s.results("1") == [result]

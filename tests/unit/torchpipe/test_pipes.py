@@ -367,15 +367,36 @@ def test_errors_of_a_file_name_it(tmp_path: Path) -> None:
         pipe(str(tmp_path / "bad.toml"))
 
 
-def test_a_node_that_names_a_registered_filter_is_rejected() -> None:
+def test_a_registered_filter_decides_whether_a_node_runs(make_pipe: Callable[..., pipe]) -> None:
     class Sometimes:
-        def forward(self, item: dict[str, Any]) -> Status:
-            return Status.Run
+        def init(self, config: dict[str, str]) -> None:
+            self.status = {"run": Status.Run, "skip": Status.Skip, "break": Status.Break, "error": Status.Error}
+
+        def forward(self, item: dict[str, Any]) -> Any:
+            item["data"] = item["result"]
+            return self.status.get(item["way"], item["way"])
 
     register_filter(Sometimes, "sometimes")
-    for keys in ({"filter": "sometimes"}, {"backend": "S[Identity,(sometimes)Identity]"}):
-        with pytest.raises(ConfigError, match="node 'b' uses this program's filter 'sometimes'"):
-            graph_of({"a": {"next": "b"}, "b": keys})
+    nodes = {
+        "a": {"next": "b"},
+        "b": {"backend": "AddInt[b:1]", "filter": "sometimes", "next": "c"},
+        "c": {"backend": "AddInt[c:1]"},
+    }
+    ways = make_pipe(nodes)
+    for way, written in (("run", {"b", "c"}), ("skip", {"c"}), ("break", set())):
+        item: dict[str, Any] = {"data": 1, "way": way}
+        ways(item)
+        assert {"b", "c"} & item.keys() == written
+        assert item["result"] == 1
+    for way, message in (("error", "the filter 'sometimes' returned Error"), (3, "returned 3, expected a Status")):
+        with pytest.raises(RuntimeError, match=message):
+            ways({"data": 1, "way": way})
+
+
+def test_a_registered_filter_of_an_op_is_rejected() -> None:
+    register_filter(type("Other", (), {}), "other")
+    with pytest.raises(ConfigError, match="filter 'other' of op 'Identity' cannot be run yet"):
+        graph_of({"a": {"next": "b"}, "b": {"backend": "S[Identity,(other)Identity]"}})
 
 
 def test_the_filter_or_runs_what_has_no_result_yet(make_pipe: Callable[..., pipe]) -> None:
