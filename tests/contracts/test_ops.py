@@ -47,6 +47,7 @@ CASES = {
     "ArgMax": ([{"data": LOGITS}, {"data": LOGITS[0]}], {}),
     "ArgMaxTensor": ([{"data": LOGITS}, {"data": TENSOR}], {}),
     "BatchFixHLimitW": (MATS[:3], {"resize_h": 32, "max_w": 320, "align": 16}),
+    "BorrowReplay": ([{"data": [], "borrow_type": "borrow_all", "id": 1}], {"max_batch_size": 4}),
     "Copy": (ANY, {"pairs": "box:first_box"}),
     "CpuTensor": ([{"data": TENSOR}, {"data": [LOGITS, TENSOR]}], {}),
     "CropMat": ([{"data": MAT, "_box": BOX}, {"data": GRAY, "_box": np.array(BOX)}], {}),

@@ -19,7 +19,7 @@ def _torch() -> Any:
 
 
 def to_array(value: Any) -> Any:
-    """The array of a tensor, without a copy on the CPU; also for lists of tensors. Other values stay unchanged."""
+    """The array of a tensor, without a copy on the CPU; also in lists of lists. Other values stay unchanged."""
     torch = _torch()
     if torch is None:
         return value
@@ -28,11 +28,13 @@ def to_array(value: Any) -> Any:
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     if type(value) in (list, tuple) and any(isinstance(v, torch.Tensor) for v in value):
         return [to_array(v) for v in value]
+    if type(value) is list and value and all(type(v) is list for v in value):
+        return [to_array(v) for v in value]
     return value
 
 
 def to_tensor(value: Any) -> Any:
-    """The tensor of an array, without a copy if it is writable; also for lists of arrays. Others stay unchanged."""
+    """The tensor of an array, without a copy if it is writable; also in lists of lists. Others stay unchanged."""
     torch = _torch()
     if torch is None:
         return value
@@ -41,6 +43,8 @@ def to_tensor(value: Any) -> Any:
             return value
         return torch.from_numpy(value if value.flags.writeable and min(value.strides, default=0) >= 0 else value.copy())
     if type(value) in (list, tuple) and value and all(isinstance(v, np.ndarray) for v in value):
+        return [to_tensor(v) for v in value]
+    if type(value) is list and value and all(type(v) is list for v in value):
         return [to_tensor(v) for v in value]
     return value
 

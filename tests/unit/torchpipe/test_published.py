@@ -95,3 +95,30 @@ def test_the_field_color_determines_the_order_of_pixels(make_pipe: Callable[...,
         to_rgb(item)
         assert np.array_equal(item["result"], PIXELS if same else PIXELS[:, :, ::-1])
         assert item["color"] == "rgb"
+
+
+def test_rows_are_borrowed_for_another_items_batch(make_pipe: Callable[..., pipe]) -> None:
+    pool = make_pipe({"backend": "BorrowReplay", "max_batch_size": 123})
+
+    def call(data: list[Any], kind: str, owner: int) -> Any:
+        item: dict[str, Any] = {"data": data, "borrow_type": kind, "id": owner}
+        pool(item)
+        return item.get("result")
+
+    first, center = torch.randn(3, 2), torch.randn(119, 2)
+    assert call([first], "borrow_or_insert", 1) is None
+    assert call([center], "borrow_or_insert", 2) is None
+    one, other = call([torch.zeros(2, 2)], "borrow_or_insert", 3)
+    assert torch.equal(one[0], first)
+    assert torch.equal(other[0], center[:118])
+    with pytest.raises(RuntimeError, match="no replay of the rows of item 2"):
+        call([], "get_replay", 2)
+    call([[first * 2], [center[:118] * 2]], "set_replay", 3)
+    assert torch.equal(call([], "get_replay", 2)[0][0], center[:118] * 2)
+    assert torch.equal(call([], "borrow_all", 4)[0][0], center[118:])
+    call([], "reset", 0)
+    assert call([], "borrow_all", 4) == []
+    with pytest.raises(RuntimeError, match="expected tensors with 1 to 122 rows"):
+        call([torch.zeros(123, 2)], "borrow_or_insert", 5)
+    with pytest.raises(RuntimeError, match="found borrow_type 'lend'"):
+        call([], "lend", 5)

@@ -9,6 +9,7 @@ from penstock.pipeline.ops.base import BatchOp, ItemOp, Op, check_kinds
 from penstock.plugins import load_object
 
 _HOMES = {
+    "borrow": "BorrowReplay",
     "crop": "CropMat CropResizeMat PerspectiveTransformMat PerspectiveTransformMats",
     "data": "Add AddInt Copy Identity Keep KeyA2KeyB Move Remove Result2Key Result2Other Sleep",
     "decode": "DecodeMat DecodeTensor",

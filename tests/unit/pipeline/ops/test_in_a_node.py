@@ -131,6 +131,7 @@ def test_ops_reject_none_as_data(node, tmp_path):
     params = {
         "AddInt": {"pairs": "a:1"}, "Add": {"pairs": "a:1"}, "Copy": {"pairs": "a:b"}, "Move": {"pairs": "a:b"},
         "Remove": {"keys": "a"}, "KeyA2KeyB": {"key_a": "a", "key_b": "b"}, "Sleep": {"time": 0},
+        "BorrowReplay": {"max_batch_size": 2},
         "CvtColorMat": {"color": "rgb"}, "CvtColorTensor": {"color": "rgb"}, "Python": {"target": "json:dumps"},
         "AlignMat": {"resize_h": 2, "max_w": 32}, "BatchFixHLimitW": {"resize_h": 2, "max_w": 32},
         "FixHResizePadMat": {"resize_h": 2, "max_w": 2}, "SaveMat": {"save_dir": str(tmp_path)},
