@@ -61,10 +61,10 @@ def _sampled(
     reader: FrameReader, frames: Iterable[DecodedFrame], sampling: Sampling, resume: Position | None
 ) -> Iterator[tuple[DecodedFrame, bool]]:
     """Each frame with whether it is a sample, up to the last possible sample."""
-    sampler: Sampler | None = None
+    sampler: FrameSampler | None = None
     for frame in frames:
         if sampler is None:
-            sampler = Sampler(sampling, reader.tick_s)
+            sampler = FrameSampler(sampling, reader.tick_s)
             if resume is not None:  # the position's own frame comes first and restores the state of sampling
                 sampler.resume(frame.time_s, resume.taken)
                 yield frame, False
@@ -152,7 +152,7 @@ class _ChunkBuilder:
 # ---- sampling
 
 
-class Sampler:
+class FrameSampler:
     """Takes the frames from `start_s` to before `end_s` that `every` or `fps` select, up to `max_frames`.
 
     `every` counts from the video's first frame, so a sample's number is a multiple of it. `fps` takes the first frame

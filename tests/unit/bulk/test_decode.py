@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.bulk.decode import BlockPool, PoolBlock, Sampler, estimate, read_chunks
+from penstock.bulk.decode import BlockPool, FrameSampler, PoolBlock, estimate, read_chunks
 from penstock.bulk.frames import FrameConverter
 from penstock.bulk.types import Chunk, Pixels, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
@@ -269,7 +269,7 @@ TICK_S = 0.001
 
 
 def taken(sampling: Sampling, times: list[float], tick_s: float = 0.0) -> list[int]:
-    sampler = Sampler(sampling, tick_s)
+    sampler = FrameSampler(sampling, tick_s)
     chosen = []
     for frame, time_s in enumerate(times):
         verdict = sampler.decide(frame, time_s)
@@ -337,7 +337,7 @@ def test_a_resumed_sampler_continues_as_if_uninterrupted(
         return
     count = data.draw(st.integers(1, len(whole)))
     last = whole[count - 1]
-    sampler = Sampler(sampling, TICK_S)
+    sampler = FrameSampler(sampling, TICK_S)
     sampler.resume(times[last], count)
     rest = []
     for frame in range(last + 1, len(times)):
@@ -360,7 +360,7 @@ def test_exact_times_on_the_grid_survive_float_rounding() -> None:
 
 
 def test_a_full_sampler_reports_it_before_another_frame_is_decoded() -> None:
-    sampler = Sampler(Sampling(max_frames=1))
+    sampler = FrameSampler(Sampling(max_frames=1))
     assert not sampler.full
     assert sampler.decide(0, 0.0) == "take"
     assert sampler.full

@@ -27,7 +27,7 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
-    The 21 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
+    The 22 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
     is one option of a model.
     """
 

@@ -94,7 +94,7 @@ class HoldArrivals:
         return self.usual >= SURE and self.drawn < DRAWN * self.usual
 
 
-class Comparison:
+class HoldComparison:
     """The rows and seconds of the windows of a trial: `tried` with the hold on trial, `kept` with the kept one."""
 
     def __init__(self, usual: UsualRate, need: int) -> None:
@@ -143,7 +143,7 @@ class HoldTrials:
         self._turn = 0
         self._arrivals = HoldArrivals()
         self._tried_s = 0.0
-        self._comparison = Comparison(UsualRate(1.0), 1)
+        self._comparison = HoldComparison(UsualRate(1.0), 1)
 
     # ---- the search
 
@@ -209,7 +209,7 @@ class HoldTrials:
         self._turn += 1
         self.count += 1
         self.trial, self._arrivals = True, HoldArrivals()
-        self._comparison = Comparison(self._usual, need)
+        self._comparison = HoldComparison(self._usual, need)
         self._switch(self._tried_s, now)
 
     def _switch(self, hold_s: float, now: float) -> None:
