@@ -29,6 +29,7 @@ class Caller(Protocol):
 
 
 _Request = tuple[str, Item, Caller, float | None, int]  # model, item, caller, budget_s, priority
+_Callback = Callable[[], object]
 
 
 class RequestInbox:
@@ -42,7 +43,7 @@ class RequestInbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.backend: Submitter
         self._loop = loop
-        self._requests: deque[_Request] = deque()
+        self._requests: deque[_Request | _Callback] = deque()
         self._wake_scheduled = self._look_scheduled = False
         self._closed = False
         self._quiet: dict[object, int] = {}  # by batcher
@@ -63,18 +64,26 @@ class RequestInbox:
             self._wake_scheduled = True
             self._loop.call_soon_threadsafe(self.drain)
 
-    def post(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` on the loop, after the requests that were put before it. Raises RuntimeError if the loop is
-        closed."""
-        self._loop.call_soon_threadsafe(self._drain_and, callback)
+    def post(self, callback: _Callback) -> None:
+        """Calls `callback` on the loop, between what was put before it and what is put after it. Raises RuntimeError if
+        the loop is closed."""
+        self._requests.append(callback)
+        if self._closed:
+            self.close()
+        elif not self._wake_scheduled:
+            self._wake_scheduled = True
+            self._loop.call_soon_threadsafe(self.drain)
 
     def close(self) -> None:
         """While the loop runs: refuses the requests that have not reached the backend."""
         self._closed = True
-        for _, _, caller, _, _ in self._taken():
-            caller(ItemResult(error=ModelNotReady("the portal is closed")))
+        for request in self._taken():
+            if isinstance(request, tuple):
+                request[2](ItemResult(error=ModelNotReady("the portal is closed")))
+            else:
+                self._loop.call_soon_threadsafe(request)
 
-    def _taken(self) -> Iterator[_Request]:
+    def _taken(self) -> Iterator[_Request | _Callback]:
         """Yields each request to one thread only."""
         while True:
             try:
@@ -89,7 +98,11 @@ class RequestInbox:
         self._wake_scheduled = False  # before the deque is emptied, so that a new request rings again
         submit = self.backend.submit
         # a flood is spread over several passes, so that submitted requests are sent in between
-        for model, item, caller, budget_s, priority in islice(self._taken(), A_PASS):
+        for request in islice(self._taken(), A_PASS):
+            if not isinstance(request, tuple):
+                request()
+                continue
+            model, item, caller, budget_s, priority = request
             try:
                 caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
             except PenstockError as e:
@@ -99,10 +112,6 @@ class RequestInbox:
                 caller(failed(e))
         if self._requests:
             self._wake()
-
-    def _drain_and(self, callback: Callable[[], object]) -> None:
-        self.drain()
-        callback()
 
     def _wake(self) -> None:
         if not self._wake_scheduled:

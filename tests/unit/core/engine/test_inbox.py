@@ -108,11 +108,13 @@ async def test_a_request_waits_at_most_a_moment_for_another_reason_to_run() -> N
         backend.came.clear()
 
 
-async def test_a_callback_comes_after_the_requests_before_it() -> None:
+async def test_a_callback_keeps_its_place_among_the_requests() -> None:
     backend, inbox = new_inbox()
     inbox.allow(backend, 100)
-    inbox.put("m", Item(1), Silent(), None, 0)
     seen: list[int] = []
-    inbox.post(lambda: seen.append(backend.submitted))
+    for _ in range(2):
+        inbox.put("m", Item(1), Silent(), None, 0)
+        inbox.post(lambda: seen.append(backend.submitted))
+    inbox.put("m", Item(1), Silent(), None, 0)
     await passes()
-    assert seen == [1]
+    assert (seen, backend.submitted) == ([1, 2], 3)
