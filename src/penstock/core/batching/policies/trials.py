@@ -123,8 +123,9 @@ class HoldTrials:
     """A hill climb over the hold after a completion: one hold is kept, and rarely another one is tried.
 
     `hold_s` is in force: `kept_s`, or another one during a trial. A first trial takes a/m where clients return at once,
-    else a third of a full batch's time. A new hold is first compared with none, later with its double and half as well.
-    `clients` is the most rows inside since a hold ended without them: a slot waits for its share of them, not longer.
+    else a third of a full batch's time, or all of it if the user has named the longest hold. A new hold is first
+    compared with none, later with its double (or the longest) and half as well. `clients` is the most rows inside since
+    a hold ended without them: a slot waits for its share of them, not longer. The 19 attributes are one state machine.
     """
 
     def __init__(self) -> None:
