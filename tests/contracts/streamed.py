@@ -115,6 +115,16 @@ def noted(batch: list[Any]) -> list[Any]:
     return batch
 
 
+def gated(batch: list[Any]) -> list[Any]:
+    """Appends the text of each (path, text) item to its file once `path`.open exists."""
+    for path, text in batch:
+        while not os.path.exists(f"{path}.open"):
+            time.sleep(0.002)
+        with open(path, "a") as file:
+            file.write(text)
+    return batch
+
+
 class Times(ManagedModel):
     """Multiplies by its init argument."""
 
