@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from msgspec import UNSET, Struct
 
+from penstock.config.toml import found
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check
 from penstock.pipeline.convert import to_toml
@@ -49,6 +50,14 @@ class NodeKeys(PlaceKeys, total=False):
     retry_split: bool
     idempotent: bool
     on_error: Literal["fail", "skip"]
+
+
+class EachKeys(NodeKeys, total=False):
+    """The keys of a fan-out's node."""
+
+    gather: Sequence[str]
+    max_fanout: int
+    on_item_error: Literal["fail_parent", "null", "drop"]
 
 
 class NodeField(Struct, frozen=True):
@@ -112,6 +121,20 @@ def _input(value: Input) -> Any:
     source: Any = names if len(names) > 1 else names[0]
     default = next((field.fallback for field in fields if field.fallback is not UNSET), UNSET)
     return source if default is UNSET else {"from": source, "default": default}
+
+
+def _first(added: Mapping[str, dict[str, Any]], name: str) -> str:
+    """The only one of the added nodes that follows none of the others. Raises ConfigError."""
+    after = {target for table in added.values() for target in (*table.get("next", ()), table.get("body"))}
+    for key, table in added.items():
+        given = [i["from"] if isinstance(i, dict) else i for i in table.get("inputs", {}).values()]
+        texts = [text for value in given for text in (value if isinstance(value, list) else [value])]
+        after |= {key} if any(text.rpartition(".")[0] in added for text in texts) else set()
+    firsts = [key for key in added if key not in after]
+    if len(firsts) != 1:
+        names = ", ".join(firsts) or "no node"
+        raise ConfigError(f"[{name}] the body begins at {names}, expected one node that the others follow")
+    return firsts[0]
 
 
 def _native(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,9 +222,31 @@ class Pipeline:
             self._settings["outputs"] = list(dict.fromkeys([*self._settings.get("outputs", ()), *fields]))
         self._ends |= {end.node if isinstance(end, NodeField) else end._name for end in ends}
 
-    def each(self, *_: object, **__: object) -> NoReturn:
-        """Raises ConfigError: fan-outs cannot be run yet."""
-        raise ConfigError("a fan-out (each) cannot be run yet; write a step that takes the whole list")
+    def each(
+        self,
+        field: NodeField,
+        body: NodeRef | Callable[[NodeField], object],
+        name: str | None = None,
+        **keys: Unpack[EachKeys],
+    ) -> NodeRef:
+        """A node after the field's node that takes each element of the field through `body`, as a child of its item.
+
+        `body` is the first node for the children, which have the item's fields with the element in place of `field`.
+        Or it is a function that adds the nodes of the body, and is called with the element. The fields `gather`, by
+        default `result`, become lists. The node is `each_{field}` unless `name` is given. Raises ConfigError.
+        """
+        if not isinstance(field, NodeField):
+            raise ConfigError(f"found {found(field)}, expected a field such as boxes.box")
+        name = name or f"each_{field.name}"
+        fan_out = self._add(name, {**_native(keys), "ops": ["Identity"], "each": field.name})(self[field.node])
+        if isinstance(body, NodeRef):
+            first = body._name
+        else:
+            before = set(self._nodes)
+            body(NodeField(name, field.name))
+            first = _first({key: table for key, table in self._nodes.items() if key not in before}, name)
+        self._nodes[name]["body"] = first
+        return fan_out
 
     @property
     def graph(self) -> Graph:

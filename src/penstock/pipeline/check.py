@@ -8,23 +8,12 @@ from msgspec.structs import replace
 
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.conditions import exclusive
-from penstock.pipeline.graph import Graph, Node, NodeInput, NodeStep, cycle_in, unsupported
+from penstock.pipeline.fields import fields_of
+from penstock.pipeline.graph import Graph, Node, NodeInput, cycle_in, reached_by, unsupported
 from penstock.pipeline.joins import alternatives
 from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import checked, op_class
-from penstock.pipeline.ops.base import DATA, RESULT
-
-Kinds = dict[str, str]
-"""Kinds by field, as in `ops.base.Op`. The field OPEN means that there may be more fields."""
-
-OPEN = "..."
-
-_BETWEEN = {
-    ("bytes", "mat"): "DecodeMat converts one to the other",
-    ("bytes", "tensor"): "S[DecodeMat,Mat2Tensor] converts one to the other",
-    ("mat", "tensor"): "Mat2Tensor converts one to the other",
-    ("tensor", "mat"): "Tensor2Mat converts one to the other",
-}
+from penstock.pipeline.ops.base import RESULT
 
 
 def check(graph: Graph) -> None:
@@ -49,7 +38,7 @@ def cannot_run(graph: Graph) -> tuple[str, ...]:
 
 
 def _check_steps(node: Node, source: TomlSource) -> None:
-    if not node.steps and node.alias_of is None and node.each is None:
+    if not node.steps and node.alias_of is None:
         raise source.error(node.name, "ops", "found no step; expected one or more, such as Identity")
     for step in node.steps:
         try:
@@ -72,15 +61,29 @@ def linked(nodes: Mapping[str, Node], source: TomlSource) -> dict[str, Node]:
                 raise source.error(node.name, "next", f"there is no node '{target}'{nearest(target, nodes)}")
         if len(set(node.next)) < len(node.next):
             raise source.error(node.name, "next", f"found {', '.join(node.next)}, expected each node once")
+        if node.each is not None and (body := node.each.body) not in nodes:
+            raise source.error(node.name, "body", f"there is no node '{body}'{nearest(body, nodes)}")
     found = {
         name: replace(node, inputs=tuple(_resolved(node, given, nodes, source) for given in node.inputs))
         for name, node in nodes.items()
     }
+    bodies = _bodies(found)
     for node in list(found.values()):
         for producer in dict.fromkeys(i.producer for i in node.inputs):
-            if node.name not in found[producer].next:
+            enters = any(node.name in body and producer not in body for body in bodies)
+            if node.name not in found[producer].next and not enters:
                 found[producer] = replace(found[producer], next=(*found[producer].next, node.name))
     return found
+
+
+def _bodies(nodes: Mapping[str, Node]) -> list[frozenset[str]]:
+    """The nodes of each body, also those that only `inputs` put after others."""
+    readers: dict[str, tuple[str, ...]] = {}
+    for node in nodes.values():
+        for i in node.inputs:
+            readers[i.producer] = (*readers.get(i.producer, ()), node.name)
+    wider = {name: replace(node, next=(*node.next, *readers.get(name, ()))) for name, node in nodes.items()}
+    return [reached_by(wider, node.each.body) for node in nodes.values() if node.each is not None]
 
 
 def _resolved(node: Node, given: NodeInput, nodes: Mapping[str, Node], source: TomlSource) -> NodeInput:
@@ -92,11 +95,15 @@ def _resolved(node: Node, given: NodeInput, nodes: Mapping[str, Node], source: T
     if given.producer:
         hint = nearest(given.producer, nodes) or f"; there are {', '.join(nodes)}"
         raise source.error(node.name, "inputs", f"there is no node '{given.producer}'{hint}")
-    before = [name for name, other in nodes.items() if node.name in other.next]
+    before = [n for n, other in nodes.items() if node.name in other.next or _calls(other, node.name)]
     if len(before) != 1:
         names = ", ".join(before) or "none"
         raise source.error(node.name, "inputs", f"{given.source}: which node gives it? Nodes before this one: {names}")
     return replace(given, producer=before[0])
+
+
+def _calls(node: Node, body: str) -> bool:
+    return node.each is not None and node.each.body == body
 
 
 def entry_of(nodes: Mapping[str, Node], named: str | None, source: TomlSource, *, compat: bool) -> str:
@@ -123,6 +130,7 @@ def check_structure(graph: Graph, source: TomlSource) -> None:
     """Raises ConfigError: a cycle, a join without named fields, a join that could wait forever."""
     if found := cycle_in(graph.nodes):
         raise source.error("", "", f"the nodes {found} are in a cycle; items would never end")
+    _check_bodies(graph, source)
     reached = {graph.entry, *graph.downstream(graph.entry)}
     for node in graph.nodes.values():
         names = [each.name for each in node.inputs]
@@ -145,6 +153,32 @@ def check_structure(graph: Graph, source: TomlSource) -> None:
                 node.name, "", f"waits for items from {name}, which items that begin at [{graph.entry}] never reach"
             )
         _check_join(graph, node, source)
+
+
+def _check_bodies(graph: Graph, source: TomlSource) -> None:
+    """Raises ConfigError: a node in a body and outside of it, or that takes a field which its item does not have."""
+    inner = {body: reached_by(graph.nodes, body) for body in graph.bodies}
+    for body, members in graph.bodies.items():
+        for caller in graph.callers(body):
+            for node in (graph.nodes[name] for name in graph.nodes if name in members):
+                if others := [name for name in graph.producers(node.name) if name not in members]:
+                    raise source.error(
+                        node.name,
+                        "",
+                        f"follows [{others[0]}], but belongs to the body of [{caller}], which begins at [{body}]: nodes"
+                        f" after the fan-out take its gathered fields, such as {caller}.{_gathered(graph, caller)}",
+                    )
+            for i in (i for name in inner[body] for i in graph.nodes[name].inputs if i.producer not in inner[body]):
+                here = all(caller in nodes for nodes in inner.values() if i.producer in nodes)
+                if i.producer != caller and not (here and i.producer in graph.upstream(caller)):
+                    reader = next(n for n in inner[body] if i in graph.nodes[n].inputs)
+                    text = f"takes a field of [{i.producer}], which the items of [{caller}] do not pass before"
+                    raise source.error(reader, "inputs", text)
+
+
+def _gathered(graph: Graph, caller: str) -> str:
+    each = graph.nodes[caller].each
+    return next(iter(each.gather if each is not None else ()), RESULT)
 
 
 def _check_join(graph: Graph, node: Node, source: TomlSource) -> None:
@@ -190,14 +224,15 @@ def _check_outputs(graph: Graph, source: TomlSource) -> None:
     """Raises ConfigError if an item reaches two outputs that give the same field of the answer."""
     for start in (name for name in graph.nodes if name == graph.entry or not graph.producers(name)):
         reached = {start, *graph.downstream(start)}
-        ends = [name for name in graph.outputs if name in reached]
+        answers = _answers(graph, start)
+        ends = [name for name in graph.nodes if name in reached and not graph.nodes[name].next]
         for one, other in combinations(ends, 2):
             paths = {one: graph.upstream(one) | {one}, other: graph.upstream(other) | {other}}
             own = paths[one] - paths[other], paths[other] - paths[one]
             if all(any(graph.nodes[name].otherwise == "skip_branch" for name in names) for names in own):
                 continue  # conditions select one of them
             given = [_written(graph, names) for names in own]
-            if both := [name for name in graph.answers if name in given[0] & given[1]]:
+            if both := [name for name in sorted(answers) if name in given[0] & given[1]]:
                 raise source.error(
                     other,
                     "",
@@ -206,93 +241,13 @@ def _check_outputs(graph: Graph, source: TomlSource) -> None:
                 )
 
 
+def _answers(graph: Graph, start: str) -> set[str]:
+    """The fields that items which begin at a node answer, or that fan-outs gather from them."""
+    calls = [graph.nodes[name].each for name in graph.callers(start)]
+    return {name for each in calls if each is not None for name in each.gather or (RESULT,)} or {*graph.answers}
+
+
 def _written(graph: Graph, names: Iterable[str]) -> set[str]:
     """The fields that these nodes are known to write."""
     steps = [step for name in names for step in graph.nodes[name].steps]
     return {RESULT, *(field for step in steps for field in op_class(step.op, step.params).writes or ())}
-
-
-# ---- fields
-
-
-def fields_of(graph: Graph) -> dict[str, Kinds]:
-    """The fields of an item after each node. The graph must have no cycle and only known ops.
-
-    Raises ConfigError: an input that no node gives, an op that takes another kind than the previous op gives.
-    """
-    left: dict[str, Kinds] = {}
-    for name in graph.order():
-        node = graph.nodes[name]
-        try:
-            left[name] = _through(node, _arriving(graph, node, left))
-        except ConfigError as e:
-            raise ConfigError(f"{graph.name}: {e.message}") from None
-    return left
-
-
-def edges_of(graph: Graph) -> list[tuple[str, str, Kinds]]:
-    """Producer, consumer, and the fields that the consumer takes, for each edge. Raises as `fields_of` does."""
-    left = fields_of(graph)
-    edges = []
-    for name in graph.order():
-        for target in graph.nodes[name].next:
-            taken = [i for i in graph.nodes[target].inputs if i.producer == name]
-            fields = {i.name: left[name].get(i.source, "any") for i in taken}
-            edges.append((name, target, fields if graph.nodes[target].inputs else _swapped(left[name])))
-    return edges
-
-
-def _arriving(graph: Graph, node: Node, left: dict[str, Kinds]) -> Kinds:
-    producers = graph.producers(node.name)
-    if not producers:
-        return dict.fromkeys(graph.takes, "any")
-    if not node.inputs:
-        before = left[producers[0]]
-        # without a swap, the kind of the data depends on the op that gave no result
-        return _swapped(before) if node.filter == "swap" else {**before, DATA: "any"}
-    arriving: Kinds = {}
-    for each in node.inputs:
-        given = left[each.producer]
-        known = arriving.get(each.name)
-        if each.source not in given and OPEN not in given:
-            raise ConfigError(
-                f"[{node.name}] inputs: [{each.producer}] has no field '{each.source}' for '{each.name}'; it has"
-                f" {', '.join(given)} (list further fields that callers send as inputs in [pipeline])"
-            )
-        kind = given.get(each.source, "any")
-        arriving[each.name] = kind if known in (None, kind) and each.default is UNSET else "any"
-    return arriving
-
-
-def _swapped(fields: Kinds) -> Kinds:
-    """The fields with the result of one node as the data of the next."""
-    return {name: kind for name, kind in fields.items() if name != RESULT} | {DATA: fields[RESULT]}
-
-
-def _through(node: Node, fields: Kinds) -> Kinds:
-    left = {name: kind for name, kind in fields.items() if name != RESULT}
-    left.setdefault(DATA, "any")
-    given = ""
-    for step in node.steps:
-        guarded = step.filter == "or"
-        if guarded or (given and step.filter == "run"):
-            left[DATA] = "any"
-        elif given:
-            left[DATA] = given
-        given = _step(node, step, left, given if guarded else "")
-    given = given or left[DATA]
-    skipped = fields[DATA] if DATA in fields and "skip" in (node.on_error, node.when and node.otherwise) else given
-    left[RESULT] = given if fields.get(RESULT, given) == given == skipped else "any"
-    return left
-
-
-def _step(node: Node, step: NodeStep, left: Kinds, other: str) -> str:
-    """The kind that a step gives, or the `other` that already exists. Adds the fields that the step writes."""
-    op = op_class(step.op, step.params)
-    if "any" not in (op.takes, left[DATA]) and op.takes != left[DATA]:
-        hint = _BETWEEN.get((left[DATA], op.takes), "put another op before it")
-        raise ConfigError(f"[{node.name}] {step.op} takes '{op.takes}' as data, but gets '{left[DATA]}': {hint}")
-    for name in op.writes if op.writes is not None else (OPEN,):
-        left[name] = "any"
-    gives = left[DATA] if step.op == "Identity" else op.gives
-    return gives if other in ("", gives) else "any"

@@ -186,6 +186,7 @@ def _answer(graph: Graph, outcome: ItemOutcome, *, trace: bool) -> dict[str, Any
         answer["trace"] = [
             {
                 "node": hop.node,
+                **({"element": list(hop.element)} if hop.element else {}),
                 "batch": hop.batch_id,
                 "size": hop.size,
                 "wait_ms": round(hop.wait_s * 1000, 3),

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import UNSET
 
 from penstock.pipeline.conditions import is_target
-from penstock.pipeline.graph import AUTO, Graph, Node, NodeInput, NodeStep
+from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput, NodeStep
 from penstock.pipeline.joins import alternatives
 from penstock.pipeline.keys import EACH, FIELDS, GRAPH_FIELDS, PLACE
 from penstock.pipeline.lower import PATHS, TARGET, OpDraft, takes_size
@@ -66,9 +66,10 @@ def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
         if key in usual or value != getattr(_DEFAULTS, FIELDS[key]) or key in given:
             yield key, _milliseconds(value) if key.endswith("_ms") else value
     if node.each is not None:
+        usual_each = Each(node.each.body)
         for key, name in EACH.items():
-            if (value := getattr(node.each, name)) is not None:
-                yield key, value
+            if name == "body" or (value := getattr(node.each, name)) != getattr(usual_each, name):
+                yield key, getattr(node.each, name)
 
 
 def _input(choices: list[NodeInput]) -> Any:

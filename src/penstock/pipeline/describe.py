@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from penstock.config.toml import found
 from penstock.errors import ConfigError
-from penstock.pipeline.check import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.engine import GPU_WAIT_S
+from penstock.pipeline.fields import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.lower import builtin_op, op_class
@@ -48,9 +48,8 @@ def _rows(node: Node) -> Iterator[tuple[str, ...]]:
     """A line for each step. The first also shows the node's own values."""
     ops = [f"alias of {node.alias_of}"] if node.alias_of is not None else []
     ops = ops or [line for step in node.steps for line in wrap(step_text(step), _WIDTH, subsequent_indent="    ")]
-    if not ops:
-        each = node.each
-        ops = [f"each of {each.split} through {each.body}" if each is not None else ""]
+    if (each := node.each) is not None:
+        ops.append(f"each of {each.split} through {each.body}" if each.split else f"through {each.body}")
     wait_s = node.wait_s if node.wait_s is not None else 0.0 if node.device == "cpu" else GPU_WAIT_S
     yield node.name, ops[0], str(node.instances), _batch(node), f"{wait_s * 1000:g} ms", node.device
     yield from (("", op, "", "", "", "") for op in ops[1:])

@@ -41,8 +41,8 @@ _TORCHPIPE = [
         ("backend next map filter or instance_num max min batching_timeout device_id node_name", ""),
         ("model model::cache precision mean std input_reorder output_reorder", ""),  # of ops, as those that follow
         ("color data_format resize_h resize_w", ""),
+        ("jump split merge", ""),
     ),
-    *_keys("accepted", ("jump split merge", "")),
     *_keys(
         "ignored",
         ("model::timingcache", "kept next to the engine"),

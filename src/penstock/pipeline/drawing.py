@@ -135,21 +135,29 @@ def _places(graph: Graph, height: int) -> dict[str, tuple[int, int]]:
 
 
 def trace_text(graph: Graph, hops: Sequence[Hop]) -> str:
-    """The path of an item: each node below the last one before it, with the times of its batch."""
+    """The path of an item: each node below the last one before it, with the times of its batch.
+
+    Below a fan-out are the paths of its children, with the place of the element in front.
+    """
     children: dict[int, list[int]] = defaultdict(list)
+    upstream = {name: graph.upstream(name) for name in {hop.node for hop in hops}}
+    paths: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by the element
     for i, hop in enumerate(hops):
-        before = [j for j in range(i) if hop.node in graph.nodes[hops[j].node].next]
-        upstream = graph.upstream(hop.node)
-        before = before or [j for j in range(i) if hops[j].node in upstream]  # nodes between them were skipped
+        path = paths[hop.element]
+        before = [j for j in path if hop.node in graph.nodes[hops[j].node].next]
+        before = before or [j for j in path if hops[j].node in upstream[hop.node]]  # nodes between them were skipped
+        before = before or [j for j in paths.get(hop.element[:-1], ()) if hops[j].node in upstream[hop.node]]
         children[before[-1] if before else -1].append(i)
+        path.append(i)
     lines: list[str] = []
 
     def write(parent: int, indent: str) -> None:
         for i in children[parent]:
             last = i == children[parent][-1]
             hop = hops[i]
+            place = "" if hop.element == (hops[parent].element if parent >= 0 else ()) else f"{hop.element[-1]}: "
             lines.append(
-                f"{indent}{'└─ ' if last else '├─ '}{hop.node}  ran {hop.run_s * 1000:.3f} ms,"
+                f"{indent}{'└─ ' if last else '├─ '}{place}{hop.node}  ran {hop.run_s * 1000:.3f} ms,"
                 f" waited {hop.wait_s * 1000:.3f} ms, batch {hop.batch_id} of {hop.size}"
             )
             write(i, indent + ("   " if last else "│  "))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from penstock import metrics
 from penstock.config.schema import MOST, BatchingConfig, ModelConfig
@@ -59,8 +60,10 @@ class NodeEngine:
         self.row_bytes = 0.0  # moving average of the bytes of `data`
         self.pressed = False  # a previous node waits for room in this queue
         self.full_of_bytes = False  # items outside wait for room in this queue
+        self.parents = 0  # items whose children are in the body of the node's fan-out
+        self.parent_bytes = 0
         self._backpressure = backpressure
-        self._entry = not graph.producers(node.name)
+        self._entry = not graph.upstream(node.name)
         self.shared = shared[node.name]
         devices = [node.device] * node.instances
         options = {"shared": self.shared, "then": [(graph.nodes[name], shared[name]) for name in self.chained]}
@@ -104,6 +107,11 @@ class NodeEngine:
             return self.handle.submit(item, sink, budget_s, priority)
         self.row_bytes += (nbytes - self.row_bytes) * (0.1 if self.row_bytes else 1.0)
         return self.batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
+
+    def wake(self) -> None:
+        """Lets the node form batches again, because there may be room after it."""
+        if self.batcher is not None:
+            self.batcher.wake()
 
     def freed(self) -> None:
         """A batch or a queued item has left the node. There may be room, or nothing more to wait for."""
@@ -228,6 +236,13 @@ class NodeMeter(Observer):
         self._waits_s, self._runs_s = [], []
 
 
+class Waits(Protocol):
+    """A node or a body that waits for room."""
+
+    def wake(self) -> None:
+        """Lets it try again."""
+
+
 class Backpressure:
     """The edges of one running graph: which nodes have room, and which wait for it."""
 
@@ -236,7 +251,8 @@ class Backpressure:
         self._ahead: dict[str, list[NodeEngine]] = {}  # nodes that an item may enter next
         self._feeders: dict[str, list[NodeEngine]] = {}  # the reverse
         self._upstream: dict[str, list[NodeEngine]] = {}  # all nodes from which an item may come
-        self.blocked: set[NodeEngine] = set()  # nodes that wait to be woken
+        self._first: dict[str, list[NodeEngine]] = {}  # nodes that a child may enter first, by its body
+        self.blocked: set[Waits] = set()  # nodes and bodies that wait to be woken
         self.on_room: Callable[[], object] = lambda: None  # the queue of an entry has room for bytes again
 
     def connect(self, engines: Mapping[str, NodeEngine]) -> None:
@@ -249,18 +265,29 @@ class Backpressure:
         order = list(dict.fromkeys(owners[name] for name in self._graph.order()))  # by the first place of each
         for at, name in enumerate(order):
             places = [place for place, owner in owners.items() if owner == name]
-            ahead = {owners[n] for place in places for n in self._next_queues((place, *engines[name].chained)[-1])}
+            ahead = {
+                owners[n]
+                for place in places
+                for n in self._next_queues(self._graph.nodes[(place, *engines[name].chained)[-1]].next)
+            }
             upstream = {owners[n] for place in places for n in self._graph.upstream(place)}
             self._ahead[name] = [engines[n] for n in order[at + 1 :] if n in ahead]
             self._upstream[name] = [engines[n] for n in order if n in upstream and n != name]
+        for body in self._graph.bodies:
+            first = [engines[owners[n]] for n in self._next_queues([body])]
+            before = [e for caller in self._graph.callers(body) for e in self._upstream[owners[caller]]]
+            self._first[body] = [] if any(engine in before for engine in first) else first
         for name, engine in engines.items():
             self._feeders[name] = [engines[n] for n in engines if engine in self._ahead[n]]
 
-    def _next_queues(self, last: str) -> set[str]:
-        """The nodes whose queue an item may enter next. It may pass nodes by, and it may enter a join by dying."""
+    def _next_queues(self, following: Iterable[str]) -> set[str]:
+        """The nodes whose queue an item may enter that comes to these nodes.
+
+        It may pass nodes by, and it may enter a join by dying.
+        """
         found: set[tuple[str, bool]] = set()
         entered: set[str] = set()
-        stack = [(after, False) for after in self._graph.nodes[last].next]
+        stack = [(after, False) for after in following]
         while stack:
             if (step := stack.pop()) in found:
                 continue
@@ -276,13 +303,22 @@ class Backpressure:
 
     def credit(self, engine: NodeEngine) -> int:
         """Most items that a node may start now, so that all following nodes have room for the results."""
-        ahead = self._ahead[engine.name]
-        if not ahead:
-            return UNLIMITED
-        rows = min(map(self._room, ahead))
+        rows = min(map(self._room, self._ahead[engine.name]), default=UNLIMITED)
+        each = engine.node.each
+        if each is not None and (first := self._first[each.body]):  # as many as the body runs if each has one child
+            full = engine.parent_bytes >= (engine.node.queue_bytes or QUEUE_BYTES)
+            most = 0 if full else min(after.capacity + after.concurrency for after in first)
+            rows = min(rows, most - engine.parents - engine.running_rows)
         if rows < 1:
             self.blocked.add(engine)
         return rows
+
+    def room(self, body: str) -> int:
+        """Most children that may enter a body now.
+
+        A body whose first node also comes before the fan-out takes all, because it would wait for itself.
+        """
+        return min(map(self._room, self._first[body]), default=UNLIMITED)
 
     def _room(self, engine: NodeEngine) -> int:
         """Items that a node can accept in addition to those that run before it.
@@ -293,7 +329,7 @@ class Backpressure:
         if batcher is None:
             return 0
         scheduler = batcher.scheduler
-        coming = sum(f.running_rows for f in self._feeders[engine.name])
+        coming = sum(f.running_rows + f.parents for f in self._feeders[engine.name])
         rows = engine.capacity - scheduler.queued_rows - coming
         if engine.row_bytes > 0:
             left = (engine.node.queue_bytes or QUEUE_BYTES) - scheduler.queued_bytes
@@ -341,6 +377,5 @@ class Backpressure:
         if not self.blocked:
             return
         blocked, self.blocked = self.blocked, set()
-        for engine in blocked:
-            if engine.batcher is not None:
-                engine.batcher.wake()
+        for waiting in blocked:
+            waiting.wake()

@@ -47,11 +47,15 @@ class NodeInput(Struct, frozen=True):
 
 
 class Each(Struct, frozen=True):
-    """A fan-out: one item per element of `split`, run through `body`, gathered in order. The runner rejects it."""
+    """A fan-out: after the node's own steps, one child per element of the field `split` goes through `body`.
 
-    split: str
+    The fields `gather` of the children become lists in the order of the elements. `split` None: the item itself goes
+    through the body and keeps all its fields.
+    """
+
     body: str
-    gather: tuple[str, ...]
+    split: str | None = None
+    gather: tuple[str, ...] = ()
     max_fanout: int | None = None
     on_item_error: Literal["null", "drop", "fail_parent"] = "fail_parent"
 
@@ -73,7 +77,7 @@ class Node(Struct, frozen=True, omit_defaults=True):
     - `require`: "all": a join is dead if it misses an input without a default; "any": if all its sources are dead.
     - `alias_of`: the node whose queue and instances this one shares; everything but its place in the graph is equal.
 
-    The runner rejects `each`, and filters that are neither built in nor registered.
+    The runner rejects filters that are neither built in nor registered.
     """
 
     name: str
@@ -128,10 +132,21 @@ class Graph(Struct, frozen=True, omit_defaults=True):
         """The nodes whose `next` names this one, in the order of their definition."""
         return tuple(n.name for n in self.nodes.values() if name in n.next)
 
+    def callers(self, body: str) -> tuple[str, ...]:
+        """The nodes whose fan-outs go through the body that begins at a node."""
+        return tuple(n.name for n in self.nodes.values() if n.each is not None and n.each.body == body)
+
+    @property
+    def bodies(self) -> dict[str, frozenset[str]]:
+        """The nodes of each fan-out's body, without bodies inside it, by its first node."""
+        firsts = dict.fromkeys(n.each.body for n in self.nodes.values() if n.each is not None)
+        return {first: frozenset({first}) | self.downstream(first) for first in firsts}
+
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The nodes without a `next`."""
-        return tuple(n.name for n in self.nodes.values() if not n.next)
+        """The nodes without a `next`, except in bodies of fan-outs."""
+        inner = frozenset[str]().union(*self.bodies.values())
+        return tuple(n.name for n in self.nodes.values() if not n.next and n.name not in inner)
 
     def order(self) -> tuple[str, ...]:
         """All nodes in topological order. Raises ValueError for a cycle, which `check` reports first."""
@@ -156,17 +171,42 @@ class Graph(Struct, frozen=True, omit_defaults=True):
         return _reachable(name, lambda other: self.nodes[other].next)
 
     def _all_producers(self) -> dict[str, list[str]]:
+        """The nodes directly before each node. A fan-out is before its body, which is before the next nodes.
+
+        A body of several fan-outs is before none, because one of them may follow another.
+        """
+        bodies = self.bodies
         found: dict[str, list[str]] = {name: [] for name in self.nodes}
         for node in self.nodes.values():
+            ends = [node.name]
+            if node.each is not None:
+                found[node.each.body].append(node.name)
+                if len(self.callers(node.each.body)) == 1:
+                    ends += [name for name in bodies[node.each.body] if not self.nodes[name].next]
             for target in dict.fromkeys(node.next):
-                found[target].append(node.name)
+                found[target] += ends
         return found
+
+
+def reached_by(nodes: Mapping[str, Node], start: str) -> frozenset[str]:
+    """A node and all nodes that an item or its children may reach from it."""
+    return frozenset({start}) | _reachable(start, lambda name: _following(nodes[name]))
+
+
+def outside(graph: Graph, body: str) -> frozenset[str]:
+    """The nodes outside the body that begins at `body` of which nodes in it take fields."""
+    inner = reached_by(graph.nodes, body)
+    return frozenset(i.producer for name in inner for i in graph.nodes[name].inputs) - inner
+
+
+def _following(node: Node) -> tuple[str, ...]:
+    return node.next if node.each is None else (*node.next, node.each.body)
 
 
 def cycle_in(nodes: Mapping[str, Node]) -> str:
     """A cycle as "a -> b -> a", or ""."""
     try:
-        TopologicalSorter({name: node.next for name, node in nodes.items()}).prepare()
+        TopologicalSorter({name: _following(node) for name, node in nodes.items()}).prepare()
     except CycleError as e:
         return " -> ".join(reversed(e.args[1]))
     return ""
@@ -211,27 +251,36 @@ class ItemRoute(Struct, frozen=True):
 
 
 def join_sources(graph: Graph, name: str) -> frozenset[str]:
-    """The nodes that must finish before a join: its producers, and the nodes whose fields it takes. Empty: no join."""
+    """The nodes that must finish before a join: its producers, and the nodes whose fields it takes. Empty: no join.
+
+    In a body, the nodes outside have finished before.
+    """
     node = graph.nodes[name]
     producers = graph.producers(name)
     if not node.inputs and len(producers) < 2:
         return frozenset()
-    return frozenset(producers) | {i.producer for i in node.inputs}
+    found = frozenset(producers) | {i.producer for i in node.inputs}
+    return found.intersection(*(nodes for nodes in graph.bodies.values() if name in nodes))
 
 
-def route(graph: Graph, start: str) -> ItemRoute:
-    """The route of items that begin at `start`. Raises BadRequest if a join needs a node that is not on the route."""
+def route(graph: Graph, start: str, passed: frozenset[str] = frozenset()) -> ItemRoute:
+    """The route of items that begin at `start` and have `passed` other nodes before.
+
+    Raises BadRequest if a node needs a field of a node that is not on the route.
+    """
     reach = {start, *graph.downstream(start)}
     waits = {}
-    for name in graph.nodes:
-        if name in reach and name != start and (sources := join_sources(graph, name)):
-            if missing := sorted(sources - reach):
-                raise BadRequest(
-                    f"an item cannot begin at node '{start}': node '{name}' needs a field of node '{missing[0]}',"
-                    " which the item does not pass"
-                )
-            waits[name] = len(sources)
-    return ItemRoute(start, tuple(name for name in graph.outputs if name in reach), waits)
+    for node in (graph.nodes[name] for name in graph.nodes if name in reach):
+        sources = join_sources(graph, node.name) if node.name != start else frozenset()
+        if sources:
+            waits[node.name] = len(sources)
+        needed = sources if node.each is None else sources | outside(graph, node.each.body)
+        if missing := sorted(needed - reach - passed):
+            raise BadRequest(
+                f"an item cannot begin at node '{start}': node '{node.name}' needs a field of node '{missing[0]}',"
+                " which the item does not pass"
+            )
+    return ItemRoute(start, tuple(name for name, n in graph.nodes.items() if name in reach and not n.next), waits)
 
 
 def check_runnable(graph: Graph) -> None:
@@ -254,7 +303,6 @@ def check_runnable(graph: Graph) -> None:
 def unsupported(node: Node) -> list[str]:
     """The features of a node that cannot be run yet, in words."""
     return [
-        *(["a fan-out (each, MapReduce)"] if node.each is not None else ()),
         *([f"filter '{node.filter}'"] if node.filter not in NODE_FILTERS and not filters.is_known(node.filter) else ()),
         *(f"filter '{step.filter}' of op '{step.op}'" for step in node.steps if step.filter not in STEP_FILTERS),
     ]

@@ -24,7 +24,7 @@ class Join:
     def is_dead(self, dead: Mapping[str, Fields]) -> bool:
         """Whether the node cannot run without its dead sources."""
         if self._any:
-            return all(source in dead for source in self.sources)
+            return bool(self.sources) and all(source in dead for source in self.sources)
         return any(source in dead for source in self._unnamed) or any(
             choices[-1].default is UNSET and all(i.producer in dead for i in choices)
             for choices in self._inputs.values()

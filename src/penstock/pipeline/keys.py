@@ -106,13 +106,21 @@ NODE: Final = {
         "`any`: a join runs if one of its sources ran; `all`: if each input has a source that ran, or a default",
         "all",
     ),
-    "each": Key(str, "the field whose elements become items (accepted, but not supported yet)", "none"),
-    "body": Key(str, "the node where these items begin (accepted, but not supported yet)", "none"),
-    "gather": Key(Names, "the fields gathered from these items (accepted, but not supported yet)", "result"),
-    "max_fanout": Key(int, "most elements of one item (accepted, but not supported yet)", "any", 1, 2**31),
+    "each": Key(
+        str,
+        "the field, a list or an array, whose elements go through `body` one by one, each as a child of the item",
+        "none",
+    ),
+    "body": Key(
+        str, "the node where the children begin; without `each`, the item itself goes through the body", "none"
+    ),
+    "gather": Key(
+        Names, "the fields of the children that become lists of the item, in the order of the elements", "result"
+    ),
+    "max_fanout": Key(int, "most elements of one item; an item with more fails", "any", 1, 2**31),
     "on_item_error": Key(
         Literal["null", "drop", "fail_parent"],
-        "what happens when an element fails (accepted, but not supported yet)",
+        "a child that fails: the item fails (`fail_parent`), its values are None (`null`), or it is left out (`drop`)",
         "fail_parent",
     ),
 }

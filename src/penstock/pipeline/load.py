@@ -31,6 +31,7 @@ from penstock.pipeline.keys import (
 )
 from penstock.pipeline.lower import (
     FAN_OUT,
+    FAN_OUTS,
     TARGET,
     OpDraft,
     drafts_of,
@@ -42,6 +43,7 @@ from penstock.pipeline.lower import (
     steps_of,
     takes_size,
 )
+from penstock.pipeline.ops.base import RESULT
 from penstock.pipeline.ops.parameters import parameters_of
 
 MAX_BATCH, MAX_BATCH_COMPAT, MAX_BATCH_OF_USERS = 8, 1, 64
@@ -164,7 +166,7 @@ def _alias(name: str, table: Mapping[str, Any], of: Node, source: TomlSource, fo
     """A node that shares the instances of another at its own place in the graph."""
     keys = native_table({k: v for k, v in table.items() if k != "backend"}, name, source)
     own = NodeReader(source, {}, folder, False).read(name, keys)
-    return replace(of, alias_of=of.name, each=None, **{key: getattr(own, key) for key in PLACE})
+    return replace(of, alias_of=of.name, **{key: getattr(own, key) for key in PLACE})
 
 
 class NodeReader:
@@ -250,15 +252,22 @@ class NodeReader:
             raise self._source.error(node, key, e.message) from None
 
     def _drafts(self, keys: Mapping[str, Any], values: dict[str, Any]) -> list[OpDraft]:
-        """The node's ops. A fan-out has none of its own."""
+        """The node's ops. Of MapReduce and Jump, which must be the last, the keys of a fan-out remain."""
         drafts = drafts_of(keys)
         for draft in drafts:
             draft.params = rooted(draft.params, self._folder)
-        if FAN_OUT.lower() in (draft.op.lower() for draft in drafts):
+        if not (found := [draft for draft in drafts if draft.op.lower() in FAN_OUTS]):
+            return drafts
+        op, params = found[0].op, found[0].params
+        if found[0] is not drafts[-1]:
+            raise ConfigError(f"{op} must be the last op of its node; write the ops after it in the next node")
+        if values.setdefault("body", params.get("body")) != params.get("body", values["body"]) or not values["body"]:
+            raise ConfigError(f"{op} needs 'jump', the node where the items begin, once")
+        if op.lower() == FAN_OUT:
             values.setdefault("each", "data")
-        if "each" in values:
-            return [draft for draft in drafts if draft.op.lower() not in (FAN_OUT.lower(), "identity")]
-        return drafts
+        else:
+            values.pop("each", None), values.pop("gather", None)
+        return drafts[:-1] or [OpDraft("Identity", {})]
 
     def _set_model_defaults(self, keys: dict[str, Any], values: dict[str, Any], drafts: list[OpDraft]) -> None:
         """Sets `max_batch` by dialect, and `device` for model files."""
@@ -321,14 +330,15 @@ class NodeReader:
 
     def _each(self, node: str, values: Mapping[str, Any]) -> Each | None:
         given = {EACH[key]: values[key] for key in EACH if key in values}
-        if "each" not in values:
-            for key in EACH:
-                if key in values:
-                    raise self._source.error(node, key, "needs 'each', the field to split, for a fan-out")
-            return None
-        if "body" not in values:
-            raise self._source.error(node, "each", "needs 'body' (TorchPipe's jump), the node where its items begin")
-        return Each(**{"gather": ("result",), **given})
+        if given and "body" not in values:
+            key = next(key for key in EACH if key in values)
+            raise self._source.error(node, key, "needs 'body' (TorchPipe's jump), the node where the children begin")
+        if "each" in values:
+            return Each(**{"gather": (RESULT,), **given})
+        for key in EACH:
+            if key in values and key != "body":
+                raise self._source.error(node, key, "needs 'each', the field to split, for a fan-out")
+        return Each(**given) if given else None
 
     def _reject_unknown(self, node: str, key: str, drafts: list[OpDraft]) -> None:
         """Raises ConfigError for a key that no op accepts. In TorchPipe's dialect it warns."""

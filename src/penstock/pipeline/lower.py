@@ -31,7 +31,9 @@ SCOPES = {
 }
 """TorchPipe's wrappers that have no effect."""
 
-FAN_OUT = "MapReduce"
+FAN_OUT, *CALLS = FAN_OUTS = ("mapreduce", "jump", "jumpv0")
+"""TorchPipe's ops that take items through another sub-graph, in lower case. The first splits them."""
+
 TARGET = "target"
 """The parameter that names a user's class."""
 
@@ -165,6 +167,9 @@ def flatten(expression: Expression) -> list[OpDraft]:
         inner = [draft for arg in expression.args for draft in flatten(arg)]
         return _guarded(inner, guard, where)
     draft = OpDraft(name, dict(expression.params), guard)
+    if name.lower() in FAN_OUTS and len(expression.args) <= 1:
+        draft.params.update(("body", arg.name) for arg in expression.args)
+        return [draft]
     if not expression.args:
         return [draft]
     try:

@@ -219,6 +219,7 @@ def public_description(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Any]
                 "name": node.name,
                 "ops": [step.op for step in node.steps],
                 "next": list(node.next),
+                **({"body": node.each.body} if node.each is not None else {}),
                 "instances": node.instances,
                 "max_batch": sizes[node.name],
             }
@@ -334,9 +335,17 @@ def _array(name: str, values: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def server_timing(hops: Sequence[Hop]) -> str:
-    """An item's path as a `Server-Timing` header (W3C): each node with its run time in milliseconds."""
-    return ", ".join(
-        f"{_NO_TOKEN.sub('_', hop.node)};dur={hop.run_s * 1000:.3f}"
-        f';desc="batch {hop.batch_id} of {hop.size}, waited {hop.wait_s * 1000:.3f} ms"'
-        for hop in hops
-    )
+    """An item's path as a `Server-Timing` header (W3C): each node with its run time in milliseconds.
+
+    A node that ran children of the item has the sum of their batches.
+    """
+    own = [hop for hop in hops if not hop.element]
+    parts = [
+        (hop.node, hop.run_s, f"batch {hop.batch_id} of {hop.size}, waited {hop.wait_s * 1000:.3f} ms") for hop in own
+    ]
+    batches: dict[str, dict[int, float]] = {}
+    for hop in hops:
+        if hop.element:
+            batches.setdefault(hop.node, {})[hop.batch_id] = hop.run_s
+    parts += [(node, sum(runs.values()), f"children in {len(runs)} batches") for node, runs in batches.items()]
+    return ", ".join(f'{_NO_TOKEN.sub("_", node)};dur={run_s * 1000:.3f};desc="{text}"' for node, run_s, text in parts)

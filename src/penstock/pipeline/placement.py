@@ -75,7 +75,7 @@ def _inlined(graph: Graph, name: str) -> str | None:
     the first has an instance for each core, and nothing between them waits, merges or is kept.
     """
     node = graph.nodes[name]
-    if len(node.next) != 1 or node.instances < cores() or not _node_computes(node):
+    if len(node.next) != 1 or node.each is not None or node.instances < cores() or not _node_computes(node):
         return None
     after = graph.nodes[node.next[0]]
     plain = Node(

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.core.contracts import Observer
 from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull, nearest
 from penstock.pipeline.engine import Backpressure, NodeEngine
+from penstock.pipeline.fanout import Body
 from penstock.pipeline.graph import Graph, ItemRoute, chain_end, check_runnable, route, subgraph_end
 from penstock.pipeline.node import SharedState
 from penstock.pipeline.ops.base import NODE_NAME, Fields
@@ -45,6 +46,7 @@ class PipelineRunner:
         }
         self._backpressure.on_room = on_room
         self._backpressure.connect(owners)
+        bodies: dict[str, Body] = {}
         for name, node in self._nodes.items():
             node.chained = next((self._nodes[after] for after in node.engine.chained), None)
             following = [self._nodes[after] for after in graph.nodes[name].next]
@@ -55,6 +57,9 @@ class PipelineRunner:
                     "serial_skip": self._nodes[chain_end(graph, name)],
                     "subgraph_skip": None if end is None else self._nodes[end],
                 }
+            if node.node.each is not None:
+                first = self._nodes[node.node.each.body]
+                node.body = bodies.setdefault(first.name, Body(graph, first, self._backpressure))
             node.joins = [n for n in self._nodes.values() if name in n.taken.sources]
         self.width = 0  # most items inside at once, known once it is loaded
         self._state = "LOADING"

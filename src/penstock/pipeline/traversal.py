@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -30,13 +30,17 @@ log = logging.getLogger("penstock.pipeline")
 
 
 class Hop(Struct, frozen=True):
-    """One node on an item's path: the batch it was in, the batch's size, seconds in the queue and in the batch."""
+    """One node on an item's path: the batch it was in, the batch's size, seconds in the queue and in the batch.
+
+    `element` has the place of each element on the way from the item to this child of it; () for the item itself.
+    """
 
     node: str
     batch_id: int
     size: int
     wait_s: float
     run_s: float
+    element: tuple[int, ...] = ()
 
 
 class ItemOutcome(Struct, frozen=True):
@@ -53,6 +57,20 @@ class ItemOutcome(Struct, frozen=True):
 
 
 Done = Callable[[ItemOutcome], None]
+
+
+class Leaves(Protocol):
+    """An item's stay at a node, or in a fan-out."""
+
+    def leave(self) -> None:
+        """Drops the item there, because it has ended."""
+
+
+class Splits(Protocol):
+    """The body of a fan-out."""
+
+    def take(self, node: RunningNode, traversal: Traversal, fields: Fields) -> None:
+        """Splits an item of the node, and then passes it to the next nodes."""
 
 
 class Traversal:
@@ -73,6 +91,7 @@ class Traversal:
         "outputs",
         "priority",
         "route",
+        "shared",
         "visits",
         "waits",
     )
@@ -92,11 +111,12 @@ class Traversal:
         self.deadline_s = deadline_s
         self.priority = priority
         self.hops: list[Hop] | None = [] if trace else None
-        self.visits: set[TraversalVisit] = set()
+        self.visits: set[Leaves] = set()
         self.waits: dict[str, int] = dict(route.waits) if route.waits else {}
         self.kept: dict[str, Fields] = {}
         self.outputs: dict[str, Fields] = {}
         self.dead: dict[str, Fields] | None = None
+        self.shared: Any = None  # data that children share: their parent counts its bytes
 
     def arrived(self, fields: Fields, node: str) -> None:
         """Ends the item when all its outputs are decided. It has the fields of all that are alive, or of all dead."""
@@ -136,9 +156,7 @@ class Traversal:
     def _leave(self) -> None:
         visits, self.visits = self.visits, set()
         for visit in visits:
-            call, visit.call = visit.call, None
-            if call is not None:
-                call.cancel()
+            visit.leave()
         self.on_end(self)
 
 
@@ -154,6 +172,11 @@ class TraversalVisit(Visit):
         self.node = node
         self.traversal = traversal
         self.call: Call | None = None
+
+    def leave(self) -> None:
+        call, self.call = self.call, None
+        if call is not None:
+            call.cancel()
 
     def __call__(self, result: ItemResult) -> None:
         """Takes the answer of the node. The item then ends or goes on, whatever happens."""
@@ -179,7 +202,7 @@ class TraversalVisit(Visit):
         if further:
             self._pass_chained(traversal, node, fields, stamp, further)
         else:
-            node.passed(traversal, fields)
+            node.ran(traversal, fields)
 
     def _pass_chained(
         self, traversal: Traversal, node: RunningNode, fields: Fields, stamp: BatchStamp, further: list[Any]
@@ -198,7 +221,7 @@ class TraversalVisit(Visit):
             node.engine.meter.chained(stamp)
             if traversal.hops is not None:
                 self._hop(traversal.hops, node, stamp, end_s)
-        node.passed(traversal, fields)
+        node.ran(traversal, fields)
 
     @staticmethod
     def _hop(hops: list[Hop], node: RunningNode, stamp: BatchStamp, arrival_s: float) -> None:
@@ -209,7 +232,7 @@ class TraversalVisit(Visit):
 class RunningNode:
     """One node of a running graph: queues items at its engine and passes them on to the next nodes.
 
-    The runner sets `followers`, `joins` and `chained` when all nodes exist.
+    The runner sets `followers`, `joins`, `chained` and `body` when all nodes exist.
     """
 
     def __init__(self, graph: Graph, node: Node, engine: NodeEngine) -> None:
@@ -217,6 +240,7 @@ class RunningNode:
         self.followers: list[RunningNode] = []  # next nodes, except joins
         self.joins: list[RunningNode] = []  # joins that wait for this node
         self.chained: RunningNode | None = None  # the next node, if it runs in the same call
+        self.body: Splits | None = None  # of the node's fan-out
         self.taken = Join(graph, node)
         self.filter = filters.made(node.filter)
         self.skipped_to: dict[str, RunningNode | None] = {}  # by a filter's outcome, the last node that it skips
@@ -231,7 +255,8 @@ class RunningNode:
         data = fields.get(RESULT if swap else DATA)
         budget_s = traversal.budget_s(self.node.deadline_s)
         bucket = self._bucket(fields, data)
-        visit.call = self.engine.submit(Item(visit), visit, budget_s, traversal.priority, bucket, nbytes_of(data))
+        nbytes = 0 if data is traversal.shared else nbytes_of(data)
+        visit.call = self.engine.submit(Item(visit), visit, budget_s, traversal.priority, bucket, nbytes)
         traversal.visits.add(visit)
 
     def _bucket(self, fields: Fields, data: Any) -> str:
@@ -241,6 +266,13 @@ class RunningNode:
             return shape_of(data, pad) if self.engine.shared.takes_arrays else ""
         return " ".join(shape_of(data if name == DATA else fields.get(name), pad) for name in self._bucket_fields)
 
+    def ran(self, traversal: Traversal, fields: Fields) -> None:
+        """Takes an item that has run the steps: through the fan-out, or to the next nodes."""
+        if self.body is not None and fields.get(RESULT) is not None:
+            self.body.take(self, traversal, fields)
+        else:
+            self.passed(traversal, fields)
+
     def passed(self, traversal: Traversal, fields: Fields) -> None:
         """Passes an item on to all next nodes, or ends it at an output."""
         if not self.node.next:
@@ -249,7 +281,7 @@ class RunningNode:
         if self._kept:
             traversal.kept[self.name] = fields
         if len(self.followers) + len(self.joins) > 1:
-            fields = _read_only(fields)
+            fields = read_only(fields)
         for node in self.followers:
             node.follow(traversal, fields)
         for node in self.joins:
@@ -324,7 +356,7 @@ class RunningNode:
                 return
             self.enter(traversal, fields, swap)
         except PenstockError as e:
-            self._end_or_skip(traversal, fields, e)
+            self.end_or_skip(traversal, fields, e)
 
     def _refuse(self, traversal: Traversal, fields: Fields) -> None:
         """Handles an item that does not meet the condition."""
@@ -355,9 +387,9 @@ class RunningNode:
     def failed(self, visit: TraversalVisit, error: PenstockError) -> None:
         """Handles an item that failed here or was dropped."""
         self.engine.freed()
-        self._end_or_skip(visit.traversal, visit.fields, error)
+        self.end_or_skip(visit.traversal, visit.fields, error)
 
-    def _end_or_skip(self, traversal: Traversal, fields: Fields, error: PenstockError) -> None:
+    def end_or_skip(self, traversal: Traversal, fields: Fields, error: PenstockError) -> None:
         """Ends the item. With `on_error = "skip"` it goes on unchanged, unless it is late or the node is closing."""
         over = self.engine.handle.state == "DRAINING" or (
             traversal.deadline_s is not None and traversal.deadline_s <= time.monotonic()
@@ -376,15 +408,15 @@ class RunningNode:
         )
 
 
-def _read_only(fields: Fields) -> Fields:
+def read_only(fields: Fields) -> Fields:
     """The fields with read-only arrays, also in lists: several nodes see them."""
     return {
-        name: list(map(_locked, value)) if type(value) is list and len(value) <= MOST_PARTS else _locked(value)
+        name: list(map(locked, value)) if type(value) is list and len(value) <= MOST_PARTS else locked(value)
         for name, value in fields.items()
     }
 
 
-def _locked(value: Any) -> Any:
+def locked(value: Any) -> Any:
     """A read-only view of a NumPy array; any other value unchanged."""
     if not hasattr(value, "setflags"):
         return value

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.batching.entry import INF
 from penstock.pipeline.engine import QUEUE_BYTES, Backpressure
-from penstock.pipeline.graph import Graph, Node, NodeInput
+from penstock.pipeline.graph import Each, Graph, Node, NodeInput
 
 
 class FakeScheduler:
@@ -40,6 +40,8 @@ class FakeEngine:
     pressed = False
     row_bytes = 0.0
     full_of_bytes = False
+    parents = parent_bytes = 0
+    concurrency = 2
 
     def __init__(self, node: Node) -> None:
         self.name, self.node = node.name, node
@@ -49,6 +51,9 @@ class FakeEngine:
     @property
     def running_rows(self) -> int:
         return self.batcher.scheduler.running_rows
+
+    def wake(self) -> None:
+        self.batcher.wake()
 
     def has(self, **numbers: Any) -> None:
         for name, number in numbers.items():
@@ -156,3 +161,38 @@ def test_a_waiting_node_is_woken_when_no_more_items_come(chain) -> None:
     assert flow.blocked
     flow.wake()
     assert (h["c"].batcher.woken, flow.blocked) == (1, set())
+
+
+@pytest.fixture
+def fan_out() -> tuple[Any, dict[str, Any]]:
+    boxes = Node("boxes", next=("end",), each=Each("crop", "box", ("result",)))
+    return begin(boxes=boxes, crop=Node("crop", next=("read",)), read=Node("read"), end=Node("end"))
+
+
+def test_as_many_items_begin_a_fan_out_as_its_body_could_run_with_one_child_each(fan_out) -> None:
+    flow, h = fan_out
+    h["end"].capacity = 100
+    assert flow.credit(h["boxes"]) == 6, "four wait for the body, two run in it"
+    h["boxes"].parents = 3
+    h["boxes"].has(running_rows=1)
+    h["crop"].has(queued_rows=4)
+    assert flow.credit(h["boxes"]) == 2, "children of others in the queue do not keep an item from its turn"
+    h["boxes"].parents = 6
+    assert flow.credit(h["boxes"]) < 1
+    assert h["boxes"] in flow.blocked
+
+
+def test_items_in_a_fan_out_count_where_they_go_next_and_their_bytes_are_bounded(fan_out) -> None:
+    flow, h = fan_out
+    h["boxes"].parents = 3
+    assert flow.credit(h["boxes"]) == 1, "the output has room for four"
+    h["boxes"].parents, h["boxes"].parent_bytes = 1, QUEUE_BYTES
+    assert flow.credit(h["boxes"]) < 1
+
+
+def test_children_begin_while_the_body_has_room(fan_out) -> None:
+    flow, h = fan_out
+    assert flow.room("crop") == 4
+    h["crop"].has(queued_rows=4)
+    assert flow.room("crop") == 0
+    assert h["crop"].pressed, "it runs what it has instead of waiting for more"

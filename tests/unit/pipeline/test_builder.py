@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 from penstock import Pipeline
 from penstock.errors import ConfigError
 from penstock.pipeline.builder import NodeField
-from penstock.pipeline.graph import NodeInput, NodeStep
-from penstock.pipeline.load import load_graph
+from penstock.pipeline.graph import Each, NodeInput, NodeStep
+from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.steps import (
     ArgMax,
     Convert,
@@ -156,7 +157,12 @@ def test_a_built_pipeline_runs(tmp_path: Path) -> None:
             lambda p, a: p.node("b", Decode())(a, image=a.result),
             "takes either all fields of <node a> or the named ones",
         ),
-        (lambda p, a: p.each(a.boxes, body=None), "a fan-out (each) cannot be run yet"),
+        (lambda p, a: p.each(a, lambda box: None), "found a NodeRef (<node a>), expected a field such as boxes.box"),
+        (lambda p, a: p.each(a.boxes, lambda box: None), "[each_boxes] the body begins at no node, expected one"),
+        (
+            lambda p, a: p.each(a.boxes, lambda box: (p.node("b", ToTensor()), p.node("c", ToTensor()))),
+            "[each_boxes] the body begins at b, c, expected one node that the others follow",
+        ),
         (lambda p, a: p.node("b", lambda data: data), "cannot be found by its name"),
         (lambda p, a: p.node("b", Scale()), "write Use(Scale, ...) with its parameters"),
         (lambda p, a: p.node("b", 3), "found 3, expected a class or a function"),
@@ -206,3 +212,22 @@ def test_conditions_defaults_and_aliases_are_built_and_written(tmp_path: Path) -
         (None, 0, 1),
         (None, 0, 9),
     ]
+
+
+def test_a_fan_out_is_built_from_its_first_node_or_from_a_function() -> None:
+    p = Pipeline("p")
+    image = p.node("image", "Identity")
+    boxes = p.node("boxes", "Identity")(image)
+    crop = p.node("crop", "Identity")
+    p.node("text", "Identity")(crop)
+    first = p.each(boxes.box, crop, gather=["result", "box"], max_fanout=9, on_item_error="drop", max_batch=2)
+    inner = lambda box: p.each(p.node("b", "Identity")(data=image.result, box=box).result, crop, "in")  # noqa: E731
+    p.output(p.each(first.box, inner, "again").result)
+    graph = p.graph
+    assert graph.nodes["each_box"].each == Each("crop", "box", ("result", "box"), 9, "drop")
+    assert (graph.nodes["again"].each, graph.nodes["in"].each) == (
+        Each("b", "box", ("result",)),
+        Each("crop", "result", ("result",)),
+    )
+    assert (graph.outputs, graph.bodies["b"], graph.bodies["crop"]) == (("again",), {"b", "in"}, {"crop", "text"})
+    assert parse_graph(tomllib.loads(p.to_toml()), name="p", folder=graph.folder) == graph

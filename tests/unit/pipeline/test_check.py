@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.errors import ConfigError
-from penstock.pipeline.check import cannot_run, check, edges_of, fields_of
+from penstock.pipeline.check import cannot_run, check
+from penstock.pipeline.fields import edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.load import load_graph, parse_graph
 
@@ -65,7 +66,6 @@ def test_edges_have_the_fields_that_ops_declare() -> None:
             "but gets 'tensor': Tensor2Mat converts one",
         ),
         ('[a]\nbackend="S[DecodeMat,Identity,SoftmaxCpu]"', "SoftmaxCpu takes 'tensor' as data, but gets 'mat'"),
-        ('[a]\nnext="b"\n[b]\nbackend="MapReduce"\njump="c"\n[c]', "[b] a fan-out (each, MapReduce) cannot be run yet"),
         ('[a]\nnext="b"\n[b]\nfilter="filter_score"', "[b] filter 'filter_score' cannot be run yet"),
         (
             '[a]\nbackend="S[Identity,(half_chance)Identity]"',

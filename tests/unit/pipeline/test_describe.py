@@ -39,10 +39,10 @@ def test_every_op_has_a_line() -> None:
     assert all(len(line.split()) > 2 for line in lines)
 
 
-FAN_OUT = {"each": "boxes", "body": "first"}
+FAN_OUT = {"each": "boxes", "body": "last"}
 VALUES = {
     "backend": "DecodeMat",
-    "body": "last",
+    "body": "other",
     "device": "cuda:1",
     "else": "stop",
     "filter": "or",
@@ -64,7 +64,7 @@ def test_every_key_of_a_node_is_read(key: str) -> None:
         FAN_OUT if key in of_each else {"when": "x"} if key == "else" else {} if key in ("ops", "backend") else model
     )
     changed = {**plain, key: VALUES.get(key, KINDS.get(NODE[key].type))}
-    tables = {"pipeline": {"entry": "first"}, "first": {"next": "node"}, "last": {}}
+    tables = {"pipeline": {"entry": "first"}, "first": {"next": "node"}, "last": {}, "other": {}}
     nodes = [parse_graph({**tables, "node": t}, name="t", folder="/").nodes["node"] for t in (plain, changed)]
     assert nodes[0] != nodes[1]
 

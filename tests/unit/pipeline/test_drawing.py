@@ -11,6 +11,7 @@ import pytest
 from penstock.pipeline.drawing import NodeLoad, mermaid, svg, trace_text
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.load import parse_graph
+from penstock.pipeline.model import server_timing
 from penstock.pipeline.traversal import Hop
 
 TABLES: dict[str, Any] = {
@@ -36,6 +37,18 @@ def test_a_tree_has_each_node_below_the_last_before_it(graph: Graph) -> None:
     ]
     assert [line[:8].strip() for line in trace_text(graph, [hops[0], hops[3]]).splitlines()] == ["└─ a  ra", "└─ d"]
     assert trace_text(graph, []) == ""
+
+
+def test_a_tree_has_the_children_of_an_item_below_its_fan_out() -> None:
+    tables = {"a": {"each": "x", "body": "b", "next": "d"}, "b": {"next": "c"}, "c": {}, "d": {}}
+    graph = parse_graph(tables, name="t", folder="/")
+    path = [("a", ()), ("b", (0,)), ("b", (1,)), ("c", (1,)), ("c", (0,)), ("d", ())]
+    hops = [Hop(name, i, 2, 0.001, 0.002, element) for i, (name, element) in enumerate(path)]
+    assert [line.partition("  ran")[0] for line in trace_text(graph, hops).splitlines()] == [
+        "└─ a", "   ├─ 0: b", "   │  └─ c", "   ├─ 1: b", "   │  └─ c", "   └─ d"
+    ]  # fmt: skip
+    assert server_timing(hops).split(", ")[-1] == 'c;dur=4.000;desc="children in 2 batches"'
+    assert "n0 -. each .-> n1" in mermaid(graph, {})
 
 
 def test_mermaid_has_every_node_and_edge(graph: Graph) -> None:

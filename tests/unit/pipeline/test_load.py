@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from penstock.config.toml import is_pipeline
 from penstock.errors import ConfigError
 from penstock.pipeline import dialect
-from penstock.pipeline.graph import Each, Graph, NodeInput, NodeStep
+from penstock.pipeline.convert import to_toml
+from penstock.pipeline.graph import Each, Graph, NodeInput, NodeStep, outside
 from penstock.pipeline.load import load_graph, parse_graph, read_tables
 
 PUBLISHED = """\
@@ -175,7 +177,7 @@ def test_max_and_min_may_be_shapes_and_lists(
         ("sizes = [4, 1]", "sizes: found 4, 1, expected ascending sizes"),
         ("sizes = [1, 2]\nmax_batch = 4", "sizes: the largest is 2, expected at least max_batch, which is 4"),
         ("ops = []", "found both ops and backend"),
-        ('jump = "a"', "jump: needs 'each'"),
+        ('jump = "a"', "jump: there is no node 'a'"),
     ],
 )
 def test_an_invalid_value_is_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -242,14 +244,72 @@ def test_the_key_or_is_a_synonym_of_its_filter(tmp_path: Path, text: str, found:
     assert load(tmp_path, f'[a]\nnext = "b"\n[b]\n{text}\n').nodes["b"].filter == found
 
 
-def test_a_fan_out_is_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        (
+            '"MapReduce"\nsplit = "TASK_BOX_KEY"\njump = "crop"\nmerge = "score,result"',
+            Each("crop", "_box", ("score", "result")),
+        ),
+        ('"S[Identity,MapReduce[crop]]"', Each("crop", "data", ("result",))),
+        ('"Jump[crop]"', Each("crop")),
+        ('"Jump"\njump = "crop"\nsplit = "x"\nmerge = "y"', Each("crop")),
+        ('"Identity"\nbody = "crop"', Each("crop")),
+    ],
+)
+def test_a_fan_out_is_read(tmp_path: Path, backend: str, expected: Each) -> None:
+    graph = load(tmp_path, f'[boxes]\nnext = "objects"\n[objects]\nbackend = {backend}\n[crop]\n')
+    assert graph.nodes["objects"].each == expected
+    assert [step.op for step in graph.nodes["objects"].steps] == ["Identity"]
+    assert (graph.entry, graph.outputs) == ("boxes", ("objects",))
+    assert parse_graph(tomllib.loads(to_toml(graph)), name="x", folder=graph.folder).nodes == graph.nodes
+
+
+def test_a_body_takes_fields_of_nodes_around_it_and_no_item_of_theirs_enters_it(tmp_path: Path) -> None:
     text = (
-        '[boxes]\nnext = "objects"\n'
-        '[objects]\nbackend = "MapReduce"\nsplit = "TASK_BOX_KEY"\njump = "crop"\nmerge = "score,result"\n[crop]\n'
+        '[image]\nnext = "boxes"\n[boxes]\nnext = "read"\n[read]\neach = "box"\nbody = "crop"\nnext = "end"\n'
+        '[crop]\ninputs = {data = "image.result", box = "read.box"}\nnext = "text"\n'
+        '[text]\ninputs = {data = "crop.result", image = "image.data"}\n[end]\n'
     )
     graph = load(tmp_path, text)
-    assert graph.nodes["objects"].each == Each("_box", "crop", ("score", "result"))
-    assert graph.entry == "boxes"
+    assert {name: node.next for name, node in graph.nodes.items()} == {
+        "image": ("boxes",), "boxes": ("read",), "read": ("end",), "crop": ("text",), "text": (), "end": ()
+    }  # fmt: skip
+    assert graph.bodies == {"crop": {"crop", "text"}}
+    assert outside(graph, "crop") == {"image", "read"}
+    assert graph.outputs == ("end",)
+    assert graph.order() == ("image", "boxes", "read", "crop", "text", "end")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[a]\neach = "x"\nbody = "a"\n', "the nodes a -> a are in a cycle"),
+        ('[a]\neach = "x"\nbody = "b"\n[b]\nnext = "c"\n[c]\neach = "x"\nbody = "b"\n', "in a cycle"),
+        ('[a]\neach = "x"\nbody = "bc"\n[bb]\n', "line 3: [a] body: there is no node 'bc'; did you mean 'bb'"),
+        ('[a]\neach = "x"\n', "line 2: [a] each: needs 'body'"),
+        ('[a]\nbody = "b"\nmax_fanout = 4\n[b]\n', "line 3: [a] max_fanout: needs 'each'"),
+        ('[a]\neach = "x"\nbody = "b"\nmax_fanout = nan\n[b]\n', "line 4: [a] max_fanout: found nan, expected"),
+        ('[a]\nbackend = "MapReduce"\n[b]\n', "[a] backend: MapReduce needs 'jump', the node where the items begin"),
+        ('[a]\nbackend = "Jump[b]"\njump = "c"\n[b]\n[c]\n', "Jump needs 'jump', the node where the items begin, once"),
+        ('[a]\nbackend = "S[Jump[b],Identity]"\n[b]\n', "[a] backend: Jump must be the last op of its node"),
+        (
+            '[a]\neach = "x"\nbody = "b"\nnext = "b"\n[b]\n',
+            "[b]: follows [a], but belongs to the body of [a], which begins at [b]: nodes after the fan-out take its"
+            " gathered fields, such as a.result",
+        ),
+        (
+            '[a]\neach = "x"\nbody = "b"\nnext = "c"\n[b]\n[c]\ninputs = {data = "b.result"}\n',
+            "[c]: follows [a], but belongs to the body of [a]",
+        ),
+        (
+            '[a]\neach = "x"\nbody = "b"\nnext = "c"\n[b]\ninputs = {data = "c.result"}\n[c]\n',
+            "line 6: [b] inputs: takes a field of [c], which the items of [a] do not pass before",
+        ),
+    ],
+)
+def test_an_invalid_fan_out_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    assert told in refused(tmp_path, text)
 
 
 def test_an_alias_is_accepted(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from penstock.errors import (
     LoadFailed,
     ModelNotReady,
 )
-from penstock.pipeline.graph import Each, NodeStep
+from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp
 from penstock.pipeline.runner import PipelineRunner
@@ -363,7 +363,6 @@ async def test_an_unknown_op_and_a_wrong_parameter_are_told_at_start(known, make
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"each": Each("box", "crop", ("label",))}, "a fan-out"),
         ({"filter": "half_chance"}, "filter 'half_chance'"),
     ],
 )

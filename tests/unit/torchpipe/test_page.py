@@ -14,8 +14,8 @@ from penstock.pipeline.dialect import TORCHPIPE
 from penstock.pipeline.graph import NODE_FILTERS
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph
+from penstock.pipeline.lower import FAN_OUTS, SEQUENCES, flatten, parse
 from penstock.pipeline.lower import SCOPES as WRAPPERS
-from penstock.pipeline.lower import SEQUENCES, flatten, parse
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.parameters import parameters_of
 from penstock.torchpipe.naming import INSTEAD
@@ -73,7 +73,9 @@ def test_every_backend_is_there_and_works_if_the_catalog_has_it() -> None:
     here = {*catalog.BUILTIN, *catalog.ALIASES} - PENSTOCKS_OWN
     assert here | catalog.NOT_HERE.keys() | SCOPES <= found.keys()
     for name, state in found.items():
-        assert (state in ("works", "differently")) == (name in here | SCOPES | {*ENGINES}), name
+        assert (state in ("works", "differently")) == (
+            name in here | SCOPES | {*ENGINES} or name.lower() in FAN_OUTS
+        ), name
 
 
 def test_the_page_lists_every_wrapper() -> None:

@@ -1,0 +1,247 @@
+"""Fan-out: splits an item into children, takes them through a body, and gathers their fields.
+
+Everything here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from functools import partial
+from typing import Any
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from penstock.core.tensors import nbytes_of
+from penstock.errors import BadRequest, DeadlineExceeded, ItemFailed, PenstockError
+from penstock.pipeline.engine import Backpressure
+from penstock.pipeline.graph import Each, Graph, outside, route
+from penstock.pipeline.ops.base import DATA, RESULT, Fields
+from penstock.pipeline.traversal import ItemOutcome, RunningNode, Traversal, locked, read_only
+
+TURN = 256  # most children that start in one turn of the loop
+
+
+class Body:
+    """A sub-graph for children. It starts one of each parent in turn, while its first node has room."""
+
+    def __init__(self, graph: Graph, first: RunningNode, backpressure: Backpressure) -> None:
+        self.first = first
+        self.outside = outside(graph, first.name)
+        self.route = route(graph, first.name, self.outside)
+        self._backpressure = backpressure
+        self._parents: deque[Parent] = deque()  # with children that have not started
+        self._due = False
+
+    def take(self, node: RunningNode, traversal: Traversal, fields: Fields) -> None:
+        """Splits an item that has run the steps of `node`. After its children it passes to the next nodes."""
+        try:
+            parent = Parent(self, node, traversal, fields)
+        except PenstockError as e:
+            node.end_or_skip(traversal, fields, e)
+            return
+        if parent.begin():
+            self._parents.append(parent)
+            self.wake()
+
+    def wake(self) -> None:
+        """Starts more children, in the next turn of the loop."""
+        if self._parents and not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._start)
+
+    def _start(self) -> None:
+        self._due = False
+        left = TURN
+        while self._parents and left:
+            if (room := self._backpressure.room(self.first.name)) < 1:
+                self._backpressure.blocked.add(self)
+                return
+            for _ in range(min(room, left, len(self._parents))):
+                parent = self._parents.popleft()
+                if parent.start():
+                    self._parents.append(parent)
+                left -= 1
+        self.wake()
+
+    def ended(self) -> None:
+        """A parent has left, so another may begin."""
+        self._backpressure.wake()
+
+
+class Parent:
+    """One item in a fan-out: its children, and what is gathered of those that have ended.
+
+    Raises BadRequest for more elements than `max_fanout`, ItemFailed for a field that cannot be split.
+    """
+
+    __slots__ = (
+        "_body",
+        "_children",
+        "_each",
+        "_elements",
+        "_fields",
+        "_gathered",
+        "_given",
+        "_left",
+        "_nbytes",
+        "_next",
+        "_node",
+        "_timer",
+        "_traversal",
+        "deadline_s",
+    )
+
+    def __init__(self, body: Body, node: RunningNode, traversal: Traversal, fields: Fields) -> None:
+        assert node.node.each is not None
+        each = node.node.each
+        self._body, self._node, self._each, self._traversal, self._fields = body, node, each, traversal, fields
+        given = read_only(fields)  # the children share it
+        given[DATA] = given.pop(RESULT)
+        self._given = given
+        self._elements = [None] if each.split is None else elements_of(given, self._field, each)
+        count = len(self._elements)
+        self._gathered: list[list[Any]] = [[None] * count for _ in each.gather]
+        self._children: dict[int, Traversal] | None = {}  # None: the item has left
+        self._next, self._left = 0, count
+        self._nbytes = nbytes_of(given[DATA])
+        self._timer: asyncio.TimerHandle | None = None
+        budget_s = traversal.budget_s(node.node.deadline_s)
+        self.deadline_s = None if budget_s is None else time.monotonic() + budget_s
+
+    @property
+    def _field(self) -> str:
+        """The field to split, as the children receive it."""
+        return DATA if self._each.split == RESULT else self._each.split or ""
+
+    def begin(self) -> bool:
+        """Holds the item here. Returns whether it has children."""
+        if not self._left:
+            self._gather()
+            return False
+        engine = self._node.engine
+        engine.parents += 1
+        engine.parent_bytes += self._nbytes
+        self._traversal.visits.add(self)
+        if self.deadline_s is not None:
+            self._timer = asyncio.get_running_loop().call_at(self.deadline_s, self._expire)
+        return True
+
+    def start(self) -> bool:
+        """Starts the next child. Returns whether there are more."""
+        if self._children is None:
+            return False
+        place, self._next = self._next, self._next + 1
+        traversal, name, fields = self._traversal, self._node.name, self._given
+        if self._each.split is not None:
+            fields = {**fields, self._field: locked(self._elements[place])}
+        child = Traversal(
+            self._body.route,
+            partial(self._ended, place),
+            _left_alone,
+            self.deadline_s,
+            traversal.priority,
+            traversal.hops is not None,
+        )
+        child.shared = self._given[DATA]
+        self._children[place] = child
+        if self._body.outside:
+            known = traversal.kept | {name: fields}
+            child.kept = {other: known[other] for other in self._body.outside if other in known}
+            child.dead = traversal.dead and dict(traversal.dead)
+        first = self._body.first
+        if first.node.inputs:
+            child.waits[first.name] = 1
+            first.join(child)
+        else:
+            first.begin(child, fields)
+        return self._next < len(self._elements)
+
+    def leave(self) -> None:
+        """Drops the children, because the item has ended."""
+        children, self._children = self._children, None
+        if children is None:
+            return
+        self._traversal.visits.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        for child in children.values():
+            child.cancel()
+        engine = self._node.engine
+        engine.parents -= 1
+        engine.parent_bytes -= self._nbytes
+        self._body.ended()
+
+    def _expire(self) -> None:
+        self._fail(DeadlineExceeded("the deadline passed before all children ended"))
+
+    def _ended(self, place: int, outcome: ItemOutcome) -> None:
+        """Takes what a child gives. A failed one ends the item, or counts as the fan-out says."""
+        if self._children is None:
+            return
+        del self._children[place]
+        self._left -= 1
+        if self._traversal.hops is not None:
+            self._traversal.hops += [replace(hop, element=(place, *hop.element)) for hop in outcome.hops]
+        if self.deadline_s is not None and self.deadline_s <= time.monotonic():
+            self._expire()
+            return
+        error = outcome.error
+        if error is None and (missing := next((n for n in self._each.gather if n not in outcome.fields), None)):
+            ended = f" at node '{outcome.node}'" if outcome.node else ""
+            error = ItemFailed(f"ended{ended} without the field '{missing}'")
+        if error is None:
+            for name, values in zip(self._each.gather, self._gathered, strict=True):
+                values[place] = outcome.fields[name]
+            if self._each.split is None:
+                self._fields = outcome.fields
+        elif self._each.on_item_error == "fail_parent":
+            self._fail(error if self._each.split is None else self._of_element(error, place))
+            return
+        elif self._each.on_item_error == "drop":
+            for values in self._gathered:
+                values[place] = UNSET
+        if not self._left:
+            self.leave()
+            self._gather()
+
+    def _fail(self, error: PenstockError) -> None:
+        self.leave()
+        self._node.end_or_skip(self._traversal, self._fields, error)
+
+    def _gather(self) -> None:
+        """Passes the item to the next nodes."""
+        fields = dict(self._fields)
+        for name, values in zip(self._each.gather, self._gathered, strict=True):
+            fields[name] = [value for value in values if value is not UNSET]
+        self._node.passed(self._traversal, fields)
+
+    def _of_element(self, error: PenstockError, place: int) -> PenstockError:
+        """The error with the element's place in front. A user's class that cannot be made anew becomes ItemFailed."""
+        where = f"node '{self._node.name}', element {place} of '{self._each.split}'"
+        message, detail = f"{where}: {error.message}", f"{where}\n{error.detail}"
+        try:
+            return type(error)(message, retry_after_s=error.retry_after_s, detail=detail)
+        except TypeError:
+            return ItemFailed(message, detail=detail)
+
+
+def elements_of(fields: Fields, name: str, each: Each) -> Any:
+    """The elements of a field: a list, a tuple, or an array, whose elements are its rows.
+
+    Raises ItemFailed: no such field, or another type; BadRequest: more elements than `max_fanout`.
+    """
+    if name not in fields:
+        raise ItemFailed(f"there is no field '{name}' to split, only: {', '.join(map(str, fields))}")
+    value = fields[name]
+    if not isinstance(value, list | tuple) and not len(getattr(value, "shape", ())):
+        raise ItemFailed(f"field '{name}' is {type(value).__name__}, expected a list, a tuple or an array with rows")
+    if each.max_fanout is not None and len(value) > each.max_fanout:
+        raise BadRequest(f"field '{name}' has {len(value)} elements, expected at most {each.max_fanout} (max_fanout)")
+    return value
+
+
+def _left_alone(child: Traversal) -> None:
+    """A child that ends frees nothing but its place in queues, which they report."""
