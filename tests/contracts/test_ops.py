@@ -77,6 +77,7 @@ CASES = {
     "PerspectiveTransformMats": ([{"data": MAT, "_box": [CORNERS, CORNERS]}, {"data": MAT, "_box": []}], {}),
     "PillowResizeMat": ([MATS[0], MATS[1], MATS[3]], SIZE),
     "PillowResizeTensor": ([TENSORS[0], TENSORS[2]], SIZE),
+    "CopySplit": (ANY, {"split_size": 2}),
     "Python": (ANY, {"target": "json:dumps"}),
     "Remove": (ANY, {"keys": "box,other"}),
     "ResizeCenterPadMat": (MATS, FRAME),

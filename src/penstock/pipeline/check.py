@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.conditions import exclusive
 from penstock.pipeline.fields import fields_of
-from penstock.pipeline.graph import Graph, Node, NodeInput, cycle_in, reached_by, unsupported
+from penstock.pipeline.graph import Graph, Node, NodeInput, cycle_in, reached_by, unknown_filters
 from penstock.pipeline.joins import alternatives
 from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import checked, op_class
@@ -26,15 +26,8 @@ def check(graph: Graph) -> None:
         _check_steps(node, source)
     fields_of(graph)
     _check_outputs(graph, source)
-    if reasons := cannot_run(graph):
-        raise ConfigError(f"{graph.name}: {'; '.join(reasons)}")
-
-
-def cannot_run(graph: Graph) -> tuple[str, ...]:
-    """The features of a graph that no runner supports yet, in words."""
-    return tuple(
-        f"[{node.name}] {feature} cannot be run yet" for node in graph.nodes.values() for feature in unsupported(node)
-    )
+    if unknown := unknown_filters(list(graph.nodes.values())):
+        raise ConfigError(f"{graph.name}: {'; '.join(unknown)}")
 
 
 def _check_steps(node: Node, source: TomlSource) -> None:

@@ -40,7 +40,7 @@ _TORCHPIPE = [
         "used",
         ("backend next map filter or instance_num max min batching_timeout device_id node_name", ""),
         ("model model::cache precision mean std input_reorder output_reorder", ""),  # of ops, as those that follow
-        ("color data_format resize_h resize_w", ""),
+        ("color data_format resize_h resize_w split_size", ""),
         ("jump split merge", ""),
     ),
     *_keys(
@@ -65,7 +65,6 @@ _TORCHPIPE = [
         ("batch_process", "write an op before or after the model"),
         ("register_config", "name a Python backend in `backend`"),
         ("model_type", "the file extension determines it"),
-        ("split_size", "it belongs to a test backend"),
         ("request_size cal_request_size_method", "an item counts as one"),
         ("contiguous_batching restart", "serve language models as separate models"),
         ("calibrate_input calibrate_cache", "int8 engines are built from quantized ONNX files"),

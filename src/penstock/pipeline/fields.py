@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from msgspec import UNSET
 
 from penstock.errors import ConfigError
+from penstock.pipeline import filters
 from penstock.pipeline.graph import Each, Graph, Node, NodeStep, reached_by
 from penstock.pipeline.lower import op_class
 from penstock.pipeline.ops.base import DATA, RESULT
@@ -146,15 +147,19 @@ def _through(node: Node, fields: Kinds) -> Kinds:
     left.setdefault(DATA, "any")
     given = ""
     for step in node.steps:
-        guarded = step.filter == "or"
+        guarded = step.filter not in ("run", "swap", "then")
         if guarded or (given and step.filter == "run"):
             left[DATA] = "any"
         elif given:
             left[DATA] = given
+        if filters.is_known(step.filter):
+            left[OPEN] = "any"  # a filter may write fields
         given = _step(node, step, left, given if guarded else "")
     given = given or left[DATA]
     skipped = fields[DATA] if DATA in fields and "skip" in (node.on_error, node.when and node.otherwise) else given
     left[RESULT] = given if fields.get(RESULT, given) == given == skipped else "any"
+    if filters.is_known(node.filter):
+        left[RESULT] = left[OPEN] = "any"
     return left
 
 

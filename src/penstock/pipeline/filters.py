@@ -1,27 +1,160 @@
-"""Filters that a program registers for its nodes: each decides for an item whether the node runs it."""
+"""Filters decide for an item whether a node, or one of its steps, runs it. Programs may register more.
 
-from collections.abc import Callable
-from typing import Any
+A filter is written as its name, or with parameters: `HasKey(key=box)`.
+"""
 
-Filter = Callable[[dict[str, Any]], str]
+import inspect
+import operator
+import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from penstock.errors import BadRequest, ConfigError
+from penstock.pipeline.ops.base import DATA, RESULT, Fields
+
+Filter = Callable[[Fields], str]
 """Takes a copy of an item's fields, which it may change for the node, and returns one of OUTCOMES."""
 
 OUTCOMES = ("run", "skip", "serial_skip", "subgraph_skip", "break", "error")
-"""The item runs; passes the node unchanged, or all nodes of its chain, or of its sub-graph; ends here; or fails."""
+"""The item runs; passes the node unchanged, or all nodes of its chain, or of its sub-graph; ends here; or fails.
 
-_registered: dict[str, Callable[[], Filter]] = {}
+At a step, the item leaves the node for every outcome between "skip" and "error".
+"""
 
 
-def register(name: str, make: Callable[[], Filter]) -> None:
-    """Registers a filter in this process, replacing any other of the name. Each node makes its own."""
+def _always(outcome: str) -> Callable[[], Filter]:
+    return lambda: lambda fields: outcome
+
+
+def _swap(fields: Fields) -> str:
+    """Makes the previous result the data."""
+    if fields.get(RESULT) is None:
+        return "break"
+    fields[DATA] = fields.pop(RESULT)
+    return "run"
+
+
+def _half_chance() -> Filter:
+    return lambda fields: random.choice(("run", "skip"))
+
+
+def _target(target: str) -> Filter:
+    return lambda fields: _swap(fields) if str(fields.get("target", target)) == target else "skip"
+
+
+def _swap_and_copy(name: str) -> Callable[[], Filter]:
+    def decide(fields: Fields) -> str:
+        if (outcome := _swap(fields)) == "run":
+            fields[name] = fields[DATA]
+        return outcome
+
+    return lambda: decide
+
+
+def _has_key(key: str = "key") -> Filter:
+    return lambda fields: _swap(fields) if key in fields else "skip"
+
+
+def _compare_long_key(compare_target: str, key: str = "key") -> Filter:
+    try:
+        expected = int(compare_target)
+    except ValueError:
+        raise ConfigError(f"compare_target: found '{compare_target}', expected a whole number") from None
+
+    def decide(fields: Fields) -> str:
+        try:
+            found = operator.index(fields[key])
+        except KeyError:
+            raise BadRequest(f"the filter CompareLongKey found no field '{key}'") from None
+        except TypeError:
+            kind = type(fields[key]).__name__
+            raise BadRequest(f"the filter CompareLongKey found a {kind} as '{key}', expected a whole number") from None
+        return _swap(fields) if found == expected else "skip"
+
+    return decide
+
+
+BRANCHES: Final = {"haskey": "HasKey", "comparelongkey": "CompareLongKey"}
+"""Filters that are also TorchPipe's backends around one or two others: `HasKey[A,B]` runs A or B."""
+
+BUILTIN: Final[dict[str, Callable[..., Filter]]] = {
+    **{outcome: _always(outcome) for outcome in OUTCOMES[1:]},
+    "half_chance": _half_chance,
+    "Target": _target,
+    "result2key_1": _swap_and_copy("key_1"),
+    "result2other": _swap_and_copy("other"),
+    "HasKey": _has_key,
+    "CompareLongKey": _compare_long_key,
+}
+"""Besides `run`, `swap` and `or`, which nodes follow themselves."""
+
+_SPELLINGS = {name.lower(): name for name in BUILTIN} | {
+    "continue": "run", "run": "run", "swap": "swap", "or": "or", "serialskip": "serial_skip",
+    "subgraphskip": "subgraph_skip",
+}  # fmt: skip
+
+_registered: dict[str, Callable[[dict[str, str]], Filter]] = {}
+
+
+def register(name: str, make: Callable[[dict[str, str]], Filter]) -> None:
+    """Registers a filter in this process, replacing any other of the name. Each node makes its own, with its keys."""
     _registered[name] = make
 
 
-def is_known(name: str) -> bool:
-    """Whether a filter of this name is registered."""
-    return name in _registered
+def canonical(text: str) -> str:
+    """The listed spelling of a built-in filter. Other names stay."""
+    name, bracket, params = text.partition("(")
+    return (name if name in _registered else _SPELLINGS.get(name.lower(), name)) + bracket + params
 
 
-def made(name: str) -> Filter | None:
-    """A filter of this name; None for a built-in one."""
-    return _registered[name]() if name in _registered else None
+def is_known(text: str) -> bool:
+    """Whether a filter of this name is built in or registered."""
+    return (name := text.partition("(")[0]) in _registered or name in BUILTIN
+
+
+def completed(text: str, keys: Mapping[str, Any], free: Iterable[str] = ()) -> tuple[str, set[str]]:
+    """The filter with those of a node's keys that are its parameters, and their names.
+
+    A registered filter takes all `free` keys. Raises ConfigError: missing, unknown or wrong parameters.
+    """
+    name, given = _parsed(canonical(text))
+    if not is_known(name):
+        return canonical(text), set()
+    names = set(free) if name in _registered else set(inspect.signature(BUILTIN[name]).parameters)
+    taken = (names & keys.keys()) - given.keys()
+    params = given | {key: str(keys[key]) for key in sorted(taken)}
+    if name not in _registered:
+        _made(name, params)
+    whole = f"{name}({','.join(f'{k}={v}' for k, v in params.items())})" if params else name
+    if _parsed(whole) != (name, params):
+        raise ConfigError(f"filter {name}: found {whole}, expected values without brackets and '='")
+    return whole, taken
+
+
+def made(text: str) -> Filter | None:
+    """The filter; None for one that nodes follow themselves. Raises ConfigError for wrong parameters."""
+    name, params = _parsed(text)
+    if name in _registered:
+        return _registered[name](params)
+    return _made(name, params) if name in BUILTIN else None
+
+
+def _parsed(text: str) -> tuple[str, dict[str, str]]:
+    """The name and the parameters. A part without "=" continues the previous value, as in `least=1,2`."""
+    name, _, rest = text.partition("(")
+    params: dict[str, str] = {}
+    for part in rest.removesuffix(")").split(",") if rest else ():
+        key, equals, value = part.partition("=")
+        if equals or not params:
+            params[key.strip()] = value.strip()
+        else:
+            params[next(reversed(params))] += f",{part}"
+    return name.strip(), params
+
+
+def _made(name: str, params: Mapping[str, str]) -> Filter:
+    known = inspect.signature(BUILTIN[name]).parameters
+    if params.keys() - known.keys() or any(p.default is p.empty and key not in params for key, p in known.items()):
+        listed, expected = ", ".join(params) or "no parameters", " and ".join(known) or "none"
+        raise ConfigError(f"filter {name}: found {listed}, expected {expected}")
+    return BUILTIN[name](**params)

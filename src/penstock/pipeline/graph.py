@@ -3,7 +3,7 @@
 Everything here is a value or a pure function.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from penstock.pipeline import filters
 AUTO = "auto"  # the device of a node that runs on a GPU if there is one
 RUN_TIMEOUT_S = 60.0
 NODE_FILTERS = ("run", "swap", "or")
-STEP_FILTERS = (*NODE_FILTERS, "then")
+STEP_FILTERS = (*NODE_FILTERS, "then", "else")
 
 
 class NodeStep(Struct, frozen=True, omit_defaults=True):
@@ -26,6 +26,8 @@ class NodeStep(Struct, frozen=True, omit_defaults=True):
     - "swap": the previous result becomes the data. An item without a result leaves the node here.
     - "or": the op runs only if there is no result yet.
     - "then": as "swap" if the previous step ran, otherwise skipped like it. It guards B in `(or)S[A, B]`.
+    - "else": as "swap" if the previous guarded step was skipped. It guards B in `HasKey[A, B]`.
+    - another of `filters`, with its parameters: `HasKey(key=box)`.
     """
 
     op: str
@@ -285,9 +287,10 @@ def route(graph: Graph, start: str, passed: frozenset[str] = frozenset()) -> Ite
 
 def check_runnable(graph: Graph) -> None:
     """Raises ConfigError for a graph that can be written down but not run."""
-    for node in graph.nodes.values():
-        for feature in unsupported(node):
-            raise ConfigError(f"node '{node.name}': not supported yet: {feature}")
+    nodes = list(graph.nodes.values())
+    if unknown := unknown_filters(nodes):
+        raise ConfigError("; ".join(unknown))
+    for node in nodes:
         sources = join_sources(graph, node.name)
         if sources and not node.inputs:
             raise ConfigError(
@@ -300,9 +303,12 @@ def check_runnable(graph: Graph) -> None:
     graph.order()
 
 
-def unsupported(node: Node) -> list[str]:
-    """The features of a node that cannot be run yet, in words."""
+def unknown_filters(nodes: Sequence[Node]) -> list[str]:
+    """The filters that are neither built in nor registered, in words."""
+    named = [(n, n.filter, "") for n in nodes]
+    named += [(n, s.filter, f" of op '{s.op}'") for n in nodes for s in n.steps]
     return [
-        *([f"filter '{node.filter}'"] if node.filter not in NODE_FILTERS and not filters.is_known(node.filter) else ()),
-        *(f"filter '{step.filter}' of op '{step.op}'" for step in node.steps if step.filter not in STEP_FILTERS),
+        f"[{node.name}] filter '{name}'{of} is unknown: the program registers it (register_filter), or write `when`"
+        for node, name, of in named
+        if name not in (STEP_FILTERS if of else NODE_FILTERS) and not filters.is_known(name)
     ]

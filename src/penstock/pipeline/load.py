@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from penstock.config import toml
 from penstock.config.toml import ONE_NODE_KEYS, SERVER_TABLES, found
 from penstock.errors import ConfigError, nearest
+from penstock.pipeline import filters
 from penstock.pipeline.check import check_structure, entry_of, linked
 from penstock.pipeline.compat import with_instances
 from penstock.pipeline.conditions import check_condition, is_target
@@ -35,7 +36,6 @@ from penstock.pipeline.lower import (
     TARGET,
     OpDraft,
     drafts_of,
-    filter_name,
     has_model,
     op_class,
     parameter_name,
@@ -214,6 +214,8 @@ class NodeReader:
         free = (keys if self._compat else table).keys() - NODE.keys()
         with self._locating(name, keys, table):
             steps, taken = steps_of(drafts, keys, sorted(free), self._folder)
+            values["filter"], used = filters.completed(values.get("filter", "swap"), keys, free - taken)
+        taken |= used
         if values.get("pad_to") and not model:
             raise source.error(name, "pad_to", "applies to the input of a model, but the node has none")
         self._used |= taken
@@ -223,7 +225,6 @@ class NodeReader:
         if not _DEVICE.fullmatch(device):
             raise source.error(name, "device", f"found {found(device)}, expected auto, cpu, cuda, or such as cuda:0")
         values["device"] = "cuda:0" if device == "cuda" else device
-        values["filter"] = filter_name(values.get("filter", "swap"))
         fields = {field: values[key] for key, field in FIELDS.items() if key in values}
         fields |= {field: fields[field] / 1000 for field in ("wait_s", "deadline_s") if field in fields}
         if (when := values.get("when")) is not None:
@@ -261,6 +262,8 @@ class NodeReader:
         op, params = found[0].op, found[0].params
         if found[0] is not drafts[-1]:
             raise ConfigError(f"{op} must be the last op of its node; write the ops after it in the next node")
+        if found[0].filter not in ("", "swap", "run"):
+            raise ConfigError(f"{op} cannot have the filter '{found[0].filter}' here; write it as a node with a filter")
         if values.setdefault("body", params.get("body")) != params.get("body", values["body"]) or not values["body"]:
             raise ConfigError(f"{op} needs 'jump', the node where the items begin, once")
         if op.lower() == FAN_OUT:

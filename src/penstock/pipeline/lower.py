@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from penstock.config.toml import found
 from penstock.errors import ConfigError
+from penstock.pipeline import filters
 from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops.base import BatchOp, Op
 from penstock.pipeline.ops.catalog import ALIASES, BUILTIN, canonical, class_of, find
@@ -137,11 +138,6 @@ class OpDraft(Struct):
     filter: str = ""
 
 
-def filter_name(name: str) -> str:
-    """A filter's name in the graph. Unknown filters keep their names."""
-    return {"run": "run", "continue": "run", "swap": "swap", "or": "or"}.get(name.lower(), name)
-
-
 def drafts_of(table: Mapping[str, Any]) -> list[OpDraft]:
     """The ops that a node's table names, `Identity` by default. Raises ConfigError."""
     if "ops" in table and "backend" in table:
@@ -160,12 +156,14 @@ def drafts_of(table: Mapping[str, Any]) -> list[OpDraft]:
 def flatten(expression: Expression) -> list[OpDraft]:
     """The ops of an expression in order, without sequences and scopes. Raises ConfigError with the position."""
     name, where = expression.name, f"at character {expression.position}"
-    guard = filter_name(expression.filter)
+    guard = filters.canonical(expression.filter)
     if name.lower() in SEQUENCES | SCOPES:
         if expression.params:
             raise ConfigError(f"{where}: {name} takes no parameters; write them as keys of the node")
         inner = [draft for arg in expression.args for draft in flatten(arg)]
         return _guarded(inner, guard, where)
+    if branch := filters.BRANCHES.get(name.lower()):
+        return _branches(branch, expression)
     draft = OpDraft(name, dict(expression.params), guard)
     if name.lower() in FAN_OUTS and len(expression.args) <= 1:
         draft.params.update(("body", arg.name) for arg in expression.args)
@@ -188,6 +186,17 @@ def flatten(expression: Expression) -> list[OpDraft]:
     raise ConfigError(f"{where}: {name} takes nothing in brackets; Sequential, S, SyncTensor and Torch do")
 
 
+def _branches(guard: str, expression: Expression) -> list[OpDraft]:
+    """`HasKey[A, B]`: A for the items that the filter `HasKey` lets run, B (none: Identity) for the others."""
+    if not 1 <= len(expression.args) <= 2:
+        raise ConfigError(f"at character {expression.position}: {guard} takes one or two ops in brackets")
+    params = ",".join(f"{key}={value}" for key, value in expression.params.items())
+    drafts = [OpDraft("Identity", {}, filters.canonical(expression.filter))]
+    for arg, name in zip(expression.args, (f"{guard}({params})" if params else guard, "else"), strict=False):
+        drafts += _guarded(flatten(arg) or [OpDraft("Identity", {})], name, f"at character {arg.position}")
+    return drafts
+
+
 def _guarded(inner: list[OpDraft], guard: str, where: str) -> list[OpDraft]:
     if not inner or guard in ("", "swap"):
         return inner
@@ -208,7 +217,7 @@ def _from_item(op: Any) -> list[OpDraft]:
     inner = flatten(parse(op["op"]))
     if len(inner) != 1:
         raise ConfigError(f"op = '{op['op']}' is more than one op; write a table for each")
-    return [OpDraft(inner[0].op, inner[0].params | params, filter_name(str(op.get("filter", inner[0].filter))))]
+    return [OpDraft(inner[0].op, inner[0].params | params, filters.canonical(str(op.get("filter", inner[0].filter))))]
 
 
 def has_model(drafts: Iterable[OpDraft]) -> bool:
@@ -273,7 +282,9 @@ def steps_of(
             taken |= set(left)
         params |= {parameter_name(k) if parameter_name(k) in names else k: v for k, v in draft.params.items()}
         values = rooted(checked(draft.op, params), folder)
-        steps.append(NodeStep(canonical(draft.op), values, draft.filter or ("swap" if steps else "run")))
+        guard, used = filters.completed(draft.filter or ("swap" if steps else "run"), keys)
+        taken |= used
+        steps.append(NodeStep(canonical(draft.op), values, guard))
     return tuple(steps), taken
 
 

@@ -20,7 +20,9 @@ from msgspec import Struct, field
 from penstock import metrics
 from penstock.core.worker.batch import ENDS, LogLimiter, out_of_memory
 from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed, OutOfMemory, PenstockError, describe
+from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo
+from penstock.pipeline.filters import Filter
 from penstock.pipeline.graph import Node
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op
@@ -74,7 +76,7 @@ class SharedState(Struct, eq=False):
 class _Step(Struct, frozen=True):
     name: str
     op: Op
-    filter: str
+    filter: str | Filter
 
 
 class NodeModel:
@@ -91,7 +93,7 @@ class NodeModel:
         self._shared = shared or SharedState()
         self._then = NodeModel(*then[0], then=then[1:]) if then else None
         self._parts: list[list[_Step]] = []  # consecutive steps of single items, or one step of batches
-        self._passed: set[int] = set()  # items that skipped the last "or", and therefore each "then" after it
+        self._passed: set[int] = set()  # items that skipped the last guarded step, and so each "then" after it
         self._log_limiter = LogLimiter()
         self.inputs: tuple[TensorSpec, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
@@ -105,11 +107,12 @@ class NodeModel:
             op = make_op(catalog.find(step.op), step.params)
             op.load(device)
             name = type(op).__name__ if step.op == "Python" else step.op
-            made = _Step(name, op, step.filter)
+            guard = filters.made(step.filter) or step.filter
+            made = _Step(name, op, guard)
             if isinstance(op, BatchOp):
                 if self._node.pad_to and not models:
-                    self._parts.append([_Step("pad_to", PadTo(self._node.pad_to), step.filter)])
-                    made = _Step(name, op, "swap" if step.filter in ("run", "swap") else "then")
+                    self._parts.append([_Step("pad_to", PadTo(self._node.pad_to), guard)])
+                    made = _Step(name, op, "swap" if guard in ("run", "swap") else "then")
                 models.append(op)
                 self._parts.append([made])
             elif self._parts and isinstance(self._parts[-1][-1].op, ItemOp):
@@ -178,23 +181,33 @@ class NodeModel:
         for i, found in zip(going, then.predict([Visit(out[i][0], swap=True) for i in going]), strict=True):
             out[i] += found if type(found) is tuple else (found,)
 
-    def _admit(self, guard: str, i: int, fields: Fields) -> bool | None:
+    def _admit(self, guard: str | Filter, i: int, fields: Fields) -> bool | None:
         """True: the item runs the step, its fields prepared. False: it skips the step. None: it leaves the node."""
+        if guard == "run":
+            return True
         if guard == "then" and i in self._passed:
             return False
-        if guard in ("swap", "then"):
+        if guard in ("swap", "then") or (guard == "else" and i in self._passed):
             if fields.get(RESULT) is None:
                 return None
             fields[DATA] = fields.pop(RESULT)
-        elif guard == "or" and fields.get(RESULT) is not None:
-            self._passed.add(i)
-            return False
-        return True
+            skips = False
+        elif callable(guard):
+            if (outcome := guard(fields)) == "error":
+                raise ItemFailed("the filter of the op returned Error")
+            if outcome not in ("run", "skip"):
+                return None
+            skips = outcome == "skip"
+        else:
+            skips = guard == "else" or fields.get(RESULT) is not None
+        if guard not in ("swap", "then"):
+            (self._passed.add if skips else self._passed.discard)(i)
+        return not skips
 
     def _items(self, part: list[_Step], live: _Live, out: list[Any], visits: list[Visit]) -> _Live:
         """Takes each item through steps of single items. Returns the items that go on."""
         left: _Live = []
-        chain: list[tuple[Any, str]] = [(step.op, step.filter) for step in part]
+        chain: list[tuple[Any, str | Filter]] = [(step.op, step.filter) for step in part]
         for i, fields in live:
             done = 0
             try:
@@ -217,13 +230,14 @@ class NodeModel:
         left: _Live = []
         given: _Live = []
         for i, fields in live:
-            admitted = self._admit(step.filter, i, fields)
-            if admitted is False:
-                left.append((i, fields))
-            elif admitted and DATA in fields:
-                given.append((i, fields))
-            elif admitted:
-                out[i] = self._error(KeyError(DATA), step, fields, visits[i])
+            try:
+                if (admitted := self._admit(step.filter, i, fields)) is None:
+                    continue
+                if admitted and DATA not in fields:
+                    raise KeyError(DATA)
+                (given if admitted else left).append((i, fields))
+            except Exception as e:
+                out[i] = self._error(e, step, fields, visits[i])
         if given:
             left += self._run(step, given, out, visits)
             left.sort(key=lambda entry: entry[0])

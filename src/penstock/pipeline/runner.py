@@ -26,7 +26,7 @@ class PipelineRunner:
     ) -> None:
         """`on_room` is called when bytes leave the queue of the entry while it is full.
 
-        Raises ConfigError for features of the graph that are not supported yet.
+        Raises ConfigError for an unknown filter, and for a join without inputs.
         """
         check_runnable(graph)
         self.graph = graph = placed(graph)

@@ -348,7 +348,7 @@ class RunningNode:
             if self.filter is not None:
                 seen = dict(fields)
                 if (outcome := self.filter(seen)) != "run":
-                    self._filtered(traversal, fields, outcome)
+                    self._filtered(traversal, seen, outcome)
                     return
                 fields = seen
             if self.condition is not None and not self.condition(arriving(fields) if swap else fields):
@@ -371,12 +371,12 @@ class RunningNode:
                 raise BadRequest(f"the item does not meet the condition '{self.node.when}'")
 
     def _filtered(self, traversal: Traversal, fields: Fields, outcome: str) -> None:
-        """Handles an item that a registered filter did not let run."""
+        """Handles an item that a filter did not let run. It has the fields that the filter left."""
         match outcome:
             case "skip":
                 self.passed(traversal, unchanged(fields))
             case "break":
-                traversal.end(fields, None, self.name)
+                traversal.end(unchanged(fields), None, self.name)
             case "error":
                 raise ItemFailed(f"the filter '{self.node.filter}' returned Error")
             case _:

@@ -74,14 +74,14 @@ def register_filter(cls: Any, register_name: str | None = None) -> Any:
     if isinstance(cls, str):
         return lambda decorated: register_filter(decorated, cls)
     name = register_name or cls.__name__
-    filters.register(name, lambda: _filter(cls, name))
+    filters.register(name, lambda config: _filter(cls, name, config))
     return cls
 
 
-def _filter(cls: Any, name: str) -> filters.Filter:
+def _filter(cls: Any, name: str, config: dict[str, str]) -> filters.Filter:
     inner = cls()
     if hasattr(inner, "init"):
-        inner.init({})
+        inner.init(config, *[None] * (len(inspect.signature(inner.init).parameters) - 1))
 
     def decide(fields: dict[str, Any]) -> str:
         try:

@@ -178,7 +178,7 @@ def test_a_pipeline_that_does_not_load_reports_the_reason(known, make_graph, mon
     graph = make_graph({"net": ("Broken", "", {})})
     with pytest.raises(LoadFailed, match=r"node 'net': .*no such device"):
         LocalPipeline(graph)
-    with pytest.raises(ConfigError, match="not supported yet"):
+    with pytest.raises(ConfigError, match="is unknown"):
         LocalPipeline(make_graph({"a": (A, "", {"filter": "odd"})}), lazy=True)
     with LocalPipeline(graph, lazy=True) as lazy:
         found = lazy.infer_many([{"data": 1}, {"data": 2}])

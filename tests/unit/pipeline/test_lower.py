@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.pipeline.convert import to_toml
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.lower import Expression, parse
 from penstock.pipeline.node import NodeModel, Visit
@@ -23,6 +25,10 @@ def only_even(data: Any) -> Any:
     return data if data % 2 == 0 else None
 
 
+def nothing(data: Any) -> None:
+    """No result."""
+
+
 class Hundreds(BatchOp):
     """Adds 100 to each."""
 
@@ -32,7 +38,7 @@ class Hundreds(BatchOp):
 
 def results(backend: str, *data: int) -> list[Any]:
     """The result of a node for each data value; None without a result."""
-    for name in ("double", "only_even", "Hundreds"):
+    for name in ("double", "only_even", "nothing", "Hundreds"):
         backend = backend.replace(name, f"Python[{__name__}:{name}]")
     node = parse_graph({"a": {"backend": backend}}, name="t", folder="/").nodes["a"]
     model = NodeModel(node)
@@ -53,6 +59,15 @@ def results(backend: str, *data: int) -> list[Any]:
         ("S[only_even,(or)S[Hundreds,double]]", [2, 206, 4]),
         ("S[only_even,(or)S[Hundreds,Hundreds],double]", [4, 406, 8]),
         ("Hundreds", [102, 103, 104]),
+        ("S[double,(or)S[double,double],nothing,(or)S[double,double]]", [16, 24, 32]),
+        ("S[HasKey(key=data)[double,Hundreds]]", [4, 6, 8]),
+        ("S[only_even,HasKey(key=x)[double],double]", [4, None, 8]),
+        ("S[HasKey(key=x)[double,S[Hundreds,double]],double]", [408, 412, 416]),
+        ("S[HasKey(key=x)[double,Hundreds],HasKey(key=data)[S[double,double]]]", [408, 412, 416]),
+        ("CompareLongKey(key=data,compare_target=3)[Identity,Hundreds]", [102, 3, 104]),
+        ("S[double,(break)double,double]", [4, 6, 8]),
+        ("S[double,(skip)S[double,Hundreds],double]", [8, 12, 16]),
+        ("S[double,(result2other)Hundreds,KeyA2KeyB(key_a=other,key_b=result)]", [4, 6, 8]),
     ],
 )
 def test_steps_after_a_filter_run_if_it_admits_them(backend: str, expected: list[int | None]) -> None:
@@ -65,6 +80,41 @@ def shape(found: Expression) -> str:
     params = "(" + ",".join(f"{k}={v}" for k, v in found.params.items()) + ")" if found.params else ""
     args = f"[{','.join(map(shape, found.args))}]" if found.args else ""
     return f"{guard}{found.name}{params}{args}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("HasKey", "HasKey takes one or two ops in brackets"),
+        ("HasKey[A,B,C]", "HasKey takes one or two ops in brackets"),
+        ("HasKey(name=x)[Identity]", "filter HasKey: found name, expected key"),
+        ("CompareLongKey(key=x)[Identity]", "filter CompareLongKey: found key, expected compare_target and key"),
+        ("CompareLongKey(compare_target=x)[Identity]", "compare_target: found 'x', expected a whole number"),
+        ("S[Identity,(or)S[Identity,HasKey[Identity]]]", "cannot contain other filters"),
+    ],
+)
+def test_wrong_conditions_of_steps_are_refused(backend: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_graph({"a": {"backend": backend}}, name="t", folder="/")
+
+
+def test_conditions_of_steps_stay_in_a_converted_file() -> None:
+    text = "S[Identity,HasKey(key=x)[S[FloatMat,Any2Mat],S[FloatMat]],CompareLongKey(compare_target=1)[FloatMat]]"
+    graph = parse_graph({"a": {"backend": text}}, name="t", folder="/")
+    again = parse_graph(tomllib.loads(to_toml(graph)), name="t", folder="/")
+    assert again == graph
+    assert [step.filter for step in graph.nodes["a"].steps][2:5] == ["HasKey(key=x)", "then", "else"]
+
+
+@pytest.mark.parametrize(("value", "message"), [(None, "found no field 'x'"), ("3", "found a str as 'x'")])
+def test_a_comparison_of_no_number_fails_its_item_alone(value: Any, message: str) -> None:
+    backend = {"backend": f"CompareLongKey[Python[{__name__}:double]]", "compare_target": "3", "key": "x"}
+    model = NodeModel(parse_graph({"a": backend}, name="t", folder="/").nodes["a"])
+    model.load("cpu")
+    wrong = {"data": 1} if value is None else {"data": 1, "x": value}
+    failed, (fields, _) = model.predict([Visit(wrong, False), Visit({"data": 2, "x": 3}, False)])
+    assert message in str(failed)
+    assert fields["result"] == 4
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ async def test_a_registered_filter_decides_for_each_item(stage, make_graph, monk
         fields["data"] = fields.pop("result")
         return outcome
 
-    monkeypatch.setitem(filters._registered, "odd", lambda: decide)
+    monkeypatch.setitem(filters._registered, "odd", lambda config: decide)
     nodes = {
         "a": (words("a"), "b d", {}),
         "b": (words("b"), "c", {"filter": "odd"}),

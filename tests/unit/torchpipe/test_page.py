@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import penstock.torchpipe as torchpipe
 from penstock.errors import ConfigError
 from penstock.pipeline.compat import ENGINES
 from penstock.pipeline.dialect import TORCHPIPE
+from penstock.pipeline.filters import BRANCHES, BUILTIN, canonical
 from penstock.pipeline.graph import NODE_FILTERS
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph
@@ -63,6 +65,7 @@ def test_every_key_is_there_in_the_state_that_the_code_has() -> None:
     for key in TORCHPIPE.values():
         assert found[key.name] in OF_CODE[key.state], key.name
     of_ops = {p for name in catalog.names() for p in parameters_of(catalog.find(name))}
+    of_ops |= {p for make in BUILTIN.values() for p in inspect.signature(make).parameters}
     coded = set(TORCHPIPE)
     for name in found.keys() - coded - {"&", "\\|"}:
         assert (found[name] == "works") == (name in of_ops or name in NODE), name
@@ -71,11 +74,10 @@ def test_every_key_is_there_in_the_state_that_the_code_has() -> None:
 def test_every_backend_is_there_and_works_if_the_catalog_has_it() -> None:
     found = rows("Backends")
     here = {*catalog.BUILTIN, *catalog.ALIASES} - PENSTOCKS_OWN
-    assert here | catalog.NOT_HERE.keys() | SCOPES <= found.keys()
+    assert here | catalog.NOT_HERE.keys() | SCOPES | {*BRANCHES.values()} <= found.keys()
     for name, state in found.items():
-        assert (state in ("works", "differently")) == (
-            name in here | SCOPES | {*ENGINES} or name.lower() in FAN_OUTS
-        ), name
+        ours = here | SCOPES | {*ENGINES, *BRANCHES.values()}
+        assert (state in ("works", "differently")) == (name in ours or name.lower() in FAN_OUTS), name
 
 
 def test_the_page_lists_every_wrapper() -> None:
@@ -89,7 +91,8 @@ def test_scopes_and_sequences_have_no_effect(scope: str) -> None:
 
 def test_every_filter_that_runs_is_there() -> None:
     found = rows("Filters")
-    assert {*NODE_FILTERS, "run"} <= {name for name, state in found.items() if state == "works"}
+    listed = {canonical(name) for name, state in found.items() if state == "works"}
+    assert listed == {*NODE_FILTERS, *BUILTIN, "register_filter"} - {*BRANCHES.values()}
 
 
 def test_every_name_is_there_and_those_without_a_counterpart_are_never() -> None:

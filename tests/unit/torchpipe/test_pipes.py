@@ -393,10 +393,35 @@ def test_a_registered_filter_decides_whether_a_node_runs(make_pipe: Callable[...
             ways({"data": 1, "way": way})
 
 
-def test_a_registered_filter_of_an_op_is_rejected() -> None:
-    register_filter(type("Other", (), {}), "other")
-    with pytest.raises(ConfigError, match="filter 'other' of op 'Identity' cannot be run yet"):
-        graph_of({"a": {"next": "b"}, "b": {"backend": "S[Identity,(other)Identity]"}})
+def test_a_registered_filter_guards_an_op_of_a_sequence(make_pipe: Callable[..., pipe]) -> None:
+    class Large:
+        def forward(self, item: dict[str, Any]) -> Status:
+            return {"skip": Status.Skip, "break": Status.SerialSkip, "error": Status.Error}.get(item["way"], Status.Run)
+
+    register_filter(Large, "large")
+    guarded = make_pipe({"backend": "S[Identity,(large)S[AddInt[a:1],AddInt[b:1]],AddInt[c:1]]"})
+    for way, written in (("run", {"a", "b", "c"}), ("skip", {"c"}), ("break", set())):
+        item: dict[str, Any] = {"data": 1, "way": way}
+        guarded(item)
+        assert {"a", "b", "c"} & item.keys() == written
+        assert item["result"] == 1
+    with pytest.raises(RuntimeError, match="filter of the op returned Error"):
+        guarded({"data": 1, "way": "error"})
+
+
+def test_a_registered_filter_receives_the_keys_of_its_node_that_no_op_takes(make_pipe: Callable[..., pipe]) -> None:
+    received: list[Any] = []
+
+    class Configured:
+        def init(self, config: dict[str, str], dict_config: Any) -> None:
+            received.append((config, dict_config))
+
+        def forward(self, item: dict[str, Any]) -> Status:
+            return Status.Run
+
+    register_filter(Configured, "configured")
+    make_pipe({"backend": "ResizeMat", "filter": "configured", "resize_h": 1, "resize_w": 1, "least": "1,2"})
+    assert received == [({"least": "1,2"}, None)]
 
 
 def test_the_filter_or_runs_what_has_no_result_yet(make_pipe: Callable[..., pipe]) -> None:

@@ -122,3 +122,54 @@ def test_rows_are_borrowed_for_another_items_batch(make_pipe: Callable[..., pipe
         call([torch.zeros(123, 2)], "borrow_or_insert", 5)
     with pytest.raises(RuntimeError, match="found borrow_type 'lend'"):
         call([], "lend", 5)
+
+
+def test_an_item_names_the_branch_that_runs(make_pipe: Callable[..., pipe]) -> None:
+    nodes = {"a": {"next": "b"}, "b": {"backend": "Add[b:ran]", "filter": "Target", "target": "big"}}
+    chosen = make_pipe(nodes)
+    for item, runs in (({"data": 1}, True), ({"data": 1, "target": "big"}, True), ({"data": 1, "target": "c"}, False)):
+        chosen(item)
+        assert ("b" in item, item["result"]) == (runs, 1)
+
+
+@pytest.mark.parametrize("backend", ["S[Identity,(half_chance)Add[ran:yes]]", "Identity"])
+def test_half_of_the_items_skip_an_op_or_a_node(make_pipe: Callable[..., pipe], backend: str) -> None:
+    nodes = {"a": {"backend": backend, "next": "b"}, "b": {"backend": "Add[ran:yes]"}}
+    if backend == "Identity":
+        nodes["b"]["filter"] = "half_chance"
+    else:
+        nodes = {"a": {"backend": backend}}
+    items: list[dict[str, Any]] = [{"data": i} for i in range(60)]
+    make_pipe(nodes)(items)
+    assert 0 < sum("ran" in item for item in items) < 60  # wrong once in 10^18 runs
+    assert [item["result"] for item in items] == list(range(60))
+
+
+def test_a_filter_keeps_the_result_of_an_op_for_later_nodes(make_pipe: Callable[..., pipe]) -> None:
+    nodes = {
+        "decode": {"backend": "S[DecodeMat,(result2other)cvtColorMat,ResizeMat]", **SMALL, "next": "end"},
+        "end": {"map": "decode[other:data,result:small]"},
+    }
+    item: dict[str, Any] = {"data": PNG}
+    make_pipe(nodes)(item)
+    assert np.array_equal(item["result"], PIXELS)
+    assert item["small"].shape == (6, 10, 3)
+
+
+@pytest.mark.parametrize(("items", "expected"), [({"restart": 1}, {"end"}), ({}, {"kept"})])
+def test_a_key_chooses_between_two_ops(make_pipe: Callable[..., pipe], items: Any, expected: set[str]) -> None:
+    item: dict[str, Any] = {"data": 1, **items}
+    make_pipe({"backend": "S[Identity,HasKey[AddInt[end:1],AddInt[kept:1]]]", "key": "restart"})(item)
+    assert {"end", "kept"} & item.keys() == expected
+    assert item["result"] == 1
+
+
+def test_copies_of_the_data_go_through_another_graph(make_pipe: Callable[..., pipe]) -> None:
+    nodes = {
+        "copies": {"backend": "CopySplit", "split_size": 3, "next": "each"},
+        "each": {"backend": "MapReduce", "jump": "one", "split": "data", "merge": "result"},
+        "one": {"backend": "Result2Key"},
+    }
+    item: dict[str, Any] = {"data": 5, "node_name": "copies"}
+    make_pipe(nodes)(item)
+    assert item["result"] == [5, 5, 5]

@@ -11,7 +11,7 @@ from penstock.plugins import load_object
 _HOMES = {
     "borrow": "BorrowReplay",
     "crop": "CropMat CropResizeMat PerspectiveTransformMat PerspectiveTransformMats",
-    "data": "Add AddInt Copy Identity Keep KeyA2KeyB Move Remove Result2Key Result2Other Sleep",
+    "data": "Add AddInt Copy CopySplit Identity Keep KeyA2KeyB Move Remove Result2Key Result2Other Sleep",
     "decode": "DecodeMat DecodeTensor",
     "mat": "Any2Mat CvtColorMat FloatMat Mat2CpuTensor Mat2GpuTensor Mat2Tensor Tensor2Mat Tensor2Vector",
     "python": "Python",
@@ -36,17 +36,13 @@ ALIASES = {"cp": "Copy", "Del": "Remove", "Empty": "Identity", "mv": "Move", "rm
 """TorchPipe's other names of ops."""
 
 _GPU = "needs a GPU library that Penstock does not use; use"
-_LATER = "branches are not supported yet"
 _LLM = "serve language models as separate models, not as nodes"
 _NONE = "not needed"
 
 NOT_HERE = {
     "CalTorchBatchSize": "rows are counted on the tensor's first axis",
-    "CompareLongKey": f"{_LATER}; write a Python op that compares",
-    "CopySplit": "it is one of TorchPipe's own tests; write a Python op that splits",
     "CreateTensor": "it is one of TorchPipe's own tests; write a Python op",
     "CvtColorNvTensor": f"{_GPU} CvtColorTensor",
-    "HasKey": f"{_LATER}; write a Python op that looks for the field",
     "LastBatchTensor": _LLM,
     "LoadTensor": "write a Python op that reads the file during load",
     "LoadTensors": "write a Python op that reads the files during load",

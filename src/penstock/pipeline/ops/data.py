@@ -169,6 +169,21 @@ class Keep(ItemOp):
         return data
 
 
+class CopySplit(ItemOp):
+    """A list with the data several times, for tests of fan-outs.
+
+    - `split_size`: the length of the list.
+    """
+
+    def __init__(self, split_size: int = 1) -> None:
+        if not 1 <= split_size <= 1024:
+            raise ConfigError(f"CopySplit: split_size = {split_size}, expected 1 to 1024")
+        self.count = split_size
+
+    def __call__(self, data: Any, fields: Fields) -> Any:
+        return [data] * self.count
+
+
 class Sleep(ItemOp):
     """The unchanged data, after a delay that does not block other threads.
 
