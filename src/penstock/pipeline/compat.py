@@ -18,10 +18,12 @@ OF_MAIN = (
 
 ENGINE_KEYS = ("Interpreter::backend", "scheduler")
 ENTRY_KEYS = ("node_entrypoint", "entrypoint")
-POST_KEYS = ("postprocessor", "post_processor")
+POST_KEYS = ("batch_process", "postprocessor", "post_processor")
 PRE_KEYS = ("preprocessor", "pre_processor")
 NO_STEP = ("", "split", "cpu", "SingleConcatPreprocess", "MultipleConcatPreprocess")
 """Values of the keys around a model that name what every model op does: rows are joined, and split again."""
+
+EXACT_KEYS = ("precision::fp32", "precision::output::fp32", "force_layer_norm_pattern_fp32")
 
 _OF_THE_BORROWER = ("next", "map", "inputs", "filter", "when", "else", "or", "node_name", "batching_timeout")
 _ANY_CASE = frozenset(name.lower() for name in (*ENGINES, *OF_MAIN))
@@ -49,7 +51,7 @@ def with_backend(table: Mapping[str, Any], node: str, source: TomlSource) -> dic
                 left["backend"] = rest
         elif colons and name == "backend" and str(table.get("backend", "")).lower() == outer.lower():
             left["backend"] = f"{outer}[{left.pop(key)}]"
-    return _around(left, node, source)
+    return _of_the_model(_around(left, node, source), node, source)
 
 
 def _around(table: dict[str, Any], node: str, source: TomlSource) -> dict[str, Any]:
@@ -62,6 +64,21 @@ def _around(table: dict[str, Any], node: str, source: TomlSource) -> dict[str, A
             raise source.error(node, key, "needs 'backend' in the same table, because it becomes one of its ops")
         pair = (op, table["backend"]) if key in PRE_KEYS else (table["backend"], op)
         table["backend"] = f"Sequential[{','.join(pair)}]"
+    return table
+
+
+def _of_the_model(table: dict[str, Any], node: str, source: TomlSource) -> dict[str, Any]:
+    """The table without `model_type`, and with a precision that is exact enough for each layer."""
+    kind = table.pop("model_type", "")
+    files = table.get("model", [])
+    if kind and not all(file.endswith(kind) for file in ([files] if isinstance(files, str) else files)):
+        raise source.error(
+            node, "model_type", f"found {found(kind)} for {found(files)}, expected a model file with that extension"
+        )
+    if any(str(table.pop(key, 0)) not in ("0", "", "False") for key in EXACT_KEYS):
+        if table.get("precision", "fp32") != "fp32":
+            source.warn(node, "precision", "is fp32, because some layers need it and a node has one precision")
+        table["precision"] = "fp32"
     return table
 
 

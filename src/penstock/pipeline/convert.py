@@ -13,7 +13,7 @@ from penstock.pipeline.conditions import is_target
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput, NodeStep
 from penstock.pipeline.joins import alternatives
 from penstock.pipeline.keys import EACH, FIELDS, GRAPH_FIELDS, PLACE
-from penstock.pipeline.lower import PATHS, TARGET, OpDraft, takes_size
+from penstock.pipeline.lower import PATHS, TARGET, OpDraft, each_path, takes_size
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _WIDTH = 100
@@ -90,10 +90,10 @@ def _op(step: NodeStep, given: Mapping[str, Any], folder: str, *, first: bool) -
 
 def _relative(key: str, value: Any, folder: str) -> Any:
     """A path below the folder, relative to it."""
-    is_path = key in PATHS or (key == TARGET and ".py:" in str(value))
-    if is_path and isinstance(value, str) and value.startswith(os.path.join(folder, "")):
-        return os.path.relpath(value, folder)
-    return value
+    if key not in PATHS and not (key == TARGET and ".py:" in str(value)):
+        return value
+    below = os.path.join(folder, "")
+    return each_path(value, lambda path: os.path.relpath(path, folder) if path.startswith(below) else path)
 
 
 def _milliseconds(seconds: float) -> float:

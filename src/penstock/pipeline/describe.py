@@ -14,7 +14,7 @@ from penstock.pipeline.engine import GPU_WAIT_S
 from penstock.pipeline.fields import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.keys import NODE
-from penstock.pipeline.lower import builtin_op, op_class
+from penstock.pipeline.lower import builtin_op, files_of, op_class
 from penstock.pipeline.ops.catalog import canonical, find, names
 from penstock.pipeline.ops.parameters import OpParameter, describe_type, parameters_of
 from penstock.pipeline.placement import placed
@@ -96,8 +96,7 @@ def _notes(node: Node) -> Iterator[str]:
         yield f"alias of {node.alias_of}: shares its queue and instances"
         return
     for step in node.steps:
-        file = step.params.get("model")
-        if isinstance(file, str) and not os.path.isfile(file):
+        for file in (file for file in files_of(step.params) if not os.path.isfile(file)):
             yield f"{step.op}: there is no file {file}: without it the pipeline does not start"
         if (op := builtin_op(step.op, step.params)) is not None and (note := op.note()):
             yield note

@@ -52,28 +52,35 @@ _TORCHPIPE = [
         ("force_range range", "batches are formed from the items that wait"),
         ("fake_instance_num", "`max` and `min` give the sizes of batches"),
         ("number_factor", "batches have one shape without sorting"),
+        ("request_size", "each row of a tensor counts"),
+        ("calibrate_input calibrate_cache", "int8 engines are built from quantized ONNX files"),
+        ("precision::fp16 precision::output::fp16", "the node has one precision"),
+        ("opt save_engine", "left to the runtime; see model::cache"),
     ),
     *_keys(
         "rewritten",
         ("Interpreter::backend PipelineV3::backend Schedule::backend scheduler node_entrypoint entrypoint", ""),
-        ("preprocessor pre_processor postprocessor post_processor", ""),
+        ("preprocessor pre_processor batch_process postprocessor post_processor model_type", ""),
+        ("precision::fp32 precision::output::fp32 force_layer_norm_pattern_fp32", ""),
         ("instances_grp active_instances_grp borrow_from", ""),
     ),
     *_keys(
         "not supported",
         ("Interpreter::env", "set environment variables before the server starts"),
-        ("batch_process", "write an op before or after the model"),
-        ("register_config", "name a Python backend in `backend`"),
-        ("model_type", "the file extension determines it"),
-        ("request_size cal_request_size_method", "an item counts as one"),
+        ("register_config", "it is of C++ backends; name a Python one in `backend`"),
+        ("cal_request_size_method", "each row of a tensor counts; other weights need C++"),
         ("contiguous_batching restart", "serve language models as separate models"),
-        ("calibrate_input calibrate_cache", "int8 engines are built from quantized ONNX files"),
-        ("precision::fp32 precision::fp16 precision::output::fp32 precision::output::fp16"
-         " force_layer_norm_pattern_fp32", "layers keep the precision of their file"),
     ),
 ]  # fmt: skip
 TORCHPIPE = {key.name: key for key in _TORCHPIPE}
 """All known keys of TorchPipe's files, by name."""
+
+NO_EFFECT = {
+    "Interpreter::env": ("Logger", "FileLogger", "SpdLogger"),
+    "cal_request_size_method": ("CalTorchBatchSize", "AddRequestSizeTensor"),
+    "contiguous_batching": (0, "0", False),
+}
+"""Values of keys that are not supported otherwise: they name what happens anyway."""
 
 TASK_KEYS = {
     name.upper(): name
@@ -84,6 +91,7 @@ TASK_KEYS = {
 """Field names by the middle part of TorchPipe's constants: `TASK_DATA_KEY` is `data`."""
 
 _TASK_KEY = re.compile(r"\bTASK_([A-Z_]+?)_KEY\b")
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?")
 _MAP_PART = re.compile(r"([^\[\],]*)\[([^\[\]]*)\]")
 _RENAMED = {
     "instance_num": "instances",
@@ -92,16 +100,17 @@ _RENAMED = {
     "split": "each",
     "merge": "gather",
 }
-_MAY_HAVE_BARS = ("map", "model", "model::cache")  # `map` reports them itself, and paths may contain them
-_PER_OP_VALUES = "values per op ('|') are not read: write them at the ops, as in ResizeMat(resize_h=224)"
-_GROUPS = "groups of a node ('&') are not supported: write one value"
 
 
 def native_table(table: dict[str, Any], node: str, source: TomlSource) -> dict[str, Any]:
     """The table with native keys instead of TorchPipe's. Other keys stay. Raises ConfigError."""
     given: dict[str, Any] = {}
+    table = {key: _of_groups(key, value, node, source) for key, value in table.items()}
     for key, value in with_backend(table, node, source).items():
         known = TORCHPIPE.get(key)
+        if known is not None and value in NO_EFFECT.get(key, ()):
+            source.warn(node, key, f"is ignored: {known.why}")
+            continue
         if known is not None and known.state == "not supported":
             raise source.error(node, key, f"is not supported: {known.why}")
         if known is None and key.endswith("::backend"):
@@ -127,6 +136,27 @@ def native_table(table: dict[str, Any], node: str, source: TomlSource) -> dict[s
     return native
 
 
+def _of_groups(key: str, value: Any, node: str, source: TomlSource) -> Any:
+    """The value of a node whose instances are groups, as in `model = "1.onnx&4.onnx"`: each runs other batch sizes.
+
+    Each instance here has all of them.
+    """
+    if not isinstance(value, str) or "&" not in value or key not in TORCHPIPE:
+        return value
+    groups = ["".join(group.split()) if key == "backend" else group.strip() for group in value.split("&")]
+    match key:
+        case "model" | "model::cache":
+            return groups
+        case "max" | "min":
+            return ";".join(groups)
+        case "instance_num" | "batching_timeout" if all(_NUMBER.fullmatch(group) for group in groups):
+            return max(groups, key=float)
+    if len(set(groups)) > 1:
+        varied = "model, model::cache, max, min, instance_num and batching_timeout"
+        raise source.error(node, key, f"found {found(value)}: groups of a node ('&') may have other {varied} only")
+    return groups[0]
+
+
 def _with_field_names(value: Any, node: str, key: str, source: TomlSource) -> Any:
     """The value with field names instead of TASK_..._KEY."""
     if not isinstance(value, str):
@@ -142,11 +172,6 @@ def _with_field_names(value: Any, node: str, key: str, source: TomlSource) -> An
 
 
 def _add(native: dict[str, Any], key: str, value: Any, given: dict[str, Any]) -> None:
-    if isinstance(value, str) and key in TORCHPIPE:
-        if "&" in value:
-            raise ConfigError(f"found {found(value)}: {_GROUPS}")
-        if "|" in value and key not in _MAY_HAVE_BARS:
-            raise ConfigError(f"found {found(value)}: {_PER_OP_VALUES}")
     match key:
         case "max" | "min":
             entries = _batch(key, value)

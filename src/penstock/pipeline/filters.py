@@ -26,8 +26,8 @@ def _always(outcome: str) -> Callable[[], Filter]:
     return lambda: lambda fields: outcome
 
 
-def _swap(fields: Fields) -> str:
-    """Makes the previous result the data."""
+def swap(fields: Fields) -> str:
+    """Makes the previous result the data. Without a result the item ends."""
     if fields.get(RESULT) is None:
         return "break"
     fields[DATA] = fields.pop(RESULT)
@@ -39,12 +39,12 @@ def _half_chance() -> Filter:
 
 
 def _target(target: str) -> Filter:
-    return lambda fields: _swap(fields) if str(fields.get("target", target)) == target else "skip"
+    return lambda fields: swap(fields) if str(fields.get("target", target)) == target else "skip"
 
 
 def _swap_and_copy(name: str) -> Callable[[], Filter]:
     def decide(fields: Fields) -> str:
-        if (outcome := _swap(fields)) == "run":
+        if (outcome := swap(fields)) == "run":
             fields[name] = fields[DATA]
         return outcome
 
@@ -52,7 +52,7 @@ def _swap_and_copy(name: str) -> Callable[[], Filter]:
 
 
 def _has_key(key: str = "key") -> Filter:
-    return lambda fields: _swap(fields) if key in fields else "skip"
+    return lambda fields: swap(fields) if key in fields else "skip"
 
 
 def _compare_long_key(compare_target: str, key: str = "key") -> Filter:
@@ -69,7 +69,7 @@ def _compare_long_key(compare_target: str, key: str = "key") -> Filter:
         except TypeError:
             kind = type(fields[key]).__name__
             raise BadRequest(f"the filter CompareLongKey found a {kind} as '{key}', expected a whole number") from None
-        return _swap(fields) if found == expected else "skip"
+        return swap(fields) if found == expected else "skip"
 
     return decide
 

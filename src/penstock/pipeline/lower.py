@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct, field
@@ -131,11 +131,27 @@ class _Parser:
 
 
 class OpDraft(Struct):
-    """An op before the node's keys are added: its own parameters, and the filter before it."""
+    """An op before the node's keys are added: its own parameters, and the filter before it.
+
+    Keys may have one value for each of the `places` in a sequence, as in `color = "rgb|bgr"`; the op is in `place`.
+    """
 
     op: str
     params: dict[str, Any]
     filter: str = ""
+    place: int = 0
+    places: int = 1
+
+    def own(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys with the values for this op."""
+        found = {}
+        for key, value in keys.items():
+            parts = value.split("|") if isinstance(value, str) and self.places > 1 else []
+            if len(parts) != self.places:
+                found[key] = value
+            elif part := parts[self.place].strip():
+                found[key] = part
+        return found
 
 
 def drafts_of(table: Mapping[str, Any]) -> list[OpDraft]:
@@ -150,7 +166,15 @@ def drafts_of(table: Mapping[str, Any]) -> list[OpDraft]:
     backend = table.get("backend", "Identity")
     if not isinstance(backend, str):
         raise ConfigError(f"found {found(backend)}, expected an expression such as Sequential[DecodeMat,ResizeMat]")
-    return flatten(parse(backend)) or [OpDraft("Identity", {})]
+    tree = parse(backend)
+    drafts = flatten(tree)
+    while tree.name.lower() in SCOPES and len(tree.args) == 1:
+        tree = tree.args[0]
+    places = [place for place, arg in enumerate(tree.args) for _ in flatten(arg)]
+    if tree.name.lower() in SEQUENCES and len(places) == len(drafts):
+        for draft, place in zip(drafts, places, strict=True):
+            draft.place, draft.places = place, len(tree.args)
+    return drafts or [OpDraft("Identity", {})]
 
 
 def flatten(expression: Expression) -> list[OpDraft]:
@@ -276,13 +300,14 @@ def steps_of(
     steps: list[NodeStep] = []
     for draft, cls in zip(drafts, classes, strict=True):
         names = parameters_of(cls)
-        params = {name: value for key, value in keys.items() if (name := parameter_name(key, draft.op)) in names}
+        own = draft.own(keys)
+        params = {name: value for key, value in own.items() if (name := parameter_name(key, draft.op)) in names}
         if takes_any(cls):
             params |= left
             taken |= set(left)
         params |= {parameter_name(k) if parameter_name(k) in names else k: v for k, v in draft.params.items()}
         values = rooted(checked(draft.op, params), folder)
-        guard, used = filters.completed(draft.filter or ("swap" if steps else "run"), keys)
+        guard, used = filters.completed(draft.filter or ("swap" if steps else "run"), own)
         taken |= used
         steps.append(NodeStep(canonical(draft.op), values, guard))
     return tuple(steps), taken
@@ -292,12 +317,25 @@ def rooted(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """The parameters, with relative paths based on `folder`."""
     found = dict(values)
     for name in PATHS:
-        if isinstance(found.get(name), str) and found[name]:
-            found[name] = _joined(folder, found[name])
+        if found.get(name):
+            found[name] = each_path(found[name], lambda path: _joined(folder, path))
     target = found.get(TARGET)
     if isinstance(target, str) and target.partition(":")[0].endswith(".py"):
         found[TARGET] = _joined(folder, target)
     return found
+
+
+def files_of(params: Mapping[str, Any]) -> list[str]:
+    """The model files of an op."""
+    found = params.get("model") or []
+    return [found] if isinstance(found, str) else list(found)
+
+
+def each_path(value: Any, change: Callable[[str], str]) -> Any:
+    """A path, or each path of a list, changed. Other values stay."""
+    if isinstance(value, list):
+        return [each_path(each, change) for each in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _joined(folder: str, path: str) -> str:

@@ -59,12 +59,13 @@ class _Signature(Struct, frozen=True):
 class ModelOp(BatchOp):
     """Runs a model file: data `[rows, ...]` -> result `[rows, ...]`, or a list of them for several inputs or outputs.
 
-    - `model`: the file, .onnx, or .pt, .pth, .pt2, .ts of PyTorch.
+    - `model`: the file, .onnx, or .pt, .pth, .pt2, .ts of PyTorch. Several files of one network, each with another
+      fixed number of rows, share the batches.
     - `runtime`: what runs it; auto is TensorRT, else CUDA, on a GPU, and the CPU elsewhere.
     - `precision`: the precision of TensorRT and PyTorch; a warning reports an unavailable one.
     - `mean`: subtracted from the pixels of each channel, or one number for all.
     - `std`: the divisor of the pixels after that.
-    - `model_cache`: TensorRT engines are stored next to this file.
+    - `model_cache`: TensorRT engines are stored next to this file, or next to one for each model.
     - `threads`: threads inside an operator on the CPU, by default cores / instances.
     - `instances`: instances of the node, for `threads`.
     - `max_batch`: most rows of one call.
@@ -79,12 +80,12 @@ class ModelOp(BatchOp):
 
     def __init__(
         self,
-        model: str,
+        model: str | list[str],
         runtime: Runtime = "auto",
         precision: Precision = "fp32",
         mean: tuple[float, ...] = (),
         std: tuple[float, ...] = (),
-        model_cache: str | None = None,
+        model_cache: str | list[str] | None = None,
         threads: int | None = None,
         instances: int = 1,
         max_batch: int | None = None,
@@ -106,50 +107,65 @@ class ModelOp(BatchOp):
             raise ConfigError(f"threads = {threads}, expected 1 or more")
         threads = threads or max(1, cores() // instances)
         rows = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
-        self._file = ModelFile(model, runtime, precision, model_cache, threads, instances, rows)
+        models = [model] if isinstance(model, str) else model
+        caches = model_cache if isinstance(model_cache, list) else [model_cache]
+        if not models or len(caches) not in (1, len(models)):
+            raise ConfigError(
+                f"model: found {len(models)} files and {len(caches)} of model_cache, expected one for each"
+            )
+        if len(caches) < len(models) and caches[0]:
+            caches = [f"{caches[0]}.{place}" for place in range(len(models))]
+        self._files = [
+            ModelFile(file, runtime, precision, cache, threads, instances, rows)
+            for file, cache in zip(models, caches if len(caches) == len(models) else caches * len(models), strict=True)
+        ]
         self._mean_std = (mean, std)
         self._orders = (input_reorder, output_reorder)
-        self._programs: dict[bool, Program] = {}  # by whether the program normalizes pixels itself
+        self._programs: dict[bool, list[Program]] = {}  # of each file, by whether they normalize pixels themselves
 
     def load(self, device: str) -> None:
         """Opens the file. Raises LoadFailed, ConfigError."""
         self._device = device
-        opened = open_program(self._file, device, self._normalizations_of)
-        program = opened.program
-        specs = [plain_input(i) for i in program.inputs]
+        opened = [open_program(file, device, self._normalizations_of) for file in self._files]
+        programs = [one.program for one in opened]
+        _check_same(programs, self._files)
+        raw = opened[0].raw
+        specs = [plain_input(i) for i in programs[0].inputs]
         inputs = _ordered(specs, self._orders[0], "input_reorder")
-        self.outputs = _ordered(program.outputs, self._orders[1], "output_reorder")
+        self.outputs = _ordered(programs[0].outputs, self._orders[1], "output_reorder")
         self.inputs = tuple(
             TensorSpec(i.name, i.datatype, i.shape) for i in inputs if i.datatype is not None and i.shape is not None
         )
-        self._signature = _Signature(inputs, self._normalizations_of(specs), opened.raw)
+        self._signature = _Signature(inputs, self._normalizations_of(specs), raw)
         self._known: dict[tuple[Any, ...], tuple[int, _GroupKey]] = {}  # dtypes and shapes -> rows, key
         self._collators = [Collator() for _ in inputs]
-        self._programs = {opened.raw: program}
-        self._limit_rows(program)
-        if opened.gpu:
+        self._programs = {raw: programs}
+        self._limit_rows([program.rows for program in programs])
+        if opened[0].gpu:
             self._warm_up()
 
     def _normalizations_of(self, inputs: Sequence[Input]) -> dict[str, Normalization]:
         return normalizations(inputs, *self._mean_std)
 
-    def _program(self, raw: bool) -> Program:
-        """The program for pixels, or the one for floats, which is opened when the first floats arrive."""
+    def _programs_for(self, raw: bool) -> list[Program]:
+        """The programs for pixels, or those for floats, which are opened when the first floats arrive."""
         if raw not in self._programs:
             reason = "items other than uint8 for a graph that takes pixels"
-            warn_once("mean", self._file.model, reason, "another session is opened for them")
-            self._programs[raw] = open_program(self._file, self._device).program
+            warn_once("mean", self._files[0].model, reason, "another session is opened for them")
+            self._programs[raw] = [open_program(file, self._device).program for file in self._files]
         return self._programs[raw]
 
-    def _limit_rows(self, program: Program) -> None:
-        """Applies the row limits of the graph."""
-        least, most = program.rows
+    def _limit_rows(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Applies the row limits of the graphs. Without a graph of free rows, only their sizes run."""
+        least, most = min(low for low, _ in ranges), max(high for _, high in ranges)
         if most < ANY_ROWS[1]:
             self.max_rows = most
             if (self._asked or 0) > most:
                 reason = f"the graph takes {most} rows at once, the node has max_batch {self._asked}"
-                warn_once("max_batch", self._file.model, reason, f"{most} run at a time: export it with free rows")
-        self._sizes = tuple(size for size in self._sizes if least <= size <= most)
+                warn_once("max_batch", self._files[0].model, reason, f"{most} run at a time: export it with free rows")
+        if len(ranges) > 1 and all(low == high for low, high in ranges):
+            self._sizes = tuple(sorted({high for _, high in ranges}))
+        self._sizes = tuple(size for size in self._sizes if any(low <= size <= high for low, high in ranges))
         self._most = min(self._most, most)
         self._least = min(max(self._least, least), self._most)
 
@@ -225,13 +241,13 @@ class ModelOp(BatchOp):
     def _run(self, group: list[_ModelItem]) -> list[Any]:
         """The results of items with equal keys."""
         raw = group[0].key.raw
-        program = self._program(raw)
+        programs = self._programs_for(raw)
         rows = sum(item.rows for item in group)
         least = rows or 1  # without rows, one of padding gives the shapes and types of the outputs
         plan = calls(least, self._sizes) if self._sizes else chunks(least, self._least, self._most)
         total = sum(plan)
         if total > rows:
-            metrics.counter("pipeline_padded_rows_total", total - rows, model=Path(self._file.model).stem)
+            metrics.counter("pipeline_padded_rows_total", total - rows, model=Path(self._files[0].model).stem)
         feeds = {}
         for i, (spec, collator) in enumerate(zip(self._signature.inputs, self._collators, strict=True)):
             arrays = [item.arrays[i] for item in group]
@@ -245,11 +261,26 @@ class ModelOp(BatchOp):
         start = 0
         for size in plan:
             feed = feeds if len(plan) == 1 else {name: a[start : start + size] for name, a in feeds.items()}
+            program = next((p for p in programs if p.rows[0] <= size <= p.rows[1]), programs[0])
             parts.append(_checked_outputs(program.run(feed), size, feeds))
             start += size
         outputs = [np.concatenate(p)[:rows] if len(p) > 1 else p[0][:rows] for p in zip(*parts, strict=True)]
         order = self._orders[1] or range(len(outputs))
         return _split([outputs[place] for place in order], group)
+
+
+def _check_same(programs: Sequence[Program], files: Sequence[ModelFile]) -> None:
+    """Raises ConfigError if the files have other inputs or outputs, apart from the number of rows."""
+    signatures = []
+    for program in programs:
+        specs: list[Any] = [*program.inputs, *program.outputs]
+        signatures.append([(spec.name, spec.datatype, spec.shape and spec.shape[1:]) for spec in specs])
+    for file, other in zip(files, signatures, strict=True):
+        if other != signatures[0]:
+            raise ConfigError(
+                f"model: {file.model} has the inputs and outputs {other}, expected those of {files[0].model},"
+                f" {signatures[0]}, with another number of rows"
+            )
 
 
 def _checked_outputs(outputs: dict[str, Array], rows: int, feeds: dict[str, Array]) -> list[Array]:

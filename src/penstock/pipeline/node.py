@@ -183,26 +183,25 @@ class NodeModel:
 
     def _admit(self, guard: str | Filter, i: int, fields: Fields) -> bool | None:
         """True: the item runs the step, its fields prepared. False: it skips the step. None: it leaves the node."""
-        if guard == "run":
-            return True
-        if guard == "then" and i in self._passed:
-            return False
-        if guard in ("swap", "then") or (guard == "else" and i in self._passed):
+        if guard in ("swap", "then"):
+            if guard == "then" and i in self._passed:
+                return False
             if fields.get(RESULT) is None:
                 return None
             fields[DATA] = fields.pop(RESULT)
-            skips = False
-        elif callable(guard):
-            if (outcome := guard(fields)) == "error":
-                raise ItemFailed("the filter of the op returned Error")
-            if outcome not in ("run", "skip"):
-                return None
-            skips = outcome == "skip"
+            return True
+        if guard == "run":
+            return True
+        if callable(guard):
+            outcome = guard(fields)
+        elif guard == "else":
+            outcome = filters.swap(fields) if i in self._passed else "skip"
         else:
-            skips = guard == "else" or fields.get(RESULT) is not None
-        if guard not in ("swap", "then"):
-            (self._passed.add if skips else self._passed.discard)(i)
-        return not skips
+            outcome = "run" if fields.get(RESULT) is None else "skip"
+        if outcome == "error":
+            raise ItemFailed("the filter of the op returned Error")
+        (self._passed.add if outcome == "skip" else self._passed.discard)(i)
+        return {"run": True, "skip": False}.get(outcome)
 
     def _items(self, part: list[_Step], live: _Live, out: list[Any], visits: list[Visit]) -> _Live:
         """Takes each item through steps of single items. Returns the items that go on."""

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import LoadFailed
 from penstock.pipeline.graph import AUTO, Graph, Node
+from penstock.pipeline.lower import files_of
 from penstock.pipeline.model_op import ModelOp
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp, Op
@@ -46,7 +47,7 @@ def _device(node: Node) -> str:
     if params.get("runtime") in ("cpu", "openvino") or not visible_gpus():
         return "cpu"
     try:
-        if not str(params.get("model")).lower().endswith(".onnx"):
+        if not all(file.lower().endswith(".onnx") for file in files_of(params)):
             usable, needed = import_torch().cuda.is_available(), "a PyTorch for CUDA"
         else:
             known = import_onnxruntime().get_available_providers()

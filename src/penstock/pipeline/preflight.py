@@ -87,6 +87,7 @@ def check_pipelines(pipelines: dict[str, bool], *, models: bool = False) -> None
         return
     from penstock.pipeline.check import check
     from penstock.pipeline.load import load_graph
+    from penstock.pipeline.lower import files_of
     from penstock.pipeline.ops.catalog import is_model
 
     sys.path[:0] = [os.getcwd()]  # as in the workers
@@ -95,6 +96,6 @@ def check_pipelines(pipelines: dict[str, bool], *, models: bool = False) -> None
         check(graph)
         for node in graph.nodes.values() if models else ():
             for step in node.steps:
-                model = step.params.get("model", "")
-                if is_model(step.op) and not os.path.isfile(model):
-                    raise ConfigError(f"{file}: [{node.name}] model: there is no file {model}")
+                missing = [name for name in files_of(step.params) if not os.path.isfile(name)]
+                if is_model(step.op) and missing:
+                    raise ConfigError(f"{file}: [{node.name}] model: there is no file {missing[0]}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError
 from penstock.pipeline.compat import ENGINES
+from penstock.pipeline.convert import to_toml
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.load import parse_graph
 
@@ -72,6 +74,46 @@ def test_a_postprocessor_is_an_op_after_the_model(key: str) -> None:
     for name in ("split", "cpu", "SingleConcatPreprocess"):
         assert ops(**NET, **{key: name}) == ["TensorrtTensor"]
     assert f"{key}: needs 'backend' in the same table" in refused({"a": {key: "SoftmaxMax"}})
+
+
+def test_batch_process_is_an_op_between_model_and_postprocessor() -> None:
+    keys = {"batch_process": "CpuTensor", "postprocessor": "SoftmaxCpu"}
+    assert ops(**NET, **keys) == ["TensorrtTensor", "CpuTensor", "SoftmaxCpu"]
+
+
+@pytest.mark.parametrize("key", ["precision::fp32", "precision::output::fp32", "force_layer_norm_pattern_fp32"])
+def test_a_layer_in_fp32_needs_the_whole_node_in_fp32(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    def precision(**keys: Any) -> Any:
+        return graph({"a": NET | keys}).nodes["a"].steps[0].params["precision"]
+
+    assert precision(**{"precision": "fp16", key: "1"}) == "fp32"
+    assert "[a] precision: is fp32, because some layers need it" in caplog.text
+    assert precision(**{"precision": "fp16", key: "0"}) == "fp16"
+
+
+def test_keys_that_name_what_happens_anyway_are_accepted() -> None:
+    keys = {"model_type": ".onnx", "cal_request_size_method": "CalTorchBatchSize", "contiguous_batching": "0"}
+    assert ops(**NET, **keys, **{"Interpreter::env": "Logger"}) == ["TensorrtTensor"]
+
+
+def test_groups_of_a_node_are_files_and_sizes_of_one_model() -> None:
+    keys = {"max": "1&4", "min": "1&4", "instance_num": "1&2", "batching_timeout": "5 & 2.5", "mean": "1&1"}
+    expression = "SyncTensor[TensorrtTensor]&SyncTensor[ TensorrtTensor]"
+    made = graph({"a": {"backend": expression, "model": "1.onnx & 4.onnx", "model::cache": "1.trt&4.trt", **keys}})
+    node = made.nodes["a"]
+    assert (node.instances, node.min_batch, node.max_batch, node.sizes, node.wait_s) == (2, 1, 4, (1, 4), 0.005)
+    assert node.steps[0].params["model"] == ["/1.onnx", "/4.onnx"]
+    assert node.steps[0].params["model_cache"] == ["/1.trt", "/4.trt"]
+    assert parse_graph(tomllib.loads(to_toml(made)), name="t", folder="/").nodes == made.nodes
+
+
+def test_a_key_may_have_a_value_for_each_op_of_a_sequence() -> None:
+    text = "SyncTensor[S[ResizeMat,S[ResizeMat,FloatMat],CvtColorMat]]"
+    keys = {"resize_h": "1|2|", "resize_w": 3, "color": "any|thing|rgb"}
+    steps = graph({"a": {"backend": text, **keys}}).nodes["a"].steps
+    params = [step.params for step in steps]
+    assert params == [{"resize_h": 1, "resize_w": 3}, {"resize_h": 2, "resize_w": 3}, {}, {"color": "rgb"}]
+    assert "resize_h is '1|2'" in refused({"a": {"backend": text, "resize_h": "1|2", "resize_w": 3, "color": "rgb"}})
 
 
 def test_a_node_borrows_a_group_of_anothers_instances() -> None:

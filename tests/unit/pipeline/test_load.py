@@ -144,9 +144,10 @@ def test_max_and_min_may_be_shapes_and_lists(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('max = "4&8"', "groups of a node ('&') are not supported"),
-        ('instance_num = "2&1"', "groups of a node ('&') are not supported"),
-        ('precision = "fp16|fp32"', "values per op ('|') are not read"),
+        ('max = "4&x"', "expected a whole number, 1 or more, or a shape"),
+        ('instance_num = "2&x"', "groups of a node ('&') may have other model,"),
+        ('precision = "fp16&fp32"', "groups of a node ('&') may have other model,"),
+        ('threads = "1|2|3"', "threads is '1|2|3' (str), expected whole number"),
         ('map = "a[result|data]"', "map: found 'result|data', expected a pair"),
         ('max = "4x3,8x3"', "expected the same batch for each input"),
         ('max = "many"', "expected a whole number, 1 or more, or a shape"),
@@ -159,7 +160,8 @@ def test_max_and_min_may_be_shapes_and_lists(
         ("instance_num = [2]", "found a list of 1, expected whole number"),
         ("batching_timeout = -1", "batching_timeout: found -1, expected number, 0 or more"),
         ("batching_timeout = nan", "batching_timeout: found nan, expected number, 0 or more"),
-        ('request_size = "4"', "request_size: is not supported: an item counts as one"),
+        ('cal_request_size_method = "Mine"', "cal_request_size_method: is not supported: each row of a tensor counts"),
+        ('model_type = ".trt"', "model_type: found the string '.trt' for "),
         ('device_id = "first"', "device_id: found the string 'first', expected the number of a GPU"),
         ('device = "gpu"', "device: found the string 'gpu', expected auto, cpu, cuda"),
         ('map = "prep"', "map: found the string 'prep', expected for instance prep[result:data,box:box]"),
@@ -201,9 +203,8 @@ def test_ignored_keys_cause_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
     "key",
     [
         '"Interpreter::env" = "A=1"',
-        'batch_process = "x"',
         'register_config = "x"',
-        'model_type = ".onnx"',
+        "contiguous_batching = true",
         '"Torch::backend" = "Identity"',
     ],
 )

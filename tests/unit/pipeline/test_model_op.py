@@ -86,19 +86,20 @@ def by_hand(pixels):
 
 
 class Seen:
-    """The program of an op, and its recorded inputs."""
+    """A program of an op, and its recorded inputs."""
 
-    def __init__(self, op, raw=False):
-        self._program = op._programs[raw]
+    def __init__(self, op, raw=False, place=0):
+        self._program = op._programs[raw][place]
+        self.rows = self._program.rows
         self.feeds = []
-        op._programs[raw] = self
+        op._programs[raw][place] = self
 
     def run(self, arrays):
         self.feeds.append({name: a.copy() for name, a in arrays.items()})
         return self._program.run(arrays)
 
     @property
-    def rows(self):
+    def sizes(self):
         return [len(next(iter(feed.values()))) for feed in self.feeds]
 
 
@@ -117,7 +118,7 @@ def test_a_batch_is_one_call(means):
     op = loaded(means(), max_batch=4)
     seen = Seen(op)
     run(op, *[image(i) for i in range(4)])
-    assert seen.rows == [4]
+    assert seen.sizes == [4]
 
 
 def test_items_of_other_shapes_are_run_apart(means):
@@ -125,7 +126,7 @@ def test_items_of_other_shapes_are_run_apart(means):
     seen = Seen(op)
     wide = np.full((1, 3, 2, 9), 7, np.uint8)
     results = run(op, image(0), wide, image(1))
-    assert seen.rows == [2, 1]
+    assert seen.sizes == [2, 1]
     assert np.allclose(results[1], 7)
     assert np.allclose(results[2], image(1).mean((2, 3)), atol=1e-4)
 
@@ -140,7 +141,7 @@ def test_padding_rows_are_added_and_counted(means):
         counted = {d.name: (d.value, d.labels) for d in metrics.drain() or ()}
     finally:
         metrics._own.__dict__.clear()
-    assert seen.rows == [8]
+    assert seen.sizes == [8]
     assert not seen.feeds[0]["x"][6:].any()
     assert len(results) == 6
     assert np.allclose(results[5], image(5).mean((2, 3)), atol=1e-4)
@@ -151,14 +152,14 @@ def test_a_smaller_batch_is_padded_to_the_smallest_size(means):
     op = loaded(means(), min_batch=3, max_batch=4)
     seen = Seen(op)
     assert len(run(op, *[image(i) for i in range(5)])) == 5
-    assert seen.rows == [4, 3]
+    assert seen.sizes == [4, 3]
 
 
 def test_an_item_of_more_rows_than_a_call_is_run_in_several(means):
     op = loaded(means(), max_batch=2)
     seen = Seen(op)
     (result,) = run(op, image(0, 5))
-    assert seen.rows == [2, 2, 1]
+    assert seen.sizes == [2, 2, 1]
     assert np.allclose(result, image(0, 5).mean((2, 3)), atol=1e-4)
 
 
@@ -176,7 +177,7 @@ def test_a_batch_is_padded_to_a_graph_of_four_rows(means):
     op = loaded(means([4, *IMAGES[1:]]), max_batch=4)
     seen = Seen(op)
     results = run(op, image(0), image(1))
-    assert (op.max_rows, seen.rows) == (4, [4])
+    assert (op.max_rows, seen.sizes) == (4, [4])
     assert np.allclose(results[1], image(1).mean((2, 3)), atol=1e-4)
 
 
@@ -184,7 +185,34 @@ def test_sizes_that_the_graph_does_not_support_do_not_run(means):
     op = loaded(means([4, *IMAGES[1:]]), sizes=(1, 4))
     seen = Seen(op)
     assert np.allclose(run(op, image(0))[0], image(0).mean((2, 3)), atol=1e-4)
-    assert seen.rows == [4]
+    assert seen.sizes == [4]
+
+
+def test_files_of_fixed_rows_share_the_batches(means):
+    files = [means([rows, *IMAGES[1:]], name=f"{rows}.onnx") for rows in (1, 4)]
+    op = loaded(files, max_batch=4, mean=MEAN, std=STD)
+    one, four = Seen(op), Seen(op, place=1)
+    pixels = [image(i) for i in range(6)]
+    results = run(op, *pixels)
+    assert (op.max_rows, one.sizes, four.sizes) == (4, [1, 1], [4])
+    for result, item in zip(results, pixels, strict=True):
+        assert np.allclose(result, by_hand(item), atol=1e-4)
+
+
+def test_a_file_of_free_rows_takes_what_the_others_do_not(means):
+    op = loaded([means([1, *IMAGES[1:]], name="one.onnx"), means()], max_batch=8)
+    one, free = Seen(op), Seen(op, place=1)
+    assert np.allclose(run(op, image(0), image(1))[1], image(1).mean((2, 3)), atol=1e-4)
+    run(op, image(2))
+    assert (one.sizes, free.sizes) == ([1], [2])
+
+
+def test_files_of_other_networks_are_refused(means, write):
+    other = write([("z", KINDS.FLOAT, [4, 3])], [("y", KINDS.FLOAT, [4, 3])], [("Identity", ["z"], ["y"])], "z.onnx")
+    with pytest.raises(ConfigError, match=r"z\.onnx has the inputs and outputs .*expected those of .*graph\.onnx"):
+        loaded([means(), other])
+    with pytest.raises(ConfigError, match="found 2 files and 3 of model_cache"):
+        ModelOp([means(), other], model_cache=["a", "b", "c"])
 
 
 # ---- mean and std
@@ -202,7 +230,7 @@ def test_items_of_different_dtypes_share_a_batch(means):
     op = loaded(means(), mean=MEAN, std=STD)
     seen = Seen(op)
     results = run(op, image(0), image(1, dtype=np.float32))
-    assert seen.rows == [2]
+    assert seen.sizes == [2]
     assert np.allclose(results[1], by_hand(image(1)), atol=1e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -173,3 +174,22 @@ def test_copies_of_the_data_go_through_another_graph(make_pipe: Callable[..., pi
     item: dict[str, Any] = {"data": 5, "node_name": "copies"}
     make_pipe(nodes)(item)
     assert item["result"] == [5, 5, 5]
+
+
+def test_models_of_fixed_rows_serve_any_number_of_items(make_pipe: Callable[..., pipe], tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    for rows in (1, 4):
+        x, y, z, w = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [rows, 3, 2]) for name in "xyzw")
+        steps = [onnx.helper.make_node("Identity", ["x"], ["z"]), onnx.helper.make_node("Add", ["x", "y"], ["w"])]
+        graph = onnx.helper.make_graph(steps, "g", [x, y], [z, w])
+        opset = onnx.helper.make_opsetid("", 17)
+        onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8), tmp_path / f"{rows}.onnx")
+    keys = {"instance_num": 2, "batching_timeout": "5", "min": "1&4", "max": "1&4"}
+    files = f"{tmp_path}/1.onnx&{tmp_path}/4.onnx"
+    model = make_pipe({"model": files, "backend": "SyncTensor[TensorrtTensor]", **keys})
+    items = [{"data": [torch.full((1, 3, 2), i, dtype=torch.uint8)] * 2} for i in range(7)]
+    model(items)
+    for i, item in enumerate(items):
+        same, added = item["result"]
+        assert torch.equal(same, torch.full((1, 3, 2), float(i)))
+        assert torch.equal(added, 2 * same)
