@@ -47,7 +47,7 @@ class Item(Struct, omit_defaults=True):
     (codec "object" only): the payload is a list of `rows` separate items, which the model receives one by one, and the
     result is the list of their results. `budget_s`: seconds left until the deadline when it was sent; set only for
     models that run batches concurrently. `arrived_s`: when it was handed over, on the clock of `time.monotonic`, if it
-    did not reach the event loop at once.
+    did not reach the event loop at once. `behind_s`: how much later it may be served than others that arrive with it.
     """
 
     payload: Any
@@ -61,6 +61,7 @@ class Item(Struct, omit_defaults=True):
     stop: int = -1
     budget_s: float | None = None
     arrived_s: float | None = None
+    behind_s: float = 0.0
 
 
 class ItemResult(Struct, omit_defaults=True):

@@ -138,6 +138,12 @@ class NodeEngine:
         return 1 if self.batcher is None else self.batcher.scheduler.max_batch_size
 
     @property
+    def row_s(self) -> float:
+        """Predicted seconds of an item of a full batch; 0 before anything was learned."""
+        rows = self.concurrency
+        return 0.0 if self.batcher is None else self.batcher.scheduler.seconds(self.max_batch) / rows
+
+    @property
     def capacity(self) -> int:
         return self.node.queue or QUEUED_BATCHES * self.concurrency
 

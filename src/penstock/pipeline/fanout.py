@@ -25,7 +25,11 @@ TURN = 256  # most children that start in one turn of the loop
 
 
 class Body:
-    """A sub-graph for children. It starts one of each parent in turn, while its first node has room."""
+    """A sub-graph for children. It starts one of each parent in turn, while its first node has room.
+
+    A child counts as if those of its parent that have not ended had run before it. If the next batches are full, only
+    parents with less than their share of one may start more. So a parent that comes later gets into the next batch.
+    """
 
     def __init__(self, graph: Graph, first: RunningNode, backpressure: Backpressure) -> None:
         self.first = first
@@ -54,17 +58,27 @@ class Body:
 
     def _start(self) -> None:
         self._due = False
+        engine, parents = self.first.engine, self._parents
+        row_s, rows = engine.row_s, engine.concurrency
         left = TURN
-        while self._parents and left:
-            if (room := self._backpressure.room(self.first.name)) < 1:
+        while parents:
+            room = min(left, self._backpressure.room(self.first.name))
+            waiting = 0  # parents in a row that may not start more
+            while parents and room > 0 and waiting < len(parents):
+                parent = parents.popleft()
+                if engine.queued_rows >= rows and parent.inside * (len(parents) + 1) >= rows:
+                    parents.append(parent)
+                    waiting += 1
+                    continue
+                if parent.start(row_s):
+                    parents.append(parent)
+                waiting, room, left = 0, room - 1, left - 1
+            if left <= 0:
+                self.wake()
+                return
+            if parents:
                 self._backpressure.blocked.add(self)
                 return
-            for _ in range(min(room, left, len(self._parents))):
-                parent = self._parents.popleft()
-                if parent.start():
-                    self._parents.append(parent)
-                left -= 1
-        self.wake()
 
     def ended(self) -> None:
         """A parent has left, so another may begin."""
@@ -129,8 +143,13 @@ class Parent:
             self._timer = asyncio.get_running_loop().call_at(self.deadline_s, self._expire)
         return True
 
-    def start(self) -> bool:
-        """Starts the next child. Returns whether there are more."""
+    @property
+    def inside(self) -> int:
+        """Children that have started and not ended."""
+        return len(self._children or ())
+
+    def start(self, row_s: float) -> bool:
+        """Starts the next child, `row_s` behind each other one. Returns whether there are more."""
         if self._children is None:
             return False
         place, self._next = self._next, self._next + 1
@@ -146,6 +165,7 @@ class Parent:
             traversal.hops is not None,
         )
         child.shared = self._given[DATA]
+        child.behind_s = row_s * len(self._children)
         self._children[place] = child
         if self._body.outside:
             known = traversal.kept | {name: fields}

@@ -82,6 +82,7 @@ class Traversal:
     """
 
     __slots__ = (
+        "behind_s",
         "dead",
         "deadline_s",
         "done",
@@ -117,6 +118,7 @@ class Traversal:
         self.outputs: dict[str, Fields] = {}
         self.dead: dict[str, Fields] | None = None
         self.shared: Any = None  # data that children share: their parent counts its bytes
+        self.behind_s = 0.0  # how much later a child may be served than others that arrive with it
 
     def arrived(self, fields: Fields, node: str) -> None:
         """Ends the item when all its outputs are decided. It has the fields of all that are alive, or of all dead."""
@@ -256,7 +258,10 @@ class RunningNode:
         budget_s = traversal.budget_s(self.node.deadline_s)
         bucket = self._bucket(fields, data)
         nbytes = 0 if data is traversal.shared else nbytes_of(data)
-        visit.call = self.engine.submit(Item(visit), visit, budget_s, traversal.priority, bucket, nbytes)
+        item = Item(visit)
+        if traversal.behind_s:
+            item.behind_s = traversal.behind_s
+        visit.call = self.engine.submit(item, visit, budget_s, traversal.priority, bucket, nbytes)
         traversal.visits.add(visit)
 
     def _bucket(self, fields: Fields, data: Any) -> str:

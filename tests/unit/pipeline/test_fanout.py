@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.errors import BadRequest, DeadlineExceeded, ItemFailed, PenstockError
+from penstock.pipeline.engine import NodeEngine
 from penstock.pipeline.graph import Each, Graph, NodeStep
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
@@ -122,6 +123,19 @@ async def test_children_of_several_items_share_batches_and_take_turns(stage, mak
     await asyncio.wait_for(large, 20.0)
     mixed = [set(batch) for batch in gates.met["body"] if {"a"} < set(batch)]
     assert mixed, gates.met["body"]
+
+
+async def test_a_small_item_gets_into_the_next_batch(stage, make_graph, monkeypatch) -> None:
+    monkeypatch.setattr(NodeEngine, "row_s", 1.0)
+    s = await stage(fan_out(make_graph, "Batches", max_batch=4))
+    large = s.put("a" * 40)
+    await gates.until("body", 1)
+    small = s.put("bc")
+    while s.runner.node("crop").engine.queued_rows < 6:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    gates.open_all()
+    await asyncio.wait_for(asyncio.gather(large, small), 20.0)
+    assert gates.met["body"][1] == ["b", "c", "a", "a"]
 
 
 async def test_a_large_item_does_not_flood_the_queue(stage, make_graph) -> None:

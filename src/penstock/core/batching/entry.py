@@ -18,7 +18,8 @@ class Entry(Struct, eq=False):
     scheduler's clock; INF without either. `expires_s` ends the waiting (`timeout_s`). `priority` is a class; 0 is the
     most urgent and the default. Only entries of one `bucket` share a batch. A request larger than the batch waits as
     parts; a `divisible` one may also be cut to fill a batch. `parent` is then the request, `start` the part's first
-    row. The rows of a `separate` request are items of their own: one can fail without the others.
+    row. The rows of a `separate` request are items of their own: one can fail without the others. `behind_s` puts it
+    behind requests that arrive up to so much later.
     """
 
     id: int
@@ -33,6 +34,7 @@ class Entry(Struct, eq=False):
     start: int = 0
     divisible: bool = False
     separate: bool = False
+    behind_s: float = 0.0
     # set by the scheduler
     vdeadline_s: float = INF
     seq: int = 0

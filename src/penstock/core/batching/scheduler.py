@@ -159,7 +159,7 @@ class Scheduler:
             most, most_bytes = most - most // KEPT, most_bytes - most_bytes // KEPT
         if rows < 1 or queue.rows + rows > most or queue.nbytes + entry.nbytes > most_bytes:
             self._refuse(entry, most, most_bytes)
-        v = entry.arrival_s + budgets[priority if priority < len(budgets) else -1]
+        v = entry.arrival_s + entry.behind_s + budgets[priority if priority < len(budgets) else -1]
         entry.vdeadline_s = v if v < entry.deadline_s else entry.deadline_s
         queue.add(entry)
         self._policy.on_arrival(entry, now)

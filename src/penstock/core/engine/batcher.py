@@ -102,6 +102,7 @@ class Batcher:
             bucket=bucket,
             divisible=traits_of(item.codec).divisible,
             separate=item.many,
+            behind_s=item.behind_s,
         )
         call = Call(item, sink, entry, self._cancelled)
         try:
