@@ -43,7 +43,7 @@ def _check_steps(node: Node, source: TomlSource) -> None:
 # ---- structure
 
 
-def linked(nodes: Mapping[str, Node], source: TomlSource) -> dict[str, Node]:
+def linked(nodes: Mapping[str, Node], source: TomlSource, *, compat: bool = False) -> dict[str, Node]:
     """The nodes with all edges in `next`, including those that only `inputs` imply, and a producer in each input.
 
     Raises ConfigError: a missing node, an input without a known producer.
@@ -57,7 +57,7 @@ def linked(nodes: Mapping[str, Node], source: TomlSource) -> dict[str, Node]:
         if node.each is not None and (body := node.each.body) not in nodes:
             raise source.error(node.name, "body", f"there is no node '{body}'{nearest(body, nodes)}")
     found = {
-        name: replace(node, inputs=tuple(_resolved(node, given, nodes, source) for given in node.inputs))
+        name: replace(node, inputs=tuple(_resolved(node, given, nodes, source, compat) for given in node.inputs))
         for name, node in nodes.items()
     }
     bodies = _bodies(found)
@@ -79,8 +79,8 @@ def _bodies(nodes: Mapping[str, Node]) -> list[frozenset[str]]:
     return [reached_by(wider, node.each.body) for node in nodes.values() if node.each is not None]
 
 
-def _resolved(node: Node, given: NodeInput, nodes: Mapping[str, Node], source: TomlSource) -> NodeInput:
-    """The input with the full name of its producer."""
+def _resolved(node: Node, given: NodeInput, nodes: Mapping[str, Node], source: TomlSource, compat: bool) -> NodeInput:
+    """The input with the full name of its producer. TorchPipe takes the first by name of several."""
     if (whole := f"{given.producer}.{given.source}") in nodes:  # the name of an alias contains a dot
         return replace(given, producer=whole, source="result")
     if given.producer in nodes:
@@ -89,10 +89,12 @@ def _resolved(node: Node, given: NodeInput, nodes: Mapping[str, Node], source: T
         hint = nearest(given.producer, nodes) or f"; there are {', '.join(nodes)}"
         raise source.error(node.name, "inputs", f"there is no node '{given.producer}'{hint}")
     before = [n for n, other in nodes.items() if node.name in other.next or _calls(other, node.name)]
-    if len(before) != 1:
-        names = ", ".join(before) or "none"
+    names = ", ".join(sorted(before)) or "none"
+    if len(before) > 1 and compat:
+        source.warn(node.name, "inputs", f"{given.source}: taken from '{min(before)}', the first by name of {names}")
+    elif len(before) != 1:
         raise source.error(node.name, "inputs", f"{given.source}: which node gives it? Nodes before this one: {names}")
-    return replace(given, producer=before[0])
+    return replace(given, producer=min(before))
 
 
 def _calls(node: Node, body: str) -> bool:

@@ -6,7 +6,7 @@ from msgspec import UNSET
 
 from penstock.errors import ConfigError
 from penstock.pipeline import filters
-from penstock.pipeline.graph import Each, Graph, Node, NodeStep, reached_by
+from penstock.pipeline.graph import Each, Graph, Node, NodeStep, chain_of, reached_by, subgraph_of
 from penstock.pipeline.lower import op_class
 from penstock.pipeline.ops.base import DATA, RESULT
 
@@ -36,10 +36,18 @@ def fields_of(graph: Graph) -> dict[str, Kinds]:
 def _before_fan_outs(graph: Graph) -> dict[str, Kinds]:
     """As `fields_of`, but for a fan-out the fields before it splits an item."""
     left: dict[str, Kinds] = {}
+    skipped = {
+        other
+        for node in graph.nodes.values()
+        if filters.may_skip_others(node.filter)
+        for other in (*chain_of(graph, node.name), *subgraph_of(graph, node.name))
+    }
     for name in graph.order():
         node = graph.nodes[name]
         try:
             left[name] = _through(node, _arriving(graph, node, left))
+            if name in skipped:
+                left[name][RESULT] = left[name][OPEN] = "any"
             if node.each is not None:
                 _check_split(node, node.each, left[name])
         except ConfigError as e:

@@ -112,6 +112,11 @@ def is_known(text: str) -> bool:
     return (name := text.partition("(")[0]) in _registered or name in BUILTIN
 
 
+def may_skip_others(text: str) -> bool:
+    """Whether a node's filter may also skip nodes after it."""
+    return text in ("serial_skip", "subgraph_skip") or text.partition("(")[0] in _registered
+
+
 def completed(text: str, keys: Mapping[str, Any], free: Iterable[str] = ()) -> tuple[str, set[str]]:
     """The filter with those of a node's keys that are its parameters, and their names.
 

@@ -224,20 +224,20 @@ def _reachable(start: str, following: Callable[[str], Iterable[str]]) -> frozens
     return frozenset(found)
 
 
-def chain_end(graph: Graph, name: str) -> str:
-    """The last node of the chain that begins at a node: before a branch, a join or the end."""
-    while len(after := graph.nodes[name].next) == 1 and not join_sources(graph, after[0]):
-        name = after[0]
-    return name
+def chain_of(graph: Graph, name: str) -> tuple[str, ...]:
+    """The chain that begins at a node: up to a branch, a join or the end."""
+    chain = [name]
+    while len(after := graph.nodes[chain[-1]].next) == 1 and not join_sources(graph, after[0]):
+        chain.append(after[0])
+    return tuple(chain)
 
 
-def subgraph_end(graph: Graph, name: str) -> str | None:
-    """The node through which items leave the sub-graph that they enter only through `name`. None: several nodes."""
-    others = _reachable(graph.entry, lambda n: [after for after in graph.nodes[n].next if after != name])
-    reached = set() if name == graph.entry else {graph.entry, *others}
-    inside = {name, *graph.downstream(name)} - reached
-    ends = [n for n in inside if not graph.nodes[n].next or set(graph.nodes[n].next) - inside]
-    return ends[0] if len(ends) == 1 else None
+def subgraph_of(graph: Graph, name: str) -> tuple[str, ...]:
+    """A node, and the nodes after it that items reach only through it."""
+    found = [name, *(other for other in graph.order() if other in graph.downstream(name))]
+    while outer := {n for n in found[1:] if not set(graph.producers(n)) <= {*found}}:
+        found = [n for n in found if n not in outer]
+    return tuple(found)
 
 
 class ItemRoute(Struct, frozen=True):

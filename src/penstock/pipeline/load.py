@@ -97,7 +97,7 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
         else:
             read[node] = reader.read(node, native_table(table, node, source))
     reader.check_unused()
-    made = linked(read, source)
+    made = linked(read, source, compat=compat)
     entry = entry_of(made, settings.get("entry"), source, compat=compat)
     fields = {field: settings[key] for key, field in GRAPH_FIELDS.items() if key in settings}
     graph = Graph(name, made, entry, compat=compat, folder=folder, **fields)

@@ -108,7 +108,7 @@ class ModelOp(BatchOp):
         threads = threads or max(1, cores() // instances)
         rows = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
         models = [model] if isinstance(model, str) else model
-        caches = model_cache if isinstance(model_cache, list) else [model_cache]
+        caches = model_cache[: len(models)] if isinstance(model_cache, list) else [model_cache]
         if not models or len(caches) not in (1, len(models)):
             raise ConfigError(
                 f"model: found {len(models)} files and {len(caches)} of model_cache, expected one for each"

@@ -9,7 +9,7 @@ from penstock.core.contracts import Observer
 from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull, nearest
 from penstock.pipeline.engine import Backpressure, NodeEngine
 from penstock.pipeline.fanout import Body
-from penstock.pipeline.graph import Graph, ItemRoute, chain_end, check_runnable, route, subgraph_end
+from penstock.pipeline.graph import Graph, ItemRoute, chain_of, check_runnable, route, subgraph_of
 from penstock.pipeline.node import SharedState
 from penstock.pipeline.ops.base import NODE_NAME, Fields
 from penstock.pipeline.placement import placed
@@ -52,11 +52,8 @@ class PipelineRunner:
             following = [self._nodes[after] for after in graph.nodes[name].next]
             node.followers = [after for after in following if not after.taken.sources]
             if node.filter is not None:
-                end = subgraph_end(graph, name)
-                node.skipped_to = {
-                    "serial_skip": self._nodes[chain_end(graph, name)],
-                    "subgraph_skip": None if end is None else self._nodes[end],
-                }
+                for outcome, skipped in (("serial_skip", chain_of), ("subgraph_skip", subgraph_of)):
+                    node.skips[outcome] = [self._nodes[other] for other in skipped(graph, name)]
             if node.node.each is not None:
                 first = self._nodes[node.node.each.body]
                 node.body = bodies.setdefault(first.name, Body(graph, first, self._backpressure))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -245,7 +245,7 @@ class RunningNode:
         self.body: Splits | None = None  # of the node's fan-out
         self.taken = Join(graph, node)
         self.filter = filters.made(node.filter)
-        self.skipped_to: dict[str, RunningNode | None] = {}  # by a filter's outcome, the last node that it skips
+        self.skips: dict[str, list[RunningNode]] = {}  # the nodes that a filter skips, by its outcome
         self.condition = None if node.when is None else Condition(node.when)
         self._kept = any(i.producer == node.name for n in graph.nodes.values() for i in n.inputs)
         self._pad = PadTo(node.pad_to) if node.pad_to else None
@@ -385,9 +385,21 @@ class RunningNode:
             case "error":
                 raise ItemFailed(f"the filter '{self.node.filter}' returned Error")
             case _:
-                if (last := self.skipped_to[outcome]) is None:
-                    raise ItemFailed(f"the sub-graph of node '{self.name}' has several ends, so it cannot be skipped")
-                last.passed(traversal, unchanged(fields))
+                self._skip(self.skips[outcome], traversal, read_only(unchanged(fields)))
+
+    @staticmethod
+    def _skip(skipped: Sequence[RunningNode], traversal: Traversal, fields: Fields) -> None:
+        """Passes an item on to the nodes after skipped ones, which all give these fields."""
+        for node in skipped:
+            if node._kept:
+                traversal.kept[node.name] = fields
+        for node in skipped:
+            if not node.node.next:
+                traversal.arrived(fields, node.name)
+            for after in (after for after in node.followers if after not in skipped):
+                after.follow(traversal, fields)
+            for after in (after for after in node.joins if after not in skipped):
+                after.join(traversal)
 
     def failed(self, visit: TraversalVisit, error: PenstockError) -> None:
         """Handles an item that failed here or was dropped."""

@@ -13,6 +13,7 @@ from penstock.core import os_threads
 from penstock.errors import ConfigError, DecodeError, PenstockError, describe, nearest
 from penstock.pipeline.check import check
 from penstock.pipeline.graph import Graph
+from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph, read_tables
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.ops import catalog
@@ -264,11 +265,16 @@ def _gives_mat(graph: Graph, name: str) -> bool:
 def parse_toml(path_toml: str | os.PathLike[str]) -> dict[str, Any]:
     """The tables of a file for `pipe`, to be changed first: texts by node and key, with defaults in `global`.
 
-    Arrays and nested tables stay unchanged. Raises ConfigError.
+    An alias `[rec.2]` is the table "rec.2". Arrays and inline tables stay unchanged. Raises ConfigError.
     """
     tables = read_tables(Path(path_toml))
     top = {key: value for key, value in tables.items() if not isinstance(value, dict)}
-    nodes = {key: value for key, value in tables.items() if isinstance(value, dict)}
+    nodes: dict[str, dict[str, Any]] = {}
+    for node, table in tables.items():
+        if isinstance(table, dict):
+            inner = {key for key, value in table.items() if isinstance(value, dict) and key not in NODE}
+            nodes[node] = {key: value for key, value in table.items() if key not in inner}
+            nodes |= {f"{node}.{key}": table[key] for key in table if key in inner}
     nodes[GLOBAL] = {**top, **nodes.get(GLOBAL, {})}
     return {name: {key: _text(value) for key, value in table.items()} for name, table in nodes.items()}
 
@@ -277,6 +283,16 @@ def _text(value: Any) -> Any:
     if isinstance(value, bool):
         return str(int(value))
     return str(value) if isinstance(value, int | float) else value
+
+
+def _with_aliases(config: dict[str, Any]) -> dict[str, Any]:
+    """The tables, with "rec.2" as the table "2" in "rec", as TOML reads it."""
+    tables = {name: dict(table) if isinstance(table, dict) else table for name, table in config.items()}
+    for name in config:
+        node, dot, alias = name.partition(".")
+        if dot and isinstance(tables.get(node), dict):
+            tables[node] = (tables[node] or {"backend": "Identity"}) | {alias: tables.pop(name)}
+    return tables
 
 
 def graph_of(config: str | os.PathLike[str] | dict[str, Any]) -> Graph:
@@ -288,7 +304,7 @@ def graph_of(config: str | os.PathLike[str] | dict[str, Any]) -> Graph:
         name, tables = Path(config).stem, read_tables(Path(config))
     elif isinstance(config, dict) and config:
         single = not any(isinstance(value, dict) for value in config.values())
-        name, tables = ONLY, {ONLY: config} if single else config
+        name, tables = ONLY, {ONLY: config} if single else _with_aliases(config)
     else:
         raise ConfigError(f"pipe received {config!r}, expected a path to a TOML file, or a dict of its tables or keys")
     graph = parse_graph(tables, name=name, folder=os.getcwd(), compat=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.torchpipe import pipe, register_backend
+from penstock.torchpipe import parse_toml, pipe, register_backend
 
 PIXELS = np.random.default_rng(1).integers(0, 255, (12, 20, 3), np.uint8)
 PNG = cv2.imencode(".png", PIXELS)[1].tobytes()
@@ -193,3 +193,75 @@ def test_models_of_fixed_rows_serve_any_number_of_items(make_pipe: Callable[...,
         same, added = item["result"]
         assert torch.equal(same, torch.full((1, 3, 2), float(i)))
         assert torch.equal(added, 2 * same)
+
+
+DIAMONDS = {
+    "r1": {"next": "a1,b1"},
+    "a1": {"map": "[result:data,result:first]", "next": "a2,a3"},
+    "a2": {"backend": "Tens", "next": "a4"},
+    "a3": {"backend": "Tens", "next": "a4"},
+    "a4": {"map": "[result:data,result:both]", "next": "r2"},
+    "b1": {"backend": "Tens", "next": "b2"},
+    "b2": {"backend": "Tens", "next": "r2"},
+    "r2": {"map": "a4[result:data],b2[result:other]"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (10, 100)),
+        ({"a2": {"filter": "Skip"}}, (1, 100)),
+        ({"a3": {"filter": "Skip"}}, (10, 100)),
+        ({"a4": {"filter": "Skip"}, "b2": {"filter": "Skip"}}, (10, 10)),
+        ({"b1": {"filter": "SerialSkip", "backend": "C10Exception"}, "b2": {"backend": "C10Exception"}}, (10, 1)),
+        ({"a1": {"filter": "SubGraphSkip"}, "a4": {"backend": "C10Exception"}}, (1, 100)),
+        ({"a1": {"filter": "SubGraphSkip"}, "r2": {"map": "a4[first:data],b2[result:other]"}}, (1, 100)),
+        ({"r2": {"filter": "Break", "backend": "C10Exception"}}, (10, 100)),
+    ],
+)
+def test_filters_skip_what_comes_next(make_pipe: Callable[..., pipe], changes: Any, expected: tuple[int, int]) -> None:
+    register_backend(lambda data: data * 10, "Tens")
+    item: dict[str, Any] = {"data": 1}
+    make_pipe({name: keys | changes.get(name, {}) for name, keys in DIAMONDS.items()})(item)
+    assert (item["result"], item["other"]) == expected
+
+
+def test_a_skipped_sub_graph_may_have_several_ends(make_pipe: Callable[..., pipe]) -> None:
+    register_backend(lambda data: data * 10, "Tens")
+    nodes = {
+        "in": {"next": "first,aside"},
+        "first": {"backend": "Tens", "filter": "SubGraphSkip", "next": "x,y"},
+        "x": {"backend": "Tens", "next": "z"},
+        "y": {"backend": "Tens", "next": "z,end"},
+        "z": {"map": "x[result:data],y[result:y]", "next": "end"},
+        "aside": {"backend": "Tens", "next": "end"},
+        "end": {"map": "aside[result:data],y[result:y],z[result:z]"},
+    }
+    item: dict[str, Any] = {"data": 1}
+    make_pipe(nodes)(item)
+    assert (item["result"], item["y"], item["z"]) == (10, 1, 1)
+
+
+def test_a_map_without_a_node_takes_the_first_by_name(
+    make_pipe: Callable[..., pipe], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    nodes: dict[str, Any] = {
+        "det": {"next": "rec,crop"},
+        "rec": {"next": "final"},
+        "crop": {"backend": "CopySplit", "split_size": 5, "next": "reduce"},
+        "reduce": {"backend": "MapReduce", "jump": "rec.2", "map": "[result:data]", "next": "combine"},
+        "combine": {"next": "final"},
+        "final": {"map": "[result:data]"},
+    }
+    file = tmp_path / "graph.toml"
+    lines = [
+        f"[{name}]\n" + "".join(f'{key} = "{value}"\n' for key, value in keys.items()) for name, keys in nodes.items()
+    ]
+    file.write_text("\n".join(lines) + "[rec.2]\n")
+    config = parse_toml(file)
+    config["rec.2"]["backend"] = "C10Exception"  # an alias has the backend of its node
+    item: dict[str, Any] = {"data": 1, "node_name": "det"}
+    make_pipe(config)(item)
+    assert item["result"] == [1] * 5
+    assert "[final] map: result: taken from 'combine', the first by name of combine, rec" in caplog.text
