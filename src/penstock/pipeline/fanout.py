@@ -61,10 +61,12 @@ class Body:
         engine, parents = self.first.engine, self._parents
         row_s, rows = engine.row_s, engine.concurrency
         left = TURN
-        while parents:
+        waiting = 0  # parents in a row that may not start more
+        while parents and waiting < len(parents):
             room = min(left, self._backpressure.room(self.first.name))
-            waiting = 0  # parents in a row that may not start more
-            while parents and room > 0 and waiting < len(parents):
+            if room < 1:
+                break
+            while parents and room and waiting < len(parents):
                 parent = parents.popleft()
                 if engine.queued_rows >= rows and parent.inside * (len(parents) + 1) >= rows:
                     parents.append(parent)
@@ -73,12 +75,10 @@ class Body:
                 if parent.start(row_s):
                     parents.append(parent)
                 waiting, room, left = 0, room - 1, left - 1
-            if left <= 0:
-                self.wake()
-                return
-            if parents:
-                self._backpressure.blocked.add(self)
-                return
+        if parents and left:
+            self._backpressure.blocked.add(self)
+        else:
+            self.wake()
 
     def ended(self) -> None:
         """A parent has left, so another may begin."""
