@@ -1,0 +1,37 @@
+"""The same work as the usual service: `python naive.py --port 5005`. Flask, a thread per request, a lock on the models."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+
+from flask import Flask, Response, jsonify, request
+from plain import Reader
+
+
+def naive_app() -> Flask:
+    """The service: POST /predict with a page as the body."""
+    app = Flask(__name__)
+    reader, lock = Reader(), threading.Lock()
+
+    @app.post("/predict")
+    def predict() -> Response | tuple[Response, int]:
+        try:
+            with lock:
+                if request.args.get("format") == "png":
+                    return Response(reader.drawn(request.get_data()), mimetype="image/png")
+                return jsonify(reader.read(request.get_data()))
+        except ValueError as error:
+            return jsonify(error=str(error)), 400
+
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--port", type=int, default=5005)
+    naive_app().run(port=parser.parse_args().port, threaded=True)
+
+
+if __name__ == "__main__":
+    main()
