@@ -1,4 +1,7 @@
-"""The same work as the usual service: `python naive.py --port 5005`. Flask, a thread per request, a lock on the models."""
+"""The same work as the usual service: `python naive.py --port 5005`. Flask with one lock.
+
+Each request has a thread, which waits for the lock of the models and reads its words one by one.
+"""
 
 from __future__ import annotations
 

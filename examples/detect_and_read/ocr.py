@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.pipeline.ops.python import op
 
+HERE = Path(__file__).parent
 MULTIPLE = 32  # the detector halves its input five times at most
 
 
@@ -39,20 +40,21 @@ def detector_input(page: np.ndarray, limit: int = 960) -> np.ndarray:
     return np.ascontiguousarray(sized.transpose(2, 0, 1))[None]
 
 
-@op(takes="tensor", reads=["page"], writes=["box"])
+@op(takes="tensor", gives="mat", reads=["page"], writes=["box"])
 class Boxes:
     """The boxes of the words on a page, from the detector's probabilities `[1, 1, h, w]`: differentiable binarization.
 
-    The field `box` becomes a list of float32 `[4, 2]`, corners in pixels of the page in reading order. `threshold` is
-    the least probability of a pixel, `box_threshold` the least mean of a box, and `unclip` the ratio by which boxes
+    The result is the page. The field `box` becomes a list of float32 `[4, 2]`, corners in pixels of the page in
+    reading order. `threshold` is the least probability of a pixel, `box_threshold` the least mean of a box, and `unclip` the ratio by which boxes
     grow, because the detector marks a shrunken box.
     """
 
     def __init__(self, threshold: float = 0.3, box_threshold: float = 0.6, unclip: float = 1.5) -> None:
         self.settings = (threshold, box_threshold, unclip)
 
-    def __call__(self, data: np.ndarray, fields: dict[str, Any]) -> None:
+    def __call__(self, data: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
         fields["box"] = boxes_of(data[0, 0], fields["page"].shape[:2], *self.settings)
+        return fields["page"]
 
 
 def boxes_of(
@@ -92,8 +94,8 @@ def _ordered(corners: np.ndarray) -> np.ndarray:
 class Line:
     """The word in `box` as the recogniser's input: the page -> float32 `[1, 3, height, width]`, from -1 to 1.
 
-    The word is made upright, and as high as the recogniser expects. Padding makes the width a multiple of `step`, so that
-    words of about the same length share a batch. A word of more than `most` pixels is made narrower.
+    The word is made upright, and as high as the recogniser expects. Padding makes the width a multiple of `step`, so
+    that words of about the same length share a batch. A word of more than `most` pixels is made narrower.
     """
 
     def __init__(self, height: int = 48, step: int = 64, most: int = 1280) -> None:
@@ -131,19 +133,22 @@ class Text:
     def __init__(self, letters: str) -> None:
         self.letters = read_letters(letters)
 
-    def __call__(self, data: np.ndarray, fields: dict[str, Any]) -> None:
+    def __call__(self, data: np.ndarray, fields: dict[str, Any]) -> str:
         fields["text"], fields["score"] = text_of(data[0], self.letters)
+        return fields["text"]
 
 
 def read_letters(path: str | Path) -> list[str]:
-    """The letters of a dictionary, and a space."""
-    return [*Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n"), " "]
+    """The letters of a dictionary, and a space. A relative path begins at this folder."""
+    return [*(HERE / path).read_text(encoding="utf-8").rstrip("\n").split("\n"), " "]
 
 
 def text_of(probability: np.ndarray, letters: list[str]) -> tuple[str, float]:
     """See `Text`."""
     if not 2 <= probability.shape[1] <= len(letters) + 1:
-        raise ValueError(f"the recogniser has {probability.shape[1]} outputs, but the dictionary {len(letters) - 1} letters")
+        raise ValueError(
+            f"the recogniser has {probability.shape[1]} outputs, but the dictionary {len(letters) - 1} letters"
+        )
     best = probability.argmax(1)
     kept = best > 0
     kept[1:] &= best[1:] != best[:-1]
@@ -165,7 +170,11 @@ class Answer:
 def words_of(boxes: list[np.ndarray], texts: list[str], scores: list[float]) -> dict[str, Any]:
     """The answer in JSON."""
     found = zip(boxes, texts, scores, strict=True)
-    return {"words": [{"text": text, "score": score, "box": box.round(1).tolist()} for box, text, score in found]}
+    return {
+        "words": [
+            {"text": text, "score": score, "box": box.astype(float).round(1).tolist()} for box, text, score in found
+        ]
+    }
 
 
 def drawn(page: np.ndarray, boxes: list[np.ndarray], texts: list[str]) -> bytes:
@@ -175,5 +184,7 @@ def drawn(page: np.ndarray, boxes: list[np.ndarray], texts: list[str]) -> bytes:
         cv2.polylines(image, [box.astype(np.int32)], True, (0, 140, 0), 1, cv2.LINE_AA)
         x, y = box[0].astype(int)
         seen = text.encode("ascii", "replace").decode()  # OpenCV's font has no other letters
-        cv2.putText(image, seen, (int(x), max(8, int(y) - 2)), cv2.FONT_HERSHEY_SIMPLEX, 0.4, (200, 0, 0), 1, cv2.LINE_AA)
+        cv2.putText(
+            image, seen, (int(x), max(8, int(y) - 2)), cv2.FONT_HERSHEY_SIMPLEX, 0.4, (200, 0, 0), 1, cv2.LINE_AA
+        )
     return cv2.imencode(".png", image)[1].tobytes()

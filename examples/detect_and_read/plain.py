@@ -13,6 +13,7 @@ import ocr
 import onnxruntime
 
 HERE = Path(__file__).parent
+BOXES = (0.5, 0.6, 0.9)  # as in detect_and_read.toml: threshold, box_threshold, unclip
 MEAN, STD = (np.float32(v)[:, None, None] for v in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]))
 
 
@@ -38,7 +39,7 @@ class Reader:
     def found(self, page: np.ndarray) -> tuple[list[np.ndarray], list[str], list[float]]:
         """Boxes, texts and scores."""
         pixels = (ocr.detector_input(page, 1280) - MEAN) / STD
-        boxes = ocr.boxes_of(run(self.detector, pixels)[0, 0], page.shape[:2])
+        boxes = ocr.boxes_of(run(self.detector, pixels)[0, 0], page.shape[:2], *BOXES)
         found = [ocr.text_of(run(self.recogniser, ocr.line_of(page, box))[0], self.letters) for box in boxes]
         return boxes, [text for text, _ in found], [score for _, score in found]
 
