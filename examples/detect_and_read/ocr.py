@@ -45,8 +45,8 @@ class Boxes:
     """The boxes of the words on a page, from the detector's probabilities `[1, 1, h, w]`: differentiable binarization.
 
     The result is the page. The field `box` becomes a list of float32 `[4, 2]`, corners in pixels of the page in
-    reading order. `threshold` is the least probability of a pixel, `box_threshold` the least mean of a box, and `unclip` the ratio by which boxes
-    grow, because the detector marks a shrunken box.
+    reading order. `threshold` is the least probability of a pixel, `box_threshold` the least mean of a box, and
+    `unclip` the ratio by which boxes grow, because the detector marks a shrunken box.
     """
 
     def __init__(self, threshold: float = 0.3, box_threshold: float = 0.6, unclip: float = 1.5) -> None:
