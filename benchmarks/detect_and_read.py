@@ -1,8 +1,8 @@
 """What does a service that reads the words of a page gain when the words of all requests share batches?
 
 `examples/detect_and_read` with ten clients and pages of 1 to 30 words: its TOML under `penstock serve`, and the usual
-service, Flask with one lock on the models. `bare loop` is not a server: it reads ten pages at a time, and shows what the
-machine could do. All clients run on the same cores.
+service, Flask with one lock on the models. `bare loop` is not a server: it reads ten pages at a time, and shows what
+the machine could do. All clients run on the same cores.
 """
 
 from __future__ import annotations
