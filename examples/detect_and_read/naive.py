@@ -1,6 +1,6 @@
 """The same work as the usual service: `python naive.py --port 5005`. Flask with one lock.
 
-Each request has a thread, which waits for the lock of the models and reads its words one by one.
+Each request has a thread, which decodes its page, waits for the lock of the models, and reads its words one by one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import argparse
 import threading
 
 from flask import Flask, Response, jsonify, request
-from plain import Reader
+from ocr import drawn, words_of
+from plain import Reader, decoded
 
 
 def naive_app() -> Flask:
@@ -20,12 +21,14 @@ def naive_app() -> Flask:
     @app.post("/predict")
     def predict() -> Response | tuple[Response, int]:
         try:
-            with lock:
-                if request.args.get("format") == "png":
-                    return Response(reader.drawn(request.get_data()), mimetype="image/png")
-                return jsonify(reader.read(request.get_data()))
+            page = decoded(request.get_data())
         except ValueError as error:
             return jsonify(error=str(error)), 400
+        with lock:
+            found = reader.found(page)
+        if request.args.get("format") == "png":
+            return Response(drawn(page, *found[:2]), mimetype="image/png")
+        return jsonify(words_of(*found))
 
     return app
 
