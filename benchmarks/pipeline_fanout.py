@@ -105,7 +105,7 @@ def client(boxes: int, other: bool, seconds: float) -> harness.Sample:
         def flood() -> None:
             while not over.is_set():
                 done = threading.Event()
-                items = pipeline.start({"data": CHILDREN}, lambda outcome: done.set())
+                items = pipeline.start({"data": CHILDREN}, lambda outcome, done=done: done.set())
                 while not done.wait(0.01):
                     if over.is_set():
                         items.cancel()
