@@ -16,15 +16,18 @@ from penstock.pipeline.lower import checked, op_class
 from penstock.pipeline.ops.base import RESULT
 
 
-def check(graph: Graph) -> None:
-    """Returns if the graph can run. Raises ConfigError: node, what was found, what was expected."""
-    source = TomlSource(graph.name)
+def check(graph: Graph, source: TomlSource | None = None) -> None:
+    """Returns if the graph can run. Raises ConfigError: node, what was found, what was expected.
+
+    With the `source` of its file, errors have lines.
+    """
+    source = source or TomlSource(graph.name)
     linked(graph.nodes, source)
     entry_of(graph.nodes, graph.entry, source, compat=graph.compat)
     check_structure(graph, source)
     for node in graph.nodes.values():
         _check_steps(node, source)
-    fields_of(graph)
+    fields_of(graph, source)
     _check_outputs(graph, source)
     if unknown := unknown_filters(list(graph.nodes.values())):
         raise ConfigError(f"{graph.name}: {'; '.join(unknown)}")

@@ -48,11 +48,15 @@ def check(file: str, compat: str | None) -> None:
     from penstock.config.load import load_config
     from penstock.pipeline.check import check as check_graph
     from penstock.pipeline.describe import graph_text
+    from penstock.pipeline.fields import fields_of
+    from penstock.pipeline.load import source_of
 
     _or_exit(lambda: load_config(None, env={}, sets=(), base={}, pipelines=[file]))  # the server's tables
     graph = _or_exit(lambda: _load(file, compat))
+    source = _or_exit(lambda: source_of(file))
+    _or_exit(lambda: fields_of(graph, source))
     click.echo(_or_exit(lambda: graph_text(graph)), nl=False)
-    _or_exit(lambda: check_graph(graph))
+    _or_exit(lambda: check_graph(graph, source))
 
 
 @pipeline.command()

@@ -7,6 +7,7 @@ from msgspec import UNSET
 from penstock.errors import ConfigError
 from penstock.pipeline import filters
 from penstock.pipeline.graph import Each, Graph, Node, NodeStep, chain_of, reached_by, subgraph_of
+from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import op_class
 from penstock.pipeline.ops.base import DATA, RESULT
 
@@ -23,18 +24,19 @@ _BETWEEN = {
 }
 
 
-def fields_of(graph: Graph) -> dict[str, Kinds]:
+def fields_of(graph: Graph, source: TomlSource | None = None) -> dict[str, Kinds]:
     """The fields of an item after each node. The graph must have no cycle and only known ops.
 
     Raises ConfigError: an input that no node gives, an op that takes another kind than the previous op gives, a
     fan-out over a field that does not exist, or whose body leaves a gathered field out.
     """
-    left = _before_fan_outs(graph)
+    left = _before_fan_outs(graph, source)
     return {name: _after(graph, graph.nodes[name], left) for name in left}
 
 
-def _before_fan_outs(graph: Graph) -> dict[str, Kinds]:
+def _before_fan_outs(graph: Graph, source: TomlSource | None = None) -> dict[str, Kinds]:
     """As `fields_of`, but for a fan-out the fields before it splits an item."""
+    source = source or TomlSource(graph.name)
     left: dict[str, Kinds] = {}
     skipped = {
         other
@@ -48,35 +50,37 @@ def _before_fan_outs(graph: Graph) -> dict[str, Kinds]:
             left[name] = _through(node, _arriving(graph, node, left))
             if name in skipped:
                 left[name][RESULT] = left[name][OPEN] = "any"
-            if node.each is not None:
-                _check_split(node, node.each, left[name])
         except ConfigError as e:
-            raise ConfigError(f"{graph.name}: {e.message}") from None
+            raise ConfigError(f"{source.name}: {e.message}") from None
+        if node.each is not None and (problem := _split_problem(node.each, left[name])):
+            raise source.error(name, "each", problem)
     for name in graph.order():
-        _check_gathered(graph, graph.nodes[name], left)
+        if problem := _gather_problem(graph, graph.nodes[name], left):
+            raise source.error(name, "gather", problem)
     return left
 
 
-def _check_split(node: Node, each: Each, fields: Kinds) -> None:
+def _split_problem(each: Each, fields: Kinds) -> str:
+    """Why no item can be split, or ""."""
     if each.split is None or (each.split not in fields and OPEN in fields):
-        return
+        return ""
     if each.split not in fields:
-        raise ConfigError(f"[{node.name}] each: there is no field '{each.split}'; there are {', '.join(fields)}")
+        return f"there is no field '{each.split}'; there are {', '.join(fields)}"
     if fields[each.split] == "bytes":
-        raise ConfigError(f"[{node.name}] each: the field '{each.split}' is bytes, expected a list or an array")
+        return f"the field '{each.split}' is bytes, expected a list or an array"
+    return ""
 
 
-def _check_gathered(graph: Graph, node: Node, left: Mapping[str, Kinds]) -> None:
-    """Raises ConfigError if no end of the body has a field that the fan-out gathers."""
+def _gather_problem(graph: Graph, node: Node, left: Mapping[str, Kinds]) -> str:
+    """The gathered field that no end of the body has, or ""."""
     if node.each is None:
-        return
+        return ""
     ended = _ended(graph, node.each.body, left)
-    for name in node.each.gather:
-        if name not in ended and OPEN not in ended:
-            raise ConfigError(
-                f"{graph.name}: [{node.name}] gather: the body, which begins at [{node.each.body}], leaves the field"
-                f" '{name}' out; it gives {', '.join(ended)}"
-            )
+    missing = [] if OPEN in ended else [name for name in node.each.gather if name not in ended]
+    if not missing:
+        return ""
+    where = f"the body, which begins at [{node.each.body}], leaves the field '{missing[0]}' out"
+    return f"{where}; it gives {', '.join(ended)}"
 
 
 def _ended(graph: Graph, body: str, left: Mapping[str, Kinds]) -> Kinds:

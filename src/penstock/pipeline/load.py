@@ -68,6 +68,11 @@ def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
     return _graph(tables, TomlSource(str(path), text), name=file.stem, folder=folder, compat=compat)
 
 
+def source_of(path: str | Path) -> TomlSource:
+    """The source of a file, for errors with lines. Raises ConfigError: no such file, or not TOML."""
+    return TomlSource(str(path), toml.read(Path(path).expanduser())[1])
+
+
 def read_tables(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError: no such file, or not TOML."""
     return toml.read(Path(path).expanduser())[0]

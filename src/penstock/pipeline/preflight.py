@@ -86,14 +86,14 @@ def check_pipelines(pipelines: dict[str, bool], *, models: bool = False) -> None
     if not pipelines:
         return
     from penstock.pipeline.check import check
-    from penstock.pipeline.load import load_graph
+    from penstock.pipeline.load import load_graph, source_of
     from penstock.pipeline.lower import files_of
     from penstock.pipeline.ops.catalog import is_model
 
     sys.path[:0] = [os.getcwd()]  # as in the workers
     for file, compat in pipelines.items():
         graph = load_graph(file, compat=compat)
-        check(graph)
+        check(graph, source_of(file))
         for node in graph.nodes.values() if models else ():
             for step in node.steps:
                 missing = [name for name in files_of(step.params) if not os.path.isfile(name)]

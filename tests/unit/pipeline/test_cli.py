@@ -85,6 +85,13 @@ def test_check_ends_with_2_for_a_wrong_file(file: Path) -> None:
     assert said("check", file) == (2, "", f"penstock: {file}: server: unknown key 'prot'; did you mean 'port'?\n")
 
 
+def test_check_ends_with_2_and_the_line_of_a_fan_out_that_could_never_run(file: Path) -> None:
+    file.write_text('[a]\nops = ["DecodeMat"]\nnext = "b"\n[b]\neach = "boxes"\nbody = "c"\n[c]\n')
+    status, out, problem = said("check", file)
+    assert (status, out) == (2, "")
+    assert problem == f"penstock: {file}, line 5: [b] each: there is no field 'boxes'; there are data, color, result\n"
+
+
 def test_check_shows_what_cannot_run_yet(file: Path) -> None:
     file.write_text('[a]\nnext = "a2"\n[a2]\nfilter = "odd"\n')
     status, out, err = said("check", file)
