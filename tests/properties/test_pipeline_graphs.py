@@ -19,7 +19,7 @@ from penstock.pipeline.graph import Each, Graph, Node, NodeInput, NodeStep, outs
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp
 from penstock.pipeline.runner import PipelineRunner
-from penstock.pipeline.traversal import ItemOutcome
+from penstock.pipeline.traversal import ItemOutcome, Traversal
 
 GRAPHS = 8000 if os.environ.get("CHAOS") == "full" else 2000
 NAMES = "abcdefg"
@@ -325,3 +325,34 @@ def test_each_item_ends_as_a_pure_evaluator_says(part: int, graph: Graph, keys: 
         end = ("failed", outcome.node) if outcome.error else ("ok", outcome.fields)
         ways = islice(evaluated(graph, item), MOST_ENDS)
         assert any(end in ends for ends in ways), (outcome.error, end, next(evaluated(graph, item)))
+
+
+async def leave(graph: Graph, items: list[tuple[Fields, int, float | None]]) -> None:
+    """Submits items with deadlines, and drops each after some turns of the loop, if it has not ended before."""
+    runner = PipelineRunner(graph)
+    await runner.start()
+    tickets: list[tuple[int, Traversal]] = []
+    for item, turns, budget_s in items:
+        if runner.in_flight < runner.width:
+            tickets.append((turns, runner.submit(item, lambda outcome: None, budget_s=budget_s)))
+    for turn in range(max(turns for _, turns, _ in items) + 1):
+        for turns, ticket in tickets:
+            if turns == turn:
+                ticket.cancel()
+        await asyncio.sleep(0.0005)
+    assert runner.in_flight == 0
+    engines = {id(node.engine): node.engine for node in map(runner.node, graph.nodes)}.values()
+    assert [(e.parents, e.parent_bytes, e.queued_rows) for e in engines] == [(0, 0, 0)] * len(engines)
+    await runner.close(5.0)
+
+
+@settings(max_examples=GRAPHS // 10)
+@given(
+    graph=graphs(),
+    items=st.lists(st.tuples(ITEM, st.integers(0, 12), st.sampled_from([None, 0.001, 0.004])), min_size=1, max_size=6),
+)
+def test_items_that_leave_take_their_children_along(
+    graph: Graph, items: list[tuple[Fields, int, float | None]]
+) -> None:
+    given = [({"data": f"{i}:", **item}, *rest) for i, (item, *rest) in enumerate(items)]
+    asyncio.run(asyncio.wait_for(leave(graph, given), 60.0))

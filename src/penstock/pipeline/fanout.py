@@ -41,6 +41,8 @@ class Body:
 
     def take(self, node: RunningNode, traversal: Traversal, fields: Fields) -> None:
         """Splits an item that has run the steps of `node`. After its children it passes to the next nodes."""
+        if traversal.done is None:  # another branch has ended the item
+            return
         try:
             parent = Parent(self, node, traversal, fields)
         except PenstockError as e:
