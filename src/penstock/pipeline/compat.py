@@ -1,11 +1,13 @@
 """TorchPipe's keys that change a node's `backend` or its instances, rewritten before other keys are read. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.config.toml import found
+from penstock.errors import ConfigError
 from penstock.pipeline.keys import TomlSource
+from penstock.pipeline.lower import FAN_OUTS, SCOPES, SEQUENCES, Expression, parse, text_of
 
 ENGINES = ("PipelineV3", "BaselineSchedule", "Schedule", "ScheduleV3", "SortSchedule", "ScoreSchedule", "Batching")
 """TorchPipe's schedulers. All of them mean the only scheduler here."""
@@ -26,6 +28,7 @@ NO_STEP = ("", "split", "cpu", "SingleConcatPreprocess", "MultipleConcatPreproce
 EXACT_KEYS = ("precision::fp32", "precision::output::fp32", "force_layer_norm_pattern_fp32")
 
 _OF_THE_BORROWER = ("next", "map", "inputs", "filter", "when", "else", "or", "node_name", "batching_timeout")
+_OF_CALLS = ("jump", "split", "merge", "body", "each", "gather", "max_fanout", "on_item_error")
 _ANY_CASE = frozenset(name.lower() for name in (*ENGINES, *OF_MAIN))
 _NUMBER = re.compile(r"[0-9]{1,4}")
 _PART = re.compile(r"[\w.{}]+")
@@ -146,3 +149,73 @@ def _of_group(table: dict[str, Any], node: str, source: TomlSource) -> dict[str,
             table[key] = ";".join(values[min(i, len(values) - 1)] for i in mine)
     table["instance_num"] = len(mine)
     return table
+
+
+# ---- calls of other sub-graphs inside a sequence
+
+
+def with_calls(tables: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The tables, with a node of its own for each part of a sequence that ends with MapReduce or Jump.
+
+    `[a] backend = "S[X,Jump[b],Y]"` becomes `[a]` with X and Jump[b], and `[a-2]` with Y.
+    """
+    whole: dict[str, dict[str, Any]] = {}
+    ends: dict[str, str] = {}  # the node with the result of a divided one
+    for node, table in tables.items():
+        parts = _parts_of(table.get("backend"))
+        names = [node, *(f"{node}-{place}" for place in range(2, len(parts) + 1))]
+        if len(parts) < 2 or tables.keys() & names[1:]:
+            whole[node] = table
+            continue
+        ends[node] = names[-1]
+        steps = [step for part in parts for step in part]
+        for name, part, after in zip(names, parts, [*names[1:], table.get("next")], strict=True):
+            own = [i for i, step in enumerate(steps) if any(step is each for each in part)]
+            keys = {key: _values_at(key, value, own, steps) for key, value in table.items() if _goes(key, part)}
+            if name != node:
+                keys = {key: value for key, value in keys.items() if key not in _OF_THE_BORROWER}
+            whole[name] = keys | {"backend": f"S[{','.join(map(text_of, part))}]", "next": after}
+            if after is None:
+                del whole[name]["next"]
+    return {name: _renamed(table, ends) for name, table in whole.items()}
+
+
+def _parts_of(backend: Any) -> list[list[Expression]]:
+    """The steps of a sequence, divided after each call. Empty for other expressions, and for wrong ones."""
+    try:
+        tree = parse(backend) if isinstance(backend, str) else Expression("")
+    except ConfigError:  # reported when the node is read
+        return []
+    while tree.name.lower() in SCOPES and len(tree.args) == 1:
+        tree = tree.args[0]
+    parts: list[list[Expression]] = [[]]
+    for step in tree.args if tree.name.lower() in SEQUENCES else ():
+        if any(map(_is_call, parts[-1])) and (step.args or step.name.lower() not in SCOPES):
+            parts.append([])
+        parts[-1].append(step)
+    return parts
+
+
+def _is_call(step: Expression) -> bool:
+    return step.name.lower() in FAN_OUTS
+
+
+def _goes(key: str, part: Sequence[Expression]) -> bool:
+    """Whether a key of the whole node belongs to a part."""
+    calls = [_is_call(step) for step in part if step.args or step.name.lower() not in SCOPES]
+    return any(calls) if key in _OF_CALLS else key in _OF_THE_BORROWER or not all(calls)
+
+
+def _values_at(key: str, value: Any, own: Sequence[int], steps: Sequence[Expression]) -> Any:
+    """The values for some of the steps, if the key has one for each step: of a call only its own."""
+    values = value.split("|") if isinstance(value, str) else []
+    if len(values) != len(steps):
+        return value
+    return "|".join(values[i] for i in own if key not in _OF_CALLS or _is_call(steps[i]))
+
+
+def _renamed(table: dict[str, Any], ends: Mapping[str, str]) -> dict[str, Any]:
+    """The table with the last part of a divided node as the source of fields."""
+    if not isinstance(table.get("map"), str):
+        return table
+    return table | {"map": re.sub(r"[\w-]+(?=\s*\[)", lambda name: ends.get(name[0], name[0]), table["map"])}

@@ -128,7 +128,7 @@ def _arriving(graph: Graph, node: Node, left: dict[str, Kinds]) -> Kinds:
         begun = [_split(graph.nodes[caller], left[caller]) for caller in callers]
         return begun[0] if len(begun) == 1 else {name: "any" for fields in begun for name in fields}
     if not producers and not node.inputs:
-        return dict.fromkeys(graph.takes, "any")
+        return dict.fromkeys((*graph.takes, OPEN) if graph.compat else graph.takes, "any")  # a pipe takes any fields
     if not node.inputs:
         before = _after(graph, graph.nodes[producers[0]], left)
         # without a swap, the kind of the data depends on the op that gave no result

@@ -15,7 +15,7 @@ from penstock.config.toml import ONE_NODE_KEYS, SERVER_TABLES, found
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline import filters
 from penstock.pipeline.check import check_structure, entry_of, linked
-from penstock.pipeline.compat import with_instances
+from penstock.pipeline.compat import with_calls, with_instances
 from penstock.pipeline.conditions import check_condition, is_target
 from penstock.pipeline.dialect import TORCHPIPE, native_table
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput
@@ -88,7 +88,8 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
     compat = compat or bool(settings.get("compat"))
     folder = os.path.abspath(folder)
     name = settings.get("name", name)
-    nodes = with_instances(_tables_of_nodes(tables, re.sub(r"[^A-Za-z0-9_-]", "_", name), source), source)
+    nodes = _tables_of_nodes(tables, re.sub(r"[^A-Za-z0-9_-]", "_", name), source)
+    nodes = with_calls(with_instances(nodes, source))
     given = tables[_GLOBAL] if isinstance(tables.get(_GLOBAL), dict) else {}
     plain = {k: v for k, v in tables.items() if not isinstance(v, dict)} | given
     single = not nodes.keys() & tables.keys()

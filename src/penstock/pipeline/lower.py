@@ -57,6 +57,14 @@ def parse(text: str) -> Expression:
     return _Parser(text).whole()
 
 
+def text_of(expression: Expression) -> str:
+    """The expression as text again, without white space."""
+    guard = f"({expression.filter})" if expression.filter else ""
+    params = ",".join(f"{key}={value}" for key, value in expression.params.items())
+    args = ",".join(map(text_of, expression.args))
+    return f"{guard}{expression.name}{f'({params})' if params else ''}{f'[{args}]' if args else ''}"
+
+
 class _Parser:
     def __init__(self, text: str) -> None:
         places = [(c, i) for i, c in enumerate(text, 1) if not c.isspace()]

@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.pipeline.compat import ENGINES
 from penstock.pipeline.convert import to_toml
-from penstock.pipeline.graph import Graph
+from penstock.pipeline.graph import Each, Graph
 from penstock.pipeline.load import parse_graph
 
 NET = {"backend": "TensorrtTensor", "model": "/m.onnx"}
@@ -114,6 +114,33 @@ def test_a_key_may_have_a_value_for_each_op_of_a_sequence() -> None:
     params = [step.params for step in steps]
     assert params == [{"resize_h": 1, "resize_w": 3}, {"resize_h": 2, "resize_w": 3}, {}, {"color": "rgb"}]
     assert "resize_h is '1|2'" in refused({"a": {"backend": text, "resize_h": "1|2", "resize_w": 3, "color": "rgb"}})
+
+
+def test_a_sequence_is_divided_after_each_call() -> None:
+    nodes = graph(
+        {
+            "in": {"next": "main"},
+            "main": {
+                "backend": "SyncTensor[S[CopySplit,Jump,MapReduce,FloatMat,SyncTensor]]",
+                "jump": "|one|two||",
+                "split": "data",
+                "split_size": 2,
+                "map": "in[result:data]",
+                "next": "end",
+            },
+            "end": {"map": "main[result:data],in[result:first]"},
+            "one": {},
+            "two": {},
+        }
+    ).nodes
+    main, second, third = nodes["main"], nodes["main-2"], nodes["main-3"]
+    assert [[step.op for step in node.steps] for node in (main, second, third)] == [
+        ["CopySplit"], ["Identity"], ["FloatMat"]
+    ]  # fmt: skip
+    assert [node.next for node in (main, second, third)] == [("main-2",), ("main-3",), ("end",)]
+    assert (main.each, second.each, third.each) == (Each("one"), Each("two", "data", ("result",)), None)
+    assert [i.producer for i in nodes["end"].inputs] == ["main-3", "in"]
+    assert (len(main.inputs), second.inputs) == (1, ())
 
 
 def test_a_node_borrows_a_group_of_anothers_instances() -> None:

@@ -293,7 +293,7 @@ def test_a_body_takes_fields_of_nodes_around_it_and_no_item_of_theirs_enters_it(
         ('[a]\neach = "x"\nbody = "b"\nmax_fanout = nan\n[b]\n', "line 4: [a] max_fanout: found nan, expected"),
         ('[a]\nbackend = "MapReduce"\n[b]\n', "[a] backend: MapReduce needs 'jump', the node where the items begin"),
         ('[a]\nbackend = "Jump[b]"\njump = "c"\n[b]\n[c]\n', "Jump needs 'jump', the node where the items begin, once"),
-        ('[a]\nbackend = "S[Jump[b],Identity]"\n[b]\n', "[a] backend: Jump must be the last op of its node"),
+        ('[a]\nbackend = "S[S[Jump[b],Identity]]"\n[b]\n', "[a] backend: Jump must be the last op of its node"),
         (
             '[a]\neach = "x"\nbody = "b"\nnext = "b"\n[b]\n',
             "[b]: follows [a], but belongs to the body of [a], which begins at [b]: nodes after the fan-out take its"

@@ -11,7 +11,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.pipeline.convert import to_toml
 from penstock.pipeline.load import parse_graph
-from penstock.pipeline.lower import Expression, parse
+from penstock.pipeline.lower import parse, text_of
 from penstock.pipeline.node import NodeModel, Visit
 from penstock.pipeline.ops.base import BatchOp, Fields
 
@@ -74,14 +74,6 @@ def test_steps_after_a_filter_run_if_it_admits_them(backend: str, expected: list
     assert results(backend, 2, 3, 4) == expected
 
 
-def shape(found: Expression) -> str:
-    """The expression as text again, without spaces."""
-    guard = f"({found.filter})" if found.filter else ""
-    params = "(" + ",".join(f"{k}={v}" for k, v in found.params.items()) + ")" if found.params else ""
-    args = f"[{','.join(map(shape, found.args))}]" if found.args else ""
-    return f"{guard}{found.name}{params}{args}"
-
-
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
@@ -133,8 +125,8 @@ def test_a_comparison_of_no_number_fails_its_item_alone(value: Any, message: str
     ],
 )
 def test_an_expression_is_read_as_it_is_written(text: str) -> None:
-    assert shape(parse(text)) == text
-    assert shape(parse(text.replace(",", " , ").replace("[", "\n[\t"))) == text
+    assert text_of(parse(text)) == text
+    assert text_of(parse(text.replace(",", " , ").replace("[", "\n[\t"))) == text
 
 
 def test_a_value_may_hold_commas() -> None:
