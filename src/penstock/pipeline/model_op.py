@@ -66,7 +66,7 @@ class ModelOp(BatchOp):
     - `mean`: subtracted from the pixels of each channel, or one number for all.
     - `std`: the divisor of the pixels after that.
     - `model_cache`: TensorRT engines are stored next to this file, or next to one for each model.
-    - `threads`: threads inside an operator on the CPU, by default cores / instances.
+    - `threads`: threads inside an operator on the CPU, by default cores / instances, and more beside idle ones.
     - `instances`: instances of the node, for `threads`.
     - `max_batch`: most rows of one call.
     - `min_batch`: fewest rows of one call; smaller calls are padded.
@@ -105,6 +105,7 @@ class ModelOp(BatchOp):
             raise ConfigError(f"found {given}, expected 1 <= min_batch <= max_batch")
         if threads is not None and threads < 1:
             raise ConfigError(f"threads = {threads}, expected 1 or more")
+        idle_threads = threads or cores()
         threads = threads or max(1, cores() // instances)
         rows = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
         models = [model] if isinstance(model, str) else model
@@ -116,7 +117,7 @@ class ModelOp(BatchOp):
         if len(caches) < len(models) and caches[0]:
             caches = [f"{caches[0]}.{place}" for place in range(len(models))]
         self._files = [
-            ModelFile(file, runtime, precision, cache, threads, instances, rows)
+            ModelFile(file, runtime, precision, cache, threads, instances, idle_threads, rows)
             for file, cache in zip(models, caches if len(caches) == len(models) else caches * len(models), strict=True)
         ]
         self._mean_std = (mean, std)

@@ -13,6 +13,7 @@ from msgspec import structs
 from penstock.errors import ConfigError, LoadFailed
 from penstock.pipeline import runtimes
 from penstock.pipeline.collate import normalizations
+from penstock.pipeline.model_op import ModelOp
 from penstock.pipeline.runtimes import OPENVINO, ModelFile, cores, open_program, resolve
 from penstock.runtimes import onnx as loaders
 from penstock.runtimes.tensors import Input
@@ -133,6 +134,93 @@ def test_the_threads_of_all_instances_are_in_the_session_that_they_share(net, gp
     """ONNX Runtime runs a call in the thread that makes it, too: 4 callers and 12 helpers are 4 threads for each."""
     open_program(ModelFile(net, threads=threads, instances=instances), "cpu")
     assert gpu[-1] == ("CPU", {"device": "cpu", "graph": None, "threads": expected})
+
+
+class Beside:
+    """A program that notes who ran, and runs `during` calls beside its own."""
+
+    platform, inputs, outputs, rows = "", (), (), (1, 9)
+
+    def __init__(self, name, ran, clock, seconds):
+        self.name, self.ran, self.clock, self.seconds = name, ran, clock, seconds
+        self.during = None
+
+    def run(self, arrays):
+        self.ran.append(self.name)
+        self.clock[0] += self.seconds * len(arrays["x"])
+        during, self.during = self.during, None
+        if during is not None:
+            during()
+        return arrays
+
+
+@pytest.fixture
+def sharing(monkeypatch):
+    """`sharing(seconds, threads)`: a program of two sessions, and the names of those that ran."""
+
+    def make(seconds, threads):
+        ran, clock = [], [0.0]
+        monkeypatch.setattr(runtimes.time, "monotonic", lambda: clock[0])
+        narrow, wide = Beside("one", ran, clock, seconds), Beside("all", ran, clock, seconds / threads)
+        return runtimes._CoreSharingProgram(narrow, wide, threads), ran
+
+    return make
+
+
+X = {"x": np.zeros((1, 4))}
+
+
+def test_a_call_that_runs_alone_has_all_cores(sharing):
+    program, ran = sharing(0.060, 2)
+    program.run(X)  # measures
+    program.run(X)
+    assert ran == ["one", "all"]
+    program._wide.during = lambda: program.run(X)
+    program.run(X)
+    program.run(X)
+    assert ran[2:] == ["all", "one", "all"]
+
+
+def test_calls_share_the_cores_with_those_of_other_models(sharing):
+    program, ran = sharing(0.060, 4)
+    other, _ = sharing(0.060, 4)
+    program.run(X)
+    other.run(X)
+    other._wide.during = lambda: program.run(X)  # two for two calls
+    other.run(X)
+    ran.clear()
+    runtimes._calls.update({1, 2})
+    program.run(X)
+    runtimes._calls.clear()
+    assert ran == ["one"]
+
+
+def test_a_short_call_keeps_to_one_core_unless_it_has_many_rows(sharing):
+    program, ran = sharing(0.0005, 2)
+    for _ in range(3):
+        program.run(X)
+    program.run({"x": np.zeros((8, 4))})
+    program.run(X)
+    assert ran == ["one", "one", "one", "all", "one"]
+
+
+def test_a_failed_call_frees_its_cores(sharing):
+    program, ran = sharing(0.060, 2)
+    program.run(X)
+    program._wide.during = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        program.run(X)
+    program.run(X)
+    assert ran == ["one", "all", "all"]
+
+
+@pytest.mark.parametrize(("keys", "expected"), [({}, [1, 2]), ({"threads": 1}, [1]), ({"instances": 1}, [2])])
+def test_a_node_of_two_instances_has_a_session_of_all_cores_unless_it_sets_threads(
+    net, gpu, monkeypatch, keys, expected
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    ModelOp(**({"model": net, "instances": 2} | keys)).load("cpu")
+    assert [told["threads"] for _, told in gpu] == expected
 
 
 def test_a_changed_file_is_opened_again(net, tmp_path):
