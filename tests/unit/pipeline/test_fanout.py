@@ -71,6 +71,13 @@ def fan_out(make_graph: Any, body: Any = "Part", each: Each | None = None, **key
     return found
 
 
+async def queued(stage: Any, rows: int) -> None:
+    """Returns when so many children wait for the body."""
+    async with asyncio.timeout(20.0):
+        while stage.runner.node("crop").engine.queued_rows < rows:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 async def ended(stage: Any, data: Any, **keys: Any) -> Any:
     return await asyncio.wait_for(stage.put(data, **keys), 20.0)
 
@@ -131,8 +138,7 @@ async def test_a_small_item_gets_into_the_next_batch(stage, make_graph, monkeypa
     large = s.put("a" * 40)
     await gates.until("body", 1)
     small = s.put("bc")
-    while s.runner.node("crop").engine.queued_rows < 6:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await queued(s, 6)
     gates.open_all()
     await asyncio.wait_for(asyncio.gather(large, small), 20.0)
     assert gates.met["body"][1] == ["b", "c", "a", "a"]
@@ -174,8 +180,7 @@ async def test_children_have_the_priority_of_their_item(stage, make_graph) -> No
     bulk = s.put("abc", priority=1)
     await gates.until("body", 1)
     urgent = s.put("z")
-    while s.runner.node("crop").engine.queued_rows < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await queued(s, 2)
     gates.open_all()
     await asyncio.wait_for(asyncio.gather(bulk, urgent), 20.0)
     order = [part for batch in gates.met["body"] for part in batch]
