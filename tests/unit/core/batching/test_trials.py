@@ -69,6 +69,13 @@ def test_fuller_batches_where_the_web_server_shares_the_cores_with_the_model(
     assert found["holds_by_kind"]["trial"] > 100
 
 
+def test_a_model_that_costs_nearly_nothing_is_held_where_each_batch_costs_the_web_server() -> None:
+    service = ServiceTime(0.0005, 0.0)
+    tried, untried = (simulate(service, p, shared(128)) for p in (Adaptive(0.1), Untried()))
+    assert untried.mean_batch < 1.1
+    assert tried.throughput > 1.07 * untried.throughput
+
+
 @pytest.mark.parametrize("clients", [16, 32, 64])
 def test_all_clients_of_a_closed_loop_share_one_batch(clients: int) -> None:
     settings = SimulationSettings(depth=2, handover_s=0.0005)

@@ -123,9 +123,10 @@ class HoldTrials:
     """A hill climb over the hold after a completion: one hold is kept, and rarely another one is tried.
 
     `hold_s` is in force: `kept_s`, or another one during a trial. A first trial takes a/m where clients return at once,
-    else a third of a full batch's time, or all of it if the user has named the longest hold. A new hold is first
-    compared with none, later with its double (or the longest) and half as well. `clients` is the most rows inside since
-    a hold ended without them: a slot waits for its share of them, not longer. The 19 attributes are one state machine.
+    else a third of a full batch's time. With a longest hold that the user has named, it takes a full batch's time or
+    that of SURE arrivals, and the next one the longest; else a new hold is first compared with none, later with its
+    double and half as well. `clients` is the most rows inside since a hold ended without them: a slot waits for its
+    share of them, not longer. The 19 attributes are one state machine.
     """
 
     def __init__(self) -> None:
@@ -175,7 +176,7 @@ class HoldTrials:
         elif w.batches >= BATCHES * slots and w.rows >= need:
             n = w.rows / w.batches
             scope = closed or view.cost.t(n) * full > SCOPE * view.cost.t(full) * n
-            worth = 2 <= n < min(full, self.clients / slots) and scope
+            worth = (n >= 2 or self._capped) and n < min(full, self.clients / slots) and scope
             self._observe(now)
             if self._rest <= 0 and (worth or self.kept_s):
                 first_s = (view.cost.a if closed else view.cost.t(full) / 3) / slots
@@ -206,7 +207,8 @@ class HoldTrials:
         shorter_s = kept / 2 if kept > first_s else 0.0
         self._tried_s = (0.0, longer_s, shorter_s)[self._turn % 3] if not self._grouped else 0.0
         if not kept:
-            self._tried_s = min(view.cost.t(view.max_rows), most_s) if self._capped else first_s
+            whole_s = max(view.cost.t(view.max_rows), SURE / self._usual.mean)  # cheap models need more than their time
+            self._tried_s = min(whole_s, most_s) if self._capped else first_s
         self._turn += 1
         self.count += 1
         self.trial, self._arrivals = True, HoldArrivals()
@@ -244,9 +246,11 @@ class HoldTrials:
             confirmed = self._pause > FIRST  # by an earlier check
             least = -GAIN / 2 - (0.0 if confirmed else min(noise, DOUBT))
         hope = max(WORTH, noise / 2) if self._capped else noise
-        if gain >= least and (c.windows > 1 or not longer or not self._capped):
+        twice = c.windows > 1 or not self._capped  # one window of a machine that is shared says little
+        done = not w.grouped and gain < hope if longer else twice or gain < least - noise
+        if gain >= least and twice:
             self._end(True, 1 + gain, now)
-        elif not longer or c.windows >= WINDOWS or (gain < hope and not w.grouped):
+        elif done or c.windows >= WINDOWS:
             self._end(False, 1 + gain, now)
         else:
             self._switch(self.kept_s, now)
@@ -260,8 +264,8 @@ class HoldTrials:
             self.gain = 0.0 if won else 1 / ratio - 1 if ratio else self.gain
         self.trial = False
         if won:
-            self._usual.windows, self._pause, self._rest = 0, FIRST, 1 if longer else FIRST
-            self._turn = int(longer and self.kept_s > 0)
+            self._usual.windows, self._pause, self._rest = 0, FIRST, 1 + self._capped if longer else FIRST
+            self._turn = int(longer and (self.kept_s > 0 or self._capped))
             self.kept_s = self._tried_s
         else:
             self.failed += 1
