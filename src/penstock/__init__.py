@@ -15,7 +15,7 @@ from penstock.errors import (
     QueueFull,
     WorkerDied,
 )
-from penstock.types import Item, ItemResult, ModelMetadata, Response, TensorSpec
+from penstock.types import Item, ItemResult, ModelMetadata, Response, Step, TensorSpec
 
 if TYPE_CHECKING:
     from penstock import metrics as metrics
@@ -53,6 +53,7 @@ __all__ = [
     "RedisStreamer",
     "RedisWorker",
     "Response",
+    "Step",
     "Streamer",
     "TensorSpec",
     "ThreadedStreamer",

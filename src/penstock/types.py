@@ -108,6 +108,16 @@ class Response:
         self.headers = headers or {}
 
 
+class Step(Struct, frozen=True, omit_defaults=True):
+    """What one step of a step model gave for one state.
+
+    A `part` other than None is sent to the client at once, as the parts of a stream are. `done` ends the item.
+    """
+
+    part: Any = None
+    done: bool = False
+
+
 class Headed(Struct):
     """A result of our own models: the plain value, and headers for the response."""
 
