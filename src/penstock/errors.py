@@ -9,6 +9,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
+# these end the worker; any other exception is an error of items, including panics of native code
+ENDS = (SystemExit, KeyboardInterrupt)
+
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose. `original`: the model's exception behind it, see
@@ -214,6 +217,16 @@ def describe(error: BaseException) -> str:
     except Exception:
         text = "(its text cannot be shown)"
     return f"{type(error).__name__}: {text}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error means out of memory, also from frameworks that are not imported here.
+
+    Checks the class name (torch.cuda.OutOfMemoryError) and the text: CUDA libraries raise plain RuntimeErrors.
+    """
+    if isinstance(error, MemoryError) or any("OutOfMemory" in c.__name__ for c in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and "out of memory" in describe(error).lower()
 
 
 class ErrorList:

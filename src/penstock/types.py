@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from msgspec import Struct, field
 
@@ -190,7 +190,8 @@ class Ready(Struct):
 
     `options` come from `@penstock.model`. `profile` holds (rows, seconds) of the warm-up runs, `max_batch_size` the
     best size of the warm-up, None without one. With a `concurrency` above 1 the worker runs batches concurrently, up to
-    that many rows in flight. `metrics` are what the model recorded while it loaded.
+    that many rows in flight: in `mode` "continuous", the active items of a step model. `metrics` are what the model
+    recorded while it loaded.
     """
 
     metadata: ModelMetadata
@@ -200,6 +201,7 @@ class Ready(Struct):
     profile: list[tuple[int, float]] = field(default_factory=list)
     max_batch_size: int | None = None
     concurrency: int = 1
+    mode: Literal["batch", "continuous"] = "batch"
     metrics: list[MetricDelta] = field(default_factory=list)
 
 

@@ -62,6 +62,7 @@ class TransportHarness:
     def slot_metrics(self, slot: int, deltas: list[MetricDelta]) -> None:
         assert slot == 0
         self.metrics += deltas
+        self._changed.set()
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Waits until `condition` is true, which events of the listener or a caller may change."""

@@ -159,9 +159,21 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = (0.0, 10.0, 20.0)
     retry_split: Annotated[bool, doc("re-run a batch that raised in halves, until the failing item is alone")] = True
     idempotent: Annotated[bool, doc("items may run again after an error or a worker's death")] = True
-    run_timeout_s: Annotated[Seconds, doc("longest run of a batch; then the worker logs its stacks and is killed")] = (
-        60.0
-    )
+    run_timeout_s: Annotated[
+        Seconds,
+        doc("longest run of a batch, or of a step of a step model; then the worker logs its stacks and is killed"),
+    ] = 60.0
+    mode: Annotated[
+        Literal["auto", "batch", "continuous"],
+        doc(
+            'of a step model: "auto" and "continuous" admit requests at every step, "batch" runs each batch to its end'
+        ),
+    ] = "auto"
+    max_active: Annotated[
+        Positive | None,
+        doc("most active items of each instance of a step model, by default its attribute `max_active`, or 32"),
+    ] = None
+    max_steps: Annotated[Positive, doc("most steps of one item of a step model; then it fails")] = 100_000
 
 
 class RestartConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -53,7 +53,7 @@ def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[
 
 
 def only_model(file: str) -> str:
-    """The name of the object that `@penstock.model` decorates, else of the only class with `predict`.
+    """The name of the object that `@penstock.model` decorates, else of the only class with `predict`, or with `step`.
 
     Reads the file without running it. Raises ConfigError unless there is exactly one.
     """
@@ -84,7 +84,7 @@ def _is_model(decorator: ast.expr) -> bool:
 
 
 def _predicts(node: ast.stmt) -> bool:
-    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == "predict"
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in ("predict", "step")
 
 
 def read_options(texts: tuple[str, ...]) -> dict[str, Any]:

@@ -18,8 +18,18 @@ from typing import Any
 from msgspec import Struct, field
 
 from penstock import metrics
-from penstock.core.worker.batch import ENDS, LogLimiter, out_of_memory
-from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed, OutOfMemory, PenstockError, describe
+from penstock.core.worker.batch import LogLimiter
+from penstock.errors import (
+    ENDS,
+    BadOutput,
+    BadRequest,
+    ConfigError,
+    ItemFailed,
+    OutOfMemory,
+    PenstockError,
+    describe,
+    out_of_memory,
+)
 from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo
 from penstock.pipeline.filters import Filter

@@ -1,4 +1,4 @@
-"""check_model: the contract of models, for a function, or a class or instance with `predict`."""
+"""check_model: the contract of models, for a function, or a class or instance with `predict`, or `admit` and `step`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +24,9 @@ def check_model(
     assert items, "check_model needs at least one item"
     model = PythonModel(target)
     model.load(device)
-    runner = BatchRunner(model, model.metadata("checked", "1"), BatchingConfig(retry_split=False))
+    batching = BatchingConfig(retry_split=False)
+    model.begin_steps(batching)
+    runner = BatchRunner(model, model.metadata("checked", "1"), batching)
     try:
         alone = [_answers(runner, [item])[0] for item in items]
         for batch in (list(range(len(items))), list(reversed(range(len(items)))), [0, *range(len(items))]):

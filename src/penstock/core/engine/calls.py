@@ -102,7 +102,7 @@ class PartMerger:
         """One answer from `parts` (first row -> answer), in row order; an error if a part failed or they do not fit."""
         ordered = [result for _, result in sorted(parts.items())]
         bad = next((p for p in ordered if p.error is not None), None)
-        if bad is not None or streamed:  # the streamed parts are already sent: only the end is left
+        if bad is not None or (streamed and not item.many):  # the parts are already sent: only the end is left
             return bad or ordered[-1]
         try:
             if item.codec == OBJECT:

@@ -322,11 +322,13 @@ class Engine:
         if handle.metadata is None:
             raise ModelNotReady(f"model '{model}' is {handle.state.lower()}", retry_after_s=1.0)
         status = handle.status()
-        served = {
+        served: dict[str, Any] = {
             "instances": status.ready_instances,
             "max_batch_size": status.max_batch_size,
             "max_request_bytes": min(self._limits.max_body_bytes, self._limits.pool_bytes),
         }
+        if handle.mode == "continuous":
+            served["mode"] = handle.mode
         found = structs.replace(handle.metadata, parameters={**handle.metadata.parameters, **served})
         return found, self._registry.versions(model)
 

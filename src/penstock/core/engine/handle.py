@@ -3,9 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
 
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.policies.none import Unbatched
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
@@ -29,7 +32,7 @@ _MAX_RESTART_WAIT_S = 1.0  # requests wait for a worker that restarts within thi
 class ModelHandle:
     """Owns the instances, scheduler and batcher of one model version, and its state.
 
-    `policy` makes a batching policy that overrides the configured one. The 19 attributes are the parts it owns and what
+    `policy` makes a batching policy that overrides the configured one. The 21 attributes are the parts it owns and what
     every request reads of them, looked up once.
     """
 
@@ -56,6 +59,8 @@ class ModelHandle:
         self._arrival_observers = overriding(observers, "on_arrival")
         self._request_observers = overriding(observers, "on_request")
         self.batcher: Batcher | None = None  # None before the first worker is up
+        self.mode: Literal["batch", "continuous"] = "batch"
+        self._full_rows = 0  # rows that run together: of a full batch, or of all active items
         self._broken = False
         self.instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
         if spec.config.transport not in ("inline", "thread"):
@@ -106,17 +111,22 @@ class ModelHandle:
         self._custom_rows = b.rows != "auto"
         size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or _DEFAULT_BATCH
         size = size if ready.concurrency == 1 else min(size, ready.concurrency)
+        make_policy = self._policy or partial(policy_of, b)
+        self.mode, self._full_rows = ready.mode, size
+        if ready.mode == "continuous":  # requests go one by one, each as soon as a place is free
+            make_policy, size, self._full_rows = Unbatched, 1, ready.concurrency
         scheduler = Scheduler(
-            policy_of(b) if self._policy is None else self._policy(),
+            make_policy(),
             max_batch_size=size,
-            max_queue=queue_bound(b, self.instances.count, size),
+            max_queue=queue_bound(b, self.instances.count, self._full_rows),
             max_queue_bytes=self._max_queue_bytes,
             depth=self._transport.depth,
             idempotent=b.idempotent,
             priority=b.priority,
             horizon_s=b.slo_s or b.timeout_s,
         )
-        scheduler.prime(ready.profile)
+        if ready.mode == "batch":  # no batch of a step model takes as long as those of the warm-up
+            scheduler.prime(ready.profile)
         quarantine_s = self.config.restart.quarantine_s
         return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, quarantine_s)
 
@@ -127,8 +137,8 @@ class ModelHandle:
     def _on_change(self) -> None:
         """Adapts the state and the queue limit to the instances."""
         if self.batcher is not None:
-            scheduler = self.batcher.scheduler
-            scheduler.max_queue = queue_bound(self.batching, self.instances.count, scheduler.max_batch_size)
+            most = queue_bound(self.batching, self.instances.count, self._full_rows)
+            self.batcher.scheduler.max_queue = most
         if self.state == "DRAINING":
             return
         if self.instances.up and not self._broken:
@@ -194,7 +204,7 @@ class ModelHandle:
             state=self.state,
             instances=self.instances.count,
             ready_instances=self.instances.up,
-            max_batch_size=scheduler.max_batch_size if scheduler else 0,
+            max_batch_size=self._full_rows,
             model_batch_size=self._declared_batch(),
             devices=self.instances.devices(),
             queue=scheduler.queued if scheduler else 0,
@@ -228,4 +238,4 @@ class ModelHandle:
 
     def statistics(self) -> dict[str, object]:
         """The statistics of the scheduler; empty before the first worker is up."""
-        return self.batcher.scheduler.explain() if self.batcher else {}
+        return {"mode": self.mode, **self.batcher.scheduler.explain()} if self.batcher else {}

@@ -204,10 +204,11 @@ class Worker:
         gc.freeze()  # loaded objects stay: later collections can skip them
         if self._runner.model.concurrency > 1:
             ready.concurrency = self._runner.model.concurrency
+            ready.mode = "batch" if self._runner.model.steps is None else "continuous"
             inbox.concurrent = ConcurrentBatches(self._runner, self._replies, self._pack, self._send)
         self._send(write(WorkerUp(ready)))
         if inbox.concurrent is not None:
-            inbox.concurrent.attend()
+            self._attend(inbox.concurrent)
         else:
             self._run_all()
         self._runner.close()
@@ -215,6 +216,23 @@ class Worker:
             inbox.concurrent.send_news()  # metrics that the model recorded while it unloaded
 
     # ---- main thread
+
+    def _attend(self, batches: ConcurrentBatches) -> None:
+        """Returns once the last batch is answered. A step model steps meanwhile, in the thread that loaded it."""
+        assert self._runner is not None
+        steps = self._runner.model.steps
+        if steps is None:
+            batches.attend()
+            return
+
+        def attend() -> None:
+            batches.attend()
+            steps.stop()
+
+        attending = threading.Thread(target=attend, name="penstock-news", daemon=True)
+        attending.start()
+        steps.run()
+        attending.join()
 
     def _run_all(self) -> None:
         assert self._runner is not None

@@ -19,10 +19,10 @@ from msgspec import Struct
 from penstock import metrics
 from penstock.core.wire.messages import LARGE_BYTES, Buffer, MessageWriter, PartMessage, RunBatch, WorkerNews, write
 from penstock.core.wire.slabs import HeldSlabs, Lease, SlabPool
-from penstock.core.worker.batch import ENDS, BatchRun, Decoded, bare
+from penstock.core.worker.batch import STREAMED, BatchRun, Decoded
 from penstock.core.worker.loop import BatchRunner
-from penstock.errors import Cancelled, PenstockError
-from penstock.types import BatchPart, ItemResult
+from penstock.errors import ENDS, Cancelled, PenstockError
+from penstock.types import BatchPart, ItemResult, Step
 
 log = logging.getLogger("penstock.transports")
 
@@ -32,14 +32,16 @@ NEWS_S = 0.1
 class ConcurrentBatch:
     """Passes a batch to the model and turns its answers into parts. Each item counts once, even if answered twice.
 
-    `done` is called with the places of completed items, in the thread that answered. It calls `part` for them, one call
-    at a time; the part with the last item is final.
+    A model that answers with a `Step` streams: its part is sent, and the item ends when it is done. `done` is called
+    with the places of completed items, in the thread that answered. It calls `part` for them, one call at a time; the
+    part with the last item is final.
     """
 
     def __init__(
         self, runner: BatchRunner, batch_id: int, decoded: Decoded, done: Callable[[ConcurrentBatch, list[int]], None]
     ) -> None:
         self._runner = runner
+        self.batch_id = batch_id
         self._run = BatchRun(runner, batch_id, decoded, lambda part: None)
         self._done = done
         self._since_s = time.perf_counter()
@@ -51,6 +53,7 @@ class ConcurrentBatch:
         self._open: set[int] = set()  # unanswered units
         self._missing = [0] * len(decoded.items)  # unanswered units per item
         self._left = len(decoded.items)
+        self._parts: list[tuple[int, Any]] = []  # unit and value of streamed parts that must be sent
         self._end: Any = None
 
     def start(self) -> None:
@@ -101,44 +104,60 @@ class ConcurrentBatch:
 
     def _take(self, outcomes: list[tuple[int, Any]]) -> None:
         with self._lock:
-            done = []
+            done: list[int] = []
+            streams = False
             for unit, outcome in outcomes:
-                if unit in self._open:
-                    self._open.discard(unit)
-                    self._run.outcomes[unit] = outcome
-                    i = self._run.d.owners[unit]
-                    self._missing[i] -= 1
-                    if not self._missing[i]:
-                        done.append(i)
-        if done:
+                if unit not in self._open:
+                    continue
+                if type(outcome) is Step:
+                    streams = True
+                    if outcome.part is not None or not outcome.done:
+                        self._parts.append((unit, outcome.part))
+                    if not outcome.done:
+                        continue
+                    outcome = STREAMED
+                self._open.discard(unit)
+                self._run.outcomes[unit] = outcome
+                i = self._run.d.owners[unit]
+                self._missing[i] -= 1
+                if not self._missing[i]:
+                    done.append(i)
+        if done or streams:
             self._done(self, done)
+
+    def streamed(self) -> list[BatchPart]:
+        """The streamed parts since the last call. One without a result is a sign of life."""
+        with self._lock:
+            parts, self._parts = self._parts, []
+        found = []
+        for unit, value in parts:
+            results: list[ItemResult | None] = [None] * len(self._missing)
+            if value is not None:
+                results[self._run.d.owners[unit]] = self._part(unit, value)
+            found.append(BatchPart(self.batch_id, results, final=False))
+        return found
 
     def part(self, places: list[int]) -> BatchPart:
         """The answers of these completed items; each place is requested once."""
         self._left -= len(places)
-        part = BatchPart(self._run.batch_id, [self._result(i) for i in places], final=not self._left, at=places)
+        part = BatchPart(self.batch_id, [self._result(i) for i in places], final=not self._left, at=places)
         if part.final:
             part.run_s, part.prepare_s = time.perf_counter() - self._since_s, self._run.d.seconds
             self._run.outcomes = self._run.d.contexts = []  # the model may keep a reference to this object
             self._end = None
         return part
 
+    def _part(self, unit: int, value: Any) -> ItemResult:
+        return self._made(lambda run: run.part(unit, value))
+
     def _result(self, i: int) -> ItemResult:
+        return self._made(lambda run: run.answer(i, [run.finished(run.outcomes[u]) for u in self._units[i]]))
+
+    def _made(self, make: Callable[[BatchRun], ItemResult]) -> ItemResult:
         try:
-            return self._made(i)
+            return make(self._run)
         except BaseException as e:  # the model's own thread would hide the error
             return ItemResult(error=self._runner.error_of(e, "postprocess raised"))
-
-    def _made(self, i: int) -> ItemResult:
-        run = self._run
-        error = run.d.errors.get(i)
-        if error is not None:
-            return ItemResult(error=error)
-        outcomes = [run.finished(run.outcomes[u]) for u in self._units[i]]
-        if run.d.items[i].many:
-            return ItemResult([bare(outcome) for outcome in outcomes])
-        outcome = outcomes[0]
-        return ItemResult(error=outcome) if isinstance(outcome, PenstockError) else run.encoded(i, outcome)
 
 
 class _Batch(Struct):
@@ -209,13 +228,25 @@ class ConcurrentBatches:
         """Sends completed answers: one message per batch, in one system call unless they are large."""
         with self._lock:
             complete, self._complete, self._due = self._complete, {}, False
-            pieces = [piece for work, places in complete.items() for piece in self._message(work, places)]
+            pieces = [piece for work, places in complete.items() for piece in self._messages(work, places)]
+            if not pieces:
+                return
             self._send([b"".join(pieces)] if sum(map(len, pieces)) <= LARGE_BYTES else pieces)
         self._happened.set()
 
-    def _message(self, work: ConcurrentBatch, places: list[int]) -> list[Buffer]:
-        part = work.part(places)
-        batch = self._batches[part.batch_id]
+    def _messages(self, work: ConcurrentBatch, places: list[int]) -> list[Buffer]:
+        batch = self._batches.get(work.batch_id)
+        if batch is None:
+            return []  # it was abandoned, and the model noticed later
+        items, pieces = batch.run.items, []
+        for part in work.streamed():
+            outbox = MessageWriter(self._replies)
+            outbox.results(items, part.results)
+            pieces += self._pack(PartMessage(part, [], []), outbox)
+        return pieces + self._answers(batch, places) if places else pieces
+
+    def _answers(self, batch: _Batch, places: list[int]) -> list[Buffer]:
+        part = batch.work.part(places)
         outbox = MessageWriter(self._replies)
         outbox.results([batch.run.items[i] for i in places], part.results)
         held: list[int] = []

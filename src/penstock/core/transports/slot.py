@@ -27,7 +27,7 @@ class Sent(Struct):
     batch: Batch
     on_part: OnPart
     slabs: list[Slab]  # pinned
-    started_s: float
+    started_s: float  # of the run; on a concurrent slot, of the last part
     open: set[int] | None = None  # places of the items without an answer, where batches run side by side
 
 
@@ -202,14 +202,15 @@ class WorkerSlot:
             raise ValueError(f"{len(part.results)} answers to batch {part.batch_id} do not fit what was sent")
         now = self.loop.time()
         if self.concurrent:
-            self._heard_s = now
+            self._heard_s = sent.started_s = now
+            self.sent[part.batch_id] = self.sent.pop(part.batch_id)  # the first one is silent for the longest time
         if part.final:
             del self.sent[part.batch_id]
             if not self.sent:
                 self.idle.set()
             elif not self.concurrent:
                 self._first().started_s = now
-        if (part.final or self.concurrent) and self._history.answered(len(part.results), now):
+        if (part.final or part.at is not None) and self._history.answered(len(part.results), now):
             self.listener.slot_used(self.number, self._history.requests)
         return sent
 
@@ -237,7 +238,7 @@ class WorkerSlot:
         """The one timer of the slot; often its batch was answered long before.
 
         A worker with concurrent batches is killed after `run_timeout_s` of silence, or after twice that if one batch
-        stays unanswered while others are answered: its model has lost a batch."""
+        has no part while others have: its model has lost a batch."""
         self._timer = None
         if not self.sent:
             return
@@ -344,8 +345,10 @@ async def within(event: asyncio.Event, seconds: float) -> bool:
 
 
 def _fits(open: set[int], part: BatchPart) -> bool:
-    """Marks the places that a part answers as done; False if they do not fit."""
-    places = part.at or []
+    """Marks the places that a part answers as done; False if they do not fit. A part without `at` answers none."""
+    if part.at is None:
+        return not part.final
+    places = part.at
     if len(places) != len(part.results) or not open.issuperset(places) or len(set(places)) != len(places):
         return False
     open.difference_update(places)

@@ -17,7 +17,7 @@ from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.messages import Unsent
 from penstock.core.wire.tensors import dumps
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadOutput, Cancelled, ItemFailed, OutOfMemory, PenstockError, describe
+from penstock.errors import ENDS, BadOutput, Cancelled, ItemFailed, OutOfMemory, PenstockError, describe, out_of_memory
 from penstock.types import BatchPart, Headed, Item, ItemResult
 
 Emit = Callable[[BatchPart], None]
@@ -25,11 +25,9 @@ Emit = Callable[[BatchPart], None]
 LOG_AGAIN_S = 60.0
 MAX_LOGGED = 100
 
-# these end the worker; any other exception is an error of items, including panics of native code
-ENDS = (SystemExit, KeyboardInterrupt)
 MAX_MARKS = 10_000  # a call with longer streams is not repeated
 _NOTHING = object()  # no outcome yet
-_STREAMED = object()  # the parts were sent
+STREAMED = object()  # the parts were sent
 _DIFFERS = (
     "another item of the batch failed in the middle of the stream, and when the model ran again its parts differed: set"
     " idempotent = false for a model whose results are random"
@@ -169,7 +167,7 @@ class BatchRun:
         self.ran_rows = max(self.ran_rows, self._rows(units))
         for u in alive:
             complete = self._place[u] >= len(self._marks.get(u, ()))
-            self.outcomes[u] = _STREAMED if complete else ItemFailed(_DIFFERS)
+            self.outcomes[u] = STREAMED if complete else ItemFailed(_DIFFERS)
 
     def _unsent(self, u: int, body: Any) -> Any:
         """The next part of a unit; None if the caller has it from an earlier call, an error if that one differed."""
@@ -220,33 +218,42 @@ class BatchRun:
 
     def final(self) -> BatchPart:
         """The answer of every item."""
-        d = self.d
-        results: list[ItemResult | None] = [None] * len(d.items)
-        for i, error in d.errors.items():
-            results[i] = ItemResult(error=error)
-        for i, item in enumerate(d.items):
-            if item.many and i not in d.errors:
-                results[i] = ItemResult([])
-        for u, i in enumerate(d.owners):
-            item = d.items[i]
-            outcome = self.finished(self.outcomes[u])
-            if item.many:
-                results[i].body.append(bare(outcome))  # type: ignore[union-attr]
-            elif isinstance(outcome, PenstockError):
-                results[i] = ItemResult(error=outcome)
-            elif outcome is _STREAMED:
-                results[i] = ItemResult(None if item.codec == "object" else b"")
-            else:
-                results[i] = self.encoded(i, outcome)
-        for item, result in zip(d.items, results, strict=True):
-            if item.many and result is not None and result.error is None:
-                result.body = [None if value is _STREAMED else value for value in result.body]
+        outcomes: list[list[Any]] = [[] for _ in self.d.items]
+        for i, outcome in zip(self.d.owners, self.outcomes, strict=True):
+            outcomes[i].append(self.finished(outcome))
         oom = None if self.failed_rows is None else (self.failed_rows, self.ran_rows)
-        return BatchPart(self.batch_id, results, oom=oom)
+        return BatchPart(self.batch_id, [self.answer(i, found) for i, found in enumerate(outcomes)], oom=oom)
+
+    def answer(self, i: int, outcomes: list[Any]) -> ItemResult:
+        """The answer of item `i` from the finished outcomes of its units."""
+        item = self.d.items[i]
+        error = self.d.errors.get(i)
+        if error is not None:
+            return ItemResult(error=error)
+        if item.many:
+            return ItemResult([bare(outcome) for outcome in outcomes])
+        (outcome,) = outcomes
+        if isinstance(outcome, PenstockError):
+            return ItemResult(error=outcome)
+        if outcome is STREAMED:
+            return ItemResult(None if item.codec == "object" else b"")
+        return self.encoded(i, outcome)
+
+    def part(self, u: int, value: Any) -> ItemResult:
+        """One streamed part of a unit of a model that runs batches concurrently; an error if it cannot be sent."""
+        i, result = self.d.owners[u], self._postprocessed(value)
+        item = self.d.items[i]
+        if item.many:
+            body: list[Any] = [None] * self.d.owners.count(i)
+            body[u - self.d.owners.index(i)] = result
+            return ItemResult(body, final=False)
+        part = ItemResult(error=result) if isinstance(result, PenstockError) else self.encoded(i, result, part=True)
+        part.final = part.error is not None
+        return part
 
     def finished(self, outcome: Any) -> Any:
         """The outcome after `postprocess`; exceptions as the errors that callers receive."""
-        if outcome is _STREAMED:
+        if outcome is STREAMED:
             return outcome
         if not isinstance(outcome, Exception):
             outcome = self._postprocessed(outcome)
@@ -322,18 +329,8 @@ class PartialResults:
 
 
 def bare(value: Any) -> Any:
-    """The value without its headers, for callers that take none."""
-    return value.value if type(value) is Headed else value
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory, also from frameworks that are not imported here.
-
-    Checks the class name (torch.cuda.OutOfMemoryError) and the text: CUDA libraries raise plain RuntimeErrors.
-    """
-    if isinstance(error, MemoryError) or any("OutOfMemory" in c.__name__ for c in type(error).__mro__):
-        return True
-    return isinstance(error, RuntimeError) and "out of memory" in describe(error).lower()
+    """The value for callers that take no headers; None if its parts were sent."""
+    return value.value if type(value) is Headed else None if value is STREAMED else value
 
 
 def _positions(owners: list[int]) -> list[int]:

@@ -15,9 +15,9 @@ from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.exceptions import OwnException
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker import logs
-from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter, out_of_memory
+from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe
+from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe, out_of_memory
 from penstock.types import BatchPart, Item, ModelMetadata
 
 if TYPE_CHECKING:

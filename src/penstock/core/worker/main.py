@@ -12,14 +12,13 @@ from penstock import metrics
 from penstock.config.schema import with_options
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker import nesting
-from penstock.core.worker.batch import out_of_memory
 from penstock.core.worker.devices import threads_of
 from penstock.core.worker.logs import forward
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import warm_up
 from penstock.core.worker.python_model import PythonModel, is_torch_module
 from penstock.core.worker.spec import WorkerSpec, Wrapped
-from penstock.errors import LoadFailed, LoadOutOfMemory, PenstockError, describe
+from penstock.errors import LoadFailed, LoadOutOfMemory, PenstockError, describe, out_of_memory
 from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at, resolve
 from penstock.types import Ready
 
@@ -50,6 +49,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         recorded = metrics.drain() or []  # before the warm-up, whose metrics do not count
         declared = model.declared_options()
         batching = with_options(spec.config.batching, declared)
+        model.begin_steps(batching)
         metadata = model.metadata(spec.name, spec.version)
         runner = BatchRunner(model, metadata, batching)
         profile, best = warm_up(runner, batching)

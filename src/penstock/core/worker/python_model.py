@@ -7,12 +7,14 @@ from typing import Any, TypeVar, cast, overload
 import msgspec
 
 from penstock.config.schema import BatchingConfig, with_options
+from penstock.core.worker.step_loop import Answer as Answer
+from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import LoadFailed, nearest
 from penstock.types import ModelMetadata, TensorSpec
 
 T = TypeVar("T")
 _OPTIONS = "__penstock_options__"
-_HOOKS = ("load", "preprocess", "postprocess", "warmup", "unload")
+_HOOKS = ("load", "preprocess", "postprocess", "warmup", "unload", "admit", "step", "evict", "cost")
 
 
 @overload
@@ -38,7 +40,6 @@ def options_of(target: object) -> dict[str, Any]:
     return dict(getattr(target, _OPTIONS, {}))
 
 
-Answer = Callable[[list[tuple[int, Any]]], None]
 Submit = Callable[[list[Any], list[float | None], Answer], Callable[[], None]]
 Extra = str | int | Callable[[], int] | None
 
@@ -46,7 +47,7 @@ Extra = str | int | Callable[[], int] | None
 class PythonModel:
     """The model behind a target. `load` instantiates a class; a function needs no loading.
 
-    Its 16 attributes are the optional members of a model, looked up once.
+    Its 18 attributes are the optional members of a model, looked up once.
     """
 
     def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:
@@ -71,6 +72,8 @@ class PythonModel:
         self.submit: Submit | None = None
         self.soon: Callable[[Callable[[], None]], None] | None = None  # calls a function on its event loop
         self.concurrency = 1
+        self.stepped = False  # it has `admit` and `step`
+        self.steps: StepLoop | None = None  # of a step model in mode "continuous"
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
@@ -81,10 +84,11 @@ class PythonModel:
         _check_options(target, self._options)
         found = target(**self._options) if inspect.isclass(target) else target
         predict = getattr(found, "predict", None) or (found if callable(found) else None)
-        if not callable(predict):
+        self.stepped = all(callable(getattr(found, name, None)) for name in ("admit", "step"))
+        if not callable(predict) and not self.stepped:
             raise LoadFailed(
-                f"the target is a {_name(target)} without predict: "
-                "give a function predict(items), or a class with a method of that name"
+                f"the target is a {_name(target)} without predict: give a function predict(items), or a class with a"
+                " method of that name, or with admit(item) and step(states)"
             )
         self._model = found
         for hook in _HOOKS:
@@ -94,7 +98,7 @@ class PythonModel:
         if load is not None:
             self.takes = frozenset(getattr(found, "__penstock_takes__", inspect.signature(load).parameters))
             load(device, **_accepted(load, self._extras))
-        self.predict = cast(Callable[[list[Any]], Any], predict)
+        self.predict = cast(Callable[[list[Any]], Any], predict or self._not_loaded)
         for hook in ("preprocess", "postprocess", "warmup"):
             setattr(self, hook, getattr(found, hook, None))
         self.prepare = getattr(found, "__penstock_prepare__", None)
@@ -103,6 +107,20 @@ class PythonModel:
         self.submit = getattr(found, "__penstock_submit__", None)
         self.soon = getattr(found, "__penstock_soon__", None)
         self.concurrency = 1 if self.submit is None else int(getattr(found, "__penstock_concurrency__", 1))
+
+    def begin_steps(self, batching: BatchingConfig) -> None:
+        """Makes a loaded step model advance its items together. Does nothing to another model. Raises LoadFailed."""
+        if not self.stepped:
+            if batching.mode == "continuous":
+                raise LoadFailed("mode = 'continuous' needs a model with admit(item) and step(states)")
+            return
+        if batching.mode == "batch" and hasattr(self._model, "predict"):
+            return
+        steps = StepLoop(self._model, batching)
+        self.predict = steps.predict
+        if batching.mode != "batch" and steps.limits.max_active > 1:
+            self.steps, self.submit, self.soon = steps, steps.submit, steps.soon
+            self.concurrency = steps.limits.max_active
 
     def declared_options(self) -> dict[str, Any]:
         """The options of `@penstock.model`, after loading."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
-from penstock.core.worker.batch import ENDS, out_of_memory
-from penstock.errors import BadOutput, BadRequest, DeadlineExceeded, ItemFailed, LoadFailed
+from penstock.errors import ENDS, BadOutput, BadRequest, DeadlineExceeded, ItemFailed, LoadFailed, out_of_memory
 from penstock.types import Step
 
 log = logging.getLogger("penstock.worker")
@@ -54,7 +53,7 @@ class StepLimits(Struct, frozen=True):
 class StepOutcome(NamedTuple):
     """What one step gave for the item `key`: a part or None, or the exception that ended it."""
 
-    key: Hashable
+    key: Any
     part: Any
     done: bool
 
@@ -62,7 +61,7 @@ class StepOutcome(NamedTuple):
 class _Active(Struct, eq=False):
     """An item that waits or is active. `value` is released once it is admitted."""
 
-    key: Hashable
+    key: Any
     value: Any
     deadline_s: float
     cost: int = 1
@@ -78,10 +77,11 @@ class ActiveSteps:
         self._evict = getattr(model, "evict", None)
         self._cost = getattr(model, "cost", None)
         self._waiting: deque[_Active] = deque()
-        self._active: dict[Hashable, _Active] = {}
+        self._active: dict[Any, _Active] = {}
         self._places = 0  # of the active items
         self._fits = limits.max_active  # states of one call, and places; less after an out-of-memory error
         self._grow_in = 0  # steps until more are tried again
+        self.stepped = 0  # items that the last step advanced
 
     @property
     def active(self) -> int:
@@ -93,11 +93,15 @@ class ActiveSteps:
         """Whether no item waits or is active."""
         return not self._active and not self._waiting
 
-    def add(self, key: Hashable, value: Any, deadline_s: float = INF) -> None:
+    def open_keys(self) -> list[Any]:
+        """The items that wait or are active."""
+        return [*self._active, *(item.key for item in self._waiting)]
+
+    def add(self, key: Any, value: Any, deadline_s: float = INF) -> None:
         """Queues an item, which ends with one outcome that is done, or with `cancel`."""
         self._waiting.append(_Active(key, value, deadline_s))
 
-    def cancel(self, key: Hashable) -> None:
+    def cancel(self, key: Any) -> None:
         """Ends an item without an outcome; does nothing if it has ended."""
         item = self._active.get(key)
         if item is not None:
@@ -113,7 +117,7 @@ class ActiveSteps:
         outcomes = self._expired(now)
         self._admit(outcomes)
         items = list(self._active.values())
-        steps: list[Any] = []
+        self.stepped, steps = len(items), list[Any]()
         while len(steps) < len(items):
             steps += self._step(items[len(steps) : len(steps) + self._fits])
         for item, step in zip(items, steps, strict=True):
@@ -217,14 +221,14 @@ def limits_of(model: Any, *, max_active: int | None, max_steps: int, split: bool
     return StepLimits(found, max_steps, split and idempotent, idempotent)
 
 
-def _aligned(found: Any, expected: int) -> Sequence[Any]:
+def _aligned(found: Any, expected: int) -> list[Any]:
     """The results, one for each state. If they do not fit, no state can be stepped again: each may have advanced."""
     if not isinstance(found, (list, tuple)):
         text = f"step returned a {type(found).__name__}, expected a list of {expected} penstock.Step"
     elif len(found) != expected:
         text = f"step returned {len(found)} results for {expected} states, expected one for each state"
     else:
-        return found
+        return list(found)
     return [BadOutput(text)] * expected
 
 

@@ -13,7 +13,7 @@ from penstock.core.transports.concurrent import ConcurrentBatch
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, Cancelled, ItemFailed, PenstockError
-from penstock.types import BatchPart, Item
+from penstock.types import BatchPart, Item, Step
 
 
 class Late:
@@ -186,3 +186,39 @@ def test_concurrency_requires_a_submit_method() -> None:
     model = PythonModel(Plain())
     model.load("cpu")
     assert (model.concurrency, model.submit) == (1, None)
+
+
+def streamed(stage: Stage) -> list[list[Any]]:
+    """The results of the streamed parts that are to be sent now."""
+    parts = stage.batch.streamed()
+    assert not any(part.final or part.at for part in parts)
+    return [[r and (type(r.error) if r.error else r.body) for r in part.results] for part in parts]
+
+
+def test_steps_are_sent_as_parts_and_their_last_one_ends_the_item() -> None:
+    stage = Stage(Late(), [Item(0), Item(1)])
+    stage.model.answer([(1, Step("a")), (0, Step("b"))])
+    stage.model.answer([(1, Step("c", done=True))])
+    assert streamed(stage) == [[None, "a"], ["b", None], [None, "c"]]
+    assert streamed(stage) == []
+    assert stage.told == [([], [], False), ([1], [None], False)]
+    stage.model.answer([(1, Step("late")), (0, ValueError("no"))])
+    assert streamed(stage) == []
+    ((_, (error,), final),) = stage.told[2:]
+    assert type(error) is ItemFailed
+    assert final
+
+
+def test_a_step_without_a_part_is_a_sign_of_life() -> None:
+    stage = Stage(Late(), [Item(0)])
+    stage.model.answer([(0, Step())])
+    assert streamed(stage) == [[None]]
+    stage.model.answer([(0, Step(done=True))])
+    assert streamed(stage) == []
+    assert stage.told[-1] == ([0], [None], True)
+
+
+def test_streamed_parts_are_encoded_and_one_that_cannot_be_is_an_error() -> None:
+    stage = Stage(Late(), [Item(b"0", "native", "application/json"), Item([1, 2], many=True, rows=2)])
+    stage.model.answer([(0, Step([1])), (2, Step("x")), (0, Step(object()))])
+    assert streamed(stage) == [[b"[1]", None], [None, [None, "x"]], [BadOutput, None]]

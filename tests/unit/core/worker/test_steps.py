@@ -54,9 +54,7 @@ def made(max_active: int = 4, max_steps: int = 100, **keys: bool) -> tuple[Count
 
 def kinds(outcomes: list[StepOutcome]) -> list[tuple[Any, Any, bool]]:
     """Outcomes with the class of an exception in its place."""
-    return [
-        (key, type(part) if isinstance(part, BaseException) else part, done) for key, part, done in outcomes
-    ]
+    return [(key, type(part) if isinstance(part, BaseException) else part, done) for key, part, done in outcomes]
 
 
 def test_a_new_item_joins_the_active_ones_at_the_next_step() -> None:
