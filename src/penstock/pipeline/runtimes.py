@@ -153,6 +153,7 @@ def _share(file: ModelFile, runtime: str) -> Program:
 
 
 def _on_cpu(file: ModelFile) -> Program:
+    """A program on the CPU with `threads` per instance, and more for a call that runs alone. Raises LoadFailed."""
     # a call runs in its own thread and in the session's, one fewer than configured, which all calls share
     threads = 1 + file.instances * (file.threads - 1)
     program = onnx.OnnxProgram(onnx.open_session(file.model, threads=threads))
