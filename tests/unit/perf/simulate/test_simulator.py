@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.core.batching.policies.adaptive import Adaptive
-from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.policies.base import BatchPolicy, View
 from penstock.core.batching.policies.fixed import Fixed
 from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
 from support.simulator import BulkLoad, ClosedLoop, FrontEnd, SimulationResult, SimulationSettings, poisson, simulate
@@ -70,6 +70,13 @@ def test_open_loop_latency_agrees_with_the_reference(
     assert mean(once) == pytest.approx(expected_ms, rel=0.03)
 
 
+class Unshared(Adaptive):
+    """The adaptive policy of the reference, which does not share the clients of a closed loop between slots."""
+
+    def _share(self, view: View) -> int:
+        return view.max_rows
+
+
 @pytest.mark.parametrize(
     ("slots", "clients", "policy", "expected"),
     [
@@ -77,8 +84,8 @@ def test_open_loop_latency_agrees_with_the_reference(
         (1, 8, Adaptive, 990.83),
         (1, 64, Adaptive, 3156.96),
         (4, 16, greedy, 1900.12),
-        (4, 16, Adaptive, 2227.01),
-        (4, 64, Adaptive, 6505.48),
+        (4, 16, Unshared, 2227.01),
+        (4, 64, Unshared, 6505.48),
     ],
 )
 def test_closed_loop_throughput_agrees_with_the_reference(
@@ -273,3 +280,13 @@ def test_nothing_is_held_if_a_batch_has_no_fixed_cost() -> None:
     policy = Adaptive()
     simulate(ServiceTime(0.0, 0.001), policy, ClosedLoop(20, 1.0), SimulationSettings(slots=2))
     assert set(holds(policy).values()) == {0}
+
+
+@pytest.mark.parametrize(("slots", "clients", "gain"), [(2, 64, 1.1), (4, 64, 1.15), (3, 33, 1.0), (2, 200, 0.98)])
+def test_slots_that_share_the_clients_of_a_closed_loop_evenly_are_faster(slots: int, clients: int, gain: float) -> None:
+    settings = SimulationSettings(slots=slots)
+    shared, unshared = (
+        simulate(ServiceTime(0.02, 0.0001), policy(), ClosedLoop(clients, 3.0), settings).throughput
+        for policy in (Adaptive, Unshared)
+    )
+    assert shared >= gain * unshared

@@ -24,6 +24,7 @@ RATE_WINDOW = 32  # arrivals over which the rate is measured
 CLOSED = 0.4  # share of the served rows that must return at once
 MOST = 0.8  # a hold must bring this share of the rows that can still return
 SPEED = 0.93  # share of a full batch's rate up to which lower classes fill a batch that an urgent request leads
+BRIEF_S = 0.0005  # set-up cost up to which more batches cost the serving process more than they gain
 GATE = 1.2  # stagger only while n* <= GATE * (1 - 1/m) * a/b: above that, greedy batches are large anyway
 
 
@@ -143,7 +144,8 @@ class Adaptive:
         if not view.idle:
             return None
         self._peak = max(self._peak, view.inside_rows)
-        most = min(view.max_rows, bucket.rows)
+        share = self._share(view)
+        most = min(share, bucket.rows)
         few = self._led(view, most, now) if bucket.low and cost.ready else most
         rows, until_s = self._bearable(view, few, now)
         if rows < 1:
@@ -151,6 +153,8 @@ class Adaptive:
         if rows >= view.max_rows or not cost.ready:
             full = rows >= view.max_rows
             return Take(rows, until_s, full, fill=True, reason="full" if full else "all that waits")
+        if rows == share < bucket.rows:
+            return Take(rows, until_s, reason="share")
         if rows == few < most:
             return Take(rows, until_s, fill=True, reason="urgent")
         if rows < bucket.rows:
@@ -165,6 +169,14 @@ class Adaptive:
             if parts > 1:
                 return Take(ceil(rows / parts), until_s, reason="spread")
         return Take(rows, until_s, reason=self._trials.reason(view, now) or "all that waits")
+
+    def _share(self, view: View) -> int:
+        """The most rows of a batch: with several slots, an even share of a closed loop's clients. A slot's rows per
+        second are concave in its rows, so unequal groups of clients are slower; once unequal, they would remain so."""
+        r = self._returns
+        if view.slots < 2 or view.cost.a < BRIEF_S or r.rounds < 5 or r.closed < CLOSED:
+            return view.max_rows
+        return min(view.max_rows, max(1, ceil(self._peak / view.slots)))
 
     def _hopeless(self, view: View, now: float) -> list[Entry]:
         """Entries that would be late even if run alone at once."""
