@@ -8,18 +8,19 @@ replaces an answer that ends at once. Answers have 8 to 128 parts, as many of 8 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import http.client
 import json
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import harness
+import uvloop
 from closed_loop import Sample
 from processes import Processes
 from servers import free_ports
@@ -101,71 +102,83 @@ class Service(Processes):
     def run(self, model: str, clients: int, seconds: float) -> Sample:
         """Closed loops of so many clients, while the server is awake."""
         with self.awake():
-            return measured(functools.partial(self._client, model), clients, seconds)
+            return uvloop.run(self._clients(model, clients, seconds))
 
-    def _client(self, model: str, seed: int, end: float, found: Found) -> None:
-        rng = random.Random(seed)
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        while (begun := time.perf_counter()) < end:
-            length = random_length(rng)
-            body = json.dumps(self._request(length, rng))
-            connection.request("POST", f"/predictions/{model}", body, {"content-type": "application/json"})
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise RuntimeError(f"{answer.status}: {answer.read()[:200]!r}")
-            parts = 0
-            while data := answer.read1(65536):
-                now = time.perf_counter()
-                if not parts:
-                    found.first.append(now - begun)
-                parts += len(data)
-                if now < end:
-                    found.parts += len(data)
-            if parts != length:
-                raise RuntimeError(f"{parts} letters, expected {length}")
-            found.latencies.append(time.perf_counter() - begun)
+    async def _clients(self, model: str, count: int, seconds: float) -> Sample:
+        loop = asyncio.get_running_loop()
+        end = time.perf_counter() + seconds
+        clients = [Client(model, self._request, random.Random(k), end) for k in range(count)]
+        for client in clients:
+            await loop.create_connection(lambda c=client: c, "127.0.0.1", self._port)
+        await asyncio.wait_for(asyncio.gather(*(client.over for client in clients)), seconds + 60)
+        first = sorted(t for client in clients for t in client.first)
+        latencies = sorted(t for client in clients for t in client.latencies)
+        return {
+            "rate": sum(client.parts for client in clients) / seconds,
+            "first_p50_ms": first[len(first) // 2] * 1e3,
+            "first_p95_ms": first[int(0.95 * len(first))] * 1e3,
+            "p50_ms": latencies[len(latencies) // 2] * 1e3,
+        }
+
+
+class Client(asyncio.Protocol):
+    """One connection in a closed loop. Every part is a chunk of 6 bytes, the end one of 5: nothing is parsed."""
+
+    def __init__(self, model: str, request: Callable[[int, random.Random], object], rng: random.Random, end: float):
+        self._path, self._request, self._rng, self._end = f"/predictions/{model}", request, rng, end
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.parts = 0  # until the end of the run
+        self.first: list[float] = []  # seconds to the first part
+        self.latencies: list[float] = []
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        self._send()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.over.done():
+            self.over.set_exception(RuntimeError(f"the connection ended: {error}"))
+
+    def _send(self) -> None:
+        length = random_length(self._rng)
+        body = json.dumps(self._request(length, self._rng)).encode()
+        lines = (
+            f"POST {self._path} HTTP/1.1",
+            "host: x",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+        )
+        self._transport.write("\r\n".join((*lines, "", "")).encode() + body)
+        self._begun, self._head, self._left = time.perf_counter(), b"", 6 * length + 5
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._head is not None:
+            self._head += data
+            head, blank, data = self._head.partition(b"\r\n\r\n")
+            if not blank:
+                return
+            if not head.startswith(b"HTTP/1.1 200"):
+                self.over.set_exception(RuntimeError(repr(self._head[:300])))
+                return
+            self._head = None
+            self.first.append(now - self._begun)
+        self._left -= len(data)
+        if now < self._end:
+            self.parts += len(data) // 6
+        if self._left:
+            return
+        self.latencies.append(now - self._begun)
+        if now < self._end:
+            self._send()
+        else:
+            self.over.set_result(None)
+            self._transport.abort()
 
 
 def random_length(rng: random.Random) -> int:
     """The number of parts of an answer: its logarithm is uniform."""
     return round(SHORTEST * (LONGEST / SHORTEST) ** rng.random())
-
-
-class Found:
-    """What one client received: parts until the end of the run, and seconds to the first part and to the last."""
-
-    def __init__(self) -> None:
-        self.parts = 0
-        self.first: list[float] = []
-        self.latencies: list[float] = []
-
-
-def measured(client: Callable[[int, float, Found], None], clients: int, seconds: float) -> Sample:
-    """The figures of threads that run `client(seed, end, found)`."""
-    found, errors = [Found() for _ in range(clients)], []
-    begun = time.perf_counter()
-
-    def run(k: int) -> None:
-        try:
-            client(k, begun + seconds, found[k])
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    first = sorted(t for each in found for t in each.first)
-    latencies = sorted(t for each in found for t in each.latencies)
-    return {
-        "rate": sum(each.parts for each in found) / seconds,
-        "first_p50_ms": first[len(first) // 2] * 1e3,
-        "first_p95_ms": first[int(0.95 * len(first))] * 1e3,
-        "p50_ms": latencies[len(latencies) // 2] * 1e3,
-    }
 
 
 def loop(clients: int, seconds: float) -> Sample:

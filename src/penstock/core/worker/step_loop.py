@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import Empty, Queue, SimpleQueue
 from typing import Any
 
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
-from penstock.core.worker.steps import INF, ActiveSteps, StepModel, limits_of
+from penstock.core.worker.steps import INF, ActiveSteps, StepModel, StepOutcome, limits_of
 from penstock.types import Step
 
 log = logging.getLogger("penstock.worker")
@@ -75,9 +75,9 @@ class StepLoop:
         """Steps while an item is active, until `stop`. Raises only what ends a worker."""
         threading.Thread(target=self._send, name="penstock-sender", daemon=True).start()
         while self._receive():
-            found = self._advance()
+            outcomes = self._advance()
             self._calls.join()  # the parts of the step before are sent: no more than these are kept
-            self._calls.put(partial(_deliver, found))
+            self._calls.put(partial(_deliver, outcomes))
 
     def stop(self) -> None:
         """Makes `run` return, between two steps."""
@@ -99,13 +99,10 @@ class StepLoop:
                 return False
             call()
 
-    def _advance(self) -> dict[Answer, list[tuple[int, Any]]]:
-        """Runs one step; returns what each submission receives."""
+    def _advance(self) -> list[StepOutcome]:
+        """Runs one step; what follows takes time from the next one, so the sender does all that it can."""
         started = time.monotonic()
-        grouped: dict[Answer, list[tuple[int, Any]]] = {}
-        for (answer, place), part, done in self._steps.advance(started):
-            failed = isinstance(part, BaseException)
-            grouped.setdefault(answer, []).append((place, part if failed else Step(part, done)))
+        outcomes = self._steps.advance(started)
         ended = time.monotonic()
         self._seconds.append(ended - started)
         self._items += self._steps.stepped
@@ -113,9 +110,8 @@ class StepLoop:
             self._report()
         if ended > self._signed_s + self._sign_s:
             self._signed_s = ended
-            for answer, place in self._steps.open_keys():
-                grouped.setdefault(answer, []).append((place, Step()))
-        return grouped
+            outcomes += [StepOutcome(key, None, False) for key in self._steps.open_keys()]
+        return outcomes
 
     def _send(self) -> None:
         while True:
@@ -153,6 +149,11 @@ class StepLoop:
                 steps.cancel(key)
 
 
-def _deliver(found: Mapping[Answer, list[tuple[int, Any]]]) -> None:
+def _deliver(outcomes: list[StepOutcome]) -> None:
+    """Passes each submission what a step gave for it."""
+    found: dict[Answer, list[tuple[int, Any]]] = {}
+    for (answer, place), part, done in outcomes:
+        failed = isinstance(part, BaseException)
+        found.setdefault(answer, []).append((place, part if failed else Step(part, done)))
     for answer, pairs in found.items():
         answer(pairs)

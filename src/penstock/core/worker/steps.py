@@ -81,6 +81,7 @@ class ActiveSteps:
         self._places = 0  # of the active items
         self._fits = limits.max_active  # states of one call, and places; less after an out-of-memory error
         self._grow_in = 0  # steps until more are tried again
+        self._earliest_s = INF  # no deadline is before this
         self.stepped = 0  # items that the last step advanced
 
     @property
@@ -100,6 +101,7 @@ class ActiveSteps:
     def add(self, key: Any, value: Any, deadline_s: float = INF) -> None:
         """Queues an item, which ends with one outcome that is done, or with `cancel`."""
         self._waiting.append(_Active(key, value, deadline_s))
+        self._earliest_s = min(self._earliest_s, deadline_s)
 
     def cancel(self, key: Any) -> None:
         """Ends an item without an outcome; does nothing if it has ended."""
@@ -138,11 +140,15 @@ class ActiveSteps:
 
     def _expired(self, now: float) -> list[StepOutcome]:
         """Ends items whose deadline has passed."""
-        outcomes = []
+        outcomes: list[StepOutcome] = []
+        if now < self._earliest_s:
+            return outcomes
         for item in [*self._active.values(), *self._waiting]:
             if item.deadline_s <= now:
                 self.cancel(item.key)
                 outcomes.append(StepOutcome(item.key, DeadlineExceeded("the deadline passed during the run"), True))
+        left = [*self._active.values(), *self._waiting]
+        self._earliest_s = min((item.deadline_s for item in left), default=INF)
         return outcomes
 
     def _admit(self, outcomes: list[StepOutcome]) -> None:
