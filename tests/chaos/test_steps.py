@@ -1,4 +1,4 @@
-"""Step models under chaos: workers that die, clients that leave in the middle, and clients that do not read."""
+"""Concurrent streams under chaos: workers that die, clients that leave in the middle, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 SOURCE = """
+    import asyncio
     import os
     import time
 
@@ -40,14 +43,30 @@ SOURCE = """
 
         def evict(self, state):
             self.evicted += 1
+
+
+    class AsyncParts:
+        async def predict(self, items):
+            for sent in range(1, max(items) + 1):
+                await asyncio.sleep(0.002)
+                yield [f"{item}.{sent} " if sent <= item else None for item in items]
+
+
+    @penstock.model(concurrency=64)
+    class TurnParts:
+        def predict(self, items):
+            for sent in range(1, max(items) + 1):
+                time.sleep(0.0005)
+                yield [f"{item}.{sent} " if sent <= item else None for item in items]
 """
 
 
 class Streams:
     """Clients in a closed loop, each with answers of a random number of parts; `wrong` has what does not fit."""
 
-    def __init__(self, server: Any, chaos: SimpleNamespace) -> None:
+    def __init__(self, server: Any, chaos: SimpleNamespace, model: str = "Parts") -> None:
         self.server, self.chaos = server, chaos
+        self.path = f"/predictions/{model.lower()}"
         self.going = True
         self.whole = self.cut = self.refused = 0
         self.wrong: list[object] = []
@@ -61,7 +80,7 @@ class Streams:
     async def _one(self, client: Any) -> bool:
         """False if the connection ended."""
         parts = random.randint(3, 40)
-        client.send("/predictions/parts", b"%d" % parts, content_type="application/json")
+        client.send(self.path, b"%d" % parts, content_type="application/json")
         text = b""
         try:
             async with asyncio.timeout(30):
@@ -94,11 +113,12 @@ class Streams:
         self.whole, self.cut = self.whole + whole, self.cut + (not whole)
 
 
-async def test_workers_killed_under_steps_answer_each_caller_once(
-    guarded: Callable[..., Any], chaos: SimpleNamespace
+@pytest.mark.parametrize("model", ["Parts", "AsyncParts", "TurnParts"])
+async def test_workers_killed_under_streams_answer_each_caller_once(
+    guarded: Callable[..., Any], chaos: SimpleNamespace, model: str
 ) -> None:
-    server = guarded(SOURCE, "Parts", "--instances", "2")
-    streams = Streams(server, chaos)
+    server = guarded(SOURCE, model, "--instances", "2")
+    streams = Streams(server, chaos, model)
     clients = [asyncio.create_task(streams.client()) for _ in range(48)]
     for _ in range(chaos.count(4, 40)):
         before = streams.whole

@@ -163,6 +163,13 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Seconds,
         doc("longest run of a batch, or of a step of a step model; then the worker logs its stacks and is killed"),
     ] = 60.0
+    concurrency: Annotated[
+        Positive | Literal["auto"],
+        doc(
+            "most rows in progress on an instance whose batches run side by side: coroutines overlap, generators"
+            ' advance in turn; "auto": 256 if `predict` is async, else 1, one batch after the other'
+        ),
+    ] = "auto"
     mode: Annotated[
         Literal["auto", "batch", "continuous"],
         doc(

@@ -25,7 +25,7 @@ def check_model(
     model = PythonModel(target)
     model.load(device)
     batching = BatchingConfig(retry_split=False)
-    model.begin_steps(batching)
+    model.begin_loop(batching)
     runner = BatchRunner(model, model.metadata("checked", "1"), batching)
     try:
         alone = [_answers(runner, [item])[0] for item in items]

@@ -125,7 +125,7 @@ class ModelHandle:
             priority=b.priority,
             horizon_s=b.slo_s or b.timeout_s,
         )
-        if ready.mode == "batch":  # no batch of a step model takes as long as those of the warm-up
+        if ready.concurrency == 1:  # other batches do not take as long as those of the warm-up
             scheduler.prime(ready.profile)
         quarantine_s = self.config.restart.quarantine_s
         return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, quarantine_s)

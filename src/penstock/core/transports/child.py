@@ -44,6 +44,7 @@ from penstock.core.worker import nesting
 from penstock.core.worker.batch import Decoded
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
+from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound, describe
 from penstock.plugins import load_object
 from penstock.types import BatchPart, Ready
@@ -204,7 +205,7 @@ class Worker:
         gc.freeze()  # loaded objects stay: later collections can skip them
         if self._runner.model.concurrency > 1:
             ready.concurrency = self._runner.model.concurrency
-            ready.mode = "batch" if self._runner.model.steps is None else "continuous"
+            ready.mode = "continuous" if isinstance(self._runner.model.loop, StepLoop) else "batch"
             inbox.concurrent = ConcurrentBatches(self._runner, self._replies, self._pack, self._send)
         self._send(write(WorkerUp(ready)))
         if inbox.concurrent is not None:
@@ -218,20 +219,20 @@ class Worker:
     # ---- main thread
 
     def _attend(self, batches: ConcurrentBatches) -> None:
-        """Returns once the last batch is answered. A step model steps meanwhile, in the thread that loaded it."""
+        """Returns once the last batch is answered. The model's loop runs meanwhile, in the thread that loaded it."""
         assert self._runner is not None
-        steps = self._runner.model.steps
-        if steps is None:
+        loop = self._runner.model.loop
+        if loop is None:
             batches.attend()
             return
 
         def attend() -> None:
             batches.attend()
-            steps.stop()
+            loop.stop()
 
         attending = threading.Thread(target=attend, name="penstock-news", daemon=True)
         attending.start()
-        steps.run()
+        loop.run()
         attending.join()
 
     def _run_all(self) -> None:

@@ -253,7 +253,7 @@ class WorkerSlot:
         why = f"the run exceeded run_timeout_s={self._batching.run_timeout_s:g}, and its worker was replaced"
         log.warning("worker_hangs model=%s slot=%d: %s", self.spec.name, self.number, why)
         error = RunTimeout(why)
-        if not self.concurrent:
+        if not self.concurrent or len(self.sent) == 1:
             self._answer_hang(first, error)
         self.kill(error)
 

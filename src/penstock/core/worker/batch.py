@@ -17,7 +17,8 @@ from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.messages import Unsent
 from penstock.core.wire.tensors import dumps
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import ENDS, BadOutput, Cancelled, ItemFailed, OutOfMemory, PenstockError, describe, out_of_memory
+from penstock.core.worker.results import aligned
+from penstock.errors import ENDS, BadOutput, Cancelled, ItemFailed, OutOfMemory, PenstockError, out_of_memory
 from penstock.types import BatchPart, Headed, Item, ItemResult
 
 Emit = Callable[[BatchPart], None]
@@ -120,7 +121,7 @@ class BatchRun:
             if hasattr(found, "__next__"):
                 self._stream(units, found)
                 return
-            results = _aligned(found, len(units))
+            results = aligned(found, len(units))
         except ENDS:
             raise
         except BaseException as e:
@@ -159,7 +160,7 @@ class BatchRun:
         alive = set(units)
         try:
             for step in steps:
-                self.emit_step(units, _aligned(step, len(units)), alive)
+                self.emit_step(units, aligned(step, len(units)), alive)
         finally:
             close = getattr(steps, "close", None)
             if close is not None:
@@ -341,21 +342,3 @@ def _positions(owners: list[int]) -> list[int]:
         places.append(seen.get(i, 0))
         seen[i] = places[-1] + 1
     return places
-
-
-def _aligned(found: Any, expected: int) -> list[Any]:
-    """The results as a list, one per item. Raises BadOutput."""
-    array = hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0
-    if not isinstance(found, (list, tuple)) and (
-        not array or hasattr(found, "columns")
-    ):  # a table would give its columns
-        raise BadOutput(
-            f"predict returned a {type(found).__name__}, expected a list, a tuple or an array of {expected} results"
-        )
-    try:
-        results = list(found)
-    except Exception as e:
-        raise BadOutput(f"predict returned a {type(found).__name__} that cannot be read: {describe(e)}") from None
-    if len(results) != expected:
-        raise BadOutput(f"predict returned {len(results)} results for {expected} items, expected one for each item")
-    return results

@@ -34,7 +34,8 @@ class BatchRunner:
         self.batching = batching
         self._metadata = metadata
         self.codecs = ModelCodecs(metadata)
-        self._loop: asyncio.AbstractEventLoop | None = None  # created by the first coroutine
+        # created by the first coroutine; that of a model with one is used in its warm-up too
+        self._loop: asyncio.AbstractEventLoop | None = getattr(model.loop, "loop", None)
         self._log_limiter = LogLimiter()
 
     def decode(self, items: list[Item]) -> Decoded:

@@ -49,7 +49,9 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         recorded = metrics.drain() or []  # before the warm-up, whose metrics do not count
         declared = model.declared_options()
         batching = with_options(spec.config.batching, declared)
-        model.begin_steps(batching)
+        if config.transport != "process" and batching.concurrency not in ("auto", 1):
+            raise LoadFailed(f"concurrency = {batching.concurrency} needs transport = 'process'")
+        model.begin_loop(batching)
         metadata = model.metadata(spec.name, spec.version)
         runner = BatchRunner(model, metadata, batching)
         profile, best = warm_up(runner, batching)

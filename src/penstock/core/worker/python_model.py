@@ -1,8 +1,11 @@
 """A model in plain Python: a function `predict(items) -> results`, a class, or an instance of one."""
 
+from __future__ import annotations
+
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import msgspec
 
@@ -11,6 +14,9 @@ from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import LoadFailed, nearest
 from penstock.types import ModelMetadata, TensorSpec
+
+if TYPE_CHECKING:
+    from penstock.core.worker.call_loop import CallLoop
 
 T = TypeVar("T")
 _OPTIONS = "__penstock_options__"
@@ -73,7 +79,7 @@ class PythonModel:
         self.soon: Callable[[Callable[[], None]], None] | None = None  # calls a function on its event loop
         self.concurrency = 1
         self.stepped = False  # it has `admit` and `step`
-        self.steps: StepLoop | None = None  # of a step model in mode "continuous"
+        self.loop: StepLoop | CallLoop | None = None  # runs in the main thread of a worker process
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
@@ -108,18 +114,30 @@ class PythonModel:
         self.soon = getattr(found, "__penstock_soon__", None)
         self.concurrency = 1 if self.submit is None else int(getattr(found, "__penstock_concurrency__", 1))
 
-    def begin_steps(self, batching: BatchingConfig) -> None:
-        """Makes a loaded step model advance its items together. Does nothing to another model. Raises LoadFailed."""
-        if not self.stepped:
-            if batching.mode == "continuous":
-                raise LoadFailed("mode = 'continuous' needs a model with admit(item) and step(states)")
+    def begin_loop(self, batching: BatchingConfig) -> None:
+        """Prepares a loaded model that runs several items or batches at the same time; does nothing to another model.
+        Raises LoadFailed."""
+        if self.stepped and not (batching.mode == "batch" and hasattr(self._model, "predict")):
+            self._begin_steps(batching)
             return
-        if batching.mode == "batch" and hasattr(self._model, "predict"):
-            return
+        if batching.mode == "continuous":
+            raise LoadFailed("mode = 'continuous' needs a model with admit(item) and step(states)")
+        rows = batching.concurrency
+        if self.submit is not None or self.send_parts_to is not None or self.prepare is not None:
+            if rows != "auto":
+                raise LoadFailed("'concurrency' is for your own predict: this model arranges its batches itself")
+        elif rows != 1 and (rows != "auto" or is_async(self.predict)):
+            from penstock.core.worker.call_loop import AUTO, CallLoop  # other models do not need asyncio
+
+            self.loop = calls = CallLoop(self.predict, batching)
+            self.submit, self.soon = calls.submit, calls.soon
+            self.concurrency = AUTO if rows == "auto" else rows
+
+    def _begin_steps(self, batching: BatchingConfig) -> None:
         steps = StepLoop(self._model, batching)
         self.predict = steps.predict
         if batching.mode != "batch" and steps.limits.max_active > 1:
-            self.steps, self.submit, self.soon = steps, steps.submit, steps.soon
+            self.loop, self.submit, self.soon = steps, steps.submit, steps.soon
             self.concurrency = steps.limits.max_active
 
     def declared_options(self) -> dict[str, Any]:
@@ -161,6 +179,15 @@ class PythonModel:
                     f" found {name!r}: {type(value).__name__}"
                 )
         return parameters
+
+
+def is_async(predict: Any) -> bool:
+    """Whether a function, or an object that is called like one, is a coroutine function or an async generator."""
+    while isinstance(predict, functools.partial):
+        predict = predict.func
+    if not inspect.isroutine(predict):  # an object with `__call__`
+        predict = type(predict).__call__
+    return inspect.iscoroutinefunction(predict) or inspect.isasyncgenfunction(predict)
 
 
 def is_torch_module(found: object) -> bool:

@@ -1,0 +1,23 @@
+"""What a model returns."""
+
+from typing import Any
+
+from penstock.errors import BadOutput, describe
+
+
+def aligned(found: Any, expected: int) -> list[Any]:
+    """The results as a list, one per item. Raises BadOutput."""
+    array = hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0
+    if not isinstance(found, (list, tuple)) and (
+        not array or hasattr(found, "columns")
+    ):  # a table would give its columns
+        raise BadOutput(
+            f"predict returned a {type(found).__name__}, expected a list, a tuple or an array of {expected} results"
+        )
+    try:
+        results = list(found)
+    except Exception as e:
+        raise BadOutput(f"predict returned a {type(found).__name__} that cannot be read: {describe(e)}") from None
+    if len(results) != expected:
+        raise BadOutput(f"predict returned {len(results)} results for {expected} items, expected one for each item")
+    return results
