@@ -78,15 +78,15 @@ class Service(Processes):
 
     def __init__(self, config: Path, request: Callable[[int, random.Random], object]) -> None:
         super().__init__()
-        self._port = free_ports(1)[0]
+        self.port = free_ports(1)[0]
         self._request = request
-        sets = [f"server.port={self._port}", "server.management_port=0", "server.metrics_port=0"]
+        sets = [f"server.port={self.port}", "server.management_port=0", "server.metrics_port=0"]
         command = ["-m", "penstock.cli.main", "serve", str(config)]
         self._spawn([sys.executable, *command, *(word for key in sets for word in ("--set", key))])
         end = time.monotonic() + START_S
         while True:
             try:
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
                 connection.request("GET", "/readyz")
                 if connection.getresponse().status == 200:
                     break
@@ -109,7 +109,7 @@ class Service(Processes):
         end = time.perf_counter() + seconds
         clients = [Client(model, self._request, random.Random(k), end) for k in range(count)]
         for client in clients:
-            await loop.create_connection(lambda c=client: c, "127.0.0.1", self._port)
+            await loop.create_connection(lambda c=client: c, "127.0.0.1", self.port)
         await asyncio.wait_for(asyncio.gather(*(client.over for client in clients)), seconds + 60)
         first = sorted(t for client in clients for t in client.first)
         latencies = sorted(t for client in clients for t in client.latencies)
