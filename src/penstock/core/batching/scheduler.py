@@ -27,7 +27,7 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
-    The 22 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
+    The 23 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
     is one option of a model.
     """
 
@@ -58,6 +58,7 @@ class Scheduler:
         self._ceiling: int | None = None
         self._ceiling_end_s = INF
         self.running_rows = 0  # of the batches on slots
+        self.concurrent = False  # whether slots take batches concurrently
         self._batch_id = 0
         self._held_since_s = INF
         self._holds, self._held_s = 0, 0.0
@@ -182,6 +183,7 @@ class Scheduler:
 
     def slot_up(self, slot: int, now: float, concurrency: int = 1) -> None:
         """The slot takes batches: one after the other, or up to `concurrency` rows concurrently if that is above 1."""
+        self.concurrent = concurrency > 1
         self._slots.raise_up(slot, concurrency)
 
     def slot_down(self, slot: int, now: float) -> None:

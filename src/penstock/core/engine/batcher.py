@@ -38,13 +38,16 @@ from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 log = logging.getLogger("penstock.engine")
 
 LATE_S = 0.02  # after a deadline: a worker that keeps deadlines itself knows what was late
+EARLY = (
+    16  # requests of one pass that a model with concurrent batches gets at once: the first need not wait for the last
+)
 BRIEF = 10  # after a hang: re-runs may take ten times their prediction, and at least a tenth of `run_timeout_s`
 
 
 class Batcher:
     """Queues the requests of one model version and sends them to its transport in batches.
 
-    Its 19 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
+    Its 20 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
     alone makes it, from seven parts.
     """
 
@@ -71,7 +74,7 @@ class Batcher:
         self._running: dict[int, RunningBatch] = {}
         self._loop = asyncio.get_running_loop()
         self._inbox = inbox_of(self._loop)
-        self._turn_due = False
+        self._turn_due, self._fresh = False, 0  # `_fresh`: requests since the last turn
         self._timer = Timer(self._loop, self._turn)
         self._closed = False
         self._emptied: asyncio.Event | None = None  # made by drain()
@@ -115,9 +118,13 @@ class Batcher:
         self._waiting[entry.id] = call
         if budget_s is not None:
             call.timer = self._loop.call_later(budget_s, self._late, call)
+        self._fresh += 1
         if not self._turn_due:
             self._turn_due = True
             self._loop.call_soon(self._turn)
+        elif self._fresh >= EARLY and self._inbox is None and self.scheduler.concurrent:
+            self._turn()
+            self._turn_due = True  # the one that was scheduled
         return call
 
     def _cancelled(self, call: Call) -> None:
@@ -168,7 +175,7 @@ class Batcher:
     def _turn(self) -> None:
         if self._inbox is not None:
             self._inbox.drain()
-        self._turn_due = False
+        self._turn_due, self._fresh = False, 0
         if self._closed:
             return
         now = time.monotonic()
