@@ -13,9 +13,11 @@ from penstock.errors import (
     PenstockError,
     Quarantined,
     QueueFull,
+    SequenceLost,
+    SequenceNotFound,
     WorkerDied,
 )
-from penstock.types import Item, ItemResult, ModelMetadata, Response, Step, TensorSpec
+from penstock.types import Item, ItemResult, ModelMetadata, Response, SequenceRequest, Step, TensorSpec
 
 if TYPE_CHECKING:
     from penstock import metrics as metrics
@@ -53,6 +55,9 @@ __all__ = [
     "RedisStreamer",
     "RedisWorker",
     "Response",
+    "SequenceLost",
+    "SequenceNotFound",
+    "SequenceRequest",
     "Step",
     "Streamer",
     "TensorSpec",

@@ -111,6 +111,18 @@ class QueueFull(PenstockError):
     retryable = True
 
 
+class SequenceNotFound(PenstockError):
+    """The sequence never began, has ended, or was idle for too long."""
+
+    code = "sequence_not_found"
+
+
+class SequenceLost(PenstockError):
+    """The instance with the state of the sequence is gone; the sequence must begin again."""
+
+    code = "sequence_lost"
+
+
 class DeadlineExceeded(PenstockError, TimeoutError):
     """The deadline passed, or could not be met, before the request was answered. A built-in TimeoutError too."""
 

@@ -39,6 +39,19 @@ SIZES: Final = {
 }  # fmt: skip
 
 
+class SequenceRequest(Struct, omit_defaults=True):
+    """One request of a sequence: of requests that an instance answers in order, with a state that it keeps.
+
+    `start` begins the sequence, `end` ends it after this request; both may be set. `state` is set in the worker, for a
+    `predict(items, sequences)`: any value that `predict` stored there before, None at the start.
+    """
+
+    id: str
+    start: bool = False
+    end: bool = False
+    state: Any = None
+
+
 class Item(Struct, omit_defaults=True):
     """One unit of work as the user sees it. The payload is opaque to the core.
 
@@ -48,6 +61,7 @@ class Item(Struct, omit_defaults=True):
     result is the list of their results. `budget_s`: seconds left until the deadline when it was sent; set only for
     models that run batches concurrently. `arrived_s`: when it was handed over, on the clock of `time.monotonic`, if it
     did not reach the event loop at once. `behind_s`: how much later it may be served than others that arrive with it.
+    `sequence`: for models with `max_sequences`.
     """
 
     payload: Any
@@ -62,6 +76,7 @@ class Item(Struct, omit_defaults=True):
     budget_s: float | None = None
     arrived_s: float | None = None
     behind_s: float = 0.0
+    sequence: SequenceRequest | None = None
 
 
 class ItemResult(Struct, omit_defaults=True):

@@ -181,6 +181,13 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         doc("most active items of each instance of a step model, by default its attribute `max_active`, or 32"),
     ] = None
     max_steps: Annotated[Positive, doc("most steps of one item of a step model; then it fails")] = 100_000
+    max_sequences: Annotated[
+        Count, doc("most sequences in progress on each instance; 0: requests are independent of each other")
+    ] = 0
+    sequence_idle_s: Annotated[Seconds, doc("a sequence without requests for this time ends")] = 60.0
+    sequence_backlog: Annotated[
+        Positive, doc("most requests of a sequence that may wait behind the one that waits first, or runs")
+    ] = 16
 
 
 class RestartConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -9,12 +9,13 @@ from msgspec import Struct
 
 from penstock.core.contracts import Codec
 from penstock.plugins import resolve
-from penstock.types import Item, ModelMetadata
+from penstock.types import Item, ModelMetadata, SequenceRequest
 
 OBJECT: Final = "object"
 """The name of the codec of in-process callers: payloads are Python objects, and nothing is decoded."""
 
 Peek = Callable[[Item, "bytes | memoryview"], "tuple[int, str] | None"]
+PeekSequence = Callable[[Item, "bytes | memoryview"], "SequenceRequest | None"]
 
 
 class CodecTraits(Struct, frozen=True):
@@ -23,6 +24,7 @@ class CodecTraits(Struct, frozen=True):
     divisible: bool = False
     reads_headers: bool = False
     peek: Peek | None = None
+    peek_sequence: PeekSequence = Codec.peek_sequence
 
 
 @cache
@@ -36,6 +38,7 @@ def traits_of(name: str) -> CodecTraits:
         bool(getattr(found, "divisible", False)),
         bool(getattr(found, "reads_headers", False)),
         None if peek is Codec.peek else peek,
+        getattr(found, "peek_sequence", Codec.peek_sequence),
     )
 
 

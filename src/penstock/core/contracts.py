@@ -25,6 +25,7 @@ from penstock.types import (
     ModelMetadata,
     ModelStatus,
     Ready,
+    SequenceRequest,
     Sink,
     TensorSpec,
 )
@@ -153,6 +154,11 @@ class Codec(Protocol):
 
         Must be fast and must not raise: the worker reports what is wrong with a body.
         """
+        return None
+
+    @staticmethod
+    def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:
+        """The sequence that a body for a model with `max_sequences` names, read as by `peek`. Raises BadRequest."""
         return None
 
     @staticmethod

@@ -8,6 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from penstock.types import SequenceRequest
+
 INF = float("inf")
 
 
@@ -19,7 +21,7 @@ class Entry(Struct, eq=False):
     most urgent and the default. Only entries of one `bucket` share a batch. A request larger than the batch waits as
     parts; a `divisible` one may also be cut to fill a batch. `parent` is then the request, `start` the part's first
     row. The rows of a `separate` request are items of their own: one can fail without the others. `behind_s` puts it
-    behind requests that arrive up to so much later.
+    behind requests that arrive up to so much later. Requests of one `sequence` run in order, one at a time.
     """
 
     id: int
@@ -35,6 +37,7 @@ class Entry(Struct, eq=False):
     divisible: bool = False
     separate: bool = False
     behind_s: float = 0.0
+    sequence: SequenceRequest | None = None
     # set by the scheduler
     vdeadline_s: float = INF
     seq: int = 0
@@ -42,6 +45,8 @@ class Entry(Struct, eq=False):
     died_on: int = -1  # slot of the last death
     died_s: float = -INF
     passed: int = 0
+    slot: int = -1  # the only slot that may run it
+    held: bool = False  # it waits behind another request of its sequence
     state: int = 0
 
 
@@ -75,10 +80,11 @@ class Shed(Struct, frozen=True):
 
 
 class Fail(Struct, frozen=True):
-    """The request killed its worker twice, the second time alone, or was in a death and is not idempotent."""
+    """The request killed its worker twice, the second time alone, or was in a death and is not idempotent; or the slot
+    with the state of its sequence is gone."""
 
     id: int
-    reason: Literal["worker_died"]
+    reason: Literal["worker_died", "sequence_lost"]
 
 
 Event = Dispatch | Expire | Shed | Fail

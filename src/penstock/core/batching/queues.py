@@ -22,10 +22,10 @@ class Bucket:
     (no deadline, or a distant one); if none is loose, `keys` are the deadlines. `low` counts priority classes > 0.
     """
 
-    __slots__ = ("entries", "finite", "keys", "loose", "low", "name", "rows")
+    __slots__ = ("entries", "finite", "keys", "loose", "low", "name", "rows", "slot")
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, slot: int = -1) -> None:
+        self.name, self.slot = name, slot  # the only slot for its entries, or -1
         self.keys: list[float] = []  # virtual deadlines, aligned with `entries`
         self.entries: list[Entry] = []
         self.rows = self.finite = self.loose = self.low = 0

@@ -9,6 +9,7 @@ from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Event, Expire, Outcome, Shed
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, SlotBatch, Take, View, WaitUntil
 from penstock.core.batching.queues import Bucket
+from penstock.core.batching.sequences import SequenceLimits, SequenceTable
 from penstock.core.batching.slots import BRIEF_S, Slots
 from penstock.core.batching.waiting import WaitingQueue
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
@@ -42,13 +43,15 @@ class Scheduler:
         idempotent: bool = True,
         priority: tuple[float, ...] = (0.0,),
         horizon_s: float = 30.0,
+        sequences: SequenceLimits | None = None,
     ) -> None:
         if not horizon_s < INF or not priority or max_batch_size < 1:
             raise ValueError("expected a finite horizon_s, at least one priority class and max_batch_size >= 1")
         self._policy = policy
         self._cost = Cost()
         self._slots = Slots(self._cost, depth)
-        self._queue = WaitingQueue(max_batch_size)
+        self.sequences = None if sequences is None else SequenceTable(sequences)
+        self._queue = WaitingQueue(max_batch_size, self.sequences)
         self._view = View(Bucket(""), self._cost, max_rows=max_batch_size)
         self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
         self._depth, self._idempotent = depth, idempotent
@@ -98,7 +101,7 @@ class Scheduler:
         """How many requests of one row, of the first class and without a deadline, may arrive after a `poll` without
         causing an event before `wake_at`. They leave half of the room in the queue, so that no refusal comes late."""
         queue, full = self._queue, self._view.max_rows
-        if queue.nbytes > self._max_queue_bytes // 2 or len(queue.buckets) > 1:
+        if queue.nbytes > self._max_queue_bytes // 2 or len(queue.buckets) > 1 or self.sequences is not None:
             return 0
         bucket = next(iter(queue.buckets.values()), None)
         if bucket is None:  # the first row sets the time for a batch that is sent ahead
@@ -146,6 +149,7 @@ class Scheduler:
             "slots": self._slots.up,
             "holds": self._holds,
             "held_s": self._held_s,
+            **({} if self.sequences is None else {"sequences": len(self.sequences)}),
             **self._policy.explain(),
         }
 
@@ -160,6 +164,11 @@ class Scheduler:
             most, most_bytes = most - most // KEPT, most_bytes - most_bytes // KEPT
         if rows < 1 or queue.rows + rows > most or queue.nbytes + entry.nbytes > most_bytes:
             self._refuse(entry, most, most_bytes)
+        if self.sequences is not None:
+            if rows > self.max_batch_size:
+                most = self.max_batch_size
+                raise BadRequest(f"a request of a sequence has at most max_batch_size rows ({most}), found {rows}")
+            self.sequences.enter(entry, now)
         v = entry.arrival_s + entry.behind_s + budgets[priority if priority < len(budgets) else -1]
         entry.vdeadline_s = v if v < entry.deadline_s else entry.deadline_s
         queue.add(entry)
@@ -184,16 +193,24 @@ class Scheduler:
     def slot_up(self, slot: int, now: float, concurrency: int = 1) -> None:
         """The slot takes batches: one after the other, or up to `concurrency` rows concurrently if that is above 1."""
         self.concurrent = concurrency > 1
+        if self.sequences is not None:
+            self.sequences.slot_up(slot)
         self._slots.raise_up(slot, concurrency)
 
     def slot_down(self, slot: int, now: float) -> None:
         """The slot died. Its batches were completed before, as died or lost."""
         self._slots.take_down(slot)
+        self._lose_sequences(slot)
 
     def slot_retired(self, slot: int, now: float) -> None:
         """The slot is being removed: it finishes its batches and gets no more. Once it is empty its number may be
         reused."""
         self._slots.retire(slot)
+        self._lose_sequences(slot)
+
+    def _lose_sequences(self, slot: int) -> None:
+        if self.sequences is not None:
+            self._queue.lose_sequences(self.sequences.lose(slot))
 
     def answered(self, batch_id: int, entries: list[Entry], failed: frozenset[int]) -> list[int]:
         """Some entries of a batch on a concurrent slot are answered. Returns the ids of the split requests that ended
@@ -208,6 +225,8 @@ class Scheduler:
         the caller left. A split request ends only when no part of it runs. `poll` reports requests that a death
         ends; entries of separate items that it ends are DONE, and the caller answers them."""
         answered = outcome.kind == "ok"
+        if self.sequences is not None:
+            self.sequences.now_s = now
         batch, seconds = self._slots.finish(batch_id, answered, outcome.run_s, outcome.prepare_s, now)
         entries = [e for e in batch.entries if e.state == EntryState.RUNNING] if batch.concurrent else batch.entries
         if outcome.oom is not None:
@@ -291,6 +310,8 @@ class Scheduler:
         """Sends one batch or drops entries; True: call again."""
         queue, idle = self._queue, self._slots.idle
         self._wake_s, self._wake_rows = INF, self._view.max_rows
+        if self.sequences is not None:
+            return self._place_sequence(now)
         if not idle:
             return self._depth > 1 and not queue.reruns and self._send_ahead(now)
         skip = 0  # idle slots to leave alone
@@ -323,6 +344,22 @@ class Scheduler:
             return False
         self._dispatch(slot.number, queue.take(bucket, rows, choice.until_s, choice.fill), choice.reason, now)
         return True
+
+    def _place_sequence(self, now: float) -> bool:
+        """`_place` for a model with sequences: each bucket has a slot of its own."""
+        for bucket in sorted(self._queue.buckets.values(), key=lambda b: (b.keys[0], b.entries[0].seq)):
+            if bucket.slot in self._slots.idle:
+                choice = self._ask(bucket, 1, now)
+                if type(choice) is Take:
+                    entries = self._queue.take(bucket, choice.rows, choice.until_s, False)
+                    self._dispatch(bucket.slot, entries, choice.reason, now)
+                if type(choice) in (Take, Drop):
+                    return True
+                if type(choice) is WaitUntil:
+                    wake_s = self._wake_s
+                    self._hold(choice, bucket, now)
+                    self._wake_s = min(wake_s, choice.t)
+        return False
 
     def _rerun(self, now: float) -> bool:
         """Runs requests that were in a death alone on an empty slot, to find out which one kills it. False: no slot is

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from penstock.core.batching.entry import INF, SOURCES, Entry, EntryState, Event, Expire, Fail, move
 from penstock.core.batching.queues import Bucket, Expiries
+from penstock.core.batching.sequences import SequenceTable
 
 FILL = 8  # cut a request if more than 1/FILL of a batch would stay empty; each part costs a decoding
 
@@ -57,8 +58,9 @@ class WaitingQueue:
     worker's death, in the order in which they run again.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, sequences: SequenceTable | None = None) -> None:
         self.max_rows = max_rows
+        self._sequences = sequences
         self.waiting: dict[int, Entry] = {}
         self.rows = 0
         self.nbytes = 0
@@ -90,13 +92,17 @@ class WaitingQueue:
             self._push(entry)
 
     def _push(self, entry: Entry) -> None:
+        self.expiries.add(entry)
+        if not entry.held:
+            self._put(entry)
+
+    def _put(self, entry: Entry) -> None:
         name = entry.bucket
         bucket = self.buckets.get(name)
         if bucket is None:
-            bucket = self.buckets[name] = Bucket(name)
+            bucket = self.buckets[name] = Bucket(name, entry.slot)
         if bucket.push(entry):
             heappush(self._heads, (entry.vdeadline_s, entry.seq, name))
-        self.expiries.add(entry)
         if entry.deadline_s != INF:
             self.dirty[name] = None
 
@@ -155,7 +161,7 @@ class WaitingQueue:
             self._most_reruns = max(most, len(self.reruns))
         else:
             for e in reversed(fitting):
-                bucket = self.buckets.setdefault(e.bucket, Bucket(e.bucket))
+                bucket = self.buckets.setdefault(e.bucket, Bucket(e.bucket, e.slot))
                 if bucket.push_back(e):
                     heappush(self._heads, (e.vdeadline_s, e.seq, e.bucket))
 
@@ -235,6 +241,8 @@ class WaitingQueue:
             assert part.state == _RUNNING, f"entry {part!r} cannot become DONE"
             part.state = _DONE
             if part.parent is None:
+                if part.slot >= 0:
+                    self._next(part, answered=True)
                 continue
             split = self._splits[part.id]
             split.running -= 1
@@ -266,6 +274,7 @@ class WaitingQueue:
             self._remove(entry)
             self._left(entry)
             self._emit(verdict)
+            self._next(entry)
 
     def cancel(self, id: int) -> bool:
         """True: the request waited and is removed. False: a part of it runs and ends later, or it does not wait."""
@@ -275,6 +284,7 @@ class WaitingQueue:
         if entry.state == _WAITING:
             self._remove(entry)
             self._left(entry)
+            self._next(entry)
             return True
         split = self._splits[id]
         self._purge(split, None)
@@ -293,7 +303,7 @@ class WaitingQueue:
         alone = sum([e.rows if e.separate else 1 for e in entries]) == 1
         for e in entries:
             split = self._splits[e.id] if e.parent is not None else None
-            fails = died and (not retry or (alone and e.deaths > 0))
+            fails = died and (not retry or e.slot >= 0 or (alone and e.deaths > 0))
             if fails and e.separate and not (split is not None and split.over):
                 ended += self.answered([e], frozenset())
                 continue
@@ -318,7 +328,9 @@ class WaitingQueue:
 
     def _remove(self, entry: Entry) -> None:
         """Removes a waiting entry from its bucket or the re-runs."""
-        if entry.deaths:
+        if entry.held:
+            pass
+        elif entry.deaths:
             self.reruns.remove(entry)
         else:
             bucket = self.buckets[entry.bucket]
@@ -345,6 +357,21 @@ class WaitingQueue:
         move([split.root], EntryState.DROPPED if split.over else EntryState.DONE)
         if split.verdict is not None:
             self._emit(split.verdict)
+        self._next(split.root, answered=not split.over)
+
+    def _next(self, ended: Entry, answered: bool = False) -> None:
+        """Lets the next request of the sequence wait in a bucket."""
+        if self._sequences is not None:
+            head, lost = self._sequences.ended(ended, answered)
+            if head is not None:
+                self._put(head)
+            self.lose_sequences(lost)
+
+    def lose_sequences(self, entries: list[Entry]) -> None:
+        """Ends those of these requests of lost sequences that wait."""
+        for e in entries:
+            if e.state == _WAITING:
+                self.drop(e, Fail(e.id, "sequence_lost"))
 
     def _emit(self, verdict: Event) -> None:
         self.events.append(verdict)

@@ -106,6 +106,7 @@ class Batcher:
             divisible=traits_of(item.codec).divisible,
             separate=item.many,
             behind_s=item.behind_s,
+            sequence=item.sequence,
         )
         call = Call(item, sink, entry, self._cancelled)
         try:

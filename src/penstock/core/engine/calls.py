@@ -12,7 +12,7 @@ from penstock.core.batching.entry import Dispatch, Entry, Expire, Fail, Shed
 from penstock.core.codecs import OBJECT, ModelCodecs
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.wire.slabs import Slab
-from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, WorkerDied
+from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, SequenceLost, WorkerDied
 from penstock.types import BatchPart, Item, ItemResult, ModelMetadata, Sink
 
 log = logging.getLogger("penstock.engine")
@@ -119,6 +119,8 @@ class PartMerger:
 def error_of(event: Expire | Shed | Fail, timeout_s: float) -> PenstockError:
     """The error of a dropped or interrupted request; `timeout_s` is the longest wait that was allowed."""
     if isinstance(event, Fail):
+        if event.reason == "sequence_lost":
+            return SequenceLost("the instance with the state of the sequence is gone: begin it again")
         return WorkerDied("the worker that ran this request died, and it is not run again")
     if isinstance(event, Shed):
         return DeadlineExceeded("overload: the request could not be answered before its deadline")

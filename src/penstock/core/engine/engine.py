@@ -15,12 +15,12 @@ from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
 from penstock.core.engine.calls import Call, notify, release
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.registry import ModelRegistry
-from penstock.core.engine.rules import devices_of
+from penstock.core.engine.rules import devices_of, sequence_of
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, Conflict, LoadFailed, ModelNotReady
 from penstock.plugins import resolve
-from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
+from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, SequenceRequest, Sink
 
 log = logging.getLogger("penstock.engine")
 
@@ -245,6 +245,9 @@ class Engine:
             handle = None if registry.splits else registry.handles.get((model, version))
             if handle is None:
                 handle = registry.route(model, version)
+            if handle.sequences is not None and version is None:
+                item.sequence = sequence_of(item)
+                handle = registry.holder(handle, item.sequence)
             return handle.submit(item, sink, budget_s, priority)
         except BaseException:
             release(item)
@@ -258,9 +261,10 @@ class Engine:
         version: str | None = None,
         budget_s: float | None = None,
         priority: int = 0,
+        sequence: SequenceRequest | None = None,
     ) -> Any:
         """The result of the model for `payload`. Raises the error of the item or of `submit`."""
-        return await self._ask(model, version, Item(payload), budget_s, priority)
+        return await self._ask(model, version, Item(payload, sequence=sequence), budget_s, priority)
 
     async def infer_many(
         self,
@@ -291,10 +295,12 @@ class Engine:
         version: str | None = None,
         budget_s: float | None = None,
         priority: int = 0,
+        sequence: SequenceRequest | None = None,
     ) -> AsyncIterator[Any]:
         """Yields the parts of a streaming model's answer. Leaving the loop early cancels the request."""
         parts: asyncio.Queue[ItemResult] = asyncio.Queue()
-        call = self.submit(model, version, Item(payload), parts.put_nowait, budget_s=budget_s, priority=priority)
+        item = Item(payload, sequence=sequence)
+        call = self.submit(model, version, item, parts.put_nowait, budget_s=budget_s, priority=priority)
         try:
             while True:
                 part = await parts.get()
@@ -329,6 +335,8 @@ class Engine:
         }
         if handle.mode == "continuous":
             served["mode"] = handle.mode
+        if handle.sequences is not None:
+            served["max_sequences"] = handle.batching.max_sequences
         found = structs.replace(handle.metadata, parameters={**handle.metadata.parameters, **served})
         return found, self._registry.versions(model)
 

@@ -6,16 +6,27 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
+from msgspec import structs
+
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.none import Unbatched
 from penstock.core.batching.scheduler import Scheduler
+from penstock.core.batching.sequences import SequenceLimits, SequenceTable
 from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call, notify, overriding, reason_of
 from penstock.core.engine.instances import Instances
-from penstock.core.engine.rules import bucket_rule, check_rules, file_stamps, policy_of, queue_bound, rows_rule
+from penstock.core.engine.rules import (
+    bucket_rule,
+    check_rules,
+    file_stamps,
+    policy_of,
+    queue_bound,
+    rows_rule,
+    sequence_of,
+)
 from penstock.core.engine.upkeep import Upkeep
 from penstock.core.tensors import nbytes_of
 from penstock.core.wire.slabs import Slab
@@ -32,7 +43,7 @@ _MAX_RESTART_WAIT_S = 1.0  # requests wait for a worker that restarts within thi
 class ModelHandle:
     """Owns the instances, scheduler and batcher of one model version, and its state.
 
-    `policy` makes a batching policy that overrides the configured one. The 21 attributes are the parts it owns and what
+    `policy` makes a batching policy that overrides the configured one. The 22 attributes are the parts it owns and what
     every request reads of them, looked up once.
     """
 
@@ -62,6 +73,7 @@ class ModelHandle:
         self.mode: Literal["batch", "continuous"] = "batch"
         self._full_rows = 0  # rows that run together: of a full batch, or of all active items
         self._broken = False
+        self.sequences: SequenceTable | None = None  # of a model with `max_sequences`
         self.instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
         if spec.config.transport not in ("inline", "thread"):
             self.instances.on_used = Upkeep(spec.config, self.instances).check
@@ -115,6 +127,12 @@ class ModelHandle:
         self.mode, self._full_rows = ready.mode, size
         if ready.mode == "continuous":  # requests go one by one, each as soon as a place is free
             make_policy, size, self._full_rows = Unbatched, 1, ready.concurrency
+        limits = None
+        if b.max_sequences:
+            limits = SequenceLimits(b.max_sequences, b.sequence_idle_s, b.sequence_backlog)
+            if b.policy == "adaptive":  # it learns from requests that any slot may run
+                greedy = structs.replace(b, policy="fixed", max_hold_s=0.0 if b.max_hold_s == "auto" else b.max_hold_s)
+                make_policy = partial(policy_of, greedy)
         scheduler = Scheduler(
             make_policy(),
             max_batch_size=size,
@@ -124,7 +142,9 @@ class ModelHandle:
             idempotent=b.idempotent,
             priority=b.priority,
             horizon_s=b.slo_s or b.timeout_s,
+            sequences=limits,
         )
+        self.sequences = scheduler.sequences
         if ready.concurrency == 1:  # other batches do not take as long as those of the warm-up
             scheduler.prime(ready.profile)
         quarantine_s = self.config.restart.quarantine_s
@@ -159,6 +179,8 @@ class ModelHandle:
                 assert batcher is not None
             if item.codec != OBJECT and (self._custom_rows or traits_of(item.codec).peek is not None):
                 item.rows = self._rows_of(item)
+            if self.sequences is not None:
+                item.sequence = sequence_of(item)
             bucket = self._bucket_of(item) if self._bucket_of is not None else ""
             payload = item.payload
             if isinstance(payload, (bytes, memoryview)):

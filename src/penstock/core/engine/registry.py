@@ -8,6 +8,7 @@ from msgspec import Struct
 from penstock.config.checks import check_traffic
 from penstock.core.engine.handle import ModelHandle
 from penstock.errors import ConfigError, ModelNotFound, nearest
+from penstock.types import SequenceRequest
 
 
 class Servable(Protocol):
@@ -130,6 +131,13 @@ class ModelRegistry:
             if split is not None:
                 return split.next()
         return self.find(name, version)
+
+    def holder(self, handle: ModelHandle, sequence: SequenceRequest | None) -> ModelHandle:
+        """The version on which a sequence is in progress, else `handle`."""
+        if sequence is None or sequence.start:
+            return handle
+        others = self._versions(handle.name).values()
+        return next((h for h in others if h.sequences is not None and sequence.id in h.sequences), handle)
 
     def get(self, name: str, version: str) -> ModelHandle | None:
         return self.handles.get((name, version))

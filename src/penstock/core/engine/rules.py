@@ -17,8 +17,9 @@ from penstock.core.wire.slabs import Slab
 from penstock.core.worker.devices import expanded, visible_gpus
 from penstock.errors import BadRequest, ConfigError, describe
 from penstock.plugins import BUILTIN, is_whole_file, resolve
-from penstock.types import Item
+from penstock.types import Item, SequenceRequest
 
+MAX_SEQUENCE_ID = 200  # characters
 _QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
 
 
@@ -166,6 +167,30 @@ def _rows_from_header(name: bytes) -> Callable[[Item], int]:
         return rows
 
     return rows
+
+
+_FLAGS = {b"true": True, b"1": True, b"false": False, b"0": False}
+
+
+def sequence_of(item: Item) -> SequenceRequest | None:
+    """The sequence of an item: its own, of the headers x-sequence-*, or of the body. Raises BadRequest."""
+    if item.sequence is not None:
+        return item.sequence
+    id = _header(item, b"x-sequence-id")
+    if id is None:
+        body = item.payload.view if isinstance(item.payload, Slab) else item.payload
+        found = traits_of(item.codec).peek_sequence(item, body)
+    else:
+        found = SequenceRequest(id.decode("latin-1"))
+    if found is not None and not 0 < len(found.id) <= MAX_SEQUENCE_ID:
+        raise BadRequest(f"the id of a sequence has 1 to {MAX_SEQUENCE_ID} characters, found {len(found.id)}")
+    for name in ("start", "end") if id is not None else ():
+        value = _header(item, b"x-sequence-" + name.encode())
+        flag = _FLAGS.get(value.lower()) if value is not None else False
+        if flag is None:
+            raise BadRequest(f'header x-sequence-{name} must be "true" or "false", found {value!r:.40}')
+        setattr(found, name, flag)
+    return found
 
 
 def rows_rule(config: BatchingConfig) -> Callable[[Item], int]:

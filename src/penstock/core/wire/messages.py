@@ -294,6 +294,7 @@ class MessageWriter:
                     start,
                     stop,
                     item.budget_s,
+                    sequence=item.sequence,
                 )
             packed.append(item)
         return packed

@@ -117,11 +117,14 @@ class BatchRun:
         try:
             if self.runner.model.send_parts_to is not None:
                 self.runner.model.send_parts_to(partial)
-            found = self.runner.predict(self._values(units))
+            values = self._values(units)
+            found = self.runner.predict(values)
             if hasattr(found, "__next__"):
                 self._stream(units, found)
+                self._keep(values)
                 return
             results = aligned(found, len(units))
+            self._keep(values)
         except ENDS:
             raise
         except BaseException as e:
@@ -303,7 +306,15 @@ class BatchRun:
         """The values of these units: a new list, or the whole batch as `prepare` returned it."""
         values = self.d.values
         prepared = type(values) is not list and len(units) == len(values)
-        return values if prepared else [values[u] for u in units]
+        values = values if prepared else [values[u] for u in units]
+        states = self.runner.model.states
+        if states is None:
+            return values
+        return states.units(values, [self.d.items[self.d.owners[u]].sequence for u in units])
+
+    def _keep(self, values: list[Any]) -> None:
+        if self.runner.model.states is not None:
+            self.runner.model.states.keep(values)
 
     def _rows(self, units: list[int]) -> int:
         items, owners = self.d.items, self.d.owners

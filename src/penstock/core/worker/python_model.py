@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import msgspec
 
 from penstock.config.schema import BatchingConfig, with_options
+from penstock.core.worker.sequences import SequenceStates
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import LoadFailed, nearest
@@ -53,7 +54,7 @@ Extra = str | int | Callable[[], int] | None
 class PythonModel:
     """The model behind a target. `load` instantiates a class; a function needs no loading.
 
-    Its 18 attributes are the optional members of a model, looked up once.
+    Its 19 attributes are the optional members of a model, looked up once.
     """
 
     def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:
@@ -80,6 +81,7 @@ class PythonModel:
         self.concurrency = 1
         self.stepped = False  # it has `admit` and `step`
         self.loop: StepLoop | CallLoop | None = None  # runs in the main thread of a worker process
+        self.states: SequenceStates | None = None  # of a model whose `predict` receives sequences
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
@@ -115,8 +117,11 @@ class PythonModel:
         self.concurrency = 1 if self.submit is None else int(getattr(found, "__penstock_concurrency__", 1))
 
     def begin_loop(self, batching: BatchingConfig) -> None:
-        """Prepares a loaded model that runs several items or batches at the same time; does nothing to another model.
-        Raises LoadFailed."""
+        """Prepares a loaded model with sequences, or one that runs several items or batches at the same time; does
+        nothing to another model. Raises LoadFailed."""
+        if batching.max_sequences:
+            self._begin_sequences(batching)
+            return
         if self.stepped and not (batching.mode == "batch" and hasattr(self._model, "predict")):
             self._begin_steps(batching)
             return
@@ -132,6 +137,17 @@ class PythonModel:
             self.loop = calls = CallLoop(self.predict, batching)
             self.submit, self.soon = calls.submit, calls.soon
             self.concurrency = AUTO if rows == "auto" else rows
+
+    def _begin_sequences(self, batching: BatchingConfig) -> None:
+        own = getattr(self._model, "__penstock_sequences__", False)  # it finds the sequences in its requests
+        if own:
+            return
+        if self.stepped or self.submit is not None or self.send_parts_to is not None or self.prepare is not None:
+            raise LoadFailed("max_sequences needs a model with predict(items, sequences)")
+        if batching.concurrency not in ("auto", 1):
+            raise LoadFailed("max_sequences and concurrency exclude each other: the batches of sequences run in order")
+        self.states = SequenceStates(self.predict, batching)
+        self.predict = self.states.predict
 
     def _begin_steps(self, batching: BatchingConfig) -> None:
         steps = StepLoop(self._model, batching)

@@ -30,7 +30,7 @@ from penstock.serving.protocols.oip_tensors import (
     to_bytes,
     to_json,
 )
-from penstock.types import Headers, Item, ItemResult, ModelMetadata, Response
+from penstock.types import Headers, Item, ItemResult, ModelMetadata, Response, SequenceRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,9 +88,13 @@ class RequestedOutput(Struct, omit_defaults=True):
 
 
 class RequestParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Parameters of a request. `binary_data_output` is the default for all outputs."""
+    """Parameters of a request. `binary_data_output` is the default for all outputs. The others are for models with
+    `max_sequences`, as in Triton's sequence extension."""
 
     binary_data_output: bool | None = None
+    sequence_id: int | str | None = None
+    sequence_start: bool | None = None
+    sequence_end: bool | None = None
 
 
 class OipRequest(Struct, omit_defaults=True):
@@ -107,7 +111,7 @@ _ADVICE: Final = {
     "timeout": "send the header x-deadline-ms",
     "priority": "send the header x-priority",
     "classification": "request the whole output and select the largest values",
-    "sequence": "every request is independent of the others",
+    "sequence": "every request of this model is independent of the others",
     "shared_memory": "send tensors in the body",
 }  # by the beginning of the parameter's name
 _SUPPORTED: Final = (
@@ -135,6 +139,18 @@ def decode_request(head: bytes | memoryview) -> OipRequest:
             raise unsupported(name, place) or _refusal(name, place, _SUPPORTED) from None
         raise
     return request
+
+
+class _SequenceHead(Struct):
+    parameters: RequestParameters | None = None
+
+
+def sequence_of_json(head: bytes | memoryview) -> SequenceRequest | None:
+    """The sequence that the JSON of a request names. Raises BadRequest."""
+    found = decode_json(head, _SequenceHead).parameters
+    if found is None or not found.sequence_id:
+        return None
+    return SequenceRequest(str(found.sequence_id), bool(found.sequence_start), bool(found.sequence_end))
 
 
 class OipResponse(Struct, omit_defaults=True):
@@ -238,6 +254,10 @@ class OipCodec(Codec):
         """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
         head, rest = self.head_of(item)
         request = decode_request(head)
+        if item.sequence is None and request.parameters is not None:
+            for name in ("sequence_id", "sequence_start", "sequence_end"):
+                if getattr(request.parameters, name):
+                    raise _refusal(name, "", _ADVICE["sequence"])
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for tensor, data in zip(request.inputs, split_sections(request.inputs, rest, "input", BadRequest), strict=True):
             if tensor.name in arrays:

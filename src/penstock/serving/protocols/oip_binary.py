@@ -11,6 +11,7 @@ from msgspec import Struct
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import decode_json
 from penstock.serving.protocols.oip import (
+    HEADER_BYTES,
     HEADER_LENGTH,
     InputParameters,
     InputTensor,
@@ -21,12 +22,13 @@ from penstock.serving.protocols.oip import (
     RequestParameters,
     array_of_tensor,
     header_length,
+    sequence_of_json,
     split_sections,
     write_head,
 )
 from penstock.serving.protocols.oip_json import peek_json
 from penstock.serving.protocols.oip_tensors import length_of, output_array, to_bytes
-from penstock.types import SIZES, Item
+from penstock.types import SIZES, Item, SequenceRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +51,12 @@ class OipBinaryCodec(OipCodec):
         except BadRequest:
             return None
         return peek_json(body[:length], len(body)) if length <= len(body) else None
+
+    @staticmethod
+    def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:
+        """The sequence that the JSON before the tensors names. Raises BadRequest."""
+        length = header_length(item.headers) or 0
+        return sequence_of_json(body[:length]) if 0 < length <= min(len(body), HEADER_BYTES) else None
 
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
         """(JSON, bytes after it). Raises BadRequest for a missing header or a shorter body."""

@@ -10,9 +10,9 @@ from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.errors import BadRequest, PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import JSON
-from penstock.serving.protocols.oip import HEADER_BYTES, HEADER_LENGTH, NPY, OipCodec, parse_length
+from penstock.serving.protocols.oip import HEADER_BYTES, HEADER_LENGTH, NPY, OipCodec, parse_length, sequence_of_json
 from penstock.serving.protocols.route import Route, Template
-from penstock.types import Item, ItemResult, TensorSpec
+from penstock.types import Item, ItemResult, SequenceRequest, TensorSpec
 
 PEEK_BYTES: Final = HEADER_BYTES
 _LENGTH_HEADER: Final = HEADER_LENGTH.lower().encode()
@@ -83,6 +83,11 @@ class OipJsonCodec(OipCodec):
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
         """(rows, shape key) of up to 64 KiB of JSON."""
         return peek_json(body, len(body)) if len(body) <= PEEK_BYTES else None
+
+    @staticmethod
+    def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:
+        """The sequence of up to 64 KiB of JSON. Raises BadRequest."""
+        return sequence_of_json(body) if len(body) <= PEEK_BYTES else None
 
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
         """The whole body. Raises BadRequest for other formats, because a JSON error would be misleading."""

@@ -18,6 +18,8 @@ from penstock.errors import (
     PenstockError,
     Quarantined,
     QueueFull,
+    SequenceLost,
+    SequenceNotFound,
     WorkerDied,
 )
 from penstock.serving.http.responses import (
@@ -49,6 +51,8 @@ _TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
     RequestTimeout: ("RequestTimeoutException", None, None),
     DeadlineExceeded: ("RequestTimeoutException", None, None),
     Conflict: ("ConflictStatusException", None, None),
+    SequenceNotFound: ("ServiceUnavailableException", None, None),
+    SequenceLost: ("ServiceUnavailableException", None, None),
     WorkerDied: ("InternalServerException", None, "Worker died."),
     PenstockError: ("InternalServerException", None, None),
     NotImplementedHere: ("InternalServerException", 501, None),

@@ -1,0 +1,166 @@
+"""SequenceTable: which slot holds the state of each sequence, and which of its requests is next."""
+
+from collections import deque
+
+from msgspec import Struct, field
+
+from penstock.core.batching.entry import Entry
+from penstock.errors import BadRequest, Conflict, ModelNotReady, QueueFull, SequenceLost, SequenceNotFound
+
+MAX_LOST = 10_000
+
+
+class SequenceLimits(Struct, frozen=True):
+    """At most `max_sequences` in progress on each slot, each with up to `backlog` requests behind its next one. A
+    sequence without requests for `idle_s` ends."""
+
+    max_sequences: int
+    idle_s: float
+    backlog: int
+
+
+class _Sequence(Struct, eq=False):
+    """A sequence in progress. `head` waits in a bucket or runs; `line` waits behind it."""
+
+    id: str
+    slot: int
+    used_s: float
+    head: Entry | None = None
+    line: deque[Entry] = field(default_factory=deque)
+    ending: bool = False  # the last request has arrived
+
+
+class SequenceTable:
+    """The sequences in progress of one Scheduler. Pure, like the scheduler.
+
+    Each sequence stays on the slot on which it began: the one with the fewest. Only the first request of a sequence
+    waits in a bucket, so that its requests run in the order of their arrival, one at a time.
+    """
+
+    def __init__(self, limits: SequenceLimits) -> None:
+        self._limits = limits
+        self._sequences: dict[str, _Sequence] = {}  # in the order of last use
+        self._slots: dict[int, int] = {}  # live slot -> sequences
+        self._lost: dict[str, float] = {}  # id -> when it was lost with its slot
+        self.now_s = 0.0  # of the last event
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._sequences
+
+    # ---- requests
+
+    def enter(self, entry: Entry, now: float) -> None:
+        """Assigns a new request to a slot. Raises BadRequest, Conflict, ModelNotReady, QueueFull, SequenceLost,
+        SequenceNotFound; then nothing has changed."""
+        self.now_s = now
+        self._end_idle()
+        asked, limits = entry.sequence, self._limits
+        if asked is None:
+            raise BadRequest(
+                "the model answers sequences: send x-sequence-id, and x-sequence-start with its first request"
+            )
+        name = f"sequence '{asked.id[:100]}'"
+        found = self._sequences.get(asked.id)
+        if asked.start:
+            if found is not None:
+                raise Conflict(f"{name} is in progress: end it first, or use another id")
+            found = self._begin(asked.id)
+        elif found is None:
+            if asked.id in self._lost:
+                raise SequenceLost(f"the instance with the state of {name} is gone: begin it again")
+            ends = f"it never began, has ended, or had no request for {limits.idle_s:g} s"
+            raise SequenceNotFound(f"{name} is not in progress: {ends}; the first request needs x-sequence-start")
+        elif found.ending:
+            raise Conflict(f"{name} ends with an earlier request: begin it again after that one is answered")
+        elif len(found.line) >= limits.backlog:
+            raise QueueFull(f"{len(found.line)} requests of {name} wait, as many as may: send the next one later")
+        entry.slot, entry.bucket = found.slot, f"{entry.bucket}@{found.slot}"
+        found.ending = asked.end
+        self._use(found)
+        if found.head is None:
+            found.head = entry
+        else:
+            entry.held = True
+            found.line.append(entry)
+
+    def _begin(self, id: str) -> _Sequence:
+        if not self._slots:
+            raise ModelNotReady("no instance is up for a new sequence", retry_after_s=1.0)
+        slot = min(self._slots, key=self._slots.__getitem__)
+        if self._slots[slot] >= self._limits.max_sequences:
+            full = f"{len(self._sequences)} sequences are in progress, {self._limits.max_sequences} on each instance"
+            raise QueueFull(f"{full}: begin another one when one has ended", retry_after_s=1.0)
+        self._slots[slot] += 1
+        self._lost.pop(id, None)
+        self._sequences[id] = found = _Sequence(id, slot, self.now_s)
+        return found
+
+    def ended(self, entry: Entry, answered: bool) -> tuple[Entry | None, list[Entry]]:
+        """A request ended. Returns the request that is next, and those that are lost because the first one of their
+        sequence was not answered."""
+        asked = entry.sequence
+        found = None if asked is None else self._sequences.get(asked.id)
+        if asked is None or found is None:
+            return None, []
+        if entry.held:
+            found.line.remove(entry)
+        elif found.head is not entry:  # of an earlier sequence with this id
+            return None, []
+        else:
+            found.head = None
+        self._use(found)
+        if found.head is not None:
+            return None, []
+        if asked.start and not answered:
+            self._forget(found)
+            return None, list(found.line)
+        if found.line:
+            found.head = head = found.line.popleft()
+            head.held = False
+            return head, []
+        if found.ending:
+            self._forget(found)
+        return None, []
+
+    # ---- slots
+
+    def slot_up(self, slot: int) -> None:
+        self._slots[slot] = 0
+
+    def lose(self, slot: int) -> list[Entry]:
+        """The slot is gone, with its sequences. Returns their requests, of which some may run."""
+        self._slots.pop(slot, None)
+        lost = [s for s in self._sequences.values() if s.slot == slot]
+        for sequence in lost:
+            del self._sequences[sequence.id]
+            self._lost[sequence.id] = self.now_s
+        for id in list(self._lost)[: max(0, len(self._lost) - MAX_LOST)]:
+            del self._lost[id]
+        return [e for s in lost for e in (s.head, *s.line) if e is not None]
+
+    # ---- ends
+
+    def _use(self, sequence: _Sequence) -> None:
+        sequence.used_s = self.now_s
+        self._sequences[sequence.id] = self._sequences.pop(sequence.id)
+
+    def _forget(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.id]
+        self._slots[sequence.slot] -= 1
+
+    def _end_idle(self) -> None:
+        before_s, idle = self.now_s - self._limits.idle_s, []
+        for sequence in self._sequences.values():
+            if sequence.used_s > before_s:
+                break
+            if sequence.head is None:
+                idle.append(sequence)
+        for sequence in idle:
+            self._forget(sequence)
+        for id, lost_s in list(self._lost.items()):
+            if lost_s > before_s:
+                break
+            del self._lost[id]

@@ -1,0 +1,236 @@
+"""Sequences over HTTP: order, states, refusals, and the death of an instance under load."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.engine.engine import Engine
+from penstock.errors import LoadFailed
+from penstock.types import SequenceRequest
+
+SOURCE = """
+    import os
+    import time
+
+    import numpy as np
+    import penstock
+
+    def totals(items, sequences):
+        for item, sequence in zip(items, sequences):
+            if item == "bad":
+                raise ValueError("bad")
+            if item == "slow":
+                time.sleep(0.3)
+            sequence.state = (sequence.state or []) + [item]
+        return [{"seen": s.state, "pid": os.getpid()} for s in sequences]
+
+    @penstock.model(max_sequences=8, sequence_backlog=100)
+    class Totals:
+        def predict(self, items, sequences):
+            return totals(items, sequences)
+
+    @penstock.model(max_sequences=2)
+    class Tensors:
+        inputs = [penstock.TensorSpec("x", "FP32", (-1, 1))]
+
+        async def predict(self, items, sequences):
+            for item, sequence in zip(items, sequences):
+                sequence.state = (sequence.state or 0.0) + float(item["x"].sum())
+            return [{"y": np.full((1, 1), s.state, np.float32)} for s in sequences]
+
+    @penstock.model(max_sequences=2)
+    class Parts:
+        def predict(self, items, sequences):
+            for _ in range(2):
+                for sequence in sequences:
+                    sequence.state = (sequence.state or 0) + 1
+                yield [f"{s.state} " for s in sequences]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(serve_all: Callable[..., Any]) -> Any:
+    return serve_all(SOURCE, "Totals", "Tensors", "Parts", "--instances", "2")
+
+
+def ask(server: Any, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"} | (headers or {}))
+        answer = connection.getresponse()
+        text = answer.read()
+    return answer.status, json.loads(text) if text.startswith(b"{") else text
+
+
+def send(server: Any, item: Any, id: str, *flags: str, model: str = "totals") -> tuple[int, Any]:
+    """One request of a sequence."""
+    headers = {f"x-sequence-{flag}": "true" for flag in flags} | ({"x-sequence-id": id} if id else {})
+    return ask(server, f"/predictions/{model}", item, headers)
+
+
+def test_a_sequence_keeps_its_state_and_its_worker(server: Any) -> None:
+    found = [send(server, k, "a", *("start",) * (k == 0), *("end",) * (k == 3)) for k in range(4)]
+    assert [status for status, _ in found] == [200] * 4
+    assert [body["seen"] for _, body in found] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert len({body["pid"] for _, body in found}) == 1
+    status, body = send(server, 4, "a")
+    assert (status, body["error"]["code"]) == (404, "sequence_not_found")
+
+
+def test_requests_of_a_sequence_run_in_the_order_of_their_arrival(server: Any) -> None:
+    send(server, 0, "order", "start")
+    with ThreadPoolExecutor(20) as pool:
+        waiting = [pool.submit(send, server, "slow", "order")]
+        time.sleep(0.1)
+        waiting += [pool.submit(send, server, k, "order") for k in range(10)]
+        other = [pool.submit(send, server, k, f"other{k}", "start", "end") for k in range(5)]
+        assert all(f.result() == (200, {"seen": [k], "pid": f.result()[1]["pid"]}) for k, f in enumerate(other))
+        seen = [f.result()[1]["seen"] for f in waiting]
+    assert sorted(map(len, seen)) == list(range(2, 13)), "one after the other"
+    longest = max(seen, key=len)
+    assert all(s == longest[: len(s)] for s in seen), "each saw all before it"
+    send(server, 0, "order", "end")
+
+
+def test_a_failed_request_leaves_the_state_and_the_sequence(server: Any) -> None:
+    send(server, 1, "failing", "start")
+    status, body = send(server, "bad", "failing")
+    assert (status, body["error"]["code"]) == (500, "item_failed")
+    assert send(server, 2, "failing", "end")[1]["seen"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("id", "flags", "status", "code"),
+    [
+        ("", (), 400, "bad_request"),
+        ("x" * 201, ("start",), 400, "bad_request"),
+        ("never", (), 404, "sequence_not_found"),
+        ("never", ("end",), 404, "sequence_not_found"),
+        ("twice", ("start",), 409, "conflict"),
+    ],
+)
+def test_a_request_that_fits_no_sequence_is_refused(
+    server: Any, id: str, flags: tuple[str, ...], status: int, code: str
+) -> None:
+    if id == "twice":
+        assert send(server, 1, id, "start")[0] == 200
+    found, body = send(server, 1, id, *flags)
+    assert (found, body["error"]["code"]) == (status, code)
+    if id == "twice":
+        assert send(server, 2, id, "end")[1]["seen"] == [1, 2], "the first sequence goes on"
+
+
+def test_a_flag_other_than_true_or_false_is_refused(server: Any) -> None:
+    status, body = ask(server, "/predictions/totals", 1, {"x-sequence-id": "a", "x-sequence-start": "maybe"})
+    assert (status, "found b'maybe'" in body["error"]["message"]) == (400, True)
+
+
+def test_sequences_are_bounded(server: Any) -> None:
+    statuses = [send(server, 1, f"many{k}", "start")[0] for k in range(1_000)]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) == 16, "eight on each of two instances"
+    for k in range(16):
+        assert send(server, 1, f"many{k}", "end")[0] == 200
+    assert send(server, 1, "after", "start", "end")[0] == 200
+
+
+def test_open_inference_names_the_sequence_in_its_parameters(server: Any) -> None:
+
+    def infer(model: str = "tensors", **parameters: Any) -> tuple[int, Any]:
+        tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [2]}
+        return ask(server, f"/v2/models/{model}/infer", {"inputs": [tensor], "parameters": parameters})
+
+    totals = [
+        infer(sequence_id=7, sequence_start=True),
+        infer(sequence_id=7),
+        infer(sequence_id="7", sequence_end=True),
+    ]
+    assert [(status, body["outputs"][0]["data"]) for status, body in totals] == [(200, [2]), (200, [4]), (200, [6])]
+    assert infer(sequence_id=7)[0] == 404
+    assert infer(sequence_id=8, sequence_start="yes")[0] == 400
+    assert infer(sequence_id=0)[0] == 400
+    assert json.loads(server.get("/v2/models/tensors")[1])["parameters"]["max_sequences"] == 2
+
+
+def test_streams_keep_a_state_too(server: Any) -> None:
+    assert send(server, 0, "s", "start", model="parts") == (200, b"1 2 ")
+    assert send(server, 0, "s", "end", model="parts") == (200, b"3 4 ")
+
+
+def test_killed_instances_end_their_sequences_and_each_caller_is_answered_once(server: Any) -> None:
+    """A caller that gets 200 sees exactly the requests that were answered with 200 since its last start."""
+    wrong: list[Any] = []
+    counts = {"ok": 0, "lost": 0}
+    going = threading.Event()
+
+    def client(n: int) -> None:
+        rng, life = random.Random(n), 0
+        while not going.is_set():
+            life += 1
+            mine: list[int] = []
+            for k in range(rng.randint(1, 20)):
+                status, body = send(server, k, f"{n}.{life}", *("start",) * (k == 0))
+                if status == 200 and body["seen"] == [*mine, k]:
+                    mine.append(k)
+                    counts["ok"] += 1
+                elif status in (410, 503) and body["error"]["code"] in (
+                    "sequence_lost",
+                    "worker_died",
+                    "model_not_ready",
+                ):
+                    counts["lost"] += 1
+                    break
+                else:
+                    wrong.append((status, body))
+                    break
+            else:
+                send(server, -1, f"{n}.{life}", "end")
+
+    clients = [threading.Thread(target=client, args=(n,)) for n in range(8)]
+    for thread in clients:
+        thread.start()
+    for _ in range(4):
+        time.sleep(0.4)
+        status, body = send(server, 0, f"victim{time.monotonic()}", "start", "end")
+        if status == 200:
+            os.kill(body["pid"], signal.SIGKILL)
+    time.sleep(0.5)
+    going.set()
+    for thread in clients:
+        thread.join()
+    assert not wrong, wrong[:3]
+    assert counts["ok"] > 50
+    assert counts["lost"] > 0
+
+
+async def test_sequences_in_a_program() -> None:
+    def predict(items: list[int], sequences: list[SequenceRequest]) -> list[Any]:
+        for item, sequence in zip(items, sequences, strict=True):
+            sequence.state = (sequence.state or 0) + item
+        return [s.state for s in sequences]
+
+    config = ModelConfig(target="predict", transport="inline", batching=BatchingConfig(max_sequences=1))
+    async with Engine() as engine:
+        await engine.load("sum", config, target=predict)
+        assert await engine.infer("sum", 2, sequence=SequenceRequest("a", start=True)) == 2
+        assert await engine.infer("sum", 3, sequence=SequenceRequest("a", end=True)) == 5
+
+
+async def test_a_model_without_sequences_refuses_to_have_them() -> None:
+    config = ModelConfig(target="len", transport="inline", batching=BatchingConfig(max_sequences=1))
+    async with Engine() as engine:
+        with pytest.raises(LoadFailed, match=r"predict\(items, sequences\)"):
+            await engine.load("plain", config, target=lambda items: items)
