@@ -57,6 +57,7 @@ LOADED_IN_A_WORKER = (
     "torchserve.protocol",
     "torchserve.ts",
     "torchserve.handlers",
+    "torchserve.sequence_headers",
 )
 SERVER_SIDE = {
     "asyncio", "click", "grpc", "httptools", "prometheus_client", "psutil", "redis", "rich", "starlette", "uvicorn",

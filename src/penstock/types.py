@@ -42,12 +42,13 @@ SIZES: Final = {
 class SequenceRequest(Struct, omit_defaults=True):
     """One request of a sequence: of requests that an instance answers in order, with a state that it keeps.
 
-    `start` begins the sequence, `end` ends it after this request; both may be set. `state` is set in the worker, for a
-    `predict(items, sequences)`: any value that `predict` stored there before, None at the start.
+    `start` begins the sequence (None: unless it is in progress), `end` ends it after this request; both may be set.
+    `state` is set in the worker, for a `predict(items, sequences)`: any value that `predict` stored there before, None
+    at the start.
     """
 
     id: str
-    start: bool = False
+    start: bool | None = False
     end: bool = False
     state: Any = None
 

@@ -164,13 +164,16 @@ class TorchServeFolder:
         self.env |= {"TMPDIR": str(folder / "tmp"), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "tmp")}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - the server writes on after the command has ended
 
-    def add_model(self, handler: str, version: str = "1.0", file: str = "m.mar") -> None:
-        """Writes an archive of the model "m" with this handler code to the store."""
+    def add_model(self, handler: str, version: str = "1.0", file: str = "m.mar", config: str = "") -> None:
+        """Writes an archive of the model "m" with this handler code and model-config.yaml to the store."""
         (self.folder / "store").mkdir(exist_ok=True)
-        model = {"modelName": "m", "modelVersion": version, "handler": "service.py"}
+        model = {"modelName": file.removesuffix(".mar"), "modelVersion": version, "handler": "service.py"}
+        if config:
+            model["configFile"] = "model-config.yaml"
         with zipfile.ZipFile(self.folder / "store" / file, "w") as mar:
             mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
             mar.writestr("service.py", handler)
+            mar.writestr("model-config.yaml", config)
 
     def configure(self, file: str = "config.properties", **keys: str) -> None:
         """Writes a config.properties with free ports, the store and these keys."""
@@ -250,5 +253,13 @@ class TorchServeFolder:
 def torchserve(tmp_path: Path) -> Iterator[TorchServeFolder]:
     """Runs TorchServe's commands in tmp_path."""
     found = TorchServeFolder(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def torchserve_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchServeFolder]:
+    """`torchserve` with the scope of a test file."""
+    found = TorchServeFolder(tmp_path_factory.mktemp("torchserve"))
     yield found
     found.close()

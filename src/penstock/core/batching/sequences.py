@@ -64,9 +64,9 @@ class SequenceTable:
             )
         name = f"sequence '{asked.id[:100]}'"
         found = self._sequences.get(asked.id)
-        if asked.start:
-            if found is not None:
-                raise Conflict(f"{name} is in progress: end it first, or use another id")
+        if asked.start and found is not None:
+            raise Conflict(f"{name} is in progress: end it first, or use another id")
+        if asked.start is not False and found is None:
             found = self._begin(asked.id)
         elif found is None:
             if asked.id in self._lost:

@@ -131,8 +131,7 @@ class ModelHandle:
         if b.max_sequences:
             limits = SequenceLimits(b.max_sequences, b.sequence_idle_s, b.sequence_backlog)
             if b.policy == "adaptive":  # it learns from requests that any slot may run
-                greedy = structs.replace(b, policy="fixed", max_hold_s=0.0 if b.max_hold_s == "auto" else b.max_hold_s)
-                make_policy = partial(policy_of, greedy)
+                make_policy = partial(policy_of, structs.replace(b, policy="fixed", max_hold_s=0.0))
         scheduler = Scheduler(
             make_policy(),
             max_batch_size=size,

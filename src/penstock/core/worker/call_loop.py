@@ -28,7 +28,14 @@ class CallLoop:
     in between, and the others wait for it.
     """
 
-    def __init__(self, predict: Callable[[list[Any]], Any], batching: BatchingConfig) -> None:
+    def __init__(
+        self,
+        predict: Callable[[list[Any]], Any],
+        batching: BatchingConfig,
+        send_parts_to: Callable[[Callable[[list[Any]], None]], None] | None = None,
+    ) -> None:
+        """`send_parts_to` receives the sink for partial results before each call of `predict`."""
+        self._send_parts_to = send_parts_to
         self.loop = asyncio.new_event_loop()
         self._predict = predict
         self.silence_s = EARLY * batching.run_timeout_s  # the longest time of a batch without a part or an answer
@@ -66,6 +73,8 @@ class CallLoop:
         """Predicts these values; after an error in halves, if no part was sent and the configuration allows it."""
         streamed = call.parts
         try:
+            if self._send_parts_to is not None:
+                self._send_parts_to(lambda parts: call.deliver(zip(places, parts, strict=True)))
             found = self._predict(values)
             if inspect.isawaitable(found):
                 found = await found

@@ -119,7 +119,7 @@ class PythonModel:
     def begin_loop(self, batching: BatchingConfig) -> None:
         """Prepares a loaded model with sequences, or one that runs several items or batches at the same time; does
         nothing to another model. Raises LoadFailed."""
-        if batching.max_sequences:
+        if batching.max_sequences and not getattr(self._model, "__penstock_sequences__", False):
             self._begin_sequences(batching)
             return
         if self.stepped and not (batching.mode == "batch" and hasattr(self._model, "predict")):
@@ -128,20 +128,17 @@ class PythonModel:
         if batching.mode == "continuous":
             raise LoadFailed("mode = 'continuous' needs a model with admit(item) and step(states)")
         rows = batching.concurrency
-        if self.submit is not None or self.send_parts_to is not None or self.prepare is not None:
+        if self.submit is not None or self.prepare is not None:
             if rows != "auto":
                 raise LoadFailed("'concurrency' is for your own predict: this model arranges its batches itself")
         elif rows != 1 and (rows != "auto" or is_async(self.predict)):
             from penstock.core.worker.call_loop import AUTO, CallLoop  # other models do not need asyncio
 
-            self.loop = calls = CallLoop(self.predict, batching)
+            self.loop = calls = CallLoop(self.predict, batching, self.send_parts_to)
             self.submit, self.soon = calls.submit, calls.soon
             self.concurrency = AUTO if rows == "auto" else rows
 
     def _begin_sequences(self, batching: BatchingConfig) -> None:
-        own = getattr(self._model, "__penstock_sequences__", False)  # it finds the sequences in its requests
-        if own:
-            return
         if self.stepped or self.submit is not None or self.send_parts_to is not None or self.prepare is not None:
             raise LoadFailed("max_sequences needs a model with predict(items, sequences)")
         if batching.concurrency not in ("auto", 1):

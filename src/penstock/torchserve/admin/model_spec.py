@@ -27,6 +27,10 @@ from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 WRAPPER: Final = "penstock.torchserve.handlers.handler:HandlerModel"
+CONTINUOUS: Final = "penstock.torchserve.handlers.modes:ContinuousHandlerModel"
+ASYNC: Final = "penstock.torchserve.handlers.modes:AsyncHandlerModel"
+SEQUENCE_IDLE_S: Final = 60.0  # without sequenceMaxIdleMSec
+CALLS: Final = 256  # calls in progress of an asynchronous handler
 NO_TIMEOUT_S: Final = 30 * 24 * 3600.0  # a request's maximum wait if clients have no timeout
 
 
@@ -68,7 +72,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def target(self) -> Wrapped:
-        return Wrapped(None, WRAPPER, {"setup": self.setup})
+        return Wrapped(None, self.config.target, {"setup": self.setup})
 
 
 def requested_settings(registration: RegisterRequest) -> dict[str, Any]:
@@ -163,15 +167,29 @@ def _handler_setup(
 
 
 def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> ModelConfig:
+    sequences: dict[str, Any] = {}
+    target = WRAPPER
+    if settings.continuous_batching:
+        target = CONTINUOUS
+    elif settings.async_communication:
+        target = ASYNC
+    if settings.sequence_batching:  # TorchServe divides the sequences among the workers, too
+        sequences = {
+            "max_sequences": max(1, settings.max_num_sequence // max(1, settings.min_workers)),
+            "sequence_backlog": max(1, settings.max_sequence_job_queue_size),
+            "sequence_idle_s": settings.sequence_max_idle / 1000 or SEQUENCE_IDLE_S,
+        }
     return ModelConfig(
-        target=WRAPPER,
+        target=target,
         version=version,
         load_timeout_s=float(settings.startup_timeout),
         trust=settings.trust,
         env=env,
         batching=BatchingConfig(
             policy="fixed" if settings.strict_delay else "adaptive",
-            max_batch_size=settings.batch_size,
+            max_batch_size=1 if target == ASYNC else settings.batch_size,
+            max_active=settings.batch_size,
+            concurrency=CALLS if target == ASYNC else "auto",
             max_hold_s=settings.max_batch_delay / 1000,
             timeout_s=settings.client_timeout / 1000 or NO_TIMEOUT_S,
             max_queue=settings.job_queue_size,
@@ -179,6 +197,7 @@ def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> Model
             retry_split=settings.retry_split,
             idempotent=settings.retry_split,
             run_timeout_s=float(settings.response_timeout),
+            **sequences,
         ),
     )
 

@@ -6,8 +6,9 @@ The keys of model-config.yaml that belong to TorchServe (all others belong to th
 |---|---|
 | minWorkers, maxWorkers, batchSize, maxBatchDelay, responseTimeout, startupTimeout, clientTimeoutInMills, jobQueueSize, deviceType, deviceIds, useVenv, useJobTicket | as in TorchServe |
 | maxRetryTimeoutInSec | only shown by describe; a failing worker is restarted without end, at most every 30 s |
-| sequenceMaxIdleMSec, sequenceTimeoutMSec, maxNumSequence, maxSequenceJobQueueSize | only shown by describe; they have no effect without sequenceBatching |
-| parallelType, parallelLevel above 1, torchrun, continuousBatching, sequenceBatching, asyncCommunication | refused: the handler expects another way of running |
+| continuousBatching, asyncCommunication, sequenceBatching, sequenceMaxIdleMSec, maxNumSequence, maxSequenceJobQueueSize | as in TorchServe, see handlers/modes.py |
+| sequenceTimeoutMSec | only shown by describe, as in TorchServe |
+| parallelType, parallelLevel above 1, torchrun | refused: the handler expects another way of running |
 | overlap, retry_split, strict_delay, trust | Penstock's own |
 
 As in TorchServe, a value of the wrong type is ignored with a warning.
@@ -45,6 +46,9 @@ class ModelSettings(Struct, frozen=True, kw_only=True, rename="camel"):
     parallel_level: Count = 0
     use_venv: bool = False
     use_job_ticket: bool = False
+    continuous_batching: bool = False
+    async_communication: bool = False
+    sequence_batching: bool = False
     sequence_max_idle: Count = field(default=0, name="sequenceMaxIdleMSec")
     sequence_timeout: Count = field(default=0, name="sequenceTimeoutMSec")
     max_num_sequence: Count = 0
@@ -55,12 +59,10 @@ class ModelSettings(Struct, frozen=True, kw_only=True, rename="camel"):
     trust: Literal["none", "pickle"] = "none"
 
 
-_UNSUPPORTED_SWITCHES: Final = ("continuousBatching", "sequenceBatching", "asyncCommunication")
 SEQUENCE_KEYS: Final = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
 _PARALLEL: Final = ("pp", "tp", "pptp", "custom")
 TYPES: Final[dict[str, Any]] = {
     **{each.encode_name: each.type for each in fields(ModelSettings)},
-    **dict.fromkeys(_UNSUPPORTED_SWITCHES, bool),
     "deviceType": Literal["cpu", "gpu"],
 }
 """The type of each key of model-config.yaml."""
@@ -87,7 +89,7 @@ def resolve_settings(
     layers = [{**implied, **yaml}, config, requested] if yaml_wins else [requested, yaml, config]
     chosen = ChainMap(*[dict(layer) for layer in (*layers, defaults)])
     idle = [key for key in SEQUENCE_KEYS if key in yaml]
-    if idle:
+    if idle and not chosen.get("sequenceBatching"):
         log.warning("model=%s keys=%s consequence=no_effect_without_sequenceBatching", model, ",".join(idle))
     values = {each.name: chosen[each.encode_name] for each in fields(ModelSettings) if each.encode_name in chosen}
     values["max_workers"] = max(values["min_workers"], values.get("max_workers", 0))
@@ -96,7 +98,14 @@ def resolve_settings(
 
 def _refuse_unsupported(model: str, yaml: Mapping[str, Any]) -> None:
     """Raises ApiError for keys whose handlers would not run correctly."""
-    found = [key for key in _UNSUPPORTED_SWITCHES if yaml.get(key) is True]
+    found = []
+    if yaml.get("asyncCommunication") is True:
+        others = [key for key in ("continuousBatching", "sequenceBatching") if yaml.get(key) is True]
+        if others:
+            raise ApiError(
+                "InvalidModelException",
+                f"model {model}: model-config.yaml asks for asyncCommunication and {others[0]}; remove one of them",
+            )
     kind = yaml.get("parallelType")
     if isinstance(kind, str) and kind.lower() in _PARALLEL:
         found.append("parallelType")

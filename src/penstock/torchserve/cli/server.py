@@ -30,6 +30,7 @@ from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.metrics.definitions import default_config, read_config
 from penstock.torchserve.metrics.observer import FrontendCounts, TorchServeMetrics
 from penstock.torchserve.metrics.system import measure_of, watch
+from penstock.torchserve.sequence_headers import SEQUENCE_HEADERS
 
 log = logging.getLogger("penstock.cli")
 
@@ -89,6 +90,10 @@ class TorchServe:
         """Returns 0 after a signal. Raises PenstockError if the server cannot start."""
         self._stop.catch()
         properties = self._options.properties
+        for variable, default in SEQUENCE_HEADERS.items():
+            name = getattr(properties, default.replace("request", "header_key"))
+            if name != default:
+                os.environ[variable] = name
         limits = limits_of(properties)
         engine = Engine(limits, self._metrics.observers)
         components = build_components(

@@ -44,9 +44,6 @@ class _IgnoredProperties(Struct, frozen=True, kw_only=True):
     ipex_gpu_enable: bool = False
     initial_distribution_port: Port = 29500
     workflow_store: str | None = None
-    ts_header_key_sequence_id: str = "ts_request_sequence_id"
-    ts_header_key_sequence_start: str = "ts_request_sequence_start"
-    ts_header_key_sequence_end: str = "ts_request_sequence_end"
 
 
 class Properties(_IgnoredProperties, frozen=True, kw_only=True):
@@ -117,6 +114,9 @@ class Properties(_IgnoredProperties, frozen=True, kw_only=True):
     """One line per request in access_log.log."""
     allowed_hosts: list[str] = field(default_factory=list)
     """Names in the Host header that management accepts without tokens, besides localhost and IP addresses."""
+    ts_header_key_sequence_id: str = "ts_request_sequence_id"
+    ts_header_key_sequence_start: str = "ts_request_sequence_start"
+    ts_header_key_sequence_end: str = "ts_request_sequence_end"
     # From the environment only.
     log_location: str = "logs"
     metrics_location: str = "logs"

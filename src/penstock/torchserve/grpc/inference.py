@@ -30,6 +30,7 @@ from penstock.torchserve.grpc.services import HEALTH, INFERENCE, OPEN_INFERENCE,
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.http.flavor import new_id
 from penstock.torchserve.protocol.api import json_text
+from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Item
 
 CODEC: Final = "torchserve_inputs"
@@ -48,6 +49,7 @@ CONTENTS: Final = {
 
 _HealthCheck: Final = message_class(f"{HEALTH}.HealthCheckResponse")
 _Prediction: Final = message_class(f"{INFERENCE}.PredictionResponse")
+_Status: Final = message_class("google.rpc.Status")
 _Ping: Final = message_class(f"{INFERENCE}.TorchServeHealthResponse")
 _Live: Final = message_class(f"{OPEN_INFERENCE}.ServerLiveResponse")
 _Ready: Final = message_class(f"{OPEN_INFERENCE}.ServerReadyResponse")
@@ -97,8 +99,27 @@ class InferenceService:
                 yield _Prediction(prediction=part)
 
     async def StreamPredictions2(self, requests: Any) -> AsyncIterator[Any]:
-        raise GrpcError(Code.UNIMPLEMENTED, "sequences are not served: use Predictions or StreamPredictions")
-        yield  # makes this an async generator
+        """One message per part of each answer, in the order of the requests. A failed request ends with a status in a
+        message; the call goes on. Requests without a sequence share one that the server names."""
+        id_name, start_name, _ = sequence_headers()
+        own = ""
+        async for request in requests:
+            if isinstance(request, GrpcError):
+                raise request
+            headers = []
+            if not request.sequence_id and not own:
+                own = f"ts-seq-{new_id()}"
+                headers.append((start_name, b"true"))
+            id = request.sequence_id or own
+            model, version, item = _submission(request)
+            item.headers = [(id_name, id.encode()), *headers]
+            try:
+                async with aclosing(answer_parts(self._backend, model, version, item)) as parts:
+                    async for part in parts:
+                        yield _Prediction(prediction=part, sequence_id=id)
+            except GrpcError as error:
+                status = _Status(code=error.code.value[0], message=error.details.partition("\n")[0])
+                yield _Prediction(sequence_id=id, status=status)
 
 
 def _submission(request: Any) -> tuple[str, str | None, Item]:

@@ -23,12 +23,17 @@ SendParts = Callable[[list[HandlerAnswer | None]], None]
 
 def batch_answers(returned: Any, context: Any, count: int, limit_bytes: int) -> list[HandlerAnswer]:
     """The answers of a whole batch. Raises BadOutput with TorchServe's message."""
+    check_results(returned, count)
+    return [answer(value, context.request_processor[i], limit_bytes) for i, value in enumerate(returned)]
+
+
+def check_results(returned: Any, count: int) -> None:
+    """Raises BadOutput, with TorchServe's message, unless this is a list of so many results."""
     if not isinstance(returned, list):
         raise BadOutput("Invalid model predict output", detail=f"found a {type(returned).__name__}, expected a list")
     if len(returned) != count:
         detail = f"found {len(returned)} results, expected {count}"
         raise BadOutput("number of batch response mismatched", detail=detail)
-    return [answer(value, context.request_processor[i], limit_bytes) for i, value in enumerate(returned)]
 
 
 def answer(value: Any, processor: Any, limit_bytes: int, part: bool = False) -> HandlerAnswer:

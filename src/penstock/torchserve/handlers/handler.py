@@ -60,6 +60,7 @@ class HandlerModel:
         self._processor: Callable[[dict[str, Any]], Any]
         self._send: SendParts | None = None
         self._steps: HandlerSteps | None = None
+        self.__penstock_sequences__ = True  # it finds the sequences in the headers
         self.__penstock_prepare__: Callable[[list[HandlerRequest]], list[HandlerRequest]] | None = None
 
     def load(self, device: str) -> None:
@@ -142,11 +143,7 @@ class HandlerModel:
         assert self._steps is not None
         if any(request.headers.get(name) == "True" for request in requests for name in SEPARATE_CALLS):
             return requests
-        context = copy.copy(self._context)
-        context.metrics = copy.copy(context.metrics)
-        context.cl_socket = PartialAnswers(self.setup.max_response_size)
-        self._assign(context, requests)
-        return self._steps.preprocess(requests, context)
+        return self._steps.preprocess(requests, self._own_context(requests))
 
     def _run(self, requests: list[HandlerRequest], places: list[int], count: int) -> list[Any]:
         """One call of the handler, for the requests at `places` of a batch of `count`."""
@@ -164,13 +161,25 @@ class HandlerModel:
             else:
                 returned = self._handle([request.inputs for request in requests], context)
             parts.end()
-            answers = batch_answers(returned, context, len(requests), self.setup.max_response_size)
+            answers = self._answers(returned, context, requests)
             context.metrics.add_time("PredictionTime", round((time.perf_counter() - started) * 1000, 2))
         except Exception as e:
             return self._failed(e, len(requests))
         finally:
             parts.end()
         return answers
+
+    def _answers(self, returned: Any, context: Any, requests: list[HandlerRequest]) -> list[Any]:
+        """The answers in what the handler returned. Raises BadOutput."""
+        return batch_answers(returned, context, len(requests), self.setup.max_response_size)
+
+    def _own_context(self, requests: list[HandlerRequest]) -> Any:
+        """A copy of the context for these requests alone."""
+        context = copy.copy(self._context)
+        context.metrics = copy.copy(context.metrics)
+        context.cl_socket = PartialAnswers(self.setup.max_response_size)
+        self._assign(context, requests)
+        return context
 
     def _assign(self, context: Any, requests: list[HandlerRequest]) -> None:
         """Makes this batch the context's batch."""

@@ -6,6 +6,7 @@ as UTF-8; undecodable bodies and all other types become a bytearray. Source: Tor
 
 import json
 import re
+import uuid
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
@@ -15,7 +16,8 @@ from msgspec import Struct, field
 from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import MAX_FIELDS
-from penstock.types import Item, ItemResult
+from penstock.torchserve.sequence_headers import sequence_headers
+from penstock.types import Item, ItemResult, SequenceRequest
 
 QUERY: Final = b":query"  # pseudo-header of routes whose query reaches the handler
 FILE: Final = "application/octet-stream"  # of a form file without a content type
@@ -57,6 +59,18 @@ class TorchServeCodec(Codec):
 
     def __init__(self, model: str, version: str) -> None:
         pass
+
+    @staticmethod
+    def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest:
+        """The sequence of the headers, which begins if it is not in progress. A request without an id begins one of its
+        own; the handler finds its id in the headers."""
+        id_name, start_name, end_name = sequence_headers()
+        sent = {name.lower(): value for name, value in item.headers or ()}
+        id = sent.get(id_name.lower(), b"")
+        if not id:
+            id = f"ts-seq-{uuid.uuid4()}".encode()
+            item.headers = [*(item.headers or ()), (id_name, id), (start_name, b"true")]
+        return SequenceRequest(id.decode("latin-1"), None, sent.get(end_name.lower(), b"").lower() == b"true")
 
     def decode(self, item: Item) -> tuple[HandlerRequest, None]:
         """The handler's request. Raises BadRequest."""

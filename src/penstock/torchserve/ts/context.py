@@ -4,9 +4,10 @@ A worker reuses one Context for every batch; handlers may attach attributes to i
 headers keep the client's spelling.
 """
 
-import os
 import threading
 from typing import Any
+
+from penstock.torchserve.sequence_headers import sequence_headers
 
 
 class Context:
@@ -43,9 +44,8 @@ class Context:
         self.request_processor: Any = None  # a list of RequestProcessor
         self.stopping_criteria: Any = None
         self.cl_socket: Any = None  # sends partial answers
-        self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")
-        self.header_key_sequence_start = os.environ.get("TS_REQUEST_SEQUENCE_START", "ts_request_sequence_start")
-        self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
+        names = (name.decode() for name in sequence_headers())
+        self.header_key_sequence_id, self.header_key_sequence_start, self.header_key_sequence_end = names
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Context) and vars(self) == vars(other)

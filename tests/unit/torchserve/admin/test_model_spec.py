@@ -55,6 +55,7 @@ def test_torchserves_settings_become_the_cores() -> None:
     config = spec_of(yaml=yaml, properties=Properties(job_queue_size=11)).config
     assert config.batching == BatchingConfig(
         max_batch_size=4,
+        max_active=4,
         max_hold_s=0.05,
         timeout_s=1.5,
         max_queue=11,
@@ -63,6 +64,15 @@ def test_torchserves_settings_become_the_cores() -> None:
         run_timeout_s=7.0,
     )
     assert (config.version, config.load_timeout_s, config.transport, config.trust) == ("2.0", 9.0, "process", "none")
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"), [(1, 10), (3, 3), (20, 1)], ids=["one worker", "three workers", "more workers"]
+)
+def test_the_workers_share_the_sequences(workers: int, expected: int) -> None:
+    keys = {"maxNumSequence": 10, "maxSequenceJobQueueSize": 5, "sequenceMaxIdleMSec": 2500, "minWorkers": workers}
+    found = spec_of(yaml={"sequenceBatching": True, **keys}).config.batching
+    assert (found.max_sequences, found.sequence_backlog, found.sequence_idle_s) == (expected, 5, 2.5)
 
 
 def test_without_a_client_timeout_a_request_does_not_expire() -> None:

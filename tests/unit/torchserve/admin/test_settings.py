@@ -114,9 +114,8 @@ def test_keys_of_the_handler_are_ignored(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     "yaml",
     [
-        {"continuousBatching": True},
-        {"sequenceBatching": True},
-        {"asyncCommunication": True},
+        {"asyncCommunication": True, "sequenceBatching": True},
+        {"asyncCommunication": True, "continuousBatching": True},
         {"parallelType": "tp"},
         {"parallelType": "custom"},
         {"parallelLevel": 2},

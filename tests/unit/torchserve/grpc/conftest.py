@@ -38,8 +38,10 @@ class GrpcSite:
         self.port = port
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
 
-    def begin(self, name: str, /, metadata: Any = None, raw: bytes | None = None, **fields: Any) -> Any:
-        """The call, which can be cancelled, awaited or iterated; `raw` replaces the request."""
+    def begin(
+        self, name: str, /, metadata: Any = None, raw: bytes | None = None, requests: Any = None, **fields: Any
+    ) -> Any:
+        """The call, which can be cancelled, awaited or iterated. `raw` replaces the request, `requests` all of them."""
         method = METHODS[name]
         request = services.message_class(method.input_type.full_name)(**fields)
         make = getattr(self.channel, ("stream" if method.client_streaming else "unary") + "_"
@@ -49,8 +51,8 @@ class GrpcSite:
             request_serializer=lambda message: message.SerializeToString() if raw is None else raw,
             response_deserializer=services.message_class(method.output_type.full_name).FromString,
         )
-        if method.client_streaming:  # nothing is sent: at a refused call it is an error of the client's
-            return call(metadata=metadata, timeout=LIMIT_S)
+        if method.client_streaming:  # without `requests` nothing is sent: at a refused call that is the client's error
+            return call(requests, metadata=metadata, timeout=LIMIT_S)
         return call(request, metadata=metadata, timeout=LIMIT_S)
 
     async def __call__(self, name: str, /, metadata: Any = None, raw: bytes | None = None, **fields: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, Quarantined, QueueFull, WorkerDied
 from penstock.torchserve.grpc import calls
-from penstock.torchserve.grpc.services import OPEN_INFERENCE, message_class
+from penstock.torchserve.grpc.services import INFERENCE, OPEN_INFERENCE, message_class
 from penstock.torchserve.protocol.api import error_body
 from support.backend import Call
 
@@ -203,10 +203,29 @@ async def test_parts_are_copied_on_arrival(grpc_site):
         assert (await ask("Predictions", model_name="m")).prediction == b"onetwo"
 
 
-async def test_sequences_are_not_served(grpc_site):
-    async with grpc_site() as ask:
-        shown = ("UNIMPLEMENTED", "sequences are not served: use Predictions or StreamPredictions")
-        assert await ask.refusal("StreamPredictions2", model_name="m") == shown
+async def test_a_stream_of_requests_is_one_sequence_and_a_failure_does_not_end_it(grpc_site):
+    def answer(call):
+        if len(asked) == 1:
+            call.reply(error=ItemFailed("bad"))
+        else:
+            call.reply(b"part", final=False)
+            call.reply(b"end")
+        asked.append(dict(call.item.headers))
+
+    asked = []
+    async with grpc_site({"m": answer}) as ask:
+        request = message_class(f"{INFERENCE}.PredictionsRequest")
+        requests = [request(model_name="m"), request(model_name="m"), request(model_name="m", sequence_id="own")]
+        found = [each async for each in ask.begin("StreamPredictions2", requests=requests)]
+    id = asked[0][b"ts_request_sequence_id"]
+    assert asked == [
+        {b"ts_request_sequence_id": id, b"ts_request_sequence_start": b"true"},
+        {b"ts_request_sequence_id": id},
+        {b"ts_request_sequence_id": b"own"},
+    ]
+    assert [each.prediction for each in found] == [b"part", b"end", b"", b"part", b"end"]
+    assert [each.sequence_id for each in found] == [id.decode()] * 3 + ["own"] * 2
+    assert (found[2].status.code, found[2].status.message) == (14, "Prediction failed")
 
 
 def in_parts(call):

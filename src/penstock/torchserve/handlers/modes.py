@@ -1,0 +1,102 @@
+"""Handlers that run in other ways than one batch at a time; the ways are those of TorchServe 0.12.0.
+
+- `continuousBatching`: each call of `handle` is one step of all active requests. The handler keeps what it needs in
+  `context.cache` under the request's id. Only the first step of a request has its inputs and headers.
+  `context.stopping_criteria[i](result)` decides which requests are done; a handler that sets none ends each at once.
+- `asyncCommunication`: `async def handle`, called with one request at a time; the calls overlap.
+- `sequenceBatching`: the requests of a sequence reach one worker, in order and one at a time. The handler keeps the
+  state, under the sequence's id.
+"""
+
+import inspect
+import logging
+import time
+from typing import Any
+
+from penstock.errors import ItemFailed, PenstockError
+from penstock.torchserve.handlers.answers import STREAMED, PartialAnswers, SendParts, answer, check_results
+from penstock.torchserve.handlers.handler import HandlerModel
+from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
+from penstock.types import Step
+
+log = logging.getLogger("penstock.models")
+
+
+class ContinuousHandlerModel(HandlerModel):
+    """A step model: every step is one call of the handler."""
+
+    def load(self, device: str) -> None:
+        super().load(device)
+        self.__penstock_send_parts_to__(self._collect)
+
+    def _collect(self, parts: list[HandlerAnswer | None]) -> None:
+        """Keeps parts that the handler sends during a step; they leave with those of the step."""
+        for early, part in zip(self._early, parts, strict=True):
+            if part is not None:
+                early.append(bytes(part.body))
+
+    def admit(self, request: HandlerRequest) -> HandlerRequest:
+        return request
+
+    def step(self, requests: list[HandlerRequest]) -> list[Step | PenstockError]:
+        """One call of the handler. Raises the errors of `predict`."""
+        self._early: list[list[bytes]] = [[] for _ in requests]
+        found: list[Any] = self.predict(requests)
+        for i, request in enumerate(requests):
+            request.inputs, request.headers = {}, {}
+            result = found[i]
+            if isinstance(result, HandlerAnswer):
+                found[i] = result = Step(result, True)
+            if isinstance(result, Step) and self._early[i]:
+                result.part.body = b"".join((*self._early[i], result.part.body))
+        return found
+
+    def evict(self, request: HandlerRequest) -> None:
+        """Removes what the handler keeps of a request that ended for any reason."""
+        cache = getattr(self._context, "cache", None)
+        if isinstance(cache, dict):
+            cache.pop(request.id, None)
+
+    def _answers(self, returned: Any, context: Any, requests: list[HandlerRequest]) -> list[Any]:
+        criteria = context.stopping_criteria
+        if not criteria:
+            return super()._answers(returned, context, requests)
+        check_results(returned, len(requests))
+        return [self._stepped(value, criteria, i, context) for i, value in enumerate(returned)]
+
+    def _stepped(self, value: Any, criteria: Any, i: int, context: Any) -> Step | PenstockError:
+        try:
+            done = bool(criteria[i](value))
+        except Exception as e:
+            log.warning("stopping_criteria_failed model=%s", self.setup.model_name, exc_info=e)
+            return ItemFailed("Prediction failed", detail=f"the stopping criteria raised {type(e).__name__}")
+        part = answer(value, context.request_processor[i], self.setup.max_response_size, part=True)
+        if done:
+            part.headers = [(k, "false" if k == STREAMED else v) for k, v in part.headers]
+        return Step(part, done)
+
+
+class AsyncHandlerModel(HandlerModel):
+    """Calls an asynchronous handler with one request at a time, while other calls wait for something else."""
+
+    def predict(self, requests: list[HandlerRequest]) -> Any:
+        """A coroutine; see `HandlerModel.predict`."""
+        return self._called(requests, self._send)
+
+    async def _called(self, requests: list[HandlerRequest], send: SendParts | None) -> list[Any]:
+        context = self._own_context(requests)
+        parts: PartialAnswers = context.cl_socket
+        parts.begin(send, [request.id for request in requests], list(range(len(requests))), len(requests))
+        started = time.perf_counter()
+        try:
+            returned = self._handle([request.inputs for request in requests], context)
+            if inspect.isawaitable(returned):
+                returned = await returned
+            parts.end()
+            answers = self._answers(returned, context, requests)
+            context.metrics.add_time("PredictionTime", round((time.perf_counter() - started) * 1000, 2))
+        except Exception as e:
+            return self._failed(e, len(requests))
+        finally:
+            parts.end()
+        return answers
