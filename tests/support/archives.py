@@ -29,10 +29,13 @@ def write_wheel(folder: Path) -> Path:
     return wheel
 
 
-def write_mar(store: Path, name: str, handler: str) -> None:
-    """Writes the archive of a model with this handler code to the store."""
+def write_mar(store: Path, name: str, handler: str, config: str = "") -> None:
+    """Writes the archive of a model with this handler code and model-config.yaml to the store."""
     store.mkdir(exist_ok=True)
     model = {"modelName": name, "modelVersion": "1.0", "handler": "service.py"}
+    if config:
+        model["configFile"] = "model-config.yaml"
     with zipfile.ZipFile(store / f"{name}.mar", "w") as mar:
         mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
         mar.writestr("service.py", handler)
+        mar.writestr("model-config.yaml", config)
