@@ -102,23 +102,27 @@ class Service(Processes):
     def run(self, model: str, clients: int, seconds: float) -> Sample:
         """Closed loops of so many clients, while the server is awake."""
         with self.awake():
-            return uvloop.run(self._clients(model, clients, seconds))
+            return uvloop.run(streaming_clients(self.port, model, self._request, clients, seconds))
 
-    async def _clients(self, model: str, count: int, seconds: float) -> Sample:
-        loop = asyncio.get_running_loop()
-        end = time.perf_counter() + seconds
-        clients = [Client(model, self._request, random.Random(k), end) for k in range(count)]
-        for client in clients:
-            await loop.create_connection(lambda c=client: c, "127.0.0.1", self.port)
-        await asyncio.wait_for(asyncio.gather(*(client.over for client in clients)), seconds + 60)
-        first = sorted(t for client in clients for t in client.first)
-        latencies = sorted(t for client in clients for t in client.latencies)
-        return {
-            "rate": sum(client.parts for client in clients) / seconds,
-            "first_p50_ms": first[len(first) // 2] * 1e3,
-            "first_p95_ms": first[int(0.95 * len(first))] * 1e3,
-            "p50_ms": latencies[len(latencies) // 2] * 1e3,
-        }
+
+async def streaming_clients(
+    port: int, model: str, request: Callable[[int, random.Random], object], count: int, seconds: float
+) -> Sample:
+    """Closed loops of `count` clients that read every part."""
+    loop = asyncio.get_running_loop()
+    end = time.perf_counter() + seconds
+    clients = [Client(model, request, random.Random(k), end) for k in range(count)]
+    for client in clients:
+        await loop.create_connection(lambda c=client: c, "127.0.0.1", port)
+    await asyncio.wait_for(asyncio.gather(*(client.over for client in clients)), seconds + 60)
+    first = sorted(t for client in clients for t in client.first)
+    latencies = sorted(t for client in clients for t in client.latencies)
+    return {
+        "rate": sum(client.parts for client in clients) / seconds,
+        "first_p50_ms": first[len(first) // 2] * 1e3,
+        "first_p95_ms": first[int(0.95 * len(first))] * 1e3,
+        "p50_ms": latencies[len(latencies) // 2] * 1e3,
+    }
 
 
 class Client(asyncio.Protocol):
