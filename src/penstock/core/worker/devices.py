@@ -60,9 +60,10 @@ def environment(spec: WorkerSpec, device: str, base: Mapping[str, str]) -> tuple
     kind, _, index = device.partition(":")
     if kind == "cuda" and index:
         visible = [d for d in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-        listed = index.isdecimal() and int(index) < len(visible)  # else a UUID, or a number beyond the list
-        env["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if listed else index
-        device = "cuda:0"  # the only visible one
+        numbers = [int(i) for i in index.split(",") if i.isdecimal() and int(i) < len(visible)]
+        listed = len(numbers) == len(index.split(","))  # else a UUID, or a number beyond the list
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] for i in numbers) if listed else index
+        device = "cuda:0"  # the first visible one; a worker of TorchServe's groups sees several
     env.update(spec.config.env)
     return env, device
 

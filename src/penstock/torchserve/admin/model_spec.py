@@ -28,6 +28,7 @@ from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 WRAPPER: Final = "penstock.torchserve.handlers.handler:HandlerModel"
 CONTINUOUS: Final = "penstock.torchserve.handlers.modes:ContinuousHandlerModel"
+GROUP: Final = "penstock.torchserve.handlers.group:GroupHandlerModel"
 ASYNC: Final = "penstock.torchserve.handlers.modes:AsyncHandlerModel"
 SEQUENCE_IDLE_S: Final = 60.0  # without sequenceMaxIdleMSec
 CALLS: Final = 256  # calls in progress of an asynchronous handler
@@ -161,7 +162,8 @@ def _handler_setup(
         "limit_max_image_pixels": properties.limit_max_image_pixels,
         "hidden_env": [properties.blacklist_env_vars] if properties.blacklist_env_vars else [],
         "max_response_size": properties.max_response_size,
-        "overlap": settings.overlap,
+        "overlap": settings.overlap and settings.ranks == 1,
+        "ranks": settings.ranks,
         "retry_split": settings.retry_split,
     }
 
@@ -173,6 +175,10 @@ def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> Model
         target = CONTINUOUS
     elif settings.async_communication:
         target = ASYNC
+    elif settings.ranks > 1:
+        target = GROUP
+        omp_threads = 1 if settings.torchrun is None else settings.torchrun.omp_threads
+        env = {"OMP_NUM_THREADS": str(omp_threads), **env}
     if settings.sequence_batching:  # TorchServe divides the sequences among the workers, too
         sequences = {
             "max_sequences": max(1, settings.max_num_sequence // max(1, settings.min_workers)),

@@ -8,7 +8,8 @@ The keys of model-config.yaml that belong to TorchServe (all others belong to th
 | maxRetryTimeoutInSec | only shown by describe; a failing worker is restarted without end, at most every 30 s |
 | continuousBatching, asyncCommunication, sequenceBatching, sequenceMaxIdleMSec, maxNumSequence, maxSequenceJobQueueSize | as in TorchServe, see handlers/modes.py |
 | sequenceTimeoutMSec | only shown by describe, as in TorchServe |
-| parallelType, parallelLevel above 1, torchrun | refused: the handler expects another way of running |
+| parallelType, parallelLevel, torchrun with nproc-per-node and OMP_NUMBER_THREADS | as in TorchServe, on one machine, see handlers/group.py |
+| the other keys of torchrun | ignored: a group restarts like any worker, on a free port; more than one node is refused |
 | overlap, retry_split, strict_delay, trust | Penstock's own |
 
 As in TorchServe, a value of the wrong type is ignored with a warning.
@@ -29,6 +30,15 @@ from penstock.torchserve.protocol.api import ApiError
 log = logging.getLogger("penstock.compat")
 
 
+class TorchRun(Struct, frozen=True, kw_only=True, rename="kebab"):
+    """The key `torchrun`: `nproc_per_node` processes are one worker, each with so many OpenMP threads."""
+
+    nnodes: Positive = 1
+    node_rank: Count = 0
+    nproc_per_node: Positive = 1
+    omp_threads: Positive = field(default=1, name="OMP_NUMBER_THREADS")
+
+
 class ModelSettings(Struct, frozen=True, kw_only=True, rename="camel"):
     """The settings of one version. As in TorchServe, delays and the client timeout are in ms, other times in s."""
 
@@ -44,6 +54,8 @@ class ModelSettings(Struct, frozen=True, kw_only=True, rename="camel"):
     device_type: Literal["", "cpu", "gpu"] = ""
     device_ids: tuple[Count, ...] = ()
     parallel_level: Count = 0
+    parallel_type: Literal["", "pp", "tp", "pptp", "custom"] = ""
+    torchrun: TorchRun | None = None
     use_venv: bool = False
     use_job_ticket: bool = False
     continuous_batching: bool = False
@@ -58,9 +70,22 @@ class ModelSettings(Struct, frozen=True, kw_only=True, rename="camel"):
     strict_delay: bool = field(default=False, name="strict_delay")
     trust: Literal["none", "pickle"] = "none"
 
+    @property
+    def ranks(self) -> int:
+        """The processes of each worker. With parallelType custom, one process has `parallel_level` GPUs."""
+        if self.parallel_type == "custom":
+            return 1
+        if self.torchrun is not None:
+            return self.torchrun.nproc_per_node
+        return max(1, self.parallel_level if self.parallel_type else 1)
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of each worker on a machine with GPUs."""
+        return max(1, self.parallel_level) if self.parallel_type == "custom" else self.ranks
+
 
 SEQUENCE_KEYS: Final = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
-_PARALLEL: Final = ("pp", "tp", "pptp", "custom")
 TYPES: Final[dict[str, Any]] = {
     **{each.encode_name: each.type for each in fields(ModelSettings)},
     "deviceType": Literal["cpu", "gpu"],
@@ -82,7 +107,6 @@ def resolve_settings(
     With `yaml_wins`, model-config.yaml comes first, then config.properties, then the request, as in TorchServe's code
     (but not in its documentation), and any model-config.yaml implies timeouts of 120 s.
     """
-    _refuse_unsupported(model, yaml)
     implied = {"responseTimeout": 120, "startupTimeout": 120} if yaml else {}
     yaml, config = _valid(model, "model-config.yaml", yaml), _valid(model, "config.properties", config)
     requested = {key: value for key, value in requested.items() if value is not None}
@@ -93,33 +117,24 @@ def resolve_settings(
         log.warning("model=%s keys=%s consequence=no_effect_without_sequenceBatching", model, ",".join(idle))
     values = {each.name: chosen[each.encode_name] for each in fields(ModelSettings) if each.encode_name in chosen}
     values["max_workers"] = max(values["min_workers"], values.get("max_workers", 0))
-    return ModelSettings(**values)
+    settings = ModelSettings(**values)
+    _refuse_unsupported(model, settings)
+    return settings
 
 
-def _refuse_unsupported(model: str, yaml: Mapping[str, Any]) -> None:
-    """Raises ApiError for keys whose handlers would not run correctly."""
-    found = []
-    if yaml.get("asyncCommunication") is True:
-        others = [key for key in ("continuousBatching", "sequenceBatching") if yaml.get(key) is True]
-        if others:
-            raise ApiError(
-                "InvalidModelException",
-                f"model {model}: model-config.yaml asks for asyncCommunication and {others[0]}; remove one of them",
-            )
-    kind = yaml.get("parallelType")
-    if isinstance(kind, str) and kind.lower() in _PARALLEL:
-        found.append("parallelType")
-    level = yaml.get("parallelLevel")
-    if isinstance(level, int) and level > 1:
-        found.append("parallelLevel")
-    if yaml.get("torchrun"):
-        found.append("torchrun")
+def _refuse_unsupported(model: str, settings: ModelSettings) -> None:
+    """Raises ApiError for combinations with which the handler would not run correctly."""
+    found = ""
+    if settings.async_communication and (settings.continuous_batching or settings.sequence_batching):
+        other = "continuousBatching" if settings.continuous_batching else "sequenceBatching"
+        found = f"asyncCommunication and {other}, which exclude each other; remove one of them"
+    elif settings.ranks > 1 and (settings.async_communication or settings.continuous_batching):
+        other = "continuousBatching" if settings.continuous_batching else "asyncCommunication"
+        found = f"{other} and several processes per worker (torchrun, parallelType), which exclude each other here"
+    elif settings.torchrun is not None and (settings.torchrun.nnodes > 1 or settings.torchrun.node_rank):
+        found = "torchrun on more than one node: a group runs on one machine; set nnodes to 1 and node-rank to 0"
     if found:
-        raise ApiError(
-            "InvalidModelException",
-            f"model {model}: model-config.yaml asks for {', '.join(found)}, which is not supported; remove it if the"
-            " handler also runs as one process, one batch at a time",
-        )
+        raise ApiError("InvalidModelException", f"model {model}: model-config.yaml asks for {found}")
 
 
 def _valid(model: str, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +145,9 @@ def _valid(model: str, source: str, values: Mapping[str, Any]) -> dict[str, Any]
         if key not in TYPES or value is None:
             continue
         try:
-            good[key] = convert(value, TYPES[key])
+            good[key] = convert(
+                value.lower() if key == "parallelType" and isinstance(value, str) else value, TYPES[key]
+            )
         except ValidationError:
             bad.append(f"{key}={reprlib.repr(value):.40}")  # YAML aliases can turn 1 KB into GB
     if "maxWorkers" in good and good["maxWorkers"] < good.get("minWorkers", 0):

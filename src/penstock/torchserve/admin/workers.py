@@ -41,14 +41,16 @@ class DeviceAllocator:
             return ("cpu",)
         own = [i for i in settings.device_ids if i < self.gpus]
         if own:
-            return _device_names(own)
+            return _device_names(own, settings.gpus)
         first = self._next
-        self._next = (first + workers) % self.gpus
-        return _device_names([(first + i) % self.gpus for i in range(self.gpus)])
+        self._next = (first + workers * settings.gpus) % self.gpus
+        return _device_names([(first + i) % self.gpus for i in range(self.gpus)], settings.gpus)
 
 
-def _device_names(ids: Sequence[int]) -> tuple[str, ...]:
-    return tuple(f"cuda:{i}" for i in ids)
+def _device_names(ids: Sequence[int], each: int) -> tuple[str, ...]:
+    """The devices of workers with `each` GPUs: whole groups if there are enough, else one with all of them."""
+    starts = range(0, max(1, len(ids) - each + 1), each)
+    return tuple("cuda:" + ",".join(map(str, ids[i : i + each])) for i in starts)
 
 
 class WorkerManager:

@@ -48,6 +48,7 @@ class HandlerSetup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_response_size: int = 6_553_500  # bytes; 0: no limit
     overlap: bool = False
     retry_split: bool = False
+    ranks: int = 1  # processes of a group, see group.py
 
 
 class HandlerModel:

@@ -67,6 +67,8 @@ def test_a_users_omp_wait_policy_is_kept(cores, policy):
     [
         ("cuda:2", {}, "2", "cuda:0"),
         ("cuda:1", {"CUDA_VISIBLE_DEVICES": "4,6"}, "6", "cuda:0"),
+        ("cuda:2,0", {"CUDA_VISIBLE_DEVICES": "4,6,7"}, "7,4", "cuda:0"),
+        ("cuda:2,0", {}, "2,0", "cuda:0"),
         ("cuda", {}, None, "cuda"),
         ("cpu", {}, None, "cpu"),
     ],

@@ -108,6 +108,7 @@ def test_workers_receive_the_settings_of_their_model() -> None:
         "hidden_env": ["SECRET_.*"],
         "max_response_size": 5,
         "overlap": True,
+        "ranks": 1,
         "retry_split": False,
     }
 

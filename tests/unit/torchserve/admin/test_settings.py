@@ -116,16 +116,31 @@ def test_keys_of_the_handler_are_ignored(caplog: pytest.LogCaptureFixture) -> No
     [
         {"asyncCommunication": True, "sequenceBatching": True},
         {"asyncCommunication": True, "continuousBatching": True},
-        {"parallelType": "tp"},
-        {"parallelType": "custom"},
-        {"parallelLevel": 2},
-        {"torchrun": {"nproc-per-node": 4}},
+        {"torchrun": {"nnodes": 2, "nproc-per-node": 2}},
+        {"torchrun": {"node-rank": 1}},
+        {"parallelType": "tp", "parallelLevel": 2, "continuousBatching": True},
     ],
 )
-def test_unsupported_keys_are_refused(yaml: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match=next(iter(yaml))) as found:
+def test_keys_that_cannot_work_together_are_refused(yaml: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=next(iter(yaml)) if "parallelType" not in yaml else "parallelType") as found:
         resolved({}, yaml, {})
     assert found.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("yaml", "ranks", "gpus"),
+    [
+        ({"parallelType": "pp", "parallelLevel": 4}, 4, 4),
+        ({"parallelType": "PPTP", "torchrun": {"nproc-per-node": 2, "rdzv-backend": "c10d"}}, 2, 2),
+        ({"torchrun": {"nproc-per-node": 3}}, 3, 3),
+        ({"parallelType": "custom", "parallelLevel": 2}, 1, 2),
+        ({"parallelLevel": 2}, 1, 1),
+        ({"torchrun": "2"}, 1, 1),
+    ],
+)
+def test_the_processes_and_gpus_of_a_worker(yaml: dict[str, Any], ranks: int, gpus: int) -> None:
+    found = resolved({}, yaml, {})
+    assert (found.ranks, found.gpus) == (ranks, gpus)
 
 
 def test_unsupported_keys_that_are_off_are_accepted() -> None:

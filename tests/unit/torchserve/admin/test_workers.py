@@ -50,6 +50,16 @@ def test_models_use_the_gpus_round_robin() -> None:
     assert devices.take(PLAIN, 3) == ("cuda:2", "cuda:0", "cuda:1")
 
 
+def test_a_worker_that_is_a_group_has_several_gpus() -> None:
+    group = ModelSettings(min_workers=1, max_workers=1, parallel_type="tp", parallel_level=2)
+    devices = DeviceAllocator(5)
+    assert devices.take(group, 1) == ("cuda:0,1", "cuda:2,3")
+    assert devices.take(PLAIN, 1)[0] == "cuda:2"
+    assert DeviceAllocator(1).take(group, 1) == ("cuda:0",)
+    own = ModelSettings(min_workers=1, max_workers=1, parallel_type="tp", parallel_level=2, device_ids=(3, 1))
+    assert devices.take(own, 1) == ("cuda:3,1",)
+
+
 def test_a_model_with_device_ids_uses_them_and_affects_no_others() -> None:
     devices = DeviceAllocator(4)
     own = ModelSettings(min_workers=1, max_workers=1, device_ids=(3, 1, 9))
