@@ -13,7 +13,7 @@ from penstock.pipeline.graph import Graph, ItemRoute, chain_of, check_runnable, 
 from penstock.pipeline.node import SharedState
 from penstock.pipeline.ops.base import NODE_NAME, Fields
 from penstock.pipeline.placement import placed
-from penstock.pipeline.traversal import Done, RunningNode, Traversal
+from penstock.pipeline.traversal import Done, RunningNode, Traversal, connect
 
 LONGEST_NAME = 128  # of a node in an error message, because callers may send any length
 
@@ -46,18 +46,16 @@ class PipelineRunner:
         }
         self._backpressure.on_room = on_room
         self._backpressure.connect(owners)
+        connect(graph, self._nodes)
         bodies: dict[str, Body] = {}
         for name, node in self._nodes.items():
             node.chained = next((self._nodes[after] for after in node.engine.chained), None)
-            following = [self._nodes[after] for after in graph.nodes[name].next]
-            node.followers = [after for after in following if not after.taken.sources]
             if node.filter is not None:
                 for outcome, skipped in (("serial_skip", chain_of), ("subgraph_skip", subgraph_of)):
                     node.skips[outcome] = [self._nodes[other] for other in skipped(graph, name)]
             if node.node.each is not None:
                 first = self._nodes[node.node.each.body]
                 node.body = bodies.setdefault(first.name, Body(graph, first, self._backpressure))
-            node.joins = [n for n in self._nodes.values() if name in n.taken.sources]
         self.width = 0  # most items inside at once, known once it is loaded
         self._state = "LOADING"
         self._emptied = asyncio.Event()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -423,6 +423,14 @@ class RunningNode:
         return type(error)(
             f"node '{self.name}': {error.message}", retry_after_s=error.retry_after_s, detail=error.detail
         )
+
+
+def connect(graph: Graph, nodes: Mapping[str, RunningNode]) -> None:
+    """Sets the followers and joins of all nodes of a graph."""
+    for name, node in nodes.items():
+        following = [nodes[after] for after in graph.nodes[name].next]
+        node.followers = [after for after in following if not after.taken.sources]
+        node.joins = [n for n in nodes.values() if name in n.taken.sources]
 
 
 def read_only(fields: Fields) -> Fields:
