@@ -39,3 +39,16 @@ def write_mar(store: Path, name: str, handler: str, config: str = "") -> None:
         mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
         mar.writestr("service.py", handler)
         mar.writestr("model-config.yaml", config)
+
+
+def write_war(store: Path, name: str, spec: str, functions: str, file: str = "") -> str:
+    """Writes a workflow's archive to the store and returns the archive's name."""
+    store.mkdir(exist_ok=True)
+    workflow = {"workflowName": name, "specFile": "spec.yaml", "handler": "functions.py"}
+    path = store / (file or f"{name}.war")
+    with zipfile.ZipFile(path, "w") as war:
+        manifest = {"createdOn": "1", "workflow": workflow, "archiverVersion": "0.2"}
+        war.writestr("WAR-INF/MANIFEST.json", json.dumps(manifest))
+        war.writestr("spec.yaml", spec)
+        war.writestr("functions.py", functions)
+    return path.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from penstock.torchserve.protocol.api import ApiError, ChangeResult, Group, RegisterRequest
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, Group, RegisterRequest, WorkflowRequest
 
 REFUSED: Final = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 
@@ -24,6 +24,7 @@ class FakeAdministration:
         self.done = ChangeResult("done")
         self.is_healthy = True
         self.names = ["m"]
+        self.workflows = FakeWorkflows(self)
 
     def check_token(self, group: Group, authorization: bytes | None) -> None:
         """Raises ApiError for a wrong header."""
@@ -89,6 +90,10 @@ class FakeAdministration:
         self._find(model, version)
         return self._note("unregister", model, version)
 
+    def note(self, *what: Any) -> ChangeResult:
+        """Records a call."""
+        return self._note(*what)
+
     def _check(self, key: str, authorization: bytes | None) -> None:
         if self.keys is not None and authorization != b"Bearer " + self.keys[key]:
             raise ApiError("InvalidKeyException", REFUSED)
@@ -105,3 +110,30 @@ class FakeAdministration:
             raise self.error
         self.asked.append(what)
         return self.done
+
+
+class FakeWorkflows:
+    """The `Workflows` of a FakeAdministration; knows the workflow "w"."""
+
+    def __init__(self, administration: FakeAdministration) -> None:
+        self._administration = administration
+
+    def page(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
+        """One workflow."""
+        self._administration.note("page", limit, page_token)
+        return [("w", "w.war")], None
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Raises ApiError for an unknown workflow."""
+        if name != "w":
+            raise ApiError("WorkflowNotFoundException", f"Workflow not found: {name}")
+        return {"workflowName": name}
+
+    async def register(self, request: WorkflowRequest) -> ChangeResult:
+        """Accepts any registration."""
+        return self._administration.note("register", request)
+
+    async def unregister(self, name: str) -> ChangeResult:
+        """Raises ApiError for an unknown workflow."""
+        self.describe(name)
+        return self._administration.note("unregister", name)

@@ -8,10 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.torchserve.admin import settings
 from penstock.torchserve.archive.pack import BUILT_IN
+from penstock.torchserve.cli import workflow_archive
 from penstock.torchserve.cli.archive import archive
 from penstock.torchserve.cli.torchserve import parser
 from penstock.torchserve.config.properties import IGNORED, ListenerConfig, Properties
@@ -19,6 +21,7 @@ from penstock.torchserve.http.listener import listener_templates
 from penstock.torchserve.ts import MODULES
 from penstock.torchserve.ts.context import Context
 from penstock.torchserve.ts.metric_cache import MetricsCache
+from penstock.torchserve.workflow.spec import NodeSettings
 from support.torchserve import FakeAdministration
 
 TESTS = Path(__file__).parents[1]
@@ -111,7 +114,14 @@ def test_every_call_of_the_services_has_a_row() -> None:
 def test_every_flag_of_the_commands_has_a_row() -> None:
     assert set(rows("torchserve")) == set(parser()._option_string_actions) - {"-h", "--help"}
     flags = {flag for parameter in archive.params for flag in parameter.opts}
-    assert set(rows("torch-model-archiver")) == flags | {"-h", "--help"}
+    assert set(rows("torch-model-archiver, and penstock archive")) == flags | {"-h", "--help"}
+    flags = {flag for parameter in workflow_archive.archive.params for flag in parameter.opts}
+    assert set(rows("torch-workflow-archiver")) == flags | {"-h", "--help"}
+
+
+def test_every_key_of_a_workflow_has_a_row() -> None:
+    keys = {each.encode_name for each in msgspec.structs.fields(NodeSettings)}
+    assert set(rows("Keys of a workflow's specification")) == {"models", "dag", "url", *keys}
 
 
 def test_every_key_of_a_models_configuration_has_a_row() -> None:

@@ -1,9 +1,11 @@
 """TorchServe's management operations on the engine, behind its HTTP and gRPC APIs."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError, describe
@@ -17,6 +19,9 @@ from penstock.torchserve.admin.workers import DeviceAllocator, WorkerManager
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest
 
+if TYPE_CHECKING:
+    from penstock.torchserve.admin.workflows import Workflows
+
 log = logging.getLogger("penstock.compat")
 
 T = TypeVar("T")
@@ -29,8 +34,11 @@ class Administrator:
 
     `version` None is the default version. Changes of one version run one after the other; unregistering ends a change
     in progress. The constructor takes the parts of the server as keyword arguments: `tokens` None turns token checks
-    off, `snapshots` None writes no snapshots, and `max_workers` is the maximum per version.
+    off, `snapshots` None writes no snapshots, and `max_workers` is the maximum per version. `build_components` sets
+    `workflows`.
     """
+
+    workflows: Workflows
 
     def __init__(
         self,
@@ -94,7 +102,7 @@ class Administrator:
 
     def models(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
         """((name, url) of each default version on the page, by name; the next page's token, None on the last page)."""
-        defaults = self._models.defaults()
+        defaults = [version for version in self._models.defaults() if version.spec.url]  # no functions of workflows
         end = page_token + limit
         page = [(version.name, version.spec.url) for version in defaults[page_token:end]]
         return page, end if end <= len(defaults) else None
@@ -146,7 +154,7 @@ class Administrator:
         self._check_open()
         found = self._models.find(model, version)
         self._models.check_removal(found)
-        await self.change(self._remove(found))
+        await self.change(self.remove(found))
         self.snapshot("snapshot")
         log.info("unregistered model=%s version=%s", found.name, found.version)
         return ChangeResult(f'Model "{found.name}" unregistered')
@@ -191,7 +199,7 @@ class Administrator:
         try:
             await self._opener.install(spec)
         except BaseException:
-            await self._remove(version)
+            await self.remove(version)
             raise
         return version
 
@@ -204,7 +212,7 @@ class Administrator:
         try:
             await self._workers.start(version, version.min_workers, keep=keep)
         except BaseException:
-            await self._remove(version)
+            await self.remove(version)
             raise
         finally:
             self._describer.number(version)
@@ -245,7 +253,7 @@ class Administrator:
         suffix = f", version: {named}" if named is not None else ""
         return ChangeResult(f"Workers scaled to {minimum} for model: {version.name}{suffix}")
 
-    async def _remove(self, version: ModelVersion) -> None:
+    async def remove(self, version: ModelVersion) -> None:
         """Unregisters the version at once, stops its workers after draining, and releases its files and download."""
         if version.gone:
             return
@@ -293,10 +301,12 @@ class Administrator:
             return
         models: dict[str, dict[str, Any]] = {}
         for version in self._models:
+            if version.request is not None and version.request.workflow:
+                continue
             default, weight = self._models.is_default(version), self._models.weight(version)
             state = state_of(version, default=default, weight=weight)
             models.setdefault(version.name, {})[version.version] = state
-        self._snapshots.write(kind, models)
+        self._snapshots.write(kind, models, self.workflows.states())
 
     def stop(self) -> None:
         """Refuses further changes and writes the last snapshot. Call this before closing the engine."""
@@ -312,3 +322,4 @@ class Administrator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(run_in_thread(version.files.close) for version in self._models))
+        await self.workflows.close()

@@ -71,17 +71,15 @@ class ArchiveOpener:
 
     def _open(self, request: VersionRequest) -> tuple[ModelSpec, UnpackedArchive]:
         registration = request.registration
-        url = registration.url
-        if url is None:
-            raise ApiError("BadRequestException", "Parameter url is required.")
-        try:
-            files = self._store.open(url, name=registration.model_name or "", s3_sse_kms=registration.s3_sse_kms)
-        except ArchiveError as e:
-            raise _api_error(e) from e
-        except OSError as e:
-            raise ApiError("InternalServerException", f"Failed to save model: {url}", detail=str(e)) from e
+        url = registration.url or ""
+        if request.functions is not None:
+            files = UnpackedArchive(request.functions)
+        else:
+            files = open_archive(self._store, registration.url, registration.model_name, registration.s3_sse_kms)
         try:
             archive = files.archive
+            if archive.manifest.is_workflow:
+                raise ApiError("InvalidModelException", f"{url} is a workflow: register it with POST /workflows")
             yaml = read_yaml(archive.folder, archive.manifest.config_file)
             source = ArchiveSource(archive, url, mar_name(url), yaml, self._store.packages(files))
             return make_spec(source, self._properties, request, model_metrics=self._model_metrics), files
@@ -110,7 +108,19 @@ class ArchiveOpener:
             try:
                 await run_in_thread(install)
             except ArchiveError as e:
-                raise _api_error(e) from e
+                raise api_error(e) from e
+
+
+def open_archive(store: ModelStore, url: str | None, name: str | None, s3_sse_kms: bool) -> UnpackedArchive:
+    """The unpacked archive of a model or workflow. Raises ApiError."""
+    if url is None:
+        raise ApiError("BadRequestException", "Parameter url is required.")
+    try:
+        return store.open(url, name=name or "", s3_sse_kms=s3_sse_kms)
+    except ArchiveError as e:
+        raise api_error(e) from e
+    except OSError as e:
+        raise ApiError("InternalServerException", f"Failed to save model: {url}", detail=str(e)) from e
 
 
 def mar_name(url: str) -> str:
@@ -137,6 +147,7 @@ def read_yaml(folder: Path, name: str) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
-def _api_error(error: ArchiveError) -> ApiError:
+def api_error(error: ArchiveError) -> ApiError:
+    """The error of an archive as clients know it."""
     kind = next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), "InvalidModelException")
     return ApiError(kind, error.message, detail=error.detail)

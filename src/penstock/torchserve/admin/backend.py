@@ -1,6 +1,9 @@
 """The Backend of TorchServe's listeners: the engine with TorchServe's versions, error texts and job tickets."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from penstock.core.contracts import Ticket
 from penstock.core.engine.calls import release
@@ -10,11 +13,20 @@ from penstock.errors import PenstockError
 from penstock.torchserve.admin.models import PendingRequest, VersionRegistry, submit_error
 from penstock.torchserve.metrics.observer import UNVERSIONED
 from penstock.torchserve.protocol.api import no_worker
+from penstock.torchserve.protocol.codec import WORKFLOW
 from penstock.types import Item, ModelMetadata, ModelStatus, Sink
+
+if TYPE_CHECKING:
+    from penstock.torchserve.admin.workflows import Workflows
 
 
 class ModelsBackend:
-    """See `Backend` in core/contracts.py. `submit` raises ApiError, except for an expired deadline."""
+    """See `Backend` in core/contracts.py. `submit` raises ApiError, except for an expired deadline.
+
+    `build_components` sets `workflows`.
+    """
+
+    workflows: Workflows
 
     def __init__(self, engine: Engine, models: VersionRegistry) -> None:
         self._engine = engine
@@ -32,7 +44,9 @@ class ModelsBackend:
         priority: int = 0,
     ) -> Ticket:
         """Queues one item. Without a version, the default or the traffic split decides. While the first workers load,
-        the item waits for them."""
+        the item waits for them. A name that begins with WORKFLOW is a workflow's."""
+        if model[:1] == WORKFLOW:
+            return self.workflows.submit(model[1:], item, sink)
         try:
             found = self._models.route(model, version)
             label = version or UNVERSIONED
@@ -68,6 +82,8 @@ class ModelsBackend:
 
     def model_ready(self, model: str, version: str | None) -> bool:
         """Raises ApiError."""
+        if model[:1] == WORKFLOW:
+            return self.workflows.ready(model[1:])
         return self._models.find(model, version).ready and not self._engine.draining
 
     def metadata(self, model: str, version: str | None) -> tuple[ModelMetadata, list[str]]:

@@ -59,7 +59,7 @@ class ModelDescriber:
         return {
             "modelName": spec.name,
             "modelVersion": spec.version,
-            "modelUrl": spec.url,
+            "modelUrl": spec.url or None,
             "runtime": spec.runtime,
             "minWorkers": version.min_workers,
             "maxWorkers": version.max_workers,

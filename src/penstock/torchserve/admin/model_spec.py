@@ -36,11 +36,17 @@ NO_TIMEOUT_S: Final = 30 * 24 * 3600.0  # a request's maximum wait if clients ha
 
 
 class VersionRequest(Struct, frozen=True):
-    """A request to register a version. `settings` have the keys of model-config.yaml; None means not given."""
+    """A request to register a version. `settings` have the keys of model-config.yaml; None means not given.
+
+    `workflow` is the name of the workflow whose node the version is. `functions` is the unpacked archive of the
+    workflow if the node is a function; such a version has no URL.
+    """
 
     registration: RegisterRequest
     settings: Mapping[str, Any]
     default_workers: int  # the number of workers if no source sets it
+    workflow: str = ""
+    functions: Archive | None = None
 
 
 class ArchiveSource(Struct, frozen=True):

@@ -60,14 +60,24 @@ class Snapshots:
         self._folder = log_location / "config"
         self._properties = [(key, value) for key, value in properties.items() if key not in _OWN]
 
-    def write(self, kind: SnapshotKind, models: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path | None:
-        """The new file with the models as {name: {version: state}}; on failure logs the error and returns None."""
+    def write(
+        self,
+        kind: SnapshotKind,
+        models: Mapping[str, Mapping[str, Mapping[str, Any]]],
+        workflows: Mapping[str, Any] | None = None,
+    ) -> Path | None:
+        """The new file with the models as {name: {version: state}}, and the workflows as {name: state}.
+
+        On failure logs the error and returns None.
+        """
         now_s = time.time()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = self._new_name(now_s, kind)
             count = sum(len(versions) for versions in models.values())
             snapshot = {"name": file.name, "modelCount": count, "created": int(now_s * 1000), "models": models}
+            if workflows:
+                snapshot["workflows"] = workflows
             text = format_properties([*self._properties, ("model_snapshot", json.dumps(snapshot, indent=2))])
             write_private(file, text)
             for old in _files(self._folder)[:-KEEP]:

@@ -21,6 +21,7 @@ from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
 from penstock.torchserve.admin.snapshots import Snapshots
 from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.admin.workers import usable_gpus
+from penstock.torchserve.admin.workflows import Workflows
 from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.config.properties import Properties, read_properties
 from penstock.torchserve.protocol.api import RegisterRequest
@@ -59,9 +60,12 @@ def build_components(
     """
     store = None if properties.model_store is None else Path(properties.model_store)
     models = VersionRegistry()
-    opener = ArchiveOpener(
-        ModelStore(store, allowed_urls=properties.allowed_urls, cache=cache), properties, model_metrics
-    )
+    model_store = ModelStore(store, allowed_urls=properties.allowed_urls, cache=cache)
+    workflow_store = model_store
+    if properties.workflow_store is not None:
+        folder_of_wars = Path(properties.workflow_store)
+        workflow_store = ModelStore(folder_of_wars, allowed_urls=properties.allowed_urls, cache=cache)
+    opener = ArchiveOpener(model_store, properties, model_metrics)
     gpus = usable_gpus(properties.number_of_gpu)
     tokens = None
     if not properties.disable_token_authorization:
@@ -77,14 +81,17 @@ def build_components(
         snapshots=Snapshots(Path(properties.log_location), _effective(properties, file)) if snapshots else None,
     )
     administrator.opening = 1 if properties.load_models or properties.model_snapshot else 0
-    return ServerComponents(administrator, ModelsBackend(engine, models), opener, properties, gpus, max_workers, tokens)
+    backend = ModelsBackend(engine, models)
+    administrator.workflows = backend.workflows = Workflows(administrator, backend, workflow_store, properties)
+    return ServerComponents(administrator, backend, opener, properties, gpus, max_workers, tokens)
 
 
 def _effective(properties: Properties, file: str | None) -> dict[str, str]:
     """The keys and values of the file, with those that the command line can set."""
     values = {} if file is None else {key: found.value for key, found in read_properties(file).items()}
-    if properties.model_store is not None:
-        values["model_store"] = os.path.abspath(properties.model_store)
+    for key in ("model_store", "workflow_store"):
+        if getattr(properties, key) is not None:
+            values[key] = os.path.abspath(getattr(properties, key))
     for key in ("enable_model_api", "disable_token_authorization"):
         if getattr(properties, key):
             values[key] = "true"
@@ -124,8 +131,10 @@ async def load_startup(components: ServerComponents) -> int:
             weights.setdefault(version.name, {})[version.version] = each.weight
     for version in defaults.values():
         administrator.prefer(version, weights.get(version.name, {}))
+    workflows = (components.properties.model_snapshot or {}).get("workflows")
+    missing = await administrator.workflows.restore(workflows if isinstance(workflows, dict) else {})
     administrator.snapshot("startup")
-    return sum(version is None for version in found)
+    return missing + sum(version is None for version in found)
 
 
 async def _check_archives(components: ServerComponents, wanted: Sequence[_StartupModel]) -> None:

@@ -1,6 +1,7 @@
-"""The manifest of a model archive, MAR-INF/MANIFEST.json.
+"""The manifest of an archive: MAR-INF/MANIFEST.json of a model, WAR-INF/MANIFEST.json of a workflow.
 
-Source: archives written by torch-model-archiver 0.1 to 0.12. Older manifests have further keys; `raw` keeps them all.
+Source: archives written by torch-model-archiver 0.1 to 0.12 and torch-workflow-archiver 0.2. Older manifests have
+further keys; `raw` keeps them all.
 """
 
 import json
@@ -13,11 +14,12 @@ from penstock.errors import ArchiveError
 from penstock.torchserve.archive.safe_unpack import check_name
 
 MANIFEST: Final = "MAR-INF/MANIFEST.json"
+WORKFLOW_MANIFEST: Final = "WAR-INF/MANIFEST.json"
 MAX_MANIFEST_BYTES: Final = 1 << 20  # real manifests have a few hundred bytes
 RUNTIMES: Final = ("python", "python3", "LSP")
 NAME_RULE: Final = "^[A-Za-z0-9][A-Za-z0-9_\\-.]*$"
 MAX_NAME: Final = 128
-SUFFIXES: Final = (".mar", ".tar.gz", ".tgz", ".zip")
+SUFFIXES: Final = (".mar", ".war", ".tar.gz", ".tgz", ".zip")
 
 _NAME = re.compile(NAME_RULE.replace("$", r"\Z"))
 _FILES = {  # attribute: key in the manifest
@@ -32,7 +34,8 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One archive's manifest; an absent field is "".
 
     `handler` is a file with an optional function ("a.py:run", "a:run", "a") or the name of a built-in handler. File
-    names are relative to the archive's root and stay inside it. `raw` is the original JSON.
+    names are relative to the archive's root and stay inside it. `raw` is the original JSON. A workflow's `model_name`
+    is its own name, and its `config_file` the specification.
     """
 
     model_name: str
@@ -48,6 +51,10 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     created_on: str = ""
     archiver_version: str = ""
     raw: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_workflow(self) -> bool:
+        return "workflow" in self.raw and "model" not in self.raw
 
     def to_json(self) -> str:
         """The text of MANIFEST.json without empty fields. Ignores `raw`."""
@@ -88,9 +95,12 @@ def parse_manifest(text: bytes, *, file_name: str = "") -> Manifest:
         raise ArchiveError(f"{MANIFEST} is not JSON: {e}") from None
     if not isinstance(raw, dict):
         raise ArchiveError(f"{MANIFEST} holds a {type(raw).__name__}; expected an object")
-    model = raw.get("model")
+    workflow, model = raw.get("workflow"), raw.get("model")
+    if isinstance(workflow, dict) and model is None:
+        keys = {"modelName": "workflowName", "handler": "handler", "configFile": "specFile"}
+        model = {key: workflow.get(other) for key, other in keys.items()}
     if not isinstance(model, dict):
-        raise ArchiveError(f'{MANIFEST} has no object "model"')
+        raise ArchiveError(f'{MANIFEST} has no object "model", or "workflow" for a workflow')
     runtime = _text(raw, "runtime") or "python"
     if runtime not in RUNTIMES:
         raise ArchiveError(f"{MANIFEST}: runtime is {runtime[:64]!r}; expected one of {', '.join(RUNTIMES)}")

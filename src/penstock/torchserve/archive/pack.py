@@ -1,7 +1,8 @@
-"""Writes model archives as torch-model-archiver 0.12 does: the same members, names and formats."""
+"""Writes archives as torch-model-archiver 0.12 and torch-workflow-archiver 0.2 do: the same members and formats."""
 
 import glob
 import io
+import json
 import logging
 import os
 import shutil
@@ -17,7 +18,13 @@ from msgspec import Struct
 
 from penstock._version import __version__
 from penstock.errors import ArchiveError, nearest
-from penstock.torchserve.archive.manifest import MANIFEST, Manifest, check_model_name, parse_manifest
+from penstock.torchserve.archive.manifest import (
+    MANIFEST,
+    WORKFLOW_MANIFEST,
+    Manifest,
+    check_model_name,
+    parse_manifest,
+)
 from penstock.torchserve.archive.safe_unpack import LIMITS, MemberNames, check_name
 
 log = logging.getLogger("penstock.archive")
@@ -46,6 +53,15 @@ class ArchiveContents(Struct, frozen=True, kw_only=True):
     config_file: str = ""
 
 
+class WorkflowContents(Struct, frozen=True):
+    """The contents of a new workflow archive; absent parts are "". `extra_files` is a comma list of paths and globs."""
+
+    workflow_name: str
+    spec_file: str
+    handler: str = ""
+    extra_files: str = ""
+
+
 def pack(
     contents: ArchiveContents, export_path: Path, archive_format: Format = "default", *, force: bool = False
 ) -> Path:
@@ -53,14 +69,7 @@ def pack(
 
     "no-archive" writes into an existing folder. Raises ArchiveError.
     """
-    check_model_name(contents.model_name)
-    if not export_path.is_dir():
-        raise ArchiveError(f"export path: {export_path} is not a folder; create it, or name an existing one")
-    target = export_path / f"{contents.model_name}{SUFFIX[archive_format]}"
-    if target.exists():
-        if not force:
-            raise ArchiveError(f"{target} already exists; use --force (-f) to overwrite it")
-        log.warning("Overwriting %s ...", target)
+    target = _target(export_path, contents.model_name, SUFFIX[archive_format], force)
     manifest = _manifest(contents).to_json().encode()
     parse_manifest(manifest)  # never write a manifest that cannot be read
     members = _members(contents)
@@ -77,6 +86,50 @@ def pack(
     return target
 
 
+def pack_workflow(contents: WorkflowContents, export_path: Path, *, force: bool = False) -> Path:
+    """Writes the workflow's archive into the folder `export_path`, completely or not at all, and returns its path.
+
+    Raises ArchiveError.
+    """
+    target = _target(export_path, contents.workflow_name, ".war", force)
+    found: dict[str, Path] = {}
+    _add_file(found, "spec file", contents.spec_file)
+    _add_file(found, "handler", contents.handler)
+    for name, path in _extra_files(contents.extra_files):
+        _add(found, name, path)
+    workflow = {
+        "workflowName": contents.workflow_name,
+        "specFile": os.path.basename(contents.spec_file),
+        "handler": os.path.basename(contents.handler),
+    }
+    tree = {"createdOn": _now(), "workflow": workflow, "archiverVersion": f"penstock {__version__}"}
+    manifest = json.dumps(tree, indent=2).encode()
+    parse_manifest(manifest)
+    _check_members(found, WORKFLOW_MANIFEST)
+    with tempfile.TemporaryDirectory(prefix=f".{contents.workflow_name[:64]}.", dir=export_path) as folder:
+        temporary = Path(folder) / target.name
+        _write_zip(temporary, found, manifest, stored=False, manifest_name=WORKFLOW_MANIFEST)
+        temporary.replace(target)
+    return target
+
+
+def _target(export_path: Path, name: str, suffix: str, force: bool) -> Path:
+    """The path of a new archive. Raises ArchiveError."""
+    check_model_name(name)
+    if not export_path.is_dir():
+        raise ArchiveError(f"export path: {export_path} is not a folder; create it, or name an existing one")
+    target = export_path / f"{name}{suffix}"
+    if target.exists():
+        if not force:
+            raise ArchiveError(f"{target} already exists; use --force (-f) to overwrite it")
+        log.warning("Overwriting %s ...", target)
+    return target
+
+
+def _now() -> str:
+    return datetime.now().strftime("%d/%m/%Y %H:%M:%S")
+
+
 def _manifest(contents: ArchiveContents) -> Manifest:
     names = ("handler", "serialized_file", "model_file", "requirements_file", "config_file")
     files: dict[str, Any] = {name: os.path.basename(getattr(contents, name)) for name in names}
@@ -84,7 +137,7 @@ def _manifest(contents: ArchiveContents) -> Manifest:
         model_name=contents.model_name,
         model_version=contents.version,
         runtime=contents.runtime,
-        created_on=datetime.now().strftime("%d/%m/%Y %H:%M:%S"),
+        created_on=_now(),
         archiver_version=f"penstock {__version__}",
         **files,
     )
@@ -100,12 +153,16 @@ def _members(contents: ArchiveContents) -> dict[str, Path]:
         _add(found, name, path)
     _add_file(found, "requirements file", contents.requirements_file)
     _add_file(found, "config file", contents.config_file)
+    _check_members(found, MANIFEST)
+    return found
+
+
+def _check_members(found: dict[str, Path], manifest: str) -> None:
     if len(found) >= LIMITS.members:
         raise ArchiveError(f"{len(found)} files; an archive has at most {LIMITS.members} members with its manifest")
     names = MemberNames()
-    for name in (*found, MANIFEST):
+    for name in (*found, manifest):
         names.add(check_name(name), folder=False)
-    return found
 
 
 def _add_file(found: dict[str, Path], what: str, path: str) -> None:
@@ -174,12 +231,14 @@ def _folder(folder: Path, prefix: str = "", above: tuple[str, ...] = ()) -> Iter
             yield name, path
 
 
-def _write_zip(target: Path, members: dict[str, Path], manifest: bytes, *, stored: bool) -> None:
+def _write_zip(
+    target: Path, members: dict[str, Path], manifest: bytes, *, stored: bool, manifest_name: str = MANIFEST
+) -> None:
     method = zipfile.ZIP_STORED if stored else zipfile.ZIP_DEFLATED
     with zipfile.ZipFile(target, "x", method, strict_timestamps=False) as archive:
         for name, path in members.items():
             archive.write(path, name)
-        archive.writestr(MANIFEST, manifest)
+        archive.writestr(manifest_name, manifest)
 
 
 def _write_tar(target: Path, model_name: str, members: dict[str, Path], manifest: bytes) -> None:

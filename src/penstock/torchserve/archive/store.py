@@ -22,7 +22,14 @@ from msgspec import Struct
 
 from penstock.errors import ArchiveError, ConfigError
 from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, UrlForbidden
-from penstock.torchserve.archive.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, model_name_from, parse_manifest
+from penstock.torchserve.archive.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    WORKFLOW_MANIFEST,
+    Manifest,
+    model_name_from,
+    parse_manifest,
+)
 from penstock.torchserve.archive.safe_unpack import LIMITS, UnpackLimits, check_name, unpack
 
 _DOWNLOADS: Final = ("http://", "https://")
@@ -44,24 +51,28 @@ def read_folder(folder: Path, *, name: str = "") -> Archive:
     ArchiveError.
     """
     inner = list(folder.iterdir())
-    if len(inner) == 1 and inner[0].is_dir() and inner[0].name != "MAR-INF":
+    if len(inner) == 1 and inner[0].is_dir() and inner[0].name not in ("MAR-INF", "WAR-INF"):
         folder = inner[0]
+    manifest = WORKFLOW_MANIFEST if (folder / WORKFLOW_MANIFEST).is_file() else MANIFEST
     try:
-        with (folder / MANIFEST).open("rb") as f:
+        with (folder / manifest).open("rb") as f:
             text = f.read(MAX_MANIFEST_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return Archive(folder, Manifest(model_name=model_name_from(name or folder.name)), has_manifest=False)
     except OSError as e:
-        raise ArchiveError(f"{MANIFEST} cannot be read: {e.strerror}", detail=str(e)) from None
-    return Archive(folder, parse_manifest(text, file_name=name or folder.name))
+        raise ArchiveError(f"{manifest} cannot be read: {e.strerror}", detail=str(e)) from None
+    try:
+        return Archive(folder, parse_manifest(text, file_name=name or folder.name))
+    except ArchiveError as e:
+        raise ArchiveError(e.message.replace(MANIFEST, manifest), detail=e.detail) from None
 
 
 def unpack_archive(file: BinaryIO, name: str, target: Path, *, limits: UnpackLimits = LIMITS) -> Archive:
-    """Unpacks an open archive into the new folder `target`: a zip if its `name` ends in .mar, else a .tar.gz.
+    """Unpacks an open archive into the new folder `target`: a zip if its `name` ends in .mar or .war, else a .tar.gz.
 
     Raises ArchiveError and then leaves no `target`.
     """
-    unpack(file, target, tar=not name.endswith(".mar"), limits=limits)
+    unpack(file, target, tar=not name.endswith((".mar", ".war")), limits=limits)
     try:
         return read_folder(target, name=name)
     except BaseException:

@@ -3,13 +3,15 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 
-class _Abbreviating(click.Command):
+class Abbreviating(click.Command):
     """A command with unambiguous abbreviations of long flags, as in torch-model-archiver."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -23,7 +25,20 @@ class _Abbreviating(click.Command):
         return super().parse_args(ctx, [expand(word) if word.startswith("--") else word for word in args])
 
 
-@click.command(cls=_Abbreviating, context_settings={"help_option_names": ["-h", "--help"]})
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Ends the command with a message and 1 if the archive cannot be written."""
+    from penstock.errors import ArchiveError
+
+    try:
+        yield
+    except (ArchiveError, OSError) as error:
+        message = error.message if isinstance(error, ArchiveError) else f"the archive cannot be written: {error}"
+        click.echo(f"{click.get_current_context().command_path}: error: {message}", err=True)
+        sys.exit(1)
+
+
+@click.command(cls=Abbreviating, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model-name", required=True, help="The model's name; the archive is MODEL_NAME.mar.")
 @click.option("-v", "--version", required=True, help="The model's version.")
 @click.option(
@@ -55,16 +70,11 @@ def archive(export_path: str, archive_format: Any, force: bool, **contents: str)
 
     Exits with 1 if a file is missing or the archive exists, and with 2 if a flag is wrong.
     """
-    from penstock.errors import ArchiveError
     from penstock.torchserve.archive.pack import ArchiveContents, pack
 
     logging.basicConfig(format="%(levelname)s - %(message)s")
-    try:
+    with exit_on_error():
         pack(ArchiveContents(**contents), Path(export_path or os.getcwd()), archive_format, force=force)
-    except (ArchiveError, OSError) as error:
-        message = error.message if isinstance(error, ArchiveError) else f"the archive cannot be written: {error}"
-        click.echo(f"{click.get_current_context().command_path}: error: {message}", err=True)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

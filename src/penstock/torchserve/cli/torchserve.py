@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("--ts-config", metavar="FILE", help="config.properties; the variable TS_CONFIG_FILE overrides it")
     add("--model-store", metavar="FOLDER", help="folder of the model archives; required unless the file sets it")
-    add("--workflow-store", metavar="FOLDER", help="accepted and ignored")
+    add("--workflow-store", metavar="FOLDER", help="folder of the workflow archives; default: the model store")
     add("--models", nargs="+", metavar="[NAME=]FILE", help="archives of the model store to load, or all")
     add("--log-config", metavar="FILE", help="log4j2 XML file, or a .json or .yaml file for Python's logging")
     add("--cpp-log-config", metavar="FILE", help="accepted and ignored")

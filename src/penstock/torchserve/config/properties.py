@@ -43,7 +43,6 @@ class _IgnoredProperties(Struct, frozen=True, kw_only=True):
     ipex_enable: bool = False
     ipex_gpu_enable: bool = False
     initial_distribution_port: Port = 29500
-    workflow_store: str | None = None
 
 
 class Properties(_IgnoredProperties, frozen=True, kw_only=True):
@@ -65,6 +64,7 @@ class Properties(_IgnoredProperties, frozen=True, kw_only=True):
     grpc_management_max_connection_age_grace_ms: Positive | None = None
     enable_grpc_ssl: bool = False
     model_store: str | None = None
+    workflow_store: str | None = None  # None: the model store
     load_models: list[str] = field(default_factory=list)
     models: Models = field(default_factory=dict)
     model_snapshot: dict[str, Any] | None = None

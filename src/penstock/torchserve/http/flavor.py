@@ -20,6 +20,7 @@ from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.api import Group, error_body
+from penstock.torchserve.protocol.codec import WORKFLOW
 from penstock.torchserve.protocol.openapi import JSON
 from penstock.types import Headers, ItemResult
 
@@ -106,7 +107,7 @@ class TorchServeFlavor:
         for template, names in self._table.matches(segments):
             if template.methods is None or method in template.methods:
                 return _route(template, names, query)
-            if method == "OPTIONS" and template.codec:  # on any inference route, OPTIONS describes the model
+            if method == "OPTIONS" and "model" in names:  # on any inference route, OPTIONS describes the model
                 described = ["predictions", names["model"], *([names["version"]] if "version" in names else [])]
                 if segments != described:
                     return self._search(method, described, query)
@@ -246,7 +247,8 @@ def _route(template: Template, names: dict[str, str], query: bytes) -> GuardedRo
         headers[-1] = (b"url_path", names["url_path"].encode())
     if template.query and query:
         headers.append((b":query", query))
-    return GuardedRoute(template, names.get("model", ""), names.get("version"), names, headers, guard=template.guard)
+    model = WORKFLOW + names["workflow"] if "workflow" in names else names.get("model", "")
+    return GuardedRoute(template, model, names.get("version"), names, headers, guard=template.guard)
 
 
 def _cors(config: ListenerConfig) -> bytes:

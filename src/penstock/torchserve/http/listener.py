@@ -28,6 +28,7 @@ from penstock.torchserve.http.routes import (
     open_inference_actions,
     templates_of,
 )
+from penstock.torchserve.http.workflows import workflow_actions
 from penstock.torchserve.protocol.api import json_body
 from penstock.torchserve.protocol.openapi import JSON, OpenApiResponses, Operation, operations_document
 from penstock.types import ItemResult
@@ -77,6 +78,7 @@ def listener_templates(
         inferring += open_inference_actions() if config.properties.ts_open_inference_protocol else ()
     if "management" in config.groups:
         managing += management_actions(administration, config)
+        managing += workflow_actions(administration, config)
         own = [each.operation for each in managing if each.operation.path.startswith("/models/{model_name}")]
         managing += _model_actions("/models", administration, "RESTful Management API", own)
         unguarded.append(token_action(administration))
@@ -96,6 +98,7 @@ def listener_templates(
 def operation_of(template: Template) -> Operation:
     """The OpenAPI description of an inference route."""
     path = template.path.replace("{model}", "{model_name}").replace("{version}", "{model_version}")
+    path = path.replace("{workflow}", "{workflow_name}")
     words = re.findall(r"(?<=[/:])[a-z][\w-]*", path)  # literal segments and verbs
     prefix = f"{words[0]}_" if re.fullmatch(r"v\d", words[0]) else ""
     prefix += "version_" if "{model_version}" in path else ""

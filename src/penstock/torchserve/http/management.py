@@ -137,8 +137,8 @@ TOKEN: Final = Operation(
 def management_actions(administration: Administrator, config: ListenerConfig) -> tuple[Action, ...]:
     """All routes that need the management key; `token_action` is the route with a key of its own."""
     api = _ManagementApi(administration)
-    register = api.register if config.properties.enable_model_api else _not_allowed
-    unregister = api.unregister if config.properties.enable_model_api else _not_allowed
+    register = api.register if config.properties.enable_model_api else not_allowed
+    unregister = api.unregister if config.properties.enable_model_api else not_allowed
     return (
         Action(LIST, api.list),
         Action(REGISTER, register),
@@ -176,8 +176,8 @@ def _of_version(operation: Operation) -> Operation:
     )
 
 
-async def _not_allowed(request: HttpRequest) -> ItemResult:
-    raise MethodNotAllowed("changing models is off: enable_model_api")
+async def not_allowed(request: HttpRequest) -> ItemResult:
+    raise MethodNotAllowed("changing models and workflows is off: enable_model_api")
 
 
 def _warn(replaced: str) -> None:

@@ -63,6 +63,8 @@ def inference_routes(administration: Administrator, config: ListenerConfig) -> t
         _model_route(config, "/v1/models/{model}:explain", "Explain, KServe V1", EXPLAIN),
         _model_route(config, "/v2/models/{model}/infer", "Predict, KServe V2", PREDICT),
         _model_route(config, "/v2/models/{model}/explain", "Explain, KServe V2", EXPLAIN),
+        _model_route(config, "/wfpredict/{workflow}", "Predict with a workflow", []),
+        _model_route(config, "/wfpredict/{workflow}/{rest...}", "The same", []),
     )
 
 

@@ -18,15 +18,19 @@ STATUS_OF: Final = {
     "InvalidModelException": 400,
     "InvalidKeyException": 400,
     "DownloadArchiveException": 400,
+    "InvalidDAGException": 400,
+    "InvalidWorkflowException": 400,
     "IllegalArgumentException": 403,
     "InvalidModelVersionException": 403,
     "ResourceNotFoundException": 404,
     "ModelNotFoundException": 404,
     "ModelVersionNotFoundException": 404,
+    "WorkflowNotFoundException": 404,
     "MethodNotAllowedException": 405,
     "RequestTimeoutException": 408,
     "ConflictStatusException": 409,
     "InternalServerException": 500,
+    "WorkflowException": 500,
     "ServiceUnavailableException": 503,
 }
 
@@ -72,6 +76,16 @@ class RegisterRequest(Struct, kw_only=True, omit_defaults=True):
     s3_sse_kms: bool = False
 
 
+class WorkflowRequest(Struct, kw_only=True, omit_defaults=True):
+    """The parameters of `POST /workflows`, from the query or the JSON body. None means not given."""
+
+    url: str | None = None
+    workflow_name: str | None = None
+    response_timeout: int | None = None  # s, of each node
+    startup_timeout: int | None = None  # s, of each node
+    s3_sse_kms: bool = False
+
+
 class ChangeResult(Struct, frozen=True):
     """The result of a change: the text of `{"status": ...}`, and 200 (made), 202 (in progress) or 206 (partly made)."""
 
@@ -96,6 +110,12 @@ def model_page(models: list[tuple[str, str]], next_token: int | None) -> dict[st
     """The JSON object of `GET /models` for one page of `Administrator.models`."""
     found = [{"modelName": name, "modelUrl": url} for name, url in models]
     return {"nextPageToken": None if next_token is None else str(next_token), "models": found}
+
+
+def workflow_page(workflows: list[tuple[str, str]], next_token: int | None) -> dict[str, Any]:
+    """The JSON object of `GET /workflows` for one page of `Workflows.page`."""
+    found = [{"workflowName": name, "workflowUrl": url} for name, url in workflows]
+    return {"nextPageToken": None if next_token is None else str(next_token), "workflows": found}
 
 
 def error_body(status: int, kind: str, message: str) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from penstock.errors import BadRequest
 from penstock.serving.protocols.bodies import decode_json, split_type
 from penstock.torchserve.archive.manifest import RUNTIMES
-from penstock.torchserve.protocol.api import ApiError, RegisterRequest
+from penstock.torchserve.protocol.api import ApiError, RegisterRequest, WorkflowRequest
 
 Query = Mapping[str, list[str]]  # as urllib.parse.parse_qs gives it, blank values kept
 Warn = Callable[[str], None]
@@ -39,6 +39,18 @@ def read_registration(query: Query, content_type: str, body: bytes | memoryview,
     synchronous = _boolean("synchronous", values.get("synchronous"))
     s3_sse_kms = bool(_boolean("s3_sse_kms", values.get("s3_sse_kms")))
     return check_registration(RegisterRequest(**given, synchronous=synchronous, s3_sse_kms=s3_sse_kms))
+
+
+def read_workflow(query: Query, content_type: str, body: bytes | memoryview, warn: Warn) -> WorkflowRequest:
+    """The parameters of `POST /workflows`: from its JSON body if it has one, else from its query."""
+    strict = bool(len(body)) and split_type(content_type)[0] == "application/json"
+    values: Mapping[str, Any] = _object(body, '{"url": "workflow.war"}') if strict else _first(query)
+    given: dict[str, Any] = {}
+    for name in ("response_timeout", "startup_timeout"):
+        given[name] = _integer(name, values.get(name), _LEAST[name], warn, strict=strict)
+    given["url"] = "" if values.get("url") == "" else _text("url", values.get("url"))
+    given["workflow_name"] = _text("workflow_name", values.get("workflow_name"))
+    return WorkflowRequest(**given, s3_sse_kms=bool(_boolean("s3_sse_kms", values.get("s3_sse_kms"))))
 
 
 def check_registration(registration: RegisterRequest) -> RegisterRequest:

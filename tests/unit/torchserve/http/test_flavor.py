@@ -220,7 +220,7 @@ async def test_ping_reports_the_health_of_the_administration(method, target):
     "target",
     ["/nope", "/predictions", "/predictions/", "/explanations", "/v2", "/v2/models/m", "/v2/models/m/x", "/invocations",
      "/v2/models/m/versions/1/infer", "/v1/models/m", "/v1/models/m:x", "/models", "/models/m/invoke", "/metrics",
-     "/wfpredict/w", "/predictions//m", "/token", "*"],
+     "/wfpredict", "/predictions//m", "/token", "*"],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_an_unknown_path_is_404(method, target):
