@@ -43,6 +43,7 @@ class Shell:
         asked = re.search(r'127\.0\.0\.1:(\d+)(/[^"\s]*)', line)
         for port, api in PORTS.items() if asked else ():
             line = line.replace(f"http://127.0.0.1:{port}", self._server.url(api))
+        line = line.replace("torch-workflow-archiver", f"{sys.executable} -m penstock.torchserve.cli.workflow_archive")
         script = "\n".join(["set -e", *self._set, line + (" -s -f" if asked else "")])
         done = subprocess.run(
             ["bash", "-c", script], cwd=self._server.folder, env=self._server.env, capture_output=True, text=True
@@ -59,10 +60,10 @@ class Shell:
 def test_every_command_of_the_guide_does_what_it_says(torchserve: Any) -> None:
     shell = Shell(torchserve)
     found = BLOCK.findall(PAGE.read_text())
-    assert {language for language, _ in found} == {"", "python", "properties"}
+    assert {language for language, _ in found} == {"", "python", "properties", "yaml"}
     for language, text in found:
-        if language == "python":
-            name = re.match(r"# (\w+\.py)\n", text)
+        if language in ("python", "yaml"):
+            name = re.match(r"# (\w+\.\w+)\n", text)
             assert name is not None
             (torchserve.folder / name[1]).write_text(text)
         elif language == "properties":
@@ -87,6 +88,8 @@ def test_every_command_of_the_guide_does_what_it_says(torchserve: Any) -> None:
         ("/models/echo/2.0/set-default", {"status": 'Default version successfully updated for model "echo" to "2.0"'}),
         ("/models/echo/1.0", {"status": 'Model "echo" unregistered'}),
         ("/predictions/echo", "2.0: hello"),
+        ("/workflows?url=pair.war", {"status": "Workflow pair has been registered and scaled successfully."}),
+        ("/wfpredict/pair", "2.0: HELLO"),
     ]
     assert re.search(r'^ts_inference_requests_total\{.*model_name="echo".*\} \d', metrics, re.M)
     assert "penstock_request_seconds_count{" in metrics
