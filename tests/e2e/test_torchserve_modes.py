@@ -130,7 +130,7 @@ minWorkers: 2
 maxWorkers: 2
 batchSize: 4
 sequenceBatching: true
-maxNumSequence: 4
+maxNumSequence: {most}
 maxSequenceJobQueueSize: 2
 sequenceMaxIdleMSec: 60000
 """
@@ -140,7 +140,8 @@ sequenceMaxIdleMSec: 60000
 def server(torchserve_all: Any) -> Any:
     torchserve_all.add_model(CONTINUOUS, file="steps.mar", config="continuousBatching: true\nbatchSize: 4\n")
     torchserve_all.add_model(ASYNC, file="later.mar", config="asyncCommunication: true\n")
-    torchserve_all.add_model(SEQUENCES, file="seq.mar", config=SEQUENCE_CONFIG)
+    torchserve_all.add_model(SEQUENCES, file="seq.mar", config=SEQUENCE_CONFIG.format(most=100))
+    torchserve_all.add_model(SEQUENCES, file="few.mar", config=SEQUENCE_CONFIG.format(most=4))
     torchserve_all.configure(default_response_timeout="5")
     torchserve_all.start("--models", "all", "--disable-token-auth", "--enable-model-api")
     return torchserve_all
@@ -239,9 +240,11 @@ def test_errors_of_asynchronous_handlers_are_those_of_others(server: Any) -> Non
     assert (ask(server, "later", b"refuse")[0], ask(server, "later", b"raise")[0]) == (404, 503)
 
 
-def seq(server: Any, body: bytes, id: str = "", end: bool = False) -> tuple[int, str, dict[str, str]]:
+def seq(
+    server: Any, body: bytes, id: str = "", end: bool = False, model: str = "seq"
+) -> tuple[int, str, dict[str, str]]:
     headers = {"ts_request_sequence_id": id} if id else {}
-    return ask(server, "seq", body, **headers, **({"ts_request_sequence_end": "true"} if end else {}))
+    return ask(server, model, body, **headers, **({"ts_request_sequence_end": "true"} if end else {}))
 
 
 def test_a_sequence_sticks_to_its_worker(server: Any) -> None:
@@ -255,18 +258,18 @@ def test_a_sequence_sticks_to_its_worker(server: Any) -> None:
 
 def test_sequences_are_bounded_in_number_and_in_backlog(server: Any) -> None:
     for k in range(4):
-        assert seq(server, b"1", f"s{k}")[0] == 200
-    status, body, _ = seq(server, b"1", "s4")
+        assert seq(server, b"1", f"s{k}", model="few")[0] == 200
+    status, body, _ = seq(server, b"1", "s4", model="few")
     assert (status, "exceeds maxSequenceJobQueueSize" in body) == (503, True)
     with ThreadPoolExecutor(6) as pool:
-        slow = pool.submit(seq, server, b"slow", "s0")
+        slow = pool.submit(seq, server, b"slow", "s0", model="few")
         time.sleep(0.1)
-        others = [pool.submit(seq, server, b"1", "s0") for _ in range(5)]
+        others = [pool.submit(seq, server, b"1", "s0", model="few") for _ in range(5)]
         statuses = sorted(each.result()[0] for each in others)
         assert slow.result()[0] == 200
     assert statuses == [200, 200, 503, 503, 503]
     for k in range(4):
-        assert seq(server, b"1", f"s{k}", end=True)[0] == 200
+        assert seq(server, b"1", f"s{k}", end=True, model="few")[0] == 200
 
 
 def test_a_worker_that_dies_ends_the_sequences_that_it_had(server: Any) -> None:
@@ -310,13 +313,13 @@ def test_describe_shows_the_modes(server: Any) -> None:
         return json.loads(server.fetch(f"{server.url('Management')}/models/{model}")[1])[0]
 
     assert described("steps")["continuousBatching"] is True
-    assert (described("seq")["stateful"], described("seq")["maxNumSequence"]) == (True, 4)
+    assert (described("seq")["stateful"], described("seq")["maxNumSequence"]) == (True, 100)
     assert described("later")["continuousBatching"] is False
 
 
 def test_modes_that_exclude_each_other_are_refused(server: Any) -> None:
-    server.add_model(ASYNC, file="both.mar", config="asyncCommunication: true\nsequenceBatching: true\n")
-    status, body = server.fetch(f"{server.url('Management')}/models?url=both.mar", b"", "POST")
+    server.add_model(ASYNC, file="excluded.mar", config="asyncCommunication: true\nsequenceBatching: true\n")
+    status, body = server.fetch(f"{server.url('Management')}/models?url=excluded.mar", b"", "POST")
     assert (status, "asyncCommunication and sequenceBatching" in body.decode()) == (400, True)
 
 
@@ -343,7 +346,7 @@ def test_both_batchings_together(server: Any) -> None:
 
 
 def test_the_names_of_the_headers_can_be_changed(torchserve: Any) -> None:
-    torchserve.add_model(SEQUENCES, file="seq.mar", config=SEQUENCE_CONFIG)
+    torchserve.add_model(SEQUENCES, file="seq.mar", config=SEQUENCE_CONFIG.format(most=4))
     names = {f"ts_header_key_sequence_{key}": f"my-{key}" for key in ("id", "start", "end")}
     torchserve.configure(**names)
     torchserve.start("--models", "seq.mar", "--disable-token-auth")

@@ -161,13 +161,17 @@ class HandlerModel:
                 started -= prepared.seconds
             else:
                 returned = self._handle([request.inputs for request in requests], context)
-            parts.end()
-            answers = self._answers(returned, context, requests)
-            context.metrics.add_time("PredictionTime", round((time.perf_counter() - started) * 1000, 2))
+            return self._finished(returned, context, requests, started)
         except Exception as e:
             return self._failed(e, len(requests))
         finally:
             parts.end()
+
+    def _finished(self, returned: Any, context: Any, requests: list[HandlerRequest], started_s: float) -> list[Any]:
+        """The answers of a call that returned. Raises BadOutput."""
+        context.cl_socket.end()
+        answers = self._answers(returned, context, requests)
+        context.metrics.add_time("PredictionTime", round((time.perf_counter() - started_s) * 1000, 2))
         return answers
 
     def _answers(self, returned: Any, context: Any, requests: list[HandlerRequest]) -> list[Any]:

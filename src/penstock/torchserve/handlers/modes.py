@@ -92,11 +92,8 @@ class AsyncHandlerModel(HandlerModel):
             returned = self._handle([request.inputs for request in requests], context)
             if inspect.isawaitable(returned):
                 returned = await returned
-            parts.end()
-            answers = self._answers(returned, context, requests)
-            context.metrics.add_time("PredictionTime", round((time.perf_counter() - started) * 1000, 2))
+            return self._finished(returned, context, requests, started)
         except Exception as e:
             return self._failed(e, len(requests))
         finally:
             parts.end()
-        return answers
