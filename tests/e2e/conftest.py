@@ -165,9 +165,16 @@ class TorchServeFolder:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - the server writes on after the command has ended
 
     def add_model(self, handler: str, version: str = "1.0", file: str = "m.mar", config: str = "") -> None:
-        """Writes an archive of the model "m" with this handler code and model-config.yaml to the store."""
+        """Writes an archive with this handler code and model-config.yaml to the store.
+
+        The model's name is the file's up to a hyphen.
+        """
         (self.folder / "store").mkdir(exist_ok=True)
-        model = {"modelName": file.removesuffix(".mar"), "modelVersion": version, "handler": "service.py"}
+        model = {
+            "modelName": file.removesuffix(".mar").partition("-")[0],
+            "modelVersion": version,
+            "handler": "service.py",
+        }
         if config:
             model["configFile"] = "model-config.yaml"
         with zipfile.ZipFile(self.folder / "store" / file, "w") as mar:
