@@ -45,7 +45,7 @@ class ModelsBackend:
     ) -> Ticket:
         """Queues one item. Without a version, the default or the traffic split decides. While the first workers load,
         the item waits for them. A name that begins with WORKFLOW is a workflow's."""
-        if model[:1] == WORKFLOW:
+        if WORKFLOW in model:
             return self.workflows.submit(model[1:], item, sink)
         try:
             found = self._models.route(model, version)
@@ -82,7 +82,7 @@ class ModelsBackend:
 
     def model_ready(self, model: str, version: str | None) -> bool:
         """Raises ApiError."""
-        if model[:1] == WORKFLOW:
+        if WORKFLOW in model:
             return self.workflows.ready(model[1:])
         return self._models.find(model, version).ready and not self._engine.draining
 

@@ -19,7 +19,7 @@ from penstock.serving.protocols.bodies import MAX_FIELDS
 from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Item, ItemResult, SequenceRequest
 
-WORKFLOW: Final = ":"  # before the name of a workflow where a route has a model's name
+WORKFLOW: Final = "/"  # before a workflow's name where a route has a model's, which has no slash
 QUERY: Final = b":query"  # pseudo-header of routes whose query reaches the handler
 FILE: Final = "application/octet-stream"  # of a form file without a content type
 

@@ -56,7 +56,7 @@ async def test_a_workflow_is_registered_asked_described_and_removed(server: Serv
     workflows = await opened(server)
     done = await workflows.register(WorkflowRequest(url="w.war"))
     assert (done.status, done.message) == (200, "Workflow w has been registered and scaled successfully.")
-    assert await server.ask(":w") == "m<hi>!"
+    assert await server.ask("/w") == "m<hi>!"
     administrator = server.components.administrator
     assert administrator.models(100, 0) == ([("w__m", "m.mar")], None)
     (m,), (begin,) = [await administrator.describe(name, None) for name in ("w__m", "w__begin")]
@@ -64,7 +64,7 @@ async def test_a_workflow_is_registered_asked_described_and_removed(server: Serv
     assert (begin["modelUrl"], begin["batchSize"], begin["maxBatchDelay"]) == (None, 1, 0)
     assert workflows.describe("w")["workflowDag"] == "{begin=[m], m=[end]}"
     assert workflows.page(100, 0) == ([("w", "w.war")], None)
-    assert server.components.backend.model_ready(":w", None)
+    assert server.components.backend.model_ready("/w", None)
     assert await refusal(workflows.register(WorkflowRequest(url="w.war"))) == (
         409,
         "ConflictStatusException",
@@ -75,13 +75,13 @@ async def test_a_workflow_is_registered_asked_described_and_removed(server: Serv
     assert not list((server.folder / "cache").glob("[0-9a-f]*"))
     assert await refusal(workflows.unregister("w")) == (404, "WorkflowNotFoundException", "Workflow not found: w")
     with pytest.raises(ApiError, match="Workflow not found: w"):
-        await server.ask(":w")
+        await server.ask("/w")
 
 
 async def test_one_bad_request_fails_alone(server: ServerSetup) -> None:
     workflows = await opened(server)
     await workflows.register(WorkflowRequest(url="w.war"))
-    good, bad = await asyncio.gather(server.result(":w"), server.result(":w", body=b"raise"))
+    good, bad = await asyncio.gather(server.result("/w"), server.result("/w", body=b"raise"))
     assert (good.body, bad.error.status, bad.error.message) == (b"m<hi>!", 500, "Error executing begin")
 
 
@@ -145,13 +145,13 @@ async def test_the_workflow_store_may_be_a_folder_of_its_own(server: ServerSetup
     write_war(server.folder / "wars", "w", CHAIN, FUNCTIONS)
     workflows = server.open(workflow_store=str(server.folder / "wars")).administrator.workflows
     await workflows.register(WorkflowRequest(url="w.war"))
-    assert await server.ask(":w") == "m<hi>!"
+    assert await server.ask("/w") == "m<hi>!"
 
 
 async def test_unregistering_answers_the_requests_in_flight(server: ServerSetup) -> None:
     workflows = await opened(server)
     await workflows.register(WorkflowRequest(url="w.war"))
-    asked = asyncio.create_task(server.ask(":w", body=b"wait"))
+    asked = asyncio.create_task(server.ask("/w", body=b"wait"))
     await asyncio.sleep(0)
     await workflows.unregister("w")
     assert await asked == "m<wait>!"
@@ -173,7 +173,7 @@ async def test_a_snapshot_restores_workflows_with_their_scaled_nodes(server: Ser
     assert snapshot["workflows"] == {"other": {"url": "w.war", "workers": expected}}
     server.open(model_snapshot=json.loads(json.dumps(snapshot)))
     assert await load_startup(server.components) == 0
-    assert await server.ask(":other") == "m<hi>!"
+    assert await server.ask("/other") == "m<hi>!"
     (m,) = await server.components.administrator.describe("other__m", None)
     assert (m["minWorkers"], m["maxWorkers"], len(m["workers"])) == (1, 3, 1)
 

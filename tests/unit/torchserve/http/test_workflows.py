@@ -56,10 +56,11 @@ async def test_changes_need_the_model_api_and_the_management_key(site, administr
 async def test_a_prediction_goes_to_the_workflow_with_the_inference_key(site, administration):
     administration.keys = {"management": b"secret", "inference": b"other", "token": b"third"}
     async with site() as ask:
-        ask.backend.models[":w"] = lambda call: call.reply(b"{}", "application/json")
+        ask.backend.models["/w"] = lambda call: call.reply(b"{}", "application/json")
         for target in ("/wfpredict/w", "/wfpredict/w/1.0"):
             assert (await ask("POST", target, body=b"x" * 100_000)).status == 400
             reply = await ask("POST", target, "Authorization: Bearer other", body=b"x" * 100_000)
             assert (reply.status, reply.body) == (200, b"{}")
+            assert (await ask("POST", "/predictions/%2Fw", "Authorization: Bearer other")).status == 404
             assert (await ask("OPTIONS", target, "Authorization: Bearer other")).status == 405
     assert [name for call in ask.backend.calls for name, _ in call.item.headers if name == b"explain"] == []

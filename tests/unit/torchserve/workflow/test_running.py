@@ -5,7 +5,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.errors import ItemFailed
 from penstock.torchserve.handlers.answers import error_answer
@@ -71,8 +74,6 @@ async def test_a_chain_passes_each_answer_to_the_next_node():
 
 
 async def test_a_join_receives_the_answer_of_each_node_by_name():
-    import msgspec
-
     found: list[Any] = []
 
     def join(call: Call) -> None:
@@ -198,3 +199,35 @@ async def test_closing_answers_the_requests_in_flight_and_refuses_further_ones()
     waiting[0].reply(b"a")
     await closing
     assert [result.body for result in flow.results] == [b"a b"]
+
+
+@given(st.data())
+def test_any_graph_gives_each_node_the_answers_of_the_nodes_before_it_once(data: st.DataObject):
+    count = data.draw(st.integers(1, 7))
+    before = {n: data.draw(st.sets(st.integers(0, n - 1), min_size=1)) for n in range(1, count)}
+    dag = {f"n{n}": [f"n{after}" for after in before if n in before[after]] for n in range(count)}
+    runs: list[str] = []
+
+    def node(name: str) -> Callable[[Call], None]:
+        def answer(call: Call) -> None:
+            runs.append(name)
+            joined = call.item.codec == "torchserve_inputs"
+            inputs = msgspec.msgpack.decode(call.item.payload) if joined else {"body": bytes(call.item.payload)}
+            found = {key: json.loads(value) for key, value in sorted(inputs.items())}
+            call.reply(json.dumps([name, found]).encode())
+
+        return answer
+
+    def expected(n: int) -> Any:
+        answers = {f"n{m}": expected(m) for m in sorted(before.get(n, ()))}
+        found = answers if len(answers) > 1 else {"body": next(iter(answers.values()), 0)}
+        return [f"n{n}", found]
+
+    async def ask() -> Any:
+        flow = Flow(dag, {name: node(name) for name in dag})
+        return json.loads((await flow.ask(b"0")).body)
+
+    found = asyncio.run(ask())
+    last = [n for n in range(count) if not dag[f"n{n}"]]
+    assert found == (expected(last[0]) if len(last) == 1 else {f"n{n}": expected(n) for n in last})
+    assert sorted(runs) == sorted(dag)
