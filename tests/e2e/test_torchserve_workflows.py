@@ -16,8 +16,9 @@ import time
 
 def begin(data, context):
     if data is not None:
-        time.sleep(0.01)
-        return [bytes(data[0]["body"])]
+        body = bytes(data[0]["body"])
+        time.sleep(0.5 if body.startswith(b"slow") else 0.01)
+        return [body]
 
 def size(data, context):
     if data is not None:
@@ -92,6 +93,7 @@ def test_a_workflow_survives_killed_workers_and_a_restart(torchserve: Any) -> No
             (found,) = api.manage("GET", f"/models/w__{name}")[1]
             for worker in found["workers"]:
                 os.kill(worker["pid"], signal.SIGKILL)
+        assert not all(each.done() for each in asked)
         answers = [each.result() for each in asked]
     failed = [answer for answer in answers if answer[0] != 200]
     assert [answer for answer in answers if answer[0] == 200] == [
@@ -100,10 +102,11 @@ def test_a_workflow_survives_killed_workers_and_a_restart(torchserve: Any) -> No
     assert all((status, body["type"]) == (500, "InternalServerException") for status, body in failed), failed
 
     with ThreadPoolExecutor(2) as pool:
-        last = pool.submit(api.predict, large)
-        time.sleep(0.05)
+        slow = b"slow    " + bytes(100_000)
+        last = pool.submit(api.predict, slow)
+        time.sleep(0.1)
         assert torchserve.run("torchserve", "--stop")[0] == 0
-        assert last.result() == expected(large)
+        assert last.result() == expected(slow)  # its later nodes run after the signal
     torchserve.start("--ts-config", str(max((torchserve.folder / "logs" / "config").iterdir())))
     assert api.predict(large) == expected(large)
     assert api.manage("DELETE", "/workflows/w") == (200, {"status": 'Workflow "w" unregistered'})
