@@ -141,11 +141,6 @@ class Workflows:
         log.info("unregistered workflow=%s", name)
         return ChangeResult(f'Workflow "{name}" unregistered')
 
-    async def drain(self, limit_s: float) -> None:
-        """Refuses further requests, and waits for those in flight."""
-        running = [found.running for found in self._found.values() if found.running is not None]
-        await asyncio.gather(*(each.close(limit_s) for each in running))
-
     async def restore(self, states: Mapping[str, Any]) -> int:
         """Registers the workflows of a snapshot, and returns how many are missing, which the log explains."""
         return sum(await asyncio.gather(*(self._restore(name, state) for name, state in states.items())))

@@ -140,11 +140,10 @@ class TorchServe:
     async def _close(self, engine: Engine, components: ServerComponents, listeners: Listeners) -> None:
         """Answers accepted requests, then stops the workers."""
         components.administrator.stop()
-        end = time.monotonic() + DRAIN_S
-        await components.administrator.workflows.drain(DRAIN_S)  # their next nodes still accept requests
         engine.drain()
         if self._administrator is not None:
             await asyncio.sleep(lame_duck_s(_hosts(self._options.properties)))
+        end = time.monotonic() + DRAIN_S
         await asyncio.gather(*(listener.close(DRAIN_S) for listener in listeners.running))
         await engine.close(max(0.0, end - time.monotonic()))
         await components.administrator.close()
