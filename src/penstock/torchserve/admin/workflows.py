@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from penstock.core.contracts import Submitter, Ticket
 from penstock.core.engine.calls import release
 from penstock.errors import ArchiveError, PenstockError, describe
-from penstock.torchserve.admin.archives import open_archive, read_yaml, run_in_thread
+from penstock.torchserve.admin.archives import mar_name, open_archive, read_yaml, run_in_thread
 from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.models import MAX_SHOWN, ModelVersion
 from penstock.torchserve.admin.snapshots import SnapshotKind
@@ -110,7 +110,7 @@ class Workflows:
         """The state of each workflow in a snapshot, from which it can be started again."""
         return {
             name: {
-                "url": found.url,
+                "url": _stored(found.url),
                 "workers": {node: [v.min_workers, v.max_workers] for node, v in found.versions.items()},
             }
             for name, found in self._found.items()
@@ -150,7 +150,7 @@ class Workflows:
         url, workers = (state.get("url"), state.get("workers")) if isinstance(state, dict) else (None, None)
         request = WorkflowRequest(url=url if isinstance(url, str) else None, workflow_name=name)
         try:
-            await self.register(request, workers if isinstance(workers, dict) else None)
+            await self.register(request, workers if isinstance(workers, dict) else {})
         except PenstockError as e:
             log.error("Failed to load workflow: %s: %s", name, e.message)
             return True
@@ -164,7 +164,7 @@ class Workflows:
             raise ApiError("ConflictStatusException", f"Workflow {name} is already registered.")
         self._found[name] = found  # claims the name
         try:
-            await self._start(found, request, workers or {})
+            await self._start(found, request, workers)
         except BaseException:
             del self._found[name]
             await self._remove(found)
@@ -202,13 +202,13 @@ class Workflows:
                 raise _of_workflow(e, request.url) from e
             raise
 
-    async def _start(self, found: _Workflow, request: WorkflowRequest, workers: Mapping[str, Any]) -> None:
+    async def _start(self, found: _Workflow, request: WorkflowRequest, workers: Mapping[str, Any] | None) -> None:
         from penstock.torchserve.workflow.running import RunningWorkflow
 
         nodes = found.spec.nodes
-        requests = {name: self._request(found, node, request) for name, node in nodes.items()}
+        requests = {name: self._request(found, node, request, workers is not None) for name, node in nodes.items()}
         ended = await asyncio.gather(
-            *(self._start_node(found, nodes[name], requests[name], workers.get(name)) for name in nodes),
+            *(self._start_node(found, nodes[name], requests[name], (workers or {}).get(name)) for name in nodes),
             return_exceptions=True,
         )
         failures = [e for e in ended if e is not None]
@@ -220,7 +220,9 @@ class Workflows:
         versions = {name: version.version for name, version in found.versions.items()}
         found.running = RunningWorkflow(found.spec, versions, self._models)
 
-    def _request(self, found: _Workflow, node: WorkflowNode, request: WorkflowRequest) -> VersionRequest:
+    def _request(
+        self, found: _Workflow, node: WorkflowNode, request: WorkflowRequest, restored: bool
+    ) -> VersionRequest:
         archive, s = found.files.archive, node.settings
         settings = {
             "minWorkers": s.workers,
@@ -230,7 +232,8 @@ class Workflows:
             "responseTimeout": request.response_timeout,
             "startupTimeout": request.startup_timeout,
         }
-        registration = RegisterRequest(url=node.url, model_name=node.model)
+        url = _stored(node.url) if restored and node.url is not None else node.url
+        registration = RegisterRequest(url=url, model_name=node.model)
         if node.url is None:
             file = archive.manifest.handler.partition(":")[0]
             manifest = Manifest(model_name=node.model, handler=f"{file}:{node.name}")
@@ -251,7 +254,7 @@ class Workflows:
         if isinstance(workers, list) and len(workers) == 2 and all(type(n) is int and n >= 0 for n in workers):
             version.min_workers, version.max_workers = workers[0], max(workers)
         if version.min_workers:
-            await self._administrator.start(version, keep=False)
+            await self._administrator.start(version, keep=workers is not None)
 
     async def _remove(self, found: _Workflow) -> None:
         if found.running is not None:
@@ -270,6 +273,11 @@ class Workflows:
     async def close(self) -> None:
         """Releases the files of all workflows."""
         await asyncio.gather(*(run_in_thread(found.files.close) for found in self._found.values()))
+
+
+def _stored(url: str) -> str:
+    """The URL with which an archive can be opened again: the store has downloads under their names."""
+    return mar_name(url) if url.startswith(("http://", "https://")) else url
 
 
 def _of_workflow(error: ApiError, url: str | None) -> ApiError:

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
+from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.config.properties import load_properties
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest, WorkflowRequest
 from support.archives import write_war
@@ -185,3 +186,30 @@ async def test_a_snapshot_with_a_wrong_workflow_serves_the_rest(server: ServerSe
     server.open(model_snapshot={"models": models, "workflows": states})
     assert await load_startup(server.components) == 1
     assert await server.ask("m") == "mhi"
+
+
+async def test_a_snapshot_restores_downloaded_archives_from_the_store(
+    server: ServerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.archive("m", code=MODEL)
+    write_war(server.store, "w", CHAIN.replace("m.mar", "https://models.example.com/m.mar"), FUNCTIONS)
+    with monkeypatch.context() as patch:  # as if the downloads had just been made
+        patch.setattr(ModelStore, "locate", lambda store, url, **_: store.root / url.rpartition("/")[2])
+        workflows = server.open(snapshots=True).administrator.workflows
+        await workflows.register(WorkflowRequest(url="https://models.example.com/w.war"))
+    states = workflows.states()
+    await server.close()
+    server.open(model_snapshot={"workflows": states})
+    assert await load_startup(server.components) == 0
+    assert await server.ask("/w") == "m<hi>!"
+
+
+async def test_a_restored_node_whose_workers_fail_stays_registered(server: ServerSetup) -> None:
+    server.archive("m", code="raise OSError")
+    write_war(server.store, "w", CHAIN, FUNCTIONS)
+    workers = {name: [1, 1] for name in ("begin", "m", "end")}
+    components = server.open(model_snapshot={"workflows": {"w": {"url": "w.war", "workers": workers}}})
+    assert await load_startup(server.components) == 0
+    assert components.administrator.workflows.page(100, 0) == ([("w", "w.war")], None)
+    assert not server.components.backend.model_ready("/w", None)
+    assert not server.components.administrator.healthy()
