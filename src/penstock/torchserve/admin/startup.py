@@ -115,7 +115,8 @@ async def load_startup(components: ServerComponents) -> int:
     administrator = components.administrator
     wanted = await _startup_models(components)
     await _check_archives(components, wanted)
-    administrator.opening = len(wanted)
+    workflows = (components.properties.model_snapshot or {}).get("workflows")
+    administrator.opening = len(wanted) + bool(workflows)
     changes = (administrator.change(_load(components, each)) for each in wanted)
     # `change` logs unexpected errors; they do not keep other models from being served.
     ended = await asyncio.gather(*changes, return_exceptions=True)
@@ -131,8 +132,8 @@ async def load_startup(components: ServerComponents) -> int:
             weights.setdefault(version.name, {})[version.version] = each.weight
     for version in defaults.values():
         administrator.prefer(version, weights.get(version.name, {}))
-    workflows = (components.properties.model_snapshot or {}).get("workflows")
     missing = await administrator.workflows.restore(workflows if isinstance(workflows, dict) else {})
+    administrator.opening = 0
     administrator.snapshot("startup")
     return missing + sum(version is None for version in found)
 

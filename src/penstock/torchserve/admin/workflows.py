@@ -38,7 +38,7 @@ class Versions(Protocol):
 
     async def change(self, change: Coroutine[Any, Any, T]) -> T: ...
 
-    async def claim(self, request: VersionRequest) -> ModelVersion: ...
+    async def claim(self, request: VersionRequest, *, at_startup: bool = False) -> ModelVersion: ...
 
     async def start(self, version: ModelVersion, *, keep: bool) -> None: ...
 
@@ -151,8 +151,10 @@ class Workflows:
         request = WorkflowRequest(url=url if isinstance(url, str) else None, workflow_name=name)
         try:
             await self.register(request, workers if isinstance(workers, dict) else {})
-        except PenstockError as e:
-            log.error("Failed to load workflow: %s: %s", name, e.message)
+        except Exception as e:  # an unexpected one does not keep others from being served
+            log.error(
+                "Failed to load workflow: %s: %s", name, e.message if isinstance(e, PenstockError) else describe(e)
+            )
             return True
         return False
 
@@ -246,7 +248,7 @@ class Workflows:
     ) -> None:
         """Raises ApiError. `workers` are the snapshot's [minimum, maximum], or anything that is not."""
         try:
-            version = await self._administrator.claim(request)
+            version = await self._administrator.claim(request, at_startup=workers is not None)
         except PenstockError as e:
             text = f"Workflow Node {node.model} failed to register. Details: {e.message}"
             raise ApiError("WorkflowException", text, detail=e.detail) from e

@@ -172,11 +172,15 @@ async def test_a_snapshot_restores_workflows_with_their_scaled_nodes(server: Ser
     assert (snapshot["models"], snapshot["modelCount"]) == ({}, 0)
     expected = {"begin": [1, 1], "m": [1, 3], "end": [1, 1]}
     assert snapshot["workflows"] == {"other": {"url": "w.war", "workers": expected}}
-    server.open(model_snapshot=json.loads(json.dumps(snapshot)))
-    assert await load_startup(server.components) == 0
+    administrator = server.open(model_snapshot=json.loads(json.dumps(snapshot))).administrator
+    loading = asyncio.create_task(load_startup(server.components))
+    await server.until(lambda: bool(administrator.models(100, 0)[0]))
+    assert not administrator.healthy()
+    assert await loading == 0
+    assert administrator.healthy()
     assert await server.ask("/other") == "m<hi>!"
     (m,) = await server.components.administrator.describe("other__m", None)
-    assert (m["minWorkers"], m["maxWorkers"], len(m["workers"])) == (1, 3, 1)
+    assert (m["minWorkers"], m["maxWorkers"], len(m["workers"]), m["loadedAtStartup"]) == (1, 3, 1, True)
 
 
 @pytest.mark.parametrize("states", [{"w": 3}, {"w": {}}, {"w": {"url": "none.war"}}, {"w": {"url": 4, "workers": []}}])
