@@ -47,10 +47,12 @@ docs: $(VENV)/.docs
 	$(BIN)/python tools/reference_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-PROTOS = src/penstock/torchserve/grpc/protos
+PROTOS = src/penstock/serving/protocols/protos
+TS_PROTOS = src/penstock/torchserve/grpc/protos
+PROTOC = $(BIN)/python -m grpc_tools.protoc --include_imports
 protos: $(VENV)/.dev
-	$(BIN)/python -m grpc_tools.protoc -I $(PROTOS) --include_imports --descriptor_set_out=$(PROTOS)/descriptors.binpb \
-		$(PROTOS)/*.proto
+	$(PROTOC) -I $(PROTOS) --descriptor_set_out=$(PROTOS)/descriptors.binpb $(PROTOS)/*.proto
+	$(PROTOC) -I $(TS_PROTOS) -I $(PROTOS) --descriptor_set_out=$(TS_PROTOS)/descriptors.binpb $(TS_PROTOS)/*.proto health.proto
 
 .PHONY: wrk redis-server java
 java:

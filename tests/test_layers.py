@@ -27,6 +27,7 @@ LAYERS = (
     ("runtimes", "client", "serving.protocols", "serving.lifetime", "serving.logs"),
     ("serving.observe",),
     ("serving.http",),
+    ("serving.grpc",),
     ("streamer", "pipeline", "bulk", "perf"),
     ("torchserve",),
     ("torchpipe",),

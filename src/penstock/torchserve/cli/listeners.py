@@ -23,7 +23,7 @@ from penstock.torchserve.http.routes import Scrape
 from penstock.torchserve.protocol.api import Group
 
 if TYPE_CHECKING:
-    from penstock.torchserve.grpc.server import GrpcServer
+    from penstock.serving.grpc.listener import GrpcListener
 
 log = logging.getLogger("penstock.cli")
 
@@ -76,7 +76,7 @@ class Listeners:
     """All listeners of one server, and the TLS files that they share."""
 
     def __init__(self, components: ServerComponents, limits: LimitsConfig) -> None:
-        self.running: list[HttpServer | GrpcServer] = []
+        self.running: list[HttpServer | GrpcListener] = []
         self.urls: dict[str, str] = {}  # of the HTTP listeners, by group
         self._components = components
         self._properties = components.properties
@@ -120,7 +120,7 @@ class Listeners:
             replace_ssl_context(self._context, context)
         for listener in self.running:
             if not isinstance(listener, HttpServer):
-                listener.reload_tls(pem)
+                listener.reload_tls(*pem)
 
     def close_tls(self) -> None:
         if self._tls_files is not None:
@@ -149,13 +149,14 @@ async def _start_http(listener: HttpServer, address: ListenerAddress, group: Gro
 
 def grpc_listeners(
     components: ServerComponents, limits: LimitsConfig, shares: tuple[int, int], tls_files: Callable[[], TlsFiles]
-) -> Iterable[tuple[GrpcServer, GrpcAddress]]:
+) -> Iterable[tuple[GrpcListener, GrpcAddress]]:
     """The gRPC listeners, not yet started; without grpcio a warning and none. Raises ConfigError.
 
     `shares` are the connections of the inference port and of the management port.
     """
     try:
-        from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
+        from penstock.serving.grpc.listener import GrpcLimits, GrpcTls
+        from penstock.torchserve.grpc.server import make_grpc_listener
     except ModuleNotFoundError as error:
         log.warning("event=no_grpc missing=%s consequence=http_only hint=%s", error.name, install_hint("grpc"))
         return
@@ -163,7 +164,7 @@ def grpc_listeners(
     tls = None
     if properties.enable_grpc_ssl:
         tls_files().context()  # raises ConfigError if key and certificate do not match
-        tls = tls_files().pem()
+        tls = GrpcTls(*tls_files().pem())
     for address, share in zip(grpc_addresses(properties), shares, strict=True):
         bounds = GrpcLimits(
             structs.replace(limits, max_connections=share),
@@ -171,4 +172,4 @@ def grpc_listeners(
             getattr(properties, f"grpc_{address.group}_max_connection_age_grace_ms"),
         )
         config = ListenerConfig(frozenset({address.group}), properties)
-        yield GrpcServer(components.backend, components.administrator, config, bounds, tls=tls), address
+        yield make_grpc_listener(components.backend, components.administrator, config, bounds, tls), address

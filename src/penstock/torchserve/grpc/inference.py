@@ -1,11 +1,11 @@
-"""gRPC services for inference: TorchServe's, the Open Inference Protocol's, and the standard health service.
+"""gRPC services for inference: TorchServe's and the Open Inference Protocol's.
 
 A client's metadata and deadline do not reach the handler. A request whose client left before it began is not run.
 """
 
 import base64
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -14,11 +14,10 @@ from msgspec import Struct
 
 from penstock.core.contracts import Backend
 from penstock.errors import BadOutput, PenstockError
+from penstock.serving.grpc.calls import Code, GrpcError
 from penstock.serving.protocols.oip import unsupported
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.calls import (
-    Code,
-    GrpcError,
     answer_parts,
     log_5xx,
     management_error,
@@ -26,7 +25,7 @@ from penstock.torchserve.grpc.calls import (
     prediction_error,
     whole_answer,
 )
-from penstock.torchserve.grpc.services import HEALTH, INFERENCE, OPEN_INFERENCE, message_class
+from penstock.torchserve.grpc.services import INFERENCE, OPEN_INFERENCE, message_class
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.http.flavor import new_id
 from penstock.torchserve.protocol.api import json_text
@@ -34,8 +33,6 @@ from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Item
 
 CODEC: Final = "torchserve_inputs"
-SERVING: Final = 1
-NOT_SERVING: Final = 2
 CONTENTS: Final = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -47,7 +44,6 @@ CONTENTS: Final = {
     "BYTES": "bytes_contents",
 }  # datatype -> the field with its values; FP16 and BF16 have none
 
-_HealthCheck: Final = message_class(f"{HEALTH}.HealthCheckResponse")
 _Prediction: Final = message_class(f"{INFERENCE}.PredictionResponse")
 _Status: Final = message_class("google.rpc.Status")
 _Ping: Final = message_class(f"{INFERENCE}.TorchServeHealthResponse")
@@ -59,22 +55,6 @@ _Infer: Final = message_class(f"{OPEN_INFERENCE}.ModelInferResponse")
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class HealthService:
-    """The standard health service, without a token. Watch is not served, which clients take for healthy."""
-
-    NAME: Final = f"{HEALTH}.Health"
-
-    def __init__(self, administration: Administrator, services: Iterable[str]) -> None:
-        self._administration = administration
-        self._known = frozenset(("", *services))
-
-    async def Check(self, request: Any) -> Any:
-        """The result of `/ping`, for the server and for each of its services."""
-        if request.service not in self._known:
-            raise GrpcError(Code.NOT_FOUND, f"there is no service {request.service[:200]!r}")
-        return _HealthCheck(status=SERVING if self._administration.healthy() else NOT_SERVING)
-
-
 class InferenceService:
     """TorchServe's inference service. Methods have the names of the calls."""
 
@@ -84,21 +64,21 @@ class InferenceService:
         self._backend = backend
         self._administration = administration
 
-    async def Ping(self, request: Any) -> Any:
+    async def Ping(self, request: Any, context: Any) -> Any:
         status = "Healthy" if self._administration.healthy() else "Unhealthy"
         return _Ping(health=json_text({"status": status}))
 
-    async def Predictions(self, request: Any) -> Any:
+    async def Predictions(self, request: Any, context: Any) -> Any:
         """The whole answer, also of a handler that sends parts."""
         return _Prediction(prediction=await whole_answer(self._backend, *_submission(request)))
 
-    async def StreamPredictions(self, request: Any) -> AsyncIterator[Any]:
+    async def StreamPredictions(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """One message per part that the handler sends."""
         async with aclosing(answer_parts(self._backend, *_submission(request))) as parts:
             async for part in parts:
                 yield _Prediction(prediction=part)
 
-    async def StreamPredictions2(self, requests: Any) -> AsyncIterator[Any]:
+    async def StreamPredictions2(self, requests: Any, context: Any) -> AsyncIterator[Any]:
         """One message per part of each answer, in the order of the requests. A failed request ends with a status in a
         message; the call goes on. Requests without a sequence share one that the server names."""
         id_name, start_name, _ = sequence_headers()
@@ -152,23 +132,23 @@ class OpenInferenceService:
         self._administration = administration
         self._codec = codec  # the HTTP listener's, so that both decode JSON alike
 
-    async def ServerLive(self, request: Any) -> Any:
+    async def ServerLive(self, request: Any, context: Any) -> Any:
         return _Live(live=True)
 
-    async def ServerReady(self, request: Any) -> Any:
+    async def ServerReady(self, request: Any, context: Any) -> Any:
         """Always ready, whatever the state of the models."""
         return _Ready(ready=True)
 
-    async def ModelReady(self, request: Any) -> Any:
+    async def ModelReady(self, request: Any, context: Any) -> Any:
         return _ModelReady(ready=self._is_ready(*model_of(request.name, request.version, "name")))
 
-    async def ModelMetadata(self, request: Any) -> Any:
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:
         name, version = model_of(request.name, request.version)
         self._is_ready(name, version)  # raises for an unknown model or version
         described = await self._administration.describe(name, "all")
         return _Metadata(name=name, versions=[each["modelVersion"] for each in described])
 
-    async def ModelInfer(self, request: Any) -> Any:
+    async def ModelInfer(self, request: Any, context: Any) -> Any:
         """The handler returns `{"id", "model_name", "model_version", "outputs"}`."""
         model, version = model_of(request.model_name, request.model_version)
         if request.raw_input_contents:

@@ -20,27 +20,27 @@ class ManagementService:
     def __init__(self, administration: Administrator) -> None:
         self._administration = administration
 
-    async def DescribeModel(self, request: Any) -> Any:
+    async def DescribeModel(self, request: Any, context: Any) -> Any:
         """The JSON of `GET /models/{m}[/{version}|/all]`."""
         version = request.model_version or None
         customized = request.customized and version != "all"
         described = await self._administration.describe(request.model_name, version, customized=customized)
         return _Response(msg=json_text(described))
 
-    async def ListModels(self, request: Any) -> Any:
+    async def ListModels(self, request: Any, context: Any) -> Any:
         """The JSON of `GET /models`."""
         limit = request.limit if 1 <= request.limit <= PAGE_SIZE else PAGE_SIZE
         page = self._administration.models(limit, max(request.next_page_token, 0))
         return _Response(msg=json_text(model_page(*page)))
 
-    async def RegisterModel(self, request: Any) -> Any:
+    async def RegisterModel(self, request: Any, context: Any) -> Any:
         """Returns before the workers are up, unless `synchronous` is set."""
         sent = {name: getattr(request, name) for name in RegisterRequest.__struct_fields__}
         given = {k: v for k, v in sent.items() if isinstance(v, bool) or (v if isinstance(v, str) else v > 0)}
         change = await self._administration.register(check_registration(RegisterRequest(**given)))
         return _response(change)
 
-    async def ScaleWorker(self, request: Any) -> Any:
+    async def ScaleWorker(self, request: Any, context: Any) -> Any:
         """Cannot scale to zero workers: 0 means the default, 1."""
         change = await self._administration.scale(
             request.model_name,
@@ -51,10 +51,10 @@ class ManagementService:
         )
         return _response(change)
 
-    async def SetDefault(self, request: Any) -> Any:
+    async def SetDefault(self, request: Any, context: Any) -> Any:
         return _response(await self._administration.set_default(request.model_name, request.model_version))
 
-    async def UnregisterModel(self, request: Any) -> Any:
+    async def UnregisterModel(self, request: Any, context: Any) -> Any:
         if not request.model_name:
             raise ApiError("BadRequestException", "Parameter url is required.")
         return _response(await self._administration.unregister(request.model_name, request.model_version or None))

@@ -109,7 +109,9 @@ async def test_all_listeners_use_changed_files_after_a_reload(
 
 
 def test_without_grpcio_there_is_one_warning_and_no_listener(monkeypatch, caplog):
-    for name in [name for name in sys.modules if name.startswith("penstock.torchserve.grpc")]:
+    for name in [
+        name for name in sys.modules if name.startswith(("penstock.serving.grpc", "penstock.torchserve.grpc"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "grpc", None)
     assert listeners(Properties()) == []

@@ -11,9 +11,10 @@ import pytest
 
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ModelNotFound
+from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.grpc import services
-from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
+from penstock.torchserve.grpc.server import make_grpc_listener
 from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 
@@ -31,7 +32,9 @@ METHODS = {method.name: method for name in SERVICES for method in services.servi
 class GrpcSite:
     """A running listener: `await site(call, metadata=..., **fields)` returns the answer, or a list for a stream."""
 
-    def __init__(self, administration: FakeAdministration, backend: FakeBackend, server: GrpcServer, port: int) -> None:
+    def __init__(
+        self, administration: FakeAdministration, backend: FakeBackend, server: GrpcListener, port: int
+    ) -> None:
         self.administration = administration
         self.backend = backend
         self.server = server
@@ -91,7 +94,7 @@ def grpc_site(administration: FakeAdministration) -> Callable[..., Any]:
         keys = {"enable_model_api": True, "ts_open_inference_protocol": True} | keys
         config = ListenerConfig(groups, Properties(**keys))
         limits = GrpcLimits(LimitsConfig(max_body_bytes=max_request_bytes, max_connections=100))
-        server = GrpcServer(backend, administration, config, limits)
+        server = make_grpc_listener(backend, administration, config, limits)
         site = GrpcSite(administration, backend, server, await server.start("127.0.0.1", 0, "a_key"))
         try:
             yield site

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.serving.grpc.calls import GrpcError, code_of
 from penstock.torchserve.grpc.calls import (
-    GrpcError,
-    code_of,
     management_error,
     model_of,
     prediction_error,

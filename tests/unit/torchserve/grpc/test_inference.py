@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, Quarantined, QueueFull, WorkerDied
-from penstock.torchserve.grpc import calls
+from penstock.serving.grpc import calls
 from penstock.torchserve.grpc.services import INFERENCE, OPEN_INFERENCE, message_class
 from penstock.torchserve.protocol.api import error_body
 from support.backend import Call

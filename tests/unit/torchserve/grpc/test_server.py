@@ -11,8 +11,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
+from penstock.serving.grpc.listener import GrpcLimits, GrpcTls
 from penstock.torchserve.config.properties import ListenerConfig, Properties
-from penstock.torchserve.grpc.server import GrpcLimits, GrpcServer
+from penstock.torchserve.grpc.server import make_grpc_listener
 from support.backend import FakeBackend
 
 TLS = Path(__file__).parents[3] / "tls"
@@ -32,7 +33,7 @@ async def ping(channel):
 async def test_a_port_in_use_is_refused_with_its_key(administration, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS)
+        server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS)
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: the address is in use.*with grpc_inference_port"):
             await server.start("127.0.0.1", port, "grpc_inference_port")
         await server.close(0.0)
@@ -40,7 +41,7 @@ async def test_a_port_in_use_is_refused_with_its_key(administration, capfd):
 
 async def test_two_servers_do_not_share_a_port(grpc_site, administration, capfd):
     async with grpc_site() as ask:
-        server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS)
+        server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS)
         with pytest.raises(ConfigError):
             await server.start("127.0.0.1", ask.port, "grpc_inference_port")
         await server.close(0.0)
@@ -48,7 +49,7 @@ async def test_two_servers_do_not_share_a_port(grpc_site, administration, capfd)
 
 async def test_a_unix_socket_is_removed_at_the_end(administration, tmp_path):
     path = tmp_path / "s"
-    server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS)
+    server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS)
     await server.start(f"unix:{path}", 0, "grpc_inference_address")
     try:
         assert b"Healthy" in await ping(grpc.aio.insecure_channel(f"unix:{path}"))
@@ -59,7 +60,7 @@ async def test_a_unix_socket_is_removed_at_the_end(administration, tmp_path):
 
 async def test_a_tls_listener_speaks_only_tls(administration):
     certificate, key = ((TLS / name).read_bytes() for name in ("cert.pem", "key.pem"))
-    server = GrpcServer(FakeBackend(), administration, INFERENCE, LIMITS, tls=(key, certificate))
+    server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS, GrpcTls(key, certificate))
     port = await server.start("127.0.0.1", 0, "a_key")
     try:
         trusting = grpc.ssl_channel_credentials(certificate)
@@ -94,7 +95,7 @@ async def test_calls_that_outlast_the_drain_are_cancelled(grpc_site, wait_until)
 
 async def test_old_connections_are_closed(administration):
     limits = GrpcLimits(LIMITS.limits, max_age_ms=100, max_age_grace_ms=100)
-    server = GrpcServer(FakeBackend({"m": lambda call: None}), administration, INFERENCE, limits)
+    server = make_grpc_listener(FakeBackend({"m": lambda call: None}), administration, INFERENCE, limits)
     port = await server.start("127.0.0.1", 0, "a_key")
     try:
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
@@ -113,7 +114,7 @@ async def test_old_connections_are_closed(administration):
 )
 async def test_a_silent_connection_is_closed(administration, limit, sent, word):
     limits = GrpcLimits(LimitsConfig(**{limit: 0.1}))
-    server = GrpcServer(FakeBackend(), administration, INFERENCE, limits)
+    server = make_grpc_listener(FakeBackend(), administration, INFERENCE, limits)
     port = await server.start("127.0.0.1", 0, "a_key")
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -126,7 +127,7 @@ async def test_a_silent_connection_is_closed(administration, limit, sent, word):
 
 
 async def test_more_connections_than_allowed_are_closed(administration):
-    server = GrpcServer(FakeBackend(), administration, INFERENCE, GrpcLimits(LimitsConfig(max_connections=3)))
+    server = make_grpc_listener(FakeBackend(), administration, INFERENCE, GrpcLimits(LimitsConfig(max_connections=3)))
     port = await server.start("127.0.0.1", 0, "a_key")
     silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import grpc
 import pytest
@@ -117,8 +116,6 @@ async def test_health_reports_the_state_of_the_models(grpc_site, administration)
 
 # ---- messages and services
 
-PROTOS = Path(services.__file__).parent / "protos"
-
 # What clients that were made from TorchServe's own protos send and expect.
 FIELDS = {
     "inference.PredictionsRequest": "1 model_name string, 2 model_version string, 3 input map, 4 sequence_id string",
@@ -209,18 +206,3 @@ def test_a_prediction_has_torchserves_wire_format():
     wire = b"\x0a\x01m\x12\x011\x1a\x09\x0a\x04data\x12\x01x"
     assert request(model_name="m", model_version="1", input={"data": b"x"}).SerializeToString() == wire
     assert dict(request.FromString(wire).input) == {"data": b"x"}
-
-
-def test_the_descriptors_match_the_protos(tmp_path):
-    protoc = pytest.importorskip("grpc_tools.protoc")
-    includes = [f"-I{PROTOS}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
-    files = [str(path) for path in sorted(PROTOS.glob("*.proto"))]
-    written = tmp_path / "descriptors.binpb"
-    assert protoc.main(["", *includes, "--include_imports", f"--descriptor_set_out={written}", *files]) == 0
-    from google.protobuf.descriptor_pb2 import FileDescriptorSet
-
-    ours = {f.name: f for f in FileDescriptorSet.FromString((PROTOS / "descriptors.binpb").read_bytes()).file}
-    fresh = {f.name: f for f in FileDescriptorSet.FromString(written.read_bytes()).file}
-    own = {name for name in ours if not name.startswith("google/protobuf/")}  # those are of the version of protoc
-    assert own == {name for name in fresh if not name.startswith("google/protobuf/")}
-    assert all(ours[name] == fresh[name] for name in own), "write them anew with: make protos"

@@ -1,0 +1,103 @@
+"""What every gRPC call shares: the status of an error, and the parts of an answer."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Final
+
+import grpc
+
+from penstock.core.contracts import Ticket
+from penstock.errors import QueueFull
+from penstock.types import ItemResult, Sink
+
+Code = grpc.StatusCode
+
+UNREAD_BYTES: Final = 16 * 2**20  # parts of an answer that wait for a slow client
+
+_CODES: Final = {
+    400: Code.INVALID_ARGUMENT,
+    401: Code.UNAUTHENTICATED,
+    403: Code.PERMISSION_DENIED,
+    404: Code.NOT_FOUND,
+    409: Code.ABORTED,
+    413: Code.RESOURCE_EXHAUSTED,
+    416: Code.OUT_OF_RANGE,
+    422: Code.INVALID_ARGUMENT,
+    429: Code.RESOURCE_EXHAUSTED,
+    499: Code.CANCELLED,
+    501: Code.UNIMPLEMENTED,
+    503: Code.UNAVAILABLE,
+    504: Code.DEADLINE_EXCEEDED,
+}
+
+
+class GrpcError(Exception):
+    """Ends a call with this status and text."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, retry_after_s: float | None = None) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+        self.retry_after_s = retry_after_s
+
+
+def code_of(status: int) -> grpc.StatusCode:
+    """The gRPC code for an HTTP status of 400 or above."""
+    return _CODES.get(status) or (Code.FAILED_PRECONDITION if status < 500 else Code.INTERNAL)
+
+
+class AnswerParts:
+    """The sink of one or more requests. It copies bodies, which may be views that are valid only during the call."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[ItemResult] = deque()
+        self._bytes = 0  # of the waiting parts
+        self._overflow = False  # the client left too much unread: unsent parts are dropped
+        self._arrival: asyncio.Future[None] | None = None
+
+    def put(self, result: ItemResult) -> None:
+        if self._overflow:
+            return
+        if self._waiting and self._bytes - len(self._waiting[0].body) > UNREAD_BYTES:
+            self._overflow = True
+            self._waiting.clear()
+            return
+        result.body = bytes(result.body)
+        self._bytes += len(result.body)
+        self._waiting.append(result)
+        self.wake()
+
+    def wake(self) -> None:
+        """Ends the wait of `next`, with or without a part."""
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def next(self) -> ItemResult | None:
+        """The next part; None if `wake` was called without one. Raises QueueFull if the client left too much unread."""
+        if not self._waiting and not self._overflow:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        if self._overflow:
+            raise QueueFull(f"the client left more than {UNREAD_BYTES} bytes of its answer unread")
+        if not self._waiting:
+            return None
+        result = self._waiting.popleft()
+        self._bytes -= len(result.body)
+        return result
+
+
+async def parts_of(submit: Callable[[Sink], Ticket]) -> AsyncGenerator[ItemResult, None]:
+    """The results of one request, which ends if its caller leaves. Raises the errors of `submit`, and QueueFull."""
+    answer = AnswerParts()
+    ticket = submit(answer.put)
+    final = False
+    try:
+        while not final:
+            result = await answer.next()
+            if result is not None:
+                final = result.final
+                yield result
+    finally:
+        if not final:
+            ticket.cancel()
