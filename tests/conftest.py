@@ -106,7 +106,16 @@ def own_surroundings() -> Iterator[None]:
 
 
 SERVE = [sys.executable, "-m", "penstock.cli.main", "serve"]
-FREE_PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
+FREE_PORTS = [
+    "--port",
+    "0",
+    "--set",
+    "server.management_port=0",
+    "--set",
+    "server.metrics_port=0",
+    "--set",
+    "server.grpc_port=0",
+]
 
 
 class RunningServer:

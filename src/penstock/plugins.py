@@ -21,6 +21,7 @@ BUILTIN: dict[str, dict[str, str]] = {
     "codec": {
         "native": "penstock.serving.protocols.native:NativeCodec",
         "oip_binary": "penstock.serving.protocols.oip_binary:OipBinaryCodec",
+        "oip_grpc": "penstock.serving.protocols.oip_grpc:OipGrpcCodec",
         "oip_json": "penstock.serving.protocols.oip_json:OipJsonCodec",
         "oip_npy": "penstock.serving.protocols.oip_npy:OipNpyCodec",
         "thrift": "penstock.torchpipe.thrift.protocol:ThriftCodec",

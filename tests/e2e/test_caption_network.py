@@ -65,7 +65,7 @@ class Machine:
         """Starts a server's line; returns when it listens. The fixture ends it."""
         # exec, so that the fixture's process is the command itself
         become = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-        ports = "--set server.management_port=0 --set server.metrics_port=0"
+        ports = "--set server.management_port=0 --set server.metrics_port=0 --set server.grpc_port=0"
         line = f"exec {line} {ports}"
         server = self._start(self.folder, "-c", become, *self._enter, "bash", "-c", line, env=environment(), url=False)
         end = time.monotonic() + START_S

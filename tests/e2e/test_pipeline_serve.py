@@ -26,7 +26,16 @@ from support.files import write_onnx
 
 ROOT = Path(__file__).parents[2]
 SIDE, LABELS = 8, 5
-FREE_PORTS = ("--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0")
+FREE_PORTS = (
+    "--port",
+    "0",
+    "--set",
+    "server.management_port=0",
+    "--set",
+    "server.metrics_port=0",
+    "--set",
+    "server.grpc_port=0",
+)
 
 LABELLER = """
 instance_num = 2

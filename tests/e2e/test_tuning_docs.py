@@ -66,7 +66,8 @@ class Shell:
     @contextmanager
     def serving(self, line: str) -> Iterator[None]:
         """Runs the server of this line meanwhile."""
-        ports = f" --port {self.url.rpartition(':')[2]} --set server.management_port=0 --set server.metrics_port=0"
+        others = "".join(f" --set server.{name}_port=0" for name in ("management", "metrics", "grpc"))
+        ports = f" --port {self.url.rpartition(':')[2]}{others}"
         log = self.folder / "server.log"
         with log.open("wb") as out:
             process = subprocess.Popen(

@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,13 @@ import click
 from msgspec.structs import replace
 
 from penstock._version import __version__
-from penstock.config.checks import is_loopback, thrift_model, tokens_for
-from penstock.config.schema import Config
+from penstock.config.checks import LISTENERS, is_loopback, thrift_model, tokens_for
+from penstock.config.schema import Config, ServerConfig
 from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
 from penstock.core.engine.rules import check_devices
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, ListenFailed, PenstockError, install_hint
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import make_ssl_context, replace_ssl_context
 from penstock.serving.http.descriptors import share_connections
@@ -41,10 +42,12 @@ from penstock.serving.protocols.route import Template
 from penstock.types import ModelStatus, TensorSpec
 
 if TYPE_CHECKING:
+    from penstock.serving.grpc.listener import GrpcListener
     from penstock.torchpipe.thrift.server import ThriftServer
 
 log = logging.getLogger("penstock.cli")
 
+GRPC_PORT = 8001  # by default
 ADMIN_PORTS = {"management": 8081, "metrics": 8082}  # by default
 ADMIN_DRAIN_S = 2.0  # for responses in flight when the management and metrics listeners close
 _MAX_ROWS = 5  # of the models table in the banner
@@ -92,8 +95,10 @@ class Server:
         self._management: Management | None = None  # once the configured models are loaded
         self._stop = StopSignal(self._report_draining, self._reload)
         self._flavors: dict[str, NativeFlavor] = {}
+        self._tokens = {name: tokens_for(config, name) for name in LISTENERS}
         self._admin: list[HttpServer] = []
         self._thrift: ThriftServer | None = None
+        self._grpc: GrpcListener | None = None
         self._tls: SSLContext | None = None
         self._limits = config.limits  # of the inference listeners
         self._most_aside = config.limits.max_connections  # of the other listeners
@@ -109,7 +114,7 @@ class Server:
         s = self._config.server
         self._tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
         limits = self._config.limits
-        main = 1 if s.thrift_port is None else 2
+        main = 1 + (s.thrift_port is not None) + (s.grpc_port != 0)
         most, self._most_aside = share_connections(limits.max_connections, main, 2)
         self._limits = replace(limits, max_connections=most)
         http = HttpServer(engine, self._limits, ssl=self._tls, flavor=self._flavor("inference", s.host))
@@ -117,6 +122,7 @@ class Server:
         try:
             self._note("inference", *await http.start(s.host, s.port))
             await self._bind_thrift(engine)
+            await self._bind_grpc(engine)
             loads = asyncio.ensure_future(self._load_models(engine))
             try:
                 await self._bind_admin(engine, management)
@@ -137,8 +143,8 @@ class Server:
             if management.started:
                 await asyncio.sleep(self._lame_duck_s())
             end = time.monotonic() + self._config.server.drain_s
-            thrift = () if self._thrift is None else (self._thrift.close(self._config.server.drain_s),)
-            await asyncio.gather(http.close(self._config.server.drain_s), *thrift)
+            others = [each for each in (self._thrift, self._grpc) if each is not None]
+            await asyncio.gather(*(each.close(self._config.server.drain_s) for each in (http, *others)))
             await engine.close(max(0.0, end - time.monotonic()))
             for server in self._admin:
                 await server.close(ADMIN_DRAIN_S)
@@ -152,7 +158,7 @@ class Server:
 
     def _lame_duck_s(self) -> float:
         s = self._config.server
-        hosts = [s.host, *([] if s.thrift_port is None else [s.thrift_host])]
+        hosts = [s.host, s.grpc_host or s.host, *([] if s.thrift_port is None else [s.thrift_host])]
         return lame_duck_s(hosts) if s.lame_duck_s is None else s.lame_duck_s
 
     async def _reload(self) -> None:
@@ -161,14 +167,17 @@ class Server:
         The names of the token and TLS files stay: without them the bound ports could open to everyone.
         """
         config, s = self._reread(), self._config.server
-        tokens = {name: tokens_for(self._config, name) for name in self._flavors}
+        tokens = {name: tokens_for(self._config, name) for name in LISTENERS}
         for section, model in config.models.items():
             check_devices(model, f"models.{section}.")
         tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
         for name, flavor in self._flavors.items():
             flavor.set_tokens(tokens[name])
+        self._tokens = tokens
         if self._tls is not None and tls is not None:
             replace_ssl_context(self._tls, tls)
+            if self._grpc is not None:
+                self._grpc.reload_tls(*_pem(s))
         self._logs.set_level(config.logging.level)
         if self._management is not None:
             await self._management.reload(config.models)
@@ -183,6 +192,30 @@ class Server:
 
         self._thrift = ThriftServer(engine, thrift_model(self._config), self._limits, ssl=self._tls)
         self._note("thrift", *await self._thrift.start(s.thrift_host, s.thrift_port), "thrift")
+
+    async def _bind_grpc(self, engine: Engine) -> None:
+        """Binds the gRPC listener; without a configured port, beside another server's, and none without grpcio."""
+        s = self._config.server
+        if s.grpc_port == 0:
+            return
+        try:
+            from penstock.serving.grpc.listener import GrpcTls
+            from penstock.serving.grpc.server import make_grpc_listener
+        except ModuleNotFoundError as error:
+            if s.grpc_port is None:
+                return
+            raise ConfigError(f"server.grpc_port: {error.name} is missing: {install_hint('grpc')}") from None
+        tls = GrpcTls(*_pem(s)) if s.tls_cert else None
+        host, key = s.grpc_host or s.host, "server.grpc_port"
+        self._grpc = make_grpc_listener(engine, self._limits, lambda guard: self._tokens[guard], tls)
+        try:
+            port = await self._grpc.start(host, GRPC_PORT if s.grpc_port is None else s.grpc_port, key)
+        except ListenFailed:
+            if s.grpc_port is not None:
+                raise
+            port = await self._grpc.start(host, 0, key)
+            log.warning("event=port_in_use listener=grpc port=%d consequence=listens_on_%d", GRPC_PORT, port)
+        self._note("grpc", host, port, "grpc")
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
         """Binds the management and metrics listeners; without a configured port, beside another server's."""
@@ -209,7 +242,7 @@ class Server:
     def _flavor(self, name: str, host: str, routes: Sequence[Template] = ()) -> NativeFlavor:
         """The API of a listener. Foreign web pages could otherwise use what is open to this machine, and manage."""
         s = self._config.server
-        tokens = tokens_for(self._config, name)
+        tokens = self._tokens[name]
         closed = name == "management" or (not tokens and is_loopback(host))
         policy = OriginPolicy((host, *s.allowed_hosts), s.cors_origins, closed=closed)
         flavor = NativeFlavor(tokens, routes, policy=policy, check_host=closed and name != "inference")
@@ -233,6 +266,17 @@ class Server:
         if on_ready is not None:
             on_ready(self.urls)
         report_ready(self.urls)
+
+
+def _pem(config: ServerConfig) -> tuple[bytes, bytes, bytes | None]:
+    """(key, certificate chain, authority of the clients) of a configuration with TLS, which `make_ssl_context` read."""
+    key, chain, authority = (
+        None if path is None else Path(path).read_bytes()
+        for path in (config.tls_key, config.tls_cert, config.tls_client_ca)
+    )
+    assert key is not None
+    assert chain is not None
+    return key, chain, authority
 
 
 def _reading(engine: Engine, http: HttpServer) -> ServerSnapshot:

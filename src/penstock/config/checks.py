@@ -220,9 +220,13 @@ def check_bind(config: Config, insecure: bool = False) -> None:
     server = config.server
     if insecure or server.insecure or server.tls_client_ca is not None:
         return
-    hosts = {"host": server.host, "management_host": server.management_host, "metrics_host": server.metrics_host}
-    for listener, (key, host) in zip(LISTENERS, hosts.items(), strict=True):
-        if not is_loopback(host) and not tokens_for(config, listener):
+    for key, listener, host in (
+        ("host", "inference", server.host),
+        ("management_host", "management", server.management_host),
+        ("metrics_host", "metrics", server.metrics_host),
+        ("grpc_host", "inference", server.grpc_host),
+    ):
+        if host is not None and not is_loopback(host) and not tokens_for(config, listener):
             raise ConfigError(
                 f"server.{key}: found {host!r}, which other machines can reach, while nothing guards the {listener}"
                 f" listener; set auth.token_file (--token-file) or auth.{listener}_token_file, or server.tls_client_ca,"

@@ -46,6 +46,13 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         Port | None,
         doc("port of the metrics listener; 0 selects a free one; by default 8082 or, if in use, a free one"),
     ] = None
+    grpc_host: Annotated[str | None, doc("address of the gRPC listener, by default that of the inference listener")] = (
+        None
+    )
+    grpc_port: Annotated[
+        Port | None,
+        doc("port of the gRPC listener; 0: none; by default 8001 or, if in use, a free one; it needs the extra `grpc`"),
+    ] = None
     thrift_host: Annotated[str, doc("address of the Thrift listener")] = "127.0.0.1"
     thrift_port: Annotated[
         Port | None, doc("port of the Thrift listener, which is off without it; 0 selects a free one")
@@ -91,7 +98,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_body_bytes: Annotated[Bytes, doc("largest request body; a larger one is answered with 413")] = 64 * 2**20
     max_header_bytes: Annotated[Bytes, doc("largest request head; a larger one is answered with 431")] = 64 * 2**10
     max_connections: Annotated[
-        Positive, doc("connections of each listener, beyond which it answers 503; the Thrift listener closes them")
+        Positive,
+        doc("connections of each listener, beyond which it answers 503; the Thrift and gRPC listeners close them"),
     ] = 20_000
     max_pipelined: Annotated[Positive, doc("requests in flight on one connection; further ones are read later")] = 64
     header_timeout_s: Annotated[Seconds, doc("longest time for a request's head to arrive")] = 10.0
@@ -100,6 +108,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     thrift_idle_timeout_s: Annotated[
         Seconds, doc("longest silence of a Thrift connection; Thrift clients do not reconnect by themselves")
     ] = 3600.0
+    grpc_idle_timeout_s: Annotated[Seconds, doc("longest silence of a gRPC stream of requests")] = 3600.0
     write_timeout_s: Annotated[Seconds, doc("longest time in which a client accepts no byte of its answer")] = 60.0
     write_buffer_bytes: Annotated[
         Bytes, doc("unsent bytes of one connection above which no request is read from it")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -40,6 +40,7 @@ NPY: Final = "application/x-npy"
 HEADER_BYTES: Final = 64 * 1024  # largest JSON before binary tensors: the server process reads it for the rows
 ALIGNMENT: Final = 64  # of the first binary tensor; spaces pad the JSON
 _HEADER_NAME: Final = HEADER_LENGTH.lower().encode()
+TYPED: Final = "application/grpc+proto; contents=typed"
 _NO_DATA: Final = Raw(b"")
 
 
@@ -106,6 +107,7 @@ class OipRequest(Struct, omit_defaults=True):
     parameters: RequestParameters | None = None
 
 
+R = TypeVar("R", bound=OipRequest)
 _UNKNOWN_PARAMETER: Final = re.compile(r"unknown field `(.*)` - at `\$\.?(.*?)\.?parameters`")
 _ADVICE: Final = {
     "timeout": "send the header x-deadline-ms",
@@ -134,11 +136,24 @@ def decode_request(head: bytes | memoryview) -> OipRequest:
     try:
         request: OipRequest = decode_json(head, OipRequest)
     except BadRequest as error:
-        if found := _UNKNOWN_PARAMETER.search(error.message):
-            name, place = found.groups()
-            raise unsupported(name, place) or _refusal(name, place, _SUPPORTED) from None
-        raise
+        raise _explained(error) from None
     return request
+
+
+def convert_request(values: dict[str, Any], kind: type[R]) -> R:
+    """The request with the fields of a JSON request. Raises BadRequest as `decode_request` does."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(BadRequest(f"the request has the wrong form: {error}")) from None
+
+
+def _explained(error: BadRequest) -> BadRequest:
+    """The error for an unknown parameter, with advice; other errors as they are."""
+    if found := _UNKNOWN_PARAMETER.search(error.message):
+        name, place = found.groups()
+        return unsupported(name, place) or _refusal(name, place, _SUPPORTED)
+    return error
 
 
 class _SequenceHead(Struct):
@@ -225,11 +240,15 @@ def write_head(message: OipRequest | OipResponse) -> bytes:
 
 
 class OipContext(Struct):
-    """The part of the request that `encode` needs. `outputs` holds (name, binary) pairs; None means all outputs."""
+    """The part of the request that `encode` needs. `outputs` holds (name, binary) pairs; None means all outputs.
+
+    `typed`: over gRPC, outputs are typed contents.
+    """
 
     id: str | None = None
     outputs: list[tuple[str, bool]] | None = None
     binary: bool = False
+    typed: bool = False
 
 
 class OipCodec(Codec):
@@ -250,21 +269,26 @@ class OipCodec(Codec):
         """(JSON of a body, bytes after it). Raises BadRequest."""
         raise NotImplementedError
 
-    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
-        """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
+    def read(self, item: Item) -> tuple[OipRequest, Sequence[memoryview | None]]:
+        """The request, and the bytes of each input; None for data in the JSON. Raises BadRequest."""
         head, rest = self.head_of(item)
         request = decode_request(head)
+        return request, split_sections(request.inputs, rest, "input", BadRequest)
+
+    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
+        """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
+        request, sections = self.read(item)
         if item.sequence is None and request.parameters is not None:
             for name in ("sequence_id", "sequence_start", "sequence_end"):
                 if getattr(request.parameters, name):
                     raise _refusal(name, "", _ADVICE["sequence"])
         arrays: dict[str, np.ndarray[Any, Any]] = {}
-        for tensor, data in zip(request.inputs, split_sections(request.inputs, rest, "input", BadRequest), strict=True):
+        for tensor, data in zip(request.inputs, sections, strict=True):
             if tensor.name in arrays:
                 raise BadRequest(f"input '{tensor.name[:100]}' is given twice")
             self._check(tensor)
             arrays[tensor.name] = array_of_tensor(tensor, data, "input", BadRequest)
-        return self._rows(arrays, item), _context(request)
+        return self._rows(arrays, item), self.context_of(request)
 
     def _rows(self, arrays: dict[str, np.ndarray[Any, Any]], item: Item) -> dict[str, np.ndarray[Any, Any]]:
         """The rows of this item. Raises BadRequest for missing inputs or different numbers of rows."""
@@ -324,7 +348,8 @@ class OipCodec(Codec):
             else:
                 tensor.data = to_json(name, datatype, array)
             tensors.append(tensor)
-        return _response(OipResponse(self.model, self.version, tensors, requested.id, self.parameters), sections)
+        answer = OipResponse(self.model, self.version, tensors, requested.id, self.parameters)
+        return self.write(answer, sections, requested.typed)
 
     def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
         """A part of a stream, in JSON. Raises BadRequest for binary outputs: their header describes one whole body."""
@@ -338,7 +363,7 @@ class OipCodec(Codec):
         for part in parts:
             if part.error is not None or len(parts) == 1:
                 return part
-        answers = [_read_part(part) for part in parts]
+        answers = [self.read_part(part) for part in parts]
         first = answers[0][0]
         sections: list[bytes | memoryview] = []
         for position, tensor in enumerate(first.outputs):
@@ -353,7 +378,34 @@ class OipCodec(Codec):
             else:
                 sections += [data for _, data in same if data is not None]
                 tensor.parameters = TensorParameters(sum(t.binary_bytes or 0 for t, _ in same))
-        return _response(first, sections)
+        return self.write(first, sections, parts[0].content_type == TYPED)
+
+    # ---- the form of the messages
+
+    def context_of(self, request: OipRequest) -> OipContext:
+        binary = request.parameters is not None and bool(request.parameters.binary_data_output)
+        if not request.outputs:
+            return OipContext(request.id, None, binary)
+        selected = []
+        for output in request.outputs:
+            binary_data = output.parameters.binary_data if output.parameters is not None else None
+            selected.append((output.name, binary if binary_data is None else binary_data))
+        return OipContext(request.id, selected, binary)
+
+    def write(self, answer: OipResponse, sections: Sequence[bytes | memoryview], typed: bool) -> ItemResult:
+        """The response with the bytes of its binary outputs. See `OipContext` for `typed`."""
+        if all(tensor.binary_bytes is None for tensor in answer.outputs):
+            return ItemResult(body=msgspec.json.encode(answer), content_type=JSON)
+        head = write_head(answer)
+        headers = [(HEADER_LENGTH, str(len(head)))]
+        return ItemResult(body=b"".join([head, *sections]), content_type=BYTES, headers=headers)
+
+    def read_part(self, part: ItemResult) -> tuple[OipResponse, list[memoryview | None]]:
+        """What `write` wrote."""
+        body = memoryview(part.body)
+        length = next((int(value) for name, value in part.headers or () if name == HEADER_LENGTH), len(body))
+        answer = msgspec.json.decode(body[:length], type=OipResponse)
+        return answer, split_sections(answer.outputs, body[length:], "output", BadOutput)
 
 
 def named_outputs(value: Any) -> dict[str, Any]:
@@ -363,32 +415,6 @@ def named_outputs(value: Any) -> dict[str, Any]:
     return {str(name): one for name, one in value.items()} if isinstance(value, dict) else {"output_0": value}
 
 
-def _context(request: OipRequest) -> OipContext:
-    binary = request.parameters is not None and bool(request.parameters.binary_data_output)
-    if not request.outputs:
-        return OipContext(request.id, None, binary)
-    selected = []
-    for output in request.outputs:
-        binary_data = output.parameters.binary_data if output.parameters is not None else None
-        selected.append((output.name, binary if binary_data is None else binary_data))
-    return OipContext(request.id, selected, binary)
-
-
 def _key(tensor: Tensor) -> tuple[str, str, list[int], bool]:
     """The properties of an output that must agree between parts."""
     return tensor.name, tensor.datatype, tensor.shape[1:], tensor.binary_bytes is None
-
-
-def _read_part(part: ItemResult) -> tuple[OipResponse, list[memoryview | None]]:
-    body = memoryview(part.body)
-    length = next((int(value) for name, value in part.headers or () if name == HEADER_LENGTH), len(body))
-    answer = msgspec.json.decode(body[:length], type=OipResponse)
-    return answer, split_sections(answer.outputs, body[length:], "output", BadOutput)
-
-
-def _response(answer: OipResponse, sections: Sequence[bytes | memoryview]) -> ItemResult:
-    if all(tensor.binary_bytes is None for tensor in answer.outputs):
-        return ItemResult(body=msgspec.json.encode(answer), content_type=JSON)
-    head = write_head(answer)
-    headers = [(HEADER_LENGTH, str(len(head)))]
-    return ItemResult(body=b"".join([head, *sections]), content_type=BYTES, headers=headers)

@@ -1,0 +1,301 @@
+"""The Open Inference service of the native server.
+
+Metadata keys with the names of HTTP headers have their meaning: `authorization`, `x-request-id`, `x-priority`, and
+those that `batching.rows` and `batching.bucket` name. A call's deadline is the deadline of its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Final
+
+from msgspec import Struct
+
+from penstock._version import __version__
+from penstock.core.contracts import Backend, Ticket
+from penstock.errors import BadRequest, PenstockError
+from penstock.serving.grpc.calls import AnswerParts, Code, GrpcError, code_of
+from penstock.serving.http.flavor import parse_priority, parse_request_id
+from penstock.serving.http.intake import BIG_BYTES
+from penstock.serving.http.responses import NotImplementedHere, log_failure, status_of
+from penstock.serving.protocols.oip_grpc import field_of, read_head
+from penstock.serving.protocols.oip_json import EXTENSIONS
+from penstock.serving.protocols.protobuf import open_inference
+from penstock.types import Headers, Item, ItemResult, Sink, TensorSpec
+
+NAME: Final = "inference.GRPCInferenceService"
+RAW_CALLS: Final = frozenset({"ModelInfer", "ModelStreamInfer"})
+CODEC: Final = "oip_grpc"
+_INFER_RESPONSE: Final = 2  # number of the field in ModelStreamInferResponse
+
+_message = open_inference().message
+_Live: Final = _message("inference.ServerLiveResponse")
+_Ready: Final = _message("inference.ServerReadyResponse")
+_Server: Final = _message("inference.ServerMetadataResponse")
+_ModelReady: Final = _message("inference.ModelReadyResponse")
+_Metadata: Final = _message("inference.ModelMetadataResponse")
+_Infer: Final = _message("inference.ModelInferResponse")
+_StreamInfer: Final = _message("inference.ModelStreamInferResponse")
+
+
+def _final(value: bool) -> bytes:
+    """The parameter that tells a client whether a request has further responses."""
+    response = _Infer()
+    response.parameters["triton_final_response"].bool_param = value
+    data: bytes = response.SerializeToString()
+    return data
+
+
+_FINAL: Final = {value: _final(value) for value in (False, True)}
+
+
+def failure(error: PenstockError) -> GrpcError:
+    """The status of an error, by the table of HTTP."""
+    return GrpcError(code_of(status_of(error)), error.message, error.retry_after_s)
+
+
+class _Request(Struct):
+    """One inference request, ready for the backend."""
+
+    model: str
+    version: str | None
+    id: str
+    item: Item
+    budget_s: float | None
+    priority: int
+    empty_final: bool  # the client wants a last response without outputs
+
+    def submit(self, backend: Backend, sink: Sink) -> Ticket:
+        return backend.submit(self.model, self.version, self.item, sink, budget_s=self.budget_s, priority=self.priority)
+
+    def log(self, error: PenstockError) -> None:
+        """Logs a failure of the server, as HTTP does."""
+        if (status := status_of(error)) >= 500:
+            log_failure((self.model, self.version), self.item.request_id, status, error)
+
+
+class OpenInferenceService:
+    """Serves the calls of the Open Inference Protocol and Triton's ModelStreamInfer, under the names of the calls.
+
+    A stream may have `max_in_flight` requests in progress, and ends after `idle_s` without any message.
+    """
+
+    def __init__(self, backend: Backend, max_in_flight: int, idle_s: float) -> None:
+        self._backend = backend
+        self.max_in_flight = max_in_flight
+        self.idle_s = idle_s
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        return _Live(live=True)
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        return _Ready(ready=self._backend.ready())
+
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:
+        return _Server(name="penstock", version=__version__, extensions=EXTENSIONS)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        return _ModelReady(ready=self._backend.model_ready(request.name, request.version or None))
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:
+        found, versions = self._backend.metadata(request.name, request.version or None)
+        answer = _Metadata(name=found.name, versions=versions, platform=found.platform)
+        _add_specs(answer.inputs, found.inputs)
+        _add_specs(answer.outputs, found.outputs)
+        return answer
+
+    async def ModelInfer(self, data: bytes, context: Any) -> bytes:
+        """One response. A model that streams needs ModelStreamInfer."""
+        request = self.read(data, context)
+        answer: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
+
+        def sink(result: ItemResult) -> None:
+            if not answer.done():
+                result.body = bytes(result.body)  # it may be a view that is valid only now
+                answer.set_result(result)
+
+        ticket = None
+        try:
+            ticket = request.submit(self._backend, sink)
+            result = await answer
+            if result.error is not None:
+                raise result.error
+            if not result.final:
+                raise NotImplementedHere(f"model '{request.model}' streams its response: call ModelStreamInfer")
+        except PenstockError as error:
+            request.log(error)
+            raise
+        finally:
+            if ticket is not None and not (answer.done() and not answer.cancelled() and answer.result().final):
+                ticket.cancel()
+        body: bytes = result.body
+        return body
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
+        """The responses to each request, any number if the model streams, as they become ready. Requests overlap."""
+        stream = _InferStream(self, self._backend, context)
+        receiver = asyncio.ensure_future(stream.receive(requests))
+        try:
+            async for message in stream.answers():
+                yield message
+        finally:
+            receiver.cancel()
+            stream.close()
+
+    def read(self, data: bytes, context: Any) -> _Request:
+        """Raises BadRequest for a malformed message."""
+        head = read_head(data)
+        if not head.model_name:
+            raise BadRequest("the request has no model_name; send the name of a model")
+        headers = _headers(context.invocation_metadata())
+        values = dict(headers)
+        priority = head.parameters.get("priority") or 0
+        if not isinstance(priority, int) or priority < 0:
+            raise BadRequest(f"parameter 'priority' is {priority!r:.40}, expected a whole number from 0")
+        if priority == 0:
+            priority = parse_priority(values.get(b"x-priority", b"0")) + 1
+        item = Item(
+            self._payload(data),
+            CODEC,
+            request_id=parse_request_id(values.get(b"x-request-id", b"")),
+            headers=headers,
+        )
+        empty_final = bool(head.parameters.get("triton_enable_empty_final_response"))
+        budget_s = _budget_s(head.parameters.get("timeout"), context.time_remaining())
+        version = head.model_version or None
+        return _Request(head.model_name, version, head.id, item, budget_s, priority - 1, empty_final)
+
+    def _payload(self, data: bytes) -> Any:
+        """A large message in shared memory; a full pool leaves it to the socket of the worker."""
+        buffer = self._backend.allocate(len(data)) if len(data) > BIG_BYTES else None
+        if buffer is None:
+            return data
+        buffer.view[: len(data)] = data
+        buffer.shrink(len(data))
+        return buffer
+
+
+def _add_specs(found: Any, specs: tuple[TensorSpec, ...]) -> None:
+    for spec in specs:
+        found.add(name=spec.name, datatype=spec.datatype, shape=spec.shape)
+
+
+def _headers(metadata: Any) -> Headers:
+    """The metadata of a call as the headers of an item."""
+    return [(k.encode(), v.encode("utf-8", "replace") if isinstance(v, str) else v) for k, v in metadata or ()]
+
+
+def _budget_s(timeout_us: Any, remaining_s: float | None) -> float | None:
+    """Seconds until the deadline: the parameter `timeout` in microseconds, the deadline of the call, or neither."""
+    if not timeout_us:
+        return remaining_s
+    if not isinstance(timeout_us, int) or timeout_us < 0:
+        raise BadRequest(f"parameter 'timeout' is {timeout_us!r:.40}, expected microseconds as a whole number")
+    return timeout_us / 1e6 if remaining_s is None else min(timeout_us / 1e6, remaining_s)
+
+
+class _InferStream:
+    """The requests of one ModelStreamInfer call and their responses. A request that fails leaves the others alone."""
+
+    def __init__(self, service: OpenInferenceService, backend: Backend, context: Any) -> None:
+        self._service = service
+        self._backend = backend
+        self._context = context
+        self._parts = AnswerParts()
+        self._running: dict[object, Ticket | None] = {}
+        self._room: asyncio.Future[None] | None = None
+        self._received_all = False
+        self._error: Exception | None = None
+        loop = asyncio.get_running_loop()
+        self._now = loop.time
+        self._active_s = loop.time()
+        self._timer = loop.call_later(service.idle_s, self._check_idle)
+
+    async def receive(self, requests: AsyncIterator[bytes]) -> None:
+        """Starts each request as soon as there is room for it."""
+        try:
+            async for data in requests:
+                self._active_s = self._now()
+                while len(self._running) >= self._service.max_in_flight:
+                    self._room = asyncio.get_running_loop().create_future()
+                    await self._room
+                self._begin(data)
+            self._received_all = True
+        except Exception as error:
+            self._error = error
+        self._parts.wake()
+
+    async def answers(self) -> AsyncGenerator[bytes, None]:
+        """The messages to the client. Raises GrpcError for a stream that was idle for too long, and QueueFull."""
+        while True:
+            part = await self._parts.next()
+            if part is not None:
+                self._active_s = self._now()
+                yield part.body
+            elif self._error is not None:
+                raise self._error
+            elif self._received_all and not self._running:
+                return
+
+    def close(self) -> None:
+        """Cancels what is in progress."""
+        self._timer.cancel()
+        for ticket in self._running.values():
+            if ticket is not None:
+                ticket.cancel()
+        self._running.clear()
+
+    def _begin(self, data: bytes) -> None:
+        key = object()
+        request: _Request | None = None
+
+        def sink(result: ItemResult) -> None:
+            assert request is not None
+            if result.final:
+                self._end(key)
+            self._put(request, result)
+
+        self._running[key] = None
+        try:
+            request = self._service.read(data, self._context)
+            ticket = request.submit(self._backend, sink)
+            if key in self._running:
+                self._running[key] = ticket
+        except PenstockError as error:
+            self._end(key)
+            self._put(request, ItemResult(error=error))
+
+    def _end(self, key: object) -> None:
+        self._running.pop(key, None)
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def _put(self, request: _Request | None, result: ItemResult) -> None:
+        """Queues the message for one result."""
+        if result.error is not None:
+            message = _StreamInfer(error_message=result.error.message)
+            if request is not None:
+                request.log(result.error)
+                message.infer_response.id = request.id
+            body = message.SerializeToString()
+        elif len(result.body):
+            body = b"".join(field_of(_INFER_RESPONSE, result.body, _FINAL[result.final]))
+        elif request is not None and request.empty_final:
+            head = _Infer(model_name=request.model, model_version=request.version or "", id=request.id)
+            body = b"".join(field_of(_INFER_RESPONSE, head.SerializeToString(), _FINAL[True]))
+        else:
+            self._parts.wake()
+            return
+        self._parts.put(ItemResult(body=body, final=result.final))
+
+    def _check_idle(self) -> None:
+        left_s = self._active_s + self._service.idle_s - self._now()
+        if self._running:
+            left_s = self._service.idle_s
+        if left_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._check_idle)
+            return
+        text = f"the stream had no message for {self._service.idle_s:g} s (limits.grpc_idle_timeout_s)"
+        self._error = GrpcError(Code.DEADLINE_EXCEEDED, text)
+        self._parts.wake()

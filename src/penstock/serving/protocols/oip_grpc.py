@@ -1,0 +1,329 @@
+"""The codec of `inference.GRPCInferenceService`: an Open Inference request is a message instead of JSON.
+
+Source: the Open Inference Protocol's gRPC API, and Triton's extensions of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+from google.protobuf.message import DecodeError
+from msgspec import Struct
+
+from penstock.errors import BadOutput, BadRequest
+from penstock.serving.protocols.oip import (
+    TYPED,
+    InputParameters,
+    OipCodec,
+    OipContext,
+    OipRequest,
+    OipResponse,
+    Tensor,
+    TensorParameters,
+    convert_request,
+)
+from penstock.serving.protocols.oip_tensors import check_form, from_bytes, length_of
+from penstock.serving.protocols.protobuf import open_inference
+from penstock.types import DTYPES, Item, ItemResult, Response, SequenceRequest
+
+RAW: Final = "application/grpc+proto"
+SHARED: Final = "shared_memory_region"
+# parameters that the server process reads; the model has no use for them
+FOR_THE_SERVER: Final = frozenset({"priority", "timeout", "triton_enable_empty_final_response"})
+WHOLE_BYTES: Final = 64 * 1024  # below it a message is parsed whole; above it its tensors are left out
+_RAW_INPUTS, _RAW_OUTPUTS = 7, 6  # numbers of the fields with raw tensors
+CONTENTS: Final = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}  # datatype -> the field with its values; FP16 and BF16 have none
+_CARRIERS: Final = {
+    "bool_contents": "bool", "int_contents": "int32", "int64_contents": "int64", "uint_contents": "uint32",
+    "uint64_contents": "uint64", "fp32_contents": "float32", "fp64_contents": "float64",
+}  # fmt: skip
+
+_KINDS: Final = ((bool, "bool_param"), (int, "int64_param"), (float, "double_param"), (str, "string_param"))
+
+_protos = open_inference()
+_Head: Final = _protos.message("penstock.InferHead")
+_Request: Final = _protos.message("inference.ModelInferRequest")
+_Response: Final = _protos.message("inference.ModelInferResponse")
+
+
+class InferHead(Struct):
+    """What the server process needs of a request."""
+
+    model_name: str
+    model_version: str
+    id: str
+    parameters: dict[str, Any]
+    inputs: Sequence[Any]  # messages with name, datatype and shape
+
+
+def read_head(body: bytes | memoryview) -> InferHead:
+    """All but the contents of the tensors. Raises BadRequest for a message that is not valid."""
+    found = _parse(_Head, body if len(body) <= WHOLE_BYTES else _split(body, _RAW_INPUTS)[0])
+    return InferHead(found.model_name, found.model_version, found.id, plain(found.parameters), found.inputs)
+
+
+def plain(parameters: Any) -> dict[str, Any]:
+    """The values of a map of InferParameter. Raises BadRequest for one without a value."""
+    values = {}
+    for name, parameter in parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is None:
+            raise BadRequest(f"parameter '{name[:100]}' has no value")
+        values[name] = getattr(parameter, kind)
+    return values
+
+
+def _parse(kind: Any, data: bytes | memoryview) -> Any:
+    try:
+        return kind.FromString(bytes(data))
+    except DecodeError:
+        raise BadRequest("the message is not a valid inference.ModelInferRequest") from None
+
+
+# ---- the wire format: https://protobuf.dev/programming-guides/encoding
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """(value, position after it). Raises IndexError at the end of the data."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise IndexError
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int]]:
+    """(number, start of the field, start of its value, end) of each field. Raises IndexError for malformed data."""
+    at, size = 0, len(data)
+    while at < size:
+        start = at
+        tag, at = _varint(data, at)
+        wire = tag & 7
+        if wire == 2:
+            length, at = _varint(data, at)
+            value, at = at, at + length
+        elif wire in (1, 5):
+            value, at = at, at + (8 if wire == 1 else 4)
+        elif wire == 0:
+            value, (_, at) = at, _varint(data, at)
+        else:
+            raise IndexError  # a group, which proto3 does not have
+        if at > size:
+            raise IndexError
+        yield tag >> 3 if wire == 2 else 0, start, value, at
+
+
+def _split(body: bytes | memoryview, number: int) -> tuple[bytes, list[memoryview]]:
+    """(the message without the fields of this number, their values as views of it). Raises BadRequest."""
+    data = memoryview(body)
+    parts, found, begin = [], [], 0
+    try:
+        for each, start, value, end in _fields(data):
+            if each == number:
+                parts.append(data[begin:start])
+                found.append(data[value:end])
+                begin = end
+    except IndexError:
+        raise BadRequest("the message is not a valid inference.ModelInferRequest") from None
+    return b"".join([*parts, data[begin:]]), found
+
+
+def _size(length: int) -> bytes:
+    """A length as a varint."""
+    out = bytearray()
+    while length > 0x7F:
+        out.append(length & 0x7F | 0x80)
+        length >>= 7
+    out.append(length)
+    return bytes(out)
+
+
+def field_of(number: int, *parts: bytes | memoryview) -> list[bytes | memoryview]:
+    """The pieces of a field whose value is the concatenation of `parts`."""
+    return [bytes([number << 3 | 2]) + _size(sum(map(len, parts))), *parts]
+
+
+# ---- the codec
+
+
+class _GrpcRequest(OipRequest):
+    """A request that came as a message. `typed`: its inputs are typed contents."""
+
+    typed: bool = False
+
+
+class OipGrpcCodec(OipCodec):
+    """Codec of ModelInfer and ModelStreamInfer. Outputs are raw, or typed contents if the inputs were.
+
+    FP16 and BF16 have no typed contents, so a response with one of them is raw.
+    """
+
+    divisible = True
+
+    @staticmethod
+    def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
+        """(rows, shape key) of a message; names, datatypes and shapes without axis 0 are the key."""
+        try:
+            inputs = read_head(body).inputs
+        except BadRequest:
+            return None
+        if not inputs:
+            return None
+        rows = inputs[0].shape[0] if inputs[0].shape else 1
+        keys = (f"{i.name}:{i.datatype}:{'x'.join(map(str, i.shape[1:]))}" for i in inputs)
+        return rows if 1 <= rows <= len(body) else 1, ";".join(sorted(keys))
+
+    @staticmethod
+    def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:
+        """The sequence that the parameters name. Raises BadRequest."""
+        found = read_head(body).parameters
+        id = found.get("sequence_id")
+        if not id:
+            return None
+        return SequenceRequest(str(id), bool(found.get("sequence_start")), bool(found.get("sequence_end")))
+
+    def read(self, item: Item) -> tuple[OipRequest, Sequence[memoryview | None]]:
+        """The request, and the little-endian bytes of each input. Raises BadRequest."""
+        head, raw = _split(item.payload, _RAW_INPUTS)
+        message = _parse(_Request, head)
+        request = convert_request(_values_of(message), _GrpcRequest)
+        if raw and request.typed:
+            raise BadRequest("found contents of an input and raw_input_contents; send one of them")
+        given = [tensor for tensor in message.inputs if SHARED not in tensor.parameters]
+        if raw and len(raw) != len(given):
+            raise BadRequest(f"found {len(raw)} raw_input_contents for {len(given)} inputs; send one for each")
+        data = iter(raw or [memoryview(_bytes_of(tensor)) for tensor in given])
+        sections = [None if SHARED in tensor.parameters else next(data) for tensor in message.inputs]
+        for tensor, section in zip(request.inputs, sections, strict=True):
+            if section is not None:
+                tensor.parameters = tensor.parameters or InputParameters()
+                tensor.parameters.binary_data_size = len(section)
+        return request, sections
+
+    def context_of(self, request: OipRequest) -> OipContext:
+        outputs = [(output.name, True) for output in request.outputs or ()]
+        return OipContext(request.id, outputs or None, True, isinstance(request, _GrpcRequest) and request.typed)
+
+    def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
+        """The response for a dict of arrays, or one array ("output_0"). Raises BadRequest for an unknown output."""
+        if isinstance(value, Response):
+            raise BadOutput("the model returned a Response, which has a form in HTTP only; return arrays for gRPC")
+        return super().encode(value, item, context or OipContext(binary=True))
+
+    def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
+        """A part of a stream: a whole response."""
+        return self.encode(value, item, context)
+
+    def write(self, answer: OipResponse, sections: Sequence[bytes | memoryview], typed: bool) -> ItemResult:
+        """The response as a message. See `OipContext` for `typed`."""
+        message = _Response(model_name=answer.model_name, model_version=answer.model_version, id=answer.id or "")
+        set_parameters(message.parameters, answer.parameters or {})
+        typed = typed and all(tensor.datatype in CONTENTS for tensor in answer.outputs)
+        rest = (section for section in sections if len(section))
+        raw: list[bytes | memoryview] = []
+        for tensor in answer.outputs:
+            output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            parameters = {} if tensor.parameters is None else msgspec.to_builtins(tensor.parameters)
+            data = _take(rest, parameters.pop("binary_data_size", None) or 0)
+            set_parameters(output.parameters, parameters)
+            if typed:
+                getattr(output.contents, CONTENTS[tensor.datatype]).extend(_values(tensor, b"".join(data)))
+            else:
+                raw += field_of(_RAW_OUTPUTS, *data)
+        body = b"".join([message.SerializeToString(), *raw])
+        return ItemResult(body=body, content_type=TYPED if typed else RAW)
+
+    def read_part(self, part: ItemResult) -> tuple[OipResponse, list[memoryview | None]]:
+        """What `write` wrote."""
+        head, raw = _split(part.body, _RAW_OUTPUTS)
+        message = _Response.FromString(head)
+        sections = raw or [memoryview(_bytes_of(output)) for output in message.outputs]
+        outputs = [
+            Tensor(each.name, list(each.shape), each.datatype, parameters=TensorParameters(len(data)))
+            for each, data in zip(message.outputs, sections, strict=True)
+        ]
+        parameters = plain(message.parameters) or None
+        answer = OipResponse(message.model_name, message.model_version, outputs, message.id or None, parameters)
+        return answer, list(sections)
+
+
+def _take(sections: Iterator[bytes | memoryview], size: int) -> list[bytes | memoryview]:
+    """The next sections, `size` bytes in all: a joined response has one for each part of a split request."""
+    found = []
+    while size > 0:
+        found.append(next(sections))
+        size -= len(found[-1])
+    return found
+
+
+def set_parameters(found: Any, values: dict[str, Any]) -> None:
+    """Fills a map of InferParameter. A value of another type than bool, int, float and str is written as JSON."""
+    for name, value in values.items():
+        kind = next((kind for type, kind in _KINDS if isinstance(value, type)), None)
+        if kind is None:
+            kind, value = "string_param", msgspec.json.encode(value).decode()
+        setattr(found[name], kind, value)
+
+
+def _values_of(message: Any) -> dict[str, Any]:
+    """The fields of a request as in JSON, without the data. Parameters for the server are left out."""
+    parameters = {name: value for name, value in plain(message.parameters).items() if name not in FOR_THE_SERVER}
+    return {
+        "inputs": [
+            {"name": t.name, "shape": list(t.shape), "datatype": t.datatype, "parameters": plain(t.parameters)}
+            for t in message.inputs
+        ],
+        "id": message.id or None,
+        "outputs": [{"name": o.name, "parameters": plain(o.parameters)} for o in message.outputs] or None,
+        "parameters": parameters,
+        "typed": any(tensor.HasField("contents") for tensor in message.inputs),
+    }
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    """The typed contents of an input or an output as little-endian bytes. Raises BadRequest."""
+    import numpy as np
+
+    what = f"tensor '{tensor.name[:100]}'"
+    check_form(what, tensor.datatype, tensor.shape, BadRequest)
+    field = CONTENTS.get(tensor.datatype)
+    if field is None:
+        raise BadRequest(f"{what}: {tensor.datatype} has no typed contents; send raw_input_contents")
+    other = next((f.name for f, _ in tensor.contents.ListFields() if f.name != field), None)
+    if other is not None:
+        raise BadRequest(f"{what}: {tensor.datatype} belongs in {field}, found {other}")
+    values = getattr(tensor.contents, field)
+    if len(values) != (wanted := math.prod(tensor.shape)):
+        raise BadRequest(f"{what}: shape {list(tensor.shape)[:8]} needs {wanted} elements, found {len(values)}")
+    if tensor.datatype == "BYTES":
+        return b"".join([part for cell in values for part in (length_of(cell), cell)])
+    array = np.fromiter(values, _CARRIERS[field], len(values))
+    dtype = np.dtype(DTYPES[tensor.datatype])
+    if dtype.kind in "iu" and len(array) and not np.can_cast(array.dtype, dtype):
+        limits = np.iinfo(dtype)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise BadRequest(f"{what}: a value is not in the range of {tensor.datatype}")
+    return array.astype(dtype.newbyteorder("<")).tobytes()
+
+
+def _values(tensor: Tensor, data: bytes) -> list[Any]:
+    """The elements of an output."""
+    array = from_bytes("output", tensor.datatype, tensor.shape, memoryview(data), BadOutput)
+    return array.ravel().tolist()
