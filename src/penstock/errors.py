@@ -98,6 +98,12 @@ class BrokerUnavailable(ModelNotReady):
     code = "broker_unavailable"
 
 
+class NotSupported(PenstockError):
+    """The model, or the server, lacks the operation."""
+
+    code = "not_supported"
+
+
 class UnsupportedType(PenstockError):
     """The route does not accept this content type."""
 

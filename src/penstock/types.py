@@ -141,6 +141,14 @@ class Headed(Struct):
     headers: list[tuple[str, str]]
 
 
+class Many(list[Any]):
+    """What a codec decodes from a body of several items: the model receives each of them, the codec all results."""
+
+
+class Parts(list[Any]):
+    """In place of a result for a codec that decoded `Many`: the parts that the model streamed for one item."""
+
+
 class TensorSpec(Struct, frozen=True, omit_defaults=True):
     """Name, Open Inference datatype ("FP32", "INT64", "BYTES" ...) and shape; -1 is any size, axis 0 is rows.
 
@@ -157,7 +165,7 @@ class ModelMetadata(Struct, frozen=True):
     """What a loaded model declares about itself.
 
     `parameters` are plain values for clients. A `revision` among them identifies weights and settings; every Open
-    Inference response of the model carries it.
+    Inference response of the model carries it. `created`: when it was loaded, in seconds since 1970.
     """
 
     name: str
@@ -166,6 +174,7 @@ class ModelMetadata(Struct, frozen=True):
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     parameters: dict[str, Any] = field(default_factory=dict)
+    created: int = 0
 
 
 class ModelStatus(Struct, frozen=True):

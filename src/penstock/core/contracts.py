@@ -141,11 +141,13 @@ class Codec(Protocol):
 
     `divisible`: `decode` reads rows [item.start, item.stop) of a body without the others.
     `reads_headers`: `decode` or `encode` needs the request's headers, which otherwise stay in the server process.
+    `explains`: requests go to the model's `explain` instead of `predict`.
     `request_types`: the content types of requests, for OpenAPI.
     """
 
     divisible: ClassVar[bool] = False
     reads_headers: ClassVar[bool] = False
+    explains: ClassVar[bool] = False
     request_types: ClassVar[tuple[str, ...]] = ("application/json", "application/octet-stream")
 
     @staticmethod
@@ -167,7 +169,10 @@ class Codec(Protocol):
         return {}
 
     def decode(self, item: Item) -> tuple[Any, Any]:
-        """(value for `predict`, context for `encode`). Raises BadRequest; then only this item fails."""
+        """(value for `predict`, context for `encode`). Raises BadRequest; then only this item fails.
+
+        The value may be `Many` items. `encode` then receives the list of their results, unless one of them failed.
+        """
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """The response. Raises BadOutput when the value cannot be serialised."""
@@ -185,7 +190,8 @@ class Model(Protocol):
     """One loaded model. All calls run in one thread, the worker's.
 
     Optional members: `preprocess(item)`, `postprocess(result)` (once per item), `warmup()` (may return sample items),
-    `inputs` and `outputs` (sequences of TensorSpec), `parameters` (see ModelMetadata).
+    `explain(items)` (explanations, aligned with the items), `inputs` and `outputs` (sequences of TensorSpec),
+    `parameters` (see ModelMetadata).
     """
 
     def load(self, device: str) -> None:

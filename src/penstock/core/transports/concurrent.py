@@ -27,6 +27,7 @@ from penstock.types import BatchPart, ItemResult, Step
 log = logging.getLogger("penstock.transports")
 
 NEWS_S = 0.1
+SIGN_S = 1.0
 
 
 class ConcurrentBatch:
@@ -44,7 +45,7 @@ class ConcurrentBatch:
         self.batch_id = batch_id
         self._run = BatchRun(runner, batch_id, decoded, lambda part: None)
         self._done = done
-        self._since_s = time.perf_counter()
+        self._since_s = self._signed_s = time.perf_counter()
         self._lock = threading.Lock()
         self._units: list[list[int]] = [[] for _ in decoded.items]  # units per item
         for u, i in enumerate(decoded.owners):
@@ -105,25 +106,33 @@ class ConcurrentBatch:
     def _take(self, outcomes: list[tuple[int, Any]]) -> None:
         with self._lock:
             done: list[int] = []
-            streams = False
             for unit, outcome in outcomes:
                 if unit not in self._open:
                     continue
                 if type(outcome) is Step:
-                    streams = True
-                    if outcome.part is not None or not outcome.done:
-                        self._parts.append((unit, outcome.part))
+                    self._keep_part(unit, outcome)
                     if not outcome.done:
                         continue
                     outcome = STREAMED
                 self._open.discard(unit)
-                self._run.outcomes[unit] = outcome
+                self._run.outcomes[unit] = self._run.whole(unit, outcome)
                 i = self._run.d.owners[unit]
                 self._missing[i] -= 1
                 if not self._missing[i]:
                     done.append(i)
-        if done or streams:
+            news = done or self._parts
+        if news:
             self._done(self, done)
+
+    def _keep_part(self, unit: int, step: Step) -> None:
+        """Keeps a part to be sent, or to be answered with the whole; then a sign of life is sent once a second."""
+        if step.part is not None and self._run.gathers(unit, step.part):
+            now = time.perf_counter()
+            if now > self._signed_s + SIGN_S:
+                self._signed_s = now
+                self._parts.append((unit, None))
+        elif step.part is not None or not step.done:
+            self._parts.append((unit, step.part))
 
     def streamed(self) -> list[BatchPart]:
         """The streamed parts since the last call. One without a result is a sign of life."""
@@ -151,7 +160,7 @@ class ConcurrentBatch:
         return self._made(lambda run: run.part(unit, value))
 
     def _result(self, i: int) -> ItemResult:
-        return self._made(lambda run: run.answer(i, [run.finished(run.outcomes[u]) for u in self._units[i]]))
+        return self._made(lambda run: run.answer(i, [run.finished(u, run.outcomes[u]) for u in self._units[i]]))
 
     def _made(self, make: Callable[[BatchRun], ItemResult]) -> ItemResult:
         try:

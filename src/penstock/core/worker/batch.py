@@ -19,7 +19,7 @@ from penstock.core.wire.tensors import dumps
 from penstock.core.worker.python_model import PythonModel
 from penstock.core.worker.results import aligned
 from penstock.errors import ENDS, BadOutput, Cancelled, ItemFailed, OutOfMemory, PenstockError, out_of_memory
-from penstock.types import BatchPart, Headed, Item, ItemResult
+from penstock.types import BatchPart, Headed, Item, ItemResult, Parts
 
 Emit = Callable[[BatchPart], None]
 
@@ -58,19 +58,21 @@ class Runner(Protocol):
     batching: BatchingConfig
     codecs: ModelCodecs
 
-    def predict(self, values: list[Any]) -> Any: ...
+    def call(self, values: list[Any], explain: bool = ...) -> Any: ...
 
     def error_of(self, error: BaseException, doing: str = ...) -> PenstockError: ...
 
 
 class Decoded(Struct):
-    """A decoded batch. A *unit* is what `predict` sees as one item: an Item, or one element of a `many`."""
+    """A decoded batch. A *unit* is what `predict` sees as one item: an Item, or one element of a `many` or `Many`."""
 
     items: list[Item]
     values: list[Any] = field(default_factory=list)  # of each unit
     owners: list[int] = field(default_factory=list)  # the item of each unit
     contexts: list[Any] = field(default_factory=list)  # of each item, for its codec
     errors: dict[int, PenstockError] = field(default_factory=dict)  # items that cannot be decoded
+    many: set[int] = field(default_factory=set)  # items whose codec decoded `Many`
+    explained: set[int] = field(default_factory=set)  # items for `explain`
     seconds: float = 0.0  # time that decoding took
 
 
@@ -91,6 +93,7 @@ class BatchRun:
         self._marks: dict[int, list[int]] = {}  # of the parts that the caller of a unit has
         self._place: dict[int, int] = {}  # of the unit's next part, in the current call
         self._unmarked: set[int] = set()  # units that have parts without a mark
+        self._gathered: dict[int, Parts] = {}  # parts of units that are answered as a whole
 
     def preprocess(self) -> None:
         """Replaces values by the results of `preprocess`; a unit on which it raises fails."""
@@ -114,11 +117,13 @@ class BatchRun:
         error: BaseException
         partial = PartialResults(self, units)
         self._place.update(dict.fromkeys(units, 0))
+        for u in units:
+            self._gathered.pop(u, None)
         try:
             if self.runner.model.send_parts_to is not None:
                 self.runner.model.send_parts_to(partial)
             values = self._values(units)
-            found = self.runner.predict(values)
+            found = self.runner.call(values, self.d.owners[units[0]] in self.d.explained)
             if hasattr(found, "__next__"):
                 self._stream(units, found)
                 self._keep(values)
@@ -133,7 +138,7 @@ class BatchRun:
             self.ran_rows = max(self.ran_rows, self._rows(units))
             for u, result in zip(units, results, strict=True):
                 if u in partial.alive:
-                    self.outcomes[u] = result
+                    self.outcomes[u] = self.whole(u, result)
             return
         self._failed(units, error)  # outside of `except`: the next error must not refer to this one
 
@@ -171,7 +176,7 @@ class BatchRun:
         self.ran_rows = max(self.ran_rows, self._rows(units))
         for u in alive:
             complete = self._place[u] >= len(self._marks.get(u, ()))
-            self.outcomes[u] = STREAMED if complete else ItemFailed(_DIFFERS)
+            self.outcomes[u] = self.whole(u, STREAMED) if complete else ItemFailed(_DIFFERS)
 
     def _unsent(self, u: int, body: Any) -> Any:
         """The next part of a unit; None if the caller has it from an earlier call, an error if that one differed."""
@@ -196,8 +201,12 @@ class BatchRun:
         """Sends a part of the results of these units; failed ones leave `alive`."""
         parts: list[ItemResult | None] = [None] * len(self.d.items)
         position = _positions(self.d.owners)
+        gathers = False
         for u, value in zip(units, results, strict=True):
             if value is None or u not in alive:
+                continue
+            if not isinstance(value, Exception) and self.gathers(u, value):
+                gathers = True
                 continue
             result = value if isinstance(value, Exception) else self._postprocessed(value)
             i = self.d.owners[u]
@@ -217,14 +226,14 @@ class BatchRun:
             elif result is not None:
                 part = parts[i] = parts[i] or ItemResult([None] * self.d.owners.count(i), final=False)
                 part.body[position[u]] = result
-        if any(parts):
+        if any(parts) or gathers:  # a part without results notices that the callers have left
             self.emit(BatchPart(self.batch_id, parts, final=False))
 
     def final(self) -> BatchPart:
         """The answer of every item."""
         outcomes: list[list[Any]] = [[] for _ in self.d.items]
-        for i, outcome in zip(self.d.owners, self.outcomes, strict=True):
-            outcomes[i].append(self.finished(outcome))
+        for u, outcome in enumerate(self.outcomes):
+            outcomes[self.d.owners[u]].append(self.finished(u, outcome))
         oom = None if self.failed_rows is None else (self.failed_rows, self.ran_rows)
         return BatchPart(self.batch_id, [self.answer(i, found) for i, found in enumerate(outcomes)], oom=oom)
 
@@ -236,6 +245,11 @@ class BatchRun:
             return ItemResult(error=error)
         if item.many:
             return ItemResult([bare(outcome) for outcome in outcomes])
+        if i in self.d.many:
+            failed = next((outcome for outcome in outcomes if isinstance(outcome, PenstockError)), None)
+            return (
+                self.encoded(i, [bare(outcome) for outcome in outcomes]) if failed is None else ItemResult(error=failed)
+            )
         (outcome,) = outcomes
         if isinstance(outcome, PenstockError):
             return ItemResult(error=outcome)
@@ -255,11 +269,28 @@ class BatchRun:
         part.final = part.error is not None
         return part
 
-    def finished(self, outcome: Any) -> Any:
+    def gathers(self, u: int, part: Any) -> bool:
+        """Keeps a streamed part of a unit that is answered as a whole; False for other units."""
+        if self.d.owners[u] not in self.d.many:
+            return False
+        self._gathered.setdefault(u, Parts()).append(part)
+        return True
+
+    def whole(self, u: int, result: Any) -> Any:
+        """The outcome of a unit from its result, or STREAMED, and the parts that were kept before."""
+        parts = self._gathered.pop(u, None)
+        if result is STREAMED and self.d.owners[u] in self.d.many:
+            return parts or Parts()
+        return result if parts is None or isinstance(result, Exception) else Parts([*parts, result])
+
+    def finished(self, u: int, outcome: Any) -> Any:
         """The outcome after `postprocess`; exceptions as the errors that callers receive."""
+        if type(outcome) is Parts:
+            outcome = Parts(map(self._postprocessed, outcome))
+            return next((part for part in outcome if isinstance(part, PenstockError)), outcome)
         if outcome is STREAMED:
             return outcome
-        if not isinstance(outcome, Exception):
+        if not isinstance(outcome, Exception) and self.d.owners[u] not in self.d.explained:
             outcome = self._postprocessed(outcome)
         if isinstance(outcome, Exception):
             return self.runner.error_of(outcome, "the model returned")
@@ -317,8 +348,8 @@ class BatchRun:
             self.runner.model.states.keep(values)
 
     def _rows(self, units: list[int]) -> int:
-        items, owners = self.d.items, self.d.owners
-        return sum(1 if items[owners[u]].many else items[owners[u]].rows for u in units)
+        items, owners, many = self.d.items, self.d.owners, self.d.many
+        return sum(1 if items[owners[u]].many or owners[u] in many else items[owners[u]].rows for u in units)
 
 
 class PartialResults:

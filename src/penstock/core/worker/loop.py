@@ -17,8 +17,8 @@ from penstock.core.wire.messages import Pickled
 from penstock.core.worker import logs
 from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadRequest, ItemFailed, OutOfMemory, PenstockError, describe, out_of_memory
-from penstock.types import BatchPart, Item, ModelMetadata
+from penstock.errors import BadRequest, ItemFailed, NotSupported, OutOfMemory, PenstockError, describe, out_of_memory
+from penstock.types import BatchPart, Item, Many, ModelMetadata
 
 if TYPE_CHECKING:
     import asyncio
@@ -49,10 +49,16 @@ class BatchRunner:
                 if isinstance(value, PenstockError):
                     raise value  # it could not be sent to this worker
                 if item.codec != "object":
-                    value, context = self.codecs.get(item.codec).decode(item)
+                    codec = self.codecs.get(item.codec)
+                    if codec.explains:
+                        self._check_explain()
+                        decoded.explained.add(i)
+                    value, context = codec.decode(item)
                 elif type(value) is Pickled:
                     value = value.load()
                 units = _units(item, value)
+                if type(value) is Many:
+                    decoded.many.add(i)
             except Exception as e:
                 decoded.errors[i] = _decode_error(e)
                 units = []
@@ -64,6 +70,16 @@ class BatchRunner:
             decoded.values = prepare(decoded.values)
         decoded.seconds = time.perf_counter() - started
         return decoded
+
+    def _check_explain(self) -> None:
+        """Raises NotSupported."""
+        model = self.model
+        if model.explain is None:
+            raise NotSupported(f"model '{self._metadata.name}' has no method explain(items)")
+        if model.submit is not None or model.states is not None:
+            raise NotSupported(
+                f"model '{self._metadata.name}' runs requests concurrently or in sequences: it cannot explain"
+            )
 
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
         """Calls `emit` with any number of parts and one final one. Raises only exceptions in `ENDS`."""
@@ -103,8 +119,11 @@ class BatchRunner:
         run = BatchRun(self, batch_id, decoded, emit)
         run.preprocess()
         ready = time.perf_counter()
-        if run.live:
-            run.attempt(run.live)
+        explained = [u for u in run.live if decoded.owners[u] in decoded.explained]
+        predicted = [u for u in run.live if decoded.owners[u] not in decoded.explained] if explained else run.live
+        for units in (predicted, explained):
+            if units:
+                run.attempt(units)
         return run, ready
 
     def close(self) -> None:
@@ -115,9 +134,12 @@ class BatchRunner:
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
                 self._loop.close()
 
-    def predict(self, values: list[Any]) -> Any:
-        """The model's result: a sequence, or an iterator of sequences if it streams. Raises the model's errors."""
-        found = self.model.predict(values)
+    def call(self, values: list[Any], explain: bool = False) -> Any:
+        """The result of `predict`, or of `explain`: a sequence, or an iterator of sequences if the model streams.
+
+        Raises the model's errors.
+        """
+        found = self.model.explain(values) if explain and self.model.explain else self.model.predict(values)
         if type(found) is list:
             return found
         if inspect.iscoroutine(found):
@@ -182,6 +204,10 @@ def _record_times(part: BatchPart, decoded: Decoded, stages_s: tuple[float, floa
 
 
 def _units(item: Item, value: Any) -> list[Any]:
+    if type(value) is Many:
+        if item.sequence is not None and len(value) != 1:
+            raise BadRequest(f"a request of a sequence has one item, found {len(value)}")
+        return value
     if not item.many:
         return [value]
     if not isinstance(value, (list, tuple)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _OPTIONS = "__penstock_options__"
-_HOOKS = ("load", "preprocess", "postprocess", "warmup", "unload", "admit", "step", "evict", "cost")
+_HOOKS = ("load", "preprocess", "postprocess", "warmup", "explain", "unload", "admit", "step", "evict", "cost")
 
 
 @overload
@@ -54,7 +55,7 @@ Extra = str | int | Callable[[], int] | None
 class PythonModel:
     """The model behind a target. `load` instantiates a class; a function needs no loading.
 
-    Its 19 attributes are the optional members of a model, looked up once.
+    Its 20 attributes are the optional members of a model, looked up once.
     """
 
     def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:
@@ -69,6 +70,7 @@ class PythonModel:
         self.preprocess: Callable[[Any], Any] | None = None
         self.postprocess: Callable[[Any], Any] | None = None
         self.warmup: Callable[[], Any] | None = None
+        self.explain: Callable[[list[Any]], Any] | None = None
         # Members of our own models, under names that users do not have. `prepare` turns the items of a batch into a
         # prepared list, in the thread that receives them; `send_parts_to` receives the sink for partial results.
         self.prepare: Callable[[list[Any]], list[Any]] | None = None
@@ -107,7 +109,7 @@ class PythonModel:
             self.takes = frozenset(getattr(found, "__penstock_takes__", inspect.signature(load).parameters))
             load(device, **_accepted(load, self._extras))
         self.predict = cast(Callable[[list[Any]], Any], predict or self._not_loaded)
-        for hook in ("preprocess", "postprocess", "warmup"):
+        for hook in ("preprocess", "postprocess", "warmup", "explain"):
             setattr(self, hook, getattr(found, hook, None))
         self.prepare = getattr(found, "__penstock_prepare__", None)
         self.send_parts_to = getattr(found, "__penstock_send_parts_to__", None)
@@ -166,9 +168,8 @@ class PythonModel:
         """The metadata that the model declares in `inputs`, `outputs` and `parameters`. Raises LoadFailed."""
         platform = getattr(self._model, "platform", None)
         platform = platform if isinstance(platform, str) else "python"
-        return ModelMetadata(
-            name, version, platform, self._declared("inputs"), self._declared("outputs"), self._parameters()
-        )
+        inputs, outputs = self._declared("inputs"), self._declared("outputs")
+        return ModelMetadata(name, version, platform, inputs, outputs, self._parameters(), int(time.time()))
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:
         specs = tuple(getattr(self._model, side, None) or ())

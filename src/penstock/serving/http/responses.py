@@ -16,6 +16,7 @@ from penstock.errors import (
     Forbidden,
     ModelNotFound,
     ModelNotReady,
+    NotSupported,
     PayloadTooLarge,
     PenstockError,
     Quarantined,
@@ -110,6 +111,7 @@ STATUS: Final[dict[type[PenstockError], int]] = {
     Cancelled: 499,
     PenstockError: 500,  # ItemFailed, OutOfMemory, BadOutput and whatever has no line of its own
     NotImplementedHere: 501,
+    NotSupported: 501,
     ModelNotReady: 503,
     WorkerDied: 503,
     RunTimeout: 504,
