@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
+KSERVE ?= .venv-kserve
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
@@ -20,9 +21,9 @@ test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest $(ALONE)
 
-# compares with TorchServe 0.12.0 in a separate virtual environment; the first run takes a minute
-test-peers: $(VENV)/.dev $(PEERS)/.peers java
-	PEERS_VENV=$(PEERS) $(BIN)/python -m pytest -m peer tests/peers
+# compares with TorchServe 0.12.0, and runs KServe's client, each in a virtual environment; the first run takes a minute
+test-peers: $(VENV)/.dev $(PEERS)/.peers $(KSERVE)/.peers java
+	PEERS_VENV=$(PEERS) KSERVE_VENV=$(KSERVE) $(BIN)/python -m pytest -m peer tests/peers
 
 # repeats every fault at its full count, about 10 minutes; `make test` runs short counts
 chaos: $(VENV)/.dev redis-server
@@ -89,5 +90,11 @@ $(PEERS)/.peers: constraints.txt | $(BIN)/python
 	torchserve==0.12.0 torch-model-archiver==0.12.0 torch numpy pyyaml requests
 	@touch $@
 
+# not with our constraints: it needs an older psutil
+$(KSERVE)/.peers: | $(BIN)/python
+	$(BIN)/python -m venv $(KSERVE)
+	$(KSERVE)/bin/python -m pip --disable-pip-version-check install -q kserve==0.21.0
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(KSERVE) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,6 +19,8 @@ _loading = threading.RLock()
 
 BUILTIN: dict[str, dict[str, str]] = {
     "codec": {
+        "kserve": "penstock.serving.protocols.kserve:KServeCodec",
+        "kserve_explain": "penstock.serving.protocols.kserve:KServeExplainCodec",
         "native": "penstock.serving.protocols.native:NativeCodec",
         "oip_binary": "penstock.serving.protocols.oip_binary:OipBinaryCodec",
         "oip_grpc": "penstock.serving.protocols.oip_grpc:OipGrpcCodec",

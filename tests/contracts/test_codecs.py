@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.serving.protocols.kserve import KServeCodec, KServeExplainCodec
 from penstock.serving.protocols.native import NativeCodec
 from penstock.serving.protocols.oip_binary import OipBinaryCodec, encode_request
 from penstock.serving.protocols.oip_json import OipJsonCodec
@@ -71,6 +72,19 @@ CODECS = {
         lambda: ThriftCodec("m", "1"),
         [Item(b"\xff\xd8\xff", "thrift")],
         [np.zeros((1, 3), np.float32), {"label": "cat", "score": 0.5}],
+    ),
+    "kserve": (
+        lambda: KServeCodec("m", "1"),
+        [
+            Item(b'{"instances": [{"a": {"b64": "aGk="}}, 2]}', "kserve"),
+            Item(b'{"inputs": {"a": [1], "b": [2]}}', "kserve"),
+        ],
+        [[b"\xff", {"a": [1, None]}], [np.float32(1.5)], []],
+    ),
+    "kserve_explain": (
+        lambda: KServeExplainCodec("m", "1", KNOWN),
+        [Item(b'{"instances": [{"x": [1, 2]}]}', "kserve_explain"), Item(b'{"inputs": {"x": [[1, 2]]}}', "kserve")],
+        [np.zeros((1, 2)), {"y": [1, 2], "z": np.array([b"a", b"\xff"], object)}],
     ),
     "torchserve": (lambda: TorchServeCodec("m", "1"), HANDLED, ANSWERS),
     "torchserve_raw": (lambda: RawCodec("m", "1"), HANDLED, ANSWERS),

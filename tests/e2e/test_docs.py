@@ -188,6 +188,14 @@ def test_the_wire_formats_requests_are_answered_as_they_stand_there(serve: Calla
     assert (done.stdout, done.stderr) == ("mean [128. 128.]\nframe_index [0 1]\n", "")
 
 
+def test_the_lines_of_kserves_page_are_answered_as_they_stand_there(serve: Callable[..., Any], tmp_path: Path) -> None:
+    server = serve(blocks("docs/kserve.md", "python")[0], "Sums", "Words")
+    lines = [line.partition(" # ") for line in blocks("docs/kserve.md", "")[0].splitlines()[1:]]
+    assert len(lines) == 4
+    for command, _, shown in lines:
+        assert shell(command.strip(), server.url, tmp_path) == [shown]
+
+
 def outputs(answer: bytes) -> dict[str, Any]:
     """The values of an Open Inference answer by name."""
     return {output["name"]: output["data"] for output in json.loads(answer)["outputs"]}

@@ -12,6 +12,8 @@ from penstock.errors import ConfigError
 from penstock.plugins import BUILTIN
 from penstock.types import Item, ItemResult, ModelMetadata
 
+KSERVE = {"kserve", "kserve_explain"}
+
 
 class Upper(Codec):
     """A user's own codec, which wants the metadata of its model."""
@@ -37,8 +39,8 @@ class Upper(Codec):
 
 def test_the_built_in_codecs_declare_what_the_engine_relies_on() -> None:
     traits = {name: traits_of(name) for name in BUILTIN["codec"]}
-    assert {name for name, t in traits.items() if t.divisible} == {"oip_binary"}
-    assert {name for name, t in traits.items() if t.peek is not None} == {"oip_binary", "oip_json", "oip_npy"}
+    assert {name for name, t in traits.items() if t.divisible} == {"oip_binary", *KSERVE}
+    assert {name for name, t in traits.items() if t.peek is not None} == {"oip_binary", "oip_json", "oip_npy", *KSERVE}
     assert {"oip_binary", "oip_npy"} <= {name for name, t in traits.items() if t.reads_headers}
 
 

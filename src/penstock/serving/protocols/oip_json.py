@@ -135,6 +135,13 @@ def _metadata(backend: Backend, route: Route) -> ItemResult:
     )
 
 
+def _models(backend: Backend, route: Route) -> ItemResult:
+    """`models` as KServe lists them, and every version with its state."""
+    statuses = backend.statuses()
+    versions = [{"name": s.name, "version": s.version, "state": s.state, "default": s.default} for s in statuses]
+    return _json({"models": list(dict.fromkeys(s.name for s in statuses)), "versions": versions})
+
+
 def _model_ready(backend: Backend, route: Route) -> ItemResult:
     ready = backend.model_ready(route.model, route.version)
     return _json({"name": route.model, "ready": ready}, 200 if ready else 503)
@@ -176,6 +183,7 @@ ROUTES: Final = (
     _get("/v2", "Name and version of the server", _server),
     _get("/v2/health/live", "Whether the server is alive", live, open=True),
     _get("/v2/health/ready", "Whether every model can answer", ready, open=True),
+    _get("/v2/models", "All models and their versions", _models),
     _get("/v2/models/{model}", "Inputs and outputs of a model", _metadata),
     _get("/v2/models/{model}/versions/{version}", "Inputs and outputs of a model", _metadata),
     _get("/v2/models/{model}/ready", "Whether a model can answer", _model_ready),

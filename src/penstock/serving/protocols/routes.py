@@ -10,7 +10,7 @@ from penstock._version import __version__
 from penstock.core.contracts import Backend, Codec
 from penstock.errors import PenstockError
 from penstock.plugins import resolve
-from penstock.serving.protocols import native, oip_json
+from penstock.serving.protocols import kserve, native, oip_json
 from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.route import Route, Template, error_body
 from penstock.types import ItemResult, TensorSpec
@@ -32,6 +32,7 @@ PING: Final = Template("/ping", "Whether every model can answer", answer=_ping, 
 TEMPLATES: Final = (
     *native.ROUTES,
     *oip_json.ROUTES,
+    *kserve.ROUTES,
     PING,
     Template("/healthz", "Whether the server is alive", answer=oip_json.live, open=True),
     Template("/readyz", "Whether every model can answer", answer=oip_json.ready, open=True),
@@ -43,7 +44,7 @@ def error_body_of(route: Route | None, target: bytes) -> Callable[[PenstockError
     """The error format of a route; without a route, the format of the neighbouring routes."""
     if route is not None:
         return route.template.error_body
-    return oip_json.error_body if target.startswith(b"/v2/") else error_body
+    return oip_json.error_body if target.startswith((b"/v1/", b"/v2/")) else error_body
 
 
 # ---- the OpenAPI document

@@ -159,7 +159,7 @@ async def test_open_inference_routes(face_of):
         assert (await client.post("/v2/models/bad/infer")).json() == {"error": "it raised"}
 
 
-@pytest.mark.parametrize(("path", "told"), [("/v2/models/echo/config", str), ("/v1/models/echo", dict)])
+@pytest.mark.parametrize(("path", "told"), [("/v2/models/echo/config", str), ("/v3/models/echo", dict)])
 async def test_an_unknown_route_uses_the_error_format_of_its_neighbours(face_of, path, told):
     async with face_of() as client:
         answer = await client.get(path)

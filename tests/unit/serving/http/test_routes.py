@@ -23,6 +23,13 @@ from penstock.serving.protocols.route import CACHED_PATHS, Route
         (b"/v2/models/ready", "/v2/models/{model}", "ready", None),
         (b"/v2/models/m/ready", "/v2/models/{model}/ready", "m", None),
         (b"/v2", "/v2", "", None),
+        (b"/v2/models/", "/v2/models", "", None),
+        (b"/", "/", "", None),
+        (b"/v1/models/m:predict", "/v1/models/{model}:predict", "m", None),
+        (b"/v1/models/m:explain", "/v1/models/{model}:explain", "m", None),
+        (b"/v1/models/m%3Apredict", "/v1/models/{model}:predict", "m", None),
+        (b"/v1/models/m/versions/2:predict", "/v1/models/{model}/versions/{version}:predict", "m", "2"),
+        (b"/v1/models/m/versions/2", "/v1/models/{model}/versions/{version}", "m", "2"),
         (b"http://host:80/predictions/m?x", "/predictions/{model}", "m", None),
     ],
 )
@@ -31,7 +38,7 @@ def test_paths_are_resolved(path, template, model, version):
     assert (route.template.path, route.model, route.version) == (template, model, version)
 
 
-@pytest.mark.parametrize("path", [b"/", b"", b"*", b"//", b"/predictions/", b"/predictions//", b"/v2/models", b"/Ping"])
+@pytest.mark.parametrize("path", [b"", b"*", b"/predictions/", b"/predictions//", b"/Ping", b"/v1"])
 def test_other_paths_are_not_found(path):
     with pytest.raises(RouteNotFound):
         resolve(path)
