@@ -161,6 +161,15 @@ class TensorSpec(Struct, frozen=True, omit_defaults=True):
     optional: bool = False
 
 
+class ModelSchemas(Struct, frozen=True):
+    """JSON schemas of one item and one result of a model; {}: unknown. `components` are what they refer to as
+    `#/components/schemas/NAME`."""
+
+    item: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+    components: dict[str, Any] = field(default_factory=dict)
+
+
 class ModelMetadata(Struct, frozen=True):
     """What a loaded model declares about itself.
 
@@ -175,6 +184,7 @@ class ModelMetadata(Struct, frozen=True):
     outputs: tuple[TensorSpec, ...] = ()
     parameters: dict[str, Any] = field(default_factory=dict)
     created: int = 0
+    schemas: ModelSchemas = ModelSchemas()
 
 
 class ModelStatus(Struct, frozen=True):

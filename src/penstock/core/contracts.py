@@ -27,7 +27,6 @@ from penstock.types import (
     Ready,
     SequenceRequest,
     Sink,
-    TensorSpec,
 )
 
 # ---- front-ends
@@ -142,13 +141,11 @@ class Codec(Protocol):
     `divisible`: `decode` reads rows [item.start, item.stop) of a body without the others.
     `reads_headers`: `decode` or `encode` needs the request's headers, which otherwise stay in the server process.
     `explains`: requests go to the model's `explain` instead of `predict`.
-    `request_types`: the content types of requests, for OpenAPI.
     """
 
     divisible: ClassVar[bool] = False
     reads_headers: ClassVar[bool] = False
     explains: ClassVar[bool] = False
-    request_types: ClassVar[tuple[str, ...]] = ("application/json", "application/octet-stream")
 
     @staticmethod
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
@@ -164,9 +161,14 @@ class Codec(Protocol):
         return None
 
     @staticmethod
-    def request_schema(inputs: Sequence[TensorSpec]) -> dict[str, Any]:
-        """The JSON schema of a request's JSON form, for a model with these inputs."""
-        return {}
+    def request_content(model: ModelMetadata) -> dict[str, Any]:
+        """The JSON schema of a request to this model by content type, for OpenAPI; {}: any value."""
+        return {"application/json": {}, "application/octet-stream": {}}
+
+    @staticmethod
+    def response_content(model: ModelMetadata) -> dict[str, Any]:
+        """The same of a response."""
+        return {"application/json": {}}
 
     def decode(self, item: Item) -> tuple[Any, Any]:
         """(value for `predict`, context for `encode`). Raises BadRequest; then only this item fails.

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.worker")
 
+FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")  # all of their fields are text
+
 
 class BatchRunner:
     """Drives one loaded model. `decode` is pure and may run ahead in another thread; `run` needs the worker's own."""
@@ -34,6 +36,7 @@ class BatchRunner:
         self.batching = batching
         self._metadata = metadata
         self.codecs = ModelCodecs(metadata)
+        self._item_type = model.types.item_type()
         # created by the first coroutine; that of a model with one is used in its warm-up too
         self._loop: asyncio.AbstractEventLoop | None = getattr(model.loop, "loop", None)
         self._log_limiter = LogLimiter()
@@ -57,6 +60,8 @@ class BatchRunner:
                 elif type(value) is Pickled:
                     value = value.load()
                 units = _units(item, value)
+                if self._item_type is not None and item.codec != "object":
+                    units = self._converted(item, units)
                 if type(value) is Many:
                     decoded.many.add(i)
             except Exception as e:
@@ -70,6 +75,12 @@ class BatchRunner:
             decoded.values = prepare(decoded.values)
         decoded.seconds = time.perf_counter() - started
         return decoded
+
+    def _converted(self, item: Item, units: list[Any]) -> list[Any]:
+        """The units as the model's annotated type. Raises BadRequest."""
+        assert self._item_type is not None
+        lax = item.content_type.startswith(FORMS)
+        return [self._item_type.convert(unit, lax) for unit in units]
 
     def _check_explain(self) -> None:
         """Raises NotSupported."""

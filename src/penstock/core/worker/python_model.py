@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import msgspec
 
 from penstock.config.schema import BatchingConfig, with_options
+from penstock.core.worker.item_types import ModelTypes
 from penstock.core.worker.sequences import SequenceStates
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
@@ -55,7 +56,7 @@ Extra = str | int | Callable[[], int] | None
 class PythonModel:
     """The model behind a target. `load` instantiates a class; a function needs no loading.
 
-    Its 20 attributes are the optional members of a model, looked up once.
+    Its 21 attributes are the optional members of a model, looked up once.
     """
 
     def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:
@@ -84,6 +85,7 @@ class PythonModel:
         self.stepped = False  # it has `admit` and `step`
         self.loop: StepLoop | CallLoop | None = None  # runs in the main thread of a worker process
         self.states: SequenceStates | None = None  # of a model whose `predict` receives sequences
+        self.types = ModelTypes(None, None)
 
     def _not_loaded(self, items: list[Any]) -> Any:
         raise LoadFailed("predict was called before load")
@@ -111,6 +113,7 @@ class PythonModel:
         self.predict = cast(Callable[[list[Any]], Any], predict or self._not_loaded)
         for hook in ("preprocess", "postprocess", "warmup", "explain"):
             setattr(self, hook, getattr(found, hook, None))
+        self.types = ModelTypes(found, predict)
         self.prepare = getattr(found, "__penstock_prepare__", None)
         self.send_parts_to = getattr(found, "__penstock_send_parts_to__", None)
         self.finishes_apart = bool(getattr(found, "__penstock_finishes_apart__", False))
@@ -168,8 +171,8 @@ class PythonModel:
         """The metadata that the model declares in `inputs`, `outputs` and `parameters`. Raises LoadFailed."""
         platform = getattr(self._model, "platform", None)
         platform = platform if isinstance(platform, str) else "python"
-        inputs, outputs = self._declared("inputs"), self._declared("outputs")
-        return ModelMetadata(name, version, platform, inputs, outputs, self._parameters(), int(time.time()))
+        inputs, outputs, schemas = self._declared("inputs"), self._declared("outputs"), self.types.schemas(name)
+        return ModelMetadata(name, version, platform, inputs, outputs, self._parameters(), int(time.time()), schemas)
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:
         specs = tuple(getattr(self._model, side, None) or ())

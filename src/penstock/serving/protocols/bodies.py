@@ -1,5 +1,6 @@
 """Request and response bodies: JSON, text and forms. An error names the position of an invalid byte."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable
@@ -90,6 +91,9 @@ def _hook(value: Any) -> Any:
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
+    dump = getattr(value, "model_dump", None)  # of a pydantic model
+    if dump is not None:
+        return dump()
     tolist = getattr(value, "tolist", None)
     if tolist is None:
         raise BadOutput(f"the model returned a value of type {type(value).__name__}, which JSON cannot hold")
@@ -105,7 +109,11 @@ def _has_nan(value: Any) -> bool:
         return any(map(_has_nan, value))
     if hasattr(value, "tolist"):
         return _has_nan(value.tolist())
-    return isinstance(value, msgspec.Struct) and _has_nan(msgspec.structs.astuple(value))
+    if hasattr(value, "model_dump"):
+        return _has_nan(value.model_dump())
+    if isinstance(value, msgspec.Struct):
+        return _has_nan(msgspec.structs.astuple(value))
+    return dataclasses.is_dataclass(value) and any(_has_nan(getattr(value, f.name)) for f in dataclasses.fields(value))
 
 
 def encode_json(value: Any) -> bytes:

@@ -1,0 +1,147 @@
+"""The types of a model's items and results, from its annotations: JSON schemas, and the conversion of requests."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import inspect
+import re
+import threading
+import typing
+from typing import Any, Final
+
+import msgspec
+
+from penstock.errors import BadRequest
+from penstock.types import ModelSchemas
+
+_BATCHES: Final = {list, collections.abc.Sequence, collections.abc.Iterable}  # how `predict` may annotate a batch
+_STREAMS: Final = {
+    collections.abc.Iterator,
+    collections.abc.Generator,
+    collections.abc.AsyncIterator,
+    collections.abc.AsyncGenerator,
+}
+_REF: Final = "#/components/schemas/"
+_NAME: Final = re.compile(r"[^A-Za-z0-9._-]")
+_first_use = threading.Lock()  # msgspec 0.22 crashes when two threads convert to a type for the first time at once
+
+
+class ItemType:
+    """A type with a JSON form to which items are converted; see `has_fields`."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+        self._class = kind if inspect.isclass(kind) and not typing.is_typeddict(kind) else None
+        self._validate = _adapter(kind).validate_python if _of_pydantic(kind) else None
+        if self._validate is None:
+            with _first_use:
+                try:
+                    msgspec.convert(None, kind)
+                except msgspec.ValidationError:
+                    pass
+
+    def convert(self, value: Any, lax: bool) -> Any:
+        """The item; with `lax`, text may stand for a number, as in a form. Raises BadRequest with the wrong field."""
+        if self._class is not None and isinstance(value, self._class):
+            return value
+        try:
+            if self._validate is not None:
+                return self._validate(value)
+            return msgspec.convert(value, self._kind, strict=not lax, from_attributes=True)
+        except msgspec.ValidationError as e:
+            found = str(e)
+        except ValueError as e:  # of pydantic
+            found = _first_error(e)
+        raise BadRequest(f"the item does not fit: {found}")
+
+
+class ModelTypes:
+    """What the annotations of a model's methods say of one item and one result; Any where they say nothing."""
+
+    def __init__(self, model: Any, predict: Any) -> None:
+        first = getattr(model, "preprocess", None) or getattr(model, "admit", None)
+        self._item = _argument(first) if first else _element(_argument(predict), _BATCHES)
+        if getattr(model, "inputs", None):  # it receives arrays
+            self._item = Any
+        last = getattr(model, "postprocess", None)
+        given = _returned(last or predict)
+        self._result = given if last else _element(_element(given, _STREAMS, given), _BATCHES)
+
+    def item_type(self) -> ItemType | None:
+        """None if items stay as they are: their type has no fields, or no JSON form."""
+        return ItemType(self._item) if has_fields(self._item) and _schema(self._item, "")[0] else None
+
+    def schemas(self, model: str) -> ModelSchemas:
+        """The JSON schemas; `model` is a prefix of the names of their components."""
+        prefix = _NAME.sub("_", model)
+        item, components = _schema(self._item, prefix)
+        result, more = _schema(self._result, prefix, mode="serialization")
+        return ModelSchemas(item, result, {**components, **more})
+
+
+def has_fields(kind: Any) -> bool:
+    """Whether a type is, or holds, a struct, a dataclass, a TypedDict or a pydantic model."""
+    if inspect.isclass(kind) and (
+        issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind) or typing.is_typeddict(kind)
+    ):
+        return True
+    return _of_pydantic(kind) or any(map(has_fields, typing.get_args(kind)))
+
+
+def _of_pydantic(kind: Any) -> bool:
+    return hasattr(kind, "__pydantic_validator__") or any(map(_of_pydantic, typing.get_args(kind)))
+
+
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter  # only models that use it load it
+
+    return TypeAdapter(kind)
+
+
+def _schema(kind: Any, prefix: str, mode: str = "validation") -> tuple[dict[str, Any], dict[str, Any]]:
+    """(schema, components by name); both are empty for a type without a JSON form."""
+    if kind is Any:
+        return {}, {}
+    try:
+        if _of_pydantic(kind):
+            schema = _adapter(kind).json_schema(ref_template=f"{_REF}{prefix}.{{model}}", mode=mode)
+            components = schema.pop("$defs", {})
+        else:
+            (schema,), components = msgspec.json.schema_components((kind,), ref_template=f"{_REF}{prefix}.{{name}}")
+    except Exception:
+        return {}, {}
+    return schema, {f"{prefix}.{name}": each for name, each in components.items()}
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """The annotations of a function or a callable object; none if they name what only a type checker imports."""
+    try:
+        return typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    except Exception:
+        return {}
+
+
+def _argument(function: Any) -> Any:
+    try:
+        name = next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return Any
+    return _hints(function).get(name, Any)
+
+
+def _returned(function: Any) -> Any:
+    return _hints(function).get("return", Any)
+
+
+def _element(kind: Any, containers: set[Any], other: Any = Any) -> Any:
+    """The first parameter of a generic type such as `list[T]`; `other` for any other type."""
+    arguments = typing.get_args(kind)
+    return arguments[0] if arguments and typing.get_origin(kind) in containers else other
+
+
+def _first_error(error: Any) -> str:
+    """The first error of a pydantic ValidationError, as msgspec writes one."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    return f"{first['msg']} - at `${path}`"
