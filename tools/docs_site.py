@@ -203,19 +203,25 @@ the Open Inference Protocol demands.
 def http_page() -> str:
     """The routes of the native server and the statuses of its errors."""
     from penstock.serving.http.admin import management_routes, metrics_routes
-    from penstock.serving.http.flavor import methods
+    from penstock.serving.http.flavor import inference_table
     from penstock.serving.http.responses import STATUS
-    from penstock.serving.protocols.routes import TEMPLATES
 
     def lines(routes: Iterable[Template]) -> list[str]:
-        return [f"| {', '.join(sorted(methods(t) - {'HEAD'}))} | `{t.path}` | {t.summary} |\n" for t in routes]
+        return [f"| {', '.join(sorted(t.allowed() - {'HEAD'}))} | `{t.path}` | {t.summary} |\n" for t in routes]
 
     errors = sorted(
         {(status, error.code, "yes" if error.retryable else "no", _meaning(error)) for error, status in STATUS.items()}
     )
     rows = [f"| {status} | `{code}` | {retry} | {meaning} |\n" for status, code, retry, meaning in errors]
     management, metrics = management_routes(Mock(), None), metrics_routes(Mock(), Mock())
-    tables = [HTTP_HEAD, *lines(TEMPLATES), HTTP_MANAGEMENT, *lines(management), HTTP_METRICS, *lines(metrics)]
+    tables = [
+        HTTP_HEAD,
+        *lines(inference_table(bool).templates),
+        HTTP_MANAGEMENT,
+        *lines(management),
+        HTTP_METRICS,
+        *lines(metrics),
+    ]
     return "".join([*tables, HTTP_ERRORS, *rows])
 
 

@@ -72,6 +72,15 @@ def test_the_quickstart_shows_what_the_options_of_curl_send(serve_all: Callable[
         assert shell(command.strip(), server.url, tmp_path) == [shown]
 
 
+def test_the_quickstarts_types_convert_requests(serve: Callable[..., Any], tmp_path: Path) -> None:
+    server = serve(named("houses.py"), "prices")
+    lines = [line.partition(" # ") for line in after("penstock serve houses.py:prices")[0].splitlines()[1:]]
+    assert len(lines) == 3
+    for command, _, shown in lines:
+        line = command.strip().replace("http://127.0.0.1:8080", server.url) + " -s"
+        assert subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout == shown
+
+
 def test_the_quickstarts_stream_is_ndjson_or_events(serve_all: Callable[..., Any], tmp_path: Path) -> None:
     server = serve_all(named("count.py"), "count")
     commands, lines, events = after("penstock serve count.py:count")[:3]

@@ -39,8 +39,9 @@ class Upper(Codec):
 
 def test_the_built_in_codecs_declare_what_the_engine_relies_on() -> None:
     traits = {name: traits_of(name) for name in BUILTIN["codec"]}
-    assert {name for name, t in traits.items() if t.divisible} == {"oip_binary", *KSERVE}
-    assert {name for name, t in traits.items() if t.peek is not None} == {"oip_binary", "oip_json", "oip_npy", *KSERVE}
+    assert {name for name, t in traits.items() if t.divisible} == {"oip_binary", "oip_grpc", *KSERVE}
+    peeked = {"oip_binary", "oip_grpc", "oip_json", "oip_npy", *KSERVE}
+    assert {name for name, t in traits.items() if t.peek is not None} == peeked
     assert {"oip_binary", "oip_npy"} <= {name for name, t in traits.items() if t.reads_headers}
 
 

@@ -28,6 +28,8 @@ from penstock.perf.tune.space import CandidateSettings, SearchSpace
 from penstock.perf.tune.system import BatchCurve, MeasuredRun
 from penstock.serving.http.flavor import resolve
 from penstock.serving.observe.system import Gpus
+from penstock.serving.protocols.route import RouteTable
+from penstock.serving.protocols.routes import TEMPLATES
 
 log = logging.getLogger("penstock.tune")
 
@@ -37,6 +39,7 @@ LEAST_PATIENCE_S: Final = 1.0
 LATE: Final = 0.1  # of the SLO's latency: a generator this late only makes the SLO harder to keep
 MOST_INVALID: Final = 8  # runs in a row: then the machine is too busy, whatever the rate
 SAMPLES: Final = 16  # requests whose answers are compared without a file of samples
+_ROUTES: Final = RouteTable(TEMPLATES)
 
 
 class AppOptions(Struct, frozen=True, kw_only=True):
@@ -267,7 +270,7 @@ def _failure(profile: InstanceProfile) -> str:
 
 def _body(payload: Payload, path: str) -> RequestBody:
     """The payload as the server's route hands it to a worker; `path` is the path of requests without their own."""
-    template = resolve((payload.path or path).encode()).template
+    template = resolve((payload.path or path).encode(), _ROUTES).template
     headers = {name.lower().encode(): value.encode() for name, value in payload.headers.items()}
     codec = template.select(headers, payload.content_type.encode()) if template.select is not None else ""
     return RequestBody(payload.body, payload.content_type, codec or template.codec, payload.headers)

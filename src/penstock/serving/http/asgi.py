@@ -12,7 +12,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
 from penstock.serving.http.context import STREAM_BACKLOG, RequestOptions
-from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route, read_special
+from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route, inference_table, read_special
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.responses import error_result, sse_event, stream_part, stream_type
@@ -76,7 +76,8 @@ class InferenceApp:
         self.backend = backend
         self.config = config or LimitsConfig()
         self.tokens = tokens
-        self.known: dict[bytes, Route] = {}
+        self._table = inference_table(lambda: bool(self.tokens), page=False)
+        self._known: dict[bytes, Route] = {}
         self.idempotency = IdempotencyCache(backend, time.monotonic)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -112,7 +113,7 @@ class InferenceApp:
             elif name in SPECIAL_NAMES and name not in SERVER_NAMES:
                 special[name] = value
         call.target = raw
-        call.route = route = find_route(self.known, raw)
+        call.route = route = find_route(self._known, raw, self._table)
         check_method(route, scope["method"].encode("ascii"))
         read_special(call, route, special, self.tokens)
         template = route.template

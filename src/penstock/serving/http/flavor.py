@@ -2,14 +2,16 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 from urllib.parse import unquote
 
 from penstock.errors import BadRequest, DeadlineExceeded
+from penstock.serving.http import docs_page
 from penstock.serving.http.auth import check_token
 from penstock.serving.http.context import RequestContext, RequestOptions
 from penstock.serving.http.idempotency import parse_key
+from penstock.serving.http.openapi import openapi_route
 from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.responses import (
     ExpectationFailed,
@@ -30,14 +32,11 @@ SPECIAL_NAMES: Final = frozenset(
     | {name for template in TEMPLATES for name in template.select_headers}
 )  # fmt: skip
 """Headers that change how a request is handled; most requests have none of them."""
-INFER: Final = frozenset({"POST", "PUT"})  # PUT as `curl -T` sends a file
-GET: Final = frozenset({"GET", "HEAD"})
 CONTINUE: Final = b"100-continue"
 CHUNKED: Final = b"chunked"
 PLAIN_TYPE: Final = b"application/json"  # never selects another codec
 _ORIGIN = re.compile(rb"^https?://[^/]+", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-_TABLE: Final = RouteTable(TEMPLATES)
 
 
 class NativeFlavor:
@@ -60,7 +59,7 @@ class NativeFlavor:
         self._policy = policy or OriginPolicy()
         self._check_host = check_host
         self.set_tokens(tokens)
-        self._table = RouteTable(templates) if templates else _TABLE
+        self._table = RouteTable(templates) if templates else inference_table(lambda: bool(self._tokens))
         self._routes: dict[bytes, Route] = {}  # of all methods
 
     def set_tokens(self, tokens: frozenset[bytes]) -> None:
@@ -120,7 +119,13 @@ def split_target(target: bytes) -> tuple[bytes, bytes]:
     return path, query
 
 
-def resolve(path: bytes, table: RouteTable = _TABLE) -> Route:
+def inference_table(guarded: Callable[[], bool], page: bool = True) -> RouteTable:
+    """The routes of the inference API, with the `page` /docs or without. `guarded`: whether they require a token."""
+    routes = (*TEMPLATES, openapi_route(TEMPLATES, guarded), *(docs_page.ROUTES if page else ()))
+    return RouteTable(routes, hint="; /openapi.json lists them")
+
+
+def resolve(path: bytes, table: RouteTable) -> Route:
     """The route of a raw (still percent-encoded) path; a query is ignored. Raises RouteNotFound, BadRequest."""
     try:
         raw = split_target(path)[0].decode("ascii")
@@ -131,22 +136,17 @@ def resolve(path: bytes, table: RouteTable = _TABLE) -> Route:
         found.pop()  # one slash at the end is forgiven
     for template, names in table.matches(found):
         return Route(template, names.get("model", ""), names.get("version"), names)
-    raise RouteNotFound("no route has this path" + ("; /openapi.json lists them" if table is _TABLE else ""))
-
-
-def methods(template: Template) -> frozenset[str]:
-    """The methods of a native route."""
-    return template.methods or (INFER if template.codec else GET)
+    raise RouteNotFound("no route has this path" + table.hint)
 
 
 def check_method(route: Route, method: bytes) -> None:
     """Raises MethodNotAllowed."""
-    allowed = methods(route.template)
+    allowed = route.template.allowed()
     if method.decode("ascii") not in allowed:
         raise MethodNotAllowed.only(*sorted(allowed))
 
 
-def find_route(known: dict[bytes, Route], path: bytes, table: RouteTable = _TABLE) -> Route:
+def find_route(known: dict[bytes, Route], path: bytes, table: RouteTable) -> Route:
     """`resolve` with a cache of recent paths."""
     route = known.get(path)
     if route is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import binascii
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -24,9 +24,10 @@ from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.serving.protocols.bodies import JSON, decode_json, encode_json
 from penstock.serving.protocols.oip import OipCodec, Tensor, named_outputs
 from penstock.serving.protocols.oip_json import error_body
+from penstock.serving.protocols.oip_schema import nested
 from penstock.serving.protocols.oip_tensors import output_array
-from penstock.serving.protocols.route import Route, Template
-from penstock.types import Item, ItemResult, Many, Parts, TensorSpec
+from penstock.serving.protocols.route import POST, READINESS, Route, Template
+from penstock.types import Item, ItemResult, Many, ModelMetadata, Parts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,18 +68,34 @@ def _peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
         return None
 
 
-def _schema(inputs: Sequence[TensorSpec]) -> dict[str, Any]:
-    return {"type": "object", "required": ["instances"], "properties": {"instances": {"type": "array", "minItems": 1}}}
-
-
 class KServeCodec(OipCodec):
     """Codec of `/v1/models/{m}:predict`."""
 
     divisible = True
-    request_types = (JSON,)
-    request_schema = staticmethod(_schema)
     peek = staticmethod(_peek)
     key = "predictions"
+
+    @staticmethod
+    def request_content(model: ModelMetadata) -> dict[str, Any]:
+        """Rows, or columns, of the model's inputs or of its type."""
+        columns = {spec.name: nested(spec) for spec in model.inputs}
+        instance: dict[str, Any] = model.schemas.item
+        if columns:
+            needed = [spec.name for spec in model.inputs if not spec.optional]
+            row = {spec.name: nested(spec, axis=1) for spec in model.inputs}
+            instance = {"type": "object", "properties": row, "required": needed, "additionalProperties": False}
+            if len(row) == 1:
+                instance = {"anyOf": [instance, *row.values()]}
+        rows = {"type": "array", "items": instance, "minItems": 1}
+        column = {"type": "object", "properties": columns} if columns else {"type": "object", "minProperties": 1}
+        by_row = {"type": "object", "properties": {"instances": rows}, "required": ["instances"]}
+        by_column = {"type": "object", "properties": {"inputs": {"anyOf": [rows, column]}}, "required": ["inputs"]}
+        return {JSON: {"oneOf": [by_row, by_column]}}
+
+    @staticmethod
+    def response_content(model: ModelMetadata) -> dict[str, Any]:
+        """Predictions of the declared outputs, or of the model's type."""
+        return _answer_content("predictions", model)
 
     # ---- requests
 
@@ -183,6 +200,21 @@ class KServeExplainCodec(KServeCodec):
     explains = True
     key = "explanations"
 
+    @staticmethod
+    def response_content(model: ModelMetadata) -> dict[str, Any]:
+        """Explanations of any type."""
+        return _answer_content("explanations", ModelMetadata(model.name, model.version))
+
+
+def _answer_content(key: str, model: ModelMetadata) -> dict[str, Any]:
+    result: dict[str, Any] = model.schemas.result
+    if model.outputs:
+        row = {spec.name: nested(spec, axis=1) for spec in model.outputs}
+        result = next(iter(row.values())) if len(row) == 1 else {"type": "object", "properties": row}
+    by_row = {"type": "object", "properties": {key: {"type": "array", "items": result}}, "required": [key]}
+    by_column = {"type": "object", "properties": {"outputs": {"type": ["array", "object"]}}, "required": ["outputs"]}
+    return {JSON: {"anyOf": [by_row, by_column]}}
+
 
 def _value(body: bytes, binary: bool) -> Any:
     """The value of JSON. With `binary`, every object `{"b64": text}` becomes bytes. Raises BadRequest."""
@@ -251,34 +283,65 @@ def _joined(lists: list[bytes]) -> bytes:
 # ---- routes
 
 
+class Model(Struct):
+    """A model as KServe's clients see it (`name`, `ready`), and as OpenAI's do. `created`: seconds since 1970."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    name: str
+    ready: bool
+
+
+class Models(Struct):
+    """The body of /v1/models: `data` for OpenAI's clients, `models` for KServe's."""
+
+    object: str
+    data: list[Model]
+    models: list[str]
+
+
+class Alive(Struct):
+    """The body of /."""
+
+    status: str
+
+
 def _models(backend: Backend, route: Route) -> ItemResult:
     names = list(dict.fromkeys(status.name for status in backend.statuses()))
-    found = [_model(backend, name) for name in names]
-    return ItemResult(encode_json({"object": "list", "data": found, "models": names}), JSON)
+    return _json(Models("list", [_model(backend, name) for name in names], names))
 
 
 def _one(backend: Backend, route: Route) -> ItemResult:
     ready = backend.model_ready(route.model, route.version)
-    found = _model(backend, route.model)
-    return ItemResult(encode_json(found), JSON, 200 if ready else 503)
+    return _json(_model(backend, route.model), 200 if ready else 503)
 
 
-def _model(backend: Backend, name: str) -> dict[str, Any]:
-    """A model as KServe's clients see it (`name`, `ready`), and as OpenAI's do."""
+def _model(backend: Backend, name: str) -> Model:
     try:
         created = backend.metadata(name, None)[0].created
     except PenstockError:  # it is not loaded yet
         created = 0
-    ready = backend.model_ready(name, None)
-    return {"id": name, "object": "model", "created": created, "owned_by": "penstock", "name": name, "ready": ready}
+    return Model(name, "model", created, "penstock", name, backend.model_ready(name, None))
 
 
 def _alive(backend: Backend, route: Route) -> ItemResult:
-    return ItemResult(b'{"status":"alive"}', JSON)
+    return _json(Alive("alive"))
+
+
+def _json(value: Struct, status: int = 200) -> ItemResult:
+    return ItemResult(msgspec.json.encode(value), JSON, status)
 
 
 def _infer(path: str, verb: str, codec: str) -> Template:
-    return Template(f"{path}:{verb}", f"{verb.title()} by KServe's V1 protocol", codec=codec, error_body=error_body)
+    summary = f"{verb.title()} by KServe's V1 protocol"
+    return Template(f"{path}:{verb}", summary, codec=codec, error_body=error_body, methods=POST)
+
+
+def _get(path: str, summary: str, answer: Callable[[Backend, Route], ItemResult], response: type[Struct]) -> Template:
+    statuses = READINESS if response is Model else (200,)
+    return Template(path, summary, answer=answer, error_body=error_body, response=response, statuses=statuses)
 
 
 ROUTES: Final = (
@@ -287,10 +350,8 @@ ROUTES: Final = (
         for verb, codec in (("predict", "kserve"), ("explain", "kserve_explain"))
         for version in ("", "/versions/{version}")
     ),
-    Template("/v1/models", "All models", answer=_models, error_body=error_body),
-    Template("/v1/models/{model}", "Whether a model can answer", answer=_one, error_body=error_body),
-    Template(
-        "/v1/models/{model}/versions/{version}", "Whether a version can answer", answer=_one, error_body=error_body
-    ),
-    Template("/", "Whether the server is alive, as KServe's V1 clients ask", answer=_alive, open=True),
+    _get("/v1/models", "All models", _models, Models),
+    _get("/v1/models/{model}", "Whether a model can answer", _one, Model),
+    _get("/v1/models/{model}/versions/{version}", "Whether a version can answer", _one, Model),
+    Template("/", "Whether the server is alive, as KServe's V1 clients ask", answer=_alive, open=True, response=Alive),
 )

@@ -17,7 +17,7 @@ from penstock.serving.protocols.bodies import (
     split_type,
 )
 from penstock.serving.protocols.route import Template
-from penstock.types import Item, ItemResult, Response
+from penstock.types import Item, ItemResult, ModelMetadata, Response
 
 TEXT: Final = "text/plain; charset=utf-8"
 BYTES: Final = "application/octet-stream"
@@ -51,7 +51,23 @@ def encode_response(response: Response) -> ItemResult:
 class NativeCodec(Codec):
     """Codec of `/predictions`: JSON, text, forms, or unchanged bytes."""
 
-    request_types = ("application/json", "text/plain", "application/octet-stream")
+    @staticmethod
+    def request_content(model: ModelMetadata) -> dict[str, Any]:
+        """The model's type if it is annotated, else anything."""
+        item = model.schemas.item
+        if not item:
+            return {JSON: {}, "text/plain": {"type": "string"}, BYTES: {}}
+        texts = [each for each in (item, *item.get("anyOf", ())) if each.get("type") == "string"]
+        return {JSON: item, **({"text/plain": texts[0]} if texts else {})}
+
+    @staticmethod
+    def response_content(model: ModelMetadata) -> dict[str, Any]:
+        """The model's type if it is annotated, else anything. A stream has parts of this type, as lines or events."""
+        result = model.schemas.result
+        if not result:
+            return {JSON: {}, "text/plain": {"type": "string"}, BYTES: {}}
+        kind = "text/plain" if result.get("type") == "string" else JSON
+        return {kind: result}
 
     def __init__(self, model: str, version: str) -> None:
         self.model = model

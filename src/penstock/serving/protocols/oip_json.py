@@ -10,8 +10,9 @@ from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.errors import BadRequest, PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import JSON
-from penstock.serving.protocols.oip import HEADER_BYTES, HEADER_LENGTH, NPY, OipCodec, parse_length, sequence_of_json
-from penstock.serving.protocols.route import Route, Template
+from penstock.serving.protocols.oip import HEADER_BYTES, HEADER_LENGTH, OipCodec, parse_length, sequence_of_json
+from penstock.serving.protocols.oip_schema import request_content, response_content
+from penstock.serving.protocols.route import READINESS, Route, Template
 from penstock.types import Item, ItemResult, SequenceRequest, TensorSpec
 
 PEEK_BYTES: Final = HEADER_BYTES
@@ -57,27 +58,11 @@ def error_body(error: PenstockError) -> bytes:
     return msgspec.json.encode({"error": error.message})
 
 
-def _schema(inputs: Sequence[TensorSpec]) -> dict[str, Any]:
-    tensor: dict[str, Any] = {
-        "type": "object",
-        "required": ["name", "shape", "datatype", "data"],
-        "properties": {
-            "name": {"type": "string"},
-            "shape": {"type": "array", "items": {"type": "integer"}},
-            "datatype": {"type": "string"},
-            "data": {"type": "array"},
-        },
-    }
-    if inputs:
-        tensor["properties"]["name"]["enum"] = [spec.name for spec in inputs]
-    return {"type": "object", "required": ["inputs"], "properties": {"inputs": {"type": "array", "items": tensor}}}
-
-
 class OipJsonCodec(OipCodec):
     """Codec of `/v2/models/{m}/infer` for pure JSON bodies; the content type does not matter."""
 
-    request_types = ("application/json", "application/octet-stream", NPY)
-    request_schema = staticmethod(_schema)
+    request_content = staticmethod(request_content)
+    response_content = staticmethod(response_content)
 
     @staticmethod
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
@@ -117,49 +102,93 @@ def select_codec(special: Mapping[bytes, bytes], content_type: bytes) -> str:
     return "oip_npy" if b"x-npy" in kind else ""
 
 
+class Live(Struct):
+    """The body of /v2/health/live."""
+
+    live: bool
+
+
+class Ready(Struct):
+    """The body of /v2/health/ready."""
+
+    ready: bool
+
+
+class ModelReady(Struct):
+    """The body of /v2/models/{m}/ready."""
+
+    name: str
+    ready: bool
+
+
+class ServerDescription(Struct):
+    """The body of /v2."""
+
+    name: str
+    version: str
+    extensions: Sequence[str]
+
+
+class Description(Struct):
+    """The body of /v2/models/{m}."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: Sequence[TensorSpec]
+    outputs: Sequence[TensorSpec]
+    parameters: dict[str, Any]
+
+
+class VersionState(Struct):
+    """A version of a model in /v2/models."""
+
+    name: str
+    version: str
+    state: str
+    default: bool
+
+
+class ModelList(Struct):
+    """The body of /v2/models: the names as KServe lists them, and every version."""
+
+    models: list[str]
+    versions: list[VersionState]
+
+
 def _json(value: object, status: int = 200) -> ItemResult:
     return ItemResult(body=msgspec.json.encode(value), content_type=JSON, status=status)
 
 
 def _metadata(backend: Backend, route: Route) -> ItemResult:
-    metadata, versions = backend.metadata(route.model, route.version)
-    return _json(
-        {
-            "name": metadata.name,
-            "versions": versions,
-            "platform": metadata.platform,
-            "inputs": metadata.inputs,
-            "outputs": metadata.outputs,
-            "parameters": metadata.parameters,
-        }
-    )
+    m, versions = backend.metadata(route.model, route.version)
+    return _json(Description(m.name, versions, m.platform, m.inputs, m.outputs, m.parameters))
 
 
 def _models(backend: Backend, route: Route) -> ItemResult:
-    """`models` as KServe lists them, and every version with its state."""
     statuses = backend.statuses()
-    versions = [{"name": s.name, "version": s.version, "state": s.state, "default": s.default} for s in statuses]
-    return _json({"models": list(dict.fromkeys(s.name for s in statuses)), "versions": versions})
+    versions = [VersionState(s.name, s.version, s.state, s.default) for s in statuses]
+    return _json(ModelList(list(dict.fromkeys(s.name for s in statuses)), versions))
 
 
 def _model_ready(backend: Backend, route: Route) -> ItemResult:
     ready = backend.model_ready(route.model, route.version)
-    return _json({"name": route.model, "ready": ready}, 200 if ready else 503)
+    return _json(ModelReady(route.model, ready), 200 if ready else 503)
 
 
 def _server(backend: Backend, route: Route) -> ItemResult:
-    return _json({"name": "penstock", "version": __version__, "extensions": EXTENSIONS})
+    return _json(ServerDescription("penstock", __version__, EXTENSIONS))
 
 
 def live(backend: Backend, route: Route) -> ItemResult:
     """200 while the server is alive."""
-    return _json({"live": True})
+    return _json(Live(True))
 
 
 def ready(backend: Backend, route: Route) -> ItemResult:
     """200 if every model can answer, otherwise 503."""
     healthy = backend.ready()
-    return _json({"ready": healthy}, 200 if healthy else 503)
+    return _json(Ready(healthy), 200 if healthy else 503)
 
 
 def _infer(path: str) -> Template:
@@ -173,19 +202,24 @@ def _infer(path: str) -> Template:
     )
 
 
-def _get(path: str, summary: str, answer: Callable[[Backend, Route], ItemResult], open: bool = False) -> Template:
-    return Template(path, summary, answer=answer, open=open, error_body=error_body)
+def _get(
+    path: str, summary: str, answer: Callable[[Backend, Route], ItemResult], response: type[Struct], open: bool = False
+) -> Template:
+    statuses = READINESS if response in (Ready, ModelReady) else (200,)
+    return Template(
+        path, summary, answer=answer, open=open, error_body=error_body, response=response, statuses=statuses
+    )
 
 
 ROUTES: Final = (
     _infer("/v2/models/{model}/infer"),
     _infer("/v2/models/{model}/versions/{version}/infer"),
-    _get("/v2", "Name and version of the server", _server),
-    _get("/v2/health/live", "Whether the server is alive", live, open=True),
-    _get("/v2/health/ready", "Whether every model can answer", ready, open=True),
-    _get("/v2/models", "All models and their versions", _models),
-    _get("/v2/models/{model}", "Inputs and outputs of a model", _metadata),
-    _get("/v2/models/{model}/versions/{version}", "Inputs and outputs of a model", _metadata),
-    _get("/v2/models/{model}/ready", "Whether a model can answer", _model_ready),
-    _get("/v2/models/{model}/versions/{version}/ready", "Whether a model can answer", _model_ready),
+    _get("/v2", "Name and version of the server", _server, ServerDescription),
+    _get("/v2/health/live", "Whether the server is alive", live, Live, open=True),
+    _get("/v2/health/ready", "Whether every model can answer", ready, Ready, open=True),
+    _get("/v2/models", "All models and their versions", _models, ModelList),
+    _get("/v2/models/{model}", "Inputs and outputs of a model", _metadata, Description),
+    _get("/v2/models/{model}/versions/{version}", "Inputs and outputs of a model", _metadata, Description),
+    _get("/v2/models/{model}/ready", "Whether a model can answer", _model_ready, ModelReady),
+    _get("/v2/models/{model}/versions/{version}/ready", "Whether a model can answer", _model_ready, ModelReady),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct, field
@@ -38,6 +38,10 @@ class HttpRequest(Struct):
 
 
 Serve = Callable[[HttpRequest], Awaitable[ItemResult]]
+INFER: Final = frozenset({"POST", "PUT"})  # PUT as `curl -T` sends a file
+READINESS: Final = (200, 503)  # statuses of routes that report whether something is ready
+POST: Final = frozenset({"POST"})
+GET: Final = frozenset({"GET", "HEAD"})
 
 
 class Template(Struct, frozen=True):
@@ -62,6 +66,12 @@ class Template(Struct, frozen=True):
     # (headers of `select_headers`, content type) -> the codec of this request; "" for `codec`
     select: Callable[[Mapping[bytes, bytes], bytes], str] | None = None
     select_headers: tuple[bytes, ...] = ()  # the headers that `select` reads, in lower case
+    response: Any = None  # of `answer`: the type of its JSON, for OpenAPI
+    statuses: tuple[int, ...] = (200,)  # ... and the statuses with which it is sent
+
+    def allowed(self) -> frozenset[str]:
+        """The methods of a native route."""
+        return self.methods or (INFER if self.codec else GET)
 
 
 class Route(Struct, frozen=True):
@@ -75,10 +85,12 @@ class Route(Struct, frozen=True):
 
 
 class RouteTable:
-    """Templates in matching order."""
+    """Templates in matching order. `hint` is added to the error of an unknown path."""
 
-    def __init__(self, templates: Iterable[Template]) -> None:
-        self._rows = [(template, template.path.split("/")[1:]) for template in templates]
+    def __init__(self, templates: Iterable[Template], hint: str = "") -> None:
+        self.hint = hint
+        self.templates = tuple(templates)
+        self._rows = [(template, template.path.split("/")[1:]) for template in self.templates]
 
     def matches(self, segments: list[str]) -> Iterator[tuple[Template, dict[str, str]]]:
         """Every template that matches the decoded segments of a path, with the values of its names."""

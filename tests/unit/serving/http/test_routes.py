@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import BadRequest
-from penstock.serving.http.flavor import find_route, resolve
+from penstock.serving.http.flavor import find_route, inference_table, resolve
 from penstock.serving.http.responses import RouteNotFound
 from penstock.serving.protocols.route import CACHED_PATHS, Route
+
+TABLE = inference_table(bool)
 
 
 @pytest.mark.parametrize(
@@ -34,26 +36,26 @@ from penstock.serving.protocols.route import CACHED_PATHS, Route
     ],
 )
 def test_paths_are_resolved(path, template, model, version):
-    route = resolve(path)
+    route = resolve(path, TABLE)
     assert (route.template.path, route.model, route.version) == (template, model, version)
 
 
 @pytest.mark.parametrize("path", [b"", b"*", b"/predictions/", b"/predictions//", b"/Ping", b"/v1"])
 def test_other_paths_are_not_found(path):
     with pytest.raises(RouteNotFound):
-        resolve(path)
+        resolve(path, TABLE)
 
 
 @pytest.mark.parametrize("path", [b"/predictions/%ff", b"/predictions/\xff"])
 def test_paths_that_are_no_utf8_are_bad(path):
     with pytest.raises(BadRequest):
-        resolve(path)
+        resolve(path, TABLE)
 
 
 def test_the_memory_for_paths_is_bounded_and_forgets_nothing_that_matters():
     known: dict[bytes, Route] = {}
     for n in range(3 * CACHED_PATHS):
-        assert find_route(known, b"/predictions/m%d" % n).model == f"m{n}"
-    find_route(known, b"/predictions/" + b"x" * 1000)
+        assert find_route(known, b"/predictions/m%d" % n, TABLE).model == f"m{n}"
+    find_route(known, b"/predictions/" + b"x" * 1000, TABLE)
     assert len(known) <= CACHED_PATHS
     assert all(len(path) < 300 for path in known)
