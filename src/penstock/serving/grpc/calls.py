@@ -56,6 +56,10 @@ class AnswerParts:
         self._overflow = False  # the client left too much unread: unsent parts are dropped
         self._arrival: asyncio.Future[None] | None = None
 
+    def __len__(self) -> int:
+        """How many parts wait."""
+        return len(self._waiting)
+
     def put(self, result: ItemResult) -> None:
         if self._overflow:
             return

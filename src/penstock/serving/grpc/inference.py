@@ -228,15 +228,13 @@ class _InferStream:
 
     async def answers(self) -> AsyncGenerator[bytes, None]:
         """The messages to the client. Raises GrpcError for a stream that was idle for too long, and QueueFull."""
-        while True:
+        while self._running or self._parts or not self._received_all:
+            if self._error is not None and not self._parts:
+                raise self._error
             part = await self._parts.next()
             if part is not None:
                 self._active_s = self._now()
                 yield part.body
-            elif self._error is not None:
-                raise self._error
-            elif self._received_all and not self._running:
-                return
 
     def close(self) -> None:
         """Cancels what is in progress."""

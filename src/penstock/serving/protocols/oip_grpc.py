@@ -34,6 +34,7 @@ SHARED: Final = "shared_memory_region"
 # parameters that the server process reads; the model has no use for them
 FOR_THE_SERVER: Final = frozenset({"priority", "timeout", "triton_enable_empty_final_response"})
 WHOLE_BYTES: Final = 64 * 1024  # below it a message is parsed whole; above it its tensors are left out
+MAX_FIELDS: Final = 10_000  # on the top level of a message: the server process reads them one by one
 _RAW_INPUTS, _RAW_OUTPUTS = 7, 6  # numbers of the fields with raw tensors
 CONTENTS: Final = {
     "BOOL": "bool_contents",
@@ -110,9 +111,14 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int]]:
-    """(number, start of the field, start of its value, end) of each field. Raises IndexError for malformed data."""
+    """(number, start of the field, start of its value, end) of each field, 0 as the number of one without a length.
+
+    Raises IndexError for malformed data, and for more than MAX_FIELDS fields.
+    """
     at, size = 0, len(data)
-    while at < size:
+    for _ in range(MAX_FIELDS):
+        if at == size:
+            return
         start = at
         tag, at = _varint(data, at)
         wire = tag & 7
@@ -128,6 +134,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int]]:
         if at > size:
             raise IndexError
         yield tag >> 3 if wire == 2 else 0, start, value, at
+    raise IndexError
 
 
 def _split(body: bytes | memoryview, number: int) -> tuple[bytes, list[memoryview]]:
