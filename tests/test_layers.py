@@ -25,7 +25,7 @@ LAYERS = (
     ("core.transports",),
     ("core.engine",),
     ("runtimes", "client", "serving.protocols", "serving.lifetime", "serving.logs"),
-    ("serving.observe",),
+    ("serving.observe", "serving.triton"),
     ("serving.http",),
     ("serving.grpc",),
     ("streamer", "pipeline", "bulk", "perf"),

@@ -174,7 +174,8 @@ class ModelMetadata(Struct, frozen=True):
     """What a loaded model declares about itself.
 
     `parameters` are plain values for clients. A `revision` among them identifies weights and settings; every Open
-    Inference response of the model carries it. `created`: when it was loaded, in seconds since 1970.
+    Inference response of the model carries it. `created`: when it was loaded, in seconds since 1970. `streams`: an
+    answer may have any number of parts.
     """
 
     name: str
@@ -185,6 +186,7 @@ class ModelMetadata(Struct, frozen=True):
     parameters: dict[str, Any] = field(default_factory=dict)
     created: int = 0
     schemas: ModelSchemas = ModelSchemas()
+    streams: bool = False
 
 
 class ModelStatus(Struct, frozen=True):

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
@@ -34,11 +34,14 @@ from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.sockets import PortInUse
+from penstock.serving.http.triton import triton_routes
 from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
 from penstock.serving.logs import ServerLog
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
 from penstock.serving.protocols.route import Template
+from penstock.serving.triton.extensions import TritonExtensions
+from penstock.serving.triton.statistics import ModelStatistics
 from penstock.types import ModelStatus, TensorSpec
 
 if TYPE_CHECKING:
@@ -92,6 +95,7 @@ class Server:
         self._reread = reread
         self._metrics = PrometheusObserver()
         self._records = BatchRecords()
+        self._statistics = ModelStatistics()
         self._management: Management | None = None  # once the configured models are loaded
         self._stop = StopSignal(self._report_draining, self._reload)
         self._flavors: dict[str, NativeFlavor] = {}
@@ -105,7 +109,7 @@ class Server:
         self.urls: dict[str, str] = {}
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
-        observers = [self._metrics, self._records, self._recorder]
+        observers = [self._metrics, self._records, self._statistics, self._recorder]
         engine = Engine(
             self._config.limits, [each for each in observers if each is not None], self._config.logging.level
         )
@@ -117,7 +121,9 @@ class Server:
         main = 1 + (s.thrift_port is not None) + (s.grpc_port != 0)
         most, self._most_aside = share_connections(limits.max_connections, main, 2)
         self._limits = replace(limits, max_connections=most)
-        http = HttpServer(engine, self._limits, ssl=self._tls, flavor=self._flavor("inference", s.host))
+        triton = TritonExtensions(engine, self._config, management, self._statistics, self._logs)
+        flavor = self._flavor("inference", s.host, further=triton_routes(triton))
+        http = HttpServer(engine, self._limits, ssl=self._tls, flavor=flavor)
         self._metrics.read = lambda: _reading(engine, http)
         try:
             self._note("inference", *await http.start(s.host, s.port))
@@ -172,7 +178,7 @@ class Server:
             check_devices(model, f"models.{section}.")
         tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
         for name, flavor in self._flavors.items():
-            flavor.set_tokens(tokens[name])
+            flavor.set_tokens(tokens[name], self._guards(tokens))
         self._tokens = tokens
         if self._tls is not None and tls is not None:
             replace_ssl_context(self._tls, tls)
@@ -239,13 +245,23 @@ class Server:
             self._note(name, *address)
             self._admin.append(server)
 
-    def _flavor(self, name: str, host: str, routes: Sequence[Template] = ()) -> NativeFlavor:
+    def _guards(self, tokens: Mapping[str, frozenset[bytes]]) -> dict[str, frozenset[bytes] | None]:
+        """The tokens that open the routes of the inference listener which change the server; None closes them."""
+        s = self._config.server
+        others = tokens["inference"] if is_loopback(s.host) or s.tls_client_ca else None
+        return {"management": tokens["management"] or others}
+
+    def _flavor(
+        self, name: str, host: str, routes: Sequence[Template] = (), further: Sequence[Template] = ()
+    ) -> NativeFlavor:
         """The API of a listener. Foreign web pages could otherwise use what is open to this machine, and manage."""
         s = self._config.server
         tokens = self._tokens[name]
         closed = name == "management" or (not tokens and is_loopback(host))
         policy = OriginPolicy((host, *s.allowed_hosts), s.cors_origins, closed=closed)
-        flavor = NativeFlavor(tokens, routes, policy=policy, check_host=closed and name != "inference")
+        check_host = closed and name != "inference"
+        guards = self._guards(self._tokens)
+        flavor = NativeFlavor(tokens, routes, policy=policy, check_host=check_host, further=further, guards=guards)
         self._flavors[name] = flavor
         return flavor
 

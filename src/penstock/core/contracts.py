@@ -341,7 +341,7 @@ class Observer:
         """A request of this size is about to be queued, which may still fail. Follows its `on_arrival`."""
 
     def on_answer(self, model: str, version: str, latencies_s: Sequence[float], failed: int) -> None:
-        """The model answered these requests, `failed` of them with an error. Latencies count from arrival."""
+        """The model answered these requests, the last `failed` of them with an error. Latencies count from arrival."""
 
     def on_served(
         self, model: str, version: str, labels: Sequence[str], waits_s: Sequence[float], latencies_s: Sequence[float]

@@ -168,6 +168,7 @@ class ServerLog:
         self.set_level(config.level)
 
     def set_level(self, level: str) -> None:
+        self.level = level
         self._root.setLevel(level.upper())
 
     def close(self) -> bool:

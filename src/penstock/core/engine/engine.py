@@ -340,6 +340,10 @@ class Engine:
         found = structs.replace(handle.metadata, parameters={**handle.metadata.parameters, **served})
         return found, self._registry.versions(model)
 
+    def handle(self, model: str, version: str | None) -> ModelHandle:
+        """The version, or the default version for None. Raises ModelNotFound."""
+        return self._registry.find(model, version)
+
     def handles(self) -> list[ModelHandle]:
         """The visible versions."""
         return list(self._registry)

@@ -172,7 +172,9 @@ class PythonModel:
         platform = getattr(self._model, "platform", None)
         platform = platform if isinstance(platform, str) else "python"
         inputs, outputs, schemas = self._declared("inputs"), self._declared("outputs"), self.types.schemas(name)
-        return ModelMetadata(name, version, platform, inputs, outputs, self._parameters(), int(time.time()), schemas)
+        streams = self.stepped or is_generator(getattr(self._model, "predict", None) or self._model)
+        parameters, now = self._parameters(), int(time.time())
+        return ModelMetadata(name, version, platform, inputs, outputs, parameters, now, schemas, streams)
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:
         specs = tuple(getattr(self._model, side, None) or ())
@@ -200,11 +202,20 @@ class PythonModel:
 
 def is_async(predict: Any) -> bool:
     """Whether a function, or an object that is called like one, is a coroutine function or an async generator."""
+    predict = _function_of(predict)
+    return inspect.iscoroutinefunction(predict) or inspect.isasyncgenfunction(predict)
+
+
+def is_generator(predict: Any) -> bool:
+    """Whether a function, or an object that is called like one, is a generator, sync or async."""
+    predict = _function_of(predict)
+    return inspect.isgeneratorfunction(predict) or inspect.isasyncgenfunction(predict)
+
+
+def _function_of(predict: Any) -> Any:
     while isinstance(predict, functools.partial):
         predict = predict.func
-    if not inspect.isroutine(predict):  # an object with `__call__`
-        predict = type(predict).__call__
-    return inspect.iscoroutinefunction(predict) or inspect.isasyncgenfunction(predict)
+    return predict if inspect.isroutine(predict) else type(predict).__call__  # an object with `__call__`
 
 
 def is_torch_module(found: object) -> bool:

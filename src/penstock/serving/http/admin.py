@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from penstock.core.contracts import Backend, ManagementBackend
-from penstock.errors import BadRequest, Forbidden, nearest
+from penstock.errors import BadRequest, Forbidden, PenstockError, nearest
 from penstock.serving.protocols import admin
 from penstock.serving.protocols.bodies import JSON
-from penstock.serving.protocols.route import HttpRequest, Serve, Template
+from penstock.serving.protocols.route import HttpRequest, Serve, Template, error_body
 from penstock.serving.protocols.routes import PING
 from penstock.types import ItemResult
 
@@ -40,8 +40,8 @@ def metrics_routes(
         return _json(batches(asked.get("model"), int(limit)))
 
     return (
-        _route("/metrics", "Metrics in the Prometheus text format", GET=metrics),
-        _route("/debug/batches", "The last batches, with the reason for the size of each", GET=last_batches),
+        route("/metrics", "Metrics in the Prometheus text format", GET=metrics),
+        route("/debug/batches", "The last batches, with the reason for the size of each", GET=last_batches),
     )
 
 
@@ -75,25 +75,33 @@ def management_routes(backend: Backend, management: ManagementBackend | None) ->
     put, unload, scale = change(_put), change(_unload), change(_scale)
     return (
         PING,
-        _route("/models", "All models", GET=models),
-        _route("/models/{model}", "A model", GET=model, PUT=put, DELETE=unload),
-        _route("/models/{model}/scale", "The number of instances", PUT=scale),
-        _route("/models/{model}/default", "The default version", PUT=change(_set_default)),
-        _route("/models/{model}/traffic", "The weights of the versions", PUT=change(_set_traffic)),
-        _route("/models/{model}/{version}", "A version of a model", GET=version, PUT=put, DELETE=unload),
-        _route("/models/{model}/{version}/scale", "The number of instances of a version", PUT=scale),
+        route("/models", "All models", GET=models),
+        route("/models/{model}", "A model", GET=model, PUT=put, DELETE=unload),
+        route("/models/{model}/scale", "The number of instances", PUT=scale),
+        route("/models/{model}/default", "The default version", PUT=change(_set_default)),
+        route("/models/{model}/traffic", "The weights of the versions", PUT=change(_set_traffic)),
+        route("/models/{model}/{version}", "A version of a model", GET=version, PUT=put, DELETE=unload),
+        route("/models/{model}/{version}/scale", "The number of instances of a version", PUT=scale),
     )
 
 
-def _route(path: str, summary: str, **functions: Serve) -> Template:
-    """A path with the function of each method; that of GET also answers HEAD."""
+def route(
+    path: str,
+    summary: str,
+    *,
+    guard: str = "",
+    error_body: Callable[[PenstockError], bytes] = error_body,
+    **functions: Serve,
+) -> Template:
+    """A path with the function of each method; that of GET also answers HEAD. See `Template` for the others."""
     if "GET" in functions:
         functions["HEAD"] = functions["GET"]
 
     async def serve(request: HttpRequest) -> ItemResult:
         return await functions[request.method](request)
 
-    return Template(path, summary, serve=serve, methods=frozenset(functions))
+    methods = frozenset(functions)
+    return Template(path, summary, serve=serve, methods=methods, guard=guard, error_body=error_body)
 
 
 def _json(body: bytes) -> ItemResult:

@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 from urllib.parse import unquote
 
-from penstock.errors import BadRequest, DeadlineExceeded
+from penstock.errors import BadRequest, DeadlineExceeded, Forbidden
 from penstock.serving.http import docs_page
 from penstock.serving.http.auth import check_token
 from penstock.serving.http.context import RequestContext, RequestOptions
@@ -22,7 +22,7 @@ from penstock.serving.http.responses import (
 )
 from penstock.serving.protocols.route import HttpRequest, Route, RouteTable, Template, remember
 from penstock.serving.protocols.routes import TEMPLATES
-from penstock.types import ItemResult
+from penstock.types import Headers, ItemResult
 
 SPECIAL_NAMES: Final = frozenset(
     {
@@ -40,9 +40,10 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class NativeFlavor:
-    """Penstock's own routes, with bearer tokens: the inference API, or the routes of `templates`.
+    """Penstock's own routes, with bearer tokens: the inference API after `further` routes, or those of `templates`.
 
-    `policy` judges requests with an `Origin`, and with `check_host` every request except to open routes.
+    `policy` judges requests with an `Origin`, and with `check_host` every request except to open routes. Routes with
+    a `guard` are always judged; the tokens of `guards` open them, and None closes them.
     """
 
     context = RequestContext
@@ -54,18 +55,21 @@ class NativeFlavor:
         *,
         policy: OriginPolicy | None = None,
         check_host: bool = False,
+        further: Sequence[Template] = (),
+        guards: Mapping[str, frozenset[bytes] | None] | None = None,
     ) -> None:
         self.known: dict[bytes, Route] = {}
         self._policy = policy or OriginPolicy()
         self._check_host = check_host
-        self.set_tokens(tokens)
-        self._table = RouteTable(templates) if templates else inference_table(lambda: bool(self._tokens))
+        self.set_tokens(tokens, guards)
+        self._table = RouteTable(templates) if templates else inference_table(lambda: bool(self._tokens), further)
         self._routes: dict[bytes, Route] = {}  # of all methods
 
-    def set_tokens(self, tokens: frozenset[bytes]) -> None:
+    def set_tokens(self, tokens: frozenset[bytes], guards: Mapping[str, frozenset[bytes] | None] | None = None) -> None:
         """Applies to requests whose head arrives from now on."""
         self.guarded = bool(tokens) or self._check_host
         self._tokens = tokens
+        self._guards = guards or {}
 
     def too_many(self) -> bytes:
         """503 with a Retry-After of one second."""
@@ -83,7 +87,18 @@ class NativeFlavor:
         check_method(route, method)
         if route.template.codec:
             remember(self.known, target, route)
+        elif route.template.guard:
+            self._check_guard(context.headers, route.template.guard)
         return route
+
+    def _check_guard(self, headers: Headers, guard: str) -> None:
+        """Raises Forbidden, Unauthorized. Here, because `read_head` is not called for every request."""
+        special = {name.lower(): value for name, value in headers}
+        self._policy.admit(headers, special.get(b"origin"), True)
+        tokens = self._guards.get(guard, self._tokens)
+        if tokens is None:
+            raise Forbidden(f"on a public address this route needs a token: set auth.{guard}_token_file")
+        check_token(tokens, special.get(b"authorization"))
 
     def read_head(self, context: RequestContext, special: dict[bytes, bytes]) -> None:
         """Raises Forbidden, Unauthorized, BadRequest, DeadlineExceeded, NotImplementedHere, ExpectationFailed."""
@@ -93,7 +108,7 @@ class NativeFlavor:
             check_host = self._check_host and not context.route.template.open
             context.cors = self._policy.admit(context.headers, origin, check_host)
             context.plain = context.plain and not context.cors
-        read_special(context, context.route, special, self._tokens)
+        read_special(context, context.route, special, frozenset() if context.route.template.guard else self._tokens)
 
 
 async def _preflight(request: HttpRequest) -> ItemResult:
@@ -119,9 +134,10 @@ def split_target(target: bytes) -> tuple[bytes, bytes]:
     return path, query
 
 
-def inference_table(guarded: Callable[[], bool], page: bool = True) -> RouteTable:
-    """The routes of the inference API, with the `page` /docs or without. `guarded`: whether they require a token."""
-    routes = (*TEMPLATES, openapi_route(TEMPLATES, guarded), *(docs_page.ROUTES if page else ()))
+def inference_table(guarded: Callable[[], bool], further: Sequence[Template] = (), *, page: bool = True) -> RouteTable:
+    """The routes of the inference API, with the `page` /docs or without, after `further` routes that /openapi.json does
+    not describe. `guarded`: whether they require a token."""
+    routes = (*further, *TEMPLATES, openapi_route(TEMPLATES, guarded), *(docs_page.ROUTES if page else ()))
     return RouteTable(routes, hint="; /openapi.json lists them")
 
 

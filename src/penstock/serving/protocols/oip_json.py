@@ -17,7 +17,9 @@ from penstock.types import Item, ItemResult, SequenceRequest, TensorSpec
 
 PEEK_BYTES: Final = HEADER_BYTES
 _LENGTH_HEADER: Final = HEADER_LENGTH.lower().encode()
-EXTENSIONS: Final = ("binary_tensor_data",)
+EXTENSIONS: Final = (
+    "binary_tensor_data", "logging", "model_configuration", "model_repository", "sequence", "statistics", "trace",
+)  # fmt: skip
 _PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # first bytes of a pickle
 
 

@@ -1,0 +1,149 @@
+"""Triton's model repository extension: the configuration and the model store, whose models can be loaded and unloaded.
+
+Changes go through the management of the engine, with its permissions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from penstock.config.schema import Config, ModelConfig
+from penstock.core.contracts import ManagementBackend
+from penstock.core.engine.engine import Engine
+from penstock.errors import BadRequest, Conflict, ModelNotFound, nearest
+from penstock.plugins import is_whole_file
+from penstock.serving.triton.model_config import model_config
+
+MOST_FILES: Final = 10_000  # of the store that are looked at
+_STATES: Final = {"FAILED": "UNAVAILABLE", "DRAINING": "UNLOADING"}
+_REASONS: Final = {"FAILED": "no instance is running"}
+_NOT_OF_A_LOAD: Final = ("name", "traffic")  # keys of a section that do not describe a version
+
+
+class ModelRepository:
+    """The sections `[models.NAME]`, loaded or not, and the files of `server.model_store`, each by its name without the
+    ending."""
+
+    def __init__(self, engine: Engine, config: Config, management: ManagementBackend) -> None:
+        self._engine = engine
+        self._management = management
+        self._store = config.server.model_store
+        self._sections: dict[str, list[ModelConfig]] = {}
+        for section, model in config.models.items():
+            self._sections.setdefault(model.name or section, []).append(model)
+
+    def model_config(self, name: str, version: str | None) -> dict[str, Any]:
+        """Triton's configuration of a loaded version. Raises ModelNotFound, ModelNotReady."""
+        versions = self._engine.metadata(name, version)[1]
+        handle = self._engine.handle(name, version)
+        assert handle.metadata is not None
+        return model_config(handle.metadata, handle.reading(), handle.batching, versions)
+
+    async def index(self, ready_only: bool = False) -> list[dict[str, str]]:
+        """Name, version, state and reason of every model; of those that can answer, with `ready_only`."""
+        found = {
+            (s.name, s.version): _line(s.name, s.version, _STATES.get(s.state, s.state), _REASONS.get(s.state, ""))
+            for s in self._management.statuses()
+        }
+        if ready_only:
+            return [line for line in found.values() if line["state"] == "READY"]
+        for name, sections in self._sections.items():
+            for model in sections:
+                found.setdefault((name, model.version), _line(name, model.version, "UNAVAILABLE", "not loaded"))
+        for name in (await self._files()).keys() - {name for name, _ in found}:
+            found[name, ""] = _line(name, "", "UNAVAILABLE", "not loaded")
+        return [found[key] for key in sorted(found)]
+
+    async def load(self, name: str, parameters: Mapping[str, Any]) -> None:
+        """Loads the versions of a model as they are configured, or one version with the keys in the JSON object of the
+        parameter `config`. A loaded version is replaced without losing a request.
+
+        Raises BadRequest, Forbidden, ModelNotFound, ModelNotReady, Conflict, LoadFailed.
+        """
+        self._management.check_open()
+        keys = _config_of(parameters)
+        sections = self._sections.get(name)
+        if keys is None and sections is not None:
+            await self._load_sections(name, sections)
+            return
+        keys = keys or {}
+        if "target" not in keys:
+            keys["target"] = await self._file_of(name) if sections is None else sections[0].target
+        await self._management.put(name, None, keys)
+
+    async def unload(self, name: str, parameters: Mapping[str, Any]) -> None:
+        """Unloads all versions of a model; no model depends on another one.
+
+        Raises BadRequest, Forbidden, ModelNotFound, ModelNotReady.
+        """
+        self._management.check_open()
+        for key in parameters:
+            if key != "unload_dependents":
+                raise BadRequest(f"parameter '{key[:100]}' is not supported{nearest(key[:100], ['unload_dependents'])}")
+        await self._management.unload(name, None)
+
+    async def _load_sections(self, name: str, sections: Sequence[ModelConfig]) -> None:
+        for model in sections:
+            keys = msgspec.to_builtins(model)
+            await self._management.put(name, None, {k: v for k, v in keys.items() if k not in _NOT_OF_A_LOAD})
+        traffic = next((model.traffic for model in sections if model.traffic), None)
+        if traffic:
+            await self._management.set_traffic(name, traffic)
+
+    async def _file_of(self, name: str) -> str:
+        """The file of the store with this name. Raises ModelNotFound, Conflict."""
+        found = await self._files()
+        files = found.get(name)
+        if not files:
+            known = {*found, *self._sections}
+            raise ModelNotFound(f"the repository has no model '{name[:100]}'{nearest(name[:100], known)}")
+        if len(files) > 1:
+            raise Conflict(
+                f"the files {', '.join(files[:4])} have this name; choose one by the parameter config, as in"
+                f' {{"target": "{files[0]}"}}'
+            )
+        return files[0]
+
+    async def _files(self) -> dict[str, list[str]]:
+        return {} if self._store is None else await asyncio.to_thread(_files_of, self._store)
+
+
+def _files_of(store: str) -> dict[str, list[str]]:
+    """{name without the ending: model and pipeline files at the top of the store}."""
+    found: dict[str, list[str]] = {}
+    try:
+        with os.scandir(store) as entries:
+            for _, entry in zip(range(MOST_FILES), entries, strict=False):
+                if is_whole_file(entry.name) and entry.is_file():
+                    found.setdefault(os.path.splitext(entry.name)[0], []).append(entry.name)
+    except OSError:  # it has been removed
+        return {}
+    return {name: sorted(files) for name, files in found.items()}
+
+
+def _config_of(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The keys in the parameter `config`. Raises BadRequest."""
+    for key in parameters:
+        if key.startswith("file:"):
+            raise BadRequest(f"parameter '{key[:100]}' is not supported: put the file into server.model_store")
+        if key != "config":
+            raise BadRequest(f"parameter '{key[:100]}' is not supported{nearest(key[:100], ['config'])}")
+    text = parameters.get("config")
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
+        raise BadRequest(
+            "parameter 'config' must be a JSON object as text, with keys of [models.NAME], such as"
+            ' {"target": "app.py:Model", "instances": 2}'
+        ) from None
+
+
+def _line(name: str, version: str, state: str, reason: str) -> dict[str, str]:
+    return {"name": name, "version": version, "state": state, "reason": reason}

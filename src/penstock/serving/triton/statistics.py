@@ -1,0 +1,121 @@
+"""Triton's statistics extension: an Observer that counts requests, batches and their nanoseconds for each version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from msgspec import Struct, field
+
+from penstock.core.contracts import BatchRecord, Observer
+
+MAX_BATCH_SIZES: Final = 1024  # of one version; batches of further sizes are in the sums only
+_NS: Final = 1e9
+
+
+class Duration(Struct, gc=False):
+    """A number of events and their total time."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, count: int, seconds: float) -> None:
+        self.count += count
+        self.seconds += seconds
+
+    def body(self) -> dict[str, int]:
+        return {"count": self.count, "ns": round(self.seconds * _NS)}
+
+
+class Stages(Struct):
+    """The time of decoding and preprocessing, of prediction, and of postprocessing and encoding."""
+
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+
+    def add(self, count: int, stages_s: tuple[float, float, float]) -> None:
+        """Adds the stages of one batch, for each of `count` requests or for the batch itself."""
+        self.compute_input.add(count, count * stages_s[0])
+        self.compute_infer.add(count, count * stages_s[1])
+        self.compute_output.add(count, count * stages_s[2])
+
+    def body(self) -> dict[str, dict[str, int]]:
+        return {name: getattr(self, name).body() for name in self.__struct_fields__}
+
+
+class VersionStatistics(Struct):
+    """What one version has done since it was loaded."""
+
+    last_s: float = 0.0  # Unix time of the last batch
+    rows: int = 0
+    batches: int = 0
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    stages: Stages = field(default_factory=Stages)
+    sizes: dict[int, Stages] = field(default_factory=dict)  # by the rows of a batch
+
+    def add(self, record: BatchRecord, now_s: float) -> None:
+        self.last_s = now_s
+        self.rows += record.rows
+        self.batches += 1
+        requests = len(record.waits_s)
+        self.queue.add(requests, sum(record.waits_s))
+        stages_s = record.stages_s or (0.0, record.run_s, 0.0)
+        self.stages.add(requests, stages_s)
+        size = self.sizes.get(record.rows)
+        if size is None:
+            if len(self.sizes) >= MAX_BATCH_SIZES:
+                return
+            size = self.sizes[record.rows] = Stages()
+        size.add(1, stages_s)
+
+    def body(self, name: str, version: str) -> dict[str, Any]:
+        """One element of Triton's `model_stats`. A cache of answers does not exist here, so its counts are 0."""
+        none = Duration().body()
+        sums = {part: getattr(self, part).body() for part in ("success", "fail", "queue")}
+        return {
+            "name": name,
+            "version": version,
+            "last_inference": round(self.last_s * 1e3),
+            "inference_count": self.rows,
+            "execution_count": self.batches,
+            "inference_stats": {**sums, **self.stages.body(), "cache_hit": none, "cache_miss": none},
+            "response_stats": {},
+            "batch_stats": [{"batch_size": rows, **self.sizes[rows].body()} for rows in sorted(self.sizes)],
+            "memory_usage": [],
+        }
+
+
+class ModelStatistics(Observer):
+    """The statistics of every loaded version."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._versions: dict[tuple[str, str], VersionStatistics] = {}
+
+    def of(self, model: str, version: str) -> VersionStatistics:
+        """The counters of a version; zeros before its first request."""
+        found = self._versions.get((model, version))
+        if found is None:
+            found = self._versions[model, version] = VersionStatistics()
+        return found
+
+    def on_answer(self, model: str, version: str, latencies_s: Sequence[float], failed: int) -> None:
+        found, done = self.of(model, version), len(latencies_s) - failed
+        found.success.add(done, sum(latencies_s[:done] if failed else latencies_s))
+        if failed:
+            found.fail.add(failed, sum(latencies_s[done:]))
+
+    def on_reject(self, model: str, version: str, reason: str) -> None:
+        if reason != "cancelled":
+            self.of(model, version).fail.add(1, 0.0)
+
+    def on_complete(self, record: BatchRecord) -> None:
+        if record.outcome == "ok":
+            self.of(record.model, record.version).add(record, self._clock())
+
+    def on_unload(self, model: str, version: str) -> None:
+        self._versions.pop((model, version), None)

@@ -1,0 +1,409 @@
+"""Triton's extensions over HTTP, used by tritonclient's HTTP clients, sync and asyncio, as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc.service_pb2 as triton_messages
+import tritonclient.http as triton
+from google.protobuf.json_format import ParseDict
+from tritonclient.http import aio
+from tritonclient.utils import InferenceServerException
+
+from penstock.serving.protocols.protobuf import open_inference
+
+SOURCE = """
+    import numpy as np
+    import penstock
+
+    def echo(items):
+        return items
+
+    class Typed:
+        inputs = [penstock.TensorSpec("x", "FP32", (-1, 2)), penstock.TensorSpec("t", "BYTES", (-1, 1), optional=True)]
+        outputs = [penstock.TensorSpec("y", "FP32", (-1, 2))]
+        parameters = {"classes": 2}
+
+        def predict(self, items):
+            return [{"y": item["x"] * 2} for item in items]
+
+    def fails(items):
+        raise ValueError("no")
+
+    @penstock.model(max_sequences=4)
+    class Totals:
+        def predict(self, items, sequences):
+            return items
+
+    def parts(items):
+        yield items
+"""
+CONFIG = """
+[server]
+management = true
+model_store = "store"
+
+[models.echo]
+target = "app.py:echo"
+transport = "thread"
+
+[models.typed]
+target = "app.py:Typed"
+transport = "thread"
+batching = { max_batch_size = 8, max_hold_s = 0.002 }
+
+[models.typed2]
+target = "app.py:Typed"
+transport = "thread"
+name = "typed"
+version = "2"
+
+[models.totals]
+target = "app.py:Totals"
+transport = "thread"
+
+[models.parts]
+target = "app.py:parts"
+transport = "thread"
+
+[models.fails]
+target = "app.py:fails"
+transport = "thread"
+"""
+ONE = np.array([[1, 2]], np.float32)
+
+
+@pytest.fixture(scope="module")
+def server(serve_all: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "penstock.toml").write_text(CONFIG)
+    (folder / "store").mkdir()
+    (folder / "store" / "other.onnx").write_bytes(b"no model")
+    (folder / "store" / "twice.pt").write_bytes(b"")
+    (folder / "store" / "twice.onnx").write_bytes(b"")
+    (folder / "store" / "extra.py").write_text("def echo(items):\n    return items\n")
+    (folder / "app.py").write_text(inspect.cleandoc(SOURCE))
+    return serve_all(None, "penstock.toml", cwd=folder)
+
+
+def address(server: Any) -> str:
+    url: str = server.url
+    return url.removeprefix("http://")
+
+
+class AioClient:
+    """The asyncio client with the calls of the other one."""
+
+    def __init__(self, address: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._client = self._run(self._open(address))
+
+    async def _open(self, address: str) -> Any:
+        return aio.InferenceServerClient(address)
+
+    def _run(self, work: Any) -> Any:
+        return self._loop.run_until_complete(work)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        return (lambda *a, **k: self._run(found(*a, **k))) if inspect.iscoroutinefunction(found) else found
+
+    def close(self) -> None:
+        self._run(self._client.close())
+        self._loop.close()
+
+
+@pytest.fixture(params=["http", "aio"])
+def client(server: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    found = triton.InferenceServerClient(address(server)) if request.param == "http" else AioClient(address(server))
+    yield found
+    found.close()
+
+
+def tensor(name: str, array: Any, datatype: str = "FP32", binary: bool = True) -> Any:
+    found = triton.InferInput(name, array.shape, datatype)
+    found.set_data_from_numpy(array, binary_data=binary)
+    return found
+
+
+def refused(call: Callable[[], Any]) -> tuple[str, str]:
+    with pytest.raises(InferenceServerException) as raised:
+        call()
+    return raised.value.status(), raised.value.message()
+
+
+# ---- health, metadata and configuration
+
+
+def test_health_and_metadata(client):
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("typed", "2")
+    assert "model_repository" in client.get_server_metadata()["extensions"]
+    assert client.get_model_metadata("typed", "1")["versions"] == ["1", "2"]
+
+
+def test_a_model_configuration_has_tritons_form(client):
+    config = client.get_model_config("typed", "1")
+    assert config["max_batch_size"] == 8
+    assert config["input"] == [
+        {"name": "x", "data_type": "TYPE_FP32", "dims": [2], "optional": False},
+        {"name": "t", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
+    ]
+    assert config["output"] == [{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}]
+    assert config["instance_group"] == [{"name": "typed_0", "count": 1, "kind": "KIND_CPU"}]
+    assert config["version_policy"] == {"specific": {"versions": [1, 2]}}
+    assert config["parameters"] == {"classes": {"string_value": "2"}}
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 2000
+    assert config["dynamic_batching"]["priority_levels"] == 3
+    assert not config["model_transaction_policy"]["decoupled"]
+    assert client.get_model_config("parts")["model_transaction_policy"]["decoupled"]
+    sequences = client.get_model_config("totals")["sequence_batching"]
+    assert sequences["oldest"]["max_candidate_sequences"] == 4
+
+
+def test_the_neutral_forms_are_tritons_messages(client):
+    ours = open_inference().message
+    for model in ("typed", "totals", "parts"):
+        config = client.get_model_config(model)
+        for message in (ours("inference.ModelConfigResponse"), triton_messages.ModelConfigResponse):
+            assert ParseDict({"config": config}, message()).config.name == model
+    statistics = client.get_inference_statistics()
+    index = {"models": client.get_model_repository_index()}
+    for kind, body in (("ModelStatisticsResponse", statistics), ("RepositoryIndexResponse", index)):
+        for message in (ours(f"inference.{kind}"), getattr(triton_messages, kind)):
+            ParseDict(body, message())
+
+
+def test_an_unknown_model_has_tritons_error_form(server, client):
+    missing = "no model is named 'absent'"
+    for call in (client.get_model_config, client.get_inference_statistics, client.get_model_metadata):
+        assert refused(lambda call=call: call("absent")) == ("404", missing)
+    assert refused(lambda: client.get_trace_settings("absent")) == ("404", missing)
+    assert refused(lambda: client.get_model_config("typed", "9"))[1].startswith("model 'typed' has no version '9'")
+    assert json.loads(server.get("/v2/models/absent/config")[1]) == {"error": missing}
+
+
+# ---- statistics
+
+
+def test_statistics_count_requests_rows_and_batches(client):
+    model = "typed"
+
+    def read() -> dict[str, Any]:
+        found = client.get_inference_statistics(model, "2")["model_stats"]
+        assert [(each["name"], each["version"]) for each in found] == [(model, "2")]
+        return found[0]
+
+    before = read()
+    started_ms = time.time() * 1e3
+    two = np.ones((2, 2), np.float32)
+    for array in (ONE, two, two):
+        client.infer(model, [tensor("x", array)], model_version="2")
+    after = read()
+    assert after["inference_count"] - before["inference_count"] == 5
+    assert after["execution_count"] - before["execution_count"] == 3
+    assert after["last_inference"] >= started_ms - 1
+    for part in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
+        old, new = before["inference_stats"][part], after["inference_stats"][part]
+        assert new["count"] - old["count"] == 3
+        assert new["ns"] > old["ns"]
+    sizes = {each["batch_size"]: each for each in after["batch_stats"]}
+    assert sizes[2]["compute_infer"]["count"] == 2 + {
+        each["batch_size"]: each["compute_infer"]["count"] for each in before["batch_stats"]
+    }.get(2, 0)
+    times = [after["inference_stats"][part]["ns"] for part in ("queue", "compute_infer")]
+    assert sum(times) <= after["inference_stats"]["success"]["ns"]
+
+
+def test_failures_count_apart(client):
+    def counts() -> tuple[int, int]:
+        found = client.get_inference_statistics("fails")["model_stats"][0]["inference_stats"]
+        return found["success"]["count"], found["fail"]["count"]
+
+    before = counts()
+    refused(lambda: client.infer("fails", [tensor("x", ONE)]))
+    assert counts() == (before[0], before[1] + 1)
+
+
+def test_statistics_list_every_version(client):
+    found = {(each["name"], each["version"]) for each in client.get_inference_statistics()["model_stats"]}
+    assert {("typed", "1"), ("typed", "2"), ("echo", "1")} <= found
+
+
+# ---- repository
+
+
+def index_of(client: Any) -> dict[tuple[str, str], tuple[str, str]]:
+    return {(m["name"], m["version"]): (m["state"], m["reason"]) for m in client.get_model_repository_index()}
+
+
+def test_the_repository_loads_and_unloads(client):
+    index = index_of(client)
+    assert index["typed", "2"] == ("READY", "")
+    assert index["other", ""] == ("UNAVAILABLE", "not loaded")
+    client.unload_model("typed", unload_dependents=True)
+    assert index_of(client)["typed", "2"] == ("UNAVAILABLE", "not loaded")
+    assert not client.is_model_ready("typed")
+    client.load_model("typed")
+    assert index_of(client)["typed", "1"] == ("READY", "")
+    assert client.get_model_config("typed", "1")["max_batch_size"] == 8
+    client.load_model("typed", config=json.dumps({"transport": "thread", "batching": {"max_batch_size": 4}}))
+    assert client.get_model_config("typed", "1")["max_batch_size"] == 4
+    client.load_model("typed")
+    assert client.get_model_config("typed", "1")["max_batch_size"] == 8
+
+
+def test_a_file_of_the_store_is_loaded_by_a_configuration(client):
+    client.load_model("fresh", config=json.dumps({"target": "extra.py:echo", "transport": "thread"}))
+    assert client.is_model_ready("fresh")
+    client.unload_model("fresh")
+    assert ("fresh", "1") not in index_of(client)
+
+
+def test_the_index_can_list_ready_models_only(server):
+    body = server.post("/v2/repository/index", b'{"ready": true}')[1]
+    assert {model["state"] for model in json.loads(body)} == {"READY"}
+
+
+BAD_LOADS = {
+    "absent": ({}, 404, "the repository has no model 'absent'"),
+    "twice": ({}, 409, "the files twice.onnx, twice.pt have this name"),
+    "other": ({}, 500, "model 'other' version '1' could not be loaded"),
+    "files": ({"file:1/m.onnx": "AAAA", "config": "{}"}, 400, "parameter 'file:1/m.onnx' is not supported"),
+    "unknown": ({"colour": "x"}, 400, "parameter 'colour' is not supported"),
+    "not json": ({"config": "["}, 400, "parameter 'config' must be a JSON object"),
+    "no text": ({"config": 1}, 400, "parameter 'config' must be a JSON object"),
+    "tritons keys": ({"config": '{"backend": "python"}'}, 400, "backend"),
+    "outside": ({"config": '{"target": "../app.py:echo"}'}, 403, "target: it is neither one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_LOADS)
+def test_a_bad_load_is_refused(server, name):
+    parameters, status, text = BAD_LOADS[name]
+    model = {"tritons keys": "echo", "outside": "new"}.get(name, name.replace(" ", "-"))
+    path = f"/v2/repository/models/{model}/load"
+    found, body = server.post(path, json.dumps({"parameters": parameters}).encode())
+    message = json.loads(body)["error"]
+    assert (found, message[: len(text)] if text != "backend" else "backend") == (status, text), message
+    assert "/tmp" not in message
+
+
+def test_bodies_that_are_no_objects_are_refused(server):
+    for path in ("repository/index", "repository/models/echo/load", "logging", "trace/setting"):
+        status, body = server.post(f"/v2/{path}", b"[1]")
+        assert status == 400
+        assert json.loads(body)["error"].startswith("the body must be a JSON object")
+    assert server.post("/v2/repository/models/echo/load", b'{"parameters": [1]}')[0] == 400
+    assert server.get("/v2/repository/index")[0] == 405
+
+
+# ---- settings
+
+
+def test_log_settings_change_the_level(client):
+    base = client.get_log_settings()
+    assert base == {
+        "log_file": "", "log_info": True, "log_warning": True, "log_error": True, "log_verbose_level": 0,
+        "log_format": "default",
+    }  # fmt: skip
+    assert client.update_log_settings({"log_info": False})["log_warning"] is True
+    assert client.get_log_settings()["log_info"] is False
+    assert client.update_log_settings({"log_info": True, "log_verbose_level": 1})["log_verbose_level"] == 1
+    assert client.update_log_settings({"log_verbose_level": 0}) == base
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"log_file": "/tmp/x"}, "log setting 'log_file' cannot be changed while the server runs; set logging.file"),
+        ({"log_format": "ISO8601"}, "log setting 'log_format' cannot be changed"),
+        ({"log_infos": True}, "unknown log setting 'log_infos'; did you mean 'log_info'?"),
+        ({"log_info": 1}, "log setting 'log_info' must be true or false, found 1"),
+        ({"log_verbose_level": -1}, "log setting 'log_verbose_level' must be a whole number from 0"),
+        ({"log_error": False}, "a log level includes all that are more severe"),
+        ({"log_warning": False}, "a log level includes all that are more severe"),
+    ],
+)
+def test_a_log_setting_that_cannot_be_is_refused(client, settings, text):
+    status, message = refused(lambda: client.update_log_settings(settings))
+    assert (status, message[: len(text)]) == ("400", text)
+    assert client.get_log_settings()["log_info"] is True
+
+
+def test_traces_are_off_and_stay_off(client):
+    assert client.get_trace_settings()["trace_level"] == ["OFF"]
+    assert client.get_trace_settings("echo")["trace_level"] == ["OFF"]
+    assert client.update_trace_settings(settings={"trace_level": ["OFF"], "trace_rate": None})["trace_rate"] == "1000"
+    status, message = refused(lambda: client.update_trace_settings("echo", {"trace_level": ["TIMESTAMPS"]}))
+    assert (status, message) == (
+        "400", "trace setting 'trace_level': this server has no traces; it has metrics and statistics"
+    )  # fmt: skip
+    assert refused(lambda: client.update_trace_settings(settings={"colour": "x"}))[0] == "400"
+
+
+# ---- permissions
+
+
+def test_changes_need_the_word_of_the_configuration(serve):
+    server = serve(SOURCE, "echo", "--set", "models.echo.transport=thread")
+    for path, body in (
+        ("/v2/repository/models/echo/load", b"{}"),
+        ("/v2/repository/models/echo/unload", b"{}"),
+        ("/v2/logging", b'{"log_info": false}'),
+    ):
+        status, answer = server.post(path, body)
+        assert (status, json.loads(answer)["error"]) == (
+            403, "changing models is off: set management = true in [server]"
+        )  # fmt: skip
+    assert server.get("/v2/logging")[0] == 200
+
+
+def test_changes_need_the_management_token(serve, tmp_path):
+    (tmp_path / "manage").write_text("m\n")
+    (tmp_path / "infer").write_text("i\n")
+    settings = ["server.management=true", "models.echo.transport=thread"]
+    settings += ["auth.management_token_file=manage", "auth.inference_token_file=infer"]
+    server = serve(SOURCE, "echo", *(word for each in settings for word in ("--set", each)))
+    for token, changed, read in ((None, 401, 401), ("i", 401, 200), ("m", 200, 401)):
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        assert server.post("/v2/repository/models/echo/load", b"{}", **headers)[0] == changed
+        assert server.get("/v2/logging", **headers)[0] == changed
+        assert server.get("/v2/models/echo/config", **headers)[0] == read
+        assert server.post("/v2/repository/index", b"", **headers)[0] == read
+    page = {"origin": "http://evil.example", "host": "evil.example", "authorization": "Bearer m"}
+    assert server.post("/v2/repository/models/echo/load", b"{}", **page)[0] == 403
+
+
+def test_a_public_address_needs_a_token_for_changes(serve):
+    server = serve(
+        SOURCE, "echo", "--host", "0.0.0.0", "--insecure", "--set", "server.management=true",
+        "--set", "models.echo.transport=thread",
+    )  # fmt: skip
+    url = server.urls["inference"].replace("0.0.0.0", "127.0.0.1")
+    server.urls["inference"] = url
+    status, body = server.post("/v2/repository/models/echo/unload", b"{}")
+    assert (status, json.loads(body)["error"]) == (
+        403, "on a public address this route needs a token: set auth.management_token_file"
+    )  # fmt: skip
+
+
+# ---- the documented table
+
+
+def test_the_page_lists_every_call_of_the_clients():
+    page = (Path(__file__).parents[2] / "docs" / "open-inference.md").read_text()
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    for kind in (triton.InferenceServerClient, aio.InferenceServerClient):
+        calls = {name for name, _ in inspect.getmembers(kind, callable) if not name.startswith("_")}
+        assert calls - {"register_plugin", "unregister_plugin", "plugin"} <= listed
