@@ -40,7 +40,7 @@ format: $(VENV)/.dev
 
 # BENCH="--rounds 1 --seconds 1" is a trial that saves no results; --peers selects peers
 BENCHMARKS = $(shell grep -l 'Report.__file__' benchmarks/*.py)
-bench: $(VENV)/.dev wrk redis-server
+bench: $(VENV)/.dev wrk redis-server h2load
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(BENCH) || exit 1; done
 
 # the site in site/, and the pages of the reference that are kept in git
@@ -55,14 +55,16 @@ protos: $(VENV)/.dev
 	$(PROTOC) -I $(PROTOS) --descriptor_set_out=$(PROTOS)/descriptors.binpb $(PROTOS)/*.proto
 	$(PROTOC) -I $(TS_PROTOS) -I $(PROTOS) --descriptor_set_out=$(TS_PROTOS)/descriptors.binpb $(TS_PROTOS)/*.proto health.proto
 
-.PHONY: wrk redis-server java
+.PHONY: wrk redis-server h2load java
 java:
 	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq default-jre-headless; } \
 	|| { echo "java 17 or newer is missing: install it with 'apt-get install default-jre-headless' as root"; exit 1; }
 
-wrk redis-server:
-	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq $@; } \
-	|| { echo "$@ is missing: install it with 'apt-get install $@' as root"; exit 1; }
+PACKAGE_h2load = nghttp2-client
+wrk redis-server h2load: package = $(or $(PACKAGE_$@),$@)
+wrk redis-server h2load:
+	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq $(package); } \
+	|| { echo "$@ is missing: install it with 'apt-get install $(package)' as root"; exit 1; }
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Penstock needs Python 3.11 or newer: make PYTHON=..."; exit 1; }

@@ -7,7 +7,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ local file = io.open("{body}", "rb")
 wrk.method = "POST"
 wrk.body = file:read("*a")
 wrk.headers["Content-Type"] = "{content_type}"
+{headers}
 file:close()
 function done(summary, latency)
   local e = summary.errors
@@ -32,7 +33,14 @@ end
 """
 
 
-def wrk(url: str, body: bytes, content_type: str, connections: int, seconds: int) -> Sample:
+def wrk(
+    url: str,
+    body: bytes,
+    content_type: str,
+    connections: int,
+    seconds: int,
+    headers: Mapping[str, object] | None = None,
+) -> Sample:
     """Requests/s (only 2xx and 3xx answers count), p50, p99, errors and requests in flight of one run.
 
     A run with many connections is marked `invalid` if not nearly all of them were busy: it measures a queue of
@@ -41,7 +49,8 @@ def wrk(url: str, body: bytes, content_type: str, connections: int, seconds: int
     with tempfile.TemporaryDirectory() as folder:
         file, script = Path(folder, "body"), Path(folder, "wrk.lua")
         file.write_bytes(body)
-        script.write_text(WRK.format(body=file, content_type=content_type))
+        lines = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in headers.items())
+        script.write_text(WRK.format(body=file, content_type=content_type, headers=lines))
         command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "30s", "-s", str(script), url]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"^RESULT (.*)$", out, re.MULTILINE)
