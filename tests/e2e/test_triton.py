@@ -394,7 +394,7 @@ def test_a_public_address_needs_a_token_for_changes(serve):
     server.urls["inference"] = url
     status, body = server.post("/v2/repository/models/echo/unload", b"{}")
     assert (status, json.loads(body)["error"]) == (
-        403, "on a public address this route needs a token: set auth.management_token_file"
+        403, "on a public address this call needs a token: set auth.management_token_file"
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class Server:
         try:
             self._note("inference", *await http.start(s.host, s.port))
             await self._bind_thrift(engine)
-            await self._bind_grpc(engine)
+            await self._bind_grpc(engine, triton)
             loads = asyncio.ensure_future(self._load_models(engine))
             try:
                 await self._bind_admin(engine, management)
@@ -199,7 +199,7 @@ class Server:
         self._thrift = ThriftServer(engine, thrift_model(self._config), self._limits, ssl=self._tls)
         self._note("thrift", *await self._thrift.start(s.thrift_host, s.thrift_port), "thrift")
 
-    async def _bind_grpc(self, engine: Engine) -> None:
+    async def _bind_grpc(self, engine: Engine, triton: TritonExtensions) -> None:
         """Binds the gRPC listener; without a configured port, beside another server's, and none without grpcio."""
         s = self._config.server
         if s.grpc_port == 0:
@@ -213,7 +213,8 @@ class Server:
             raise ConfigError(f"server.grpc_port: {error.name} is missing: {install_hint('grpc')}") from None
         tls = GrpcTls(*_pem(s)) if s.tls_cert else None
         host, key = s.grpc_host or s.host, "server.grpc_port"
-        self._grpc = make_grpc_listener(engine, self._limits, lambda guard: self._tokens[guard], tls)
+        check = self._flavors["inference"].check_guard
+        self._grpc = make_grpc_listener(engine, triton, self._limits, check, tls)
         try:
             port = await self._grpc.start(host, GRPC_PORT if s.grpc_port is None else s.grpc_port, key)
         except ListenFailed:
@@ -248,7 +249,8 @@ class Server:
     def _guards(self, tokens: Mapping[str, frozenset[bytes]]) -> dict[str, frozenset[bytes] | None]:
         """The tokens that open the routes of the inference listener which change the server; None closes them."""
         s = self._config.server
-        others = tokens["inference"] if is_loopback(s.host) or s.tls_client_ca else None
+        local = is_loopback(s.host) and is_loopback(s.grpc_host or s.host)
+        others = tokens["inference"] if local or s.tls_client_ca else None
         return {"management": tokens["management"] or others}
 
     def _flavor(

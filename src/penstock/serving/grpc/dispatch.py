@@ -22,14 +22,14 @@ NOT_SERVING: Final = 2
 
 
 class GrpcService(Struct, frozen=True):
-    """A service by its full name, and the object whose methods serve its calls, under the names of the calls.
+    """A service by its full name, and the objects whose methods serve its calls, under the names of the calls.
 
     A method takes the request, or the requests of a client's stream, and the call's context. `raw` names the calls
     whose methods take and return serialized messages.
     """
 
     name: str
-    functions: object
+    functions: Sequence[object]
     guard: str = ""  # the group whose token opens it; empty: open to all
     guards: Mapping[str, str] = field(default_factory=dict)  # calls with another guard
     refused: Mapping[str, GrpcError] = field(default_factory=dict)  # calls that fail even with the token
@@ -83,7 +83,7 @@ class CallDispatcher(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _handler(self, service: GrpcService, method: Any) -> Any:
         if method.name in service.refused:
             return _failing(service.refused[method.name])
-        function = getattr(service.functions, method.name, None)
+        function = next((f for each in service.functions if (f := getattr(each, method.name, None))), None)
         if function is None:
             path = f"{service.name}/{method.name}"
             return _failing(GrpcError(Code.UNIMPLEMENTED, f"Method {path} is unimplemented"))

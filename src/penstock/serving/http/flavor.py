@@ -22,7 +22,7 @@ from penstock.serving.http.responses import (
 )
 from penstock.serving.protocols.route import HttpRequest, Route, RouteTable, Template, remember
 from penstock.serving.protocols.routes import TEMPLATES
-from penstock.types import Headers, ItemResult
+from penstock.types import ItemResult
 
 SPECIAL_NAMES: Final = frozenset(
     {
@@ -88,17 +88,18 @@ class NativeFlavor:
         if route.template.codec:
             remember(self.known, target, route)
         elif route.template.guard:
-            self._check_guard(context.headers, route.template.guard)
+            # here, because `read_head` is not called for every request
+            special = {name.lower(): value for name, value in context.headers}
+            self._policy.admit(context.headers, special.get(b"origin"), True)
+            self.check_guard(route.template.guard, special.get(b"authorization"))
         return route
 
-    def _check_guard(self, headers: Headers, guard: str) -> None:
-        """Raises Forbidden, Unauthorized. Here, because `read_head` is not called for every request."""
-        special = {name.lower(): value for name, value in headers}
-        self._policy.admit(headers, special.get(b"origin"), True)
+    def check_guard(self, guard: str, authorization: bytes | None) -> None:
+        """Raises Forbidden, Unauthorized. A guard without tokens of its own has those of the listener."""
         tokens = self._guards.get(guard, self._tokens)
         if tokens is None:
-            raise Forbidden(f"on a public address this route needs a token: set auth.{guard}_token_file")
-        check_token(tokens, special.get(b"authorization"))
+            raise Forbidden(f"on a public address this call needs a token: set auth.{guard}_token_file")
+        check_token(tokens, authorization)
 
     def read_head(self, context: RequestContext, special: dict[bytes, bytes]) -> None:
         """Raises Forbidden, Unauthorized, BadRequest, DeadlineExceeded, NotImplementedHere, ExpectationFailed."""

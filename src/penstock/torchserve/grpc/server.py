@@ -47,13 +47,13 @@ def make_grpc_listener(
 def _services(backend: Backend, administration: Administrator, config: ListenerConfig) -> list[GrpcService]:
     services = []
     if "inference" in config.groups:
-        services.append(GrpcService(InferenceService.NAME, InferenceService(backend, administration), "inference"))
+        services.append(GrpcService(InferenceService.NAME, [InferenceService(backend, administration)], "inference"))
         if config.properties.ts_open_inference_protocol:
             open_inference = OpenInferenceService(backend, administration, config.codec)
-            services.append(GrpcService(OpenInferenceService.NAME, open_inference, "inference"))
+            services.append(GrpcService(OpenInferenceService.NAME, [open_inference], "inference"))
     if "management" in config.groups:
         refused = {} if config.properties.enable_model_api else dict.fromkeys(GATED, DISABLED)
         management = ManagementService(administration)
-        services.append(GrpcService(ManagementService.NAME, management, "management", refused=refused))
+        services.append(GrpcService(ManagementService.NAME, [management], "management", refused=refused))
     names = [service.name for service in services]
-    return [*services, GrpcService(HealthService.NAME, HealthService(PROTOS, names, administration.healthy))]
+    return [*services, GrpcService(HealthService.NAME, [HealthService(PROTOS, names, administration.healthy)])]
