@@ -1,13 +1,15 @@
-"""LoopThread: the background thread of a portal, with an event loop, a backend, and an inbox for requests."""
+"""LoopThread: a background thread with an event loop, and the one of a portal with its backend and inbox."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from penstock.core import os_threads
 from penstock.core.contracts import Submitter
 from penstock.core.engine.inbox import RequestInbox
-from penstock.core.engine.waiters import SyncWaiter
+from penstock.core.engine.waiters import SyncWaiter, new_waiter
+
+T = TypeVar("T")
 
 
 class PortalBackend(Submitter, Protocol):
@@ -24,33 +26,25 @@ class PortalBackend(Submitter, Protocol):
 
 
 class LoopThread:
-    """One background thread with its event loop, its inbox and its backend, from start to close."""
+    """One background thread with its event loop, from start to `stop`."""
 
-    def __init__(self, make: Callable[[], PortalBackend]) -> None:
-        self.backend: PortalBackend
+    def __init__(self, name: str) -> None:
         self._started, self._ended = os_threads.new_lock(), os_threads.new_lock()
         self._error: BaseException | None = None
         self._started.acquire()
         self._ended.acquire()
-        os_threads.start_thread(self._main, make, name="penstock-portal")
+        os_threads.start_thread(self._main, name=name)
         self._started.acquire()
         if self._error is not None:
             raise self._error.with_traceback(None)  # the other thread's frames do not help
 
-    def _main(self, make: Callable[[], PortalBackend]) -> None:
+    def _main(self) -> None:
         self._thread = os_threads.thread_id()
         loop = self._loop = os_threads.new_event_loop()
         asyncio.set_event_loop(loop)
         self.post = loop.call_soon_threadsafe
-        self.inbox = RequestInbox(loop)
-
-        async def made() -> PortalBackend:
-            backend = self.inbox.backend = make()
-            await asyncio.sleep(0)  # runs its first step: a fork must not find its imports half done
-            return backend
-
         try:
-            self.backend = loop.run_until_complete(made())
+            loop.run_until_complete(self.prepare())
         except BaseException as e:
             self._error = e
         self._started.release()
@@ -59,22 +53,40 @@ class LoopThread:
                 loop.run_forever()
             _cancel_tasks(loop)
             loop.close()
-        finally:  # `close` waits for this
+        finally:  # `stop` waits for this
             self._ended.release()
 
+    async def prepare(self) -> None:
+        """Runs first, on the loop; its error is raised by the constructor."""
+
     def start(self, coroutine: Coroutine[Any, Any, Any], waiter: SyncWaiter) -> None:
-        """On the loop: runs the coroutine as a task, and passes the finished task to the waiter. What was requested
-        before comes first."""
-        self.inbox.drain()
+        """On the loop: runs the coroutine as a task, and passes the finished task to the waiter."""
         task = self._loop.create_task(coroutine)
         task.add_done_callback(waiter.settle)
         waiter.accepted(task)
 
-    def post_if_open(self, callback: Callable[[], None]) -> None:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of the coroutine, which is cancelled if this thread is interrupted. Raises RuntimeError on the
+        loop's thread and after `stop`, and CancelledError if `stop` cancels it."""
         try:
-            self.inbox.post(callback)
-        except RuntimeError:  # the loop is closed: nothing is left to cancel
-            pass
+            self.not_on_loop()
+            waiter = new_waiter()
+            self.post(self.start, coroutine, waiter)
+        except BaseException:
+            coroutine.close()
+            raise
+        answered = False
+        try:
+            answered = waiter.wait(None)
+        finally:
+            if not answered:
+                self.post(waiter.leave)
+        task: asyncio.Task[T] = waiter.value
+        return task.result()
+
+    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs the coroutine without waiting for it. Raises RuntimeError after `stop`."""
+        self.post(self._loop.create_task, coroutine)
 
     def on_loop(self) -> bool:
         return os_threads.thread_id() == self._thread
@@ -87,13 +99,42 @@ class LoopThread:
                 "a blocking call was made on the thread that delivers the answers, where it would wait for itself"
             )
 
+    def stop(self) -> None:
+        """Cancels what runs, and ends the loop. Returns when the thread has ended."""
+        self.post(self._loop.stop)
+        self._ended.acquire()
+
+
+class PortalThread(LoopThread):
+    """The thread of a portal, with a backend and an inbox for requests."""
+
+    def __init__(self, make: Callable[[], PortalBackend]) -> None:
+        self.backend: PortalBackend
+        self._make = make
+        super().__init__("penstock-portal")
+
+    async def prepare(self) -> None:
+        self.inbox = RequestInbox(self._loop)
+        self.backend = self.inbox.backend = self._make()
+        await asyncio.sleep(0)  # runs its first step: a fork must not find its imports half done
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], waiter: SyncWaiter) -> None:
+        """What was requested before comes first."""
+        self.inbox.drain()
+        super().start(coroutine, waiter)
+
+    def post_if_open(self, callback: Callable[[], None]) -> None:
+        try:
+            self.inbox.post(callback)
+        except RuntimeError:  # the loop is closed: nothing is left to cancel
+            pass
+
     def close(self, drain_s: float, waiter: SyncWaiter) -> None:
         """Closes the backend, then the loop. Returns when the thread has ended."""
         self.post(self.start, self.backend.close(drain_s), waiter)
         waiter.wait(None)
         self.inbox.close()
-        self.post(self._loop.stop)
-        self._ended.acquire()
+        self.stop()
         waiter.value.result()
 
 

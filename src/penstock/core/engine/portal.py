@@ -22,7 +22,7 @@ from penstock.core import os_threads
 from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.inbox import Caller
-from penstock.core.engine.loop_thread import LoopThread, PortalBackend
+from penstock.core.engine.loop_thread import PortalBackend, PortalThread
 from penstock.core.engine.waiters import (
     Convert,
     Crowd,
@@ -64,12 +64,12 @@ class Portal:
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
         self._waiters, self._crowd = threading.local(), Crowd()
         self._lock = os_threads.new_lock()
-        self._loop_thread: LoopThread | None = None  # None: the next call starts one
+        self._loop_thread: PortalThread | None = None  # None: the next call starts one
         self._pid = os.getpid()
         self._forked = False
         self._closed = False
         if not lazy:
-            self._loop_thread = LoopThread(self._make)
+            self._loop_thread = PortalThread(self._make)
         _PORTALS.add(self)
 
     def __enter__(self) -> Portal:
@@ -173,7 +173,7 @@ class Portal:
             waiter = self._waiters.waiter = CrowdWaiter(self._crowd)
         return waiter
 
-    def _wait(self, life: LoopThread, waiter: SyncWaiter, timeout_s: float | None, *request: Any) -> Any:
+    def _wait(self, life: PortalThread, waiter: SyncWaiter, timeout_s: float | None, *request: Any) -> Any:
         """The value that wakes the waiter, after the request is put into the inbox. Raises DeadlineExceeded."""
         answered = False
         try:
@@ -189,7 +189,7 @@ class Portal:
         value, waiter.value = waiter.value, None
         return value
 
-    def _run(self, life: LoopThread, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    def _run(self, life: PortalThread, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """The result of the coroutine. Raises ModelNotReady if the portal is or gets closed."""
         try:
             life.not_on_loop()
@@ -224,7 +224,7 @@ class Portal:
             return
         life.close(drain_s, waiter or new_waiter())
 
-    def _alive(self) -> LoopThread:
+    def _alive(self) -> PortalThread:
         """The loop thread of this process, started if necessary. Raises ModelNotReady."""
         if self._pid != os.getpid():  # forked without Python's fork hooks
             self.after_fork()
@@ -238,7 +238,7 @@ class Portal:
                 life = self._loop_thread
         return life
 
-    def _begin(self) -> LoopThread:
+    def _begin(self) -> PortalThread:
         """A new loop with new workers for the models loaded before a fork. Raises load errors, leaving nothing
         behind."""
         if self._forked:
@@ -247,7 +247,7 @@ class Portal:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        life = LoopThread(self._make)
+        life = PortalThread(self._make)
         try:
             for name, config, target, sys_path in self._loads:
                 assert isinstance(life.backend, Engine)
