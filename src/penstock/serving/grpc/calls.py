@@ -35,11 +35,14 @@ _CODES: Final = {
 class GrpcError(Exception):
     """Ends a call with this status and text."""
 
-    def __init__(self, code: grpc.StatusCode, details: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, code: grpc.StatusCode, details: str, retry_after_s: float | None = None, error_code: str = ""
+    ) -> None:
         super().__init__(details)
         self.code = code
         self.details = details
         self.retry_after_s = retry_after_s
+        self.error_code = error_code  # of a PenstockError
 
 
 def code_of(status: int) -> grpc.StatusCode:

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from penstock.errors import PenstockError
 from penstock.serving.grpc.calls import Code, GrpcError
+from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.serving.protocols.protobuf import ProtoSet
 
 log = logging.getLogger("penstock.frontends")
@@ -117,8 +118,10 @@ class CallDispatcher(grpc.GenericRpcHandler):  # type: ignore[misc]
             except Exception as error:
                 log.error("event=bug where=grpc consequence=answered_internal", exc_info=error)
                 failure = GrpcError(Code.INTERNAL, "internal error")
-            trailing = () if failure.retry_after_s is None else ((PUSHBACK, str(round(failure.retry_after_s * 1000))),)
-            await context.abort(failure.code, failure.details, trailing)
+            trailing = [(ERROR_CODE, failure.error_code)] if failure.error_code else []
+            if failure.retry_after_s is not None:
+                trailing.append((PUSHBACK, str(round(failure.retry_after_s * 1000))))
+            await context.abort(failure.code, failure.details, tuple(trailing))
 
         return serve
 

@@ -19,6 +19,7 @@ from penstock.serving.grpc.calls import AnswerParts, Code, GrpcError, code_of
 from penstock.serving.http.flavor import parse_priority, parse_request_id
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.responses import NotImplementedHere, log_failure, status_of
+from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.serving.protocols.oip_grpc import field_of, read_head
 from penstock.serving.protocols.oip_json import EXTENSIONS
 from penstock.serving.protocols.protobuf import open_inference
@@ -52,7 +53,7 @@ _FINAL: Final = {value: _final(value) for value in (False, True)}
 
 def failure(error: PenstockError) -> GrpcError:
     """The status of an error, by the table of HTTP."""
-    return GrpcError(code_of(status_of(error)), error.message, error.retry_after_s)
+    return GrpcError(code_of(status_of(error)), error.message, error.retry_after_s, error.code)
 
 
 class _Request(Struct):
@@ -276,6 +277,7 @@ class _InferStream:
             if request is not None:
                 request.log(result.error)
                 message.infer_response.id = request.id
+            message.infer_response.parameters[ERROR_CODE].string_param = result.error.code
             body = message.SerializeToString()
         elif len(result.body):
             body = b"".join(field_of(_INFER_RESPONSE, result.body, _FINAL[result.final]))

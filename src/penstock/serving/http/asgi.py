@@ -15,8 +15,8 @@ from penstock.serving.http.context import STREAM_BACKLOG, RequestOptions
 from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route, inference_table, read_special
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake
-from penstock.serving.http.responses import error_result, sse_event, stream_part, stream_type
-from penstock.serving.protocols.route import Route, Terms, error_body
+from penstock.serving.http.responses import error_result, sse_event, stream_part, stream_start, stream_type
+from penstock.serving.protocols.route import Route, error_body
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Item, ItemResult
 
@@ -124,9 +124,9 @@ class InferenceApp:
         codec = call.codec or template.codec
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
         submit = partial(self.idempotency.submit, call.key) if call.key else self.backend.submit
-        terms = (None if template.read_terms is None else template.read_terms(item)) or Terms()
-        budget_s, priority = terms.applied(call.budget_s, call.priority)
-        call.ticket = submit(route.model, route.version, item, call.sink, budget_s=budget_s, priority=priority)
+        call.ticket = submit(
+            route.model, route.version, item, call.sink, budget_s=call.budget_s, priority=call.priority
+        )
         try:
             gone = asyncio.ensure_future(_until_gone(receive))
             try:
@@ -179,6 +179,7 @@ class InferenceApp:
                 return
             if not started:
                 started = True
+                result = stream_start(result, call.sse)
                 await self._start(call, result, stream_type(result.content_type, call.sse), send)
             if result.error is not None:
                 if not call.sse:

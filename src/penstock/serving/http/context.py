@@ -20,6 +20,7 @@ from penstock.serving.http.responses import (
     status_line,
     status_of,
     stream_part,
+    stream_start,
     stream_type,
 )
 from penstock.serving.protocols.route import HttpRequest, Route, Serve
@@ -230,6 +231,7 @@ class RequestContext(RequestOptions):
             bodiless = result.status in NO_BODY
             framing = None if self.old or bodiless else b"transfer-encoding: chunked\r\n"
             self.head_only = self.head_only or bodiless
+            result = stream_start(result, self.sse)
             self._emit(writer, self._head(writer, result, self.part_type(result), framing))
         self._chunk(writer, self.part_data(result))
         if result.final:
@@ -382,14 +384,11 @@ class ResponseWriter:
             codec, kind = context.codec or template.codec, context.content_type
             item = Item(context.payload, codec, kind, 1, False, context.request_id, context.headers)
             backend, sink = self.listener.backend, context.on_result
-            terms = None if template.read_terms is None else template.read_terms(item)
-            if context.plain and terms is None:
+            if context.plain:
                 context.ticket = backend.submit(route.model, route.version, item, sink)
             else:
                 submit = partial(self.listener.idempotency.submit, context.key) if context.key else backend.submit
                 budget_s, priority = context.budget_s, context.priority
-                if terms is not None:
-                    budget_s, priority = terms.applied(budget_s, priority)
                 context.ticket = submit(route.model, route.version, item, sink, budget_s=budget_s, priority=priority)
         except PenstockError as error:
             self._count_quick()

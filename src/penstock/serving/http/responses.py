@@ -8,6 +8,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Final
 
+from msgspec.structs import replace
+
 from penstock.errors import (
     BadRequest,
     Cancelled,
@@ -28,7 +30,7 @@ from penstock.errors import (
     UnsupportedType,
     WorkerDied,
 )
-from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.bodies import ERROR_CODE, JSON, PART_TYPE
 from penstock.types import ItemResult
 
 log = logging.getLogger("penstock.frontends")
@@ -134,14 +136,14 @@ def status_of(error: PenstockError) -> int:
 def error_result(error: PenstockError, error_body: Callable[[PenstockError], bytes]) -> ItemResult:
     """The whole answer for an error, with the headers that belong to its status."""
     status = status_of(error)
-    headers = []
+    headers = [(ERROR_CODE, error.code)]
     if status in (429, 503):
         headers.append(("retry-after", str(max(1, math.ceil(error.retry_after_s or 1.0)))))
     elif status == 401:
         headers.append(("www-authenticate", "Bearer"))
     elif isinstance(error, MethodNotAllowed):
         headers.append(("allow", error.allow))
-    return ItemResult(body=error_body(error), content_type=JSON, status=status, headers=headers or None)
+    return ItemResult(body=error_body(error), content_type=JSON, status=status, headers=headers)
 
 
 def log_failure(where: tuple[str, str | None], request_id: str, status: int, error: PenstockError) -> None:
@@ -165,6 +167,13 @@ def stream_type(content_type: str, sse: bool) -> str:
     if sse:
         return "text/event-stream"
     return "application/x-ndjson" if content_type == JSON else content_type
+
+
+def stream_start(result: ItemResult, sse: bool) -> ItemResult:
+    """The first part of a stream, with the headers of the stream."""
+    if not (sse and result.content_type):
+        return result
+    return replace(result, headers=[*(result.headers or ()), (PART_TYPE, result.content_type)])
 
 
 def stream_part(result: ItemResult, sse: bool) -> bytes:

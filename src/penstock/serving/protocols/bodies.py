@@ -12,6 +12,8 @@ import msgspec
 from penstock.errors import BadOutput, BadRequest
 
 JSON: Final = "application/json"
+ERROR_CODE: Final = "x-error-code"  # header of every error: not every protocol's body has a code
+PART_TYPE: Final = "x-part-type"  # header of a stream of events: the content type of its first part
 MAX_FIELDS: Final = 1000  # of a form; more is an attack on the parser
 
 _BYTE = re.compile(r"byte (\d+)")
