@@ -24,8 +24,8 @@ LAYERS = (
     ("core.worker",),
     ("core.transports",),
     ("core.engine",),
-    ("runtimes", "client", "serving.protocols", "serving.lifetime", "serving.logs"),
-    ("serving.observe", "serving.triton"),
+    ("runtimes", "serving.protocols", "serving.lifetime", "serving.logs"),
+    ("client", "serving.observe", "serving.triton"),
     ("serving.http",),
     ("serving.grpc",),
     ("streamer", "pipeline", "bulk", "perf"),
@@ -286,6 +286,14 @@ def test_import_penstock_loads_no_front_end_and_no_runtime() -> None:
     heavy = {"torch", "onnxruntime", "uvicorn", "starlette", "httptools", "redis", "grpc", "ray", "prometheus_client"}
     loaded = loaded_by("import penstock")
     assert not loaded & {*heavy, "asyncio", "numpy", "click", "rich", *BULK, *MEDIA_LIBRARIES, *HTTP_CLIENTS}
+
+
+def test_a_client_loads_no_server_and_nothing_for_arrays_before_it_sends_them() -> None:
+    loaded = loaded_by("import penstock; penstock.Client('http://127.0.0.1:1').close(); penstock.AsyncClient")
+    assert not loaded & {*(SERVER_SIDE - {"asyncio", "httptools"}), *RUNTIMES, *HTTP_CLIENTS, "google"}
+    engine = {f"penstock.core.{name}" for name in ("batching", "transports", "worker", "wire")}
+    assert not loaded & {"penstock.serving.http", "penstock.serving.grpc", "penstock.runtimes", *engine}
+    assert not {m for m in loaded if m.startswith("penstock.serving.protocols.oip")}
 
 
 def test_a_worker_child_loads_no_front_end() -> None:

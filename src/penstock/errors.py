@@ -15,12 +15,13 @@ ENDS = (SystemExit, KeyboardInterrupt)
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose. `original`: the model's exception behind it, see
-    `core.wire.exceptions`."""
+    `core.wire.exceptions`. `status`: the HTTP status of the response that a client received."""
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
     exit_status: ClassVar[int] = 1  # of a command that ends with it; 2 for wrong usage
     original: Any = None
+    status: int | None = None
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, detail: str = "") -> None:
         super().__init__(message)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import email.utils
 import math
 import struct
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -14,8 +12,9 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.bulk.types import Chunk
+from penstock.client.answers import one_line, read_error, retry_after_s
 from penstock.client.endpoint import ConnectionLost
-from penstock.client.http import HttpResponse
+from penstock.client.response import HttpResponse
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -31,8 +30,6 @@ from penstock.serving.protocols.oip import HEADER_LENGTH
 from penstock.serving.protocols.oip_binary import Buffer, encode_request
 
 OUTPUTS = ("caption", "frame_index")
-DETAIL_BYTES: Final = 500  # of the server's own text in an error message
-MAX_PAUSE_S: Final = 300.0  # whatever Retry-After says: a server that recovers is not left idle for long
 
 
 class WrongAnswer(PenstockError):
@@ -127,10 +124,6 @@ class _Captions(Struct):
     parameters: _Parameters | None = None
 
 
-class _Error(Struct):
-    error: str
-
-
 _decode = msgspec.json.Decoder(_Captions).decode
 _decode_texts = msgspec.json.Decoder(list[str]).decode
 _decode_numbers = msgspec.json.Decoder(list[int]).decode
@@ -195,30 +188,8 @@ def check_status(response: HttpResponse, url: str) -> None:
         return
     if status < 400:
         raise WrongAnswer(f"{url} answered {status}, expected 200; redirects are not followed")
-    message = f"{url} answered {status}: {_error_text(response.body)}"
+    message = f"{url} answered {status}: {one_line(read_error(response.body)[1])}"
     if status in (429, 503):
         busy = QueueFull if status == 429 else ModelNotReady
         raise busy(message, retry_after_s=retry_after_s(response.headers.get("retry-after", "")))
     raise _ERRORS.get(status, ServerFault if status >= 500 else BadRequest)(message)
-
-
-def _error_text(body: bytes) -> str:
-    """The server's own text, short and on one line."""
-    try:
-        text = msgspec.json.decode(body, type=_Error).error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        text = body[:DETAIL_BYTES].decode("utf-8", "replace")
-    return " ".join("".join(c if c.isprintable() else " " for c in text[:DETAIL_BYTES]).split()) or "(no text)"
-
-
-def retry_after_s(value: str) -> float | None:
-    """The seconds of a Retry-After header in either form; None if it is empty or invalid."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            when = email.utils.parsedate_to_datetime(value)
-        except (ValueError, TypeError, OverflowError):
-            return None
-        seconds = (when.replace(tzinfo=when.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
-    return min(max(seconds, 0.0), MAX_PAUSE_S) if math.isfinite(seconds) else None

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from penstock.client.endpoint import ConnectionLost, Endpoint, Unreachable, parse_url
-from penstock.client.http import ClientConnection, HttpResponse
+from penstock.client.http import ClientConnection
+from penstock.client.response import HttpResponse
 from penstock.errors import DeadlineExceeded, Forbidden, ModelNotFound, ModelNotReady, PenstockError, Unauthorized
 
 _logger = logging.getLogger("penstock.bulk")

@@ -14,12 +14,13 @@ LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Endpoint(Struct, frozen=True):
-    """`prefix` is empty or starts with "/"; `tls` None means plain HTTP."""
+    """`prefix` is empty or starts with "/"; `tls` None means plain HTTP; `socket` is the path of a Unix socket."""
 
     host: str
     port: int
     prefix: str = ""
     tls: ssl.SSLContext | None = None
+    socket: str = ""
 
     @property
     def authority(self) -> str:
@@ -29,6 +30,8 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def url(self) -> str:
+        if self.socket:
+            return f"unix:{self.socket}"
         return f"{'https' if self.tls else 'http'}://{self.authority}{self.prefix}"
 
     @property
@@ -38,11 +41,13 @@ class Endpoint(Struct, frozen=True):
 
 
 def parse_url(url: str, tls: ssl.SSLContext | None = None) -> Endpoint:
-    """The endpoint of `http://host[:port][/prefix]` or https. Without `tls`, https gets a default context.
+    """The endpoint of `http://host[:port][/prefix]`, https or `unix:/path`. Without `tls`, https has a default context.
 
     Raises ConfigError for anything else, including a user or password, which would end up in logs.
     """
     expected = "expected http://HOST[:PORT][/PATH] or https://..."
+    if url.startswith("unix:/") and "\0" not in url:
+        return Endpoint("localhost", 80, socket=url.removeprefix("unix:"))
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -64,13 +69,19 @@ def _is_plain(text: str) -> bool:
     return text.isascii() and text.isprintable() and " " not in text
 
 
-def tls_context(ca: str | None = None) -> ssl.SSLContext:
+def tls_context(ca: str | None = None, cert: str | None = None, key: str | None = None) -> ssl.SSLContext:
     """A context that verifies certificate and host name against the system's authorities or the file `ca`.
-    Raises ConfigError."""
+
+    `cert` and `key` identify the client; a file may hold both. Raises ConfigError.
+    """
     try:
-        return ssl.create_default_context(cafile=ca)
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
     except OSError as exc:  # includes ssl.SSLError
-        raise ConfigError(f"cannot read the TLS files {ca}: {exc.strerror or exc}") from None
+        files = ", ".join(file for file in (ca, cert, key) if file is not None)
+        raise ConfigError(f"cannot read the TLS files {files}: {exc.strerror or exc}") from None
+    return context
 
 
 def read_token(path: str | None) -> str | None:

@@ -11,35 +11,33 @@ import ssl
 from collections.abc import Sequence
 from typing import Final, TypeAlias, cast
 
-import httptools
 from msgspec import Struct
 
 from penstock.client.endpoint import (
     ConnectionLost,
     Endpoint,
-    MalformedResponse,
     ResponseTimeout,
-    ResponseTooLarge,
     Unreachable,
     UntrustedCertificate,
 )
+from penstock.client.response import HttpResponse, ResponseReader
 from penstock.errors import BadRequest, PenstockError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-HEAD_BYTES: Final = 64 * 1024  # the limit that servers apply to a request head
-# Minimal chunked encoding takes 6 bytes for one byte of body; more than this is endless framing.
-FRAMING: Final = 8
 # TLS encrypts and holds everything it receives at once; a plain uvloop transport writes from the caller's memory.
 TLS_PIECE_BYTES: Final = 512 * 1024
 
 
-class HttpResponse(Struct, frozen=True):
-    """Header names are in lower case; repeated headers are joined by ", "."""
+class HttpCall(Struct):
+    """A request. `body` must not change while it is sent; it is not read afterwards. `resend`: if a reused connection
+    turns out to be closed before the first byte of the response, the request is sent once more on a new one."""
 
-    status: int
-    headers: dict[str, str]
-    body: bytes
+    method: str
+    path: str
+    headers: Sequence[tuple[str, str]] = ()
+    body: Sequence[Buffer] = ()
+    resend: bool = True
 
 
 class ClientConnection:
@@ -61,17 +59,25 @@ class ClientConnection:
         timeout_s: float = 60.0,
         max_response_bytes: int = 16 * 2**20,
     ) -> HttpResponse:
-        """The response, whatever its status. The endpoint's prefix goes before `path`.
+        """`send` of an `HttpCall` of these parts."""
+        call = HttpCall(method, path, headers, body)
+        return await self.send(call, timeout_s=timeout_s, max_response_bytes=max_response_bytes)
 
-        `body` must not change until this returns or raises; it is not read afterwards. If a reused connection turns
-        out to be closed before the first byte of the response, the request is sent once more on a new connection.
+    async def send(
+        self, call: HttpCall, *, timeout_s: float, max_response_bytes: int, stream: bool = False
+    ) -> HttpResponse:
+        """The response, whatever its status. The endpoint's prefix goes before the path.
+
+        `stream`: returns after the head of a 2xx, whose body is in `parts`. The connection is then busy until `parts`
+        has ended; `close` ends it early. `timeout_s` applies to the head, and `max_response_bytes` to each piece.
+
         Raises Unreachable, UntrustedCertificate, ConnectionLost, ResponseTimeout (including the time to connect),
         MalformedResponse, ResponseTooLarge, and BadRequest for a header that cannot be sent.
         """
-        head = self._head(method, path, headers, sum([memoryview(part).nbytes for part in body]))
+        head = self._head(call, sum([memoryview(part).nbytes for part in call.body]))
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._exchange(head, body, max_response_bytes)
+                return await self._exchange(head, call, max_response_bytes, stream)
         except TimeoutError:
             self.close()
             raise ResponseTimeout(f"{self.endpoint.url} has not answered within {timeout_s:g} s") from None
@@ -85,9 +91,11 @@ class ClientConnection:
         if protocol is not None:
             protocol.abort()
 
-    def _head(self, method: str, path: str, headers: Sequence[tuple[str, str]], length: int) -> bytes:
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
-        if lines.count("\r") + lines.count("\n") != 2 * len(headers) or not path.isascii() or set(path) & set(" \r\n"):
+    def _head(self, call: HttpCall, length: int) -> bytes:
+        method, path = call.method, call.path
+        lines = "".join([f"{name}: {value}\r\n" for name, value in call.headers])
+        breaks = lines.count("\r") + lines.count("\n")
+        if breaks != 2 * len(call.headers) or not path.isascii() or set(path) & set(" \r\n"):
             raise BadRequest("a header value or the path contains a space or line break that HTTP cannot carry")
         size = f"Content-Length: {length}\r\n" if length or method not in ("GET", "HEAD") else ""
         text = f"{method} {self.endpoint.prefix}{path} HTTP/1.1\r\n{self._host}{lines}{size}\r\n"
@@ -96,13 +104,13 @@ class ClientConnection:
         except UnicodeEncodeError:
             raise BadRequest("a header value contains a character that HTTP cannot carry") from None
 
-    async def _exchange(self, head: bytes, body: Sequence[Buffer], max_response_bytes: int) -> HttpResponse:
+    async def _exchange(self, head: bytes, call: HttpCall, max_response_bytes: int, stream: bool) -> HttpResponse:
         protocol = self._protocol
         if protocol is not None and protocol.is_open:
             try:
-                return await protocol.exchange(head, body, max_response_bytes)
+                return await protocol.exchange(head, call.body, max_response_bytes, stream)
             except ConnectionLost as lost:
-                if protocol.reader.received_bytes:
+                if protocol.reader.received_bytes or not call.resend:
                     raise
                 try:
                     protocol = await self.connect()
@@ -110,7 +118,7 @@ class ClientConnection:
                     raise lost from None
         else:
             protocol = await self.connect()
-        return await protocol.exchange(head, body, max_response_bytes)
+        return await protocol.exchange(head, call.body, max_response_bytes, stream)
 
     async def connect(self) -> _ClientProtocol:
         """Opens the connection now, instead of with a request. Raises Unreachable, UntrustedCertificate."""
@@ -118,13 +126,18 @@ class ClientConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.connect_timeout_s):
-                _, protocol = await loop.create_connection(
-                    lambda: _ClientProtocol(endpoint.url, endpoint.tls is not None),
-                    endpoint.host,
-                    endpoint.port,
-                    ssl=endpoint.tls,
-                    server_hostname=endpoint.host if endpoint.tls else None,
-                )
+                if endpoint.socket:
+                    _, protocol = await loop.create_unix_connection(
+                        lambda: _ClientProtocol(endpoint.url, False), endpoint.socket
+                    )
+                else:
+                    _, protocol = await loop.create_connection(
+                        lambda: _ClientProtocol(endpoint.url, endpoint.tls is not None),
+                        endpoint.host,
+                        endpoint.port,
+                        ssl=endpoint.tls,
+                        server_hostname=endpoint.host if endpoint.tls else None,
+                    )
         except ssl.SSLCertVerificationError as exc:
             raise UntrustedCertificate(f"{endpoint.url}: certificate not trusted: {exc.verify_message}") from None
         except TimeoutError:
@@ -155,19 +168,23 @@ class _ClientProtocol(asyncio.Protocol):
         self._writable: asyncio.Future[None] | None = None
         self._paused = False
         self._written = False
-        self.reader = _ResponseReader(url)
+        self._active = False  # a response is expected, or arriving
+        self.reader = ResponseReader(url)
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None
 
-    async def exchange(self, head: bytes, body: Sequence[Buffer], max_response_bytes: int) -> HttpResponse:
-        """The response. Does not read `body` after it returns. Raises ConnectionLost, MalformedResponse."""
-        assert self._waiter is None, "one request at a time"
+    async def exchange(
+        self, head: bytes, body: Sequence[Buffer], max_response_bytes: int, stream: bool = False
+    ) -> HttpResponse:
+        """The response, or the head of a stream. Does not read `body` after it returns. Raises ConnectionLost,
+        MalformedResponse."""
+        assert not self._active, "one request at a time"
         if self._transport is None:
             raise ConnectionLost(f"the connection to {self._url} is closed")
-        self.reader.begin(max_response_bytes)
-        self._written = False
+        self.reader.begin(max_response_bytes, stream=stream)
+        self._written, self._active = False, True
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         try:
             if self._tls:
@@ -211,7 +228,7 @@ class _ClientProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads part of a response; unexpected data closes the connection."""
-        if self._waiter is None or self._waiter.done():
+        if not self._active:
             self.abort()
             return
         error = self.reader.feed(data)
@@ -232,95 +249,27 @@ class _ClientProtocol(asyncio.Protocol):
         self.reader.close()
 
     def _finish(self) -> None:
-        """Hands over a complete response. Keeps the connection only if both sides can reuse it."""
-        response = self.reader.response
-        if response is None or self._waiter is None or self._waiter.done():
+        """Hands over a response that is complete, or the head of a stream. Keeps the connection only if both sides can
+        reuse it."""
+        reader, waiter, transport = self.reader, self._waiter, self._transport
+        if not self._active:
             return
-        transport = self._transport
-        sent = self._written and transport is not None and transport.get_write_buffer_size() == 0
-        if not (sent and self.reader.keep_alive):
-            self.abort()
-        self._waiter.set_result(response)
-        self.resume_writing()
+        if reader.response is not None:
+            self._active = False
+            sent = self._written and transport is not None and transport.get_write_buffer_size() == 0
+            if not (sent and reader.keep_alive):
+                self.abort()
+        elif reader.head is not None and reader.head.parts is not None:
+            reader.head.parts.attach(transport)
+        response = reader.response or reader.head
+        if response is not None and waiter is not None and not waiter.done():
+            waiter.set_result(response)
+            self.resume_writing()
 
     def _fail(self, error: PenstockError) -> None:
         self.abort()
+        self._active = False
+        self.reader.fail(error)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(error)
             self.resume_writing()
-
-
-class _ResponseReader:
-    """Collects one response within its limits; httptools calls the `on_*` methods."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.begin(0)
-
-    def begin(self, max_body_bytes: int) -> None:
-        """Expects another response."""
-        self._parser = httptools.HttpResponseParser(self)
-        self._max_body_bytes = max_body_bytes
-        self.received_bytes = self._body_bytes = self._status = 0
-        self._head_complete = self._until_eof = False
-        self._headers: dict[str, str] = {}
-        self._parts: list[bytes] = []
-        self._error: PenstockError | None = None
-        self.response: HttpResponse | None = None
-        self.keep_alive = False
-
-    def close(self) -> None:
-        del self._parser  # breaks the reference cycle
-
-    def feed(self, data: bytes) -> PenstockError | None:
-        """Parses data; `response` is set once it is complete. Returns the error that ends the connection, if any."""
-        self.received_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            return self._error or MalformedResponse(f"{self._url} sent a response that is not HTTP/1.1: {exc}")
-        if not self._head_complete and self.received_bytes > HEAD_BYTES:
-            return ResponseTooLarge(f"{self._url}: the response head exceeds the {HEAD_BYTES} bytes allowed")
-        if self.received_bytes > HEAD_BYTES + FRAMING * self._max_body_bytes:
-            self._reject_size()
-        return self._error
-
-    def finish_at_eof(self) -> None:
-        if self._head_complete and self._until_eof:
-            self.on_message_complete()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head_complete:  # a trailer
-            return
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-        self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
-
-    def on_headers_complete(self) -> None:
-        if self.response is not None:
-            return
-        self._status = self._parser.get_status_code()
-        if self._status < 200:  # interim: the final response follows
-            self._headers = {}
-            return
-        self._head_complete = True
-        length = self._headers.get("content-length", "")
-        bodiless = self._status in (204, 304)
-        self._until_eof = not (length or bodiless or "transfer-encoding" in self._headers)
-        if length.isdecimal() and int(length) > self._max_body_bytes:
-            self._reject_size()
-
-    def on_body(self, data: bytes) -> None:
-        self._body_bytes += len(data)
-        if self._body_bytes > self._max_body_bytes:
-            self._reject_size()
-        else:
-            self._parts.append(data)
-
-    def on_message_complete(self) -> None:
-        if self._head_complete and self._error is None and self.response is None:
-            self.keep_alive = not self._until_eof and self._parser.should_keep_alive()
-            self.response = HttpResponse(self._status, self._headers, b"".join(self._parts))
-
-    def _reject_size(self) -> None:
-        self._parts = []
-        self._error = ResponseTooLarge(f"{self._url}: the response exceeds the {self._max_body_bytes} bytes allowed")

@@ -3,8 +3,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from typing import Any
 
 import msgspec
@@ -14,19 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bulk.protocol import (
-    MAX_PAUSE_S,
     RevisionChanged,
     ServerFault,
     UploadChunk,
     WrongAnswer,
     idempotency_key,
     read_captions,
-    retry_after_s,
 )
 from penstock.bulk.sender import Undelivered, undelivered
 from penstock.bulk.types import Chunk, Video
 from penstock.client.endpoint import ConnectionLost
-from penstock.client.http import HttpResponse
+from penstock.client.response import HttpResponse
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -199,25 +195,6 @@ def test_a_servers_error_text_is_shortened_and_cleaned():
         read(b"\x1b[31m\xff" * 10_000, 400)
     assert len(caught.value.message) < 600
     assert "\x1b" not in caught.value.message
-
-
-def test_retry_after_is_read_in_both_forms_and_bounded():
-    assert retry_after_s("2") == 2.0
-    assert retry_after_s(" 0.5 ") == 0.5
-    assert retry_after_s("-3") == 0.0
-    assert retry_after_s("1e9") == MAX_PAUSE_S
-    soon = retry_after_s(format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True))
-    assert soon is not None
-    assert 50 < soon <= 60
-    assert retry_after_s(format_datetime(datetime.now(UTC) - timedelta(days=9), usegmt=True)) == 0.0
-    for nonsense in ("", "soon", "nan", "Tue, 99 Foo 2026", "inf"):
-        assert retry_after_s(nonsense) is None
-
-
-@given(st.text())
-def test_any_retry_after_is_seconds_or_none(value: str):
-    found = retry_after_s(value)
-    assert found is None or 0.0 <= found <= MAX_PAUSE_S
 
 
 @given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(

@@ -20,7 +20,8 @@ from penstock.client.endpoint import (
     parse_url,
     tls_context,
 )
-from penstock.client.http import ClientConnection, HttpResponse
+from penstock.client.http import ClientConnection
+from penstock.client.response import HttpResponse
 from penstock.errors import BadRequest, DeadlineExceeded
 from penstock.serving.http.auth import make_ssl_context
 from support.captioner import (

@@ -19,7 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from penstock.client.endpoint import Endpoint
-from penstock.client.http import ClientConnection, HttpResponse
+from penstock.client.http import ClientConnection
+from penstock.client.response import HttpResponse
 from penstock.errors import ConfigError, PenstockError
 
 START_S: Final = 300.0  # the first start of a model may compile it

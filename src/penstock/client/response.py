@@ -1,0 +1,206 @@
+"""The receiving side of a client connection: a response, whole or while it arrives, within its limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final, Protocol
+
+import httptools
+from msgspec import Struct
+
+from penstock.client.endpoint import MalformedResponse, ResponseTooLarge
+from penstock.errors import PenstockError
+
+HEAD_BYTES: Final = 64 * 1024  # the limit that servers apply to a request head
+# Minimal chunked encoding takes 6 bytes for one byte of body; more than this is endless framing.
+FRAMING: Final = 8
+UNREAD_BYTES: Final = 2**20  # of a stream that its caller does not read; then the socket is not read either
+
+
+class _Socket(Protocol):
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class ResponseBody:
+    """The body of a streamed response, as an asynchronous iterator of pieces.
+
+    A piece is a whole chunk of a chunked body, otherwise the bytes of one read. Iteration raises ConnectionLost,
+    MalformedResponse and ResponseTooLarge. One reader at a time.
+    """
+
+    def __init__(self, url: str, max_piece_bytes: int) -> None:
+        self._url = url
+        self._max_piece_bytes = max_piece_bytes
+        self._pieces: deque[bytes] = deque()
+        self._unread_bytes = self._open_bytes = 0
+        self._open: list[bytes] = []  # the piece that is arriving
+        self._arrival: asyncio.Future[None] | None = None
+        self._socket: _Socket | None = None
+        self._paused = False
+        self._error: PenstockError | None = None
+        self.ended = False
+
+    def attach(self, socket: _Socket | None) -> None:
+        """The socket to pause while too much is unread."""
+        self._socket = socket
+
+    def __aiter__(self) -> ResponseBody:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                raise StopAsyncIteration
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        piece = self._pieces.popleft()
+        self._unread_bytes -= len(piece)
+        if self._paused and self._unread_bytes <= UNREAD_BYTES and self._socket is not None:
+            self._paused = False
+            self._socket.resume_reading()
+        return piece
+
+    def add(self, data: bytes, *, whole: bool) -> PenstockError | None:
+        """Takes a part of a piece; returns the error for a piece that is too large."""
+        self._open.append(data)
+        self._open_bytes += len(data)
+        if self._open_bytes > self._max_piece_bytes:
+            return ResponseTooLarge(f"{self._url}: a part exceeds the {self._max_piece_bytes} bytes allowed")
+        if whole:
+            self.end_piece()
+        return None
+
+    def end_piece(self) -> None:
+        piece = b"".join(self._open)
+        self._open.clear()
+        self._open_bytes = 0
+        if not piece:
+            return
+        self._pieces.append(piece)
+        self._unread_bytes += len(piece)
+        if self._unread_bytes > UNREAD_BYTES and not self._paused and self._socket is not None:
+            self._paused = True
+            self._socket.pause_reading()
+        self._wake()
+
+    def end(self, error: PenstockError | None = None) -> None:
+        """Ends the iteration after the pieces that arrived."""
+        if not self.ended:
+            self.ended, self._error, self._socket = True, error, None
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+
+class HttpResponse(Struct, frozen=True):
+    """Header names are in lower case; repeated headers are joined by ", ". A streamed response has `parts`, and then
+    no `body`."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes = b""
+    parts: ResponseBody | None = None
+
+
+class ResponseReader:
+    """Collects one response within its limits; httptools calls the `on_*` methods."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.begin(0)
+
+    def begin(self, max_body_bytes: int, *, stream: bool = False) -> None:
+        """Expects another response. `stream`: the body of a 2xx goes to `head.parts`, and each piece of it is
+        limited instead of the whole."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._max_body_bytes = max_body_bytes
+        self.received_bytes = self._body_bytes = self._status = 0
+        self._head_complete = self._until_eof = False
+        self._headers: dict[str, str] = {}
+        self._parts: list[bytes] = []
+        self._error: PenstockError | None = None
+        self._stream = ResponseBody(self._url, max_body_bytes) if stream else None
+        self.head: HttpResponse | None = None  # of a stream
+        self.response: HttpResponse | None = None
+        self.keep_alive = False
+
+    def close(self) -> None:
+        del self._parser  # breaks the reference cycle
+
+    def feed(self, data: bytes) -> PenstockError | None:
+        """Parses data; `response` is set once it is complete. Returns the error that ends the connection, if any."""
+        self.received_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            return self._error or MalformedResponse(f"{self._url} sent a response that is not HTTP/1.1: {exc}")
+        if not self._head_complete and self.received_bytes > HEAD_BYTES:
+            return ResponseTooLarge(f"{self._url}: the response head exceeds the {HEAD_BYTES} bytes allowed")
+        if self.head is None and self.received_bytes > HEAD_BYTES + FRAMING * self._max_body_bytes:
+            self._reject_size()
+        return self._error
+
+    def finish_at_eof(self) -> None:
+        if self._head_complete and self._until_eof:
+            self.on_message_complete()
+
+    def fail(self, error: PenstockError) -> None:
+        """Ends a stream with an error."""
+        if self.head is not None and self.head.parts is not None:
+            self.head.parts.end(error)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_complete:  # a trailer
+            return
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
+
+    def on_headers_complete(self) -> None:
+        if self.response is not None:
+            return
+        self._status = self._parser.get_status_code()
+        if self._status < 200:  # interim: the final response follows
+            self._headers = {}
+            return
+        self._head_complete = True
+        length = self._headers.get("content-length", "")
+        bodiless = self._status in (204, 304)
+        self._until_eof = not (length or bodiless or "transfer-encoding" in self._headers)
+        if self._stream is not None and self._status < 300:
+            self.head = HttpResponse(self._status, self._headers, parts=self._stream)
+        elif length.isdecimal() and int(length) > self._max_body_bytes:
+            self._reject_size()
+
+    def on_body(self, data: bytes) -> None:
+        if self.head is not None:
+            assert self._stream is not None
+            self._error = self._stream.add(data, whole="transfer-encoding" not in self._headers) or self._error
+            return
+        self._body_bytes += len(data)
+        if self._body_bytes > self._max_body_bytes:
+            self._reject_size()
+        else:
+            self._parts.append(data)
+
+    def on_chunk_complete(self) -> None:
+        if self.head is not None and self._error is None:
+            assert self._stream is not None
+            self._stream.end_piece()
+
+    def on_message_complete(self) -> None:
+        if self._head_complete and self._error is None and self.response is None:
+            self.keep_alive = not self._until_eof and self._parser.should_keep_alive()
+            self.response = self.head or HttpResponse(self._status, self._headers, b"".join(self._parts))
+            if self.head is not None and self._stream is not None:
+                self._stream.end()
+
+    def _reject_size(self) -> None:
+        self._parts = []
+        self._error = ResponseTooLarge(f"{self._url}: the response exceeds the {self._max_body_bytes} bytes allowed")
