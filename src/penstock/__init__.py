@@ -21,11 +21,14 @@ from penstock.types import Item, ItemResult, ModelMetadata, Response, SequenceRe
 
 if TYPE_CHECKING:
     from penstock import metrics as metrics
+    from penstock.client.client import AsyncClient as AsyncClient
+    from penstock.client.sync import Client as Client
     from penstock.core.engine.engine import Engine as Engine
     from penstock.core.engine.portal import Portal as Portal
     from penstock.core.engine.waiters import Future as Future
     from penstock.core.worker.python_model import model as model
     from penstock.pipeline.builder import Pipeline as Pipeline
+    from penstock.serving.protocols.oip_binary import InferResponse as InferResponse
     from penstock.streamer.local import Streamer as Streamer
     from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
     from penstock.streamer.model import ManagedModel as ManagedModel
@@ -36,10 +39,13 @@ if TYPE_CHECKING:
 from penstock._version import __version__ as __version__
 
 __all__ = [
+    "AsyncClient",
     "BadRequest",
+    "Client",
     "DeadlineExceeded",
     "Engine",
     "Future",
+    "InferResponse",
     "Item",
     "ItemFailed",
     "ItemResult",
@@ -69,8 +75,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AsyncClient": "penstock.client.client",
+    "Client": "penstock.client.sync",
     "Engine": "penstock.core.engine.engine",
     "Future": "penstock.core.engine.waiters",
+    "InferResponse": "penstock.serving.protocols.oip_binary",
     "ManagedModel": "penstock.streamer.model",
     "Pipeline": "penstock.pipeline.builder",
     "Portal": "penstock.core.engine.portal",

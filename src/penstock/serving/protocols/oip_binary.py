@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
@@ -19,7 +19,6 @@ from penstock.serving.protocols.oip import (
     OipRequest,
     OipResponse,
     RequestedOutput,
-    RequestParameters,
     array_of_tensor,
     header_length,
     sequence_of_json,
@@ -88,11 +87,13 @@ def encode_request(
     outputs: Sequence[str] | None = None,
     binary_outputs: bool = False,
     id: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, list[Buffer]]:
     """(JSON of a request, buffers to send after it). The length of the JSON is the value of `HEADER_LENGTH`.
 
     An input is (name, datatype, shape, data): little-endian elements in C order, which are not copied, or the elements
-    of a BYTES tensor. `outputs` selects outputs, by default all. Raises ValueError if data and shape disagree.
+    of a BYTES tensor. `outputs` selects outputs, by default all. `parameters` are further ones of the request. Raises
+    ValueError if data and shape disagree.
     """
     tensors: list[InputTensor] = []
     buffers: list[Buffer] = []
@@ -109,8 +110,8 @@ def encode_request(
         tensors.append(InputTensor(name, list(shape), datatype, parameters=InputParameters(size)))
         buffers += parts
     selected = None if outputs is None else [RequestedOutput(output) for output in outputs]
-    parameters = RequestParameters(True) if binary_outputs else None
-    return write_head(OipRequest(tensors, id, selected, parameters)), buffers
+    every: Any = {**({"binary_data_output": True} if binary_outputs else {}), **(parameters or {})}
+    return write_head(OipRequest(tensors, id, selected, every or None)), buffers
 
 
 def encode_arrays(
@@ -137,10 +138,13 @@ def decode_answer(body: bytes | memoryview, header_length: int | None) -> InferR
         head: OipResponse = decode_json(view[:length], OipResponse)
     except BadRequest as exc:
         raise BadOutput(f"the response does not follow the Open Inference Protocol: {exc.message}") from None
+    return response_of(head, split_sections(head.outputs, view[length:], "output", BadOutput))
+
+
+def response_of(head: OipResponse, sections: Sequence[memoryview | None]) -> InferResponse:
+    """The response with the bytes of each output; None for data in the JSON. Raises BadOutput."""
     outputs: dict[str, np.ndarray[Any, Any]] = {}
-    for tensor, data in zip(
-        head.outputs, split_sections(head.outputs, view[length:], "output", BadOutput), strict=True
-    ):
+    for tensor, data in zip(head.outputs, sections, strict=True):
         if tensor.name in outputs:
             raise BadOutput(f"output '{tensor.name[:100]}' is given twice")
         outputs[tensor.name] = array_of_tensor(tensor, data, "output", BadOutput)

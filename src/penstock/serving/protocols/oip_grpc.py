@@ -25,6 +25,7 @@ from penstock.serving.protocols.oip import (
     TensorParameters,
     convert_request,
 )
+from penstock.serving.protocols.oip_binary import InferResponse, response_of
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes, length_of
 from penstock.serving.protocols.protobuf import open_inference
 from penstock.types import DTYPES, Item, ItemResult, Response, SequenceRequest
@@ -36,6 +37,7 @@ FOR_THE_SERVER: Final = frozenset({"priority", "timeout", "triton_enable_empty_f
 WHOLE_BYTES: Final = 64 * 1024  # below it a message is parsed whole; above it its tensors are left out
 MAX_FIELDS: Final = 10_000  # on the top level of a message: the server process reads them one by one
 _RAW_INPUTS, _RAW_OUTPUTS = 7, 6  # numbers of the fields with raw tensors
+_INFER_RESPONSE: Final = 2  # number of the field in ModelStreamInferResponse
 CONTENTS: Final = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -57,6 +59,7 @@ _protos = open_inference()
 _Head: Final = _protos.message("penstock.InferHead")
 _Request: Final = _protos.message("inference.ModelInferRequest")
 _Response: Final = _protos.message("inference.ModelInferResponse")
+_StreamResponse: Final = _protos.message("inference.ModelStreamInferResponse")
 
 
 class InferHead(Struct):
@@ -176,12 +179,6 @@ class _GrpcRequest(OipRequest):
     typed: bool = False
 
 
-class _OpenGrpcRequest(_GrpcRequest):
-    """A request to a model that takes parameters of its own."""
-
-    parameters: dict[str, Any] | None = None  # type: ignore[assignment]
-
-
 class OipGrpcCodec(OipCodec):
     """Codec of ModelInfer and ModelStreamInfer. Outputs are raw, or typed contents if the inputs were.
 
@@ -216,8 +213,7 @@ class OipGrpcCodec(OipCodec):
         """The request, and the little-endian bytes of each input. Raises BadRequest."""
         head, raw = _split(item.payload, _RAW_INPUTS)
         message = _parse(_Request, head)
-        kind = _OpenGrpcRequest if self.takes_parameters else _GrpcRequest
-        request = convert_request(_values_of(message), kind)
+        request = convert_request(_values_of(message), _GrpcRequest)
         if raw and request.typed:
             raise BadRequest("found contents of an input and raw_input_contents; send one of them")
         given = [tensor for tensor in message.inputs if SHARED not in tensor.parameters]
@@ -232,11 +228,8 @@ class OipGrpcCodec(OipCodec):
         return request, sections
 
     def context_of(self, request: OipRequest) -> OipContext:
-        context = super().context_of(request)
-        for output in context.outputs or ():
-            output.binary = True
-        context.binary, context.typed = True, isinstance(request, _GrpcRequest) and request.typed
-        return context
+        outputs = [(output.name, True) for output in request.outputs or ()]
+        return OipContext(request.id, outputs or None, True, isinstance(request, _GrpcRequest) and request.typed)
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """The response for a dict of arrays, or one array ("output_0"). Raises BadRequest for an unknown output."""
@@ -344,3 +337,43 @@ def _values(tensor: Tensor, data: bytes) -> list[Any]:
     """The elements of an output."""
     array = from_bytes("output", tensor.datatype, tensor.shape, memoryview(data), BadOutput)
     return array.ravel().tolist()
+
+
+# ---- clients
+
+
+def encode_infer(
+    name: tuple[str, str, str],
+    inputs: Sequence[tuple[str, str, tuple[int, ...], bytes | bytearray | memoryview]],
+    outputs: Sequence[str] | None,
+    parameters: dict[str, Any],
+) -> bytes:
+    """A ModelInferRequest with raw tensors. `name`: model, version and request id; `inputs` as of `encode_request`."""
+    message = _Request(model_name=name[0], model_version=name[1], id=name[2])
+    set_parameters(message.parameters, parameters)
+    raw: list[bytes | memoryview] = []
+    for input_name, datatype, shape, data in inputs:
+        message.inputs.add(name=input_name, datatype=datatype, shape=shape)
+        raw += field_of(_RAW_INPUTS, memoryview(data))
+    for output in outputs or ():
+        message.outputs.add(name=output)
+    return b"".join([message.SerializeToString(), *raw])
+
+
+def decode_infer(body: bytes | memoryview) -> InferResponse:
+    """The response in a ModelInferResponse. Arrays are views of the body. Raises BadOutput."""
+    try:
+        answer, sections = OipGrpcCodec("", "").read_part(ItemResult(body=body))
+    except (BadRequest, DecodeError, ValueError):
+        raise BadOutput("the response is not a valid inference.ModelInferResponse") from None
+    return response_of(answer, sections)
+
+
+def decode_stream_infer(body: bytes) -> tuple[str, InferResponse]:
+    """(error text, response) in a ModelStreamInferResponse. Raises BadOutput."""
+    try:
+        head, found = _split(body, _INFER_RESPONSE)
+        text = _StreamResponse.FromString(head).error_message
+    except (BadRequest, DecodeError):
+        raise BadOutput("the response is not a valid inference.ModelStreamInferResponse") from None
+    return text, decode_infer(found[-1] if found else b"")

@@ -1,0 +1,254 @@
+"""What carries the calls of a client: the interface, and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+
+from penstock.client.answers import UnexpectedResponse, check
+from penstock.client.apis import ApiCall, PenstockApi
+from penstock.client.calls import GRACE_S, Call
+from penstock.client.endpoint import ResponseTimeout
+from penstock.client.http import Buffer, ClientConnection, HttpCall
+from penstock.client.pool import ConnectionPool
+from penstock.client.response import HttpResponse
+from penstock.client.values import EVENTS, PartReader, decode_value, encode_value
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.serving.protocols.oip_binary import InferResponse
+
+T = TypeVar("T")
+Attempt = Callable[[float], Awaitable[T]]  # sends the request once; the argument is the time on the loop's clock
+
+JSON_HEADER = ("Content-Type", "application/json")
+
+
+class Parts(Protocol):
+    """The parts of a stream that has begun. `aclose` cancels its request unless it has ended."""
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Prepares requests, which may then be attempted several times. Used on one event loop."""
+
+    def predict(self, call: Call, model: str, value: Any, content_type: str | None) -> Attempt[Any]: ...
+
+    def infer(
+        self, call: Call, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None
+    ) -> Attempt[InferResponse]: ...
+
+    def stream(self, call: Call, model: str, value: Any, content_type: str | None, events: bool) -> Attempt[Parts]:
+        """The attempt returns when the response has begun."""
+
+    def check_health(self, call: Call, ready: bool, model: str | None) -> Attempt[bool]: ...
+
+    def metadata(self, call: Call, model: str) -> Attempt[dict[str, Any]]: ...
+
+    def ask(self, call: Call, prepare: Callable[[PenstockApi], ApiCall]) -> tuple[bool, Attempt[Any]]:
+        """A request of the management or metadata API, and whether it may run twice."""
+
+    async def close(self) -> None: ...
+
+
+class PartStream:
+    """The parts of a response over HTTP. Owns its connection until the end."""
+
+    def __init__(self, pool: ConnectionPool, connection: ClientConnection, call: Call) -> None:
+        self._pool = pool
+        self._connection: ClientConnection | None = connection
+        self._call = call
+        self._ready: deque[Any] = deque()
+
+    async def open(self, http_call: HttpCall, max_part_bytes: int) -> None:
+        """Sends the request and receives the head of the response."""
+        assert self._connection is not None
+        left_s = self._call.ends_at - asyncio.get_running_loop().time()
+        response = await self._connection.send(
+            http_call, timeout_s=left_s, max_response_bytes=max_part_bytes, stream=True
+        )
+        check(response, self._pool.endpoint.url)
+        assert response.parts is not None
+        self._pieces = response.parts
+        self._reader = PartReader(response.headers, max_part_bytes)
+
+    def __aiter__(self) -> PartStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            while not self._ready and self._connection is not None:
+                piece = await self._next_piece()
+                if piece is None:
+                    self._ready.extend(self._reader.end())
+                    self._release()
+                else:
+                    self._ready.extend(self._reader.feed(piece))
+        except BaseException:
+            await self.aclose()
+            raise
+        if not self._ready:
+            raise StopAsyncIteration
+        return self._ready.popleft()
+
+    async def _next_piece(self) -> bytes | None:
+        """None at the end."""
+        wait_s = min(self._call.timeout_s, self._call.deadline_at + GRACE_S - asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(wait_s):
+                return await anext(self._pieces, None)
+        except TimeoutError:
+            url = self._pool.endpoint.url
+            raise ResponseTimeout(f"{url}: the stream had no further part within {max(0.0, wait_s):g} s") from None
+
+    async def aclose(self) -> None:
+        """Closes the connection unless the response is complete, which cancels the request at the server."""
+        if self._connection is not None:
+            self._connection.close()
+            self._release()
+
+    def _release(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._pool.give_back(connection)
+
+
+class HttpTransport:
+    """HTTP/1.1 with pools of persistent connections."""
+
+    def __init__(
+        self,
+        api: PenstockApi,
+        pool: ConnectionPool,
+        management: ConnectionPool | None,
+        tokens: tuple[str | None, str | None],
+        max_response_bytes: int,
+    ) -> None:
+        """`tokens` are those of the inference and of the management listener."""
+        self._api = api
+        self._pool = pool
+        self._management = management
+        self._authorization, self._authority = (
+            [] if token is None else [("Authorization", f"Bearer {token}")] for token in tokens
+        )
+        self._max_response_bytes = max_response_bytes
+
+    def predict(self, call: Call, model: str, value: Any, content_type: str | None) -> Attempt[Any]:
+        path = self._api.predict(model, call.version)
+        kind, body = encode_value(value, content_type)
+
+        async def attempt(now: float) -> Any:
+            response = await self._post(call, now, path, [("Content-Type", kind)], [body])
+            return decode_value(response.headers, response.body)
+
+        return attempt
+
+    def infer(
+        self, call: Call, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None
+    ) -> Attempt[InferResponse]:
+        from penstock.client.tensors import raw_inputs  # NumPy
+        from penstock.serving.protocols.oip import HEADER_LENGTH
+        from penstock.serving.protocols.oip_binary import decode_answer, encode_request
+
+        path = self._api.infer(model, call.version)
+        head, buffers = encode_request(
+            raw_inputs(inputs),
+            outputs=outputs,
+            binary_outputs=True,
+            id=call.request_id or None,
+            parameters=self._api.parameters(call),
+        )
+        headers = [("Content-Type", "application/octet-stream"), (HEADER_LENGTH, str(len(head)))]
+
+        async def attempt(now: float) -> InferResponse:
+            response = await self._post(call, now, path, headers, [head, *buffers])
+            length = response.headers.get(HEADER_LENGTH.lower(), "")
+            return decode_answer(response.body, int(length) if length.isdecimal() else None)
+
+        return attempt
+
+    def stream(self, call: Call, model: str, value: Any, content_type: str | None, events: bool) -> Attempt[Parts]:
+        path = self._api.predict(model, call.version)
+        kind, body = encode_value(value, content_type)
+        accept = EVENTS if events and self._api.events else "*/*"
+
+        async def attempt(now: float) -> Parts:
+            headers = self._headers(call, now, [("Content-Type", kind), ("Accept", accept)])
+            http_call = HttpCall("POST", path, headers, [body], resend=bool(call.key))
+            connection = await self._pool.take(call.ends_at - now)
+            stream = PartStream(self._pool, connection, call)
+            try:
+                await stream.open(http_call, self._max_response_bytes)
+            except BaseException:
+                await stream.aclose()
+                raise
+            return stream
+
+        return attempt
+
+    def check_health(self, call: Call, ready: bool, model: str | None) -> Attempt[bool]:
+        api = self._api
+        path = (api.ready if ready else api.live) if model is None else api.model_ready(model, call.version)
+
+        async def attempt(now: float) -> bool:
+            response = await self._send(self._pool, call, HttpCall("GET", path, self._headers(call, now)))
+            if ready and response.status in (400, 500, 503):  # Triton and TorchServe have no 503 for it
+                return False
+            check(response, self._pool.endpoint.url)
+            return True
+
+        return attempt
+
+    def metadata(self, call: Call, model: str) -> Attempt[dict[str, Any]]:
+        return self.ask(call, lambda api: api.metadata(model, call.version))[1]
+
+    def ask(self, call: Call, prepare: Callable[[PenstockApi], ApiCall]) -> tuple[bool, Attempt[Any]]:
+        asked = prepare(self._api)
+        pool = self._management if asked.management else self._pool
+        if pool is None:
+            raise ConfigError("this call goes to the management listener; create the client with management_url=...")
+        repeatable = asked.method == "GET"
+        body = [] if asked.body is None else [msgspec.json.encode(asked.body)]
+
+        async def attempt(now: float) -> Any:
+            authority = self._authority if asked.management else self._authorization
+            headers = [*[JSON_HEADER] * len(body), *authority, *call.headers]
+            response = await self._send(pool, call, HttpCall(asked.method, asked.path, headers, body, repeatable))
+            check(response, pool.endpoint.url)
+            answer = decode_value({"content-type": "application/json"}, response.body)
+            if not asked.key:
+                return answer
+            if not isinstance(answer, dict) or asked.key not in answer:
+                raise UnexpectedResponse(f"{pool.endpoint.url}{asked.path} answered without '{asked.key}'")
+            return answer[asked.key]
+
+        return repeatable, attempt
+
+    async def close(self) -> None:
+        self._pool.close()
+        if self._management is not None:
+            self._management.close()
+
+    # ---- sending
+
+    async def _post(
+        self, call: Call, now: float, path: str, headers: list[tuple[str, str]], body: Sequence[Buffer]
+    ) -> HttpResponse:
+        http_call = HttpCall("POST", path, self._headers(call, now, headers), body, resend=bool(call.key))
+        response = await self._send(self._pool, call, http_call)
+        check(response, self._pool.endpoint.url)
+        return response
+
+    async def _send(self, pool: ConnectionPool, call: Call, http_call: HttpCall) -> HttpResponse:
+        left_s = call.ends_at - asyncio.get_running_loop().time()
+        return await pool.send(http_call, timeout_s=left_s, max_response_bytes=self._max_response_bytes)
+
+    def _headers(self, call: Call, now: float, headers: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
+        return [*headers, *self._api.headers(call, now), *self._authorization, *call.headers]

@@ -1,0 +1,163 @@
+"""Values of `/predictions`: a Python value as a request body, and a response or a stream as Python values. Pure."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from penstock.client.answers import UnexpectedResponse, named_error
+from penstock.client.endpoint import ResponseTooLarge
+from penstock.client.http import Buffer
+from penstock.errors import BadOutput, BadRequest, ItemFailed, NotSupported, PenstockError
+from penstock.serving.protocols.bodies import JSON, PART_TYPE, decode_text, encode_json, split_type
+
+TEXT: Final = "text/plain; charset=utf-8"
+BYTES: Final = "application/octet-stream"
+EVENTS: Final = "text/event-stream"
+LINES: Final = "application/x-ndjson"
+
+
+def encode_value(value: Any, content_type: str | None = None) -> tuple[str, Buffer]:
+    """(content type, body). Bytes and text are sent as they are, and any other value as JSON: numbers, lists, dicts,
+    dataclasses, msgspec and pydantic models, and, as nested lists, arrays and tensors.
+
+    Raises BadRequest for a value that JSON cannot hold, such as NaN.
+    """
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return content_type or BYTES, value
+    if isinstance(value, str):
+        return content_type or TEXT, value.encode("utf-8", "surrogatepass")
+    dump = getattr(value, "model_dump", None)  # pydantic
+    try:
+        return content_type or JSON, encode_json(dump(mode="json") if callable(dump) else value)
+    except BadOutput as error:
+        raise BadRequest(error.message.replace("the model returned", "the value is or holds", 1)) from None
+
+
+def decode_value(headers: Mapping[str, str], body: bytes) -> Any:
+    """The value of a body: JSON, text as `str`, any other type as `bytes`, and None without a body.
+
+    TorchServe's answers may have no content type: then JSON if it is JSON, else text, else bytes. Raises
+    UnexpectedResponse for a body that is not of its type.
+    """
+    kind, charset = split_type(headers.get("content-type", ""))
+    if not body:
+        return "" if kind.startswith("text/") else b"" if kind == BYTES else None
+    if kind:
+        return _decode(kind, charset, body)
+    for guess in (JSON, "text/plain"):
+        try:
+            return _decode(guess, charset, body)
+        except UnexpectedResponse:
+            pass
+    return body
+
+
+def _decode(kind: str, charset: str, body: bytes) -> Any:
+    if kind == JSON or kind.endswith("+json"):
+        try:
+            return msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise UnexpectedResponse(f"the server's answer is not the JSON that its content type says: {exc}") from None
+    if kind.startswith("text/"):
+        try:
+            return decode_text(body, charset)
+        except BadRequest as exc:
+            raise UnexpectedResponse(f"the server's answer is not text: {exc.message}") from None
+    return body
+
+
+class PartReader:
+    """The parts of a stream, from its pieces: server-sent events, lines of JSON, or chunks of text or bytes.
+
+    `max_bytes` limits a part. `feed` and `end` raise ResponseTooLarge, UnexpectedResponse, and the error that a stream
+    of events reports.
+    """
+
+    def __init__(self, headers: Mapping[str, str], max_bytes: int) -> None:
+        self._kind, charset = split_type(headers.get("content-type", ""))
+        self._max_bytes = max_bytes
+        self._rest = bytearray()  # of a line
+        self._event: bytes | None = None
+        self._data: list[bytes] = []
+        self._data_bytes = 0
+        self._part_type = headers.get(PART_TYPE, "")
+        if split_type(self._part_type)[0] == BYTES:
+            raise NotSupported("the model streams bytes, which events cannot carry; call stream(..., events=False)")
+        text = self._kind.startswith("text/") or not self._kind
+        try:
+            self._text = codecs.getincrementaldecoder(charset)("replace") if text else None
+        except LookupError:
+            raise UnexpectedResponse(f"the stream has the unknown charset {charset[:40]!r}") from None
+
+    def feed(self, piece: bytes) -> list[Any]:
+        """The parts that this piece completes."""
+        if self._kind == EVENTS:
+            return [part for line in self._lines(piece) for part in self._event_line(line)]
+        if self._kind == LINES:
+            return [_decode(JSON, "utf-8", line) for line in self._lines(piece) if line.strip()]
+        if self._text is not None:
+            text = self._text.decode(piece)
+            return [text] if text else []
+        return [piece]
+
+    def end(self) -> list[Any]:
+        """The parts that the end of the stream completes."""
+        rest, self._rest = bytes(self._rest), bytearray()
+        if self._kind == LINES and rest.strip():
+            return [_decode(JSON, "utf-8", rest)]
+        return self._event_line(b"") if self._kind == EVENTS else []
+
+    def _lines(self, piece: bytes) -> list[bytes]:
+        self._rest += piece
+        if b"\n" not in piece:
+            found = []
+        else:
+            *found, rest = bytes(self._rest).split(b"\n")
+            self._rest = bytearray(rest)
+        if len(self._rest) > self._max_bytes:
+            raise self._too_large()
+        return found
+
+    def _too_large(self) -> PenstockError:
+        return ResponseTooLarge(f"a part of the stream exceeds the {self._max_bytes} bytes allowed")
+
+    def _event_line(self, line: bytes) -> list[Any]:
+        """The part that a line ends; see https://html.spec.whatwg.org/multipage/server-sent-events.html."""
+        line = line.removesuffix(b"\r")
+        if not line:
+            event, data, given = self._event, b"\n".join(self._data), bool(self._data)
+            self._event, self._data, self._data_bytes = None, [], 0
+            if not given:
+                return []
+            if event == b"error":
+                raise _stream_error(data)
+            return [self._event_value(data)]
+        name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"data":
+            self._data.append(value)
+            self._data_bytes += len(value)
+            if self._data_bytes > self._max_bytes:
+                raise self._too_large()
+        elif name == b"event":
+            self._event = value
+        return []
+
+    def _event_value(self, data: bytes) -> Any:
+        """Without the header `PART_TYPE`, as from other servers: JSON if it is JSON, else text."""
+        headers = {"content-type": self._part_type} if self._part_type else {}
+        return decode_value(headers, data)
+
+
+def _stream_error(data: bytes) -> PenstockError:
+    try:
+        found = msgspec.json.decode(data)["error"]
+        message = str(found["message"] if isinstance(found, dict) else found)
+        code = str(found["code"]) if isinstance(found, dict) else ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
+        code, message = "", data[:500].decode("utf-8", "replace")
+    return named_error(code, message, 500) or ItemFailed(message)
