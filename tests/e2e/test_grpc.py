@@ -425,6 +425,19 @@ def test_a_second_server_takes_a_free_port_and_zero_means_none(serve, server):
         serve(SOURCE, "echo", ports=[*PORTS, "--set", f"server.grpc_port={port}"])
 
 
+def test_an_open_stream_does_not_hold_up_the_shutdown(serve):
+    server = serve(SOURCE, "Typed", ports=PORTS)
+    results: queue.Queue[Any] = queue.Queue()
+    with triton.InferenceServerClient(address(server)) as client:
+        client.start_stream(callback=lambda result, error: results.put((result, error)))
+        client.async_stream_infer("typed", [tensor("x", ONE, "FP32")])
+        assert results.get(timeout=30)[1] is None
+        began = time.monotonic()
+        assert server.stop()[0] == 0
+        assert time.monotonic() - began < 10  # drain_s is 30
+        assert results.get(timeout=30)[1].status() == "StatusCode.UNAVAILABLE"
+
+
 def test_accepted_calls_are_answered_at_shutdown(serve):
     source = "import time\ndef slow(items):\n    time.sleep(1)\n    return items\n"
     server = serve(source, "slow", ports=PORTS)

@@ -86,6 +86,12 @@ class OpenInferenceService:
         self._backend = backend
         self.max_in_flight = max_in_flight
         self.idle_s = idle_s
+        self._streams: set[_InferStream] = set()
+
+    def drain(self) -> None:
+        """Ends each stream as soon as it has answered what it received: an idle client would keep the server alive."""
+        for stream in self._streams:
+            stream.drain()
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
         return _Live(live=True)
@@ -137,10 +143,12 @@ class OpenInferenceService:
         """The responses to each request, any number if the model streams, as they become ready. Requests overlap."""
         stream = _InferStream(self, self._backend, context)
         receiver = asyncio.ensure_future(stream.receive(requests))
+        self._streams.add(stream)
         try:
             async for message in stream.answers():
                 yield message
         finally:
+            self._streams.remove(stream)
             receiver.cancel()
             stream.close()
 
@@ -218,24 +226,30 @@ class _InferStream:
         try:
             async for data in requests:
                 self._active_s = self._now()
+                if self._error is not None:
+                    return
                 while len(self._running) >= self._service.max_in_flight:
                     self._room = asyncio.get_running_loop().create_future()
                     await self._room
                 self._begin(data)
             self._received_all = True
+            self._parts.wake()
         except Exception as error:
-            self._error = error
-        self._parts.wake()
+            self._end_with(error)
 
     async def answers(self) -> AsyncGenerator[bytes, None]:
         """The messages to the client. Raises GrpcError for a stream that was idle for too long, and QueueFull."""
         while self._running or self._parts or not self._received_all:
-            if self._error is not None and not self._parts:
+            if self._error is not None and not self._parts and not self._running:
                 raise self._error
             part = await self._parts.next()
             if part is not None:
                 self._active_s = self._now()
                 yield part.body
+
+    def drain(self) -> None:
+        """Ends the stream after the answers to what it has received."""
+        self._end_with(GrpcError(Code.UNAVAILABLE, "the server is shutting down"))
 
     def close(self) -> None:
         """Cancels what is in progress."""
@@ -297,5 +311,8 @@ class _InferStream:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._check_idle)
             return
         text = f"the stream had no message for {self._service.idle_s:g} s (limits.grpc_idle_timeout_s)"
-        self._error = GrpcError(Code.DEADLINE_EXCEEDED, text)
+        self._end_with(GrpcError(Code.DEADLINE_EXCEEDED, text))
+
+    def _end_with(self, error: Exception) -> None:
+        self._error = error
         self._parts.wake()

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import grpc.aio
@@ -35,15 +35,22 @@ class GrpcTls(Struct, frozen=True):
 
 
 class GrpcListener:
-    """Serves the calls of a dispatcher.
+    """Serves the calls of a dispatcher. `drain` is called before the listener closes, to end idle streams.
 
     Of `[limits]`, gRPC has no bound on the time of a message, nor on unread answers of a whole connection.
     """
 
-    def __init__(self, dispatcher: CallDispatcher, limits: GrpcLimits, tls: GrpcTls | None = None) -> None:
+    def __init__(
+        self,
+        dispatcher: CallDispatcher,
+        limits: GrpcLimits,
+        tls: GrpcTls | None = None,
+        drain: Callable[[], None] = lambda: None,
+    ) -> None:
         self._dispatcher = dispatcher
         self._limits = limits
         self._tls = tls
+        self._drain = drain
         self._changed: Any = None  # the certificate for the next handshake
         self._server: Any = None
         self._path = ""
@@ -91,6 +98,7 @@ class GrpcListener:
 
     async def close(self, drain_s: float) -> None:
         """Stops accepting calls, and drops those that are unfinished after `drain_s`."""
+        self._drain()
         if self._server is not None:
             await self._server.stop(drain_s)
         if self._path:

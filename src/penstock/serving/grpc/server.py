@@ -43,4 +43,4 @@ def make_grpc_listener(
     ]
     dispatcher = CallDispatcher(protos, services, authorize, failure)
     serve_reflection(dispatcher, protos, [each.name for each in services], GUARD)
-    return GrpcListener(dispatcher, GrpcLimits(limits), tls)
+    return GrpcListener(dispatcher, GrpcLimits(limits), tls, service.drain)
