@@ -39,6 +39,7 @@ class ApiError(PenstockError):
     """An error in TorchServe's terms: `kind` is the "type" in its JSON and determines the status."""
 
     code = "torchserve"
+    status: int
 
     def __init__(self, kind: str, message: str, *, status: int | None = None, detail: str = "") -> None:
         super().__init__(message, detail=detail)
