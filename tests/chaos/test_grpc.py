@@ -195,7 +195,7 @@ async def test_a_flood_leaves_the_server_to_the_others(
             try:
                 answer = await infer(request("echo", str(n)), timeout=20)
             except grpc.aio.AioRpcError as error:  # gRPC drops new calls at random while too many wait for a handler
-                assert (flood, error.code()) == ("reset", grpc.StatusCode.CANCELLED)
+                assert (flood, error.code()) == ("reset", grpc.StatusCode.CANCELLED)  # noqa: PT017 - not every call is dropped
                 continue
             assert Response.FromString(answer).id == str(n)
             n += 1
