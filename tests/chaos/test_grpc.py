@@ -186,6 +186,7 @@ async def test_a_flood_leaves_the_server_to_the_others(
                         await asyncio.wait_for(writer.drain(), 0.5)
                     await asyncio.sleep(0)
                 drain.cancel()
+                drain.add_done_callback(lambda task: task.cancelled() or task.exception())
                 writer.transport.abort()
             await asyncio.sleep(0.01)
 
