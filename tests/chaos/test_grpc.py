@@ -177,6 +177,7 @@ async def test_a_flood_leaves_the_server_to_the_others(
             with contextlib.suppress(OSError):
                 reader, writer = await asyncio.open_connection(host, int(port))
                 drain = asyncio.ensure_future(reader.read(2**30))
+                drain.add_done_callback(lambda task: task.cancelled() or task.exception())
                 writer.write(PREFACE)
                 for n in range(0, 10**6, 100):
                     if not going or reader.at_eof():
@@ -186,7 +187,6 @@ async def test_a_flood_leaves_the_server_to_the_others(
                         await asyncio.wait_for(writer.drain(), 0.5)
                     await asyncio.sleep(0)
                 drain.cancel()
-                drain.add_done_callback(lambda task: task.cancelled() or task.exception())
                 writer.transport.abort()
             await asyncio.sleep(0.01)
 
