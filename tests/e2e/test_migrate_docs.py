@@ -1,0 +1,43 @@
+"""The models and commands of docs/migrate.md run as written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.pages import ROOT, blocks, write
+
+PAGE = (ROOT / "docs" / "migrate.md").read_text()
+SECTIONS = dict(re.findall(r"^## From ([\w ]+)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
+
+
+@pytest.mark.parametrize("system", SECTIONS)
+def test_the_model_answers_as_the_section_shows(serve: Callable[..., Any], tmp_path: Path, system: str) -> None:
+    for language, block in blocks(SECTIONS[system]):
+        if language == "python":
+            write(block, tmp_path)
+    (commands,) = (block for language, block in blocks(SECTIONS[system]) if not language)
+    start, *lines = commands.splitlines()
+    server = serve(None, *start.removeprefix("penstock serve ").split(), cwd=tmp_path)
+    for line in lines:
+        command, _, shown = line.partition(" # ")
+        command = command.replace("http://127.0.0.1:8080", server.url) + " -s -f"
+        assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout == shown
+    client = tmp_path / "client.py"
+    if client.exists():
+        client.write_text(client.read_text().replace("127.0.0.1:8080", server.url.removeprefix("http://")))
+        done = subprocess.run([sys.executable, client], capture_output=True, text=True, check=False)
+        assert (done.stdout, done.returncode) == ("[[2. 4.]]\n", 0), done.stderr
+    else:
+        assert lines
+
+
+def test_every_system_of_the_table_has_a_section_or_a_page() -> None:
+    rows = set(re.findall(r"^\| ([\w ]+) \|", PAGE.partition("## From")[0], re.M)) - {"from"}
+    assert rows == {"TorchServe", "service_streamer", "TorchPipe", *SECTIONS}
