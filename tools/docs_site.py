@@ -121,7 +121,7 @@ def api_entry(path: str) -> str:
 def _signature(found: Any) -> str:
     try:
         quoted = str(inspect.signature(found))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, NameError):  # a struct may name types that only a type checker imports
         return ""
     return re.sub(r"(: |-> )'([^']*)'", r"\1\2", quoted)
 
