@@ -247,6 +247,32 @@ def test_a_batch_forms_from_many_arrays(client):
     assert [float(result.outputs["x"][0, 0]) for result in results] == list(range(50))
 
 
+GEVENT = """
+from gevent import monkey
+monkey.patch_all()
+import sys
+import gevent
+import penstock
+ticks = []
+def tick():
+    while True:
+        ticks.append(1)
+        gevent.sleep(0.001)
+gevent.spawn(tick)
+with penstock.Client(sys.argv[1]) as client:
+    jobs = [gevent.spawn(client.predict, "narrow", n) for n in range(3)]
+    gevent.joinall(jobs)
+    print([job.value for job in jobs], len(ticks) > 50, list(client.predict_many("echo", range(3))))
+"""
+
+
+def test_greenlets_wait_without_blocking_each_other(server):
+    pytest.importorskip("gevent")
+    command = [sys.executable, "-c", GEVENT, server.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("[0, 1, 2] True [0, 1, 2]\n", "")
+
+
 # ---- streams
 
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Struct
 
-from penstock.client.endpoint import ConnectionLost, Endpoint, Unreachable, parse_url
+from penstock.client.endpoint import ConnectionLost, Endpoint, Unreachable, check_token_privacy, parse_url
 from penstock.client.http import ClientConnection
 from penstock.client.response import HttpResponse
 from penstock.errors import DeadlineExceeded, Forbidden, ModelNotFound, ModelNotReady, PenstockError, Unauthorized
@@ -114,8 +114,7 @@ def ask(
     ModelNotFound, ModelNotReady, Unauthorized, Forbidden, NotACaptioner, and ConfigError for the address.
     """
     address = parse_url(url, tls)
-    if token is not None and address.tls is None and not address.local:
-        _logger.warning("server=%s the token is sent unencrypted; use https or a tunnel", address.url)
+    check_token_privacy(address, token)
     until_s = time.monotonic() + patience_s
     while True:
         try:

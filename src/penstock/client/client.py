@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, Unpack
 
 from penstock.client.apis import ApiCall, PenstockApi, find_api
 from penstock.client.calls import Call, CallOptions, read_options
-from penstock.client.endpoint import parse_url, tls_context
+from penstock.client.endpoint import check_token_privacy, parse_url, tls_context
 from penstock.client.many import CallWindow
 from penstock.client.pool import ConnectionPool
 from penstock.client.retry import RetryPolicy
-from penstock.client.transport import Attempt, HttpTransport, Transport
+from penstock.client.transport import Attempt, HttpTransport, Listener, Transport
 from penstock.errors import ConfigError, PenstockError, not_installed
 
 if TYPE_CHECKING:
@@ -94,25 +94,29 @@ class AsyncClient:
         scheme, _, rest = url.partition("://")
         self._transport: Transport
         if scheme in GRPC_SCHEMES:
+            if protocol == "torchserve" or management_url is not None:
+                raise ConfigError(
+                    "gRPC has the Open Inference Protocol only; use http:// for other calls"
+                )
             try:
                 from penstock.client.grpc import GrpcTransport
             except ImportError as error:
                 raise not_installed("gRPC", "grpc", error) from None
 
             endpoint = parse_url(f"{GRPC_SCHEMES[scheme]}://{rest}", tls)
+            check_token_privacy(endpoint, token)
             self._transport = GrpcTransport(endpoint, token, (ca, cert, key), max_response_bytes)
             return
 
-        def pool(url: str) -> ConnectionPool:
-            return ConnectionPool(parse_url(url, tls), connections, connect_timeout_s)
+        api = find_api(protocol)
 
-        self._transport = HttpTransport(
-            find_api(protocol),
-            pool(url),
-            None if management_url is None else pool(management_url),
-            (token, management_token or token),
-            max_response_bytes,
-        )
+        def listener(url: str, token: str | None) -> Listener:
+            endpoint = parse_url(url, tls)
+            check_token_privacy(endpoint, token)
+            return Listener(ConnectionPool(endpoint, connections, connect_timeout_s), token)
+
+        management = None if management_url is None else listener(management_url, management_token or token)
+        self._transport = HttpTransport(api, listener(url, token), management, max_response_bytes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -201,7 +205,7 @@ class AsyncClient:
     # ---- health and metadata
 
     async def live(self, **options: Unpack[CallOptions]) -> bool:
-        """True while the server is alive."""
+        """True while the server is alive. Raises Unreachable and the like if it is not."""
         call = self._call(options)
         return await self._run(call, self._transport.check_health(call, False, None), True)
 

@@ -1,5 +1,6 @@
 """How to reach a server: host, port, TLS, path prefix, and the token; and the errors on the way to it."""
 
+import logging
 import os
 import ssl
 from pathlib import Path
@@ -9,6 +10,8 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
+
+log = logging.getLogger("penstock.client")
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -37,7 +40,7 @@ class Endpoint(Struct, frozen=True):
     @property
     def local(self) -> bool:
         """Whether traffic stays on this machine."""
-        return self.host in LOOPBACK or self.host.startswith("127.")
+        return bool(self.socket) or self.host in LOOPBACK or self.host.startswith("127.")
 
 
 def parse_url(url: str, tls: ssl.SSLContext | None = None) -> Endpoint:
@@ -82,6 +85,12 @@ def tls_context(ca: str | None = None, cert: str | None = None, key: str | None 
         files = ", ".join(file for file in (ca, cert, key) if file is not None)
         raise ConfigError(f"cannot read the TLS files {files}: {exc.strerror or exc}") from None
     return context
+
+
+def check_token_privacy(endpoint: Endpoint, token: str | None) -> None:
+    """Logs a warning if others can read the token on its way."""
+    if token is not None and endpoint.tls is None and not endpoint.local:
+        log.warning("server=%s the token is sent unencrypted; use https or a tunnel", endpoint.url)
 
 
 def read_token(path: str | None) -> str | None:

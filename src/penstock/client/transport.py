@@ -18,14 +18,13 @@ from penstock.client.pool import ConnectionPool
 from penstock.client.response import HttpResponse
 from penstock.client.values import EVENTS, PartReader, decode_value, encode_value
 from penstock.errors import ConfigError
+from penstock.serving.protocols.bodies import JSON
 
 if TYPE_CHECKING:
     from penstock.serving.protocols.oip_binary import InferResponse
 
 T = TypeVar("T")
 Attempt = Callable[[float], Awaitable[T]]  # sends the request once; the argument is the time on the loop's clock
-
-JSON_HEADER = ("Content-Type", "application/json")
 
 
 class Parts(Protocol):
@@ -120,24 +119,24 @@ class PartStream:
             self._pool.give_back(connection)
 
 
+class Listener:
+    """A server's listener: its connections, and the token that it requires."""
+
+    def __init__(self, pool: ConnectionPool, token: str | None) -> None:
+        self.pool = pool
+        self.url = pool.endpoint.url
+        self.authorization = [] if token is None else [("Authorization", f"Bearer {token}")]
+
+
 class HttpTransport:
     """HTTP/1.1 with pools of persistent connections."""
 
     def __init__(
-        self,
-        api: PenstockApi,
-        pool: ConnectionPool,
-        management: ConnectionPool | None,
-        tokens: tuple[str | None, str | None],
-        max_response_bytes: int,
+        self, api: PenstockApi, inference: Listener, management: Listener | None, max_response_bytes: int
     ) -> None:
-        """`tokens` are those of the inference and of the management listener."""
         self._api = api
-        self._pool = pool
+        self._inference = inference
         self._management = management
-        self._authorization, self._authority = (
-            [] if token is None else [("Authorization", f"Bearer {token}")] for token in tokens
-        )
         self._max_response_bytes = max_response_bytes
 
     def predict(self, call: Call, model: str, value: Any, content_type: str | None) -> Attempt[Any]:
@@ -180,10 +179,10 @@ class HttpTransport:
         accept = EVENTS if events and self._api.events else "*/*"
 
         async def attempt(now: float) -> Parts:
-            headers = self._headers(call, now, [("Content-Type", kind), ("Accept", accept)])
+            headers = self._headers(self._inference, call, [("Content-Type", kind), ("Accept", accept)], now)
             http_call = HttpCall("POST", path, headers, [body], resend=bool(call.key))
-            connection = await self._pool.take(call.ends_at - now)
-            stream = PartStream(self._pool, connection, call)
+            pool = self._inference.pool
+            stream = PartStream(pool, await pool.take(call.ends_at - now), call)
             try:
                 await stream.open(http_call, self._max_response_bytes)
             except BaseException:
@@ -198,10 +197,11 @@ class HttpTransport:
         path = (api.ready if ready else api.live) if model is None else api.model_ready(model, call.version)
 
         async def attempt(now: float) -> bool:
-            response = await self._send(self._pool, call, HttpCall("GET", path, self._headers(call, now)))
+            headers = self._headers(self._inference, call)
+            response = await self._send(self._inference, call, HttpCall("GET", path, headers))
             if ready and response.status in (400, 500, 503):  # Triton and TorchServe have no 503 for it
                 return False
-            check(response, self._pool.endpoint.url)
+            check(response, self._inference.url)
             return True
 
         return attempt
@@ -211,44 +211,48 @@ class HttpTransport:
 
     def ask(self, call: Call, prepare: Callable[[PenstockApi], ApiCall]) -> tuple[bool, Attempt[Any]]:
         asked = prepare(self._api)
-        pool = self._management if asked.management else self._pool
-        if pool is None:
+        listener = self._management if asked.management else self._inference
+        if listener is None:
             raise ConfigError("this call goes to the management listener; create the client with management_url=...")
         repeatable = asked.method == "GET"
         body = [] if asked.body is None else [msgspec.json.encode(asked.body)]
 
         async def attempt(now: float) -> Any:
-            authority = self._authority if asked.management else self._authorization
-            headers = [*[JSON_HEADER] * len(body), *authority, *call.headers]
-            response = await self._send(pool, call, HttpCall(asked.method, asked.path, headers, body, repeatable))
-            check(response, pool.endpoint.url)
-            answer = decode_value({"content-type": "application/json"}, response.body)
+            headers = self._headers(listener, call, [("Content-Type", JSON)] * len(body))
+            response = await self._send(listener, call, HttpCall(asked.method, asked.path, headers, body, repeatable))
+            check(response, listener.url)
+            answer = decode_value({"content-type": JSON}, response.body)
             if not asked.key:
                 return answer
             if not isinstance(answer, dict) or asked.key not in answer:
-                raise UnexpectedResponse(f"{pool.endpoint.url}{asked.path} answered without '{asked.key}'")
+                raise UnexpectedResponse(f"{listener.url}{asked.path} answered without '{asked.key}'")
             return answer[asked.key]
 
         return repeatable, attempt
 
     async def close(self) -> None:
-        self._pool.close()
+        self._inference.pool.close()
         if self._management is not None:
-            self._management.close()
+            self._management.pool.close()
 
     # ---- sending
 
     async def _post(
         self, call: Call, now: float, path: str, headers: list[tuple[str, str]], body: Sequence[Buffer]
     ) -> HttpResponse:
-        http_call = HttpCall("POST", path, self._headers(call, now, headers), body, resend=bool(call.key))
-        response = await self._send(self._pool, call, http_call)
-        check(response, self._pool.endpoint.url)
+        headers = self._headers(self._inference, call, headers, now)
+        http_call = HttpCall("POST", path, headers, body, resend=bool(call.key))
+        response = await self._send(self._inference, call, http_call)
+        check(response, self._inference.url)
         return response
 
-    async def _send(self, pool: ConnectionPool, call: Call, http_call: HttpCall) -> HttpResponse:
+    async def _send(self, listener: Listener, call: Call, http_call: HttpCall) -> HttpResponse:
         left_s = call.ends_at - asyncio.get_running_loop().time()
-        return await pool.send(http_call, timeout_s=left_s, max_response_bytes=self._max_response_bytes)
+        return await listener.pool.send(http_call, timeout_s=left_s, max_response_bytes=self._max_response_bytes)
 
-    def _headers(self, call: Call, now: float, headers: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
-        return [*headers, *self._api.headers(call, now), *self._authorization, *call.headers]
+    def _headers(
+        self, listener: Listener, call: Call, headers: Sequence[tuple[str, str]] = (), now: float | None = None
+    ) -> list[tuple[str, str]]:
+        """`now` is None for requests that run no model, and have none of its options."""
+        options = [] if now is None else self._api.headers(call, now)
+        return [*headers, *options, *listener.authorization, *call.headers]

@@ -446,6 +446,7 @@ def test_wrong_arguments_are_errors_at_once():
         ("http://h", {"protocol": "tritn"}, "did you mean 'triton'"),
         ("http://h", {"connections": 0}, "connections is 0"),
         ("https://h", {"ca": "/nowhere"}, "TLS files"),
+        ("grpc://h:1", {"management_url": "http://h"}, "gRPC has the Open Inference Protocol only"),
     ):
         with pytest.raises(ConfigError, match=text):
             Client(url, **options)
@@ -460,6 +461,16 @@ def test_wrong_arguments_are_errors_at_once():
         ):
             with pytest.raises(error, match=text):
                 call()
+
+
+def test_a_token_that_others_can_read_is_warned_of(caplog):
+    for url in ("http://server.example", "grpc://server.example:8001"):
+        Client(url, token="t").close()
+        assert f"server={url.replace('grpc', 'http')} the token is sent unencrypted" in caplog.text
+        caplog.clear()
+    for url in ("https://server.example", "http://127.0.0.1:8080", "unix:/tmp/s"):
+        Client(url, token="t").close()
+    assert not caplog.text
 
 
 # ---- threads, loops, processes
