@@ -53,10 +53,6 @@ class Call(Struct):
     deadline_at: float = math.inf  # on the loop's clock
     ends_at: float = math.inf
 
-    @property
-    def id(self) -> str | None:
-        return self.request_id or None
-
     def begin(self, now: float) -> None:
         """Starts the time-out and the deadline."""
         self.ends_at = now + self.timeout_s

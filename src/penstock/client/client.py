@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, Unpack
 
 from penstock.client.apis import ApiCall, PenstockApi, find_api
 from penstock.client.calls import Call, CallOptions, read_options
-from penstock.client.endpoint import check_token_privacy, parse_url, tls_context
+from penstock.client.endpoint import parse_url, tls_context
 from penstock.client.many import CallWindow
 from penstock.client.pool import ConnectionPool
 from penstock.client.retry import RetryPolicy
@@ -18,12 +18,13 @@ from penstock.client.transport import Attempt, HttpTransport, Listener, Transpor
 from penstock.errors import ConfigError, PenstockError, not_installed
 
 if TYPE_CHECKING:
+    from penstock.client.grpc import GrpcTransport
     from penstock.serving.protocols.oip_binary import InferResponse
 
 T = TypeVar("T")
-Protocol = Literal["penstock", "torchserve", "triton"]
+ApiName = Literal["penstock", "torchserve", "triton"]
 
-GRPC_SCHEMES: Final = {"grpc": "http", "grpcs": "https"}
+GRPC_SCHEMES: Final = ("grpc://", "grpcs://")
 CLOSED: Final = "the client is closed"
 
 
@@ -68,7 +69,7 @@ class AsyncClient:
         self,
         url: str,
         *,
-        protocol: Protocol = "penstock",
+        protocol: ApiName = "penstock",
         token: str | None = None,
         management_token: str | None = None,
         ca: str | None = None,
@@ -91,32 +92,18 @@ class AsyncClient:
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        scheme, _, rest = url.partition("://")
         self._transport: Transport
-        if scheme in GRPC_SCHEMES:
+        if url.startswith(GRPC_SCHEMES):
             if protocol == "torchserve" or management_url is not None:
-                raise ConfigError(
-                    "gRPC has the Open Inference Protocol only; use http:// for other calls"
-                )
-            try:
-                from penstock.client.grpc import GrpcTransport
-            except ImportError as error:
-                raise not_installed("gRPC", "grpc", error) from None
-
-            endpoint = parse_url(f"{GRPC_SCHEMES[scheme]}://{rest}", tls)
-            check_token_privacy(endpoint, token)
-            self._transport = GrpcTransport(endpoint, token, (ca, cert, key), max_response_bytes)
+                raise ConfigError("gRPC has the Open Inference Protocol only; use http:// for other calls")
+            self._transport = _open_grpc()(url, token, (ca, cert, key), tls, max_response_bytes)
             return
 
-        api = find_api(protocol)
-
         def listener(url: str, token: str | None) -> Listener:
-            endpoint = parse_url(url, tls)
-            check_token_privacy(endpoint, token)
-            return Listener(ConnectionPool(endpoint, connections, connect_timeout_s), token)
+            return Listener(ConnectionPool(parse_url(url, tls), connections, connect_timeout_s), token)
 
         management = None if management_url is None else listener(management_url, management_token or token)
-        self._transport = HttpTransport(api, listener(url, token), management, max_response_bytes)
+        self._transport = HttpTransport(find_api(protocol), listener(url, token), management, max_response_bytes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -294,6 +281,15 @@ class AsyncClient:
         elif self._loop is not loop:
             raise PenstockError("the client was used on another event loop before; create one for each loop")
         return loop
+
+
+def _open_grpc() -> type[GrpcTransport]:
+    """Raises LoadFailed without the extra."""
+    try:
+        from penstock.client.grpc import GrpcTransport
+    except ImportError as error:
+        raise not_installed("gRPC", "grpc", error) from None
+    return GrpcTransport
 
 
 CALL_OPTIONS: Final = CallOptions.__annotations__.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,12 +13,20 @@ import grpc
 from penstock.client.answers import named_error
 from penstock.client.apis import ApiCall, PenstockApi
 from penstock.client.calls import GRACE_S, Call
-from penstock.client.endpoint import ConnectionLost, Endpoint, ResponseTimeout, ResponseTooLarge, Unreachable
+from penstock.client.endpoint import (
+    ConnectionLost,
+    ResponseTimeout,
+    ResponseTooLarge,
+    Unreachable,
+    check_token_privacy,
+    parse_url,
+)
 from penstock.client.tensors import raw_inputs
 from penstock.client.transport import Attempt, Parts
 from penstock.errors import (
     BadRequest,
     Cancelled,
+    ConfigError,
     Conflict,
     Forbidden,
     ItemFailed,
@@ -51,19 +60,24 @@ _BY_CODE: Final[dict[grpc.StatusCode, type[PenstockError]]] = {
 
 
 class GrpcTransport:
-    """One channel, which is opened by the first call. `tls_files`: CA, certificate, key; each may be None."""
+    """One channel, which is opened by the first call. `tls_files`: CA, certificate, key, each of which may be None."""
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        url: str,
         token: str | None,
         tls_files: tuple[str | None, str | None, str | None],
+        tls: ssl.SSLContext | None,
         max_response_bytes: int,
     ) -> None:
-        if endpoint.prefix or endpoint.socket:
-            raise BadRequest(f"found '{endpoint.prefix}' after the address of a gRPC server, expected grpc://HOST:PORT")
+        endpoint = parse_url(f"http{url.removeprefix('grpc')}", tls)
+        if endpoint.prefix:
+            raise ConfigError(
+                f"found '{endpoint.prefix}' after the address of a gRPC server, expected grpc://HOST:PORT"
+            )
+        check_token_privacy(endpoint, token)
         self._address = f"{endpoint.host}:{endpoint.port}"
-        self._url = f"grpc{'s' if endpoint.tls else ''}://{self._address}"
+        self._url = url
         self._secure = endpoint.tls is not None
         self._tls_files = tls_files
         self._metadata = [] if token is None else [("authorization", f"Bearer {token}")]

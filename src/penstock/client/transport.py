@@ -12,7 +12,7 @@ import msgspec
 from penstock.client.answers import UnexpectedResponse, check
 from penstock.client.apis import ApiCall, PenstockApi
 from penstock.client.calls import GRACE_S, Call
-from penstock.client.endpoint import ResponseTimeout
+from penstock.client.endpoint import ResponseTimeout, check_token_privacy
 from penstock.client.http import Buffer, ClientConnection, HttpCall
 from penstock.client.pool import ConnectionPool
 from penstock.client.response import HttpResponse
@@ -123,6 +123,7 @@ class Listener:
     """A server's listener: its connections, and the token that it requires."""
 
     def __init__(self, pool: ConnectionPool, token: str | None) -> None:
+        check_token_privacy(pool.endpoint, token)
         self.pool = pool
         self.url = pool.endpoint.url
         self.authorization = [] if token is None else [("Authorization", f"Bearer {token}")]

@@ -446,6 +446,7 @@ def test_wrong_arguments_are_errors_at_once():
         ("http://h", {"protocol": "tritn"}, "did you mean 'triton'"),
         ("http://h", {"connections": 0}, "connections is 0"),
         ("https://h", {"ca": "/nowhere"}, "TLS files"),
+        ("grpc://h:1/prefix", {}, "after the address of a gRPC server"),
         ("grpc://h:1", {"management_url": "http://h"}, "gRPC has the Open Inference Protocol only"),
     ):
         with pytest.raises(ConfigError, match=text):
