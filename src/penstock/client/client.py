@@ -140,9 +140,9 @@ class AsyncClient:
     ) -> InferResponse:
         """The outputs for named arrays `[rows, ...]`, in the binary form of the Open Inference Protocol.
 
-        `inputs` are NumPy arrays or torch tensors, which are sent without a copy if they are contiguous and on the CPU.
-        `outputs` selects outputs, by default all. The result's `outputs` is a dict of arrays, which are read-only
-        views of the response.
+        `inputs` are NumPy arrays or torch tensors, which are sent without a copy if they are contiguous and on the CPU:
+        do not change them meanwhile. `outputs` selects outputs, by default all. The result's `outputs` is a dict of
+        arrays, which are read-only views of the response.
         """
         call = self._call(options, self._keyed)
         return await self._run(call, self._transport.infer(call, model, inputs, outputs))

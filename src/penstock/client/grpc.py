@@ -76,7 +76,8 @@ class GrpcTransport:
                 f"found '{endpoint.prefix}' after the address of a gRPC server, expected grpc://HOST:PORT"
             )
         check_token_privacy(endpoint, token)
-        self._address = f"{endpoint.host}:{endpoint.port}"
+        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+        self._address = f"{host}:{endpoint.port}"
         self._url = url
         self._secure = endpoint.tls is not None
         self._tls_files = tls_files
