@@ -173,6 +173,15 @@ def test_arrays_of_every_kind_pass_unchanged(server, protocol):
             client.infer("echo", {"x": X}, outputs=["y"])
 
 
+def test_tritons_repository_and_statistics_are_read(server):
+    with penstock.Client(server.url, protocol="triton") as client:
+        client.infer("echo", {"x": X})
+        assert {"echo", "totals"} <= {model["name"] for model in client.models()}
+        (found,) = client.statistics("echo", version=1)
+        assert (found["name"], found["version"]) == ("echo", "1")
+        assert found["inference_count"] >= 1
+
+
 def test_tensors_of_torch_are_sent_in_binary(client):
     torch = pytest.importorskip("torch")
     half = torch.tensor([[1.0, -2.5]], dtype=torch.bfloat16)
