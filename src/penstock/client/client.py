@@ -15,7 +15,7 @@ from penstock.client.many import CallWindow
 from penstock.client.pool import ConnectionPool
 from penstock.client.retry import RetryPolicy
 from penstock.client.transport import Attempt, HttpTransport, Listener, Transport
-from penstock.errors import ConfigError, PenstockError, not_installed
+from penstock.errors import BadRequest, ConfigError, PenstockError, not_installed
 
 if TYPE_CHECKING:
     from penstock.client.grpc import GrpcTransport
@@ -187,6 +187,8 @@ class AsyncClient:
         given: dict[str, Any] = dict(options)
         window = {name: given.pop(name) for name in ManyOptions.__annotations__.keys() & given.keys() - CALL_OPTIONS}
         self._call(given)  # type: ignore[arg-type]  # an unknown option fails here
+        if isinstance(given.get("idempotency_key"), str):
+            raise BadRequest("one idempotency_key belongs to one request; pass True for a random one each")
         return CallWindow(lambda value: method(model, value, **given), **window)
 
     # ---- health and metadata

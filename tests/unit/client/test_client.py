@@ -456,6 +456,8 @@ def test_wrong_arguments_are_errors_at_once():
             (lambda: client.predict("m", 1, deadine_s=1), TypeError, "did you mean 'deadline_s'"),
             (lambda: client.predict("m", 1, timeout_s=0), BadRequest, "timeout_s is 0"),
             (lambda: client.predict("m", 1, priority=-1), BadRequest, "priority is -1"),
+            (lambda: client.predict_many("m", [1], idempotency_key="k"), BadRequest, "belongs to one request"),
+            (lambda: client.predict_many("m", [1], concurency=2), TypeError, "unknown option 'concurency'"),
             (lambda: client.predict("", 1), BadRequest, "empty name"),
             (lambda: client.predict("m", 1, headers={"a": "b\r\nc: d"}), BadRequest, "line break"),
             (lambda: client.unload("m"), ConfigError, "management_url"),
