@@ -44,10 +44,11 @@ class ModelsBackend:
         priority: int = 0,
     ) -> Ticket:
         """Queues one item. Without a version, the default or the traffic split decides. While the first workers load,
-        the item waits for them. A name that begins with WORKFLOW is a workflow's."""
+        the item waits for them. A name that begins with WORKFLOW is a workflow's; "" is the only model of the start."""
         if WORKFLOW in model:
             return self.workflows.submit(model[1:], item, sink)
         try:
+            model = model or self._models.only()
             found = self._models.route(model, version)
             label = version or UNVERSIONED
             self._requests[model, label] = self._requests.get((model, label), 0) + 1
@@ -84,7 +85,7 @@ class ModelsBackend:
         """Raises ApiError."""
         if WORKFLOW in model:
             return self.workflows.ready(model[1:])
-        return self._models.find(model, version).ready and not self._engine.draining
+        return self._models.find(model or self._models.only(), version).ready and not self._engine.draining
 
     def metadata(self, model: str, version: str | None) -> tuple[ModelMetadata, list[str]]:
         """Raises ApiError."""

@@ -177,6 +177,13 @@ class VersionRegistry:
 
     # ---- lookups
 
+    def only(self) -> str:
+        """The name of the only model that was loaded at startup. Raises ApiError if there are none or several."""
+        names = {version.name for version in self if version.at_startup}
+        if len(names) != 1:
+            raise ApiError("BadRequestException", "Parameter model_name is required.")
+        return names.pop()
+
     def route(self, name: str, version: str | None) -> ModelVersion:
         """The version that serves the next request."""
         if version is None:

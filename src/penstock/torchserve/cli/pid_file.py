@@ -17,6 +17,7 @@ from typing import Final
 
 from penstock.errors import ConfigError, Conflict
 
+SERVER_MODULE: Final = "penstock.torchserve.cli.server"
 JAVA_SERVER: Final = "org.pytorch.serve.ModelServer"  # TorchServe's process, which uses the same file
 ALREADY_RUNNING: Final = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
 STOP_S: Final = 60.0
@@ -53,12 +54,13 @@ class PidFile:
         except OSError as error:
             raise ConfigError(f"{self._path} cannot be written: {error.strerror}; set TMPDIR to a folder") from None
 
-    def start_in_background(self, module: str, arguments: Sequence[str]) -> int:
-        """Starts `python -m module arguments` in a session of its own, with this process's output, and returns its PID.
+    def start_in_background(self, arguments: Sequence[str], module: str = SERVER_MODULE) -> int:
+        """Starts `python -m module` in a session of its own, with this process's output, and returns its PID.
 
-        The child takes over the file.
+        The child takes over the file. Its first argument is the name of TorchServe's main class, by which SageMaker's
+        toolkit finds the server among all processes.
         """
-        command = [sys.executable, "-m", module, *arguments]
+        command = [sys.executable, "-m", module, JAVA_SERVER, *arguments]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(self._handle,))
         self._write(child.pid)
         os.close(self._handle)
@@ -162,10 +164,11 @@ def _is_at(handle: int, path: str) -> bool:
 
 
 def _is_java(pid: int) -> bool:
-    """True for a process of TorchServe."""
+    """True for a process of TorchServe, which holds no lock."""
     import psutil
 
     try:
-        return pid > 0 and JAVA_SERVER in psutil.Process(pid).cmdline()
+        words = psutil.Process(pid).cmdline() if pid > 0 else []
     except psutil.Error:
         return False
+    return JAVA_SERVER in words and SERVER_MODULE not in words

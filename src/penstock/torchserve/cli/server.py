@@ -39,8 +39,8 @@ STARTED: Final = "Model server started."
 STOPPED: Final = "Torchserve stopped."
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """The exit status of the process that `torchserve --start` leaves running."""
+def main(words: Sequence[str]) -> int:
+    """The exit status of the process that `torchserve --start` leaves running. The first word is only a mark."""
     try:
         return serve(parser().parse_args(words))
     finally:
@@ -236,4 +236,4 @@ def _answers(servers: Sequence[HttpServer]) -> dict[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

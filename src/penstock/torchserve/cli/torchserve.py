@@ -22,7 +22,7 @@ from penstock.torchserve.cli.pid_file import ALREADY_RUNNING, PidFile, pid_path,
 from penstock.torchserve.config.properties import Properties, load_properties
 
 TORCHSERVE_VERSION: Final = "0.12.0"
-SERVER_MODULE: Final = "penstock.torchserve.cli.server"
+CONTAINER_INITS: Final = ("catatonit", "docker-init", "dumb-init", "tini")
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
@@ -61,8 +61,8 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     finally:
         logging.disable(logging.NOTSET)
     pid_file = PidFile(path)
-    if not args.foreground:
-        pid_file.start_in_background(SERVER_MODULE, words)
+    if not args.foreground and not is_main_process():
+        pid_file.start_in_background(words)
         return 0
     from penstock.torchserve.cli.server import serve
 
@@ -70,6 +70,16 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         return serve(args)
     finally:
         pid_file.remove()
+
+
+def is_main_process() -> bool:
+    """Whether a container ends with this process: it is process 1, or the child of a container's init."""
+    if os.getpid() == 1:
+        return True
+    try:
+        return os.getppid() == 1 and Path("/proc/1/comm").read_text().strip() in CONTAINER_INITS
+    except OSError:  # no Linux
+        return False
 
 
 # ---- flags and options
@@ -99,7 +109,11 @@ def parser() -> argparse.ArgumentParser:
     add("--models", nargs="+", metavar="[NAME=]FILE", help="archives of the model store to load, or all")
     add("--log-config", metavar="FILE", help="log4j2 XML file, or a .json or .yaml file for Python's logging")
     add("--cpp-log-config", metavar="FILE", help="accepted and ignored")
-    add("--foreground", action="store_true", help="run in the foreground")
+    add(
+        "--foreground",
+        action="store_true",
+        help="run in the foreground, as the main process of a container does anyway",
+    )
     add("--no-config-snapshots", "--ncs", action="store_true", help="write and restore no snapshots")
     add("--plugins-path", "--ppath", metavar="FOLDER", help="accepted and ignored")
     add("--disable-token-auth", "--dt", action="store_true", help="require no tokens")

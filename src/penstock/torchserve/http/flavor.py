@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Sequence
 from typing import Final, cast
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 from penstock.errors import PenstockError
 from penstock.serving.http.connection import Connection
@@ -251,6 +251,8 @@ def _route(template: Template, names: dict[str, str], query: bytes) -> GuardedRo
     return GuardedRoute(template, model, names.get("version"), names, headers, guard=template.guard)
 
 
+    if template.query and not names:
+        model = parse_qs(query.decode("latin-1")).get("model_name", [""])[0]
 def _cors(config: ListenerConfig) -> bytes:
     p = config.properties
     allowed = {"Origin": p.cors_allowed_origin, "Methods": p.cors_allowed_methods, "Headers": p.cors_allowed_headers}

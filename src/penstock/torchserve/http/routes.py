@@ -1,13 +1,13 @@
 """Routes of TorchServe's HTTP APIs: inference, health, metrics, and the table of functions behind the other routes.
 
-Source: `docs/inference_api.md` of TorchServe 0.12.0, and the KServe protocols V1 and V2.
+Source: `docs/inference_api.md` of TorchServe 0.12.0, the KServe protocols V1 and V2, and SageMaker's contract.
 """
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from penstock._version import __version__
 from penstock.core.contracts import Backend
@@ -67,6 +67,11 @@ def inference_routes(administration: Administrator, config: ListenerConfig) -> t
         _model_route(config, "/wfpredict/{workflow}/{rest...}", "The same", []),
     )
 
+        _model_route(config, "/invocations", "Predict with the only model, or that of ?model_name=", [], query=True),
+        structs.replace(  # another method means a version of this name
+            _model_route(config, "/models/{model}/invoke", "Predict, SageMaker", [], query=True),
+            methods=frozenset({"POST"}),
+        ),
 
 def legacy_routes(config: ListenerConfig) -> tuple[Template, ...]:
     """The oldest prediction routes. They match last because their first segment is any model name."""

@@ -112,6 +112,18 @@ def test_a_running_torchserve_counts_as_the_server(path: str, monkeypatch: pytes
     assert running_pid(path) is None
 
 
+def test_another_penstock_server_with_the_number_of_a_crashed_one_is_not_taken_for_it(path: str) -> None:
+    code = "import sys; print('up', flush=True); sys.stdin.read()"
+    marks = [pid_file.SERVER_MODULE, pid_file.JAVA_SERVER]
+    process = subprocess.Popen([sys.executable, "-c", code, *marks], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        Path(path).write_text(f"{process.pid}")
+        assert running_pid(path) is None
+        process.kill()
+
+
 def test_stop_ends_the_server_and_waits_for_it(path: str) -> None:
     with sleeper(path) as process:
         assert running_pid(path) == process.pid
@@ -145,13 +157,13 @@ def test_a_server_in_the_background_owns_the_file(path: str, tmp_path: Path) -> 
         "import sys, os, signal\n"
         "from penstock.torchserve.cli.pid_file import remove_own\n"
         "os.read(0, 1)\n"  # nothing: it is the end of the file
-        "os.mkfifo(sys.argv[1]); open(sys.argv[1]).read()\n"
-        "remove_own(sys.argv[2])\n"
+        "os.mkfifo(sys.argv[2]); open(sys.argv[2]).read()\n"
+        "remove_own(sys.argv[3])\n"
     )
     fifo = str(tmp_path / "fifo")
     code = (
         "import sys; from penstock.torchserve.cli.pid_file import PidFile\n"
-        "pid = PidFile(sys.argv[1]).start_in_background('behind', [sys.argv[2], sys.argv[1]])\n"
+        "pid = PidFile(sys.argv[1]).start_in_background([sys.argv[2], sys.argv[1]], 'behind')\n"
         "open(sys.argv[3], 'w').write(str(pid))"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}

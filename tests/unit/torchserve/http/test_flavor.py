@@ -160,6 +160,7 @@ PREDICTIONS = [
     ("/m/predict", None, []),
     ("/m/predict?a=1&b=%20", None, [(b":query", b"a=1&b=%20")]),
     ("/m/1/predict?a=1", "1", [(b":query", b"a=1")]),
+    ("/invocations?model_name=m", None, [(b":query", b"model_name=m")]),
 ]
 
 
@@ -178,6 +179,22 @@ async def test_every_inference_route_accepts_any_method_and_sets_the_handlers_he
             sent = [(b"Host", b"t"), (b"Content-Length", b"5"), (b"X-CuStOm", b"a b"), (b"Content-Type", b"image/png")]
             assert item.headers == sent + added
         assert seen == [("m", version)] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "model"),
+    [("POST", "/models/m/invoke", "m"), ("PUT", "/invocations?a=1", ""), ("POST", "/invocations", "")],
+)
+async def test_sagemakers_routes_name_the_model_or_leave_it_to_the_backend(method: str, target: str, model: str):
+    async with listening({"m": plain, "": plain}, groups=frozenset({"inference", "management"})) as peer:
+        seen: list[str] = []
+        submit = peer.backend.submit
+        peer.backend.submit = lambda model, *rest, **more: seen.append(model) or submit(model, *rest)
+        peer.ask(method, target, b"hello")
+        assert await peer.answer() == (ok(5), b"hello")
+        assert seen == [model]
+        peer.ask("GET", "/models/m/invoke")  # a version of this name
+        assert (await peer.answer())[0].startswith(b"HTTP/1.1 404 ")
 
 
 async def test_the_codec_follows_the_configuration():
@@ -218,8 +235,8 @@ async def test_ping_reports_the_health_of_the_administration(method, target):
 
 @pytest.mark.parametrize(
     "target",
-    ["/nope", "/predictions", "/predictions/", "/explanations", "/v2", "/v2/models/m", "/v2/models/m/x", "/invocations",
-     "/v2/models/m/versions/1/infer", "/v1/models/m", "/v1/models/m:x", "/models", "/models/m/invoke", "/metrics",
+    ["/nope", "/predictions", "/predictions/", "/explanations", "/v2", "/v2/models/m", "/v2/models/m/x",
+     "/v2/models/m/versions/1/infer", "/v1/models/m", "/v1/models/m:x", "/models", "/metrics",
      "/wfpredict", "/predictions//m", "/token", "*"],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST"])
