@@ -41,6 +41,10 @@ class FakeAdministration:
         """Returns `is_healthy`."""
         return self.is_healthy
 
+    def ready(self) -> bool:
+        """Returns `is_healthy`."""
+        return self.is_healthy
+
     async def register(self, registration: RegisterRequest) -> ChangeResult:
         """Accepts any registration."""
         return self._note("register", registration)

@@ -8,16 +8,17 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 
 class ProtoSet:
-    """The .proto files in the folder `protos` of a package.
+    """The .proto files in the folders `protos` of packages.
 
     They live in a pool of their own, so that a program that loads the same files elsewhere keeps its own classes.
     """
 
-    def __init__(self, package: str) -> None:
-        data = resources.files(package).joinpath("protos", "descriptors.binpb").read_bytes()
+    def __init__(self, *packages: str) -> None:
         self.pool = descriptor_pool.DescriptorPool()
-        for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
-            self.pool.AddSerializedFile(file.SerializeToString())
+        for package in packages:
+            data = resources.files(package).joinpath("protos", "descriptors.binpb").read_bytes()
+            for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
+                self.pool.AddSerializedFile(file.SerializeToString())
 
     def message(self, name: str) -> Any:
         """The class of a message, by its full name."""

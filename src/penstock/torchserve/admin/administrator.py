@@ -88,11 +88,21 @@ class Administrator:
             raise ApiError("InternalServerException", message) from e
 
     def healthy(self) -> bool:
-        """False if the default version of any model has fewer live workers than its minWorkers."""
+        """False if the default version of any model has fewer live workers than its minWorkers.
+
+        First workers that are still loading do not count, as in TorchServe, unless `ready_ping` is on.
+        """
+        return self._all_up(loading=self._properties.ready_ping)
+
+    def ready(self) -> bool:
+        """`healthy`, and the first workers of every model are loaded."""
+        return self._all_up(loading=True)
+
+    def _all_up(self, loading: bool) -> bool:
         return (
             not self.opening
             and not self._engine.draining
-            and all(version.healthy for version in self._models.defaults())
+            and all(version.healthy and not (loading and version.loading) for version in self._models.defaults())
         )
 
     async def describe(self, model: str, version: str | None, *, customized: bool = False) -> list[dict[str, Any]]:

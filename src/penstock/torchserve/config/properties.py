@@ -112,6 +112,8 @@ class Properties(_IgnoredProperties, frozen=True, kw_only=True):
     """A line on stdout for each value of a metric, as TorchServe prints it."""
     access_log: bool = False
     """One line per request in access_log.log."""
+    ready_ping: bool = False
+    """/ping is unhealthy until the models are loaded, for readiness probes."""
     allowed_hosts: list[str] = field(default_factory=list)
     """Names in the Host header that management accepts without tokens, besides localhost and IP addresses."""
     ts_header_key_sequence_id: str = "ts_request_sequence_id"

@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Struct
 
 from penstock.core.contracts import Backend
-from penstock.errors import BadOutput, PenstockError
+from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.serving.grpc.calls import Code, GrpcError
 from penstock.serving.protocols.oip import unsupported
+from penstock.serving.protocols.oip_tensors import check_form, from_bytes
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.calls import (
     answer_parts,
@@ -123,14 +124,20 @@ class _InferAnswer(Struct):
 
 
 class OpenInferenceService:
-    """The Open Inference service. The handler gets and returns the JSON of KServe V2. ServerMetadata is not served."""
+    """The Open Inference service. The handler gets and returns the JSON of KServe V2, in which input of type BYTES is
+    Base64. ServerMetadata is not served.
+
+    `codec` is the HTTP listener's: both decode JSON alike. With `quoted`, output of type BYTES has quotes, as in
+    TorchServe.
+    """
 
     NAME: Final = f"{OPEN_INFERENCE}.GRPCInferenceService"
 
-    def __init__(self, backend: Backend, administration: Administrator, codec: str) -> None:
+    def __init__(self, backend: Backend, administration: Administrator, codec: str, *, quoted: bool = True) -> None:
         self._backend = backend
         self._administration = administration
-        self._codec = codec  # the HTTP listener's, so that both decode JSON alike
+        self._codec = codec
+        self._quoted = quoted
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
         return _Live(live=True)
@@ -151,16 +158,14 @@ class OpenInferenceService:
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """The handler returns `{"id", "model_name", "model_version", "outputs"}`."""
         model, version = model_of(request.model_name, request.model_version)
-        if request.raw_input_contents:
-            raise GrpcError(Code.INVALID_ARGUMENT, "found raw_input_contents, expected the contents of each input")
         for holder in (request, *request.inputs, *request.outputs):
             for error in filter(None, map(unsupported, holder.parameters)):
                 raise GrpcError(Code.INVALID_ARGUMENT, error.message)
-        given = {"id": request.id, "model_name": model, "inputs": [_input(each) for each in request.inputs]}
+        given = {"id": request.id, "model_name": model, "inputs": _inputs(request)}
         item = Item(json.dumps(given).encode(), self._codec, "application/json", request_id=new_id())
         body = await whole_answer(self._backend, model, version, item)
         try:
-            return _infer_response(body)
+            return _infer_response(body, self._quoted)
         except BadOutput as error:
             log_5xx(model, version, item.request_id, 500, error)
             raise prediction_error(500, error.message) from error
@@ -172,16 +177,38 @@ class OpenInferenceService:
             raise management_error(api_error(error, self._backend, name, version)) from error
 
 
-def _input(tensor: Any) -> dict[str, Any]:
-    found = {"name": tensor.name, "shape": list(tensor.shape), "datatype": tensor.datatype}
-    field = CONTENTS.get(tensor.datatype)
-    if field is not None:
-        values = getattr(tensor.contents, field)
-        found["data"] = [base64.b64encode(v).decode() for v in values] if tensor.datatype == "BYTES" else list(values)
+def _inputs(request: Any) -> list[dict[str, Any]]:
+    """The inputs as KServe's V2 JSON. Raises BadRequest."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise BadRequest(f"found {len(raw)} raw_input_contents, expected one for each of {len(request.inputs)} inputs")
+    found = []
+    for i, tensor in enumerate(request.inputs):
+        each = {"name": tensor.name, "shape": list(tensor.shape), "datatype": tensor.datatype}
+        values = _raw_values(tensor, raw[i]) if raw else _typed_values(tensor)
+        if values is not None:
+            is_bytes = tensor.datatype == "BYTES"
+            each["data"] = [base64.b64encode(v).decode() for v in values] if is_bytes else list(values)
+        found.append(each)
     return found
 
 
-def _infer_response(body: bytes) -> Any:
+def _typed_values(tensor: Any) -> Any:
+    field = CONTENTS.get(tensor.datatype)
+    return None if field is None else getattr(tensor.contents, field)
+
+
+def _raw_values(tensor: Any, data: bytes) -> Any:
+    """Raises BadRequest."""
+    name = f"input '{tensor.name[:100]}'"
+    if tensor.HasField("contents"):
+        raise BadRequest(f"{name} has contents, and the request raw_input_contents; send one of them")
+    shape = list(tensor.shape)
+    check_form(name, tensor.datatype, shape, BadRequest)
+    return from_bytes(name, tensor.datatype, shape, memoryview(data)).ravel().tolist()
+
+
+def _infer_response(body: bytes, quoted: bool) -> Any:
     """Raises BadOutput."""
     try:
         answer = msgspec.convert(json.loads(body), _InferAnswer)
@@ -189,8 +216,9 @@ def _infer_response(body: bytes) -> Any:
         for output in answer.outputs:
             tensor = response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
             values = output.data
-            if output.datatype == "BYTES":  # as JSON, with quotes, like TorchServe
-                values = [json.dumps(value).encode() for value in values]
+            if output.datatype == "BYTES":
+                plain = not quoted and all(isinstance(value, str) for value in values)
+                values = [(value if plain else json.dumps(value)).encode() for value in values]
             getattr(tensor.contents, CONTENTS[output.datatype]).extend(values)
             tensor.contents.SetInParent()
         return response

@@ -12,7 +12,7 @@ from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.grpc.calls import log_5xx, management_error
 from penstock.torchserve.grpc.inference import InferenceService, OpenInferenceService
 from penstock.torchserve.grpc.management import GATED, ManagementService
-from penstock.torchserve.grpc.services import DISABLED, PROTOS
+from penstock.torchserve.grpc.services import DISABLED, PROTOS, STANDARD
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.api import ApiError, Group
 
@@ -49,8 +49,10 @@ def _services(backend: Backend, administration: Administrator, config: ListenerC
     if "inference" in config.groups:
         services.append(GrpcService(InferenceService.NAME, [InferenceService(backend, administration)], "inference"))
         if config.properties.ts_open_inference_protocol:
-            open_inference = OpenInferenceService(backend, administration, config.codec)
-            services.append(GrpcService(OpenInferenceService.NAME, [open_inference], "inference"))
+            for name in (OpenInferenceService.NAME, STANDARD):
+                quoted = name != STANDARD
+                open_inference = OpenInferenceService(backend, administration, config.codec, quoted=quoted)
+                services.append(GrpcService(name, [open_inference], "inference"))
     if "management" in config.groups:
         refused = {} if config.properties.enable_model_api else dict.fromkeys(GATED, DISABLED)
         management = ManagementService(administration)

@@ -37,6 +37,7 @@ OWN_HEADERS: Final = frozenset(
         "ts_stream_next", "x-request-id",
     }
 )  # fmt: skip
+KSERVE_PATHS: Final = ("/v1/", "/v2/")
 LOGGED_TARGET_BYTES: Final = 80
 _NOTHING: Final = Template("", "")
 _UNROUTED: Final = Route(_NOTHING)
@@ -70,8 +71,9 @@ class TorchServeFlavor:
         self.context: type[RequestContext] = LoggedRequest if logged else TorchServeRequest
         self.known: dict[bytes, Route] = {}
         self.fixed = NO_CACHE + _cors(config)
+        self.kserve_errors = config.properties.ts_open_inference_protocol
         self._administration = administration
-        self._others: dict[bytes, Route] = {}  # inference routes by method and target
+        self._others: dict[bytes, Route] = {}  # of inference and health, by method and target
         self._table = RouteTable(templates)
         properties = config.properties
         origins = [properties.cors_allowed_origin] if properties.cors_allowed_origin else []
@@ -96,8 +98,8 @@ class TorchServeFlavor:
         route = self._others.get(key)
         if route is None:
             route = self._search(method.decode("ascii"), *_segments(target))
-            if route.template.codec:
-                known, key = (self.known, target) if method == b"POST" else (self._others, key)
+            if route.template.codec or route.template.answer:
+                known, key = (self.known, target) if method == b"POST" and route.template.codec else (self._others, key)
                 remember(known, key, route)
         context.route = route
         return route
@@ -174,7 +176,8 @@ class TorchServeRequest(RequestContext):
         reason = REASONS.get(found.status, "")
         if found.status == 413:
             return ItemResult(status=413, reason=reason)
-        body = error_body(found.status, found.kind, found.message)
+        kserve = route.template.path.startswith(KSERVE_PATHS) and cast(TorchServeFlavor, writer.flavor).kserve_errors
+        body = error_body(found.status, found.kind, found.message, kserve=kserve)
         return ItemResult(body=body, content_type=JSON, status=found.status, reason=reason)
 
     def part_type(self, result: ItemResult) -> str:
@@ -248,11 +251,11 @@ def _route(template: Template, names: dict[str, str], query: bytes) -> GuardedRo
     if template.query and query:
         headers.append((b":query", query))
     model = WORKFLOW + names["workflow"] if "workflow" in names else names.get("model", "")
+    if template.query and not names:
+        model = parse_qs(query.decode("latin-1")).get("model_name", [""])[0]
     return GuardedRoute(template, model, names.get("version"), names, headers, guard=template.guard)
 
 
-    if template.query and not names:
-        model = parse_qs(query.decode("latin-1")).get("model_name", [""])[0]
 def _cors(config: ListenerConfig) -> bytes:
     p = config.properties
     allowed = {"Origin": p.cors_allowed_origin, "Methods": p.cors_allowed_methods, "Headers": p.cors_allowed_headers}

@@ -75,7 +75,9 @@ def listener_templates(
     if "inference" in config.groups:
         own = [each for each in predictions if "{model_name}" in each.path]
         inferring += _model_actions("/predictions", administration, "RESTful API", own)
-        inferring += open_inference_actions() if config.properties.ts_open_inference_protocol else ()
+        inferring += (
+            open_inference_actions(administration, config) if config.properties.ts_open_inference_protocol else ()
+        )
     if "management" in config.groups:
         managing += management_actions(administration, config)
         managing += workflow_actions(administration, config)
@@ -85,8 +87,9 @@ def listener_templates(
     if "metrics" in config.groups and config.properties.enable_metrics_api and scrape is not None:
         unguarded.append(metrics_action(scrape))
     others = [action.operation for action in (*inferring, *managing, *unguarded)]
+    alive = "inference" in config.groups and config.properties.ts_open_inference_protocol
     return (
-        *templates_of(_description_actions([ROOT, *predictions, *others, ALIAS])),
+        *templates_of(_description_actions([ROOT, *predictions, *others, ALIAS], alive)),
         *inference,
         *templates_of(inferring, "inference"),
         *templates_of(managing, "management"),
@@ -108,13 +111,16 @@ def operation_of(template: Template) -> Operation:
     return Operation("POST", path, name, template.summary, body="bytes", responses=PREDICTED)
 
 
-def _description_actions(operations: Sequence[Operation]) -> tuple[Action, ...]:
+def _description_actions(operations: Sequence[Operation], alive: bool) -> tuple[Action, ...]:
+    """`OPTIONS /` and its alias. With `alive`, `GET /` tells KServe's V1 clients that the server is alive."""
     body = json_body(operations_document(TITLE, __version__, operations, ABOUT))
 
     async def describe(request: HttpRequest) -> ItemResult:
         return ItemResult(body=body, content_type=JSON)
 
     async def describe_root(request: HttpRequest) -> ItemResult:
+        if alive and request.method == "GET":
+            return json_result({"status": "alive"})
         if request.method != "OPTIONS":  # 405 without a token check: the root is unguarded
             raise MethodNotAllowed("the root accepts OPTIONS only")
         return await describe(request)

@@ -8,7 +8,7 @@ from penstock.serving.protocols.route import HttpRequest
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.archive.manifest import RUNTIMES
 from penstock.torchserve.config.properties import ListenerConfig
-from penstock.torchserve.http.routes import Action, change_result, json_result
+from penstock.torchserve.http.routes import MODEL_READY, Action, change_result, is_ready, json_result
 from penstock.torchserve.protocol.api import model_page
 from penstock.torchserve.protocol.management import (
     PAGE_SIZE,
@@ -121,7 +121,7 @@ READY: Final = Operation(
     "GET",
     "/v1/models/{model_name}",
     "modelReady",
-    "Reports whether the default version of a model has a worker.",
+    MODEL_READY,
     responses=((200, "OK", "ready"), NO_MODEL),
 )
 TOKEN: Final = Operation(
@@ -202,9 +202,7 @@ class _ManagementApi:
 
     async def ready(self, request: HttpRequest) -> ItemResult:
         model = names(request)[0].partition(":")[0]
-        described = await self._administration.describe(model, None)
-        ready = any(worker["status"] == "READY" for worker in described[0]["workers"])
-        return json_result({"name": model, "ready": ready})
+        return json_result({"name": model, "ready": await is_ready(self._administration, model)})
 
     async def register(self, request: HttpRequest) -> ItemResult:
         registration = read_registration(request.query, request.content_type, request.body, _warn)

@@ -34,7 +34,10 @@ NOT_OPTIONS: Final = frozenset(
 )  # fmt: skip
 PREDICT: Final[Headers] = [(b"explain", b"False")]
 EXPLAIN: Final[Headers] = [(b"explain", b"True")]
+HEALTH: Final = {True: json_body({"status": "Healthy"}), False: json_body({"status": "Unhealthy"})}
 SERVER: Final = {"name": "Torchserve", "version": __version__, "extenstion": ["kserve", "kubeflow"]}  # TorchServe's key
+MODEL_READY: Final = "Reports whether the default version of a model has a worker."
+ALL_MODELS: Final = 2**31 - 1
 NO_VERSIONS: Final = {"error": "Model versioning is not yet supported."}
 
 Scrape = Callable[[list[str]], Awaitable[bytes]]  # metric names (empty: all) -> Prometheus text 0.0.4
@@ -48,8 +51,7 @@ def inference_routes(administration: Administrator, config: ListenerConfig) -> t
 
     def ping(backend: Backend, route: Route) -> ItemResult:
         healthy = administration.healthy()
-        body = json_body({"status": "Healthy" if healthy else "Unhealthy"})
-        return ItemResult(body=body, content_type=JSON, status=200 if healthy else 500)
+        return ItemResult(body=HEALTH[healthy], content_type=JSON, status=200 if healthy else 500)
 
     return (
         Template("/ping", "Reports whether every model has its workers", answer=ping, guard=GUARD),
@@ -65,13 +67,13 @@ def inference_routes(administration: Administrator, config: ListenerConfig) -> t
         _model_route(config, "/v2/models/{model}/explain", "Explain, KServe V2", EXPLAIN),
         _model_route(config, "/wfpredict/{workflow}", "Predict with a workflow", []),
         _model_route(config, "/wfpredict/{workflow}/{rest...}", "The same", []),
-    )
-
         _model_route(config, "/invocations", "Predict with the only model, or that of ?model_name=", [], query=True),
         structs.replace(  # another method means a version of this name
             _model_route(config, "/models/{model}/invoke", "Predict, SageMaker", [], query=True),
             methods=frozenset({"POST"}),
         ),
+    )
+
 
 def legacy_routes(config: ListenerConfig) -> tuple[Template, ...]:
     """The oldest prediction routes. They match last because their first segment is any model name."""
@@ -146,19 +148,52 @@ def metrics_action(scrape: Scrape) -> Action:
     return Action(operation, serve, any_method=True)
 
 
-def open_inference_actions() -> tuple[Action, ...]:
-    """The routes of the Open Inference Protocol other than inference."""
+def open_inference_actions(administration: Administrator, config: ListenerConfig) -> tuple[Action, ...]:
+    """The routes of KServe's V1 and V2 protocols other than predictions and explanations. The management API has the
+    readiness of V1 already, under its own key."""
+
+    async def models(request: HttpRequest) -> ItemResult:
+        return json_result({"models": [name for name, _ in administration.models(ALL_MODELS, 0)[0]]})
+
+    async def server_ready(request: HttpRequest) -> ItemResult:
+        ready = administration.ready()
+        return json_result({"ready": ready}, 200 if ready else 503)
+
+    async def model_ready(request: HttpRequest) -> ItemResult:
+        name = request.names["model_name"]
+        ready = await is_ready(administration, name)
+        return json_result({"name": name, "ready": ready}, 200 if ready else 503)
+
+    async def metadata(request: HttpRequest) -> ItemResult:
+        name = request.names["model_name"]
+        versions = [each["modelVersion"] for each in await administration.describe(name, "all")]
+        return json_result({"name": name, "versions": versions, "platform": "", "inputs": [], "outputs": []})
+
+    ready = Action(_get("/v1/models/{model_name}", "modelReadyV1", MODEL_READY), model_ready)
     return (
+        Action(_get("/v1/models", "modelNames", "Returns the names of all models."), models),
+        *(() if "management" in config.groups else (ready,)),
         _constant("/v2", "serverMetadata", "Returns the name and version of the server.", SERVER),
         _constant("/v2/health/live", "serverLive", "Reports that the server is live.", {"live": True}),
-        _constant("/v2/health/ready", "serverReady", "Reports that the server is ready.", {"ready": True}),
+        Action(_get("/v2/health/ready", "serverReady", "Reports whether all workers are up."), server_ready, True),
         _constant("/v2/models/{model_name}/versions/{rest...}", "modelVersions", "Not supported.", NO_VERSIONS, 501),
+        Action(_get("/v2/models/{model_name}", "modelMetadata", "Returns the versions of a model."), metadata),
+        Action(_get("/v2/models/{model_name}/ready", "modelReadyV2", MODEL_READY), model_ready),
     )
+
+
+async def is_ready(administration: Administrator, model: str) -> bool:
+    """Whether the default version of a model has a worker. Raises ApiError."""
+    described = await administration.describe(model, None)
+    return any(worker["status"] == "READY" for worker in described[0]["workers"])
+
+
+def _get(path: str, name: str, description: str, status: int = 200) -> Operation:
+    return Operation("GET", path, name, description, responses=((status, description, "object"),))
 
 
 def _constant(path: str, name: str, description: str, value: dict[str, Any], status: int = 200) -> Action:
     async def serve(request: HttpRequest) -> ItemResult:
         return json_result(value, status)
 
-    operation = Operation("GET", path, name, description, responses=((status, description, "object"),))
-    return Action(operation, serve, any_method=True)
+    return Action(_get(path, name, description, status), serve, any_method=True)

@@ -119,9 +119,13 @@ def workflow_page(workflows: list[tuple[str, str]], next_token: int | None) -> d
     return {"nextPageToken": None if next_token is None else str(next_token), "workflows": found}
 
 
-def error_body(status: int, kind: str, message: str) -> bytes:
-    """The JSON body of an error. Unpaired surrogates, which a client's JSON may contain, become "?"."""
-    return json_body({"code": status, "type": kind, "message": message.encode("utf-8", "replace").decode()})
+def error_body(status: int, kind: str, message: str, *, kserve: bool = False) -> bytes:
+    """The JSON body of an error, with `kserve` also in KServe's form, {"error": message}.
+
+    Unpaired surrogates, which a client's JSON may contain, become "?".
+    """
+    text = message.encode("utf-8", "replace").decode()
+    return json_body({"code": status, "type": kind, "message": text, "error": text if kserve else None})
 
 
 def read_error(status: int, body: bytes) -> str | None:

@@ -4,6 +4,7 @@ A worker reuses one Context for every batch; handlers may attach attributes to i
 headers keep the client's spelling.
 """
 
+import copy
 import threading
 from typing import Any
 
@@ -102,6 +103,14 @@ class Context:
     def get_response_status(self, idx: int) -> tuple[int, str | None]:
         processor = self.request_processor[idx]
         return processor.get_response_status_code(), processor.get_response_status_phrase()
+
+
+def context_of(context: Context, i: int) -> Context:
+    """A copy of the context for request i alone, at place 0."""
+    own = copy.copy(context)
+    own.request_processor = [context.request_processor[i]]
+    own.request_ids = {0: (context.request_ids or {}).get(i, "")}
+    return own
 
 
 class ThreadsContext(Context):

@@ -6,6 +6,8 @@ from base64 import b64decode
 from collections.abc import Callable
 from typing import Any
 
+from penstock.torchserve.ts.context import context_of
+
 
 class BaseEnvelope(abc.ABC):
     """Wraps a handler's `handle`: `parse_input` converts its data, `format_output` its results."""
@@ -63,10 +65,22 @@ class JSONEnvelope(BaseEnvelope):
         return answers
 
 
-class KServeEnvelope(BaseEnvelope):
+class _PerRequest(BaseEnvelope):
+    """Calls the handler once for each request of a batch, with a context of its own: its inputs are a batch already."""
+
+    def handle(self, data: Any, context: Any) -> Any:
+        if not data or len(data) == 1:
+            return super().handle(data, context)
+        answers = []
+        for i, row in enumerate(data):
+            answers += super().handle([row], context_of(context, i))
+        return answers
+
+
+class KServeEnvelope(_PerRequest):
     """KServe's V1 protocol: {"instances": [...]} and {"predictions" or "explanations": [...]}.
 
-    The handler gets the instances of the batch's first request, and all its results are that request's.
+    The handler gets the instances of one request, and all its results are that request's.
     """
 
     def parse_input(self, data: Any) -> Any:
@@ -77,10 +91,10 @@ class KServeEnvelope(BaseEnvelope):
         return [{"explanations" if explain else "predictions": data}]
 
 
-class KServev2Envelope(BaseEnvelope):
+class KServev2Envelope(_PerRequest):
     """KServe's V2 protocol in TorchServe's variant: {"id", "inputs": [...]} and {"id", ..., "outputs": [...]}.
 
-    The handler gets the inputs of the batch's first request, `[{name, shape, datatype, data}]`, with `data` nested to
+    The handler gets the inputs of one request, `[{name, shape, datatype, data}]`, with `data` nested to
     its shape; for BYTES it is the first element. The results become flat outputs with the names of the inputs.
     """
 

@@ -247,8 +247,20 @@ async def test_a_server_is_healthy_once_archives_are_open_and_answers_pending_re
     load = asyncio.create_task(load_startup(components))
     await server.until(components.administrator.healthy)
     assert not load.done()
+    assert not components.administrator.ready()
     assert await server.ask("a") == "hi"
     assert await load == 1
+    assert components.administrator.ready()
+
+
+async def test_with_ready_ping_a_server_is_unhealthy_until_its_models_are_loaded(server: ServerSetup) -> None:
+    server.archive("a", code="import time\n" + ECHO_LATE)
+    components = server.open(load_models=["a.mar"], default_workers_per_model=1, ready_ping=True)
+    load = asyncio.create_task(load_startup(components))
+    await server.until(lambda: not components.administrator.opening)
+    assert not components.administrator.healthy()
+    assert await load == 0
+    assert components.administrator.healthy()
 
 
 async def test_a_cancelled_start_leaves_nothing_behind(server: ServerSetup) -> None:

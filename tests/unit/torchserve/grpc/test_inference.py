@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import struct
 
 import grpc
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 
 from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, Quarantined, QueueFull, WorkerDied
 from penstock.serving.grpc import calls
+from penstock.torchserve.grpc import services
 from penstock.torchserve.grpc.services import INFERENCE, OPEN_INFERENCE, message_class
 from penstock.torchserve.protocol.api import error_body
 from support.backend import Call
@@ -358,11 +360,61 @@ async def test_half_floats_have_no_data(grpc_site):
         assert "data" not in json.loads(ask.backend.calls[0].item.payload)["inputs"][0]
 
 
-async def test_raw_contents_are_refused(grpc_site):
+STANDARD = f"/{services.STANDARD}/ModelInfer"
+
+
+async def standard(ask, **fields):
+    """The answer of the service of this name in the standard, which has the same messages."""
+    request, response = (message_class(f"inference.ModelInfer{n}") for n in ("Request", "Response"))
+    call = ask.channel.unary_unary(STANDARD, request.SerializeToString, response.FromString)
+    return await call(request(**fields), timeout=10)
+
+
+def raw(*tensors):
+    """The fields of a request with raw contents."""
+    inputs = [dict(name=f"x{i}", datatype=datatype, shape=shape) for i, (datatype, shape, _) in enumerate(tensors)]
+    return {"model_name": "m", "inputs": inputs, "raw_input_contents": [data for *_, data in tensors]}
+
+
+async def test_the_standard_service_takes_typed_and_raw_contents(grpc_site):
     async with grpc_site({"m": echo}) as ask:
-        code, text = await ask.refusal("ModelInfer", model_name="m", raw_input_contents=[b"\0"])
-        assert (code, text) == ("INVALID_ARGUMENT", "found raw_input_contents, expected the contents of each input")
+        numbers = struct.pack("<4h", 1, -2, 3, 4)
+        found = await standard(ask, **raw(("INT16", [2, 2], numbers), ("BYTES", [1], b"\2\0\0\0hi")))
+        asked = json.loads(ask.backend.calls[0].body())
+        assert asked["inputs"] == [
+            {"name": "x0", "shape": [2, 2], "datatype": "INT16", "data": [1, -2, 3, 4]},
+            {"name": "x1", "shape": [1], "datatype": "BYTES", "data": ["aGk="]},
+        ]
+        assert list(found.outputs[0].contents.int_contents) == [1, -2, 3, 4]
+        assert list(found.outputs[1].contents.bytes_contents) == [b"aGk="]  # TorchServe's own service has quotes
+        assert (await ask("ModelInfer", **raw(("UINT8", [1], b"\7")))).outputs[0].contents.uint_contents == [7]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (raw(("FP32", [2], b"\0")), "input 'x0': shape [2] of FP32 needs 8 bytes, found 1"),
+        (raw(("FP31", [1], b"\0")), "input 'x0': unknown datatype 'FP31'"),
+        (raw(("FP32", [-1], b"\0")), "input 'x0': shape [-1] has a negative axis"),
+        (raw(("BYTES", [1], b"\xff\xff\xff\xff")), "input 'x0'"),
+        ({**raw(), "raw_input_contents": [b""]}, "found 1 raw_input_contents, expected one for each of 0 inputs"),
+    ],
+)
+async def test_invalid_raw_contents_are_refused(grpc_site, fields, text):
+    async with grpc_site({"m": echo}) as ask:
+        code, found = await ask.refusal("ModelInfer", **fields)
+        assert code == "INVALID_ARGUMENT"
+        assert found.startswith(text)
         assert not ask.backend.calls
+
+
+async def test_both_raw_and_typed_contents_are_refused(grpc_site):
+    fields = raw(("FP32", [1], bytes(4)))
+    fields["inputs"][0]["contents"] = {"fp32_contents": [1]}
+    async with grpc_site({"m": echo}) as ask:
+        code, text = await ask.refusal("ModelInfer", **fields)
+        assert code == "INVALID_ARGUMENT"
+        assert text.startswith("input 'x0' has contents, and the request raw_input_contents; send one of them")
 
 
 def output(**changes):

@@ -223,7 +223,46 @@ async def test_the_open_inference_routes_return_torchserves_json(site, target, s
             assert (reply.status, reply.json()) == (status, value)
 
 
-@pytest.mark.parametrize("target", [target for target, _, _ in ROUTES])
+KSERVE = (
+    ("/", {"status": "alive"}),
+    ("/v1/models", {"models": ["m"]}),
+    ("/v1/models/m", {"name": "m", "ready": True}),
+    ("/v2/models/m", {"name": "m", "versions": ["1.0", "2.0"], "platform": "", "inputs": [], "outputs": []}),
+    ("/v2/models/m/ready", {"name": "m", "ready": True}),
+)
+
+
+@pytest.mark.parametrize(("target", "value"), KSERVE)
+async def test_the_questions_of_kserves_clients_are_answered(site, target, value):
+    async with site(INFERENCE) as ask:
+        reply = await ask("GET", target)
+        assert (reply.status, reply.json()) == (200, value)
+
+
+@pytest.mark.parametrize("target", ["/v1/models/m", "/v2/models/m/ready", "/v2/health/ready"])
+async def test_what_is_not_ready_is_503(site, administration, target):
+    async def describe(*model: object, **options: object) -> list[dict[str, Any]]:
+        return [{"workers": [{"status": "LOADING"}]}]
+
+    administration.describe, administration.is_healthy = describe, False
+    async with site(INFERENCE) as ask:
+        reply = await ask("GET", target)
+        assert (reply.status, reply.json()["ready"]) == (503, False)
+
+
+@pytest.mark.parametrize("target", ["/v1/models/no", "/v2/models/no", "/v2/models/no/ready", "/v1/models/no:predict"])
+async def test_an_unknown_model_is_an_error_in_kserves_form_too(site, target):
+    text = "Model not found: no"
+    async with site(INFERENCE) as ask:
+        reply = await ask("GET", target)
+        body = {"code": 404, "type": "ModelNotFoundException", "message": text, "error": text}
+        assert (reply.status, reply.json()) == (404, body)
+        assert "error" not in (await ask("GET", "/predictions/no")).json()
+    async with site(INFERENCE, ts_open_inference_protocol=False) as ask:
+        assert "error" not in (await ask("GET", "/v1/models/no:predict")).json()
+
+
+@pytest.mark.parametrize("target", [target for target, *_ in (*ROUTES, *KSERVE) if target not in ("/", "/v1/models/m")])
 async def test_open_inference_routes_exist_only_if_enabled(site, target):
     async with site(INFERENCE, ts_open_inference_protocol=False) as ask:
         assert (await ask("GET", target)).status == 404

@@ -60,10 +60,24 @@ def test_json_decodes_base64_as_an_instance_and_as_a_column(make_context):
 
 
 @pytest.mark.parametrize("body", [{"instances": [[1], [2]]}, bytearray(b'{"instances": [[1], [2]]}')])
-def test_kserve_passes_the_first_requests_instances(make_context, body):
+def test_kserve_passes_the_instances_of_a_request(make_context, body):
     model, envelope = wrapped("kserve", lambda data: [sum(d) for d in data])
     assert envelope.handle([{"body": body}], make_context()) == [{"predictions": [1, 2]}]
     assert model.seen == [[1], [2]]
+
+
+def test_kserve_answers_each_request_of_a_batch(make_context):
+    _, envelope = wrapped("kserve", lambda data: [sum(d) for d in data])
+    bodies = [{"instances": [[1], [2]]}, {"instances": [[3]]}]
+    answers = envelope.handle([{"body": body} for body in bodies], make_context(None, {}, {}))
+    assert answers == [{"predictions": [1, 2]}, {"predictions": [3]}]
+
+
+def test_kservev2_answers_each_request_of_a_batch_with_its_id(make_context):
+    _, envelope = wrapped("kservev2", lambda data: [t["data"] for t in data])
+    answers = envelope.handle([{"body": v2(id="a")}, {"body": v2()}], make_context(None, {}, {}))
+    assert [each["id"] for each in answers] == ["a", "id-1"]
+    assert [each["outputs"][0]["data"] for each in answers] == [[1, 2, 3, 4]] * 2
 
 
 def test_kserve_names_explanations(make_context):
