@@ -67,6 +67,16 @@ def read_head(body: bytes | memoryview) -> NpyHead:
     return NpyHead(datatype, shape, order == "True", start + size)
 
 
+def read_array(head: NpyHead, body: memoryview) -> np.ndarray[Any, Any]:
+    """The array of a body with this header. Raises BadRequest if it has another length."""
+    import numpy as np
+
+    data = body[head.start :]
+    if head.fortran:
+        return np.ascontiguousarray(from_bytes("the array", head.datatype, head.shape[::-1], data).T)
+    return from_bytes("the array", head.datatype, head.shape, data)
+
+
 def write_head(datatype: str, shape: Sequence[int]) -> bytes:
     """The header of an array in C order, version 1.0, padded so that the elements are aligned to 64 bytes."""
     dims = "".join(f"{n}, " for n in shape)
@@ -92,18 +102,11 @@ class OipNpyCodec(OipCodec):
 
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
         """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
-        import numpy as np
-
         body = memoryview(item.payload)
         head = read_head(body)
         name = next(iter(self.inputs), "input_0")
         self._check(Tensor(name, head.shape, head.datatype))
-        data = body[head.start :]
-        if head.fortran:
-            array = np.ascontiguousarray(from_bytes("the array", head.datatype, head.shape[::-1], data).T)
-        else:
-            array = from_bytes("the array", head.datatype, head.shape, data)
-        return self._rows({name: array}, item), OipContext()
+        return self._rows({name: read_array(head, body)}, item), OipContext()
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """An array if the client accepts it and the model has one output that is not BYTES; otherwise JSON."""

@@ -106,7 +106,8 @@ def make_spec(
     registration, manifest = request.registration, source.archive.manifest
     name, version = registration.model_name or manifest.model_name, manifest.model_version
     runtime = registration.runtime or manifest.runtime
-    handler = registration.handler or manifest.handler or properties.default_service_handler
+    own_handler = registration.handler or manifest.handler
+    handler = own_handler or properties.default_service_handler
     if runtime == "LSP":
         raise ApiError("InvalidModelException", f"model {name}: runtime LSP (handlers in C++) is not supported")
     if not handler:
@@ -117,7 +118,7 @@ def make_spec(
         )
     try:
         check_model_name(name)
-        check_handler(handler)
+        check_handler(own_handler)  # the configuration may name any file of the machine
     except ArchiveError as e:
         raise ApiError("InvalidModelException", e.message) from None
     defaults = {
@@ -128,7 +129,7 @@ def make_spec(
     }
     own = properties.models.get(name, {}).get(version, {})
     settings = resolve_settings(name, request.settings, source.yaml, own, defaults, yaml_wins=properties.ts_yaml_wins)
-    config = _config(version, settings, _environment(source, settings, properties, environment))
+    config = _config(version, settings, _environment(source, settings, properties, environment, handler))
     try:
         check_model(config)
     except ConfigError as e:
@@ -215,7 +216,7 @@ def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> Model
 
 
 def _environment(
-    source: ArchiveSource, settings: ModelSettings, properties: Properties, environment: Mapping[str, str]
+    source: ArchiveSource, settings: ModelSettings, properties: Properties, environment: Mapping[str, str], handler: str
 ) -> dict[str, str]:
     """The variables that workers have in addition to the server's."""
     folder, packages = source.archive.folder, source.packages
@@ -225,6 +226,8 @@ def _environment(
         paths.append(str(packages / "venv" / "lib" / python / "site-packages"))
     elif packages != folder:
         paths.append(str(packages))
+    if os.path.isabs(handler):
+        paths.append(os.path.dirname(handler.partition(":")[0]))
     if environment.get("PYTHONPATH"):
         paths.append(environment["PYTHONPATH"])
     return {

@@ -45,13 +45,13 @@ class Archive(Struct, frozen=True):
 
 
 def read_folder(folder: Path, *, name: str = "") -> Archive:
-    """The archive in a folder, or in the only folder inside it.
+    """The archive in a folder, or in the only folder inside it if that has a manifest.
 
     Without a manifest the model's name derives from `name`, its version is "1.0", and it has no handler. Raises
     ArchiveError.
     """
     inner = list(folder.iterdir())
-    if len(inner) == 1 and inner[0].is_dir() and inner[0].name not in ("MAR-INF", "WAR-INF"):
+    if len(inner) == 1 and any((inner[0] / manifest).is_file() for manifest in (MANIFEST, WORKFLOW_MANIFEST)):
         folder = inner[0]
     manifest = WORKFLOW_MANIFEST if (folder / WORKFLOW_MANIFEST).is_file() else MANIFEST
     try:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from penstock.config.checks import is_loopback
@@ -42,18 +42,23 @@ STOPPED: Final = "Torchserve stopped."
 def main(words: Sequence[str]) -> int:
     """The exit status of the process that `torchserve --start` leaves running. The first word is only a mark."""
     try:
-        return serve(parser().parse_args(words))
+        return serve(parser().parse_args(words[1:]))
     finally:
         remove_own(pid_path())
 
 
 def serve(args: argparse.Namespace) -> int:
+    """`run` with the options of the command line, the file and the environment."""
+    return run(lambda: resolve_options(args, os.environ), args.log_config)
+
+
+def run(options_of: Callable[[], ServerOptions], log_config: str | None = None) -> int:
     """Serves until SIGINT or SIGTERM and returns the exit status. Startup errors are logged."""
     early = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1)
     logging.getLogger("penstock").addHandler(early)
     try:
-        options = resolve_options(args, os.environ)
-        logs = ServerLogs(options.properties, args.log_config)
+        options = options_of()
+        logs = ServerLogs(options.properties, log_config)
     finally:
         logging.getLogger("penstock").removeHandler(early)
     code = 1

@@ -1,0 +1,110 @@
+"""What managed platforms tell a container in its environment: SageMaker and Vertex AI.
+
+Every variable of a platform is read here. A wrong value is a ConfigError that names the variable.
+Source: "Use your own inference code" (SageMaker), "Custom container requirements" (Vertex AI), and the parameters of
+sagemaker-inference 1.10 and sagemaker-pytorch-inference 2.0.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final, overload
+
+from msgspec import Struct
+
+from penstock.config.schema import MOST
+from penstock.errors import ConfigError
+
+_ROUTE: Final = re.compile(r"/[^{}?#\s]*")
+_MODEL_SETTINGS: Final = {  # of TorchServe, by variable; in ms and s
+    "SAGEMAKER_TS_BATCH_SIZE": "batchSize",
+    "SAGEMAKER_TS_MAX_BATCH_DELAY": "maxBatchDelay",
+    "SAGEMAKER_TS_MIN_WORKERS": "minWorkers",
+    "SAGEMAKER_TS_MAX_WORKERS": "maxWorkers",
+    "SAGEMAKER_TS_RESPONSE_TIMEOUT": "responseTimeout",
+}
+
+
+class SageMaker(Struct, frozen=True, kw_only=True):
+    """The environment of a SageMaker endpoint. Times are in seconds; `settings` are those of TorchServe's models."""
+
+    port: int
+    multi_model: bool
+    base_dir: str
+    program: str | None  # the script in the model's folder `code`; None: inference.py, if it exists
+    default_accept: str
+    workers: int | None
+    response_timeout_s: int
+    startup_timeout_s: int
+    max_request_bytes: int | None
+    settings: Mapping[str, int]
+
+    @property
+    def model_dir(self) -> str:
+        """The folder of the model, or of all models."""
+        return f"{self.base_dir}/models" if self.multi_model else f"{self.base_dir}/model"
+
+
+class Vertex(Struct, frozen=True, kw_only=True):
+    """The environment of a Vertex AI endpoint. `storage_uri` is "" for a model without artifacts."""
+
+    port: int
+    health_route: str
+    predict_route: str
+    storage_uri: str
+
+
+@overload
+def _number(env: Mapping[str, str], name: str, default: int, most: int = ...) -> int: ...
+@overload
+def _number(env: Mapping[str, str], name: str, default: None, most: int = ...) -> int | None: ...
+def _number(env: Mapping[str, str], name: str, default: int | None, most: int = MOST) -> int | None:
+    """The variable as a whole number from 1. Raises ConfigError."""
+    text = env.get(name, "")
+    if not text:
+        return default
+    if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= most:
+        raise ConfigError(f"{name}: found {text!r}, expected a whole number from 1 to {most}")
+    return int(text)
+
+
+def sagemaker(env: Mapping[str, str]) -> SageMaker:
+    """Raises ConfigError."""
+    multi_model = env.get("SAGEMAKER_MULTI_MODEL", "false").lower()
+    if multi_model not in ("true", "false"):
+        raise ConfigError(f"SAGEMAKER_MULTI_MODEL: found {multi_model!r}, expected true or false")
+    megabytes = _number(env, "SAGEMAKER_MAX_PAYLOAD_IN_MB", None)
+    return SageMaker(
+        port=_number(env, "SAGEMAKER_BIND_TO_PORT", 8080, most=65535),
+        multi_model=multi_model == "true",
+        base_dir=env.get("SAGEMAKER_BASE_DIR") or "/opt/ml",
+        program=env.get("SAGEMAKER_PROGRAM") or None,
+        default_accept=env.get("SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT") or "application/json",
+        workers=_number(env, "SAGEMAKER_MODEL_SERVER_WORKERS", None),
+        response_timeout_s=_number(env, "SAGEMAKER_MODEL_SERVER_TIMEOUT", 60),
+        startup_timeout_s=_number(env, "SAGEMAKER_STARTUP_TIMEOUT", 600),
+        max_request_bytes=None if megabytes is None else megabytes * 2**20,
+        settings={key: _number(env, name, 0) for name, key in _MODEL_SETTINGS.items() if name in env},
+    )
+
+
+def vertex(env: Mapping[str, str]) -> Vertex:
+    """Raises ConfigError."""
+    missing = [name for name in ("AIP_HTTP_PORT", "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE") if not env.get(name)]
+    if missing:
+        raise ConfigError(
+            f"Vertex AI sets {', '.join(missing)}, but the environment has no such variable; set it to try"
+        )
+    routes = [env[name] for name in ("AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE")]
+    for name, route in zip(("AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"), routes, strict=True):
+        if not _ROUTE.fullmatch(route):
+            raise ConfigError(f"{name}: found {route!r}, expected a path such as /predict")
+    if routes[0] == routes[1]:
+        raise ConfigError(
+            f"AIP_PREDICT_ROUTE: found {routes[1]!r}, which is AIP_HEALTH_ROUTE too; expected another path"
+        )
+    return Vertex(
+        port=_number(env, "AIP_HTTP_PORT", 8080, most=65535),
+        health_route=routes[0],
+        predict_route=routes[1],
+        storage_uri=env.get("AIP_STORAGE_URI", ""),
+    )

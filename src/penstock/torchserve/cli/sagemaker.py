@@ -1,0 +1,100 @@
+"""`penstock sagemaker serve`: the server of a SageMaker endpoint, for one model or many, without AWS's toolkit."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from penstock.config.platforms import SageMaker
+from penstock.config.platforms import sagemaker as read_environment
+from penstock.errors import ConfigError, PenstockError
+from penstock.torchserve.cli.torchserve import ServerOptions
+from penstock.torchserve.config.properties import Properties
+
+HANDLER: Final = "penstock.torchserve.handlers.sagemaker"
+MODEL: Final = "model"
+
+
+@click.group()
+def sagemaker() -> None:
+    """Serve the models of a SageMaker endpoint."""
+
+
+@sagemaker.command()
+@click.option(
+    "--insecure",
+    is_flag=True,
+    envvar="PENSTOCK_SERVER__INSECURE",
+    help="Listen on all addresses, without tokens, as SageMaker requires.",
+)
+def serve(insecure: bool) -> None:
+    """Serve /opt/ml/model, or with SAGEMAKER_MULTI_MODEL=true the models that SageMaker loads.
+
+    A model is a folder with TorchScript in model.pt, or with code/inference.py.
+    """
+    try:
+        environment = read_environment(os.environ)
+        options = ServerOptions(properties=properties_of(environment, insecure), snapshots=False)
+        install_requirements(environment)
+        from penstock.torchserve.cli.server import run
+
+        code = run(lambda: options)
+    except PenstockError as e:
+        click.echo(f"penstock: {e}", err=True)
+        if e.detail:
+            click.echo(e.detail, err=True)
+        code = e.exit_status
+    sys.exit(code)
+
+
+def properties_of(environment: SageMaker, insecure: bool) -> Properties:
+    """The configuration of the server. Raises ConfigError."""
+    if not insecure:
+        raise ConfigError(
+            f"SageMaker calls 0.0.0.0:{environment.port} without a token: allow it with --insecure, or with"
+            " PENSTOCK_SERVER__INSECURE=true in the image"
+        )
+    folder = Path(environment.model_dir)
+    if not environment.multi_model and not folder.is_dir():
+        raise ConfigError(
+            f"found no folder {folder}; SageMaker unpacks model.tar.gz there, SAGEMAKER_BASE_DIR moves it"
+        )
+    address = f"http://0.0.0.0:{environment.port}"
+    optional: dict[str, Any] = {
+        "default_workers_per_model": environment.workers or (1 if environment.multi_model else None),
+        "max_request_size": environment.max_request_bytes,
+    }
+    return Properties(
+        inference_address=address,
+        management_address=address,
+        metrics_address=address,
+        grpc_inference_port=0,
+        grpc_management_port=0,
+        model_store=environment.base_dir,
+        allowed_urls=[],
+        load_models=[] if environment.multi_model else [f"{MODEL}={folder}"],
+        models={MODEL: {"1.0": dict(environment.settings)}},
+        default_response_timeout=environment.response_timeout_s,
+        default_startup_timeout=environment.startup_timeout_s,
+        default_service_handler=HANDLER,
+        decode_input_request=False,
+        disable_token_authorization=True,
+        ready_ping=True,
+        enable_model_api=environment.multi_model,
+        **{key: value for key, value in optional.items() if value is not None},
+    )
+
+
+def install_requirements(environment: SageMaker) -> None:
+    """Installs the packages of `code/requirements.txt`, if it exists, for the workers. Raises InstallFailed."""
+    file = Path(environment.model_dir, "code", "requirements.txt")
+    if not file.is_file():
+        return
+    from penstock.torchserve.archive import requirements
+
+    folder = Path(tempfile.gettempdir(), f"penstock-{os.getuid()}", "requirements")
+    packages = str(requirements.install_requirements(file, folder, model=MODEL))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
