@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from penstock.cli.platform import vertex_targets, with_platform
 from penstock.config.checks import check_bind
 from penstock.config.load import load_config
 from penstock.config.schema import Config
@@ -18,6 +19,10 @@ _FLAGS = {"batching": "max-batch-size", "options": "option"}  # flags whose name
 
 def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[str, ...]) -> Config:
     """The Config from TARGETs, flags, `--set` and the environment. Raises ConfigError."""
+    if not targets:
+        if flags.get("platform") != "vertex":
+            raise ConfigError("nothing to serve: name a TARGET such as app.py:Model, model.onnx or penstock.toml")
+        targets = vertex_targets(os.environ)
     toml, models = split_targets(targets)
     per_model = {k: v for k in ("instances", "devices") if (v := flags[k]) is not None}
     if len(flags["devices"] or ()) > 1 and flags["instances"] is None:
@@ -34,6 +39,10 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
             f"for those of {toml} use --set models.NAME.KEY=..."
         )
     server = {k: v for k in ("host", "port", "tls_cert", "tls_key") if (v := flags[k]) is not None}
+    if (platform := flags.get("platform")) is not None:
+        if server.keys() & {"host", "port"}:
+            raise ConfigError(f"--platform {platform} sets the address; leave out --host and --port")
+        server["platform"] = platform
     if flags["insecure"]:
         server["insecure"] = True
     base: dict[str, Any] = {"models": {name: {**keys, **per_model} for name, keys in models.items()}}
@@ -53,6 +62,7 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
         raise ConfigError(
             "nothing to serve: name a TARGET such as app.py:Model, or a TOML with a [models.NAME] section"
         )
+    config = with_platform(config, os.environ)
     check_bind(config)
     return config
 
@@ -73,7 +83,7 @@ def _set_compat(pipelines: list[dict[str, Any]]) -> None:
 
 
 @click.command()
-@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.argument("targets", nargs=-1, metavar="TARGET...")
 @click.option(
     "--instances",
     "--workers",
@@ -101,6 +111,11 @@ def _set_compat(pipelines: list[dict[str, Any]]) -> None:
 @click.option("--token-file", type=click.Path(), help="File with bearer tokens, one per line, for every listener.")
 @click.option("--tls-cert", type=click.Path(), help="PEM file of the certificate chain.")
 @click.option("--tls-key", type=click.Path(), help="PEM file of the private key.")
+@click.option(
+    "--platform",
+    type=click.Choice(["sagemaker", "vertex"]),
+    help="Managed platform whose environment variables set the address and the routes.",
+)
 @click.option("--insecure", is_flag=True, help="Allow a non-loopback address without a token.")
 @click.option("--record", type=click.Path(), metavar="FILE", help="Write times and sizes of requests as JSON lines.")
 @click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Set any configuration key.")
@@ -108,7 +123,8 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
     """Serve models over HTTP.
 
     TARGET is app.py:obj, app.py if it has only one model, pkg.mod:obj, a model file such as model.onnx or model.pt, or
-    the TOML file of a pipeline or a configuration. NAME=TARGET chooses a model's name.
+    the TOML file of a pipeline or a configuration. NAME=TARGET chooses a model's name. Without a TARGET, --platform
+    vertex serves the folder AIP_STORAGE_URI.
     """
     try:
         config = build_config(targets, flags, sets)

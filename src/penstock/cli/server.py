@@ -20,6 +20,7 @@ import click
 from msgspec.structs import replace
 
 from penstock._version import __version__
+from penstock.cli.platform import platform_routes
 from penstock.config.checks import LISTENERS, is_loopback, thrift_model, tokens_for
 from penstock.config.schema import Config, ServerConfig
 from penstock.core.contracts import HttpSnapshot, ServerSnapshot
@@ -122,7 +123,8 @@ class Server:
         most, self._most_aside = share_connections(limits.max_connections, main, 2)
         self._limits = replace(limits, max_connections=most)
         triton = TritonExtensions(engine, self._config, management, self._statistics, self._logs)
-        flavor = self._flavor("inference", s.host, further=triton_routes(triton))
+        further = (*platform_routes(self._config, os.environ), *triton_routes(triton))
+        flavor = self._flavor("inference", s.host, further=further)
         http = HttpServer(engine, self._limits, ssl=self._tls, flavor=flavor)
         self._metrics.read = lambda: _reading(engine, http)
         try:

@@ -63,6 +63,13 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     tls_client_ca: Annotated[str | None, doc("PEM file of the authority that must have issued client certificates")] = (
         None
     )
+    platform: Annotated[
+        Literal["none", "sagemaker", "vertex"],
+        doc(
+            'managed platform whose environment variables set the address and the routes: "sagemaker" or "vertex"; see'
+            " deploy.md"
+        ),
+    ] = "none"
     model_store: Annotated[
         str | None,
         doc(

@@ -152,7 +152,7 @@ def resolve(path: bytes, table: RouteTable) -> Route:
     if len(found) > 1 and found[-1] == "":
         found.pop()  # one slash at the end is forgiven
     for template, names in table.matches(found):
-        return Route(template, names.get("model", ""), names.get("version"), names)
+        return Route(template, names.get("model", template.model), names.get("version"), names)
     raise RouteNotFound("no route has this path" + table.hint)
 
 

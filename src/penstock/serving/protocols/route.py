@@ -55,6 +55,7 @@ class Template(Struct, frozen=True):
     path: str
     summary: str
     codec: str = ""
+    model: str = ""  # of an inference route whose path names none
     answer: Callable[[Backend, Route], ItemResult] | None = None
     open: bool = False  # requires no token
     error_body: Callable[[PenstockError], bytes] = error_body
