@@ -21,8 +21,8 @@ test: $(VENV)/.dev redis-server
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest $(ALONE)
 
-# compares with TorchServe 0.12.0, and runs KServe's client, each in a virtual environment; the first run takes a minute
-test-peers: $(VENV)/.dev $(PEERS)/.peers $(KSERVE)/.peers java
+# compares with TorchServe 0.12.0, and runs KServe's client and SageMaker's toolkit; the first run takes a minute
+test-peers: $(VENV)/.dev $(PEERS)/.peers $(PEERS)/sagemaker/.peers $(KSERVE)/.peers java
 	PEERS_VENV=$(PEERS) KSERVE_VENV=$(KSERVE) $(BIN)/python -m pytest -m peer tests/peers
 
 # repeats every fault at its full count, about 10 minutes; `make test` runs short counts
@@ -90,6 +90,13 @@ $(PEERS)/.peers: constraints.txt | $(BIN)/python
 	$(BIN)/python -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt \
 	torchserve==0.12.0 torch-model-archiver==0.12.0 torch numpy pyyaml requests
+	@touch $@
+
+# a folder for PYTHONPATH, because the toolkit runs in the workers of the Penstock that is tested
+$(PEERS)/sagemaker/.peers: | $(BIN)/python
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --target $(@D) sagemaker-inference==1.10.1 \
+	sagemaker-pytorch-inference==2.0.25 boto3 botocore jmespath python-dateutil 'retrying<1.4' s3transfer 'setuptools<81' \
+	six urllib3
 	@touch $@
 
 # not with our constraints: it needs an older psutil

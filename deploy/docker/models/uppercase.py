@@ -1,0 +1,9 @@
+"""A model to try the deployment with; put yours in its place."""
+
+import penstock
+
+
+@penstock.model(max_batch_size=32)
+class Uppercase:
+    def predict(self, items: list[str]) -> list[str]:
+        return [text.upper() for text in items]
