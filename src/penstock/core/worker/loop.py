@@ -53,7 +53,7 @@ class BatchRunner:
                     raise value  # it could not be sent to this worker
                 if item.codec != "object":
                     codec = self.codecs.get(item.codec)
-                    if codec.explains:
+                    if getattr(codec, "explains", False):  # a codec need not inherit from Codec
                         self._check_explain()
                         decoded.explained.add(i)
                     value, context = codec.decode(item)
