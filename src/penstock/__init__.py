@@ -17,6 +17,7 @@ from penstock.errors import (
     SequenceNotFound,
     WorkerDied,
 )
+from penstock.tasks import ChatMessage, Embedding, EmbeddingRequest, StopScanner, TextPart, TextRequest
 from penstock.types import Item, ItemResult, ModelMetadata, Response, SequenceRequest, Step, TensorSpec
 
 if TYPE_CHECKING:
@@ -41,8 +42,11 @@ from penstock._version import __version__ as __version__
 __all__ = [
     "AsyncClient",
     "BadRequest",
+    "ChatMessage",
     "Client",
     "DeadlineExceeded",
+    "Embedding",
+    "EmbeddingRequest",
     "Engine",
     "Future",
     "InferResponse",
@@ -65,8 +69,11 @@ __all__ = [
     "SequenceNotFound",
     "SequenceRequest",
     "Step",
+    "StopScanner",
     "Streamer",
     "TensorSpec",
+    "TextPart",
+    "TextRequest",
     "ThreadedStreamer",
     "WorkerDied",
     "metrics",

@@ -175,7 +175,7 @@ class ModelMetadata(Struct, frozen=True):
 
     `parameters` are plain values for clients. A `revision` among them identifies weights and settings; every Open
     Inference response of the model carries it. `created`: when it was loaded, in seconds since 1970. `streams`: an
-    answer may have any number of parts.
+    answer may have any number of parts. `task` is "" or one of `penstock.tasks.TASKS`.
     """
 
     name: str
@@ -187,6 +187,7 @@ class ModelMetadata(Struct, frozen=True):
     created: int = 0
     schemas: ModelSchemas = ModelSchemas()
     streams: bool = False
+    task: str = ""
 
 
 class ModelStatus(Struct, frozen=True):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 
 from penstock.errors import ConfigError, nearest
+from penstock.tasks import Task
 
 MOST: Final = 2**31 - 1  # of a count, and of seconds: the system's calls and TorchServe's clients take no more
 MOST_INSTANCES: Final = 4096  # of one version, whatever `limits.max_instances` is
@@ -235,6 +236,13 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     options: Annotated[
         dict[str, Any], doc("arguments of the class that `target` names, such as max_new_tokens = 12")
     ] = field(default_factory=dict)
+    task: Annotated[
+        Task | None,
+        doc(
+            'what the model is for, by default its attribute `task`: "text-generation" and "embedding" models answer'
+            " OpenAI-style routes too (see openai.md)"
+        ),
+    ] = None
     weights: Annotated[
         str | None, doc("state dict file, also .safetensors, for a target that is a subclass of torch.nn.Module")
     ] = None

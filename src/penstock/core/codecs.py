@@ -43,10 +43,12 @@ def traits_of(name: str) -> CodecTraits:
 
 
 class ModelCodecs:
-    """The codecs of one model, each made at its first use."""
+    """The codecs of one model, each made at its first use. `extras` are for constructors with parameters of these
+    names."""
 
-    def __init__(self, metadata: ModelMetadata) -> None:
+    def __init__(self, metadata: ModelMetadata, **extras: Any) -> None:
         self._metadata = metadata
+        self._extras = {"metadata": metadata, **extras}
         self._made: dict[str, Codec] = {}
 
     def get(self, name: str) -> Codec:
@@ -54,8 +56,7 @@ class ModelCodecs:
         codec = self._made.get(name)
         if codec is None:
             make = resolve("codec", name)
+            taken = inspect.signature(make).parameters.keys() & self._extras.keys()
             m = self._metadata
-            takes_metadata = "metadata" in inspect.signature(make).parameters
-            codec = make(m.name, m.version, metadata=m) if takes_metadata else make(m.name, m.version)
-            self._made[name] = codec
+            codec = self._made[name] = make(m.name, m.version, **{key: self._extras[key] for key in taken})
         return codec

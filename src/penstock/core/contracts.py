@@ -135,8 +135,9 @@ class Codec(Protocol):
     """Converts the body of an Item into the argument of `predict`, and its result into an ItemResult.
 
     A codec runs in the worker. One object serves all requests of one model, so it keeps no state between calls. It is
-    made with the model's name and version, and with `metadata=` if its constructor has such a parameter. Subclasses
-    declare what the rest of the system must know about the format:
+    made with the model's name and version, and with `metadata=`, `item_type=` (an ItemType or None) and `clock=`
+    (returns seconds since 1970) if its constructor has such parameters; in the server process with `metadata=` alone.
+    Subclasses declare what the rest of the system must know about the format:
 
     `divisible`: `decode` reads rows [item.start, item.stop) of a body without the others.
     `reads_headers`: `decode` or `encode` needs the request's headers, which otherwise stay in the server process.
@@ -179,9 +180,16 @@ class Codec(Protocol):
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """The response. Raises BadOutput when the value cannot be serialised."""
 
-    def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
-        """One part of a streamed response. Raises BadOutput, and BadRequest if the format has no such parts."""
+    def encode_part(self, value: Any, item: Item, context: Any, first: bool) -> ItemResult:
+        """One part of a streamed response. Raises BadOutput, and BadRequest if the format has no such parts.
+
+        A stream may begin anew with the same context; the parts that were sent are then not sent again.
+        """
         return self.encode(value, item, context)
+
+    def encode_end(self, item: Item, context: Any) -> ItemResult:
+        """What follows the last part of a streamed response."""
+        return ItemResult()
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
         """One response from the responses to the parts of a split request, in row order. Runs in the server process."""

@@ -94,6 +94,7 @@ class BatchRun:
         self._place: dict[int, int] = {}  # of the unit's next part, in the current call
         self._unmarked: set[int] = set()  # units that have parts without a mark
         self._gathered: dict[int, Parts] = {}  # parts of units that are answered as a whole
+        self._begun: set[int] = set()  # items with a part in the current call
 
     def preprocess(self) -> None:
         """Replaces values by the results of `preprocess`; a unit on which it raises fails."""
@@ -117,6 +118,7 @@ class BatchRun:
         error: BaseException
         partial = PartialResults(self, units)
         self._place.update(dict.fromkeys(units, 0))
+        self._begun.clear()
         for u in units:
             self._gathered.pop(u, None)
         try:
@@ -253,8 +255,8 @@ class BatchRun:
         (outcome,) = outcomes
         if isinstance(outcome, PenstockError):
             return ItemResult(error=outcome)
-        if outcome is STREAMED:
-            return ItemResult(None if item.codec == "object" else b"")
+        if outcome is STREAMED and item.codec == "object":
+            return ItemResult(None)
         return self.encoded(i, outcome)
 
     def part(self, u: int, value: Any) -> ItemResult:
@@ -308,7 +310,7 @@ class BatchRun:
             return self.runner.error_of(e, "postprocess raised")
 
     def encoded(self, i: int, value: Any, part: bool = False) -> ItemResult:
-        """The response of item `i`, or one streamed part of it; an error if the value cannot be serialised."""
+        """The response of item `i`, one streamed part of it, or its end; an error if the value cannot be serialised."""
         item = self.d.items[i]
         if type(value) is Headed:
             result = self.encoded(i, value.value, part)
@@ -318,9 +320,12 @@ class BatchRun:
         if item.codec == "object":
             return ItemResult(value)
         try:
-            codec = self.runner.codecs.get(item.codec)
-            encode = codec.encode_part if part else codec.encode
-            return encode(value, item, self.d.contexts[i])
+            codec, context = self.runner.codecs.get(item.codec), self.d.contexts[i]
+            if part:
+                first = i not in self._begun
+                self._begun.add(i)
+                return codec.encode_part(value, item, context, first)
+            return codec.encode_end(item, context) if value is STREAMED else codec.encode(value, item, context)
         except PenstockError as e:
             return ItemResult(error=self.runner.error_of(e))
         except Exception as e:

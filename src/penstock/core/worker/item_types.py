@@ -8,12 +8,14 @@ import inspect
 import re
 import threading
 import typing
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from penstock.errors import BadRequest
 from penstock.types import ModelSchemas
+
+T = TypeVar("T")
 
 _BATCHES: Final = {list, collections.abc.Sequence, collections.abc.Iterable}  # how `predict` may annotate a batch
 _STREAMS: Final = {
@@ -40,6 +42,10 @@ class ItemType:
                     msgspec.convert(None, kind)
                 except msgspec.ValidationError:
                     pass
+
+    def subclass(self, base: type[T]) -> type[T] | None:
+        """The first class below `base` in the type."""
+        return next((kind for kind in (self._kind, *typing.get_args(self._kind)) if _is_below(kind, base)), None)
 
     def convert(self, value: Any, lax: bool) -> Any:
         """The item; with `lax`, text may stand for a number, as in a form. Raises BadRequest with the wrong field."""
@@ -87,6 +93,10 @@ def has_fields(kind: Any) -> bool:
     ):
         return True
     return _of_pydantic(kind) or any(map(has_fields, typing.get_args(kind)))
+
+
+def _is_below(kind: Any, base: type) -> bool:
+    return inspect.isclass(kind) and issubclass(kind, base)
 
 
 def _of_pydantic(kind: Any) -> bool:

@@ -35,8 +35,8 @@ class BatchRunner:
         self.model = model
         self.batching = batching
         self._metadata = metadata
-        self.codecs = ModelCodecs(metadata)
         self._item_type = model.types.item_type()
+        self.codecs = ModelCodecs(metadata, item_type=self._item_type, clock=lambda: time.time())
         # created by the first coroutine; that of a model with one is used in its warm-up too
         self._loop: asyncio.AbstractEventLoop | None = getattr(model.loop, "loop", None)
         self._log_limiter = LogLimiter()

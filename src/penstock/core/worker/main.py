@@ -52,7 +52,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         if config.transport != "process" and batching.concurrency not in ("auto", 1):
             raise LoadFailed(f"concurrency = {batching.concurrency} needs transport = 'process'")
         model.begin_loop(batching)
-        metadata = model.metadata(spec.name, spec.version)
+        metadata = model.metadata(spec.name, spec.version, config.task)
         runner = BatchRunner(model, metadata, batching)
         profile, best = warm_up(runner, batching)
     except PenstockError:

@@ -15,7 +15,8 @@ from penstock.core.worker.item_types import ModelTypes
 from penstock.core.worker.sequences import SequenceStates
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
-from penstock.errors import LoadFailed, nearest
+from penstock.errors import ConfigError, LoadFailed, nearest
+from penstock.tasks import TASKS
 from penstock.types import ModelMetadata, TensorSpec
 
 if TYPE_CHECKING:
@@ -33,12 +34,20 @@ def model(**options: Any) -> Callable[[T], T]: ...
 def model(target: Any = None, /, **options: Any) -> Any:
     """The decorated function or class, with batching options attached.
 
-    The options are keys of `[models.NAME.batching]` and serve as defaults: the configuration wins. Raises ConfigError.
+    The options are keys of `[models.NAME.batching]`, and `task`. They serve as defaults: the configuration wins. Raises
+    ConfigError.
     """
+    task = options.pop("task", None)
+    if task is not None and task not in TASKS:
+        raise ConfigError(
+            f"@penstock.model: task is {task!r}, expected {' or '.join(TASKS)}{nearest(str(task), TASKS)}"
+        )
     with_options(BatchingConfig(), options)
 
-    def decorate(found: T) -> T:
+    def decorate(found: Any) -> Any:
         setattr(found, _OPTIONS, options)
+        if task is not None:
+            found.task = task
         return found
 
     return decorate if target is None else decorate(target)
@@ -167,14 +176,26 @@ class PythonModel:
         if unload is not None:
             unload()
 
-    def metadata(self, name: str, version: str) -> ModelMetadata:
-        """The metadata that the model declares in `inputs`, `outputs` and `parameters`. Raises LoadFailed."""
+    def metadata(self, name: str, version: str, task: str | None = None) -> ModelMetadata:
+        """The metadata that the model declares in `inputs`, `outputs`, `parameters` and, unless it is given, `task`.
+
+        Raises LoadFailed.
+        """
         platform = getattr(self._model, "platform", None)
         platform = platform if isinstance(platform, str) else "python"
-        inputs, outputs, schemas = self._declared("inputs"), self._declared("outputs"), self.types.schemas(name)
-        streams = self.stepped or is_generator(getattr(self._model, "predict", None) or self._model)
-        parameters, now = self._parameters(), int(time.time())
-        return ModelMetadata(name, version, platform, inputs, outputs, parameters, now, schemas, streams)
+        declared = getattr(self._model, "task", "")
+        return ModelMetadata(
+            name,
+            version,
+            platform,
+            self._declared("inputs"),
+            self._declared("outputs"),
+            self._parameters(),
+            created=int(time.time()),
+            schemas=self.types.schemas(name),
+            streams=self.stepped or is_generator(getattr(self._model, "predict", None) or self._model),
+            task=task or (declared if isinstance(declared, str) and declared in TASKS else ""),
+        )
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:
         specs = tuple(getattr(self._model, side, None) or ())

@@ -351,7 +351,7 @@ class OipCodec(Codec):
         answer = OipResponse(self.model, self.version, tensors, requested.id, self.parameters)
         return self.write(answer, sections, requested.typed)
 
-    def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
+    def encode_part(self, value: Any, item: Item, context: Any, first: bool) -> ItemResult:
         """A part of a stream, in JSON. Raises BadRequest for binary outputs: their header describes one whole body."""
         result = self.encode(value, item, context)
         if any(name == HEADER_LENGTH for name, _ in result.headers or ()):

@@ -237,7 +237,7 @@ class OipGrpcCodec(OipCodec):
             raise BadOutput("the model returned a Response, which has a form in HTTP only; return arrays for gRPC")
         return super().encode(value, item, context or OipContext(binary=True))
 
-    def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
+    def encode_part(self, value: Any, item: Item, context: Any, first: bool) -> ItemResult:
         """A part of a stream: a whole response."""
         return self.encode(value, item, context)
 
