@@ -20,6 +20,9 @@ _loading = threading.RLock()
 BUILTIN: dict[str, dict[str, str]] = {
     "codec": {
         "kserve": "penstock.serving.protocols.kserve:KServeCodec",
+        "openai_chat": "penstock.serving.protocols.openai_text:ChatCodec",
+        "openai_completions": "penstock.serving.protocols.openai_text:CompletionsCodec",
+        "openai_embeddings": "penstock.serving.protocols.openai_embeddings:EmbeddingsCodec",
         "kserve_explain": "penstock.serving.protocols.kserve:KServeExplainCodec",
         "native": "penstock.serving.protocols.native:NativeCodec",
         "oip_binary": "penstock.serving.protocols.oip_binary:OipBinaryCodec",

@@ -14,11 +14,14 @@ from penstock.serving.protocols.oip_binary import OipBinaryCodec, encode_request
 from penstock.serving.protocols.oip_grpc import OipGrpcCodec
 from penstock.serving.protocols.oip_json import OipJsonCodec
 from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
+from penstock.serving.protocols.openai_embeddings import EmbeddingsCodec
+from penstock.serving.protocols.openai_text import ChatCodec, CompletionsCodec
 from penstock.serving.protocols.protobuf import open_inference
+from penstock.tasks import Embedding, TextPart
 from penstock.testing.codecs import check_codec
 from penstock.torchpipe.thrift.protocol import ThriftCodec
 from penstock.torchserve.protocol.codec import HandlerAnswer, InputsCodec, RawCodec, TorchServeCodec
-from penstock.types import Item, ModelMetadata, Response, TensorSpec
+from penstock.types import Item, ModelMetadata, Parts, Response, TensorSpec
 
 FORM = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\nhi\r\n--B--\r\n'
 TENSOR = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [[1, 2], [3, 4.5]]}
@@ -30,6 +33,7 @@ LENGTH = [(b"Inference-Header-Content-Length", b"%d" % len(HEAD))]
 REQUEST = open_inference().message("inference.ModelInferRequest")(model_name="m", id="7")
 REQUEST.inputs.add(name="x", datatype="FP32", shape=[2, 2]).contents.fp32_contents.extend([1, 2, 3, 4.5])
 MESSAGE = REQUEST.SerializeToString()
+WRITES, EMBEDS = ModelMetadata("m", "1", task="text-generation"), ModelMetadata("m", "1", task="embedding")
 VALUES = [
     np.zeros((2, 3), np.float16),
     {"y": [1, 2], "z": np.array([b"a", "b"], object)},
@@ -91,6 +95,21 @@ CODECS = {
         lambda: KServeExplainCodec("m", "1", KNOWN),
         [Item(b'{"instances": [{"x": [1, 2]}]}', "kserve_explain"), Item(b'{"inputs": {"x": [[1, 2]]}}', "kserve")],
         [np.zeros((1, 2)), {"y": [1, 2], "z": np.array([b"a", b"\xff"], object)}],
+    ),
+    "openai_completions": (
+        lambda: CompletionsCodec("m", "1", WRITES),
+        [Item(b'{"model": "m", "prompt": ["a", "b"], "n": 1, "stop": "x", "echo": true}', "openai_completions")],
+        [["c", TextPart("d", "length", 1, 2)], [Parts(["e", TextPart("f")]), Parts()]],
+    ),
+    "openai_chat": (
+        lambda: ChatCodec("m", "1", WRITES),
+        [Item(b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hi"}]}', "openai_chat")],
+        ["c", TextPart("d", "length", 1, 2)],
+    ),
+    "openai_embeddings": (
+        lambda: EmbeddingsCodec("m", "1", EMBEDS),
+        [Item(b'{"model": "m", "input": ["a", "b"], "encoding_format": "base64"}', "openai_embeddings")],
+        [[[1, 2.5], np.ones(2)], [Embedding(np.ones(3, np.float16), 7)]],
     ),
     "torchserve": (lambda: TorchServeCodec("m", "1"), HANDLED, ANSWERS),
     "torchserve_raw": (lambda: RawCodec("m", "1"), HANDLED, ANSWERS),

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+import penstock
 from penstock.config.targets import split_targets
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -203,6 +204,22 @@ def test_the_lines_of_kserves_page_are_answered_as_they_stand_there(serve: Calla
     assert len(lines) == 4
     for command, _, shown in lines:
         assert shell(command.strip(), server.url, tmp_path) == [shown]
+
+
+def test_the_openai_client_prints_what_its_page_shows(serve: Callable[..., Any], tmp_path: Path) -> None:
+    page = "docs/openai.md"
+    server = serve(blocks(page, "python")[0], "repeat", "lengths")
+    program = blocks(page, "python")[1].replace("http://127.0.0.1:8080", server.url)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (blocks(page, "")[1], "")
+    exec(blocks(page, "python")[2], {"penstock": penstock})
+
+
+def test_the_embeddings_example_finds_the_text_of_its_page(serve: Callable[..., Any], tmp_path: Path) -> None:
+    server = serve(None, "examples/embeddings/embedder.py", cwd=ROOT)
+    program = blocks("examples/embeddings/README.md", "python")[0].replace("http://127.0.0.1:8080", server.url)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("'the cat sleeps on the sofa')\n"), done.stderr
 
 
 def outputs(answer: bytes) -> dict[str, Any]:

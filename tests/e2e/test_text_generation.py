@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+import penstock
+
 torch = pytest.importorskip("torch")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_generation"
@@ -59,8 +61,9 @@ def test_requests_of_different_lengths_get_the_right_answers_in_both_modes(
         answer("generate", "7 * 8")
 
 
-def written(generator: Any, items: list[Any]) -> list[str]:
+def written(modules: SimpleNamespace, generator: Any, items: list[Any]) -> list[str]:
     """The texts of these items; a new one joins at every second step."""
+    items = [item if isinstance(item, str) else modules.generator.Request(**item) for item in items]
     waiting, active, texts = list(items), [], []
     for step in range(1000):
         if waiting and step % 2 == 0:
@@ -81,12 +84,14 @@ def test_a_text_does_not_depend_on_those_beside_it(modules: SimpleNamespace) -> 
     generator.load("cpu")
     items = [
         "count from one to nine:",
-        {"prompt": "two after may:", "max_new_tokens": 5},
-        {"prompt": "count from", "temperature": 0.8, "seed": 3, "max_new_tokens": 60, "ignore_end": True},
+        {"prompt": "two after may:", "max_tokens": 5},
+        {"prompt": "count from", "temperature": 0.8, "seed": 3, "top_p": 0.9, "max_tokens": 60, "ignore_end": True},
         "six after monday:",
+        {"prompt": "count from one to nine:", "stop": ["six", "our f"]},
     ]
-    together = written(generator, items)
-    assert together == [written(generator, [item])[0] for item in items]
+    together = written(modules, generator, items)
+    assert together == [written(modules, generator, [item])[0] for item in items]
+    assert together[4] == " one two three f"
     for _ in range(2):  # texts that end in the same step leave nothing behind
         twins = [generator.admit(items[0]) for _ in range(2)]
         while not all(step.done for step in generator.step(twins)):
@@ -108,6 +113,7 @@ def test_a_causal_model_of_transformers_writes_what_its_own_generate_writes(
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=">", unk_token="<")
+    fast.chat_template = "{% for m in messages %}<{{ m.role[0] }}{{ m.content }}{% endfor %}<a"
     fast.save_pretrained(tmp_path)
     config = transformers.GPT2Config(
         vocab_size=len(vocabulary), n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1, bos_token_id=1
@@ -119,7 +125,7 @@ def test_a_causal_model_of_transformers_writes_what_its_own_generate_writes(
     generator.load("cpu")
     prompts = ["abc", "hello", "z", "thequickbrownfox"]
     lengths = [20, 7, 30, 12]
-    found = written(generator, [{"prompt": p, "max_new_tokens": n} for p, n in zip(prompts, lengths, strict=True)])
+    found = written(modules, generator, [{"prompt": p, "max_tokens": n} for p, n in zip(prompts, lengths, strict=True)])
     for prompt, length, text in zip(prompts, lengths, found, strict=True):
         tokens = torch.tensor([fast(prompt)["input_ids"]])
         whole = model.generate(
@@ -127,6 +133,12 @@ def test_a_causal_model_of_transformers_writes_what_its_own_generate_writes(
         )
         assert text == fast.decode(whole[0, tokens.shape[1] :], skip_special_tokens=True)
         assert text
+    turns = [("system", "be"), ("user", "hi")]
+    messages = [penstock.ChatMessage(*turn) for turn in turns]
+    assert generator.admit(modules.generator.Request(messages=messages)).tokens == fast("<sbe<uhi<a")["input_ids"]
+    assert generator.admit(modules.generator.Request(prompt=[3, 4])).tokens == [3, 4]
+    with pytest.raises(penstock.BadRequest, match="a token is a number from 0 to 27"):
+        generator.admit(modules.generator.Request(prompt=[28]))
 
 
 def test_a_short_training_lowers_the_loss(

@@ -87,13 +87,14 @@ def test_every_call_of_the_client_works_or_raises_what_it_raises_on_kserve(serve
         pytest.skip(f"there is no {PYTHON}: run this by `make test-peers`")
     server = serve(MODELS, "Sums", "Words")
     done = subprocess.run([PYTHON, "-c", CALLS, server.url], capture_output=True, text=True, timeout=120, check=True)
+    unknown = {"type": "invalid_request_error", "param": None, "code": "model_not_found"}  # the form of OpenAI's routes
     missing = "no model is named 'sum'; did you mean 'sums'?"
     assert json.loads(done.stdout) == {
         "public": ["close", "explain", "infer", "is_model_ready", "is_server_live", "is_server_ready"],
         "live1": True,
         "ready1": "UnsupportedProtocol",  # the client itself refuses it
         "model1": True,
-        "no1": [404, missing],
+        "no1": [404, str({"message": missing, **unknown})],
         "rows": {"predictions": [3.0, 7.0]},
         "words": {"predictions": ["A", "B"]},
         "explain": {"explanations": [["a", "b"]]},

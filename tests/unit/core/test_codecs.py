@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.plugins import BUILTIN
 from penstock.types import Item, ItemResult, ModelMetadata
 
-KSERVE = {"kserve", "kserve_explain"}
+FACES = {"kserve", "kserve_explain", "openai_chat", "openai_completions", "openai_embeddings"}
 
 
 class Upper(Codec):
@@ -39,8 +39,8 @@ class Upper(Codec):
 
 def test_the_built_in_codecs_declare_what_the_engine_relies_on() -> None:
     traits = {name: traits_of(name) for name in BUILTIN["codec"]}
-    assert {name for name, t in traits.items() if t.divisible} == {"oip_binary", "oip_grpc", *KSERVE}
-    peeked = {"oip_binary", "oip_grpc", "oip_json", "oip_npy", *KSERVE}
+    assert {name for name, t in traits.items() if t.divisible} == {"oip_binary", "oip_grpc", *FACES}
+    peeked = {"oip_binary", "oip_grpc", "oip_json", "oip_npy", *FACES}
     assert {name for name, t in traits.items() if t.peek is not None} == peeked
     assert {"oip_binary", "oip_npy"} <= {name for name, t in traits.items() if t.reads_headers}
 

@@ -15,8 +15,8 @@ from penstock.serving.http.context import STREAM_BACKLOG, RequestOptions
 from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route, inference_table, read_special
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake
-from penstock.serving.http.responses import error_result, sse_event, stream_part, stream_start, stream_type
-from penstock.serving.protocols.route import Route, error_body
+from penstock.serving.http.responses import SSE, error_result, sse_event, stream_part, stream_start, stream_type
+from penstock.serving.protocols.route import Route, error_body, name_model
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Item, ItemResult
 
@@ -121,6 +121,7 @@ class InferenceApp:
             await self._whole(call, template.answer(self.backend, route), send, head_only=scope["method"] == "HEAD")
             return
         payload, headers = await self._body(call, route, receive), list(scope["headers"])
+        call.route = route = name_model(route, payload)
         codec = call.codec or template.codec
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
         submit = partial(self.idempotency.submit, call.key) if call.key else self.backend.submit
@@ -140,15 +141,15 @@ class InferenceApp:
 
     async def _body(self, call: _Call, route: Route, receive: Receive) -> Any:
         """The body, `bytes` or a Buffer. Raises PayloadTooLarge, ModelNotFound, QueueFull, _Gone."""
-        most = self.config.max_body_bytes
+        most = route.template.limit(self.config.max_body_bytes)
         if call.length > most:
             raise PayloadTooLarge(f"the body has {call.length} bytes, at most {most} are taken (limits.max_body_bytes)")
-        if call.length > BIG_BYTES:
+        if call.length > BIG_BYTES and route.model:
             self.backend.model_ready(route.model, route.version)
         intake = Intake(self.backend, most)
         try:
             if call.length > BIG_BYTES:
-                intake.begin(call.length)
+                intake.begin(call.length, most)
                 while not intake.reserve():
                     free = asyncio.Event()
                     self.backend.when_free(free.set)
@@ -179,6 +180,7 @@ class InferenceApp:
                 return
             if not started:
                 started = True
+                call.sse = call.sse or result.content_type == SSE
                 result = stream_start(result, call.sse)
                 await self._start(call, result, stream_type(result.content_type, call.sse), send)
             if result.error is not None:

@@ -14,6 +14,7 @@ from penstock.core.contracts import Ticket
 from penstock.errors import PenstockError
 from penstock.serving.http.listener import INF, SILENT_S, Listener
 from penstock.serving.http.responses import (
+    SSE,
     error_result,
     log_failure,
     sse_event,
@@ -23,7 +24,7 @@ from penstock.serving.http.responses import (
     stream_start,
     stream_type,
 )
-from penstock.serving.protocols.route import HttpRequest, Route, Serve
+from penstock.serving.protocols.route import HttpRequest, Route, Serve, name_model
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Headers, Item, ItemResult
 
@@ -226,6 +227,7 @@ class RequestContext(RequestOptions):
         if not self.started:
             self.started = True
             self.plain = False
+            self.sse = self.sse or result.content_type == SSE
             if self.old:
                 self.close = True  # HTTP/1.0 has no chunks: the connection's end marks the end of the stream
             bodiless = result.status in NO_BODY
@@ -381,6 +383,8 @@ class ResponseWriter:
                 self._count_quick(QUICK_PER_TURN)
                 self.listener.run(_serve(template.serve, _read_request(context, route), context))
                 return
+            if template.name_of is not None:
+                context.route = route = name_model(route, context.payload)
             codec, kind = context.codec or template.codec, context.content_type
             item = Item(context.payload, codec, kind, 1, False, context.request_id, context.headers)
             backend, sink = self.listener.backend, context.on_result

@@ -212,7 +212,8 @@ def read_special(options: RequestOptions, route: Route, special: dict[bytes, byt
     """
     get = special.get
     options.request_id = parse_request_id(get(b"x-request-id", b""))
-    options.sse = b"text/event-stream" in get(b"accept", b"") and bool(route.template.codec)
+    template = route.template  # one whose body names the model has its own streams
+    options.sse = b"text/event-stream" in get(b"accept", b"") and bool(template.codec) and template.name_of is None
     if tokens and not route.template.open:
         check_token(tokens, get(b"authorization"))
     check_framing(special)

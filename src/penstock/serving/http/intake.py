@@ -20,14 +20,14 @@ class Intake:
         self._buffer: Buffer | None = None
         self._filled = 0
 
-    def begin(self, length: int, large: bool = True) -> None:
+    def begin(self, length: int, most: int) -> None:
         """Begins a body of `length` bytes; 0 if the length is unknown (chunked) or there is no body.
 
-        Unless it may be `large`, it has at most BIG_BYTES: no model takes it, and no caller would release its Buffer.
+        It has at most `most` bytes: BIG_BYTES if no model takes it, because no caller would release its Buffer.
         """
         self.begun = True
         self.length = length
-        self.most = self.max_body_bytes if large else min(BIG_BYTES, self.max_body_bytes)
+        self.most = most
 
     def add(self, chunk: bytes) -> None:
         """Adds a piece of the body. Raises PayloadTooLarge, and QueueFull when the pool is full.

@@ -14,7 +14,7 @@ from penstock.core.contracts import Backend, Codec
 from penstock.errors import PenstockError
 from penstock.plugins import resolve
 from penstock.serving.http.responses import REASONS
-from penstock.serving.protocols import oip_json
+from penstock.serving.protocols import oip_json, openai
 from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.route import Route, Template, error_body
 from penstock.types import ItemResult, ModelMetadata
@@ -27,6 +27,7 @@ _INFER: Final = (409, 410, 413, 415, 422, 429, 500, 503, 504)
 _ERRORS: Final[dict[Any, tuple[str, dict[str, Any]]]] = {  # format of errors -> its name and the schema of "error"
     error_body: ("NativeError", {"type": "object", "properties": {"code": _TEXT, "message": _TEXT}}),
     oip_json.error_body: ("ProtocolError", _TEXT),
+    openai.error_body: ("OpenAIError", openai.schema_of(openai.Error)),
 }
 _HEADERS: Final = {
     "x-deadline-ms": ("milliseconds until the answer is of no use", {"type": "number", "exclusiveMinimum": 0}),
@@ -53,7 +54,7 @@ def openapi_document(backend: Backend, templates: Sequence[Template], guarded: b
     writer = _Writer(dict(zip(answers, schemas, strict=True)), guarded)
     paths: dict[str, Any] = {}
     for template in templates:
-        if "{version}" in template.path:
+        if "{version}" in template.path or (template.task and all(model.task != template.task for model in models)):
             continue
         for model in models if "{model}" in template.path else [None]:
             path = template.path if model is None else template.path.replace("{model}", quote(model.name, safe=""))
@@ -92,8 +93,11 @@ class _Writer:
         return found
 
     def _operation(self, template: Template, model: ModelMetadata | None) -> dict[str, Any]:
-        operation: dict[str, Any] = {"summary": template.summary, "tags": ["server" if model is None else model.name]}
-        statuses = {*_ANY_ROUTE, *(() if model is None else _MODEL)}
+        operation: dict[str, Any] = {
+            "summary": template.summary,
+            "tags": [model.name if model is not None else template.task or "server"],
+        }
+        statuses = {*_ANY_ROUTE, *(() if model is None and not template.task else _MODEL)}
         if template.codec:
             codec: type[Codec] = resolve("codec", template.codec)
             known = model or ModelMetadata("", "")

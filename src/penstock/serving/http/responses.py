@@ -36,6 +36,7 @@ from penstock.types import ItemResult
 log = logging.getLogger("penstock.frontends")
 
 MAX_CAUSE: Final = 500  # characters
+SSE: Final = "text/event-stream"
 
 
 class RouteNotFound(PenstockError):
@@ -165,13 +166,13 @@ def log_failure(where: tuple[str, str | None], request_id: str, status: int, err
 def stream_type(content_type: str, sse: bool) -> str:
     """Content type of a stream: server-sent events, lines of JSON, or what its first part is."""
     if sse:
-        return "text/event-stream"
+        return SSE
     return "application/x-ndjson" if content_type == JSON else content_type
 
 
 def stream_start(result: ItemResult, sse: bool) -> ItemResult:
     """The first part of a stream, with the headers of the stream."""
-    if not (sse and result.content_type):
+    if not (sse and result.content_type) or result.content_type == SSE:
         return result
     return replace(result, headers=[*(result.headers or ()), (PART_TYPE, result.content_type)])
 
@@ -179,8 +180,8 @@ def stream_start(result: ItemResult, sse: bool) -> ItemResult:
 def stream_part(result: ItemResult, sse: bool) -> bytes:
     """One part as it stands in the stream; empty for the empty part that only ends one."""
     body = bytes(result.body)
-    if not body:
-        return b""
+    if not body or result.content_type == SSE:  # it is a whole event already
+        return body
     if sse:
         return sse_event(body)
     return body + b"\n" if result.content_type == JSON else body

@@ -15,6 +15,10 @@ JSON: Final = "application/json"
 ERROR_CODE: Final = "x-error-code"  # header of every error: not every protocol's body has a code
 PART_TYPE: Final = "x-part-type"  # header of a stream of events: the content type of its first part
 MAX_FIELDS: Final = 1000  # of a form; more is an attack on the parser
+MAX_COUNTED: Final = 2**17  # elements of a list that the server process counts, in 13 ms
+MAX_COUNTED_BYTES: Final = 8 * 2**20  # JSON without many elements is skipped at more than 1 GB/s
+SMALL_BYTES: Final = 2**16
+raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 _BYTE = re.compile(r"byte (\d+)")
 
@@ -43,6 +47,12 @@ def _bad_utf8(body: bytes | memoryview) -> str:
     except UnicodeDecodeError as exc:
         return f"invalid UTF-8 (byte {exc.start})"
     return "an escape names half a character"
+
+
+def is_countable(body: bytes | memoryview) -> bool:
+    """Whether the lists in a JSON body are short enough for `raw_list` in the server process."""
+    size = len(body)
+    return size <= SMALL_BYTES or (size <= MAX_COUNTED_BYTES and bytes(body).count(b",") < MAX_COUNTED)
 
 
 def split_type(content_type: str) -> tuple[str, str]:

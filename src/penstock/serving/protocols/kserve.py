@@ -12,7 +12,7 @@ from __future__ import annotations
 import binascii
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -20,25 +20,25 @@ from msgspec import Raw, Struct
 
 from penstock.core.contracts import Backend
 from penstock.core.tensors import array_of
-from penstock.errors import BadOutput, BadRequest, PenstockError
-from penstock.serving.protocols.bodies import JSON, decode_json, encode_json
+from penstock.errors import BadOutput, BadRequest
+from penstock.serving.protocols.bodies import JSON, decode_json, encode_json, is_countable, raw_list
 from penstock.serving.protocols.oip import OipCodec, Tensor, named_outputs
 from penstock.serving.protocols.oip_json import error_body
 from penstock.serving.protocols.oip_schema import nested
 from penstock.serving.protocols.oip_tensors import output_array
-from penstock.serving.protocols.route import POST, READINESS, Route, Template
+from penstock.serving.protocols.route import POST, Route, Template
+from penstock.tasks import plain_result
 from penstock.types import Item, ItemResult, Many, ModelMetadata, Parts
 
 if TYPE_CHECKING:
     import numpy as np
 
-PEEK_BYTES: Final = 8 * 2**20  # numbers are skipped at 1.5 GB/s, text faster
 _NONE: Final = Raw(b"")
 _B64: Final = re.compile(rb'"b64"')
 
 
 class _Body(Struct):
-    instances: list[Raw] | None = None
+    instances: Raw = _NONE
     inputs: Raw = _NONE
 
 
@@ -49,21 +49,19 @@ class _Answer(Struct):
 
 
 _body = msgspec.json.Decoder(_Body)
-_list = msgspec.json.Decoder(list[Raw])
 _columns = msgspec.json.Decoder(dict[str, Raw])
 
 
 def _peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
-    """(number of instances, "") of up to 8 MiB of JSON."""
-    if len(body) > PEEK_BYTES:
+    """(number of instances, "") unless there may be very many."""
+    if not is_countable(body):
         return None
     try:
         found = _body.decode(body)
-        rows = found.instances
-        if rows is None:
-            column = bytes(found.inputs)
-            rows = _list.decode(next(iter(_columns.decode(column).values())) if column[:1] == b"{" else column)
-        return max(1, len(rows)), ""
+        rows = bytes(found.inputs if found.instances == _NONE else found.instances)
+        if rows[:1] == b"{":
+            rows = bytes(next(iter(_columns.decode(rows).values())))
+        return max(1, len(raw_list.decode(rows))), ""
     except (msgspec.DecodeError, ValueError, StopIteration, RecursionError):  # the worker reports the error
         return None
 
@@ -102,18 +100,17 @@ class KServeCodec(OipCodec):
     def decode(self, item: Item) -> tuple[Any, Any]:
         """(`Many` instances, or the named arrays of a model with inputs; whether the request is in column format)."""
         body: _Body = decode_json(item.payload, _Body)
-        if (body.instances is None) == (body.inputs == _NONE):
+        if (body.instances == _NONE) == (body.inputs == _NONE):
             raise BadRequest('the body must have either the key "instances" or the key "inputs"')
         binary = _B64.search(item.payload) is not None
-        inputs = bytes(body.inputs)
-        if inputs[:1] == b"{":
-            return self._columns(_value(inputs, binary), item), True
-        rows = decode_json(inputs, list[Raw]) if body.instances is None else body.instances
-        if not rows:
-            raise BadRequest("the list of instances is empty, expected at least one")
+        if bytes(body.inputs)[:1] == b"{":
+            return self._columns(_value(bytes(body.inputs), binary), item), True
+        rows = bytes(body.inputs if body.instances == _NONE else body.instances)
         if item.stop >= 0:
-            rows = rows[item.start : item.stop]
-        instances = _value(b"[%b]" % b",".join(rows), binary)
+            rows = b"[%b]" % b",".join(raw_list.decode(rows)[item.start : item.stop])
+        instances = _value(rows, binary)
+        if not isinstance(instances, list) or not instances:
+            raise BadRequest("the instances must be a list of at least one")
         return (self._arrays(self._named(instances)) if self.inputs else Many(instances)), False
 
     def _named(self, instances: list[Any]) -> dict[str, list[Any]]:
@@ -167,7 +164,7 @@ class KServeCodec(OipCodec):
             raise BadOutput(f"the model returned a {type(value).__name__} for the instances, expected a list")
         return ItemResult(encode_json({"outputs": columns} if context else {self.key: rows}), JSON)
 
-    def encode_part(self, value: Any, item: Item, context: Any) -> ItemResult:
+    def encode_part(self, value: Any, item: Item, context: Any, first: bool) -> ItemResult:
         """Raises BadRequest: an answer of this protocol is one JSON object."""
         raise BadRequest("the model streams its response, which this protocol cannot carry; use /v2 or /predictions")
 
@@ -237,12 +234,14 @@ def _unwrapped(value: Any) -> Any:
 
 def _prediction(result: Any) -> Any:
     """The JSON value of a result. Raises BadOutput for None."""
+    result = plain_result(result)
     if result is None:
         raise BadOutput("the model returned None for an instance; return a value, or an exception to fail the request")
     if isinstance(result, bytes):
         return {"b64": b64encode(result).decode()}
     if isinstance(result, Parts):
-        return "".join(result) if all(isinstance(part, str) for part in result) else list(map(_prediction, result))
+        parts = list(map(_prediction, result))
+        return "".join(parts) if all(isinstance(part, str) for part in parts) else parts
     return result
 
 
@@ -283,65 +282,19 @@ def _joined(lists: list[bytes]) -> bytes:
 # ---- routes
 
 
-class Model(Struct):
-    """A model as KServe's clients see it (`name`, `ready`), and as OpenAI's do. `created`: seconds since 1970."""
-
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    name: str
-    ready: bool
-
-
-class Models(Struct):
-    """The body of /v1/models: `data` for OpenAI's clients, `models` for KServe's."""
-
-    object: str
-    data: list[Model]
-    models: list[str]
-
-
 class Alive(Struct):
     """The body of /."""
 
     status: str
 
 
-def _models(backend: Backend, route: Route) -> ItemResult:
-    names = list(dict.fromkeys(status.name for status in backend.statuses()))
-    return _json(Models("list", [_model(backend, name) for name in names], names))
-
-
-def _one(backend: Backend, route: Route) -> ItemResult:
-    ready = backend.model_ready(route.model, route.version)
-    return _json(_model(backend, route.model), 200 if ready else 503)
-
-
-def _model(backend: Backend, name: str) -> Model:
-    try:
-        created = backend.metadata(name, None)[0].created
-    except PenstockError:  # it is not loaded yet
-        created = 0
-    return Model(name, "model", created, "penstock", name, backend.model_ready(name, None))
-
-
 def _alive(backend: Backend, route: Route) -> ItemResult:
-    return _json(Alive("alive"))
-
-
-def _json(value: Struct, status: int = 200) -> ItemResult:
-    return ItemResult(msgspec.json.encode(value), JSON, status)
+    return ItemResult(msgspec.json.encode(Alive("alive")), JSON)
 
 
 def _infer(path: str, verb: str, codec: str) -> Template:
     summary = f"{verb.title()} by KServe's V1 protocol"
     return Template(f"{path}:{verb}", summary, codec=codec, error_body=error_body, methods=POST)
-
-
-def _get(path: str, summary: str, answer: Callable[[Backend, Route], ItemResult], response: type[Struct]) -> Template:
-    statuses = READINESS if response is Model else (200,)
-    return Template(path, summary, answer=answer, error_body=error_body, response=response, statuses=statuses)
 
 
 ROUTES: Final = (
@@ -350,8 +303,5 @@ ROUTES: Final = (
         for verb, codec in (("predict", "kserve"), ("explain", "kserve_explain"))
         for version in ("", "/versions/{version}")
     ),
-    _get("/v1/models", "All models", _models, Models),
-    _get("/v1/models/{model}", "Whether a model can answer", _one, Model),
-    _get("/v1/models/{model}/versions/{version}", "Whether a version can answer", _one, Model),
     Template("/", "Whether the server is alive, as KServe's V1 clients ask", answer=_alive, open=True, response=Alive),
 )

@@ -17,6 +17,7 @@ from penstock.serving.protocols.bodies import (
     split_type,
 )
 from penstock.serving.protocols.route import Template
+from penstock.tasks import plain_result
 from penstock.types import Item, ItemResult, ModelMetadata, Response
 
 TEXT: Final = "text/plain; charset=utf-8"
@@ -95,6 +96,7 @@ class NativeCodec(Codec):
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """bytes -> octet-stream, str -> text, Response -> its own content type, any other type -> JSON."""
+        value = plain_result(value)
         if isinstance(value, bytes):
             return ItemResult(body=value if type(value) is bytes else bytes(value), content_type=BYTES)
         if isinstance(value, str):

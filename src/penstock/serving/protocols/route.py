@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
@@ -67,8 +68,15 @@ class Template(Struct, frozen=True):
     # (headers of `select_headers`, content type) -> the codec of this request; "" for `codec`
     select: Callable[[Mapping[bytes, bytes], bytes], str] | None = None
     select_headers: tuple[bytes, ...] = ()  # the headers that `select` reads, in lower case
+    name_of: Callable[[bytes | memoryview], str] | None = None  # the model that the body of this route names
+    max_body_bytes: int | None = None  # ... below `limits.max_body_bytes`
+    task: str = ""  # ... if a model of this task is loaded, for OpenAPI
     response: Any = None  # of `answer`: the type of its JSON, for OpenAPI
     statuses: tuple[int, ...] = (200,)  # ... and the statuses with which it is sent
+
+    def limit(self, most: int) -> int:
+        """The largest body of an inference route, where `most` is `limits.max_body_bytes`."""
+        return most if self.max_body_bytes is None else min(self.max_body_bytes, most)
 
     def allowed(self) -> frozenset[str]:
         """The methods of a native route."""
@@ -83,6 +91,19 @@ class Route(Struct, frozen=True):
     version: str | None = None
     names: dict[str, str] = field(default_factory=dict)
     headers: Headers = field(default_factory=list)
+
+
+def name_model(route: Route, payload: Any) -> Route:
+    """The route with the model that its path or the body names. Raises BadRequest, and then frees a Buffer."""
+    name_of = route.template.name_of
+    if name_of is None:
+        return route
+    try:
+        return replace(route, model=name_of(payload if isinstance(payload, bytes) else payload.view))
+    except PenstockError:
+        if not isinstance(payload, bytes):
+            payload.release()
+        raise
 
 
 class RouteTable:

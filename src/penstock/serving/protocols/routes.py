@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.serving.protocols import kserve, native, oip_json
+from penstock.serving.protocols import kserve, native, oip_json, openai, openai_embeddings, openai_text
 from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.route import READINESS, Route, Template, error_body
 from penstock.types import ItemResult
@@ -32,6 +32,9 @@ TEMPLATES: Final = (
     *native.ROUTES,
     *oip_json.ROUTES,
     *kserve.ROUTES,
+    *openai.ROUTES,
+    *openai_text.ROUTES,
+    *openai_embeddings.ROUTES,
     PING,
     Template("/healthz", "Whether the server is alive", answer=oip_json.live, open=True, response=oip_json.Live),
     Template(
@@ -49,4 +52,5 @@ def error_body_of(route: Route | None, target: bytes) -> Callable[[PenstockError
     """The error format of a route; without a route, the format of the neighbouring routes."""
     if route is not None:
         return route.template.error_body
-    return oip_json.error_body if target.startswith((b"/v1/", b"/v2/")) else error_body
+    neighbours = {b"/v1/": openai.error_body, b"/v2/": oip_json.error_body}
+    return neighbours.get(target[:4], error_body)

@@ -42,7 +42,13 @@ def parts(call: Call) -> None:
     call.reply(b"c", "text/plain")
 
 
+def events(call: Call) -> None:
+    call.reply(b"data: a\n\n", "text/event-stream", final=False)
+    call.sink(ItemResult(error=ItemFailed("it raised")))
+
+
 MODELS = {
+    "events": events,
     "echo": Call.reply,
     "parts": parts,
     "bad": lambda call: call.sink(ItemResult(error=ItemFailed("it raised", detail="secret"))),
@@ -159,7 +165,39 @@ async def test_open_inference_routes(face_of):
         assert (await client.post("/v2/models/bad/infer")).json() == {"error": "it raised"}
 
 
-@pytest.mark.parametrize(("path", "told"), [("/v2/models/echo/config", str), ("/v3/models/echo", dict)])
+async def test_the_body_of_openais_routes_names_the_model(face_of):
+    backend = FakeBackend(MODELS)
+    async with face_of(backend) as client:
+        for size in (1, 60_000, 70_000, 900_000):  # also in shared memory
+            body = b'{"input": "%b", "model": "echo"}' % (b"x" * size)
+            for content in (body, chunked(body)):
+                answer = await client.post("/v1/embeddings", content=content, headers={"accept": "text/event-stream"})
+                assert (answer.status_code, answer.content) == (200, body)  # never wrapped in an event of ours
+            assert backend.calls[-1].item.codec == "openai_embeddings"
+            for bad, status in ((body.replace(b"echo", b"ecco"), 404), (body.replace(b"model", b"mode"), 400)):
+                answer = await client.post("/v1/embeddings", content=bad)
+                assert answer.status_code == status
+                assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert (await client.post("/v1/embeddings", content=b"x" * 1_100_000)).status_code == 413
+        assert backend.used_bytes == 0
+        assert (await client.put("/v1/embeddings", content=body)).status_code == 405
+
+
+async def chunked(body: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(body), 50_000):
+        yield body[at : at + 50_000]
+
+
+async def test_an_error_within_events_is_an_event(face_of):
+    async with face_of() as client:
+        answer = await client.post("/v1/completions", content=b'{"model": "events"}')
+        assert answer.headers["content-type"] == "text/event-stream"
+        first, error = answer.text.removesuffix("\n\n").split("\n\n")
+        assert first == "data: a"
+        assert json.loads(error.removeprefix("event: error\ndata: "))["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize(("path", "told"), [("/v2/models/echo/config", str), ("/v1/nothing", dict)])
 async def test_an_unknown_route_uses_the_error_format_of_its_neighbours(face_of, path, told):
     async with face_of() as client:
         answer = await client.get(path)
