@@ -204,7 +204,7 @@ def loop(clients: int, seconds: float) -> Sample:
 def question(length: int, rng: random.Random) -> object:
     """A request of the example, with prompts of 8 to 100 letters."""
     prompt = "three after may: june july august\n" * rng.randint(0, 2) + "two after monday:"
-    return {"prompt": prompt, "max_new_tokens": length, "ignore_end": True}
+    return {"prompt": prompt, "max_tokens": length, "ignore_end": True}
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Text generation as a step model: every step gives one more token to each of the texts that are being written.
 
-A request is a text, or JSON such as `{"prompt": "count from two to nine:", "max_new_tokens": 40}`.
+A request is a text, JSON such as `{"prompt": "count from two to nine:", "max_tokens": 40}`, or comes from a client of
+OpenAI's API.
 """
 
 from __future__ import annotations
@@ -13,27 +14,35 @@ from torch.nn import functional
 
 import penstock
 
-KEYS = {"prompt": str, "max_new_tokens": int, "temperature": (int, float), "seed": int, "ignore_end": bool}
+
+class Request(penstock.TextRequest, kw_only=True):
+    """`ignore_end` writes on after the end of an answer. Without a temperature the likeliest token is taken."""
+
+    ignore_end: bool = False
 
 
 class Text:
     """A text that is being written: its request, its tokens, and its cache while it is not in the common one."""
 
-    def __init__(self, tokens: list[int], request: dict[str, Any], room: int) -> None:
+    def __init__(self, tokens: list[int], request: Request, room: int) -> None:
         self.tokens = tokens
         self.prompt = len(tokens)
-        self.left = min(request.get("max_new_tokens", room), room)
-        self.temperature = float(request.get("temperature", 0))
-        self.ignore_end = request.get("ignore_end", False)
-        self.random = torch.Generator().manual_seed(request.get("seed", 0))
+        self.left = min(request.max_tokens or room, room)
+        self.temperature = request.temperature or 0
+        self.top_p = 1.0 if request.top_p is None else request.top_p
+        self.ignore_end = request.ignore_end
+        self.random = torch.Generator().manual_seed(request.seed or 0)
+        self.stop = penstock.StopScanner(request.stop)
         self.cache: Cache | None = None
         self.cached = 0  # tokens in the cache
+        self.written = ""
         self.sent = ""
 
 
 class Generator:
     """Writes texts with the trained network, or with a causal model of `transformers` in the folder `path`."""
 
+    task = "text-generation"
     max_active = 32
 
     def __init__(self, path: str | None = None) -> None:
@@ -46,11 +55,12 @@ class Generator:
         self.together: list[Text] = []  # the rows of the common cache
         self.cache: Cache = []
 
-    def admit(self, item: Any) -> Text:
+    def admit(self, item: Request | str) -> Text:
         """The state of a request. Raises BadRequest."""
-        request = checked(item)
+        request = Request(prompt=item) if isinstance(item, str) else item
+        prompt = self.model.chat(request.messages) if request.messages else request.prompt
         try:
-            tokens = self.model.encode(request["prompt"])
+            tokens = self.model.encode(prompt) if isinstance(prompt, str) else self.model.checked(prompt)
         except ValueError as e:
             raise penstock.BadRequest(str(e)) from None
         room = self.model.context - len(tokens)
@@ -95,7 +105,7 @@ class Generator:
 
     def written(self, text: Text, logits: torch.Tensor) -> penstock.Step:
         if text.temperature > 0:
-            chances = functional.softmax(logits / text.temperature, dim=-1)
+            chances = likely(functional.softmax(logits / text.temperature, dim=-1), text.top_p)
             token = int(torch.multinomial(chances, 1, generator=text.random))
         else:
             token = int(logits.argmax())
@@ -103,27 +113,23 @@ class Generator:
         text.left -= 1
         ended = token in self.model.ends and not text.ignore_end
         written = self.model.decode(text.tokens[text.prompt : len(text.tokens) - ended])
-        part = written[len(text.sent) :]
-        done = ended or not text.left
-        if part.endswith("\ufffd") and not done:
+        last = ended or not text.left
+        if written.endswith("\ufffd") and not last:
             return penstock.Step()  # the next token completes the character
-        text.sent = written
-        return penstock.Step(part or None, done)
+        part = text.stop.feed(written[len(text.written) :]) + (text.stop.end() if last else "")
+        text.written = written
+        text.sent += part
+        if not (last or text.stop.stopped):
+            return penstock.Step(part or None)
+        reason: Any = "stop" if ended or text.stop.stopped else "length"
+        return penstock.Step(penstock.TextPart(part, reason, text.prompt, len(text.tokens) - text.prompt), done=True)
 
 
-def checked(item: Any) -> dict[str, Any]:
-    """The request as a dictionary. Raises BadRequest."""
-    request = {"prompt": item} if isinstance(item, str) else item
-    if not isinstance(request, dict) or "prompt" not in request:
-        raise penstock.BadRequest(f"found a {type(item).__name__}, expected a text, or an object with a prompt")
-    for key, value in request.items():
-        if key not in KEYS:
-            raise penstock.BadRequest(f"found the key {key!r}, expected {', '.join(KEYS)}")
-        if not isinstance(value, KEYS[key]) or (isinstance(value, bool) and key != "ignore_end"):  # type: ignore[arg-type]
-            raise penstock.BadRequest(f"found a {type(value).__name__} as {key}")
-    if request.get("max_new_tokens", 1) < 1:
-        raise penstock.BadRequest("max_new_tokens must be at least 1")
-    return request
+def likely(chances: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The chances of the likeliest tokens, whose sum reaches `top_p`, and 0 for the others."""
+    ordered, places = chances.sort(descending=True)
+    ordered[ordered.cumsum(0) - ordered >= top_p] = 0
+    return torch.zeros_like(chances).scatter_(0, places, ordered)
 
 
 def padded(texts: list[Text], past: Cache | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

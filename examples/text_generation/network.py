@@ -15,6 +15,8 @@ from sentences import END, LETTERS
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock import BadRequest, ChatMessage
+
 HERE = Path(__file__).parent
 WIDTH, HEADS, LAYERS = 56, 4, 3
 CONTEXT = 256  # characters of question and answer together
@@ -98,6 +100,16 @@ class CharacterModel:
             raise ValueError(f"the prompt has {unknown[0]!r}; it may have small letters, spaces, colons and hyphens")
         return [LETTERS.index(letter) for letter in prompt]
 
+    def checked(self, tokens: list[int]) -> list[int]:
+        """The tokens of a client. Raises ValueError."""
+        if not all(0 <= token < len(LETTERS) for token in tokens):
+            raise ValueError(f"a token is a number from 0 to {len(LETTERS) - 1}")
+        return list(tokens)
+
+    def chat(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt of a chat: its last message, because the network answers single questions."""
+        return messages[-1].content
+
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(LETTERS[token] for token in tokens)
 
@@ -127,6 +139,20 @@ class CausalModel:
 
     def encode(self, prompt: str) -> list[int]:
         tokens: list[int] = self._tokenizer(prompt)["input_ids"]
+        return tokens
+
+    def checked(self, tokens: list[int]) -> list[int]:
+        """The tokens of a client. Raises ValueError."""
+        if not all(0 <= token < self._model.config.vocab_size for token in tokens):
+            raise ValueError(f"a token is a number from 0 to {self._model.config.vocab_size - 1}")
+        return list(tokens)
+
+    def chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The tokens of a chat by the template of the tokenizer. Raises BadRequest without one."""
+        if not self._tokenizer.chat_template:
+            raise BadRequest("this model has no chat template; use /v1/completions")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        tokens: list[int] = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
