@@ -63,6 +63,7 @@ class Item(Struct, omit_defaults=True):
     models that run batches concurrently. `arrived_s`: when it was handed over, on the clock of `time.monotonic`, if it
     did not reach the event loop at once. `behind_s`: how much later it may be served than others that arrive with it.
     `sequence`: for models with `max_sequences`.
+    `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`.
     """
 
     payload: Any
@@ -78,6 +79,7 @@ class Item(Struct, omit_defaults=True):
     arrived_s: float | None = None
     behind_s: float = 0.0
     sequence: SequenceRequest | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class ItemResult(Struct, omit_defaults=True):
@@ -175,7 +177,8 @@ class ModelMetadata(Struct, frozen=True):
 
     `parameters` are plain values for clients. A `revision` among them identifies weights and settings; every Open
     Inference response of the model carries it. `created`: when it was loaded, in seconds since 1970. `streams`: an
-    answer may have any number of parts. `task` is "" or one of `penstock.tasks.TASKS`.
+    answer may have any number of parts. `task` is "" or one of `penstock.tasks.TASKS`. `takes_parameters`: clients may
+    send parameters of their own.
     """
 
     name: str
@@ -188,6 +191,7 @@ class ModelMetadata(Struct, frozen=True):
     schemas: ModelSchemas = ModelSchemas()
     streams: bool = False
     task: str = ""
+    takes_parameters: bool = False
 
 
 class ModelStatus(Struct, frozen=True):

@@ -46,6 +46,24 @@ SOURCE = """
 
     def parts(items):
         yield items
+
+    def told(items, parameters):
+        return [{"told": np.array([str(sorted(found.items()))], object)} for found in parameters]
+
+    async def told_async(items, *, parameters):
+        return told(items, parameters)
+
+    @penstock.model(max_sequences=4)
+    def told_sequences(items, sequences, parameters):
+        return told(items, [{**found, "sequence": int(s.id)} for found, s in zip(parameters, sequences)])
+
+    def waits(items):
+        import time
+        time.sleep(0.5)
+        return items
+
+    def scores(items):
+        return [{"y": item["x"], "t": np.array([b"a"], object)} for item in items]
 """
 CONFIG = """
 [server]
@@ -77,6 +95,25 @@ transport = "thread"
 
 [models.fails]
 target = "app.py:fails"
+transport = "thread"
+
+[models.told]
+target = "app.py:told"
+transport = "thread"
+
+[models.told_async]
+target = "app.py:told_async"
+
+[models.told_sequences]
+target = "app.py:told_sequences"
+transport = "thread"
+
+[models.waits]
+target = "app.py:waits"
+transport = "thread"
+
+[models.scores]
+target = "app.py:scores"
 transport = "thread"
 """
 ONE = np.array([[1, 2]], np.float32)
@@ -238,6 +275,79 @@ def test_failures_count_apart(client):
 def test_statistics_list_every_version(client):
     found = {(each["name"], each["version"]) for each in client.get_inference_statistics()["model_stats"]}
     assert {("typed", "1"), ("typed", "2"), ("echo", "1")} <= found
+
+
+# ---- requests
+
+
+SCORES = np.array([[[0.5, 3], [-1, 3]], [[np.nan, -2], [7, 0.25]]], np.float32)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_classification_has_the_largest_values_of_each_row(client, binary):
+    best = triton.InferRequestedOutput("y", binary_data=binary, class_count=3)
+    found = client.infer("scores", [tensor("x", SCORES)], outputs=[best]).as_numpy("y")
+    assert [[cell if isinstance(cell, str) else cell.decode() for cell in row] for row in found.tolist()] == [
+        ["3.000000:1", "3.000000:3", "0.500000:0"],
+        ["7.000000:2", "0.250000:3", "-2.000000:1"],
+    ]
+    all_of_them = triton.InferRequestedOutput("y", class_count=100)
+    counts = np.array([[3, 200, 200]], np.uint8)
+    found = client.infer("scores", [tensor("x", counts, "UINT8")], outputs=[all_of_them]).as_numpy("y")
+    assert found.tolist() == [[b"200:1", b"200:2", b"3:0"]]
+
+
+def test_a_classification_of_text_is_refused(client):
+    best = triton.InferRequestedOutput("t", class_count=1)
+    status, message = refused(lambda: client.infer("scores", [tensor("x", ONE)], outputs=[best]))
+    assert (status, message) == ("400", "output 't': classification needs numbers, found BYTES")
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_timeout_ends_a_request(client, binary):
+    status, _ = refused(lambda: client.infer("waits", [tensor("x", ONE, binary=binary)], timeout=1))
+    assert status == "504"
+    assert (
+        client.infer("waits", [tensor("x", ONE, binary=binary)], timeout=20_000_000, priority=1).as_numpy("x")
+        is not None
+    )
+
+
+def test_a_timeout_that_comes_too_late_to_be_read_is_refused(client):
+    large = np.zeros((1, 60_000), np.float32)
+    status, message = refused(lambda: client.infer("echo", [tensor("x", large, binary=False)], timeout=5))
+    assert status == "400"
+    assert message == (
+        "parameter 'timeout' is not supported; the body is too large to read it in time: send the header x-deadline-ms"
+    )
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("model", ["told", "told_async"])
+def test_parameters_reach_a_model_that_takes_them(client, model, binary):
+    given = {"colour": "red", "n": 3, "x": 0.5, "flag": True}
+    answer = client.infer(model, [tensor("x", ONE, binary=binary)], parameters=given, priority=1)
+    assert answer.as_numpy("told").tolist() == [str(sorted(given.items())).encode()]
+    assert client.infer(model, [tensor("x", ONE)]).as_numpy("told").tolist() == [b"[]"]
+
+
+def test_parameters_reach_a_model_with_sequences(client):
+    sequence = {"sequence_id": 7, "sequence_start": True, "sequence_end": True}
+    answer = client.infer("told_sequences", [tensor("x", ONE)], parameters={"a": 1}, **sequence)
+    assert answer.as_numpy("told").tolist() == [b"[('a', 1), ('sequence', 7)]"]
+
+
+def test_parameters_are_refused_by_other_models(client):
+    status, message = refused(lambda: client.infer("echo", [tensor("x", ONE)], parameters={"colour": "red"}))
+    assert (status, message.partition(";")[0]) == ("400", "parameter 'colour' is not supported")
+
+
+@pytest.mark.parametrize("parameters", [{"timeout": -1}, {"priority": "high"}, {"timeout": 1.5}])
+@pytest.mark.parametrize("model", ["echo", "told"])
+def test_a_wrong_timeout_or_priority_is_refused(server, model, parameters):
+    head = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}], "parameters": parameters}
+    status, body = server.post(f"/v2/models/{model}/infer", json.dumps(head).encode())
+    assert (status, "Expected `int`" in json.loads(body)["error"]) == (400, True)
 
 
 # ---- repository

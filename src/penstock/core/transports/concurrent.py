@@ -71,7 +71,7 @@ class ConcurrentBatch:
         if not self._asked:
             return
         items, owners = run.d.items, run.d.owners
-        values, budgets = [run.d.values[u] for u in self._asked], [items[owners[u]].budget_s for u in self._asked]
+        values, budgets = run.arguments(self._asked), [items[owners[u]].budget_s for u in self._asked]
         run.d.values = []  # only the model keeps the memory that the values refer to
         try:
             assert self._runner.model.submit is not None

@@ -16,6 +16,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.messages import Unsent
 from penstock.core.wire.tensors import dumps
+from penstock.core.worker.parameters import units_of
 from penstock.core.worker.python_model import PythonModel
 from penstock.core.worker.results import aligned
 from penstock.errors import ENDS, BadOutput, Cancelled, ItemFailed, OutOfMemory, PenstockError, out_of_memory
@@ -342,11 +343,17 @@ class BatchRun:
         """The values of these units: a new list, or the whole batch as `prepare` returned it."""
         values = self.d.values
         prepared = type(values) is not list and len(units) == len(values)
-        values = values if prepared else [values[u] for u in units]
-        states = self.runner.model.states
-        if states is None:
+        return values if prepared else self.arguments(units)
+
+    def arguments(self, units: list[int]) -> list[Any]:
+        """The values of these units, with parameters and sequences if the model takes them."""
+        values, model, items = [self.d.values[u] for u in units], self.runner.model, self.d.items
+        if not (model.takes_parameters or model.states is not None) or self.d.owners[units[0]] in self.d.explained:
             return values
-        return states.units(values, [self.d.items[self.d.owners[u]].sequence for u in units])
+        asked = [items[self.d.owners[u]] for u in units]
+        if model.takes_parameters:
+            values = units_of(values, asked)
+        return values if model.states is None else model.states.units(values, [item.sequence for item in asked])
 
     def _keep(self, values: list[Any]) -> None:
         if self.runner.model.states is not None:

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.core.worker.item_types import ModelTypes
+from penstock.core.worker.parameters import WithParameters, takes_parameters
 from penstock.core.worker.sequences import SequenceStates
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
@@ -65,7 +66,7 @@ Extra = str | int | Callable[[], int] | None
 class PythonModel:
     """The model behind a target. `load` instantiates a class; a function needs no loading.
 
-    Its 21 attributes are the optional members of a model, looked up once.
+    Its 22 attributes are the optional members of a model, looked up once.
     """
 
     def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:
@@ -94,6 +95,7 @@ class PythonModel:
         self.stepped = False  # it has `admit` and `step`
         self.loop: StepLoop | CallLoop | None = None  # runs in the main thread of a worker process
         self.states: SequenceStates | None = None  # of a model whose `predict` receives sequences
+        self.takes_parameters = False  # `predict` receives the parameters of requests
         self.types = ModelTypes(None, None)
 
     def _not_loaded(self, items: list[Any]) -> Any:
@@ -129,6 +131,10 @@ class PythonModel:
         self.submit = getattr(found, "__penstock_submit__", None)
         self.soon = getattr(found, "__penstock_soon__", None)
         self.concurrency = 1 if self.submit is None else int(getattr(found, "__penstock_concurrency__", 1))
+        own = self.submit is not None or self.prepare is not None or self.stepped
+        if not own and predict is not None and takes_parameters(predict):
+            self.takes_parameters = True
+            self.predict = WithParameters(predict, parameters=())
 
     def begin_loop(self, batching: BatchingConfig) -> None:
         """Prepares a loaded model with sequences, or one that runs several items or batches at the same time; does
@@ -195,6 +201,7 @@ class PythonModel:
             schemas=self.types.schemas(name),
             streams=self.stepped or is_generator(getattr(self._model, "predict", None) or self._model),
             task=task or (declared if isinstance(declared, str) and declared in TASKS else ""),
+            takes_parameters=self.takes_parameters,
         )
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:

@@ -388,11 +388,14 @@ class ResponseWriter:
             codec, kind = context.codec or template.codec, context.content_type
             item = Item(context.payload, codec, kind, 1, False, context.request_id, context.headers)
             backend, sink = self.listener.backend, context.on_result
-            if context.plain:
+            terms = None if template.read_terms is None else template.read_terms(item)
+            if context.plain and terms is None:
                 context.ticket = backend.submit(route.model, route.version, item, sink)
             else:
                 submit = partial(self.listener.idempotency.submit, context.key) if context.key else backend.submit
                 budget_s, priority = context.budget_s, context.priority
+                if terms is not None:
+                    budget_s, priority = terms.applied(budget_s, priority)
                 context.ticket = submit(route.model, route.version, item, sink, budget_s=budget_s, priority=priority)
         except PenstockError as error:
             self._count_quick()

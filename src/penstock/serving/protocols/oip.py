@@ -29,6 +29,7 @@ from penstock.serving.protocols.oip_tensors import (
     output_array,
     to_bytes,
     to_json,
+    top_classes,
 )
 from penstock.types import Headers, Item, ItemResult, ModelMetadata, Response, SequenceRequest
 
@@ -76,9 +77,10 @@ class InputTensor(Tensor, omit_defaults=True):
 
 
 class OutputParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Parameters of a requested output."""
+    """Parameters of a requested output. `classification`: only the largest values of each row, this many."""
 
     binary_data: bool | None = None
+    classification: Annotated[int, Meta(ge=0)] = 0
 
 
 class RequestedOutput(Struct, omit_defaults=True):
@@ -89,10 +91,13 @@ class RequestedOutput(Struct, omit_defaults=True):
 
 
 class RequestParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Parameters of a request. `binary_data_output` is the default for all outputs. The others are for models with
+    """Parameters of a request. `binary_data_output` is the default for all outputs. The server process reads `timeout`
+    in microseconds and `priority` from 1, the highest; 0 is the default. `sequence_*` are for models with
     `max_sequences`, as in Triton's sequence extension."""
 
     binary_data_output: bool | None = None
+    timeout: Annotated[int, Meta(ge=0)] = 0
+    priority: Annotated[int, Meta(ge=0)] = 0
     sequence_id: int | str | None = None
     sequence_start: bool | None = None
     sequence_end: bool | None = None
@@ -107,6 +112,12 @@ class OipRequest(Struct, omit_defaults=True):
     parameters: RequestParameters | None = None
 
 
+class OpenRequest(OipRequest):
+    """A request to a model that takes parameters of its own."""
+
+    parameters: dict[str, Any] | None = None  # type: ignore[assignment]
+
+
 R = TypeVar("R", bound=OipRequest)
 _UNKNOWN_PARAMETER: Final = re.compile(r"unknown field `(.*)` - at `\$\.?(.*?)\.?parameters`")
 _ADVICE: Final = {
@@ -117,8 +128,10 @@ _ADVICE: Final = {
     "shared_memory": "send tensors in the body",
 }  # by the beginning of the parameter's name
 _SUPPORTED: Final = (
-    "a request takes binary_data_output, an input binary_data_size, a requested output binary_data; leave it out"
+    "a request takes binary_data_output, timeout and priority, an input binary_data_size, a requested output"
+    " binary_data and classification; a model takes others in predict(items, parameters)"
 )
+_NO_PARAMETERS: Final = OutputParameters()
 
 
 def unsupported(name: str, place: str = "") -> BadRequest | None:
@@ -131,10 +144,10 @@ def _refusal(name: str, place: str, advice: str) -> BadRequest:
     return BadRequest(f"parameter '{name[:100]}'{place and f' of {place[:40]}'} is not supported; {advice}")
 
 
-def decode_request(head: bytes | memoryview) -> OipRequest:
+def decode_request(head: bytes | memoryview, kind: type[R]) -> R:
     """The JSON of a request. Raises BadRequest, also for parameters that would have no effect."""
     try:
-        request: OipRequest = decode_json(head, OipRequest)
+        request: R = decode_json(head, kind)
     except BadRequest as error:
         raise _explained(error) from None
     return request
@@ -148,6 +161,16 @@ def convert_request(values: dict[str, Any], kind: type[R]) -> R:
         raise _explained(BadRequest(f"the request has the wrong form: {error}")) from None
 
 
+def split_parameters(values: dict[str, Any]) -> tuple[RequestParameters, dict[str, Any]]:
+    """(the parameters of the protocol, the others). Raises BadRequest."""
+    known = {name: value for name, value in values.items() if name in RequestParameters.__struct_fields__}
+    try:
+        parameters = msgspec.convert(known, RequestParameters)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the request has the wrong form: {error} in its parameters") from None
+    return parameters, {name: value for name, value in values.items() if name not in known}
+
+
 def _explained(error: BadRequest) -> BadRequest:
     """The error for an unknown parameter, with advice; other errors as they are."""
     if found := _UNKNOWN_PARAMETER.search(error.message):
@@ -156,8 +179,14 @@ def _explained(error: BadRequest) -> BadRequest:
     return error
 
 
+class _SequenceParameters(Struct):
+    sequence_id: int | str | None = None
+    sequence_start: bool | None = None
+    sequence_end: bool | None = None
+
+
 class _SequenceHead(Struct):
-    parameters: RequestParameters | None = None
+    parameters: _SequenceParameters | None = None
 
 
 def sequence_of_json(head: bytes | memoryview) -> SequenceRequest | None:
@@ -239,14 +268,22 @@ def write_head(message: OipRequest | OipResponse) -> bytes:
 # ---- codecs
 
 
+class Selection(Struct):
+    """A requested output; with `classes`, only the largest values of each row, this many."""
+
+    name: str
+    binary: bool
+    classes: int = 0
+
+
 class OipContext(Struct):
-    """The part of the request that `encode` needs. `outputs` holds (name, binary) pairs; None means all outputs.
+    """The part of the request that `encode` needs. `outputs` None means all outputs.
 
     `typed`: over gRPC, outputs are typed contents.
     """
 
     id: str | None = None
-    outputs: list[tuple[str, bool]] | None = None
+    outputs: list[Selection] | None = None
     binary: bool = False
     typed: bool = False
 
@@ -260,6 +297,7 @@ class OipCodec(Codec):
         known = metadata or ModelMetadata(model, version)
         self.inputs = {spec.name: spec for spec in known.inputs}
         self.outputs = {spec.name: spec.datatype for spec in known.outputs}
+        self.takes_parameters = known.takes_parameters
         revision = known.parameters.get("revision")
         self.parameters = None if revision is None else {"revision": revision}
 
@@ -272,16 +310,16 @@ class OipCodec(Codec):
     def read(self, item: Item) -> tuple[OipRequest, Sequence[memoryview | None]]:
         """The request, and the bytes of each input; None for data in the JSON. Raises BadRequest."""
         head, rest = self.head_of(item)
-        request = decode_request(head)
+        request = decode_request(head, OpenRequest if self.takes_parameters else OipRequest)
         return request, split_sections(request.inputs, rest, "input", BadRequest)
 
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
         """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
         request, sections = self.read(item)
-        if item.sequence is None and request.parameters is not None:
-            for name in ("sequence_id", "sequence_start", "sequence_end"):
-                if getattr(request.parameters, name):
-                    raise _refusal(name, "", _ADVICE["sequence"])
+        if isinstance(request.parameters, dict):
+            request.parameters, item.parameters = split_parameters(request.parameters)
+        if request.parameters is not None:
+            self._check_parameters(request.parameters, item)
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for tensor, data in zip(request.inputs, sections, strict=True):
             if tensor.name in arrays:
@@ -289,6 +327,16 @@ class OipCodec(Codec):
             self._check(tensor)
             arrays[tensor.name] = array_of_tensor(tensor, data, "input", BadRequest)
         return self._rows(arrays, item), self.context_of(request)
+
+    def _check_parameters(self, found: RequestParameters, item: Item) -> None:
+        """Raises BadRequest for parameters that had no effect."""
+        for name in ("sequence_id", "sequence_start", "sequence_end") if item.sequence is None else ():
+            if getattr(found, name):
+                raise _refusal(name, "", _ADVICE["sequence"])
+        if self.came_late(item):
+            for name in ("timeout", "priority"):
+                if getattr(found, name):
+                    raise _refusal(name, "", f"the body is too large to read it in time: {_ADVICE[name]}")
 
     def _rows(self, arrays: dict[str, np.ndarray[Any, Any]], item: Item) -> dict[str, np.ndarray[Any, Any]]:
         """The rows of this item. Raises BadRequest for missing inputs or different numbers of rows."""
@@ -335,14 +383,17 @@ class OipCodec(Codec):
         requested: OipContext = context or OipContext()
         selected = requested.outputs
         if selected is None:
-            selected = [(name, requested.binary) for name in outputs]
+            selected = [Selection(name, requested.binary) for name in outputs]
         tensors, sections = [], []
-        for name, binary in selected:
+        for wanted in selected:
+            name = wanted.name
             if name not in outputs:
                 raise BadRequest(f"unknown output '{name[:100]}' requested; the model returned {', '.join(outputs)}")
             datatype, array = output_array(name, outputs[name], self.outputs.get(name))
+            if wanted.classes:
+                datatype, array = "BYTES", top_classes(name, datatype, array, wanted.classes)
             tensor = Tensor(name, list(array.shape), datatype)
-            if binary:
+            if wanted.binary:
                 sections.append(to_bytes(name, datatype, array))
                 tensor.parameters = TensorParameters(len(sections[-1]))
             else:
@@ -382,14 +433,19 @@ class OipCodec(Codec):
 
     # ---- the form of the messages
 
+    def came_late(self, item: Item) -> bool:
+        """Whether the server process could not read the parameters of a request."""
+        return False
+
     def context_of(self, request: OipRequest) -> OipContext:
         binary = request.parameters is not None and bool(request.parameters.binary_data_output)
         if not request.outputs:
             return OipContext(request.id, None, binary)
         selected = []
         for output in request.outputs:
-            binary_data = output.parameters.binary_data if output.parameters is not None else None
-            selected.append((output.name, binary if binary_data is None else binary_data))
+            asked = output.parameters or _NO_PARAMETERS
+            own = binary if asked.binary_data is None else asked.binary_data
+            selected.append(Selection(output.name, own, asked.classification))
         return OipContext(request.id, selected, binary)
 
     def write(self, answer: OipResponse, sections: Sequence[bytes | memoryview], typed: bool) -> ItemResult:

@@ -179,6 +179,12 @@ class _GrpcRequest(OipRequest):
     typed: bool = False
 
 
+class _OpenGrpcRequest(_GrpcRequest):
+    """A request to a model that takes parameters of its own."""
+
+    parameters: dict[str, Any] | None = None  # type: ignore[assignment]
+
+
 class OipGrpcCodec(OipCodec):
     """Codec of ModelInfer and ModelStreamInfer. Outputs are raw, or typed contents if the inputs were.
 
@@ -213,7 +219,8 @@ class OipGrpcCodec(OipCodec):
         """The request, and the little-endian bytes of each input. Raises BadRequest."""
         head, raw = _split(item.payload, _RAW_INPUTS)
         message = _parse(_Request, head)
-        request = convert_request(_values_of(message), _GrpcRequest)
+        kind = _OpenGrpcRequest if self.takes_parameters else _GrpcRequest
+        request = convert_request(_values_of(message), kind)
         if raw and request.typed:
             raise BadRequest("found contents of an input and raw_input_contents; send one of them")
         given = [tensor for tensor in message.inputs if SHARED not in tensor.parameters]
@@ -228,8 +235,11 @@ class OipGrpcCodec(OipCodec):
         return request, sections
 
     def context_of(self, request: OipRequest) -> OipContext:
-        outputs = [(output.name, True) for output in request.outputs or ()]
-        return OipContext(request.id, outputs or None, True, isinstance(request, _GrpcRequest) and request.typed)
+        context = super().context_of(request)
+        for output in context.outputs or ():
+            output.binary = True
+        context.binary, context.typed = True, isinstance(request, _GrpcRequest) and request.typed
+        return context
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """The response for a dict of arrays, or one array ("output_0"). Raises BadRequest for an unknown output."""

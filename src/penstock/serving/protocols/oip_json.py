@@ -1,24 +1,32 @@
 """Open Inference Protocol v2 in JSON: codec and routes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.errors import BadRequest, PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import JSON
-from penstock.serving.protocols.oip import HEADER_BYTES, HEADER_LENGTH, OipCodec, parse_length, sequence_of_json
+from penstock.serving.protocols.oip import (
+    HEADER_BYTES,
+    HEADER_LENGTH,
+    OipCodec,
+    header_length,
+    parse_length,
+    sequence_of_json,
+)
 from penstock.serving.protocols.oip_schema import request_content, response_content
-from penstock.serving.protocols.route import READINESS, Route, Template
+from penstock.serving.protocols.route import READINESS, Route, Template, Terms
 from penstock.types import Item, ItemResult, SequenceRequest, TensorSpec
 
 PEEK_BYTES: Final = HEADER_BYTES
 _LENGTH_HEADER: Final = HEADER_LENGTH.lower().encode()
 EXTENSIONS: Final = (
-    "binary_tensor_data", "logging", "model_configuration", "model_repository", "sequence", "statistics", "trace",
+    "binary_tensor_data", "classification", "logging", "model_configuration", "model_repository", "parameters",
+    "schedule_policy", "sequence", "statistics", "trace",
 )  # fmt: skip
 _PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # first bytes of a pickle
 
@@ -76,6 +84,10 @@ class OipJsonCodec(OipCodec):
         """The sequence of up to 64 KiB of JSON. Raises BadRequest."""
         return sequence_of_json(body) if len(body) <= PEEK_BYTES else None
 
+    def came_late(self, item: Item) -> bool:
+        """Of a large body the server process reads no parameters."""
+        return len(item.payload) > PEEK_BYTES
+
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
         """The whole body. Raises BadRequest for other formats, because a JSON error would be misleading."""
         payload = item.payload
@@ -84,6 +96,45 @@ class OipJsonCodec(OipCodec):
         if item.content_type.startswith("application/octet-stream") and bytes(payload[:1]) != b"{":
             raise BadRequest(f"the body is not JSON; binary tensors need the header {HEADER_LENGTH}")
         return payload, memoryview(b"")
+
+
+# ---- what the server process reads of a request
+
+
+class _TermsParameters(Struct):
+    timeout: Annotated[int, Meta(ge=0)] = 0
+    priority: Annotated[int, Meta(ge=0)] = 0
+
+
+class _TermsHead(Struct):
+    parameters: _TermsParameters | None = None
+
+
+_terms = msgspec.json.Decoder(_TermsHead)
+
+
+def read_terms(item: Item) -> Terms | None:
+    """The parameters `timeout` and `priority` of a request; None without them. The worker reports what is wrong."""
+    head = item.payload
+    if item.codec != "oip_json" or type(head) is not bytes:
+        head = _readable(item)
+    if b'"parameters"' not in head or (b'"timeout"' not in head and b'"priority"' not in head):
+        return None
+    try:
+        found = _terms.decode(head).parameters
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    if found is None:
+        return None
+    return Terms(found.timeout / 1e6 if found.timeout else None, found.priority - 1 if found.priority else None)
+
+
+def _readable(item: Item) -> bytes:
+    """The JSON before binary tensors. Nothing of another body: JSON in a Buffer has more than 64 KiB."""
+    if item.codec != "oip_binary":
+        return b""
+    length = header_length(item.headers) or 0  # `select_codec` has checked it
+    return bytes(getattr(item.payload, "view", item.payload)[:length])
 
 
 # ---- routes
@@ -201,6 +252,7 @@ def _infer(path: str) -> Template:
         error_body=error_body,
         select=select_codec,
         select_headers=(_LENGTH_HEADER, b"content-encoding"),
+        read_terms=read_terms,
     )
 
 

@@ -11,7 +11,8 @@ _CELLS: Final = {"BOOL": "boolean", "BYTES": "string", "FP16": "number", "FP32":
 _BYTES: Final = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"b64": {"type": "string"}}}]}
 _FLAG: Final = {"type": "boolean"}
 _TEXT: Final = {"type": "string"}
-_BINARY: Final = {"binary_data_size": {"type": "integer", "minimum": 0}}
+_COUNT: Final = {"type": "integer", "minimum": 0}
+_BINARY: Final = {"binary_data_size": _COUNT}
 
 
 def nested(spec: TensorSpec, axis: int = 0) -> dict[str, Any]:
@@ -26,13 +27,16 @@ def nested(spec: TensorSpec, axis: int = 0) -> dict[str, Any]:
 
 def request_content(model: ModelMetadata) -> dict[str, Any]:
     """A request in JSON; the binary forms have no schema."""
-    outputs = {"name": _name(model.outputs), "parameters": _parameters(binary_data=_FLAG)}
+    outputs = {"name": _name(model.outputs), "parameters": _parameters(binary_data=_FLAG, classification=_COUNT)}
     parameters = _parameters(
         binary_data_output=_FLAG,
+        timeout=_COUNT,
+        priority=_COUNT,
         sequence_id={"type": ["integer", "string"]},
         sequence_start=_FLAG,
         sequence_end=_FLAG,
     )
+    parameters["additionalProperties"] = model.takes_parameters
     needed = sum(not spec.optional for spec in model.inputs)
     request = {
         "inputs": _tensors(model.inputs, max(1, needed)),

@@ -152,6 +152,24 @@ def output_array(name: str, value: Any, declared: str | None) -> tuple[str, np.n
     return datatype, array
 
 
+def top_classes(name: str, datatype: str, array: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+    """BYTES `[rows, at most count]`: `value:index` of the largest values of each row, from the largest on.
+
+    Of equal values the first comes first; NaN comes last. Raises BadRequest for BOOL and BYTES.
+    """
+    import numpy as np
+
+    if datatype in ("BOOL", "BYTES"):
+        raise BadRequest(f"output '{name}': classification needs numbers, found {datatype}")
+    rows = array.reshape(len(array), math.prod(array.shape[1:]))
+    keys = np.where(np.isnan(rows), -np.inf, rows) if rows.dtype.kind == "f" else rows
+    order = rows.shape[1] - 1 - np.argsort(keys[:, ::-1], axis=1, kind="stable")[:, ::-1][:, :count]
+    form = "{:f}:{}" if rows.dtype.kind == "f" else "{}:{}"
+    best = np.take_along_axis(rows, order, axis=1)
+    pairs = zip(best.ravel().tolist(), order.ravel().tolist(), strict=True)
+    return objects([form.format(value, index).encode() for value, index in pairs], order.shape)
+
+
 def to_json(name: str, datatype: str, array: np.ndarray[Any, Any]) -> Raw:
     """The elements as one flat list. Raises BadRequest for BF16, which clients can request only in binary."""
     import numpy as np

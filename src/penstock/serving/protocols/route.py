@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.types import Headers, ItemResult
+from penstock.types import Headers, Item, ItemResult
 
 CACHED_PATHS: Final = 1024
 CACHED_PATH_BYTES: Final = 256
@@ -45,6 +45,19 @@ POST: Final = frozenset({"POST"})
 GET: Final = frozenset({"GET", "HEAD"})
 
 
+class Terms(Struct, frozen=True):
+    """What the body of a request says of its handling: seconds until its deadline, and its priority class."""
+
+    budget_s: float | None = None
+    priority: int | None = None
+
+    def applied(self, budget_s: float | None, priority: int) -> tuple[float | None, int]:
+        """Those of the headers, where the body says nothing; of two deadlines the earlier one."""
+        if self.budget_s is not None:
+            budget_s = self.budget_s if budget_s is None else min(budget_s, self.budget_s)
+        return budget_s, priority if self.priority is None else self.priority
+
+
 class Template(Struct, frozen=True):
     """A line of the route table: with `codec` an inference route, else `answer` is called, or `serve` with the body.
 
@@ -71,6 +84,7 @@ class Template(Struct, frozen=True):
     name_of: Callable[[bytes | memoryview], str] | None = None  # the model that the body of this route names
     max_body_bytes: int | None = None  # ... below `limits.max_body_bytes`
     task: str = ""  # ... if a model of this task is loaded, for OpenAPI
+    read_terms: Callable[[Item], Terms | None] | None = None  # of the body of an inference request; never raises
     response: Any = None  # of `answer`: the type of its JSON, for OpenAPI
     statuses: tuple[int, ...] = (200,)  # ... and the statuses with which it is sent
 

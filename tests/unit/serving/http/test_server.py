@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 
 import msgspec
@@ -312,6 +313,31 @@ async def test_deadline_and_priority_headers_reach_the_backend(listen):
         client.post("/predictions/echo", b"", "x-deadline-ms: 1500", "x-priority: 2")
         await client.answer()
         assert (listener.backend.calls[0].budget_s, listener.backend.calls[0].priority) == (1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "headers", "expected"),
+    [
+        ({"timeout": 1_500_000}, [], (1.5, 0)),
+        ({"timeout": 0, "priority": 0}, ["x-priority: 2"], (None, 2)),
+        ({"priority": 1}, ["x-priority: 2"], (None, 0)),
+        ({"priority": 3, "timeout": 9_000_000}, ["x-deadline-ms: 1500"], (1.5, 2)),
+        ({"binary_data_output": True}, [], (None, 0)),
+        ({"timeout": "soon"}, [], (None, 0)),  # the worker refuses it
+    ],
+)
+@pytest.mark.parametrize("binary", [False, True])
+async def test_deadline_and_priority_of_an_open_inference_body_reach_the_backend(
+    listen, parameters, headers, expected, binary
+):
+    head = json.dumps({"inputs": [], "parameters": parameters}).encode()
+    lines = [*headers, *([f"Inference-Header-Content-Length: {len(head)}"] if binary else [])]
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/v2/models/echo/infer", head + (b'"timeout": "priority"' if binary else b""), *lines)
+        assert (await client.answer()).status == 200
+        call = listener.backend.calls[0]
+        assert (call.budget_s, call.priority) == expected
 
 
 @pytest.mark.parametrize(

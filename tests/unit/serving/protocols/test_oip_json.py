@@ -37,6 +37,9 @@ def test_every_datatype_becomes_its_array(datatype):
     assert arrays["x"].tolist() == ([b"a", "é".encode()] if datatype == "BYTES" else data)
 
 
+KNOWN = {("timeout", ""), ("priority", ""), ("classification", r" of outputs\[0\]")}
+
+
 @pytest.mark.parametrize(
     ("parameter", "advice"),
     [
@@ -49,7 +52,7 @@ def test_every_datatype_becomes_its_array(datatype):
         ("shared_memory_region", "send tensors in the body"),
         ("shared_memory_offset", "send tensors in the body"),
         ("shared_memory_byte_size", "send tensors in the body"),
-        ("my_own", "a request takes binary_data_output, an input binary_data_size, a requested output binary_data"),
+        ("my_own", "a request takes binary_data_output, timeout and priority, an input binary_data_size, "),
     ],
 )
 def test_a_parameter_that_would_have_no_effect_is_refused_wherever_it_is(parameter, advice):
@@ -59,6 +62,9 @@ def test_a_parameter_that_would_have_no_effect_is_refused_wherever_it_is(paramet
         r" of inputs\[1\]": item(tensor(), tensor(**parameters)),
         r" of outputs\[0\]": item(tensor(), outputs=[{"name": "y", **parameters}]),
     }.items():
+        if (parameter, place) in KNOWN:
+            CODEC.decode(request)
+            continue
         with pytest.raises(BadRequest, match=f"^parameter '{parameter}'{place} is not supported; {advice}"):
             CODEC.decode(request)
 
