@@ -48,12 +48,12 @@ def tensor(size: int) -> np.ndarray[Any, Any]:
 
 
 class Ours(Processes):
-    """`penstock serve` with both listeners."""
+    """`penstock serve` with both listeners, and with these keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, *more: str) -> None:
         super().__init__()
         Path(self._folder, "app.py").write_text(MODEL)
-        keys = ("server.port=0", "server.management_port=0", "server.metrics_port=0")
+        keys = ("server.port=0", "server.management_port=0", "server.metrics_port=0", *more)
         command = [sys.executable, "-m", "penstock.cli.main", "serve", "app.py:total"]
         read, write = os.pipe()
         with open(read) as pipe:

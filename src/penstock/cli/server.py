@@ -156,6 +156,7 @@ class Server:
             await engine.close(max(0.0, end - time.monotonic()))
             for server in self._admin:
                 await server.close(ADMIN_DRAIN_S)
+            triton.memory.close()
 
     async def _load_models(self, engine: Engine) -> None:
         models = [(model.name or section, model) for section, model in self._config.models.items()]

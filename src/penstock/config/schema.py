@@ -78,6 +78,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             " these and configured files"
         ),
     ] = None
+    shared_memory: Annotated[
+        bool, doc("let clients on this machine pass tensors in POSIX shared memory that they register")
+    ] = False
     allowed_hosts: Annotated[
         tuple[str, ...],
         doc(

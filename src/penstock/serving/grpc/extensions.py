@@ -10,20 +10,23 @@ from google.protobuf import json_format
 from penstock.errors import BadRequest
 from penstock.serving.protocols.protobuf import open_inference
 from penstock.serving.triton.extensions import TritonExtensions
+from penstock.serving.triton.shared_memory import NO_CUDA
 
 GUARDS: Final = dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload", "LogSettings"), "management")
-_NO_CUDA: Final = "CUDA shared memory is not supported; register system shared memory, or send tensors in the message"
 
 _message = open_inference().message
 _Loaded: Final = _message("inference.RepositoryModelLoadResponse")
 _Unloaded: Final = _message("inference.RepositoryModelUnloadResponse")
 _Traces: Final = _message("inference.TraceSettingResponse")
 _Logs: Final = _message("inference.LogSettingsResponse")
+_Registered: Final = _message("inference.SystemSharedMemoryRegisterResponse")
+_Unregistered: Final = _message("inference.SystemSharedMemoryUnregisterResponse")
 _CudaStatus: Final = _message("inference.CudaSharedMemoryStatusResponse")
 _CudaUnregistered: Final = _message("inference.CudaSharedMemoryUnregisterResponse")
 _LOG_KINDS: Final = {bool: "bool_param", int: "uint32_param", str: "string_param"}
 _FROM_JSON: Final = {
-    name: _message(f"inference.{name}Response") for name in ("ModelConfig", "ModelStatistics", "RepositoryIndex")
+    name: _message(f"inference.{name}Response")
+    for name in ("ModelConfig", "ModelStatistics", "RepositoryIndex", "SystemSharedMemoryStatus")
 }
 
 
@@ -72,11 +75,23 @@ class ExtensionCalls:
             setattr(answer.settings[name], kind, value)
         return answer
 
+    async def SystemSharedMemoryStatus(self, request: Any, context: Any) -> Any:
+        regions = {region["name"]: region for region in self._triton.memory.status(request.name)}
+        return _answer("SystemSharedMemoryStatus", {"regions": regions})
+
+    async def SystemSharedMemoryRegister(self, request: Any, context: Any) -> Any:
+        self._triton.memory.register(request.name, request.key, request.offset, request.byte_size)
+        return _Registered()
+
+    async def SystemSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
+        self._triton.memory.unregister(request.name)
+        return _Unregistered()
+
     async def CudaSharedMemoryStatus(self, request: Any, context: Any) -> Any:
         return _CudaStatus()
 
     async def CudaSharedMemoryRegister(self, request: Any, context: Any) -> Any:
-        raise BadRequest(_NO_CUDA)
+        raise BadRequest(NO_CUDA)
 
     async def CudaSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
         """Nothing is registered."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 import msgspec
+from msgspec import Struct
 
 from penstock.errors import BadRequest
 from penstock.serving.http.admin import route
-from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.bodies import JSON, decode_json
 from penstock.serving.protocols.oip_json import error_body
 from penstock.serving.protocols.route import HttpRequest, Serve, Template
 from penstock.serving.triton.extensions import TritonExtensions
+from penstock.serving.triton.shared_memory import NO_CUDA, SharedMemory
 from penstock.types import ItemResult
 
 GUARD: Final = "management"  # of the routes that change the server
@@ -19,7 +21,8 @@ GUARD: Final = "management"  # of the routes that change the server
 
 def triton_routes(triton: TritonExtensions) -> tuple[Template, ...]:
     """They precede the other routes: `/v2/models/stats` is no model."""
-    return (*_model_routes(triton), *_repository_routes(triton), *_settings_routes(triton))
+    server = (*_repository_routes(triton), *_settings_routes(triton), *_memory_routes(triton.memory))
+    return (*_model_routes(triton), *server)
 
 
 def _model_routes(triton: TritonExtensions) -> list[Template]:
@@ -73,6 +76,44 @@ def _settings_routes(triton: TritonExtensions) -> list[Template]:
     return [
         *(_route(path, "Trace settings", GET=trace, POST=trace) for path in paths),
         _route("/v2/logging", "Log settings", guard=GUARD, GET=log, POST=log),
+    ]
+
+
+class _Place(Struct):
+    """The body of a registration."""
+
+    key: str
+    byte_size: int
+    offset: int = 0
+
+
+def _memory_routes(memory: SharedMemory) -> list[Template]:
+    async def status(request: HttpRequest) -> ItemResult:
+        return _json(memory.status(request.names.get("region", "")))
+
+    async def register(request: HttpRequest) -> ItemResult:
+        place = decode_json(request.body, _Place)
+        memory.register(request.names["region"], place.key, place.offset, place.byte_size)
+        return ItemResult(content_type=JSON)
+
+    async def unregister(request: HttpRequest) -> ItemResult:
+        memory.unregister(request.names.get("region", ""))
+        return ItemResult(content_type=JSON)
+
+    async def nothing(request: HttpRequest) -> ItemResult:
+        return _json([]) if request.method == "GET" else ItemResult(content_type=JSON)
+
+    async def no_cuda(request: HttpRequest) -> ItemResult:
+        raise BadRequest(NO_CUDA)
+
+    system, cuda = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
+    return [
+        *(_route(f"{system}{part}/status", "Registered regions", GET=status) for part in ("", "/region/{region}")),
+        *(_route(f"{system}{part}/unregister", "Forget regions", POST=unregister) for part in ("", "/region/{region}")),
+        _route(f"{system}/region/{{region}}/register", "Register a region", POST=register),
+        *(_route(f"{cuda}{part}/status", "No regions", GET=nothing) for part in ("", "/region/{region}")),
+        *(_route(f"{cuda}{part}/unregister", "No regions", POST=nothing) for part in ("", "/region/{region}")),
+        _route(f"{cuda}/region/{{region}}/register", "Refused", POST=no_cuda),
     ]
 
 

@@ -9,14 +9,16 @@ Source: the Open Inference Protocol's REST API, and Triton's binary tensor data 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeGuard, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
 from penstock.core.contracts import Codec
+from penstock.core.wire.regions import read_region, write_region
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON, decode_json
 from penstock.serving.protocols.native import BYTES, encode_response
@@ -31,7 +33,7 @@ from penstock.serving.protocols.oip_tensors import (
     to_json,
     top_classes,
 )
-from penstock.types import Headers, Item, ItemResult, ModelMetadata, Response, SequenceRequest
+from penstock.types import SIZES, Headers, Item, ItemResult, ModelMetadata, Response, SequenceRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,8 +47,16 @@ TYPED: Final = "application/grpc+proto; contents=typed"
 _NO_DATA: Final = Raw(b"")
 
 
-class TensorParameters(Struct, omit_defaults=True):
-    """Parameters of a tensor. `binary_data_size` is None for data in the JSON."""
+class SharedTensor(Struct, omit_defaults=True):
+    """The place of a tensor in a registered region of shared memory; no region for a tensor in the body."""
+
+    shared_memory_region: str | None = None
+    shared_memory_byte_size: Annotated[int, Meta(ge=0)] | None = None
+    shared_memory_offset: Annotated[int, Meta(ge=0)] = 0
+
+
+class TensorParameters(SharedTensor, omit_defaults=True):
+    """Parameters of a tensor. `binary_data_size` is None for data in the JSON or in shared memory."""
 
     binary_data_size: Annotated[int, Meta(ge=0)] | None = None
 
@@ -76,7 +86,7 @@ class InputTensor(Tensor, omit_defaults=True):
     parameters: InputParameters | None = None
 
 
-class OutputParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
+class OutputParameters(SharedTensor, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of a requested output. `classification`: only the largest values of each row, this many."""
 
     binary_data: bool | None = None
@@ -269,11 +279,12 @@ def write_head(message: OipRequest | OipResponse) -> bytes:
 
 
 class Selection(Struct):
-    """A requested output; with `classes`, only the largest values of each row, this many."""
+    """A requested output; with `classes`, only the largest values of each row, this many. `shared`: where it goes."""
 
     name: str
     binary: bool
     classes: int = 0
+    shared: SharedTensor | None = None
 
 
 class OipContext(Struct):
@@ -325,6 +336,9 @@ class OipCodec(Codec):
             if tensor.name in arrays:
                 raise BadRequest(f"input '{tensor.name[:100]}' is given twice")
             self._check(tensor)
+            place = tensor.parameters
+            if is_shared(place, f"input '{tensor.name[:100]}'"):
+                data = _shared_input(tensor, place)
             arrays[tensor.name] = array_of_tensor(tensor, data, "input", BadRequest)
         return self._rows(arrays, item), self.context_of(request)
 
@@ -393,9 +407,11 @@ class OipCodec(Codec):
             if wanted.classes:
                 datatype, array = "BYTES", top_classes(name, datatype, array, wanted.classes)
             tensor = Tensor(name, list(array.shape), datatype)
-            if wanted.binary:
+            if wanted.shared is not None:
+                tensor.parameters = _shared_output(name, to_bytes(name, datatype, array), wanted.shared, item)
+            elif wanted.binary:
                 sections.append(to_bytes(name, datatype, array))
-                tensor.parameters = TensorParameters(len(sections[-1]))
+                tensor.parameters = TensorParameters(binary_data_size=len(sections[-1]))
             else:
                 tensor.data = to_json(name, datatype, array)
             tensors.append(tensor)
@@ -428,7 +444,7 @@ class OipCodec(Codec):
                 tensor.data = Raw(b"[" + flat + b"]")
             else:
                 sections += [data for _, data in same if data is not None]
-                tensor.parameters = TensorParameters(sum(t.binary_bytes or 0 for t, _ in same))
+                tensor.parameters = TensorParameters(binary_data_size=sum(t.binary_bytes or 0 for t, _ in same))
         return self.write(first, sections, parts[0].content_type == TYPED)
 
     # ---- the form of the messages
@@ -445,7 +461,8 @@ class OipCodec(Codec):
         for output in request.outputs:
             asked = output.parameters or _NO_PARAMETERS
             own = binary if asked.binary_data is None else asked.binary_data
-            selected.append(Selection(output.name, own, asked.classification))
+            shared = asked if is_shared(asked, f"output '{output.name[:100]}'") else None
+            selected.append(Selection(output.name, own, asked.classification, shared))
         return OipContext(request.id, selected, binary)
 
     def write(self, answer: OipResponse, sections: Sequence[bytes | memoryview], typed: bool) -> ItemResult:
@@ -462,6 +479,39 @@ class OipCodec(Codec):
         length = next((int(value) for name, value in part.headers or () if name == HEADER_LENGTH), len(body))
         answer = msgspec.json.decode(body[:length], type=OipResponse)
         return answer, split_sections(answer.outputs, body[length:], "output", BadOutput)
+
+
+def is_shared(place: SharedTensor | None, what: str) -> TypeGuard[SharedTensor]:
+    """Whether a tensor is in shared memory. Raises BadRequest for a place without a region."""
+    if place is None or place.shared_memory_region is not None:
+        return place is not None
+    if place.shared_memory_byte_size is not None or place.shared_memory_offset:
+        raise BadRequest(f"{what}: found a place in shared memory without the parameter shared_memory_region")
+    return False
+
+
+def _shared_input(tensor: Tensor, place: SharedTensor) -> memoryview:
+    """The bytes of an input in shared memory. Raises BadRequest."""
+    what, size = f"input '{tensor.name[:100]}'", place.shared_memory_byte_size
+    if tensor.data is not _NO_DATA or tensor.binary_bytes is not None:
+        raise BadRequest(f"{what}: found data and parameters.shared_memory_region; send one of them")
+    check_form(what, tensor.datatype, tensor.shape, BadRequest)
+    needed = None if tensor.datatype == "BYTES" else math.prod(tensor.shape) * SIZES[tensor.datatype]
+    if size is None or needed not in (None, size):
+        raise BadRequest(f"{what}: shared_memory_byte_size is {size}, but shape and datatype need {needed or 'it'}")
+    return read_region(what, place.shared_memory_region or "", place.shared_memory_offset, size)
+
+
+def _shared_output(name: str, data: bytes | memoryview, place: SharedTensor, item: Item) -> TensorParameters:
+    """Writes an output to shared memory. Raises BadRequest."""
+    what, size = f"output '{name[:100]}'", place.shared_memory_byte_size
+    if item.stop >= 0:
+        raise BadRequest(f"{what}: it goes to shared memory, so the request may have max_batch_size rows at most")
+    if size is None or len(data) > size:
+        raise BadRequest(f"{what}: it has {len(data)} bytes, but shared_memory_byte_size is {size}")
+    region, offset = place.shared_memory_region, place.shared_memory_offset
+    write_region(what, region or "", offset, data)
+    return TensorParameters(region, len(data), offset)
 
 
 def named_outputs(value: Any) -> dict[str, Any]:

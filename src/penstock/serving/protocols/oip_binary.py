@@ -107,7 +107,7 @@ def encode_request(
         if not fits:
             raise ValueError(f"input '{name}': {datatype} of shape {list(shape)} does not match its data")
         size = sum(len(part) for part in parts)
-        tensors.append(InputTensor(name, list(shape), datatype, parameters=InputParameters(size)))
+        tensors.append(InputTensor(name, list(shape), datatype, parameters=InputParameters(binary_data_size=size)))
         buffers += parts
     selected = None if outputs is None else [RequestedOutput(output) for output in outputs]
     every: Any = {**({"binary_data_output": True} if binary_outputs else {}), **(parameters or {})}

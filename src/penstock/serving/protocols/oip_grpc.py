@@ -276,7 +276,7 @@ class OipGrpcCodec(OipCodec):
         message = _Response.FromString(head)
         sections = raw or [memoryview(_bytes_of(output)) for output in message.outputs]
         outputs = [
-            Tensor(each.name, list(each.shape), each.datatype, parameters=TensorParameters(len(data)))
+            Tensor(each.name, list(each.shape), each.datatype, parameters=TensorParameters(binary_data_size=len(data)))
             for each, data in zip(message.outputs, sections, strict=True)
         ]
         parameters = plain(message.parameters) or None

@@ -26,7 +26,7 @@ PEEK_BYTES: Final = HEADER_BYTES
 _LENGTH_HEADER: Final = HEADER_LENGTH.lower().encode()
 EXTENSIONS: Final = (
     "binary_tensor_data", "classification", "logging", "model_configuration", "model_repository", "parameters",
-    "schedule_policy", "sequence", "statistics", "trace",
+    "schedule_policy", "sequence", "statistics", "system_shared_memory", "trace",
 )  # fmt: skip
 _PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # first bytes of a pickle
 

@@ -11,13 +11,14 @@ from penstock.core.engine.engine import Engine
 from penstock.serving.logs import ServerLog
 from penstock.serving.triton.repository import ModelRepository
 from penstock.serving.triton.settings import LogSettings, trace_setting
+from penstock.serving.triton.shared_memory import SharedMemory
 from penstock.serving.triton.statistics import ModelStatistics
 
 
 class TritonExtensions:
     """Every call takes and returns the JSON form of Triton's messages, and raises PenstockError.
 
-    `repository` has the models: their configuration, the index, load and unload.
+    `repository` has the models: their configuration, the index, load and unload. `memory` has the shared memory.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class TritonExtensions:
         log: ServerLog,
     ) -> None:
         self.repository = ModelRepository(engine, config, management)
+        self.memory = SharedMemory(config.server.shared_memory, config.limits.max_body_bytes)
         self._engine = engine
         self._management = management
         self._statistics = statistics

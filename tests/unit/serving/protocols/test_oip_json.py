@@ -49,9 +49,6 @@ KNOWN = {("timeout", ""), ("priority", ""), ("classification", r" of outputs\[0\
         ("sequence_id", "every request of this model is independent"),
         ("sequence_start", "every request of this model is independent"),
         ("sequence_end", "every request of this model is independent"),
-        ("shared_memory_region", "send tensors in the body"),
-        ("shared_memory_offset", "send tensors in the body"),
-        ("shared_memory_byte_size", "send tensors in the body"),
         ("my_own", "a request takes binary_data_output, timeout and priority, an input binary_data_size, "),
     ],
 )
@@ -66,6 +63,16 @@ def test_a_parameter_that_would_have_no_effect_is_refused_wherever_it_is(paramet
             CODEC.decode(request)
             continue
         with pytest.raises(BadRequest, match=f"^parameter '{parameter}'{place} is not supported; {advice}"):
+            CODEC.decode(request)
+
+
+@pytest.mark.parametrize("parameter", ["shared_memory_offset", "shared_memory_byte_size"])
+def test_a_place_in_shared_memory_belongs_to_a_tensor_and_needs_a_region(parameter):
+    parameters = {"parameters": {parameter: 1}}
+    with pytest.raises(BadRequest, match=f"^parameter '{parameter}' is not supported"):
+        CODEC.decode(item(tensor(), **parameters))
+    for request in (item(tensor(**parameters)), item(tensor(), outputs=[{"name": "y", **parameters}])):
+        with pytest.raises(BadRequest, match="place in shared memory without the parameter shared_memory_region"):
             CODEC.decode(request)
 
 
