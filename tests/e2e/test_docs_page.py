@@ -42,8 +42,9 @@ EXECUTE = """(async () => {
 })()"""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser of its own for each test: errors of an earlier page may be reported late."""
     with Browser(tmp_path_factory.mktemp("profile")) as found:
         yield found
 

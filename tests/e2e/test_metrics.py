@@ -72,6 +72,9 @@ def test_every_request_of_a_known_load_is_counted(server: Any) -> None:
         crowd = list(many.map(lambda _: post(server, {"sleep": 0.05}), range(40)))
     missing = server.get("/v2/models/nobody")[0]
 
+    end = time.monotonic() + 5
+    while server.metric("penstock_requests_in_flight") and time.monotonic() < end:  # a response precedes its count
+        time.sleep(0.01)
     after = read()
     grown = {key: after[key] - before[key] for key in counters}
     statuses = [*good, *bad, late, 200, 200, *crowd, missing]

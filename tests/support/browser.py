@@ -62,19 +62,23 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; awaits a promise."""
-        found = self._call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        found = self._evaluate(script)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
+    def _evaluate(self, script: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        return found
+
     def wait_for(self, script: str) -> Any:
-        """The value of the expression once it is true."""
+        """The value of the expression once it is true; one that raises, as while a page loads, is not."""
         end = time.monotonic() + WAIT_S
-        while not (value := self.run(script)):
+        while "exceptionDetails" in (found := self._evaluate(script)) or not found["result"].get("value"):
             assert time.monotonic() < end, (
                 f"{script} stays false\n{self.run('document.body.innerText')}\n{self.problems}"
             )
             time.sleep(0.02)
-        return value
+        return found["result"]["value"]
 
     def _call(self, method: str, **params: Any) -> Any:
         self._number += 1
