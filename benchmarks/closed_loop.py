@@ -49,7 +49,7 @@ def wrk(
     with tempfile.TemporaryDirectory() as folder:
         file, script = Path(folder, "body"), Path(folder, "wrk.lua")
         file.write_bytes(body)
-        lines = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in headers.items())
+        lines = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in (headers or {}).items())
         script.write_text(WRK.format(body=file, content_type=content_type, headers=lines))
         command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "30s", "-s", str(script), url]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
