@@ -1,4 +1,4 @@
-"""KServe's own REST client, unmodified, on `penstock serve`: every call of its public surface.
+"""KServe's own clients, unmodified, on `penstock serve`: every call of its public surface.
 
 Its packages (450 MB, and other versions than ours) have a virtual environment of their own, made by `make test-peers`.
 """
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.peer
 
 PYTHON = Path(os.environ.get("KSERVE_VENV", Path(__file__).parents[2] / ".venv-kserve")).absolute() / "bin" / "python"
 
+PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
 MODELS = """
     import penstock
 
@@ -38,18 +39,22 @@ MODELS = """
 CALLS = """
 import asyncio, json, sys
 import httpx, numpy as np
-from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
+import grpc
+from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 
-public = {name for name in dir(InferenceRESTClient) if not name.startswith("_")}
+def public(kind):
+    return sorted(name for name in dir(kind) if not name.startswith("_"))
 
-async def main(url):
-    found = {"public": sorted(public)}
+async def main(url, grpc_url):
+    found = {"public": public(InferenceRESTClient), "public_grpc": public(InferenceGRPCClient)}
 
     async def call(key, coroutine):
         try:
             found[key] = await coroutine
         except httpx.HTTPStatusError as e:
             found[key] = [e.response.status_code, str(e).partition(", '")[0]]
+        except grpc.RpcError as e:
+            found[key] = [e.code().name, e.details()]
         except Exception as e:
             found[key] = type(e).__name__
 
@@ -76,17 +81,28 @@ async def main(url):
             request = InferRequest("sums", [tensor], request_id="7", parameters={"binary_data_output": binary})
             answer = await v2.infer(url, request, "sums")
             found[f"tensors{binary:d}"] = [answer.id, answer.outputs[0].as_numpy().tolist()]
+    async with InferenceGRPCClient(grpc_url) as client:
+        await call("live_grpc", client.is_server_live())
+        await call("ready_grpc", client.is_server_ready())
+        await call("model_grpc", client.is_model_ready("sums"))
+        await call("no_grpc", client.is_model_ready("sum"))
+        for binary in (False, True):
+            tensor = InferInput("x", [2, 2], "FP32")
+            tensor.set_data_from_numpy(np.array([[1, 2], [3, 4]], np.float32), binary_data=binary)
+            answer = await client.infer(InferRequest("sums", [tensor], request_id="7"))
+            found[f"grpc{binary:d}"] = [answer.id, answer.outputs[0].as_numpy().tolist()]
     print(json.dumps(found))
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(*sys.argv[1:]))
 """
 
 
 def test_every_call_of_the_client_works_or_raises_what_it_raises_on_kserve(serve: Callable[..., Any]) -> None:
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: run this by `make test-peers`")
-    server = serve(MODELS, "Sums", "Words")
-    done = subprocess.run([PYTHON, "-c", CALLS, server.url], capture_output=True, text=True, timeout=120, check=True)
+    server = serve(MODELS, "Sums", "Words", ports=PORTS)
+    command = [PYTHON, "-c", CALLS, server.url, server.urls["grpc"].removeprefix("grpc://")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     unknown = {"type": "invalid_request_error", "param": None, "code": "model_not_found"}  # the form of OpenAI's routes
     missing = "no model is named 'sum'; did you mean 'sums'?"
     assert json.loads(done.stdout) == {
@@ -108,4 +124,11 @@ def test_every_call_of_the_client_works_or_raises_what_it_raises_on_kserve(serve
         "explain2": "UnsupportedProtocol",  # the client itself refuses it
         "tensors0": ["7", [3.0, 7.0]],
         "tensors1": ["7", [3.0, 7.0]],
+        "public_grpc": ["close", "infer", "is_model_ready", "is_server_live", "is_server_ready"],
+        "live_grpc": True,
+        "ready_grpc": True,
+        "model_grpc": True,
+        "no_grpc": ["NOT_FOUND", missing],
+        "grpc0": ["7", [3.0, 7.0]],
+        "grpc1": ["7", [3.0, 7.0]],
     }
