@@ -1,5 +1,6 @@
 """The slots of one model: which are idle, what runs on each, and when each is predicted to be free."""
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from enum import IntEnum
@@ -38,14 +39,17 @@ class Slot(Struct, eq=False):
 
     A *concurrent* slot (`concurrency` > 1) runs batches of up to `concurrency` rows in total at the same time. They end
     in any order, so nothing is learned from their times. It is idle while it has room. An `exact` batch runs alone.
+    `order` counts the slots in the order in which they came; `place` is its key in `Slots._behind`, if it is there.
     """
 
     number: int
+    order: int = 0
     state: SlotState = SlotState.DOWN
     batches: list[SlotBatch] = []
     last_s: float = -INF
     concurrency: int = 1
     rows: int = 0  # only counted on concurrent slots
+    place: tuple[float, int, int] | None = None
 
     @property
     def room(self) -> int:
@@ -59,7 +63,11 @@ class Slot(Struct, eq=False):
 
 
 class Slots:
-    """All slots of one Scheduler. `idle` lists the numbers of idle slots in ascending order; `up` counts live ones."""
+    """All slots of one Scheduler. `idle` lists the numbers of idle slots in ascending order; `up` counts live ones.
+
+    With hundreds of slots no event may look at each of them, so the busy ones that can take a batch behind another are
+    kept in the order in which they end.
+    """
 
     def __init__(self, cost: Cost, depth: int) -> None:
         self.idle: list[int] = []
@@ -69,9 +77,15 @@ class Slots:
         self._prepared: deque[float] = deque(maxlen=HANDOVERS)
         self._cost, self._depth = cost, depth
         self._slots: dict[int, Slot] = {}
+        self._came = 0
+        # (end, order, number), ascending: busy slots with one batch, and with more; `nearest` has the rule
+        self._behind: tuple[list[tuple[float, int, int]], ...] = ([], [])
 
     def raise_up(self, number: int, concurrency: int) -> None:
-        slot = self._slots.setdefault(number, Slot(number, batches=[]))
+        slot = self._slots.get(number)
+        if slot is None:
+            self._came += 1
+            slot = self._slots[number] = Slot(number, self._came, batches=[])
         if slot.batches:
             raise ValueError(f"slot {number} came up with {len(slot.batches)} batches on it: complete them first")
         slot.concurrency, slot.rows = concurrency, 0
@@ -98,6 +112,7 @@ class Slots:
             self.up -= 1
         if slot.batches:
             self._set(slot, SlotState.RETIRING)
+            self._queue_up(slot)
             return
         if slot.state == SlotState.IDLE:
             self.idle.remove(number)
@@ -108,8 +123,20 @@ class Slots:
             self.idle.remove(slot.number)
         slot.move(to)
         if to == SlotState.IDLE:
-            self.idle.append(slot.number)
-            self.idle.sort()
+            insort(self.idle, slot.number)
+
+    def _queue_up(self, slot: Slot) -> None:
+        """Puts the slot in its place among those that can take a batch behind another, or takes it out."""
+        if slot.place is not None:
+            for places in self._behind:
+                at = bisect_left(places, slot.place)
+                if at < len(places) and places[at] == slot.place:
+                    del places[at]
+            slot.place = None
+        count = len(slot.batches)
+        if slot.state == SlotState.BUSY and slot.concurrency == 1 and count < self._depth:
+            slot.place = (slot.batches[-1].end_s, slot.order, slot.number)
+            insort(self._behind[count > 1], slot.place)
 
     def start(self, id: int, number: int, entries: list[Entry], rows: int, now: float, exact: bool) -> SlotBatch:
         slot = self._slots[number]
@@ -124,6 +151,7 @@ class Slots:
         if concurrent:
             slot.rows += rows
         self._rest(slot)
+        self._queue_up(slot)
         return batch
 
     def answered(self, id: int, rows: int) -> None:
@@ -186,6 +214,7 @@ class Slots:
             else:
                 self.up -= 1
                 self._set(slot, SlotState.DYING)
+        self._queue_up(slot)
         return batch, seconds
 
     @property
@@ -204,14 +233,14 @@ class Slots:
         Every slot takes one batch ahead. It takes more `full` batches if all its work is short, because its worker
         would otherwise wait for each hand-over. A late batch does not count as short.
         """
-        best: SlotBatch | None = None
-        for slot in self._slots.values():
-            if slot.state == SlotState.BUSY and slot.concurrency == 1:
-                batches, last = slot.batches, slot.batches[-1]
-                brief = full and batches[0].end_s >= now - BRIEF_S and last.end_s <= now + BRIEF_S
-                if len(batches) < (self._depth if brief else 2) and (best is None or last.end_s < best.end_s):
-                    best = last
-        return best
+        ones, more = self._behind
+        best = ones[0] if ones else None
+        for place in more if full else ():
+            if place[0] > now + BRIEF_S or (best is not None and place >= best):
+                break
+            if self._slots[place[2]].batches[0].end_s >= now - BRIEF_S:
+                best = place
+        return None if best is None else self._slots[best[2]].batches[-1]
 
     def busy_s(self, now: float) -> float:
         """Predicted seconds that the running batches still need, over all slots that stay."""
