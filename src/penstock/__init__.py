@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.streamer.redis.client import RedisStreamer as RedisStreamer
     from penstock.streamer.redis.serve import RedisWorker as RedisWorker
     from penstock.streamer.redis.serve import run_redis_workers_forever as run_redis_workers_forever
+    from penstock.streamer.shared.client import connect as connect
 
 from penstock._version import __version__ as __version__
 
@@ -76,6 +77,7 @@ __all__ = [
     "TextRequest",
     "ThreadedStreamer",
     "WorkerDied",
+    "connect",
     "metrics",
     "model",
     "run_redis_workers_forever",
@@ -94,6 +96,7 @@ _LAZY = {
     "RedisWorker": "penstock.streamer.redis.serve",
     "Streamer": "penstock.streamer.local",
     "ThreadedStreamer": "penstock.streamer.local",
+    "connect": "penstock.streamer.shared.client",
     "metrics": "penstock.metrics",
     "model": "penstock.core.worker.python_model",
     "run_redis_workers_forever": "penstock.streamer.redis.serve",

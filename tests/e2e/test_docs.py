@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 import penstock
 from penstock.config.targets import split_targets
+from support.shared_batchers import batchers
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 MEAN_OF_7 = {"mean": [127.5], "frame_index": [7]}
@@ -144,13 +146,22 @@ def run(page: str, name: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_streamers_programs_run(tmp_path: Path) -> None:
+def test_the_streamers_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, futures, coroutine, mixed = run("docs/streamer.md", "calls.py", tmp_path).splitlines()
     assert (first, futures, coroutine) == ("['A', 'B']", "[['C'], ['D']]", "['FROM A COROUTINE']")
     assert mixed == """['E', AttributeError("'int' object has no attribute 'upper'")]"""
     assert run("docs/streamer.md", "managed.py", tmp_path) == "[3.0, 6.0]\n"
     (tmp_path / "request.py").write_text("import app\nprint(app.handle_request('hello'))\n")
     assert run("docs/streamer.md", "request.py", tmp_path) == "HELLO\n"
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
+    with batchers(tmp_path / "run") as shared:
+        assert run("docs/streamer.md", "shared_app.py", tmp_path) == "FROM ANY PROCESS\n"
+        program = "import shared_app, sys; print(shared_app.handle_request('held'), flush=True); sys.stdin.readline()"
+        holder = shared.start(program, cwd=tmp_path)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "HELD\n"
+        assert run("docs/streamer.md", "connect.py", tmp_path) == "['FROM ANOTHER PROGRAM']\n"
+        holder.communicate("\n")
 
 
 def test_the_import_of_the_migration_guide_works(tmp_path: Path) -> None:

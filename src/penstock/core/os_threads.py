@@ -80,6 +80,15 @@ def socketpair() -> tuple[socket.socket, socket.socket]:
     return cast(tuple[socket.socket, socket.socket], _socket.socketpair())
 
 
+def unix_socket() -> socket.socket:
+    """An unconnected Unix socket without gevent's hooks."""
+    if not patched():
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    import _socket
+
+    return cast(socket.socket, _socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+
+
 def popen(*arguments: Any, **keys: Any) -> subprocess.Popen[bytes]:
     """A `subprocess.Popen` without gevent's hooks."""
     process: subprocess.Popen[bytes] = (_subprocess() if patched() else subprocess).Popen(*arguments, **keys)

@@ -41,10 +41,12 @@ class LocalBackend(ChunkingBackend, Observer):
         sys_path: Sequence[str],
         max_queue: int,
         limits: LimitsConfig,
+        log_level: str = "",
     ) -> None:
+        """`log_level`: see Engine."""
         self._name, self._config, self._target, self._sys_path = name, config, target, sys_path
         self.max_queue, self.max_queue_bytes = max_queue, limits.max_queue_bytes
-        self._engine = Engine(limits, [self])
+        self._engine = Engine(limits, [self], log_level)
         self._pending: dict[_PendingRequest, None] = {}  # in order of arrival
         self._pending_rows = self._pending_bytes = 0
         self._failure: PenstockError | None = None

@@ -5,9 +5,13 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from msgspec import Struct
+
 from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig
+from penstock.core.engine.loop_thread import PortalBackend
 from penstock.core.engine.portal import Portal
 from penstock.core.transports.launch import pack_target
 from penstock.core.worker import nesting
@@ -24,6 +28,13 @@ NEVER_S = 1e7  # without `timeout_s`, a future may wait without limit
 RUN_TIMEOUT_FACTOR = 3  # times `worker_timeout` is the longest run of a batch
 
 
+class Shared(Struct, frozen=True):
+    """The name or path of a shared batcher, and how long it runs after its last client has left."""
+
+    name: str
+    linger_s: float
+
+
 class LocalStreamer(BaseStreamer):
     """A streamer with its own workers."""
 
@@ -38,6 +49,8 @@ class LocalStreamer(BaseStreamer):
         timeout_s: float | None,
         max_queue: int | None,
         max_queue_bytes: int | None,
+        idempotent: bool = True,
+        shared: Shared | None = None,
         **keys: Any,
     ) -> None:
         """Public keyword arguments, plus `keys` of ModelConfig."""
@@ -58,18 +71,40 @@ class LocalStreamer(BaseStreamer):
             timeout_s=NEVER_S if timeout_s is None else timeout_s,
             max_queue=max_queue,
             run_timeout_s=NEVER_S if worker_timeout is None else RUN_TIMEOUT_FACTOR * worker_timeout,
+            idempotent=idempotent,
         )
         config = ModelConfig(target=name, batching=batching, **keys)
-        packed = pack_target(target) if config.transport == "process" else target
         sys_path = [path for path in sys.path if path]
+        self._shared = shared is not None
         self._backend: LocalBackend | None = None  # of this process
+        make: Callable[[], PortalBackend]
+        if shared is not None:
+            from penstock.streamer.shared.address import socket_path  # others need none of it
+            from penstock.streamer.shared.client import SharedClient
+            from penstock.streamer.shared.messages import offer_of
 
-        def make() -> LocalBackend:
-            self._backend = LocalBackend(name, config, packed, sys_path, max_queue, limits)
-            return self._backend
+            socket_path(shared.name)  # raises its errors here
+            offer = offer_of(name, config, target, limits, shared.linger_s)
+            make = partial(SharedClient, shared.name, offer)
+        else:
+            packed = pack_target(target) if config.transport == "process" else target
+
+            def make() -> LocalBackend:
+                self._backend = LocalBackend(name, config, packed, sys_path, max_queue, limits)
+                return self._backend
 
         # a worker that imports the module of its model must not start the streamer that the module makes
-        super().__init__(Portal(make=make, lazy=nesting.importing, word="streamer"), name, worker_timeout)
+        lazy = nesting.importing
+        portal = Portal(make=make, lazy=lazy, word="streamer", own_workers=shared is None)
+        super().__init__(portal, name, worker_timeout)
+
+    def statistics(self) -> dict[str, object]:
+        """The learned batch costs and the request counters of the model; those of all processes that share it."""
+        if self._shared:
+            from penstock.streamer.shared.client import shared_statistics
+
+            return shared_statistics(self._portal)
+        return super().statistics()
 
     def _loading(self) -> bool:
         return self._backend is not None and self._backend.loading
@@ -115,7 +150,10 @@ class Streamer(LocalStreamer):
     `predict_function_or_model` is a module-level function, or a class like ManagedModel, which each worker
     instantiates. The workers start at once in the background, and the first one that is ready answers. With
     `wait_for_worker_ready` the constructor waits for all of them; after `worker_timeout` it warns and returns, and
-    loading continues.
+    loading continues. Without `idempotent`, no item runs again after a worker's death: its caller gets WorkerDied.
+
+    With `shared`, a name or the absolute path of a socket, all processes of this user that give it share one batcher,
+    with its workers and its queue: the first one starts it, and it ends `linger_s` seconds after the last one.
     """
 
     def __init__(
@@ -135,12 +173,18 @@ class Streamer(LocalStreamer):
         timeout_s: float | None = None,
         max_queue: int | None = None,
         max_queue_bytes: int | None = None,
+        idempotent: bool = True,
+        shared: str | None = None,
+        linger_s: float = 5.0,
     ) -> None:
         """Public keyword arguments, in the order of service_streamer. Raises ValueError, TypeError; LoadFailed if the
-        model cannot be sent to a process; with `wait_for_worker_ready` also the model's own error."""
+        model cannot be sent to a process; ConfigError for a wrong `shared`; with `wait_for_worker_ready` also the
+        model's own error, and ConfigError if the batcher has other settings."""
         check_callable("predict_function_or_model", predict_function_or_model)
         check_count("worker_num", worker_num)
         check_start_method(mp_start_method)
+        if not linger_s >= 0:
+            raise ValueError(f"linger_s: expected seconds from 0, found {linger_s!r}")
         super().__init__(
             wrapped(predict_function_or_model, model_init_args, model_init_kwargs),
             batch_size,
@@ -153,6 +197,8 @@ class Streamer(LocalStreamer):
             transport="process",
             instances=worker_num,
             devices=devices_of(cuda_devices),
+            idempotent=idempotent,
+            shared=None if shared is None else Shared(shared, linger_s),
         )
         if wait_for_worker_ready and not nesting.importing:
             try:

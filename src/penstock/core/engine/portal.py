@@ -44,7 +44,7 @@ class Portal:
     """Models for the threads of any program: `load` once, then `predict` or `submit` from any thread.
 
     `make` creates a backend other than an Engine; it is called on the loop, and again in a child after a fork. `lazy`:
-    start at the first call. `word`: the portal's name in errors.
+    start at the first call. `word`: the portal's name in errors. `own_workers`: its backend starts workers of its own.
 
     A forked child owns nothing of its parent: its first call warns and loads the same models anew. Use as a context
     manager, or call `close()`; otherwise the portal closes when the interpreter exits.
@@ -58,8 +58,10 @@ class Portal:
         make: Callable[[], PortalBackend] | None = None,
         lazy: bool = False,
         word: str = "portal",
+        own_workers: bool = True,
     ) -> None:
         self._word = word
+        self._own_workers = own_workers
         self._make = make or (lambda: Engine(limits, observers))
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
         self._waiters, self._crowd = threading.local(), Crowd()
@@ -241,7 +243,7 @@ class Portal:
     def _begin(self) -> PortalThread:
         """A new loop with new workers for the models loaded before a fork. Raises load errors, leaving nothing
         behind."""
-        if self._forked:
+        if self._forked and self._own_workers:
             warnings.warn(
                 f"penstock: process {os.getpid()} was forked from one with loaded models; it starts its own workers",
                 RuntimeWarning,

@@ -77,18 +77,32 @@ class PackedSpec(Struct, frozen=True):
     main: str = ""
 
 
+class PackedTarget(Pickled):
+    """A pickled target, and what a worker loads before it; see PackedSpec. A worker receives it as Pickled."""
+
+    __slots__ = ("data", "files", "main")
+
+    def __init__(self, data: bytes, files: list[tuple[str, str]], main: str) -> None:
+        super().__init__(data, [])
+        self.data, self.files, self.main = data, files, main
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Pickled, (self.data, [])
+
+
 def pack_spec(spec: WorkerSpec) -> PackedSpec:
     """Raises LoadFailed, naming what cannot be sent."""
     data = _dumps(spec, spec.target)
+    if isinstance(spec.target, PackedTarget):  # perhaps of another program, whose main module this is not
+        return PackedSpec(data, spec.target.files, spec.target.main)
     return PackedSpec(data, *_needed(data))
 
 
-def pack_target(target: Any) -> Pickled:
+def pack_target(target: Any) -> PackedTarget:
     """The target on its way to workers that start later: a module that is being imported can be sent only by the thread
     that imports it. Raises LoadFailed, naming what cannot be sent."""
     data = _dumps(target, target)
-    _needed(data)
-    return Pickled(data, [])
+    return PackedTarget(data, *_needed(data))
 
 
 def _dumps(value: object, target: Any) -> bytes:
@@ -142,7 +156,7 @@ def _script(main: Any) -> tuple[str, str]:
     return (module.name, module.name) if module is not None else (str(path), module_name(path))  # python -m
 
 
-def _python() -> str:
+def python() -> str:
     """The interpreter, even if `sys.executable` is a server with Python built in."""
     if "python" in os.path.basename(sys.executable) or "pypy" in os.path.basename(sys.executable):
         return sys.executable
@@ -167,7 +181,7 @@ def launch(
             read_fd, write_fd = os.pipe()
         numbers = [os.getpid(), theirs.fileno(), pool_fd, pool_bytes, reply_fd, reply_bytes]
         process = os_threads.popen(
-            [_python(), "-P", "-m", "penstock.core.transports.child", *map(str, numbers)],
+            [python(), "-P", "-m", "penstock.core.transports.child", *map(str, numbers)],
             pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
             env=env,
             stdin=subprocess.DEVNULL,

@@ -22,6 +22,7 @@ from penstock.core.wire.messages import (
     Buffer,
     Frame,
     FrameDecoder,
+    FrameError,
     FreeReplies,
     FromWorker,
     MessageReader,
@@ -51,9 +52,10 @@ MAX_FREE = 16  # read reply places that wait for the next batch to be reported
 
 
 class Channel:
-    """The parent's end of a worker's socket: frames in and out on the event loop, without a task or a copy.
+    """One end of a socket: frames in and out on the event loop, without a task or a copy.
 
-    Sends at once, and the rest when the socket is writable again. Calls `on_end` once, at EOF."""
+    Sends at once, and the rest when the socket is writable again. Calls `on_end` once, at EOF or a broken frame. With
+    `patient`, reads nothing while a peer that reads too slowly has left something unsent."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Channel:
         sock: socket.socket,
         on_frame: Callable[[Frame], None],
         on_end: Callable[[], None],
+        patient: bool = False,
     ) -> None:
         self._loop = loop
         self._sock = sock
@@ -70,7 +73,9 @@ class Channel:
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._unsent: deque[memoryview] = deque()
         self._open = True
-        self._blocked = False  # the socket is full: `_writable` is called when it takes more
+        self._patient = patient
+        self.blocked = False  # the socket is full: `_writable` is called when it takes more
+        self.sent_bytes = 0
         loop.add_reader(sock.fileno(), self._readable)
 
     def send(self, pieces: list[Buffer], more: bool = False) -> None:
@@ -82,16 +87,24 @@ class Channel:
             self.flush()
 
     def flush(self) -> None:
-        if not self._blocked:
+        if self._open and not self.blocked:
             self._flush()
             if self._unsent:
-                self._blocked = True
+                self.blocked = True
                 self._loop.add_writer(self._sock.fileno(), self._writable)
+                if self._patient:
+                    self._loop.remove_reader(self._sock.fileno())
 
     def drain(self) -> None:
         """Reads everything that has arrived: the answers of a worker before its death."""
         while self._open and self._receive():
             pass
+
+    def stop_reading(self) -> None:
+        """Leaves what the peer sends from now on unread."""
+        self._patient = False
+        if self._open:
+            self._loop.remove_reader(self._sock.fileno())
 
     def close(self) -> None:
         """Leaves the loop; the owner closes the socket."""
@@ -104,8 +117,10 @@ class Channel:
     def _writable(self) -> None:
         self._flush()
         if not self._unsent and self._open:
-            self._blocked = False
+            self.blocked = False
             self._loop.remove_writer(self._sock.fileno())
+            if self._patient:
+                self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def _flush(self) -> None:
         unsent = self._unsent
@@ -117,6 +132,7 @@ class Channel:
             except OSError:
                 unsent.clear()  # broken pipe: the reader sees the end
                 return
+            self.sent_bytes += count
             while unsent and count >= len(unsent[0]):
                 count -= len(unsent.popleft())
             if count:
@@ -133,11 +149,17 @@ class Channel:
             return False
         except OSError:
             count = 0
+        frames: list[Frame] = []
+        try:
+            frames = self._decoder.feed(self._buffer[:count])
+        except FrameError as e:
+            log.error("channel_broken error=%s: it is closed", e)
+            count = 0
         if count == 0:
             self.close()
             self._on_end()
             return False
-        for frame in self._decoder.feed(self._buffer[:count]):
+        for frame in frames:
             self._on_frame(frame)
         return True
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from penstock.config.schema import ModelConfig
-from penstock.core.transports.launch import Child, _python, launch, pack_spec, pack_target
+from penstock.core.transports.launch import Child, launch, pack_spec, pack_target, python
 from penstock.core.wire.slabs import anonymous_file, map_read_only
 from penstock.core.worker import nesting
 from penstock.core.worker.spec import WorkerSpec, Wrapped
@@ -50,13 +50,13 @@ def test_a_target_can_be_packed_before_its_workers_start():
 
 
 def test_where_python_is_built_into_a_server_its_own_interpreter_runs_the_workers(monkeypatch, tmp_path):
-    assert _python() == sys.executable
+    assert python() == sys.executable
     monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi")
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    assert _python() == "/usr/bin/uwsgi"  # there is no other
+    assert python() == "/usr/bin/uwsgi"  # there is no other
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3").touch()
-    assert _python() == str(tmp_path / "bin" / "python3")
+    assert python() == str(tmp_path / "bin" / "python3")
 
 
 @pytest.fixture

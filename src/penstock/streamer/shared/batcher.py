@@ -1,0 +1,386 @@
+"""The process of a shared batcher: `python -m penstock.streamer.shared.batcher`, started by `start.py` alone.
+
+It has the backend of an ordinary streamer, one session per client, and no parent. It ends `linger_s` after its last
+client has left. What a client held ends with its connection: waiting calls, their memory, and unread answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable
+from contextlib import suppress
+from functools import partial
+from logging.handlers import RotatingFileHandler
+from typing import Any, Final
+
+from penstock.core.contracts import Ticket
+from penstock.core.transports.process import Channel
+from penstock.core.wire.messages import (
+    AbandonBatch,
+    Frame,
+    FrameDecoder,
+    FreeReplies,
+    MessageReader,
+    MessageWriter,
+    PartMessage,
+    WorkerFailed,
+    sendable,
+    write,
+)
+from penstock.core.wire.slabs import Slab, SlabPool, anonymous_file
+from penstock.errors import Cancelled, ConfigError, PenstockError, QueueFull, describe
+from penstock.serving.lifetime import runner
+from penstock.streamer.backend import LocalBackend
+from penstock.streamer.shared.address import check_peer, listening
+from penstock.streamer.shared.messages import (
+    VERSION,
+    CallMessage,
+    JoinMessage,
+    Offer,
+    ToBatcher,
+    WelcomeMessage,
+    read_offer,
+)
+from penstock.streamer.shared.start import READY
+from penstock.types import BatchPart, Item, ItemResult
+
+log = logging.getLogger("penstock.streamer")
+
+MAX_CLIENTS: Final = 1024
+JOIN_S: Final = 10.0  # for the first message of a client
+STALL_S: Final = 30.0  # in which a client takes no byte of its answers
+DRAIN_S: Final = 10.0  # for accepted calls, after a signal
+END_S: Final = 60  # then the kernel ends the process
+REQUEST_BYTES: Final = 64 * 2**20  # shared memory of one client; larger payloads follow in the stream
+REPLY_BYTES: Final = 64 * 2**20
+RUNNING_ROWS: Final = 256  # of one client that may run besides those of two batches per worker
+LOG_BYTES: Final = 2**20  # of each of the two log files
+
+
+class Session:
+    """One client. Everything runs on the loop's thread."""
+
+    def __init__(self, batcher: SharedBatcher, sock: Any) -> None:
+        self._batcher = batcher
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, tuple[Ticket, int]] = {}  # ticket and rows of unanswered calls
+        self._rows = 0
+        self._requests: mmap.mmap | None = None  # the client's; None before it has joined
+        self._replies: SlabPool | None = None
+        self._sent: dict[int, Slab] = {}  # in the reply memory, until the client has read them
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._flush_due = False
+        self._reader = MessageReader(ToBatcher, self._request_memory)
+        self._timer = self._loop.call_later(JOIN_S, self.close)
+        self._stall: asyncio.TimerHandle | None = None
+        self._channel = Channel(self._loop, sock, self._on_frame, self.close, patient=True)
+
+    def close(self) -> None:
+        """Frees what the client held. Idempotent."""
+        if self not in self._batcher.sessions:
+            return
+        self._channel.close()
+        self._sock.close()
+        self._timer.cancel()
+        if self._stall is not None:
+            self._stall.cancel()
+        calls, self._calls = self._calls, {}
+        for ticket, _ in calls.values():
+            ticket.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._replies is not None:
+            self._replies.close()
+        if self._requests is not None:
+            with suppress(BufferError):  # a batch that is being sent still has views: they hold the memory
+                self._requests.close()
+        self._batcher.left(self)
+
+    # ---- messages of the client
+
+    def _on_frame(self, frame: Frame) -> None:
+        try:
+            message = self._reader.read(frame)
+            if isinstance(message, JoinMessage) != (self._requests is None):
+                raise ValueError("a client joins once, before it calls")
+            if isinstance(message, JoinMessage):
+                self._join(message)
+            elif isinstance(message, AbandonBatch):
+                self._abandon(message.id)
+            else:
+                for offset in message.free:
+                    self._sent.pop(offset).release()
+                if not isinstance(message, FreeReplies):
+                    self._call(message)
+        except Exception:
+            log.exception("client_broken: it is disconnected")
+            self.close()
+
+    def _join(self, message: JoinMessage) -> None:
+        error = self._batcher.refusal(message)
+        if error is not None:
+            self._channel.send(write(WorkerFailed(error)))
+            self.close()
+            return
+        self._timer.cancel()
+        fds = [anonymous_file(REQUEST_BYTES), anonymous_file(REPLY_BYTES)]
+        try:
+            self._requests = mmap.mmap(fds[0], REQUEST_BYTES)
+            self._replies = SlabPool(REPLY_BYTES, os.dup(fds[1]))
+            welcome = b"".join(write(self._batcher.welcome()))
+            socket.send_fds(self._sock, [welcome], fds)  # the first message: the socket has room for it
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _call(self, message: CallMessage) -> None:
+        call_id, batcher = message.id, self._batcher
+        if message.asks:
+            asked = batcher.backend.ready() if message.asks == "ready" else batcher.statistics()
+            task = self._loop.create_task(self._answer_question(call_id, asked))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        item = message.item
+        assert item is not None
+        budget_s, item.budget_s = item.budget_s, None
+        try:
+            if self._rows >= batcher.max_rows:
+                raise QueueFull(f"{self._rows} items of this process are in flight: try again later")
+            item.payload = item.payload.load()
+            self._rows += item.rows
+            self._calls[call_id] = _NO_TICKET, item.rows  # an answer may come at once
+            sink = partial(self._answer, call_id)
+            submit = batcher.backend.submit
+            ticket = submit(batcher.model, None, item, sink, budget_s=budget_s, priority=message.priority)
+            if call_id in self._calls:
+                self._calls[call_id] = ticket, item.rows
+        except PenstockError as e:
+            self._answer(call_id, ItemResult(error=e.with_traceback(None)))
+
+    def _abandon(self, call_id: int) -> None:
+        """Confirms that the memory of the call is free, unless the answer is already on its way."""
+        if call_id in self._calls:
+            self._calls[call_id][0].cancel()
+            self._answer(call_id, ItemResult(error=Cancelled("the caller left")))
+
+    def _request_memory(self, offset: int, length: int, writable: bool) -> memoryview:
+        if self._requests is None or offset + length > len(self._requests):
+            raise ValueError(f"[{offset}, {offset + length}) is outside the memory for requests")
+        return memoryview(self._requests)[offset : offset + length]
+
+    # ---- answers
+
+    async def _answer_question(self, call_id: int, asked: Awaitable[Any]) -> None:
+        try:
+            result = ItemResult(await asked)
+        except PenstockError as e:
+            result = ItemResult(error=e.with_traceback(None))
+        self._send_result(call_id, _QUESTION, result)
+
+    def _answer(self, call_id: int, result: ItemResult) -> None:
+        if result.final:
+            _, rows = self._calls.pop(call_id, (None, 0))
+            self._rows -= rows
+            self._send_result(call_id, _ITEMS, result)
+
+    def _send_result(self, call_id: int, item: Item, result: ItemResult) -> None:
+        if self not in self._batcher.sessions:
+            return
+        part = BatchPart(call_id, [result])
+        outbox = MessageWriter(self._replies)
+        outbox.results([item], part.results)
+        for slab in outbox.slabs:
+            self._sent[slab.offset] = slab
+        message = PartMessage(part, [], [])
+        try:
+            pieces = write(message, outbox.buffers)
+        except Exception as e:
+            sendable(part, e)
+            pieces = write(message)
+        self._channel.send(pieces, more=True)
+        if not self._flush_due:  # the answers of a batch go together
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        self._channel.flush()
+        if self._channel.blocked and self._stall is None:
+            self._stall = self._loop.call_later(STALL_S, self._check_stall, self._channel.sent_bytes)
+
+    def _check_stall(self, sent_bytes: int) -> None:
+        self._stall = None
+        if self._channel.blocked and self._channel.sent_bytes == sent_bytes:
+            log.warning("client_stalled seconds=%g: it is disconnected", STALL_S)
+            self.close()
+        elif self._channel.blocked:
+            self._stall = self._loop.call_later(STALL_S, self._check_stall, self._channel.sent_bytes)
+
+    def pause(self) -> None:
+        """Reads no more calls: another batcher will."""
+        self._channel.stop_reading()
+
+
+class _NoTicket:
+    def cancel(self) -> None:
+        pass
+
+
+_NO_TICKET = _NoTicket()
+_ITEMS, _QUESTION = Item([], many=True), Item(None)
+
+
+class SharedBatcher:
+    """The clients of one model, and the backend that answers them. Sets `stop` when it is no longer needed."""
+
+    def __init__(self, offer: Offer, listener: Any, stop: asyncio.Event) -> None:
+        self._offer = offer
+        self.model = offer.name
+        self._listener = listener
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+        instances, size = offer.config.instances, offer.config.batching.max_batch_size
+        max_queue = offer.config.batching.max_queue
+        assert isinstance(instances, int)
+        assert isinstance(size, int)
+        assert max_queue is not None
+        target = offer.packed_target()
+        self.backend = LocalBackend(
+            offer.name, offer.config, target, offer.sys_path, max_queue, offer.limits, log_level="INFO"
+        )
+        self.max_rows = max_queue + 2 * instances * size + RUNNING_ROWS
+        self.sessions: set[Session] = set()
+        self._linger = self._loop.call_later(offer.linger_s, self._end_if_unused)
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # none is left
+                return
+            try:
+                check_peer(sock)
+                sock.setblocking(False)
+                if len(self.sessions) >= MAX_CLIENTS:
+                    full = QueueFull(f"{MAX_CLIENTS} processes share this batcher, the most that can")
+                    sock.send(b"".join(write(WorkerFailed(full))))
+                    sock.close()
+                    continue
+                self._linger.cancel()
+                self.sessions.add(Session(self, sock))
+            except (ConfigError, OSError) as e:
+                log.warning("client_refused error=%s", e)
+                sock.close()
+
+    def left(self, session: Session) -> None:
+        self.sessions.discard(session)
+        if not self.sessions:
+            self._linger.cancel()
+            self._linger = self._loop.call_later(self._offer.linger_s, self._end_if_unused)
+
+    def _end_if_unused(self) -> None:
+        self._accept()  # a client may have come just now
+        if not self.sessions:
+            self._stop.set()
+
+    def refusal(self, message: JoinMessage) -> PenstockError | None:
+        """Why a client may not join; None if it may."""
+        if message.version != VERSION:
+            return ConfigError(f"the batcher runs Penstock {VERSION}, this process {message.version}: restart all")
+        conflict = "" if message.settings is None else self._offer.conflict(message.settings)
+        if conflict:
+            return ConfigError(
+                f"a batcher with other settings has this name: {conflict}; use another name, or the same"
+            )
+        return None
+
+    def welcome(self) -> WelcomeMessage:
+        offer = self._offer
+        most = 2 * offer.limits.max_queue_bytes
+        idempotent = offer.config.batching.idempotent
+        return WelcomeMessage(os.getpid(), REQUEST_BYTES, REPLY_BYTES, self.max_rows, most, idempotent)
+
+    async def statistics(self) -> dict[str, object]:
+        """Those of the model, and the number of clients."""
+        return {**self.backend.statistics(self.model), "clients": len(self.sessions), "pid": os.getpid()}
+
+    async def close(self) -> None:
+        """Answers accepted calls for a while, and ends the workers. Clients send what it did not read to another."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        self._linger.cancel()
+        for session in self.sessions:
+            session.pause()
+        await self.backend.close(DRAIN_S if self.sessions else 0.0)
+        await asyncio.sleep(0)  # the last answers are sent
+        for session in list(self.sessions):
+            session.close()
+
+
+async def _serve(offer: Offer, listener: Any, path: str) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    batcher = SharedBatcher(offer, listener, stop)
+    log.info("batcher_ready path=%s pid=%d", path, os.getpid())
+    await stop.wait()
+    signal.alarm(END_S)  # whatever hangs, the next batcher need not wait longer
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    await batcher.close()
+    log.info("batcher_ended path=%s pid=%d", path, os.getpid())
+
+
+class _LogFile(RotatingFileHandler):
+    """The log, to which the process itself writes too."""
+
+    def doRollover(self) -> None:
+        super().doRollover()
+        assert self.stream is not None
+        for fd in (1, 2):
+            os.dup2(self.stream.fileno(), fd)
+
+
+def _received_offer(sock: socket.socket) -> Offer:
+    decoder = FrameDecoder()
+    while data := sock.recv(2**16):
+        for frame in decoder.feed(data):
+            return read_offer(frame.head)
+    sys.exit("the process that started this batcher has ended")
+
+
+def main(arguments: list[str]) -> None:
+    """Arguments: path of the socket; descriptor of a socket to the process that starts the batcher."""
+    path, fd = arguments[0], int(arguments[1])
+    if os.fork():
+        os._exit(0)  # the batcher is nobody's child: a server that counts its children would misunderstand its end
+    os.set_inheritable(fd, False)
+    with socket.socket(fileno=fd) as starter:
+        offer = _received_offer(starter)
+        alive = os.open(f"{path}.alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(alive, fcntl.LOCK_EX)  # until this process ends
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        handler = _LogFile(f"{path}.log", maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
+        form = "%(asctime)s %(process)d %(levelname)s %(name)s %(message)s"
+        logging.basicConfig(level=logging.INFO, format=form, handlers=[handler])
+        try:
+            listener = listening(path)
+        except ConfigError as e:
+            log.error("not_listening error=%s", describe(e))
+            raise
+        starter.sendall(READY)
+    runner()(_serve(offer, listener, path))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
