@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 
 import msgspec
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from penstock.serving.protocols.kserve import KServeCodec, KServeExplainCodec
 from penstock.serving.protocols.native import NativeCodec
 from penstock.serving.protocols.oip_binary import OipBinaryCodec, encode_request
+from penstock.serving.protocols.oip_coded import CodedBinaryCodec, CodedJsonCodec, CodedNpyCodec
 from penstock.serving.protocols.oip_grpc import OipGrpcCodec
 from penstock.serving.protocols.oip_json import OipJsonCodec
 from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
@@ -34,6 +37,7 @@ REQUEST = open_inference().message("inference.ModelInferRequest")(model_name="m"
 REQUEST.inputs.add(name="x", datatype="FP32", shape=[2, 2]).contents.fp32_contents.extend([1, 2, 3, 4.5])
 MESSAGE = REQUEST.SerializeToString()
 WRITES, EMBEDS = ModelMetadata("m", "1", task="text-generation"), ModelMetadata("m", "1", task="embedding")
+GZIP = [(b"Content-Encoding", b"gzip"), (b"Accept-Encoding", b"deflate")]
 VALUES = [
     np.zeros((2, 3), np.float16),
     {"y": [1, 2], "z": np.array([b"a", "b"], object)},
@@ -76,6 +80,28 @@ CODECS = {
     "oip_npy": (
         lambda: OipNpyCodec("m", "1", KNOWN),
         [Item(write_head("FP32", (2, 2)) + bytes(16), "oip_npy", "application/x-npy")],
+        VALUES,
+    ),
+    "oip_json_coded": (
+        lambda: CodedJsonCodec("m", "1", KNOWN),
+        [Item(gzip.compress(TENSORS), "oip_json_coded", "application/json", headers=GZIP)],
+        VALUES,
+    ),
+    "oip_binary_coded": (
+        lambda: CodedBinaryCodec("m", "1", KNOWN),
+        [Item(gzip.compress(b"".join([HEAD, *BUFFERS])), "oip_binary_coded", headers=[*LENGTH, *GZIP])],
+        VALUES,
+    ),
+    "oip_npy_coded": (
+        lambda: CodedNpyCodec("m", "1", KNOWN),
+        [
+            Item(
+                zlib.compress(write_head("FP32", (2, 2)) + bytes(16)),
+                "oip_npy_coded",
+                "application/x-npy",
+                headers=[(b"content-encoding", b"deflate")],
+            )
+        ],
         VALUES,
     ),
     "thrift": (

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import http.client
 import inspect
 import json
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +333,54 @@ def test_parameters_reach_a_model_that_takes_them(client, model, binary):
     answer = client.infer(model, [tensor("x", ONE, binary=binary)], parameters=given, priority=1)
     assert answer.as_numpy("told").tolist() == [str(sorted(given.items())).encode()]
     assert client.infer(model, [tensor("x", ONE)]).as_numpy("told").tolist() == [b"[]"]
+
+
+@pytest.mark.parametrize("answered", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("sent", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("binary", [False, True])
+def test_requests_and_responses_are_compressed(client, binary, sent, answered):
+    packed = {"request_compression_algorithm": sent, "response_compression_algorithm": answered}
+    for array in (np.arange(40, dtype=np.float32).reshape(2, 20), np.ones((3, 60_000), np.float32)):
+        wanted = [triton.InferRequestedOutput("x", binary_data=binary)]
+        found = client.infer("echo", [tensor("x", array, binary=binary)], outputs=wanted, **packed)
+        assert np.array_equal(found.as_numpy("x"), array)
+    answer = client.infer("told_async", [tensor("x", ONE, binary=binary)], parameters={"n": 3}, **packed)
+    assert answer.as_numpy("told").tolist() == [b"[('n', 3)]"]
+
+
+@pytest.mark.parametrize("answered", ["gzip", "deflate"])
+def test_a_compressed_response_names_its_coding(server, answered):
+    body, length = triton.InferenceServerClient.generate_request_body([tensor("x", np.ones((2, 300), np.float32))])
+    wanted = {"Accept-Encoding": answered, "Inference-Header-Content-Length": str(length)}
+    with closing(http.client.HTTPConnection(address(server))) as connection:
+        connection.request("POST", "/v2/models/echo/infer", body, wanted)
+        response = connection.getresponse()
+        packed = response.read()
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    assert (headers["content-encoding"], headers["vary"]) == (answered, "Accept-Encoding")
+    assert len(packed) == int(headers["content-length"]) < 300
+    size = int(headers["inference-header-content-length"])
+    found = triton.InferenceServerClient.parse_response_body(packed, header_length=size, content_encoding=answered)
+    assert found.as_numpy("x").shape == (2, 300)
+
+
+def test_a_bad_coding_is_refused_and_harms_nobody(server, client):
+    def status(body: bytes, coding: str, model: str = "echo") -> tuple[int, str]:
+        found, answer = server.post(f"/v2/models/{model}/infer", body, content_encoding=coding)
+        return found, json.loads(answer)["error"]
+
+    bomb = gzip.compress(bytes(100 * 2**20))
+    for model in ("echo", "told_async"):
+        found = status(bomb, "gzip", model)
+        assert found == (413, f"decompressed, the body is larger than {64 * 2**20} bytes (limits.max_body_bytes)")
+        assert status(bomb[:-9], "gzip", model)[0] == 413
+    truncated = zlib.compress(json.dumps({"inputs": []}).encode())[:-5]
+    assert status(truncated, "deflate") == (400, "the deflate stream of the body is truncated: it ends after 17 bytes")
+    assert status(b"{}", "gzip")[0] == 400
+    expected = "found Content-Encoding 'br', expected gzip, deflate or identity"
+    assert status(b"{}", "br") == (415, expected)
+    found = client.infer("echo", [tensor("x", ONE)], request_compression_algorithm="gzip")
+    assert np.array_equal(found.as_numpy("x"), ONE)
 
 
 def test_parameters_reach_a_model_with_sequences(client):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from penstock import metrics
-from penstock.config.schema import BatchingConfig
+from penstock.config.schema import BatchingConfig, LimitsConfig
 from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.exceptions import OwnException
 from penstock.core.wire.messages import Pickled
@@ -31,12 +31,19 @@ FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")  # all of t
 class BatchRunner:
     """Drives one loaded model. `decode` is pure and may run ahead in another thread; `run` needs the worker's own."""
 
-    def __init__(self, model: PythonModel, metadata: ModelMetadata, batching: BatchingConfig) -> None:
+    def __init__(
+        self,
+        model: PythonModel,
+        metadata: ModelMetadata,
+        batching: BatchingConfig,
+        max_body_bytes: int = LimitsConfig().max_body_bytes,
+    ) -> None:
         self.model = model
         self.batching = batching
         self._metadata = metadata
         self._item_type = model.types.item_type()
-        self.codecs = ModelCodecs(metadata, item_type=self._item_type, clock=lambda: time.time())
+        extras = {"item_type": self._item_type, "clock": lambda: time.time(), "max_body_bytes": max_body_bytes}
+        self.codecs = ModelCodecs(metadata, **extras)
         # created by the first coroutine; that of a model with one is used in its warm-up too
         self._loop: asyncio.AbstractEventLoop | None = getattr(model.loop, "loop", None)
         self._log_limiter = LogLimiter()

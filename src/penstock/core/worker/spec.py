@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from penstock.config.schema import ModelConfig
+from penstock.config.schema import LimitsConfig, ModelConfig
 
 
 class Wrapped(Struct):
@@ -29,5 +29,6 @@ class WorkerSpec(Struct):
     instances: int = 1
     sys_path: list[str] = field(default_factory=list)
     wants_headers: bool = False
+    max_body_bytes: int = LimitsConfig().max_body_bytes  # of a request, also after decompression
     capture_output: bool = False  # log the worker's output, line by line, to "penstock.model"
     log_level: str = ""  # also log its log records from this level on, under their own names; "": none

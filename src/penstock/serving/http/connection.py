@@ -26,6 +26,7 @@ from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.listener import INF, KNOWN_HEADS, Listener, RequestHead
 from penstock.serving.http.responses import HeadTooLarge, MalformedHttp, RequestTimeout
 from penstock.serving.http.sockets import readable
+from penstock.serving.protocols.codings import ACCEPT_ENCODING, accepted_coding
 from penstock.serving.protocols.route import Route
 
 log = logging.getLogger("penstock.frontends")
@@ -35,13 +36,14 @@ POOL: Final = 4
 
 KNOWN_HEAD_BYTES: Final = 2048
 
-LENGTH, TYPE, SPECIAL = 1, 2, 3
+LENGTH, TYPE, SPECIAL, CODINGS = 1, 2, 3, 4
 _kinds: dict[bytes, int] = {}  # every spelling of a header name that came by, so that most need no lower()
 
 
 def _learn(name: bytes) -> int:
     known = name.lower()
-    kind = {b"content-length": LENGTH, b"content-type": TYPE}.get(known, SPECIAL if known in SPECIAL_NAMES else 0)
+    kinds = {b"content-length": LENGTH, b"content-type": TYPE, ACCEPT_ENCODING: CODINGS}
+    kind = kinds.get(known, SPECIAL if known in SPECIAL_NAMES else 0)
     if len(_kinds) < 1024 and len(name) <= 64:
         _kinds[name] = kind
     return kind
@@ -190,7 +192,7 @@ class Connection(asyncio.BufferedProtocol):
             head.length = int(value)
         elif kind == TYPE:
             head.content_type = value
-        elif kind:
+        elif kind == SPECIAL or (kind and accepted_coding(value)):  # libraries send lists of codings with all requests
             if head.special is None:
                 head.special = {}
             head.special[name.lower()] = value

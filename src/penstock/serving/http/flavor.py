@@ -20,6 +20,7 @@ from penstock.serving.http.responses import (
     RouteNotFound,
     status_line,
 )
+from penstock.serving.protocols.codings import ACCEPT_ENCODING
 from penstock.serving.protocols.route import HttpRequest, Route, RouteTable, Template, remember
 from penstock.serving.protocols.routes import TEMPLATES
 from penstock.types import ItemResult
@@ -221,7 +222,8 @@ def read_special(options: RequestOptions, route: Route, special: dict[bytes, byt
         options.codec = route.template.select(special, options.content_type.encode("latin-1"))
     budget, priority, key = get(b"x-deadline-ms"), get(b"x-priority"), get(b"idempotency-key")
     if key is not None and route.template.codec:
-        options.key = parse_key(key, get(b"authorization", b""))
+        # the stored answer has the coding that the first request demanded
+        options.key = parse_key(key, b"%b %b" % (get(ACCEPT_ENCODING, b""), get(b"authorization", b"")))
     if priority is not None:
         options.priority = parse_priority(priority)
     if budget is not None:

@@ -290,13 +290,14 @@ class Selection(Struct):
 class OipContext(Struct):
     """The part of the request that `encode` needs. `outputs` None means all outputs.
 
-    `typed`: over gRPC, outputs are typed contents.
+    `typed`: over gRPC, outputs are typed contents. `coding`: the response is compressed, see `codings`.
     """
 
     id: str | None = None
     outputs: list[Selection] | None = None
     binary: bool = False
     typed: bool = False
+    coding: str = ""
 
 
 class OipCodec(Codec):

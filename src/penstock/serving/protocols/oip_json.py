@@ -10,6 +10,14 @@ from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.errors import BadRequest, PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.codings import (
+    ACCEPT_ENCODING,
+    CONTENT_ENCODING,
+    accepted_coding,
+    coding_of,
+    content_coding,
+    decompressed_head,
+)
 from penstock.serving.protocols.oip import (
     HEADER_BYTES,
     HEADER_LENGTH,
@@ -23,6 +31,8 @@ from penstock.serving.protocols.route import READINESS, Route, Template, Terms
 from penstock.types import Item, ItemResult, SequenceRequest, TensorSpec
 
 PEEK_BYTES: Final = HEADER_BYTES
+CODED_HEAD_BYTES: Final = 4096  # the server process decompresses them in 0.05 ms, 64 KiB would take 0.4 ms
+CODED: Final = "_coded"  # ends the names of the codecs in oip_coded.py
 _LENGTH_HEADER: Final = HEADER_LENGTH.lower().encode()
 EXTENSIONS: Final = (
     "binary_tensor_data", "classification", "logging", "model_configuration", "model_repository", "parameters",
@@ -130,11 +140,23 @@ def read_terms(item: Item) -> Terms | None:
 
 
 def _readable(item: Item) -> bytes:
-    """The JSON before binary tensors. Nothing of another body: JSON in a Buffer has more than 64 KiB."""
-    if item.codec != "oip_binary":
+    """The JSON before binary tensors, or a small JSON in a content coding. Nothing of another body: JSON in a Buffer
+    has more than 64 KiB."""
+    coded = item.codec.endswith(CODED)
+    if not coded and item.codec != "oip_binary":
         return b""
-    length = header_length(item.headers) or 0  # `select_codec` has checked it
-    return bytes(getattr(item.payload, "view", item.payload)[:length])
+    body = getattr(item.payload, "view", item.payload)
+    if coded and coding_of(item):
+        return coded_head(item, body)
+    length = header_length(item.headers)  # `select_codec` has checked it
+    return b"" if length is None and body is not item.payload else bytes(body[:length])
+
+
+def coded_head(item: Item, body: bytes | memoryview) -> bytes:
+    """The JSON of an encoded body, or what precedes its tensors; b"" if it has more than `CODED_HEAD_BYTES`."""
+    length = header_length(item.headers) or CODED_HEAD_BYTES + 1
+    head = decompressed_head(body, coding_of(item), min(length, CODED_HEAD_BYTES + 1))
+    return head if len(head) <= CODED_HEAD_BYTES else b""
 
 
 # ---- routes
@@ -145,14 +167,15 @@ def select_codec(special: Mapping[bytes, bytes], content_type: bytes) -> str:
     kind = content_type.lower()
     if b"pickle" in kind:
         raise UnsupportedType("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
-    coding = special.get(b"content-encoding", b"identity")
-    if coding.lower() != b"identity":
-        raise UnsupportedType(f"the body is encoded as {coding[:40].decode('latin-1')}; send it unencoded")
     length = special.get(_LENGTH_HEADER)
     if length is not None:
         parse_length(length)
-        return "oip_binary"
-    return "oip_npy" if b"x-npy" in kind else ""
+        codec = "oip_binary"
+    else:
+        codec = "oip_npy" if b"x-npy" in kind else ""
+    if content_coding(special.get(CONTENT_ENCODING, b"")) or accepted_coding(special.get(ACCEPT_ENCODING, b"")):
+        return (codec or "oip_json") + CODED
+    return codec
 
 
 class Live(Struct):
@@ -251,7 +274,7 @@ def _infer(path: str) -> Template:
         codec="oip_json",
         error_body=error_body,
         select=select_codec,
-        select_headers=(_LENGTH_HEADER, b"content-encoding"),
+        select_headers=(_LENGTH_HEADER, CONTENT_ENCODING, ACCEPT_ENCODING),
         read_terms=read_terms,
     )
 
