@@ -230,15 +230,20 @@ def serve_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 
 class RunningRedis:
-    """A real `redis-server` on its own port, without persistence. `ask` is a client for the test."""
+    """A real `redis-server` on its own port, without persistence. `ask` is a client for the test.
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self._folder, self._options = folder, options
+    `config` returns a configuration file for a port, which then has all options but those given.
+    """
+
+    def __init__(self, folder: Path, *options: str, config: Callable[[int], Path] | None = None) -> None:
+        self._options = options
         # Keeps the port reserved before the first start and between two starts.
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind(("127.0.0.1", 0))
         self.port: int = self._held.getsockname()[1]
+        fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._fixed = [*fixed, "--dir", str(folder)] if config is None else [str(config(self.port))]
         self.start()
 
     def start(self, *options: str) -> None:
@@ -248,9 +253,8 @@ class RunningRedis:
         from redis.exceptions import AuthenticationError, ConnectionError
         from redis.retry import Retry
 
-        fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self.process = subprocess.Popen(
-            ["redis-server", *fixed, "--dir", str(self._folder), *self._options, *options],
+            ["redis-server", *self._fixed, *self._options, *options],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -292,8 +296,8 @@ def _running_redis(folder: Path) -> Iterator[Callable[..., RunningRedis]]:
         pytest.skip("redis-server is not installed")
     servers: list[RunningRedis] = []
 
-    def start(*options: str) -> RunningRedis:
-        servers.append(RunningRedis(folder, *options))
+    def start(*options: str, **config: Any) -> RunningRedis:
+        servers.append(RunningRedis(folder, *options, **config))
         return servers[-1]
 
     yield start

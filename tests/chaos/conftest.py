@@ -6,14 +6,19 @@ import asyncio
 import contextlib
 import os
 import random
+import textwrap
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
+
+from penstock.streamer.redis.client import RedisStreamer
+from support.brokers import APP, WorkerProcess
 
 FULL = os.environ.get("CHAOS") == "full"
 PATIENCE_S = 60.0  # longest wait for anything that must come
@@ -234,3 +239,32 @@ async def guarded(serve: Callable[..., Any], chaos: SimpleNamespace) -> AsyncIte
         assert "event=bug" not in said, said
         assert "never retrieved" not in said, said
         assert not psutil.wait_procs(left, timeout=10)[1]
+
+
+@pytest.fixture
+def worker(tmp_path: Path, redis_server: Any) -> Iterator[Callable[..., WorkerProcess]]:
+    """Starts workers: `worker("echo", "--workers", "2")`."""
+    (tmp_path / "app.py").write_text(textwrap.dedent(APP))
+    workers: list[WorkerProcess] = []
+
+    def start(target: str = "echo", *options: str, broker: str = "", wait: bool = True) -> WorkerProcess:
+        fast = ["--lease", "1", "--max-batch-size", "8", *options]
+        workers.append(WorkerProcess(tmp_path, target, broker or redis_server.address, *fast, wait=wait))
+        return workers[-1]
+
+    yield start
+    for one in workers:
+        one.end()
+
+
+@pytest.fixture
+def streamer(redis_server: Any) -> Iterator[Callable[..., RedisStreamer]]:
+    made: list[RedisStreamer] = []
+
+    def make(broker: str = "", **keywords: Any) -> RedisStreamer:
+        made.append(RedisStreamer(broker or redis_server.address, **keywords))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one._portal.close(0.0)

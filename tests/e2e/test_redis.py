@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from penstock import RedisStreamer
+from penstock.errors import BrokerUnavailable
+from support.redis_nodes import wait_for
 
-TLS = Path(__file__).parents[1] / "tls"
 APP = """
     from penstock import ManagedModel, model
 
@@ -95,24 +96,46 @@ def test_the_broker_may_listen_on_a_unix_socket(work: Any, run_redis: Any, tmp_p
         assert "secret" not in str(streamer.statistics())
 
 
-def test_the_broker_may_use_tls_and_its_certificate_is_checked(work: Any, run_redis: Any, redis_server: Any) -> None:
+@pytest.fixture
+def certificates(tmp_path: Path) -> dict[str, Path]:
+    """The files of a new authority, and of a server and a client that it has signed."""
+
+    def openssl(*words: object) -> None:
+        subprocess.run(["openssl", *map(str, words)], cwd=tmp_path, check=True, capture_output=True)
+
+    new = ["req", "-newkey", "rsa:2048", "-nodes", "-batch"]
+    openssl(*new, "-x509", "-days", "2", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")
+    (tmp_path / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+    for name in ("server", "client"):
+        openssl(*new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        signer = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names"]
+        openssl("x509", "-req", "-in", f"{name}.csr", *signer, "-out", f"{name}.pem")
+    return {name: tmp_path / name for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")}
+
+
+@pytest.mark.parametrize("kind", ["rediss", "rediss+cluster"])
+def test_the_broker_may_use_tls_and_both_sides_check_certificates(
+    work: Any, run_redis: Any, redis_server: Any, certificates: dict[str, Path], kind: str
+) -> None:
     port = redis_server.port  # another one's, which is free once it has ended
     redis_server.kill()
-    keys = [
-        "--tls-cert-file",
-        str(TLS / "cert.pem"),
-        "--tls-key-file",
-        str(TLS / "key.pem"),
-        "--tls-auth-clients",
-        "no",
-    ]
-    run_redis("--tls-port", str(port), *keys)
-    broker = f"rediss://localhost:{port}?ssl_ca_certs={TLS / 'cert.pem'}"
+    files = {
+        "--tls-ca-cert-file": "ca.pem", "--tls-cert-file": "server.pem", "--tls-key-file": "server.key",
+    }  # fmt: skip
+    options = [word for option, name in files.items() for word in (option, str(certificates[name]))]
+    clustered = kind == "rediss+cluster"
+    redis = run_redis("--tls-port", str(port), *options, *(["--cluster-enabled", "yes"] if clustered else []))
+    if clustered:
+        redis.ask.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        wait_for(lambda: redis.ask.execute_command("CLUSTER INFO")["cluster_state"] == "ok", "the cluster is up")
+    trust = f"{kind}://localhost:{port}?ssl_ca_certs={certificates['ca.pem']}"
+    broker = f"{trust}&ssl_certfile={certificates['client.pem']}&ssl_keyfile={certificates['client.key']}"
     work("Upper", broker)
     with RedisStreamer(broker) as streamer:
         assert streamer.predict(["a"]) == ["A"]
-    with RedisStreamer(f"rediss://localhost:{port}") as streamer, pytest.raises(Exception, match=r"(?i)certificate"):
-        streamer.predict(["a"])
+    for address in (f"{kind}://localhost:{port}", trust):  # an unknown authority; a client without a certificate
+        with RedisStreamer(address) as streamer, pytest.raises(BrokerUnavailable, match="cannot be reached"):
+            streamer.predict(["a"])
 
 
 def test_greenlets_call_concurrently(work: Any, redis_server: Any) -> None:

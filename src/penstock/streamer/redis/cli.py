@@ -13,7 +13,7 @@ from penstock.config.schema import ModelConfig
 from penstock.config.targets import devices_list, number_or_auto, split_targets
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError, PenstockError
-from penstock.streamer.redis.connection import parse_address
+from penstock.streamer.redis.address import parse_address
 from penstock.streamer.redis.serve import QueueOptions, run_until_stopped, serve_queue
 
 SERVED = "penstock.streamer.model:served"
@@ -39,8 +39,8 @@ def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> Mo
     default="localhost:6379",
     envvar="PENSTOCK_REDIS",
     metavar="BROKER",
-    help="host:port, redis://, rediss:// or unix:// [localhost:6379]. Use PENSTOCK_REDIS to keep a password out of "
-    "the process list.",
+    help="host:port or a URL: redis://, redis+sentinel://, redis+cluster://, rediss for TLS, or unix:// "
+    "[localhost:6379]. Use PENSTOCK_REDIS to keep a password out of the process list.",
 )
 @click.option("--prefix", default="", help="Separates models on one broker; must equal the RedisStreamer's prefix.")
 @click.option("--workers", callback=number_or_auto, metavar="N|auto", help="Loaded copies of the model [1].")

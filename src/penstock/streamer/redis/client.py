@@ -18,7 +18,8 @@ from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError
 from penstock.streamer.base import BaseStreamer, ChunkingBackend
-from penstock.streamer.redis.connection import CommandRefused, RedisConnection, parse_address
+from penstock.streamer.redis.address import parse_address
+from penstock.streamer.redis.connection import CommandRefused, RedisConnection
 from penstock.streamer.redis.protocol import GROUP, RELEASED, QueueKeys
 from penstock.streamer.redis.requests import PendingCall, PendingRequests
 from penstock.streamer.redis.transfer import RequestSender, receive_replies
@@ -34,8 +35,8 @@ CLEANUP_TIMEOUT_S = 2.0
 class RedisStreamer(BaseStreamer):
     """A model that workers serve over a Redis broker. It connects with its first call.
 
-    `redis_broker` is "host:port" or a URL (`redis://user:password@host:6379/0`, `rediss://`, `unix://`). `prefix` must
-    equal the workers' prefix. `worker_timeout` bounds `predict`; `timeout_s` bounds `submit` without a deadline.
+    `redis_broker` is "host:port" or a URL (`redis://user:password@host:6379/0`, `redis+sentinel://`, `redis+cluster://`,
+    `rediss://` and others with TLS, `unix://`). `prefix` must equal the workers' prefix. `worker_timeout` bounds `predict`; `timeout_s` bounds `submit` without a deadline.
     `max_queue` bounds the waiting and running items of all clients together; a call beyond it raises QueueFull.
     A lost connection is retried for `patience_s` before callers receive an error. `allow_pickle`, here and at the
     workers, sends values of any type, and lets everyone who can write to the broker run code here.
@@ -99,7 +100,7 @@ class BrokerClient(ChunkingBackend):
         self._keys = QueueKeys(prefix)
         self.max_queue = max_queue
         self._requests = PendingRequests(max_queue, max_bytes, allow_pickle)
-        self._out, self._in = RedisConnection(self.address), RedisConnection(self.address)
+        self._out, self._in = (RedisConnection(self.address, self._keys.queue) for _ in range(2))
         self._sender = RequestSender(self._requests, self._out, self._in, self._keys, self.id, patience_s)
         self._tasks: list[asyncio.Task[None]] = []
         self._session_timer: asyncio.TimerHandle | None = None

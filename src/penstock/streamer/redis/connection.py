@@ -1,4 +1,4 @@
-"""BrokerAddress and RedisConnection: one connection to a Redis broker, with pipelined commands.
+"""RedisConnection: one connection to the node of a Redis broker that holds the queue, with pipelined commands.
 
 The client library connects, speaks TLS and logs in. This module sends the commands, bounds the wait for replies and
 translates errors.
@@ -9,11 +9,10 @@ import logging
 import os
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
-
-from msgspec import Struct
 
 from penstock.errors import BrokerUnavailable, ConfigError, PenstockError, QueueFull, describe, install_hint
+from penstock.streamer.redis.address import BrokerAddress
+from penstock.streamer.redis.nodes import NodeFinder, is_moved
 from penstock.streamer.redis.protocol import Script
 
 log = logging.getLogger("penstock.broker")
@@ -23,53 +22,6 @@ CLOSE_TIMEOUT_S = 1.0
 
 Command = Sequence[Any]
 
-_SCHEMES = ("redis", "rediss", "unix")
-_DEFAULT_PORT = 6379
-
-
-class BrokerAddress(Struct, frozen=True):
-    """`url` is for the client library and may hold a password; `name`, for messages and logs, never does."""
-
-    url: str
-    name: str
-
-
-def parse_address(broker: str) -> BrokerAddress:
-    """The address in "host", "host:port", "redis://", "rediss://" or "unix://" form. Raises ConfigError.
-
-    A URL may have a user, a password and a database: `redis://user:password@host:6379/2`,
-    `unix://user:password@/run/redis.sock?db=2`. `rediss://` is TLS; query parameters name its certificates
-    (`?ssl_ca_certs=/path`).
-    """
-    url = broker.strip()
-    if "://" not in url:
-        url = f"redis://{url}"
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:  # its text may show the password
-        raise _wrong_address("its port is not a number from 0 to 65535, or its host is malformed") from None
-    if parts.scheme not in _SCHEMES:
-        raise _wrong_address(f"'{parts.scheme}://' is not one of {', '.join(s + '://' for s in _SCHEMES)}")
-    if parts.scheme == "unix":
-        if not parts.path.strip("/"):
-            raise _wrong_address("it names no socket; write unix:///path/to/redis.sock")
-        return BrokerAddress(url, f"unix://{parts.path}")
-    if not parts.hostname:
-        raise _wrong_address("it names no host")
-    database = parts.path.strip("/")
-    if database and not database.isdigit():
-        raise _wrong_address(f"its database '{database}' is not a number")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return BrokerAddress(url, f"{host}:{port or _DEFAULT_PORT}" + (f"/{database}" if database else ""))
-
-
-def _wrong_address(why: str) -> ConfigError:
-    return ConfigError(
-        f"the address of the Redis broker is wrong: {why} (expected host:port, redis://[user:password@]host:port/db, "
-        "rediss://... or unix:///path)"
-    )
-
 
 class CommandRefused(BrokerUnavailable):
     """The broker replied with an error. `word` is the first word of the error, such as NOGROUP or WRONGTYPE."""
@@ -78,13 +30,16 @@ class CommandRefused(BrokerUnavailable):
 
 
 class RedisConnection:
-    """Connects with its first `ask`, and again with the first one after an error. Concurrent callers take turns."""
+    """Connects with its first `ask`, and again with the first one after an error. Concurrent callers take turns.
 
-    def __init__(self, address: BrokerAddress) -> None:
+    Each connection is to the node that holds `key` at that time.
+    """
+
+    def __init__(self, address: BrokerAddress, key: str) -> None:
         self.address = address
         self.connects = 0
         self._lock = asyncio.Lock()
-        self._connection = _new_connection(address)
+        self._connection, self._finder = _new_connection(address, key)
 
     async def ask(self, *commands: Command, wait_s: float = 0.0) -> list[Any]:
         """The replies. `wait_s`: how long the commands themselves may block.
@@ -96,6 +51,9 @@ class RedisConnection:
             async with self._lock, asyncio.timeout(REPLY_TIMEOUT_S + wait_s):
                 return await self._ask(commands)
         except (Exception, asyncio.CancelledError) as e:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the library may replace it while it cleans up
+                raise asyncio.CancelledError from None
             raise self._translate(e) from None
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
@@ -114,10 +72,7 @@ class RedisConnection:
         connection = self._connection
         try:
             if not connection.is_connected:
-                await connection.connect()
-                # without a password, a broker that wants one refuses large commands with a misleading error
-                await connection.send_command("PING", check_health=False)
-                await connection.read_response()
+                await self._finder.connect(connection)
                 self.connects += 1
             await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
             replies = []
@@ -130,7 +85,9 @@ class RedisConnection:
             if first_error is not None:
                 raise first_error
             return replies
-        except ResponseError:
+        except ResponseError as e:
+            if is_moved(e):
+                await connection.disconnect(nowait=True)
             raise
         except BaseException:  # replies still to come would be taken for replies to later commands
             await connection.disconnect(nowait=True)
@@ -151,9 +108,13 @@ class RedisConnection:
         if isinstance(error, theirs.NoPermissionError) or text.startswith("NOPERM"):
             return ConfigError(f"{where} does not give this user the required rights: {text}")
         if isinstance(error, theirs.OutOfMemoryError) or text.startswith("OOM"):
-            return QueueFull(f"{where} has no memory left (maxmemory) for the request: try again later")
+            return QueueFull(
+                f"{where} has no memory left (maxmemory) for the request: try again later", retry_after_s=1.0
+            )
         if isinstance(error, theirs.BusyLoadingError):
             return BrokerUnavailable(f"{where} is loading its data: try again later", retry_after_s=1.0)
+        if is_moved(error):
+            return BrokerUnavailable(f"{where} is being moved to another node: {text}", retry_after_s=1.0)
         if isinstance(error, theirs.ResponseError):
             if "unknown command" in text.lower():
                 return ConfigError(f"{where} is too old, expected Redis 6.2 or newer: {text}")
@@ -185,8 +146,8 @@ class RedisConnection:
             os.close(sock.fileno())
 
 
-def _new_connection(address: BrokerAddress) -> Any:
-    """A connection that is not open yet. Raises ConfigError."""
+def _new_connection(address: BrokerAddress, key: str) -> tuple[Any, NodeFinder]:
+    """A connection that is not open yet, and what opens it. Raises ConfigError."""
     try:
         from redis.asyncio.connection import ConnectionPool
         from redis.asyncio.retry import Retry
@@ -205,7 +166,7 @@ def _new_connection(address: BrokerAddress) -> Any:
             health_check_interval=0,
             **({} if address.url.startswith("unix:") else {"socket_keepalive": True}),
         )
-        return pool.make_connection()
+        return pool.make_connection(), NodeFinder(address, key, pool.connection_class, pool.connection_kwargs)
     except Exception as e:
         raise ConfigError(
             f"the address of the Redis broker {address.name} has parameters that cannot be used: {type(e).__name__}"

@@ -151,8 +151,9 @@ class Script:
 
 SUBMIT = Script("""
 -- queue, sent | submission, seconds, most entries, then for each call: number of entries, and header and payload of
--- each. Returns {queue length before, for each call: its ids, or the number of entries refused, ...}. A repeated
--- submission, whose reply was lost, returns its first result.
+-- each. Returns {queue length before, milliseconds for which the oldest entry has been in the queue if it is full, for
+-- each call: its ids, or the number of entries refused, ...}. A repeated submission, whose reply was lost, returns its
+-- first result.
 local last = redis.call('GET', KEYS[2])
 if last then
   local sent = cjson.decode(last)
@@ -160,12 +161,14 @@ if last then
 end
 local length = redis.call('XLEN', KEYS[1])
 local free = tonumber(ARGV[3]) - length
-local result = {length}
+local result = {length, 0}
 local i = 4
 while i <= #ARGV do
   local n = tonumber(ARGV[i])
   if n > free then
     result[#result + 1] = n
+    local oldest, now = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1], redis.call('TIME')
+    if oldest then result[2] = now[1] * 1000 + math.floor(now[2] / 1000) - string.match(oldest[1], '%d+') end
   else
     local ids = {}
     for j = 1, n do

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,14 @@ log = logging.getLogger("penstock.broker")
 
 SUBMISSION_ENTRIES = 512  # the broker serves no other client while it runs a script
 SUBMISSION_BYTES = 8 * 2**20
+RETRY_AFTER_S = (0.1, 60.0)
+
+
+def queue_full(found: str, oldest_s: float) -> QueueFull:
+    """The error of a full queue. A queue that moves at a steady rate is renewed in the time for which its oldest entry
+    has been in it, `oldest_s`: that is when to try again."""
+    shortest, longest = RETRY_AFTER_S
+    return QueueFull(f"{found}: try again later", retry_after_s=min(max(oldest_s, shortest), longest))
 
 
 class QueueEntry(Struct, eq=False):
@@ -53,6 +62,7 @@ class PendingCall:
     ) -> None:
         self.sink: Sink | None = sink
         self.ends_s, self.due, self.priority = ends_s, due, priority
+        self.began_s = time.monotonic()
         self.entries: list[QueueEntry] = []
         self.timer: asyncio.TimerHandle | None = None
         self._many = item.many
@@ -129,7 +139,12 @@ class PendingRequests:
             raise BadRequest(f"the call has {size} items, but the queue may hold {self.max_queue}: send it in pieces")
         waiting = len(self.entries)
         if waiting + size > self.max_queue:
-            raise QueueFull(f"{waiting} of {self.max_queue} items wait: try again later")
+            raise queue_full(f"{waiting} of {self.max_queue} items wait", self._oldest_s())
+
+    def _oldest_s(self) -> float:
+        """For how long the oldest unanswered entry has waited."""
+        oldest = next(iter(self.entries.values()), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest.call.began_s
 
     def add(self, call: PendingCall, values: list[Any]) -> None:
         """Queues the values of a call for sending. A value that cannot be sent gets its error as outcome."""
@@ -153,7 +168,7 @@ class PendingRequests:
         if len(payload) > self._max_bytes:
             raise PayloadTooLarge(f"the item has {len(payload)} bytes, more than {self._max_bytes} may wait")
         if self.nbytes + len(payload) > self._max_bytes:
-            raise QueueFull(f"{self.nbytes} of {self._max_bytes} bytes wait: try again later")
+            raise queue_full(f"{self.nbytes} of {self._max_bytes} bytes wait", self._oldest_s())
         return payload
 
     def next_submission(self) -> list[Group]:

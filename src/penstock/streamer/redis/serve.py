@@ -28,7 +28,7 @@ from penstock.streamer.local import (
     devices_of,
 )
 from penstock.streamer.model import wrapped
-from penstock.streamer.redis.connection import parse_address
+from penstock.streamer.redis.address import parse_address
 from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
 
 log = logging.getLogger("penstock.streamer")

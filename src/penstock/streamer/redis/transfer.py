@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from penstock.errors import BrokerUnavailable, ConfigError, PenstockError, QueueFull
+from penstock.errors import BrokerUnavailable, ConfigError, PenstockError
 from penstock.streamer.redis.connection import Command, RedisConnection
 from penstock.streamer.redis.protocol import (
     MAX_BUDGET_MS,
@@ -17,7 +17,7 @@ from penstock.streamer.redis.protocol import (
     dump,
     load_replies,
 )
-from penstock.streamer.redis.requests import Group, PendingRequests
+from penstock.streamer.redis.requests import Group, PendingRequests, queue_full
 
 log = logging.getLogger("penstock.broker")
 
@@ -87,7 +87,7 @@ class RequestSender:
         arguments = self._arguments(groups)
         while True:
             try:
-                length, *outcomes = await self._connection.run(SUBMIT, (self._queue, self._sent), arguments)
+                length, oldest_ms, *outcomes = await self._connection.run(SUBMIT, (self._queue, self._sent), arguments)
                 break
             except PenstockError as e:
                 if type(e) is not BrokerUnavailable or not await self._wait_to_reconnect():
@@ -101,7 +101,7 @@ class RequestSender:
             if isinstance(outcome, int):
                 self._requests.counts["refused"] += outcome
                 found = f"{length} of {self._requests.max_queue} items wait or run"
-                group[0].call.fail(QueueFull(f"the queue is full ({found}): try again later"))
+                group[0].call.fail(queue_full(f"the queue is full ({found})", oldest_ms / 1000))
                 continue
             for entry, id in zip(group, outcome, strict=True):
                 entry.id = id

@@ -14,8 +14,9 @@ from typing import Any
 
 from penstock.core.contracts import Backend, Observer
 from penstock.errors import BrokerUnavailable, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, WorkerDied
+from penstock.streamer.redis.address import BrokerAddress
 from penstock.streamer.redis.codec import MalformedMessage
-from penstock.streamer.redis.connection import BrokerAddress, CommandRefused, RedisConnection
+from penstock.streamer.redis.connection import CommandRefused, RedisConnection
 from penstock.streamer.redis.protocol import GROUP, INHERIT, LEAVE, QueueKeys, RequestHeader, load_header
 from penstock.streamer.redis.writer import Lease, ReplyWriter
 from penstock.types import Item, ItemResult
@@ -69,7 +70,7 @@ class BrokerWorker:
         self._queue = QueueKeys(prefix).queue
         self._lease_s = lease_s
         self._codec = f"{CODECS}:{'PicklingCodec' if allow_pickle else 'BrokerCodec'}"
-        self._in, self._out = RedisConnection(address), RedisConnection(address)
+        self._in, self._out = (RedisConnection(address, self._queue) for _ in range(2))
         self._capacity_changed = watcher.changed
         self._writer = ReplyWriter(self._out, QueueKeys(prefix), lease_s, self._capacity_changed.set)
         self._leases = self._writer.leases

@@ -68,12 +68,21 @@ async def test_a_full_queue_refuses_at_once(asker, redis_server, until):
     client, other = asker(max_queue=10), asker(max_queue=10)
     held = client.put(list(range(8)))
     await until(lambda: redis_server.ask.xlen("{penstock:}:queue") == 8)
-    with pytest.raises(QueueFull, match="8 of 10"):
+    with pytest.raises(QueueFull, match="8 of 10") as elsewhere:
         await other.ask([1, 2, 3])
-    with pytest.raises(QueueFull, match="8 of 10"):
+    with pytest.raises(QueueFull, match="8 of 10") as here:
         client.put([1, 2, 3])
+    assert all(0.1 <= caught.value.retry_after_s <= 60 for caught in (elsewhere, here))
     assert redis_server.ask.xlen("{penstock:}:queue") == 8
     held.call.cancel()
+
+
+async def test_a_full_queue_names_the_age_of_its_oldest_entry_as_the_time_to_retry(asker, redis_server):
+    seconds, _ = redis_server.ask.time()
+    redis_server.ask.xadd("{penstock:}:queue", {"h": "", "p": ""}, id=f"{(seconds - 30) * 1000}-0")
+    with pytest.raises(QueueFull, match="1 of 1 items") as caught:
+        await asker(max_queue=1).ask([1])
+    assert 29 <= caught.value.retry_after_s < 60
 
 
 async def test_a_call_that_never_fits_into_the_queue_is_a_bad_request(asker):
