@@ -63,7 +63,7 @@ def test_a_truncated_stream_is_refused_at_every_byte(form):
 
 def test_a_damaged_stream_and_bytes_after_it_are_refused():
     packed = gzip.compress(b"some text")
-    with pytest.raises(BadRequest, match="not a valid gzip stream: .*incorrect data check"):
+    with pytest.raises(BadRequest, match=r"not a valid gzip stream: .*incorrect data check"):
         decompress(packed[:-8] + bytes(8), "gzip", 100)
     with pytest.raises(BadRequest, match="not a valid deflate stream"):
         decompress(b"plain text", "deflate", 100)

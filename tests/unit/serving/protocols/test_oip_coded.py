@@ -61,7 +61,8 @@ def test_an_encoded_request_is_read_like_a_plain_one(codec, coding):
     ours, theirs = traits_of(packed.codec), traits_of(codec)
     assert ours.reads_headers
     assert ours.divisible is theirs.divisible
-    assert ours.peek is not None and theirs.peek is not None
+    assert ours.peek is not None
+    assert theirs.peek is not None
     assert ours.peek(packed, packed.payload) == theirs.peek(item, item.payload) is not None
     assert ours.peek_sequence(packed, packed.payload) == theirs.peek_sequence(item, item.payload)
     assert read_terms(packed) == read_terms(item)
