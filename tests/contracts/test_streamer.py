@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import importlib
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -24,6 +26,7 @@ import pytest
 import penstock
 from penstock import DeadlineExceeded, ModelNotReady, QueueFull
 from penstock.errors import BadOutput, BadRequest, LoadFailed, WorkerDied
+from support.shared_batchers import batchers
 
 HERE = Path(__file__).parent
 COMPAT = HERE.parents[1] / "compat" / "service_streamer"
@@ -40,16 +43,25 @@ PROCESS = {
 }  # fmt: skip
 
 Start = Callable[..., Any]
+NUMBERS = itertools.count()
 pytestmark = pytest.mark.usefixtures("paths")
 
 
 @pytest.fixture(scope="module")
-def made(paths: None) -> Iterator[dict[str, Any]]:
+def made(paths: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Streamers by their arguments, shared by many tests."""
     streamers: dict[str, Any] = {}
-    yield streamers
-    for streamer in streamers.values():
-        streamer.destroy_workers()
+    folder = tmp_path_factory.mktemp("shared") / "run"
+    with pytest.MonkeyPatch.context() as patch, batchers(folder):
+        patch.setenv("PENSTOCK_RUNTIME_DIR", str(folder))
+        yield streamers
+        for streamer in streamers.values():
+            streamer.destroy_workers()
+
+
+def shared_streamer(function: Any, *arguments: Any, **keys: Any) -> Any:
+    """A streamer with a batcher of its own."""
+    return penstock.Streamer(function, *arguments, shared=f"s{next(NUMBERS)}", linger_s=0.1, **keys)
 
 
 def _starting(made: dict[str, Any], make: Start) -> Start:
@@ -62,21 +74,21 @@ def _starting(made: dict[str, Any], make: Start) -> Start:
     return start
 
 
-@pytest.fixture(params=["ThreadedStreamer", "Streamer"])
+@pytest.fixture(params=["ThreadedStreamer", "Streamer", "shared"])
 def start(made: dict[str, Any], face: ModuleType, request: pytest.FixtureRequest) -> Start:
-    """Starts a streamer of one class: `start(function, batch_size, ...)`."""
-    return _starting(made, getattr(face, request.param))
+    """Starts a streamer of one kind: `start(function, batch_size, ...)`."""
+    return _starting(made, getattr(face, request.param, shared_streamer))
 
 
-@pytest.fixture
-def start_processes(made: dict[str, Any], face: ModuleType) -> Start:
-    return _starting(made, face.Streamer)
+@pytest.fixture(params=["Streamer", "shared"])
+def start_processes(made: dict[str, Any], face: ModuleType, request: pytest.FixtureRequest) -> Start:
+    return _starting(made, getattr(face, request.param, shared_streamer))
 
 
-@pytest.fixture(params=["ThreadedStreamer", "Streamer"])
-def make(request: pytest.FixtureRequest) -> Start:
-    """A class for a streamer of one test; both modules export the same class."""
-    found: Start = getattr(penstock, request.param)
+@pytest.fixture(params=["ThreadedStreamer", "Streamer", "shared"])
+def make(made: dict[str, Any], request: pytest.FixtureRequest) -> Start:
+    """Makes a streamer for one test; both modules export the same class."""
+    found: Start = getattr(penstock, request.param, shared_streamer)
     return found
 
 
@@ -278,7 +290,10 @@ def test_pain_4_a_call_that_timed_out_leaves_nothing_behind(start: Start, models
     assert streamer.submit([(str(file), "last")]).result(20)
     assert file.read_text().count("x") <= 2, "more was run than the first call and one sent ahead"
     assert streamer.predict([]) == []
-    assert streamer._portal._loop_thread.backend._engine.reading().models[0].in_flight == 0
+    backend = streamer._portal._loop_thread.backend
+    engine = getattr(backend, "_engine", None)  # None: it is in the batcher
+    assert engine is None or engine.reading().models[0].in_flight == 0
+    assert engine is not None or backend.statistics("") == {"unanswered": 0, "unanswered_bytes": 0}
 
 
 def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: ModuleType) -> None:
@@ -303,17 +318,18 @@ def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: Modu
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_pain_7_a_forked_child_has_its_own_workers(start: Start, models: ModuleType) -> None:
+def test_pain_7_a_forked_child_has_its_own_workers_or_shares_them(start: Start, models: ModuleType) -> None:
     streamer = start(models.pids, 4)
+    shared = getattr(streamer, "_shared", False)
     [mine] = streamer.predict([1])
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            with pytest.warns(RuntimeWarning, match="its own workers"):
+            with contextlib.nullcontext() if shared else pytest.warns(RuntimeWarning, match="its own workers"):
                 [theirs] = streamer.predict([1])
-            code = 0 if theirs not in (mine, os.getppid()) else 2
+            code = 0 if (theirs == mine) == shared and theirs != os.getppid() else 2
             streamer.destroy_workers()
         finally:
             os._exit(code)

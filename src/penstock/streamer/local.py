@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -33,6 +33,14 @@ class Shared(Struct, frozen=True):
 
     name: str
     linger_s: float
+
+
+class StreamerBackend(PortalBackend, Protocol):
+    """The backend of a streamer with a model of its own, or with a shared one."""
+
+    @property
+    def loading(self) -> bool:
+        """Whether the model is still loading."""
 
 
 class LocalStreamer(BaseStreamer):
@@ -74,28 +82,25 @@ class LocalStreamer(BaseStreamer):
             idempotent=idempotent,
         )
         config = ModelConfig(target=name, batching=batching, **keys)
-        sys_path = [path for path in sys.path if path]
         self._shared = shared is not None
-        self._backend: LocalBackend | None = None  # of this process
-        make: Callable[[], PortalBackend]
+        make: Callable[[], StreamerBackend]
         if shared is not None:
-            from penstock.streamer.shared.address import socket_path  # others need none of it
-            from penstock.streamer.shared.client import SharedClient
-            from penstock.streamer.shared.messages import offer_of
+            from penstock.streamer.shared.client import shared_backend  # others need none of it
 
-            socket_path(shared.name)  # raises its errors here
-            offer = offer_of(name, config, target, limits, shared.linger_s)
-            make = partial(SharedClient, shared.name, offer)
+            make = shared_backend(shared.name, shared.linger_s, config, target, limits)
         else:
             packed = pack_target(target) if config.transport == "process" else target
+            sys_path = [path for path in sys.path if path]
+            make = partial(LocalBackend, name, config, packed, sys_path, max_queue, limits)
+        self._backend: StreamerBackend | None = None  # of this process
 
-            def make() -> LocalBackend:
-                self._backend = LocalBackend(name, config, packed, sys_path, max_queue, limits)
-                return self._backend
+        def begin() -> StreamerBackend:
+            self._backend = make()
+            return self._backend
 
         # a worker that imports the module of its model must not start the streamer that the module makes
         lazy = nesting.importing
-        portal = Portal(make=make, lazy=lazy, word="streamer", own_workers=shared is None)
+        portal = Portal(make=begin, lazy=lazy, word="streamer", own_workers=shared is None)
         super().__init__(portal, name, worker_timeout)
 
     def statistics(self) -> dict[str, object]:

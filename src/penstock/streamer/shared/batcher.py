@@ -24,6 +24,7 @@ from penstock.core.contracts import Ticket
 from penstock.core.transports.process import Channel
 from penstock.core.wire.messages import (
     AbandonBatch,
+    Buffer,
     Frame,
     FrameDecoder,
     FreeReplies,
@@ -43,6 +44,7 @@ from penstock.streamer.shared.messages import (
     VERSION,
     CallMessage,
     JoinMessage,
+    LoadedMessage,
     Offer,
     ToBatcher,
     WelcomeMessage,
@@ -206,6 +208,13 @@ class Session:
         except Exception as e:
             sendable(part, e)
             pieces = write(message)
+        self._send(pieces)
+
+    def send_loaded(self) -> None:
+        if self._requests is not None:
+            self._send(write(LoadedMessage()))
+
+    def _send(self, pieces: list[Buffer]) -> None:
         self._channel.send(pieces, more=True)
         if not self._flush_due:  # the answers of a batch go together
             self._flush_due = True
@@ -244,7 +253,7 @@ class SharedBatcher:
 
     def __init__(self, offer: Offer, listener: Any, stop: asyncio.Event) -> None:
         self._offer = offer
-        self.model = offer.name
+        self.model = str(offer.config.target)
         self._listener = listener
         self._stop = stop
         self._loop = asyncio.get_running_loop()
@@ -255,11 +264,12 @@ class SharedBatcher:
         assert max_queue is not None
         target = offer.packed_target()
         self.backend = LocalBackend(
-            offer.name, offer.config, target, offer.sys_path, max_queue, offer.limits, log_level="INFO"
+            self.model, offer.config, target, offer.sys_path, max_queue, offer.limits, log_level="INFO"
         )
         self.max_rows = max_queue + 2 * instances * size + RUNNING_ROWS
         self.sessions: set[Session] = set()
         self._linger = self._loop.call_later(offer.linger_s, self._end_if_unused)
+        self._loaded = self._loop.create_task(self._tell_when_loaded())
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -308,7 +318,15 @@ class SharedBatcher:
         offer = self._offer
         most = 2 * offer.limits.max_queue_bytes
         idempotent = offer.config.batching.idempotent
-        return WelcomeMessage(os.getpid(), REQUEST_BYTES, REPLY_BYTES, self.max_rows, most, idempotent)
+        loading = not self._loaded.done()
+        return WelcomeMessage(os.getpid(), REQUEST_BYTES, REPLY_BYTES, self.max_rows, most, idempotent, loading)
+
+    async def _tell_when_loaded(self) -> None:
+        """Once: a client that waits too long for an answer then knows whether the model was still loading."""
+        with suppress(PenstockError):  # callers get it
+            await self.backend.ready()
+        for session in self.sessions:
+            session.send_loaded()
 
     async def statistics(self) -> dict[str, object]:
         """Those of the model, and the number of clients."""
@@ -319,6 +337,7 @@ class SharedBatcher:
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
         self._linger.cancel()
+        self._loaded.cancel()
         for session in self.sessions:
             session.pause()
         await self.backend.close(DRAIN_S if self.sessions else 0.0)

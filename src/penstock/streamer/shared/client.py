@@ -10,14 +10,17 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import result_of
 from penstock.core.engine.portal import Portal
 from penstock.core.wire.messages import PartMessage, Pickled
+from penstock.core.worker.spec import Wrapped
 from penstock.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -32,7 +35,7 @@ from penstock.streamer.backend import FIRST_RETRY_S, LAST_RETRY_S
 from penstock.streamer.base import BaseStreamer
 from penstock.streamer.shared.address import socket_path
 from penstock.streamer.shared.link import BatcherLink, SharedCall
-from penstock.streamer.shared.messages import Offer
+from penstock.streamer.shared.messages import Offer, offer_of
 from penstock.streamer.shared.sealed import Sealed, opened, seal_item
 from penstock.streamer.shared.start import Joined, join
 from penstock.types import Item, ItemResult, Sink
@@ -173,7 +176,7 @@ class SharedClient:
     # ---- the batcher
 
     def _join(self) -> None:
-        if not self._joining and not self._closed:
+        if not self._joining:
             self._joining, self._failure = True, None
             os_threads.start_thread(self._join_in_thread, name="penstock-join")
 
@@ -196,7 +199,7 @@ class SharedClient:
         self._joining = False
         if isinstance(found, PenstockError):
             self._fail(found)
-        elif self._closed:
+        elif self._closed and not self._calls:
             found.close()
         else:
             self._retry_s = FIRST_RETRY_S
@@ -232,6 +235,11 @@ class SharedClient:
             self._join()
 
     # ---- the rest of a PortalBackend
+
+    @property
+    def loading(self) -> bool:
+        """Whether the batcher, or its model, is still loading."""
+        return self._link is None or self._link.loading
 
     async def ask(self, what: str) -> Any:
         """What the batcher answers to a question, see CallMessage. Raises its errors, and those of `submit`."""
@@ -294,6 +302,14 @@ class SharedStreamer(BaseStreamer):
     def statistics(self) -> dict[str, object]:
         """The learned batch costs and the request counters of the model, and the number of processes that share it."""
         return shared_statistics(self._portal)
+
+
+def shared_backend(
+    shared: str, linger_s: float, config: ModelConfig, target: Wrapped, limits: LimitsConfig
+) -> Callable[[], SharedClient]:
+    """Makes the backend of a streamer that shares its model. Raises ConfigError, LoadFailed."""
+    socket_path(shared)
+    return partial(SharedClient, shared, offer_of(config, target, limits, linger_s))
 
 
 def shared_statistics(portal: Portal) -> dict[str, object]:

@@ -22,7 +22,7 @@ from penstock.core.wire.messages import (
     write,
 )
 from penstock.core.wire.slabs import Slab, SlabPool, map_read_only
-from penstock.streamer.shared.messages import CallMessage, FromBatcher
+from penstock.streamer.shared.messages import CallMessage, FromBatcher, LoadedMessage
 from penstock.streamer.shared.start import Joined
 from penstock.types import Item, ItemResult, Sink
 
@@ -71,6 +71,7 @@ class BatcherLink:
 
     def __init__(self, joined: Joined, on_answer: Callable[[PartMessage], None], on_end: Callable[[], None]) -> None:
         self.welcome = joined.welcome
+        self.loading = self.welcome.loading
         self._loop = asyncio.get_running_loop()
         self._sock = joined.sock
         self._on_answer, self._on_end = on_answer, on_end
@@ -110,6 +111,9 @@ class BatcherLink:
     def _on_frame(self, frame: Frame) -> None:
         try:
             message = self._reader.read(frame)
+            if isinstance(message, LoadedMessage):
+                self.loading = False
+                return
             if not isinstance(message, PartMessage):
                 raise TypeError(f"a {type(message).__name__}")
         except Exception:

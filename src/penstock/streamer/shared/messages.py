@@ -32,7 +32,6 @@ VERSION = __version__
 class Offer(Struct):
     """What a process offers to start a batcher with."""
 
-    name: str  # of the model
     config: ModelConfig
     limits: LimitsConfig
     target: bytes
@@ -55,13 +54,13 @@ class Offer(Struct):
         return ", ".join(differing)
 
 
-def offer_of(name: str, config: ModelConfig, target: Wrapped, limits: LimitsConfig, linger_s: float) -> Offer:
+def offer_of(config: ModelConfig, target: Wrapped, limits: LimitsConfig, linger_s: float) -> Offer:
     """The offer of a streamer, whose `target` is wrapped as a StreamerModel. Raises LoadFailed if it cannot be sent."""
     packed = pack_target(Wrapped(target.target, f"{SealedModel.__module__}:{SealedModel.__name__}", target.arguments))
     batching = config.batching
     assert batching.max_queue is not None
     settings = {
-        "the model": f"{getattr(target.target, '__module__', '')}.{getattr(target.target, '__qualname__', name)}",
+        "the model": f"{getattr(target.target, '__module__', '')}.{config.target}",
         "batch_size": str(batching.max_batch_size),
         "max_latency": str(batching.max_hold_s),
         "worker_num": str(config.instances),
@@ -76,7 +75,7 @@ def offer_of(name: str, config: ModelConfig, target: Wrapped, limits: LimitsConf
         "the digest of the model's name, file and arguments": _digest(target, packed.files),
     }
     sys_path = [path or os.getcwd() for path in sys.path]
-    return Offer(name, config, limits, packed.data, packed.files, packed.main, sys_path, linger_s, settings)
+    return Offer(config, limits, packed.data, packed.files, packed.main, sys_path, linger_s, settings)
 
 
 def _digest(target: Wrapped, files: Sequence[tuple[str, str]]) -> str:
@@ -119,6 +118,11 @@ class WelcomeMessage(Struct, array_like=True, tag="welcome"):
     max_rows: int
     max_bytes: int
     idempotent: bool
+    loading: bool
+
+
+class LoadedMessage(Struct, array_like=True, tag="loaded"):
+    """To all clients: the model is loaded."""
 
 
 class CallMessage(Struct, array_like=True, tag="call"):
@@ -135,7 +139,7 @@ class CallMessage(Struct, array_like=True, tag="call"):
 
 
 ToBatcher = JoinMessage | CallMessage | FreeReplies | AbandonBatch
-FromBatcher = WelcomeMessage | PartMessage | WorkerFailed
+FromBatcher = WelcomeMessage | LoadedMessage | PartMessage | WorkerFailed
 _encode_offer = msgspec.msgpack.Encoder().encode
 read_offer = msgspec.msgpack.Decoder(Offer).decode
 
