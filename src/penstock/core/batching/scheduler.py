@@ -80,6 +80,11 @@ class Scheduler:
         return self._queue.rows
 
     @property
+    def up(self) -> int:
+        """Number of slots that are up and stay."""
+        return self._slots.up
+
+    @property
     def queued_bytes(self) -> int:
         return self._queue.nbytes
 

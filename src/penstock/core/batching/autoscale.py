@@ -1,0 +1,181 @@
+"""Autoscaler: how many instances a model needs, from its arrivals, queue and learned cost. Pure; time is an argument.
+
+The need is the number of full batches per second that keeps the wait in the queue below its target:
+
+* the predicted rate of arrivals at the time when an instance that starts now is up,
+* the margin of a queue with random arrivals: with `c` rows/s of capacity, `r` rows/s of arrivals and a dispersion `d` of
+  their counts, a wait exceeds `w` with probability exp(-2 (c - r) w / d) (Kingman's bound in heavy traffic),
+* the rows that will by then wait too long.
+
+More instances start at once. Fewer remain only after a quiet window without any need for more, so within a window the
+number changes its direction at most once.
+"""
+
+import math
+from collections import deque
+
+from msgspec import Struct
+
+MISSES = 0.002  # the share of requests for which the margin lets the wait exceed its target
+_MARGIN = -math.log(MISSES) / 2
+_SURE = 3.0  # standard deviations by which a short window must exceed the mean to count
+_TICKS = 240  # readings in a quiet window
+_FEWEST_ROWS = 8  # of a window that predicts a rate
+_MOST_DISPERSION = 8.0
+MIN_TICK_S = 0.05
+START_S = 1.0  # assumed time of a start before one was measured
+_LEAST_WAIT = 0.25  # of the SLO: a target remains even if a batch takes nearly as long as the SLO
+
+
+class AutoscaleLimits(Struct, frozen=True, kw_only=True):
+    """`fewest` to `most` instances keep the wait below `wait_s`, or wait and run below `slo_s` if that is given. The
+    number falls after `quiet_s`; to zero with `zero`."""
+
+    fewest: int
+    most: int
+    quiet_s: float
+    slo_s: float | None = None
+    wait_s: float = 1.0
+    zero: bool = False
+
+    @property
+    def tick_s(self) -> float:
+        """Seconds between two readings while there is work."""
+        return max(MIN_TICK_S, self.quiet_s / _TICKS)
+
+
+class LoadReading(Struct, frozen=True):
+    """The state of a model. `arrived_rows` counts since its start, with refused ones; a full batch of `full_rows` rows
+    takes `full_s` seconds (0: not learned yet). `present` counts instances that are up or starting."""
+
+    arrived_rows: int
+    queued_rows: int
+    running_rows: int
+    present: int
+    up: int
+    full_rows: int
+    full_s: float
+
+
+class Autoscaler:
+    """Decides the number of instances of one model version."""
+
+    def __init__(self, limits: AutoscaleLimits) -> None:
+        self.limits = limits
+        self.start_s = START_S  # learned
+        self._starts = 0
+        self._counts: deque[tuple[float, int]] = deque()  # (time, rows arrived before it) of a quiet window
+        self._needs: deque[tuple[float, int]] = deque()  # (time, need), falling: the maximum of the window is first
+        self._busy_s = -math.inf  # when there was work last
+        self.need = limits.fewest  # of the last reading
+
+    def started(self, seconds: float) -> None:
+        """Learns the time of a start, from the decision until the instance is up."""
+        self._starts += 1
+        self.start_s += (seconds - self.start_s) / min(self._starts, 4)
+
+    def decide(self, reading: LoadReading, now: float) -> int:
+        """The number of instances there should be. A clock that goes back starts the history again."""
+        if self._counts and now < self._counts[-1][0]:
+            self._counts.clear()
+            self._needs.clear()
+            self._busy_s = min(self._busy_s, now)
+        if reading.queued_rows or reading.running_rows or (self._counts and reading.arrived_rows > self._counts[-1][1]):
+            self._busy_s = now
+        self._count(reading.arrived_rows, now)
+        self.need = need = self._bounded(self._need(reading, now), now)
+        needs = self._needs
+        while needs and needs[-1][1] <= need:
+            needs.pop()
+        needs.append((now, need))
+        while needs[0][0] <= now - self.limits.quiet_s:
+            needs.popleft()
+        if need > reading.present:
+            return need
+        if now - self.limits.quiet_s < self._counts[0][0]:  # not yet observed for a window
+            return reading.present
+        return min(reading.present, needs[0][1])
+
+    def _bounded(self, need: int, now: float) -> int:
+        limits = self.limits
+        if limits.zero and now - self._busy_s >= limits.quiet_s:
+            return 0
+        return max(limits.fewest, 1, min(limits.most, need))
+
+    def _count(self, rows: int, now: float) -> None:
+        counts, limits = self._counts, self.limits
+        if not counts or now > counts[-1][0]:
+            counts.append((now, rows))
+        while len(counts) > 2 and counts[1][0] <= now - limits.quiet_s:
+            counts.popleft()
+
+    def _need(self, reading: LoadReading, now: float) -> int:
+        """Instances that the next `start_s` seconds need, without limits."""
+        limits = self.limits
+        if reading.full_s <= 0:  # nothing is learned: add one while rows wait behind a full batch on each instance
+            return reading.up + (reading.queued_rows > reading.full_rows * reading.up)
+        capacity = reading.full_rows / reading.full_s  # rows/s of an instance
+        wait_s = limits.wait_s
+        if limits.slo_s is not None:
+            wait_s = max(limits.slo_s - reading.full_s, _LEAST_WAIT * limits.slo_s)
+        rate, slope, dispersion = self._rates(now)
+        rate += slope * self.start_s
+        steady = (rate + _MARGIN * dispersion / wait_s) / capacity if rate else 0.0
+        waiting = reading.queued_rows + (rate - reading.up * capacity) * self.start_s  # when a new instance is up
+        need = steady
+        if waiting > wait_s * reading.up * capacity:
+            drain_s = max(wait_s, self.start_s)
+            need = max(need, (rate * drain_s + waiting) / (capacity * (drain_s + wait_s)))
+        return math.ceil(need - 0.02)
+
+    def _rates(self, now: float) -> tuple[float, float, float]:
+        """(rows/s, their rise per second, dispersion): the mean of the last seconds, or a shorter window that is surely
+        above it."""
+        counts = self._counts
+        end, total = counts[-1]
+        dispersion = self._dispersion()
+        longest = max(2 * MIN_TICK_S, min(self.limits.quiet_s / 2, 4 * self.start_s + 2.0))
+        span, rate, first = longest, 0.0, True
+        while span >= 2 * self.limits.tick_s or first:
+            t, before = self._at(end - span)
+            rows = total - before
+            if end > t:
+                sure = rows if first else rows - _SURE * math.sqrt(rows * dispersion)
+                rate = max(rate, sure / max(end - t, self.limits.tick_s)) if rows >= _FEWEST_ROWS or first else rate
+            first, span = False, span / 2
+        half = self._at(end - longest / 2)
+        start = self._at(end - longest)
+        slope = 0.0
+        if start[0] < half[0] < end and end - start[0] > 0.9 * longest:
+            late, early = total - half[1], half[1] - start[1]
+            rise = late / (end - half[0]) - early / (half[0] - start[0])
+            noise = _SURE * math.sqrt((late + early) * dispersion) / (longest / 2)
+            slope = max(0.0, rise - noise) / (longest / 2)
+        return rate, slope, dispersion
+
+    def _at(self, t: float) -> tuple[float, int]:
+        """The last reading at or before `t`, or the first."""
+        counts = self._counts
+        low, high = 0, len(counts) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if counts[middle][0] <= t:
+                low = middle
+            else:
+                high = middle - 1
+        return counts[low]
+
+    def _dispersion(self) -> float:
+        """Variance / mean of the rows between readings, relative to a moving mean; 1 for random (Poisson) arrivals."""
+        counts = self._counts
+        if len(counts) < 16:
+            return 1.0
+        total = squares = 0.0
+        last = None
+        for (t0, n0), (t1, n1) in zip(counts, list(counts)[1:], strict=False):
+            rows = n1 - n0
+            if last is not None and t1 > t0:
+                squares += (rows - last) ** 2 / 2  # neighbours: a slow change of the rate is no dispersion
+                total += rows
+            last = rows
+        return min(_MOST_DISPERSION, max(1.0, squares / total)) if total >= 64 else 1.0
