@@ -175,11 +175,11 @@ def test_a_supervisor_that_never_reads_stdout_stops_neither_serving_nor_files_no
         until(lambda: b"Healthy" in over_socket(address, b"GET /ping HTTP/1.1\r\nhost: a\r\n"))
         head = b"POST /predictions/m HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n"
         until(lambda: b" 200 " in over_socket(address, head, b"x"))
-        for _ in range(200):
+        for _ in range(400):
             assert b" 200 " in over_socket(address, head, b"x")
         access = torchserve.folder / "logs" / "access_log.log"
-        until(lambda: access.read_text().count("POST /predictions/m") >= 201)
-        until(lambda: len(logged(torchserve, "model_metrics", "PredictionTime")) >= 201)
+        until(lambda: access.read_text().count("POST /predictions/m") >= 401)
+        until(lambda: len(logged(torchserve, "model_metrics", "PredictionTime")) >= 401)
         began = time.monotonic()
         server.terminate()
         assert server.wait(30) == 0

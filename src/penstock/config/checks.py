@@ -9,7 +9,7 @@ import stat
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from penstock.config.schema import MOST_INSTANCES, Config, ModelConfig
+from penstock.config.schema import MOST_INSTANCES, AutoscaleConfig, Config, ModelConfig
 from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.types import DTYPES, TensorSpec
 
@@ -117,10 +117,9 @@ def _check_models(config: Config, errors: ErrorList) -> None:
                 )
         known[model.version] = section
         with errors:
-            if model.instances != "auto" and model.instances > most:
-                raise ConfigError(
-                    f"models.{section}.instances: found {model.instances}, more than limits.max_instances ({most})"
-                )
+            for key, value in (("instances", model.instances), ("autoscale.max", model.autoscale.max)):
+                if isinstance(value, int) and value > most:
+                    raise ConfigError(f"models.{section}.{key}: found {value}, more than limits.max_instances ({most})")
     traffic_keys: dict[str, str] = {}  # section that sets the traffic of a model
     for section, model in config.models.items():
         if model.traffic:
@@ -155,6 +154,32 @@ def check_model(model: ModelConfig, where: str = "") -> None:
         raise ConfigError(
             f"{where}instances: found {model.instances}, but the inline transport runs one instance, on the event loop;"
             " use transport = 'thread' or 'process' for more"
+        )
+    _check_autoscale(model, where)
+
+
+def _check_autoscale(model: ModelConfig, where: str) -> None:
+    """Raises ConfigError for limits that contradict each other, or a model whose instances cannot come and go."""
+    scale = model.autoscale
+    if scale.max is None:
+        if scale != AutoscaleConfig():
+            raise ConfigError(f"{where}autoscale.max: found none, expected the most instances that the load may start")
+        return
+    if scale.min > scale.max:
+        raise ConfigError(f"{where}autoscale.min: found {scale.min}, expected at most autoscale.max ({scale.max})")
+    if isinstance(model.instances, int) and model.instances != 1 and not scale.min <= model.instances <= scale.max:
+        raise ConfigError(
+            f"{where}instances: found {model.instances}, expected autoscale.min to max ({scale.min} to {scale.max});"
+            " leave it out to start with autoscale.min"
+        )
+    if scale.slo_s is not None and scale.target_wait_s is not None:
+        raise ConfigError(f"{where}autoscale: found slo_s and target_wait_s; keep one of them")
+    if model.transport == "inline":
+        raise ConfigError(f"{where}autoscale: the inline transport runs one instance; use 'process' or 'thread'")
+    if model.batching.max_sequences:
+        raise ConfigError(
+            f"{where}autoscale: an instance that leaves would end the sequences on it (batching.max_sequences);"
+            " remove one of the two"
         )
 
 

@@ -226,6 +226,26 @@ class RestartConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ] = 300.0
 
 
+class AutoscaleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[models.NAME.autoscale]`: with `max`, the number of instances follows the load."""
+
+    min: Annotated[Instances, doc("fewest instances; the number that starts")] = 1
+    max: Annotated[Instances | None, doc("most instances; without it their number is fixed")] = None
+    slo_s: Annotated[
+        Seconds | None,
+        doc("latency, with the run, that instances are started for; by default `batching.slo_s`, else 1 s"),
+    ] = None
+    target_wait_s: Annotated[Seconds | None, doc("instead of `slo_s`: longest wait in the queue, without the run")] = (
+        None
+    )
+    idle_s: Annotated[Seconds, doc("quiet window: an instance leaves after this time in which it was not needed")] = (
+        30.0
+    )
+    scale_to_zero: Annotated[
+        bool, doc("after `idle_s` without a request no instance is left; the next request starts one and waits for it")
+    ] = False
+
+
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`: one model."""
 
@@ -290,6 +310,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     env: Annotated[dict[str, str], doc("environment variables of the workers")] = field(default_factory=dict)
     batching: Annotated[BatchingConfig, doc("see `[models.NAME.batching]`")] = field(default_factory=BatchingConfig)
     restart: Annotated[RestartConfig, doc("see `[models.NAME.restart]`")] = field(default_factory=RestartConfig)
+    autoscale: Annotated[AutoscaleConfig, doc("see `[models.NAME.autoscale]`")] = field(default_factory=AutoscaleConfig)
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -310,6 +331,7 @@ SECTIONS: dict[str, Any] = {
     "models.NAME": ModelConfig,
     "models.NAME.batching": BatchingConfig,
     "models.NAME.restart": RestartConfig,
+    "models.NAME.autoscale": AutoscaleConfig,
 }
 
 

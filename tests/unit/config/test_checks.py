@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,15 @@ from penstock.config.checks import (
     thrift_model,
     tokens_for,
 )
-from penstock.config.schema import AuthConfig, Config, LimitsConfig, ModelConfig, ServerConfig
+from penstock.config.schema import (
+    AuthConfig,
+    AutoscaleConfig,
+    BatchingConfig,
+    Config,
+    LimitsConfig,
+    ModelConfig,
+    ServerConfig,
+)
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec
 
@@ -201,6 +210,7 @@ def test_sections_with_one_name_are_versions_that_may_share_traffic() -> None:
             r"models.n.traffic: models.m sets it already",
         ),
         ({"m": {"instances": 65}}, r"models.m.instances: found 65, more than limits.max_instances \(64\)"),
+        ({"m": {"autoscale": AutoscaleConfig(max=65)}}, r"models.m.autoscale.max: found 65, more than limits"),
         ({f"m{n}": {} for n in range(257)}, r"models: found 257 sections, more than limits.max_versions \(256\)"),
     ],
 )
@@ -223,6 +233,28 @@ def test_an_invalid_device_is_refused(device: str) -> None:
 
 def test_a_device_is_a_kind_with_an_optional_number() -> None:
     check_config(models(m={"devices": ("cpu", "cuda", "cuda:0", "cuda:15", "mps", "GPU.1", "xpu:2")}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"autoscale": AutoscaleConfig(min=3, max=2)}, r"autoscale.min: found 3, expected at most autoscale.max \(2\)"),
+        ({"autoscale": AutoscaleConfig(min=2)}, r"autoscale.max: found none, expected the most instances"),
+        (
+            {"autoscale": AutoscaleConfig(min=2, max=3), "instances": 4},
+            r"instances: found 4, expected autoscale.min to",
+        ),
+        ({"autoscale": AutoscaleConfig(max=3, slo_s=1, target_wait_s=1)}, r"autoscale: found slo_s and target_wait_s"),
+        ({"autoscale": AutoscaleConfig(max=2), "transport": "inline"}, r"the inline transport runs one instance"),
+        (
+            {"autoscale": AutoscaleConfig(max=2), "batching": BatchingConfig(max_sequences=4)},
+            r"an instance that leaves would end the sequences on it",
+        ),
+    ],
+)
+def test_limits_of_the_load_that_cannot_be_kept_are_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_config(models(m=keys))
 
 
 def test_an_inline_model_has_one_instance() -> None:

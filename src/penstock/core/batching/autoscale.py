@@ -3,7 +3,7 @@
 The need is the number of full batches per second that keeps the wait in the queue below its target:
 
 * the predicted rate of arrivals at the time when an instance that starts now is up,
-* the margin of a queue with random arrivals: with `c` rows/s of capacity, `r` rows/s of arrivals and a dispersion `d` of
+* the margin of a queue with random arrivals: with a capacity of `c` rows/s, `r` arrivals and a dispersion `d` of
   their counts, a wait exceeds `w` with probability exp(-2 (c - r) w / d) (Kingman's bound in heavy traffic),
 * the rows that will by then wait too long.
 
@@ -46,7 +46,11 @@ class AutoscaleLimits(Struct, frozen=True, kw_only=True):
 
 class LoadReading(Struct, frozen=True):
     """The state of a model. `arrived_rows` counts since its start, with refused ones; a full batch of `full_rows` rows
-    takes `full_s` seconds (0: not learned yet). `present` counts instances that are up or starting."""
+    takes `full_s` seconds (0: not learned). `present` counts instances that are up or starting.
+
+    Instances that run requests concurrently take up to `full_rows` at a time, and their `full_s` is 0: the autoscaler
+    learns how long a row stays.
+    """
 
     arrived_rows: int
     queued_rows: int
@@ -55,6 +59,27 @@ class LoadReading(Struct, frozen=True):
     up: int
     full_rows: int
     full_s: float
+    concurrent: bool = False
+
+
+class Stay:
+    """The mean time of a row on an instance that runs rows concurrently, by Little's law: rows present x seconds,
+    divided by the rows that left. Older readings fade."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, int, int] | None = None  # (time, rows that left before, rows present)
+        self._area = self._left = 0.0
+
+    def seconds(self, reading: LoadReading, now: float, memory_s: float) -> float:
+        """0 until enough rows have left."""
+        left = reading.arrived_rows - reading.queued_rows - reading.running_rows
+        if self._last is not None and now > self._last[0]:
+            t, before, present = self._last
+            fade = math.exp((t - now) / memory_s)
+            self._area = self._area * fade + (now - t) * (present + reading.running_rows) / 2
+            self._left = self._left * fade + max(0, left - before)
+        self._last = now, left, reading.running_rows
+        return self._area / self._left if self._left >= _FEWEST_ROWS else 0.0
 
 
 class Autoscaler:
@@ -67,6 +92,7 @@ class Autoscaler:
         self._counts: deque[tuple[float, int]] = deque()  # (time, rows arrived before it) of a quiet window
         self._needs: deque[tuple[float, int]] = deque()  # (time, need), falling: the maximum of the window is first
         self._busy_s = -math.inf  # when there was work last
+        self._stay = Stay()
         self.need = limits.fewest  # of the last reading
 
     def started(self, seconds: float) -> None:
@@ -111,13 +137,15 @@ class Autoscaler:
 
     def _need(self, reading: LoadReading, now: float) -> int:
         """Instances that the next `start_s` seconds need, without limits."""
-        limits = self.limits
-        if reading.full_s <= 0:  # nothing is learned: add one while rows wait behind a full batch on each instance
+        limits, full_s = self.limits, reading.full_s
+        if reading.concurrent:
+            full_s = self._stay.seconds(reading, now, limits.quiet_s)
+        if full_s <= 0:  # nothing is learned: add one while rows wait behind a full batch on each instance
             return reading.up + (reading.queued_rows > reading.full_rows * reading.up)
-        capacity = reading.full_rows / reading.full_s  # rows/s of an instance
+        capacity = reading.full_rows / full_s  # rows/s of an instance
         wait_s = limits.wait_s
         if limits.slo_s is not None:
-            wait_s = max(limits.slo_s - reading.full_s, _LEAST_WAIT * limits.slo_s)
+            wait_s = max(limits.slo_s - full_s, _LEAST_WAIT * limits.slo_s)
         rate, slope, dispersion = self._rates(now)
         rate += slope * self.start_s
         steady = (rate + _MARGIN * dispersion / wait_s) / capacity if rate else 0.0

@@ -28,7 +28,7 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
-    The 23 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
+    The 24 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
     is one option of a model.
     """
 
@@ -61,6 +61,7 @@ class Scheduler:
         self._ceiling: int | None = None
         self._ceiling_end_s = INF
         self.running_rows = 0  # of the batches on slots
+        self.arrived_rows = 0  # since the start, with refused ones
         self.concurrent = False  # whether slots take batches concurrently
         self._batch_id = 0
         self._held_since_s = INF
@@ -165,6 +166,7 @@ class Scheduler:
         queue = self._queue
         rows, priority, budgets = entry.rows, entry.priority, self._budgets
         most, most_bytes = self._max_queue, self._max_queue_bytes
+        self.arrived_rows += rows
         if priority:
             most, most_bytes = most - most // KEPT, most_bytes - most_bytes // KEPT
         if rows < 1 or queue.rows + rows > most or queue.nbytes + entry.nbytes > most_bytes:

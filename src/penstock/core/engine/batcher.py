@@ -47,7 +47,7 @@ BRIEF = 10  # after a hang: re-runs may take ten times their prediction, and at 
 class Batcher:
     """Queues the requests of one model version and sends them to its transport in batches.
 
-    Its 20 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
+    Its 21 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
     alone makes it, from seven parts.
     """
 
@@ -79,6 +79,7 @@ class Batcher:
         self._closed = False
         self._emptied: asyncio.Event | None = None  # made by drain()
         self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: no more requests are accepted
+        self.on_turn: Callable[[float], None] | None = None  # called with the time after each turn
         self.on_dispatch: Callable[[Dispatch], None] | None = None  # called before a batch is sent
 
     # ---- requests
@@ -192,6 +193,8 @@ class Batcher:
                 self._timer.at(self.scheduler.wake_at)
             if self._inbox is not None:
                 self._inbox.allow(self, 0 if self._config.slo_s is not None else self.scheduler.quiet_rows)
+            if self.on_turn is not None:
+                self.on_turn(now)
         except Exception:
             self._break()
         if self._emptied is not None and not self._waiting:

@@ -8,13 +8,14 @@ from typing import Literal
 
 from msgspec import structs
 
-from penstock.config.schema import BatchingConfig, with_options
+from penstock.config.schema import AutoscaleConfig, BatchingConfig, with_options
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.none import Unbatched
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.sequences import SequenceLimits, SequenceTable
 from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
+from penstock.core.engine.autoscaling import LoadScaler
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call, notify, overriding, reason_of
 from penstock.core.engine.instances import Instances
@@ -31,7 +32,7 @@ from penstock.core.engine.upkeep import Upkeep
 from penstock.core.tensors import nbytes_of
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
-from penstock.errors import ModelNotReady
+from penstock.errors import Conflict, ModelNotReady
 from penstock.types import Item, ModelMetadata, ModelStatus, Ready, Sink
 
 log = logging.getLogger("penstock.engine")
@@ -43,7 +44,7 @@ _MAX_RESTART_WAIT_S = 1.0  # requests wait for a worker that restarts within thi
 class ModelHandle:
     """Owns the instances, scheduler and batcher of one model version, and its state.
 
-    `policy` makes a batching policy that overrides the configured one. The 22 attributes are the parts it owns and what
+    `policy` makes a batching policy that overrides the configured one. The 23 attributes are the parts it owns and what
     every request reads of them, looked up once.
     """
 
@@ -75,6 +76,8 @@ class ModelHandle:
         self._broken = False
         self.sequences: SequenceTable | None = None  # of a model with `max_sequences`
         self.instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
+        self.scaler: LoadScaler | None = None
+        self.follow_load(spec.config.autoscale)
         if spec.config.transport not in ("inline", "thread"):
             self.instances.on_used = Upkeep(spec.config, self.instances).check
 
@@ -87,16 +90,32 @@ class ModelHandle:
     async def scale(self, instances: int, drain_s: float) -> None:
         """Waits until new instances are up and removed ones have answered their batches.
 
-        Raises ModelNotReady while the model loads or drains, LoadFailed if a new instance does not load, and BadRequest
-        if the transport cannot be scaled. After an error, nothing has changed.
+        Raises ModelNotReady while the model loads or drains, LoadFailed if a new instance does not load, BadRequest
+        if the transport cannot be scaled, and Conflict if the number follows the load. After an error, nothing has
+        changed.
         """
+        if self.scaler is not None:
+            limits = self.scaler.autoscaler.limits
+            raise Conflict(
+                f"model '{self.name}' has {limits.fewest} to {limits.most} instances, as its load needs"
+                " (autoscale.min, autoscale.max); load it again with other limits"
+            )
         if self.state not in ("READY", "FAILED"):
             raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
         await self.instances.scale(instances, drain_s)
 
+    def follow_load(self, config: AutoscaleConfig) -> None:
+        """Lets the number of instances follow the load within other limits, or fixes it."""
+        if self.scaler is not None:
+            self.scaler.close()
+        self.scaler = None if config.max is None else LoadScaler(config, self.instances)
+        if self.scaler is not None and self.batcher is not None:
+            self.scaler.watch(self.batcher, self.batching, self._full_rows)
+
     async def close(self, drain_s: float) -> None:
         """Answers accepted requests for at most `drain_s`, then ends every worker."""
         self.state = "DRAINING"
+        self.follow_load(AutoscaleConfig())
         self.instances.closing()
         end = time.monotonic() + drain_s
         if self.batcher is not None and not await self.batcher.drain(drain_s):
@@ -114,6 +133,8 @@ class ModelHandle:
         if self.batcher is None:
             self.batcher = self._make_batcher(ready)
             self.batcher.on_broken = self._on_broken
+            if self.scaler is not None:
+                self.scaler.watch(self.batcher, self.batching, self._full_rows)
         return self.batcher
 
     def _make_batcher(self, ready: Ready) -> Batcher:
@@ -135,7 +156,7 @@ class ModelHandle:
         scheduler = Scheduler(
             make_policy(),
             max_batch_size=size,
-            max_queue=queue_bound(b, self.instances.count, self._full_rows),
+            max_queue=queue_bound(b, self._most_instances, self._full_rows),
             max_queue_bytes=self._max_queue_bytes,
             depth=self._transport.depth,
             idempotent=b.idempotent,
@@ -156,14 +177,20 @@ class ModelHandle:
     def _on_change(self) -> None:
         """Adapts the state and the queue limit to the instances."""
         if self.batcher is not None:
-            most = queue_bound(self.batching, self.instances.count, self._full_rows)
+            most = queue_bound(self.batching, self._most_instances, self._full_rows)
             self.batcher.scheduler.max_queue = most
         if self.state == "DRAINING":
             return
         if self.instances.up and not self._broken:
             self.state = "READY"
-        elif self.state == "READY" or self.instances.loaded:
-            self.state = "FAILED"
+        elif self.state != "LOADING" or self.instances.loaded:
+            starts = self.scaler is not None and self.scaler.autoscaler.limits.zero
+            self.state = "IDLE" if starts and not self._broken and not self.instances.failing else "FAILED"
+
+    @property
+    def _most_instances(self) -> int:
+        """The instances that the queue feeds; those that the load may start count from the beginning."""
+        return self.instances.count if self.scaler is None else self.scaler.autoscaler.limits.most
 
     # ---- requests
 
@@ -198,7 +225,9 @@ class ModelHandle:
             raise
 
     def _refuse(self, batcher: Batcher | None) -> None:
-        """Raises ModelNotReady, unless a worker restarts soon."""
+        """Raises ModelNotReady, unless the request starts a worker, or one restarts soon."""
+        if self.state == "IDLE":
+            return
         if batcher is not None and self.state == "FAILED" and not self._broken:
             back_in_s = self.instances.back_in_s()
             if back_in_s is not None and back_in_s <= _MAX_RESTART_WAIT_S:
@@ -214,8 +243,8 @@ class ModelHandle:
 
     @property
     def ready(self) -> bool:
-        """True while a worker can answer."""
-        return self.state == "READY"
+        """True while a worker can answer, or starts for a request."""
+        return self.state in ("READY", "IDLE")
 
     def status(self) -> ModelStatus:
         scheduler = self.batcher.scheduler if self.batcher else None
@@ -258,5 +287,8 @@ class ModelHandle:
         )
 
     def statistics(self) -> dict[str, object]:
-        """The statistics of the scheduler; empty before the first worker is up."""
-        return {"mode": self.mode, **self.batcher.scheduler.explain()} if self.batcher else {}
+        """The statistics of the scheduler and the autoscaler; empty before the first worker is up."""
+        if self.batcher is None:
+            return {}
+        scaling = {} if self.scaler is None else {"autoscale": self.scaler.explain()}
+        return {"mode": self.mode, **self.batcher.scheduler.explain(), **scaling}

@@ -79,6 +79,7 @@ class Instances:
         self._end: PenstockError | None = None  # why scaling was stopped
         self._removals: set[asyncio.Task[None]] = set()  # and replacements
         self.on_used: Callable[[int, int], None] = lambda slot, requests: None
+        self.on_started: Callable[[float], None] = lambda seconds: None  # an instance came up
 
     # ---- state
 
@@ -93,6 +94,11 @@ class Instances:
     @property
     def up(self) -> int:
         return sum(i.up for i in self._slots.values())
+
+    @property
+    def failing(self) -> bool:
+        """True while an instance has died or not loaded, and is not up again."""
+        return any(i.failures and not i.leaving for i in self._slots.values())
 
     @property
     def loaded(self) -> bool:
@@ -187,9 +193,28 @@ class Instances:
             if missing > 0:
                 await self._grow(missing, drain_s)
             elif missing < 0:
-                # those without a worker go first, then the youngest
-                seen = self._seen()
-                await self._take_away(sorted(seen, key=lambda slot: (seen[slot].up, -slot))[:-missing], drain_s)
+                await self._take_away(self._least_used()[:-missing], drain_s)
+
+    def follow(self, number: int, drain_s: float) -> None:
+        """Begins to start or to remove instances, until there are `number`. One that does not load counts too: its
+        transport tries it again, ever less often, and it is the first to leave."""
+        if self._end is not None or not self.loaded:
+            return
+        missing = number - self.count
+        if missing > 0:
+            self._spec.instances = number  # they share the threads of the machine so
+            for _ in range(missing):
+                slot = self._reserve()
+                self._slots[slot].retry_at = time.monotonic()  # requests wait for it
+                self._add(slot)
+            self._changed()
+        elif missing < 0 and not self._scaling.locked():  # a replacement has one more for a while
+            self._keep(asyncio.create_task(self._take_away(self._least_used()[:-missing], drain_s)))
+
+    def _least_used(self) -> list[int]:
+        """The slots in the order in which they leave: those without a worker first, then the youngest."""
+        seen = self._seen()
+        return sorted(seen, key=lambda slot: (seen[slot].up, -slot))
 
     async def _grow(self, missing: int, drain_s: float) -> None:
         self._spec.instances = self.count + missing  # they share the threads of the machine so
@@ -248,8 +273,7 @@ class Instances:
         self._changed()
         removals = [asyncio.create_task(self._remove(slot, drain_s)) for slot in slots]
         for removal in removals:
-            self._removals.add(removal)
-            removal.add_done_callback(self._removals.discard)
+            self._keep(removal)
         await asyncio.shield(asyncio.gather(*removals))
 
     # ---- replacement
@@ -259,9 +283,11 @@ class Instances:
         instance = self._slots[slot]
         if self._end is None and not instance.worn:
             instance.worn = True
-            replacement = asyncio.create_task(self._replace(slot, instance, why))
-            self._removals.add(replacement)
-            replacement.add_done_callback(self._removals.discard)
+            self._keep(asyncio.create_task(self._replace(slot, instance, why)))
+
+    def _keep(self, change: asyncio.Task[None]) -> None:
+        self._removals.add(change)
+        change.add_done_callback(self._removals.discard)
 
     async def _replace(self, slot: int, old: Instance, why: str) -> None:
         """The new worker starts first; if memory has no room for both, the old one ends first. If the new one does not
@@ -317,6 +343,7 @@ class Instances:
         instance.failures, instance.retry_at, instance.error = 0, None, None
         if (scheduler := self._scheduler()) is not None:
             scheduler.slot_up(slot, time.monotonic(), ready.concurrency)
+        self.on_started(max(0.0, seconds))
         notify(self._observers, "on_load", self._spec.name, self._spec.version, slot, max(0.0, seconds))
         self.note(slot, "ready")
         if ready.metrics:

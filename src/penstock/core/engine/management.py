@@ -206,7 +206,7 @@ class Management:
             check_devices(config)
         except ConfigError as e:
             raise BadRequest(e.message) from None
-        self._bound(len(devices_of(config)))
+        self._bound(config.autoscale.max or len(devices_of(config)))
         return self._guarded(model, config)
 
     def _guarded(self, model: str, config: ModelConfig) -> ModelConfig:

@@ -26,7 +26,9 @@ _QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
 def devices_of(config: ModelConfig) -> tuple[str, ...]:
     """The device of each instance, round robin over `devices`."""
     devices = expanded(config.devices)
-    if config.instances != "auto":
+    if config.autoscale.max is not None:
+        n = max(config.autoscale.min, 1 if config.instances == "auto" else config.instances)
+    elif config.instances != "auto":
         n = config.instances
     elif config.transport == "inline":  # it runs in the only event loop
         n = 1

@@ -1,4 +1,4 @@
-"""Simulates a model whose instances follow its load: the scheduler and the autoscaler that serve, on a virtual clock."""
+"""Simulates a model whose instances follow its load: the serving scheduler and autoscaler in virtual time."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from penstock.plugins import is_whole_file
 from penstock.serving.triton.model_config import model_config
 
 MOST_FILES: Final = 10_000  # of the store that are looked at
-_STATES: Final = {"FAILED": "UNAVAILABLE", "DRAINING": "UNLOADING"}
+_STATES: Final = {"IDLE": "READY", "FAILED": "UNAVAILABLE", "DRAINING": "UNLOADING"}
 _REASONS: Final = {"FAILED": "no instance is running"}
 _NOT_OF_A_LOAD: Final = ("name", "traffic")  # keys of a section that do not describe a version
 

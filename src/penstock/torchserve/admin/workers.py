@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
-from penstock.config.schema import ModelConfig
+from penstock.config.schema import AutoscaleConfig, ModelConfig
 from penstock.core.engine.calls import Call
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.handle import ModelHandle
@@ -91,7 +91,12 @@ class WorkerManager:
             if old is None or version.gone:
                 version.spec = spec
                 return
-            config = structs.replace(spec.config, instances=len(old.instances.workers()), devices=old.config.devices)
+            config = structs.replace(
+                spec.config,
+                instances=max(1, len(old.instances.workers())),
+                devices=old.config.devices,
+                autoscale=_autoscale(version),
+            )
             try:
                 handle = self._prepare(spec, config)
                 await self._engine.put(handle, drain_s=self._drain_s)
@@ -115,21 +120,24 @@ class WorkerManager:
     async def _scale(self, version: ModelVersion, now: int, target: int) -> None:
         if version.gone:
             raise Conflict(f"model '{version.name}' was unregistered during the change")
-        if target == now:
-            return
         if not target:
             await self._retire(version)
         elif version.handle is None:
             await self._start(version, target, keep=False)
         else:
-            await version.handle.scale(target, self._drain_s)
+            version.handle.follow_load(AutoscaleConfig())
+            try:
+                if target != now:
+                    await version.handle.scale(target, self._drain_s)
+            finally:
+                version.handle.follow_load(_autoscale(version))
 
     async def _start(self, version: ModelVersion, workers: int, keep: bool) -> None:
         if version.gone:
             raise Conflict(f"model '{version.name}' was unregistered before its workers started")
         spec = version.spec
         devices = self._devices.take(spec.settings, workers)
-        config = structs.replace(spec.config, instances=workers, devices=devices)
+        config = structs.replace(spec.config, instances=workers, devices=devices, autoscale=_autoscale(version))
         version.handle = self._prepare(spec, config)
         version.loading = True
         try:
@@ -156,6 +164,14 @@ class WorkerManager:
         handle, version.handle = version.handle, None
         if handle is not None:
             await self._engine.retire(handle, self._drain_s)
+
+
+def _autoscale(version: ModelVersion) -> AutoscaleConfig:
+    """minWorkers to maxWorkers as limits of the load, unless they are equal. An instance with sequences stays."""
+    fewest, most = version.min_workers, version.max_workers
+    if fewest >= most or version.spec.config.batching.max_sequences:
+        return AutoscaleConfig()
+    return AutoscaleConfig(min=max(1, fewest), max=most, scale_to_zero=fewest == 0)
 
 
 def _failure(version: ModelVersion, named: str | None, error: PenstockError) -> ApiError:
