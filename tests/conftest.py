@@ -329,3 +329,18 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support.files import write_models
 
     return write_models(tmp_path_factory.mktemp("model_files"))
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """A Ray cluster of one node with 8 CPUs, to which this process is connected."""
+    ray = pytest.importorskip("ray", reason="needs the extra ray")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+        ray.init(address=cluster.address, configure_logging=False, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()

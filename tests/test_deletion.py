@@ -20,6 +20,7 @@ SUBSYSTEMS = {  # with what is built on them: their conformance checks, the demo
     "pipeline": ["pipeline", "testing/ops.py", "torchpipe", "torchserve/workflow"],
     "bulk": ["bulk"],
     "perf": ["perf", "cli/demo"],
+    "ray": ["ray"],
     "torchserve": ["torchserve"],
     "torchpipe": ["torchpipe"],
 }

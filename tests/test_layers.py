@@ -28,13 +28,13 @@ LAYERS = (
     ("client", "serving.observe", "serving.triton"),
     ("serving.http",),
     ("serving.grpc",),
-    ("streamer", "pipeline", "bulk", "perf"),
+    ("streamer", "pipeline", "bulk", "perf", "ray"),
     ("torchserve",),
     ("torchpipe",),
     ("cli", "testing"),
 )
 ROW = {entry: row for row, entries in enumerate(LAYERS) for entry in entries}
-SUBSYSTEMS = ("streamer", "pipeline", "bulk", "perf", "torchserve", "torchpipe")
+SUBSYSTEMS = ("streamer", "pipeline", "bulk", "perf", "ray", "torchserve", "torchpipe")
 BETWEEN_SUBSYSTEMS = {("torchpipe", "pipeline"), ("torchserve", "pipeline")}
 WITHIN_A_ROW = {*LAYERS[0], *LAYERS[-1]}
 PUBLIC_API_USERS = ("cli.demo",)  # they import the names that users import

@@ -52,6 +52,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "inline": "penstock.core.transports.inline:InlineTransport",
         "thread": "penstock.core.transports.thread:ThreadTransport",
         "process": "penstock.core.transports.process:ProcessTransport",
+        "ray": "penstock.ray.transport:RayTransport",
     },
 }
 

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from penstock.config.schema import MOST_INSTANCES, AutoscaleConfig, Config, ModelConfig
+from penstock.config.schema import MOST_INSTANCES, REMOTE, AutoscaleConfig, Config, ModelConfig, RayConfig
 from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.types import DTYPES, TensorSpec
 
@@ -143,12 +143,19 @@ def check_model(model: ModelConfig, where: str = "") -> None:
             raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for example cpu, cuda or cuda:0")
     if model.instances != "auto" and not 1 <= model.instances <= MOST_INSTANCES:  # a caller in Python skips the schema
         raise ConfigError(f"{where}instances: found {model.instances}, expected 1 to {MOST_INSTANCES} or 'auto'")
-    if model.transport in ("inline", "thread"):
+    if model.transport in REMOTE and model.instances == "auto" and model.autoscale.max is None:
+        raise ConfigError(
+            f"{where}instances: found 'auto', which counts this machine's devices; with transport = '{model.transport}'"
+            " give a number"
+        )
+    if model.transport != "ray" and model.ray != RayConfig():
+        raise ConfigError(f"{where}ray: found keys of a Ray cluster; they need transport = 'ray'")
+    if model.transport in ("inline", "thread", *REMOTE):
         for key in ("max_requests", "max_memory_bytes"):
             if getattr(model, key) is not None:
                 raise ConfigError(
                     f"{where}{key}: found {getattr(model, key)}, but the {model.transport} transport has no worker"
-                    " process to replace; use transport = 'process'"
+                    " process on this machine to replace; use transport = 'process'"
                 )
     if model.transport == "inline" and model.instances not in (1, "auto"):
         raise ConfigError(

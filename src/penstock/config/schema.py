@@ -21,6 +21,7 @@ Threads = Annotated[int, Meta(ge=1, le=4096)]
 Bytes = Annotated[int, Meta(ge=1, le=2**46)]  # half of what a process can address
 Seconds = Annotated[float, Meta(gt=0, le=MOST)]
 Hold = Annotated[float, Meta(ge=0, le=MOST)]
+Amount = Annotated[float, Meta(ge=0, le=MOST)]
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # of PyTorch and ONNX models
 OPTIMIZATIONS = ("none", "optimize_for_inference", "compile")
@@ -246,6 +247,31 @@ class AutoscaleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ] = False
 
 
+REMOTE = ("ray",)  # transports whose workers run on other machines, with devices of their own
+
+
+class RayConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[models.NAME.ray]`: the place of each instance on a Ray cluster, with `transport = "ray"`."""
+
+    address: Annotated[
+        str,
+        doc(
+            'head of the cluster, such as "10.0.0.1:6379"; by default RAY_ADDRESS, else the cluster that runs on this'
+            " machine, else a new one in the server's process"
+        ),
+    ] = ""
+    num_cpus: Annotated[Amount, doc("CPUs that Ray reserves for an instance, and its threads without `threads`")] = 1.0
+    num_gpus: Annotated[
+        Amount | None, doc("GPUs that Ray reserves for an instance, also a part of one; by default 1 on cuda, else 0")
+    ] = None
+    resources: Annotated[dict[str, Amount], doc("resources of your own that a node must have, such as {a100 = 1}")] = (
+        field(default_factory=dict)
+    )
+    placement_timeout_s: Annotated[
+        Seconds, doc("longest wait for a node with these resources; then the load fails and is tried again")
+    ] = 60.0
+
+
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`: one model."""
 
@@ -283,7 +309,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         doc('loaded copies; "auto": one per GPU, or physical cores / 2 on the CPU, with one thread each'),
     ] = 1
     devices: Annotated[tuple[str, ...], doc("devices for the instances in turn; cuda: all GPUs")] = ("cpu",)
-    transport: Annotated[str, doc('"process", "thread" or "inline"')] = "process"
+    transport: Annotated[str, doc('"process", "thread" or "inline"; "ray": actors on a cluster (see ray.md)')] = (
+        "process"
+    )
     load_timeout_s: Annotated[
         Seconds,
         doc("longest load of an instance; then the worker logs its stacks and is killed, and another one starts"),
@@ -311,6 +339,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     batching: Annotated[BatchingConfig, doc("see `[models.NAME.batching]`")] = field(default_factory=BatchingConfig)
     restart: Annotated[RestartConfig, doc("see `[models.NAME.restart]`")] = field(default_factory=RestartConfig)
     autoscale: Annotated[AutoscaleConfig, doc("see `[models.NAME.autoscale]`")] = field(default_factory=AutoscaleConfig)
+    ray: Annotated[RayConfig, doc("see `[models.NAME.ray]`")] = field(default_factory=RayConfig)
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -332,6 +361,7 @@ SECTIONS: dict[str, Any] = {
     "models.NAME.batching": BatchingConfig,
     "models.NAME.restart": RestartConfig,
     "models.NAME.autoscale": AutoscaleConfig,
+    "models.NAME.ray": RayConfig,
 }
 
 

@@ -25,6 +25,7 @@ from penstock.config.schema import (
     Config,
     LimitsConfig,
     ModelConfig,
+    RayConfig,
     ServerConfig,
 )
 from penstock.errors import ConfigError
@@ -296,3 +297,16 @@ def test_only_worker_processes_can_be_replaced() -> None:
         for transport in ("inline", "thread"):
             with pytest.raises(ConfigError, match=f"{key}: found 10, but the {transport} transport has no worker"):
                 check_model(ModelConfig(target="a.py:M", transport=transport, **{key: 10}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"transport": "ray", "instances": "auto"}, "instances: found 'auto'.*with transport = 'ray' give a number"),
+        ({"transport": "ray", "max_memory_bytes": 10}, "max_memory_bytes: found 10, but the ray transport has no"),
+        ({"ray": RayConfig(num_gpus=1)}, "ray: found keys of a Ray cluster; they need transport = 'ray'"),
+    ],
+)
+def test_keys_that_do_not_fit_workers_on_a_cluster_are_refused(keys: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_config(models(net=keys))

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.config.schema import REMOTE, BatchingConfig, ModelConfig
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.codecs import traits_of
 from penstock.core.wire.slabs import Slab
@@ -25,7 +25,7 @@ _QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
 
 def devices_of(config: ModelConfig) -> tuple[str, ...]:
     """The device of each instance, round robin over `devices`."""
-    devices = expanded(config.devices)
+    devices = _expanded(config)
     if config.autoscale.max is not None:
         n = max(config.autoscale.min, 1 if config.instances == "auto" else config.instances)
     elif config.instances != "auto":
@@ -39,8 +39,14 @@ def devices_of(config: ModelConfig) -> tuple[str, ...]:
     return tuple(devices[i % len(devices)] for i in range(n))
 
 
+def _expanded(config: ModelConfig) -> tuple[str, ...]:
+    return (config.devices or ("cpu",)) if config.transport in REMOTE else expanded(config.devices)
+
+
 def check_devices(config: ModelConfig, where: str = "") -> None:
     """Raises ConfigError for a GPU that this machine does not have. `where` precedes the key."""
+    if config.transport in REMOTE:
+        return
     gpus = visible_gpus() if any(device.startswith("cuda") for device in config.devices) else 0
     there = ["cpu", *(f"cuda:{i}" for i in range(gpus))]
     for device in expanded(config.devices):
@@ -93,7 +99,7 @@ def _names(value: Any) -> Iterator[str]:
 
 def next_device(config: ModelConfig, used: Sequence[str]) -> str:
     """The device for one more instance: the least used one, relative to its share of `devices`."""
-    devices = expanded(config.devices)
+    devices = _expanded(config)
     return min(dict.fromkeys(devices), key=lambda d: used.count(d) / devices.count(d))
 
 

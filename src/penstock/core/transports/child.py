@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import Queue, SimpleQueue
 from typing import NoReturn
@@ -44,6 +44,7 @@ from penstock.core.worker import nesting
 from penstock.core.worker.batch import Decoded
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
+from penstock.core.worker.spec import WorkerSpec
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound, describe
 from penstock.plugins import load_object
@@ -334,9 +335,17 @@ class Worker:
 
 
 def _open(hello: Frame) -> tuple[BatchRunner, Ready]:
-    """Loads the target of the first message: paths and script first, because unpickling the rest may need them."""
+    """Loads the target of the first message."""
     paths, device, shown_device, files, main = pickle.loads(hello.head)  # from our own parent
     sys.path[:] = paths
+    return open_model(unpack_spec(hello.buffers[0], files, main), device, shown_device)
+
+
+def unpack_spec(data: Buffer, files: Sequence[tuple[str, str]], main: str) -> WorkerSpec:
+    """The spec that `launch.pack_spec` packed: its files and script first, because unpickling it may need them.
+
+    Raises LoadFailed, TargetNotFound.
+    """
     nesting.importing = True
     for where, name in files:  # objects of the parent's script, pickled as `__main__.X`, are found there
         load_object(f"{where}:__name__", name)
@@ -344,11 +353,11 @@ def _open(hello: Frame) -> tuple[BatchRunner, Ready]:
         script = sys.modules["__main__"] = sys.modules["__mp_main__"] = sys.modules[main]
         script.__spec__ = None  # as for a script: multiprocessing children look for its file
     try:
-        spec = pickle.loads(hello.buffers[0])
+        spec: WorkerSpec = pickle.loads(data)
     except Exception as e:
         text = "".join(traceback.format_exception(e))
         raise LoadFailed(f"the target cannot be unpickled in the worker: {describe(e)}", detail=text) from e
-    return open_model(spec, device, shown_device)
+    return spec
 
 
 def _end(code: int) -> NoReturn:

@@ -344,9 +344,7 @@ class _ProcessSlot(WorkerSlot):
     def _on_part(self, message: PartMessage) -> None:
         part = message.part
         sent = self.answered(part)
-        for i, result in enumerate(part.results):
-            if result is not None and type(result.body) is Pickled:
-                _unpickle(part.results, i, result.body)
+        unpickle(part.results)
         if part.final and (sent.slabs or message.let_go):
             self._let_go(sent, message)
         if self._free and (not self.sent or len(self._free) > MAX_FREE):
@@ -374,11 +372,13 @@ class _ProcessSlot(WorkerSlot):
             return bytearray(data)
 
 
-def _unpickle(results: list[ItemResult | None], i: int, body: Pickled) -> None:
-    result = results[i]
-    assert result is not None
-    try:
-        result.body = body.load()
-    except Exception as e:
-        text = f"the result cannot be unpickled in the serving process: {type(e).__name__}"
-        results[i] = ItemResult(error=BadOutput(text, detail=repr(e)), final=result.final)
+def unpickle(results: list[ItemResult | None]) -> None:
+    """Loads the Python objects among the results of a worker; one that cannot be loaded fails alone."""
+    for i, result in enumerate(results):
+        if result is None or type(result.body) is not Pickled:
+            continue
+        try:
+            result.body = result.body.load()
+        except Exception as e:
+            text = f"the result cannot be unpickled in the serving process: {type(e).__name__}"
+            results[i] = ItemResult(error=BadOutput(text, detail=repr(e)), final=result.final)

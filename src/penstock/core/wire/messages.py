@@ -239,8 +239,12 @@ class MessageWriter:
             slab.view[:] = memoryview(data).cast("B")
             self.slabs.append(slab)
             return place(slab)
-        self.buffers.append(bytes(data) if isinstance(data, memoryview) else data)
+        self.buffers.append(self.keep(data))
         return Ext(_BUFFER, _INDEX.pack(len(self.buffers) - 1))
+
+    def keep(self, data: Buffer) -> Buffer:
+        """`data` in memory that does not change before it is sent."""
+        return bytes(data) if isinstance(data, memoryview) else data
 
     def put_object(self, value: object) -> Ext:
         """The form of a Python object in the head. Raises the errors of pickle."""
@@ -350,6 +354,11 @@ class MessageReader:
             offset, length = _PLACE.unpack(data)
             return self._resolve(offset, length, True)
         return self._buffers[_INDEX.unpack(data)[0]]
+
+
+def head_of(message: Struct) -> bytes:
+    """The head of one message."""
+    return _encoder.encode(message)
 
 
 def write(message: Struct, buffers: list[Buffer] | None = None) -> list[Buffer]:

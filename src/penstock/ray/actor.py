@@ -1,0 +1,113 @@
+"""The worker's end of the Ray transport: an actor that holds one loaded model."""
+
+import gc
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+from penstock.core.transports.child import unpack_spec
+from penstock.core.transports.launch import PackedSpec
+from penstock.core.wire.messages import PartMessage, RunBatch, ToWorker, WorkerFailed, WorkerUp, head_of
+from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.main import open_model
+from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound
+from penstock.ray.messages import Message, RayReader, RayWriter, of_part
+from penstock.types import BatchPart
+
+Send = Callable[[Message], None]
+
+
+class RayWorker:
+    """One loaded model in an actor's process.
+
+    The model has a thread of its own. Ray calls `load`, `run`, `stream` and `unload` one after the other, `abandon` at
+    any time, and `watch` once.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "penstock-model")
+        self._inbox = RayReader(ToWorker)
+        self._abandoned = 0  # the last abandoned batch
+        self._runner: BatchRunner | None = None
+
+    def load(self, packed: PackedSpec, paths: Sequence[str], device: str, shown_device: str) -> Message:
+        """WorkerUp or WorkerFailed."""
+        message: Message = self._result(self._thread.submit(self._load, packed, paths, device, shown_device))
+        return message
+
+    def run(self, message: Message) -> list[Message]:
+        """The parts of a batch, the final one last."""
+        parts: list[Message] = []
+        self._result(self._thread.submit(self._run, message, parts.append))
+        return parts
+
+    def stream(self, message: Message) -> Iterator[Message]:
+        """The parts of a batch, each as soon as the model has made it."""
+        parts: SimpleQueue[Message | None] = SimpleQueue()
+        running = self._thread.submit(self._run, message, parts.put)
+        running.add_done_callback(lambda _: parts.put(None))
+        while (part := parts.get()) is not None:
+            yield part
+        self._result(running)
+
+    def abandon(self, batch_id: int) -> None:
+        """A streaming batch ends at its next part."""
+        self._abandoned = batch_id
+
+    def unload(self) -> None:
+        if self._runner is not None:
+            self._result(self._thread.submit(self._runner.close))
+
+    def watch(self) -> None:
+        """Never returns: its caller learns at once when the actor dies."""
+        threading.Event().wait()
+
+    # ---- the model's thread
+
+    def _load(self, packed: PackedSpec, paths: Sequence[str], device: str, shown_device: str) -> Message:
+        sys.path += [path for path in paths if path not in sys.path]
+        try:
+            spec = unpack_spec(packed.data, packed.files, packed.main)
+            self._runner, ready = open_model(spec, device, shown_device)
+        except PenstockError as e:
+            error = e if isinstance(e, (LoadFailed, TargetNotFound)) else LoadFailed(e.message, detail=e.detail)
+            return head_of(WorkerFailed(error)), []
+        ready.pid = 0  # on another machine
+        gc.collect()
+        gc.freeze()  # loaded objects stay: later collections can skip them
+        return head_of(WorkerUp(ready)), []
+
+    def _run(self, message: Message, send: Send) -> None:
+        run: RunBatch = self._inbox.read(message)
+        del message
+        assert self._runner is not None
+
+        def emit(part: BatchPart) -> None:
+            if not part.final and self._abandoned == run.id:
+                raise Cancelled("the caller no longer waits for this stream")
+            outbox = RayWriter()
+            outbox.results(run.items, part.results)
+            send(of_part(PartMessage(part, [], []), outbox))
+
+        self._runner.run(run.id, self._runner.decode(run.items), emit)
+
+    def _result(self, call: Future[Any]) -> Any:
+        """What a call in the model's thread returned; one that raises ends the worker, as in a process."""
+        try:
+            return call.result()
+        except SystemExit as e:
+            _end(e.code if isinstance(e.code, int) else int(e.code is not None))
+        except BaseException:
+            traceback.print_exc()
+            _end(1)
+
+
+def _end(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # an exception would end the call, not the worker

@@ -1,0 +1,93 @@
+"""The connection of this process to a Ray cluster, what an instance takes of it, and what it has."""
+
+import os
+import threading
+from types import ModuleType
+from typing import Any
+
+from penstock.config.schema import RayConfig
+from penstock.errors import ConfigError, LoadFailed, describe, install_hint
+from penstock.plugins import optional_module
+
+LEAST, BELOW = (2, 60), (3, 0)  # the versions of Ray that are supported
+SEEN_S = 10.0  # for a question to the cluster
+
+_connecting = threading.Lock()
+_forked = False  # from a process that had a connection: Ray's threads are missing
+
+
+def _after_fork() -> None:
+    global _forked, _connecting
+    import ray
+
+    _forked, _connecting = ray.is_initialized(), threading.Lock()
+
+
+def load_ray() -> ModuleType:
+    """The module `ray`. Raises ConfigError if it is not installed, or has a version that is not supported."""
+    ray = optional_module("ray", "transport = 'ray' and penstock.ray need the package ray", "ray")
+    found = str(getattr(ray, "__version__", "no version"))
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
+    if not LEAST <= numbers < BELOW:
+        least, below = (".".join(map(str, version)) for version in (LEAST, BELOW))
+        raise ConfigError(f"ray: found version {found}, expected {least} or newer below {below}: {install_hint('ray')}")
+    return ray
+
+
+def connect(address: str) -> None:
+    """Connects this process to the cluster, unless it is connected. Without an address, Ray's own rule applies:
+    RAY_ADDRESS, else a cluster that runs on this machine, else a new one in this process.
+
+    Blocks for seconds. The connection ends with the process. Raises ConfigError, LoadFailed.
+    """
+    ray = load_ray()
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"ray.address: found {address}, which is for Ray's client: run on a node of the cluster, and give the"
+            " address of its head, such as 10.0.0.1:6379"
+        )
+    with _connecting:
+        if _forked:
+            raise LoadFailed("this process was forked from one that is connected to Ray: start it with spawn instead")
+        if ray.is_initialized():
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start reports nothing to anyone
+        local = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
+        try:
+            ray.init(address=address or None, configure_logging=False, **local)
+        except ValueError as e:
+            if not local:
+                raise LoadFailed(_unreachable(address, e), detail=repr(e)) from e
+            ray.init(configure_logging=False)  # a cluster runs on this machine, and takes no settings
+        except Exception as e:  # ConnectionError, RuntimeError for another version, and Ray's own
+            raise LoadFailed(_unreachable(address, e), detail=repr(e)) from e
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _unreachable(address: str, error: Exception) -> str:
+    where = f"at {address}" if address else "that RAY_ADDRESS or this machine names"
+    return f"the Ray cluster {where} cannot be used ({describe(error)}): check that it runs, with the same Ray"
+
+
+def wanted(config: RayConfig, device: str) -> dict[str, float]:
+    """The resources of one instance, by Ray's names."""
+    gpus = config.num_gpus if config.num_gpus is not None else float(device.startswith("cuda"))
+    return {"CPU": config.num_cpus, "GPU": gpus, **config.resources}
+
+
+def no_room(want: dict[str, float], timeout_s: float) -> str:
+    """Why the cluster has not placed an instance. Blocks; raises errors of Ray."""
+    ray: Any = load_ray()
+    asked = {name: amount for name, amount in want.items() if amount}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits = any(all(node.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes)
+    free = ray.available_resources()
+    has = ", ".join(
+        f"{name} {sum(node.get(name, 0) for node in nodes):g} ({free.get(name, 0):g} free)" for name in asked
+    )
+    needs = ", ".join(f"{name} {amount:g}" for name, amount in asked.items())
+    why = "other work takes it" if fits else "no node has as much"
+    return (
+        f"the Ray cluster placed no instance with {needs} within ray.placement_timeout_s={timeout_s:g}, because {why}:"
+        f" its {len(nodes)} nodes have {has}; add a node, or ask for less in [models.NAME.ray]"
+    )

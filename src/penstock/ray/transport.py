@@ -1,0 +1,236 @@
+"""The Ray transport: one actor per slot, on any node of a cluster, one call per batch.
+
+Ray places the actors by what `[models.NAME.ray]` asks for. A dead actor or node ends the actor's calls, and the slot
+starts another one. The other end is `actor.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from penstock.core.contracts import TransportListener
+from penstock.core.transports.launch import PackedSpec, pack_spec
+from penstock.core.transports.process import unpickle
+from penstock.core.transports.slot import SlotTransport, WorkerSlot
+from penstock.core.wire.messages import FromWorker, RunBatch, WorkerFailed, head_of
+from penstock.core.wire.slabs import Slab, SlabPool
+from penstock.core.worker.devices import environment
+from penstock.core.worker.nesting import DEPTH_VARIABLE, may_start_workers
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import ItemFailed, LoadFailed, PenstockError, WorkerDied, describe
+from penstock.ray.actor import RayWorker
+from penstock.ray.cluster import connect, load_ray, no_room, wanted
+from penstock.ray.messages import Message, RayReader, RayWriter, with_views
+from penstock.types import Batch, BatchPart, ItemResult, Ready
+
+log = logging.getLogger("penstock.transports")
+
+STOP_S = 5.0  # for `unload`
+LAST_S = 1.0  # after the report of a death, for the answers before it
+GROUPS = {"run": 1, "watch": 1}  # threads of the actor, by the calls that they serve
+
+
+class RayTransport(SlotTransport):
+    """One actor per slot. Slabs are copied to the cluster's object store, and never pinned."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        slots: int = 1,
+        devices: Sequence[str] = ("cpu",),
+        pool: SlabPool | None = None,
+        reply_bytes: int = 0,
+    ) -> None:
+        """See SlotTransport. Raises ConfigError without a supported Ray."""
+        load_ray()
+        config = spec.config
+        if config.threads is None:  # of the machine that runs this process would be the wrong ones
+            config = structs.replace(config, threads=max(1, int(config.ray.num_cpus)))
+        spec = structs.replace(spec, config=config, capture_output=False, log_level="")  # Ray forwards what they print
+        super().__init__(spec, slots, devices, pool, reply_bytes)
+        self._packed: PackedSpec | None = None
+
+    def _make(self, number: int, device: str) -> WorkerSlot:
+        return _RaySlot(self._spec, number, device, self._pack)
+
+    def _pack(self) -> PackedSpec:
+        if self._packed is None:
+            self._packed = pack_spec(self._spec)
+        return self._packed
+
+    async def start(self, listener: TransportListener) -> None:
+        """See `Transport.start`. Raises LoadFailed if there is no cluster, or the target cannot be sent to it."""
+        self._pack()
+        await asyncio.to_thread(connect, self._spec.config.ray.address)
+        await super().start(listener)
+
+
+class _RaySlot(WorkerSlot):
+    """One place for an actor. A task starts it, receives its answers in the order of batches, and ends with it."""
+
+    def __init__(self, spec: WorkerSpec, number: int, device: str, pack: Callable[[], PackedSpec]) -> None:
+        super().__init__(spec, number, device.partition(":")[0])  # Ray chooses the GPU
+        self._pack = pack
+        self._wanted = wanted(spec.config.ray, device)
+        self._task: asyncio.Task[None] | None = None
+        self._actor: Any = None
+        self._error: PenstockError | None = None  # the reason for ending the actor
+        self._inbox = RayReader(FromWorker)
+
+    # ---- life
+
+    def launch(self) -> None:
+        """Raises LoadFailed in a worker that must not start another."""
+        depth = may_start_workers()
+        self._actor = self._error = None
+        self._replies: asyncio.Queue[Any] = asyncio.Queue()
+        self._task = self.loop.create_task(self._live(depth + 1))
+
+    def abandon(self, batch_id: int) -> None:
+        if self.up:
+            self._actor.abandon.remote(batch_id)
+
+    def kill(self, why: PenstockError) -> None:
+        if self._task is not None and self._error is None:
+            self._error = why
+            self._task.cancel()
+
+    async def stop(self, idle: bool) -> None:
+        task = self._task
+        if task is None:
+            return
+        if idle and self.up:
+            unloaded = _result(self._actor.unload.options(concurrency_group="run").remote())
+            await asyncio.wait({task, asyncio.ensure_future(unloaded)}, timeout=STOP_S, return_when="FIRST_COMPLETED")
+        self.kill(WorkerDied("the workers were stopped before the batch was answered"))
+        await asyncio.wait({task})
+
+    async def _live(self, depth: int) -> None:
+        try:
+            self._actor = await asyncio.to_thread(self._create, depth)
+            ready = await self._load()
+            run = "stream" if ready.metadata.streams else "run"
+            returns = {"num_returns": "streaming"} if ready.metadata.streams else {}
+            self._call = getattr(self._actor, run).options(concurrency_group="run", **returns)
+            self.is_up(ready)
+            await self._receive_all()
+            error: PenstockError = WorkerDied("the worker ended")
+        except asyncio.CancelledError:
+            error = self._error or WorkerDied("the workers were stopped")
+        except PenstockError as e:
+            error = e
+        except Exception as e:
+            error = self._death(e)
+        actor, self._actor, self._task = self._actor, None, None
+        if actor is not None:
+            self.loop.run_in_executor(None, _kill, actor)
+        self.down(error)
+
+    def _create(self, depth: int) -> Any:
+        """The actor, which waits for a place. Blocks."""
+        ray: Any = load_ray()
+        env, _ = environment(self.spec, "cpu", {})
+        env[DEPTH_VARIABLE] = str(depth)
+        resources = dict(self._wanted)
+        options: dict[str, Any] = {"num_cpus": resources.pop("CPU"), "num_gpus": resources.pop("GPU")}
+        return (
+            ray.remote(concurrency_groups=GROUPS)(RayWorker)
+            .options(
+                **options,
+                resources=resources,
+                runtime_env={"env_vars": env},
+                scheduling_strategy="SPREAD",  # so that a lost node takes as few workers as possible
+                max_restarts=0,
+                max_task_retries=0,  # the engine decides which items run again
+            )
+            .remote()
+        )
+
+    async def _load(self) -> Ready:
+        """Waits for a place, then for the model. Raises LoadFailed, TargetNotFound, and errors of Ray."""
+        most_s = self.spec.config.ray.placement_timeout_s
+        placed = asyncio.ensure_future(_result(self._actor.__ray_ready__.remote()))
+        if not (await asyncio.wait({placed}, timeout=most_s))[0]:
+            placed.cancel()
+            raise LoadFailed(await asyncio.to_thread(no_room, self._wanted, most_s))
+        placed.result()
+        paths = [*self.spec.sys_path, *filter(None, sys.path)]
+        inner = "cuda:0" if self.device == "cuda" else self.device
+        load = self._actor.load.options(concurrency_group="run")
+        message = self._inbox.read(await load.remote(self._pack(), paths, inner, self.device))
+        if isinstance(message, WorkerFailed):
+            raise message.error
+        ready: Ready = message.ready
+        return ready
+
+    async def _receive_all(self) -> None:
+        """Receives answers until the actor dies. Raises errors of Ray; WorkerDied after an answer that is not one."""
+        receiving = asyncio.ensure_future(self._receive())
+        watching = asyncio.ensure_future(_result(self._actor.watch.options(concurrency_group="watch").remote()))
+        both = receiving, watching
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self.sent:
+                await asyncio.wait({receiving}, timeout=LAST_S)  # what it had answered counts
+            (receiving if receiving.done() else watching).result()
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
+    async def _receive(self) -> None:
+        while True:
+            reply = await self._replies.get()
+            if hasattr(reply, "__aiter__"):
+                async for each in reply:
+                    self._on_message(await each)
+            else:
+                for message in await reply:
+                    self._on_message(message)
+
+    def _death(self, error: Exception) -> PenstockError:
+        """The error for callers of an actor whose call failed; Ray's own text names addresses."""
+        node = "; its node left the cluster" if "node has died" in str(error) else ""
+        if not self.up:
+            return LoadFailed(f"the worker on the Ray cluster died while it loaded the model{node}", detail=str(error))
+        return WorkerDied(f"the worker on the Ray cluster died{node}", detail=str(error))
+
+    # ---- batches
+
+    def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        outbox = RayWriter()
+        try:
+            items = outbox.items(with_views(batch.items), self.spec.wants_headers)
+            self._replies.put_nowait(self._call.remote(outbox.message(head_of(RunBatch(batch.id, items, [])))))
+        except Exception as e:
+            log.exception("batch_not_sent model=%s: its callers get an error", self.spec.name)
+            error = ItemFailed(f"the batch cannot be sent to a worker: {describe(e)}", detail=repr(e))
+            return BatchPart(batch.id, [ItemResult(error=error) for _ in batch.items])
+        return []  # Ray has a copy
+
+    def _on_message(self, message: Message) -> None:
+        try:
+            part = self._inbox.read(message).part
+            sent = self.answered(part)
+        except Exception as e:  # a worker with invalid messages is treated as dead
+            log.exception("worker_broken model=%s slot=%d: it is killed", self.spec.name, self.number)
+            raise WorkerDied(f"the worker's answer cannot be read: {type(e).__name__}") from e
+        unpickle(part.results)
+        self.deliver(sent.on_part, part)
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+def _kill(actor: Any) -> None:
+    try:
+        load_ray().kill(actor)
+    except Exception as e:  # the cluster is gone, and the actor with it
+        log.warning("worker_not_killed error=%s", describe(e))
