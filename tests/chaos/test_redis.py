@@ -164,6 +164,52 @@ def test_workers_shut_down_gracefully_and_leave_nothing(worker, streamer, redis_
     assert redis_server.ask.keys("*") == []
 
 
+def test_a_rolling_restart_under_load_loses_nothing(worker, streamer, chaos):
+    working = [worker("echo"), worker("echo")]
+    crowd = Crowd(streamer())
+    crowd.answered()
+    for _ in range(chaos.count(2, 20)):
+        working.append(worker("echo"))
+        assert working.pop(0).end() == 0
+        crowd.answered(50)
+    crowd.stop()
+    assert not crowd.errors
+
+
+def test_a_worker_without_time_to_drain_hands_back_what_it_has_taken(worker, streamer, redis_server):
+    first = worker("slow", "--drain", "0", "--lease", "30")
+    one = streamer(worker_timeout=60)
+    future = one.submit(list(range(40)))
+    wait_until(lambda: taken(redis_server) >= 16)
+    assert first.end() == 0
+    worker("echo", "--lease", "30")
+    assert future.result(10) == list(range(40))
+
+
+def taken(redis):
+    return redis.ask.exists(QUEUE) and sum(c["pending"] for c in consumers(redis))
+
+
+def consumers(redis):
+    return redis.ask.xinfo_consumers(QUEUE, "workers") if redis.ask.xinfo_groups(QUEUE) else []
+
+
+def test_kedas_scaler_sees_the_waiting_requests(worker, streamer, redis_server):
+    """It reads XLEN of the queue (streamLength), or the lag of the group (lagCount). Before the first worker there is
+    no group, and KEDA falls back to XLEN."""
+    assert redis_server.ask.xlen(QUEUE) == 0
+    one = streamer(worker_timeout=60)
+    future = one.submit(list(range(40)))
+    wait_until(lambda: redis_server.ask.xlen(QUEUE) == 40)
+    assert redis_server.ask.xinfo_groups(QUEUE) == []
+    worker("slow")
+    wait_until(lambda: taken(redis_server) == 16)
+    assert (redis_server.ask.xlen(QUEUE), redis_server.ask.xinfo_groups(QUEUE)[0]["lag"]) == (40, 24)
+    assert future.result(20) == list(range(40))
+    wait_until(lambda: redis_server.ask.xlen(QUEUE) == 0)
+    assert redis_server.ask.xinfo_groups(QUEUE)[0]["lag"] == 0
+
+
 def test_data_of_another_program_under_the_same_keys_is_reported_until_it_is_gone(worker, streamer, redis_server):
     redis_server.ask.set(QUEUE, "other")
     working, caller = worker("echo"), streamer()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,9 @@ def work(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         assert process.stdout is not None
-        assert f"app.py:{target} serves" in process.stdout.readline()
+        while f"app.py:{target} serves" not in (line := process.stdout.readline()):
+            assert "metrics at http" in line
+            process.metrics = line.split()[-1]
         return process
 
     yield start
@@ -136,6 +141,72 @@ def test_the_broker_may_use_tls_and_both_sides_check_certificates(
     for address in (f"{kind}://localhost:{port}", trust):  # an unknown authority; a client without a certificate
         with RedisStreamer(address) as streamer, pytest.raises(BrokerUnavailable, match="cannot be reached"):
             streamer.predict(["a"])
+
+
+def fetch(url: str, token: str = "") -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers={"authorization": f"Bearer {token}"})) as page:
+            return page.status, page.read().decode()
+    except urllib.error.HTTPError as e:
+        with e:
+            return e.code, ""
+
+
+def test_a_worker_serves_its_metrics_and_health(work: Any, redis_server: Any, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    (tmp_path / "token").chmod(0o600)
+    public = ["--metrics-host", "0.0.0.0", "--metrics-port", "0", "--metrics-token-file", str(tmp_path / "token")]
+    process = work("Upper", redis_server.address, "--prefix", "up", *public)
+    url = process.metrics.replace("0.0.0.0", "127.0.0.1")
+    with RedisStreamer(redis_server.address, "up") as streamer:
+        assert streamer.predict(["a", "b"]) == ["A", "B"]
+    assert fetch(url)[0] == 401
+    status, page = fetch(url, "s3cret")
+    assert status == 200
+    for line in (
+        'penstock_answers_total{model="upper",version="1",outcome="ok"} 2',
+        'penstock_redis_requests_total{prefix="up",event="answered"} 2.0',
+        'penstock_redis_queue_workers{prefix="up"} 1.0',
+        'penstock_redis_up{prefix="up"} 1.0',
+    ):
+        assert line in page
+    for path in ("/healthz", "/readyz"):
+        assert fetch(url.replace("/metrics", path))[0] == 200
+    assert fetch(url.replace("/metrics", "/v2/models"))[0] == 404
+
+
+def test_the_queue_command_shows_what_waits_while_no_worker_runs(redis_server: Any) -> None:
+    redis_server.ask.xadd("{penstock:up}:queue", {"h": "", "p": ""})
+    command = [sys.executable, "-m", "penstock.cli.main", "queue", "--redis", redis_server.address, "--prefix", "up"]
+    done = subprocess.run([*command, "--prefix", "none"], capture_output=True, text=True, timeout=30, check=True)
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first.pop("wait_s") < 30
+    assert first == {"prefix": "up", "waiting": 1, "running": 0, "workers": 0, "dead_letters": 0}
+    assert second["waiting"] == 0
+
+    process = subprocess.Popen([*command, "--metrics-port", "0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        assert 'penstock_redis_queue_waiting_requests{prefix="up"} 1.0' in fetch(url)[1]
+        assert fetch(url.replace("/metrics", "/healthz"))[0] == 200
+        redis_server.kill()
+        assert 'penstock_redis_up{prefix="up"} 0.0' in fetch(url)[1]
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+    assert process.returncode == 0
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cannot be reached" in done.stderr
+
+
+def test_a_public_metrics_address_without_a_token_is_refused(redis_server: Any) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "queue", "--redis", redis_server.address]
+    public = ["--metrics-port", "0", "--metrics-host", "0.0.0.0"]
+    done = subprocess.run([*command, *public], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "which other machines can reach" in done.stderr
 
 
 def test_greenlets_call_concurrently(work: Any, redis_server: Any) -> None:

@@ -19,6 +19,7 @@ _COMMANDS = {
     "demo": "penstock.cli.demo.command:demo",
     "gate": "penstock.perf.bench.cli:gate",
     "pipeline": "penstock.pipeline.cli:pipeline",
+    "queue": "penstock.streamer.redis.cli:queue",
     "sagemaker": "penstock.torchserve.cli.sagemaker:sagemaker",
     "serve": "penstock.cli.serve:serve",
     "simulate": "penstock.perf.simulate.cli:simulate",

@@ -1,12 +1,15 @@
-"""`penstock worker`: serves a model to RedisStreamers over a Redis broker."""
+"""`penstock worker` serves a model to RedisStreamers over a Redis broker; `penstock queue` shows what waits there."""
+
+from __future__ import annotations
 
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from penstock.config.load import load_config
 from penstock.config.schema import ModelConfig
@@ -15,6 +18,9 @@ from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError, PenstockError
 from penstock.streamer.redis.address import parse_address
 from penstock.streamer.redis.serve import QueueOptions, run_until_stopped, serve_queue
+
+if TYPE_CHECKING:
+    from penstock.streamer.redis.metrics import MetricsOptions
 
 SERVED = "penstock.streamer.model:served"
 
@@ -29,12 +35,10 @@ def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> Mo
     config = load_config(
         None, env={}, sets=[f"models.{name}.{text}" for text in sets], base={"models": {name: {**found, **keys}}}
     )
-    return config.models[name]
+    return msgspec.structs.replace(config.models[name], name=config.models[name].name or name)
 
 
-@click.command()
-@click.argument("target", metavar="TARGET")
-@click.option(
+_broker = click.option(
     "--redis",
     default="localhost:6379",
     envvar="PENSTOCK_REDIS",
@@ -42,6 +46,54 @@ def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> Mo
     help="host:port or a URL: redis://, redis+sentinel://, redis+cluster://, rediss for TLS, or unix:// "
     "[localhost:6379]. Use PENSTOCK_REDIS to keep a password out of the process list.",
 )
+
+
+def _metrics_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The flags of the metrics listener, which `_listener` reads."""
+    for option in (
+        click.option("--insecure", is_flag=True, help="Allow a public metrics address without a token."),
+        click.option("--metrics-token-file", metavar="FILE", help="Bearer tokens that open the metrics listener."),
+        click.option("--metrics-host", default="127.0.0.1", help="Address of the metrics listener [127.0.0.1]."),
+        click.option(
+            "--metrics-port",
+            type=click.IntRange(0, 65535),
+            help="Serve /metrics and /healthz on this port; 0 takes a free one. [no listener]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _listener(command: str, flags: dict[str, Any]) -> MetricsOptions | None:
+    """The metrics listener that the flags describe. Raises ConfigError, also for an unguarded public address."""
+    if flags["metrics_port"] is None:
+        return None
+    from penstock.config.checks import check_bind, tokens_for
+    from penstock.streamer.redis.metrics import MetricsOptions
+
+    host, port = flags["metrics_host"], flags["metrics_port"]
+    server = {"metrics_host": host, "metrics_port": port, "insecure": flags["insecure"]}
+    base = {"server": server, "auth": {"metrics_token_file": flags["metrics_token_file"]}}
+    config = load_config(None, env={}, base=base)
+    check_bind(config)
+
+    def announce(url: str) -> None:
+        click.echo(f"penstock {command}: metrics at {url}/metrics")
+        sys.stdout.flush()
+
+    return MetricsOptions(host, port, tokens_for(config, "metrics"), announce)
+
+
+def _fail(error: PenstockError) -> None:
+    click.echo(f"penstock: {error}", err=True)
+    if error.detail:
+        click.echo(error.detail, err=True)
+    sys.exit(error.exit_status)
+
+
+@click.command()
+@click.argument("target", metavar="TARGET")
+@_broker
 @click.option("--prefix", default="", help="Separates models on one broker; must equal the RedisStreamer's prefix.")
 @click.option("--workers", callback=number_or_auto, metavar="N|auto", help="Loaded copies of the model [1].")
 @click.option(
@@ -69,12 +121,15 @@ def build_config(target: str, keys: dict[str, Any], sets: tuple[str, ...]) -> Mo
     "can then run code here.",
 )
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set any key of [models.NAME].")
+@_metrics_flags
 def worker(
     target: str, redis: str, prefix: str, lease: float, drain: float, sets: tuple[str, ...], **flags: Any
 ) -> None:
     """Serve a model to RedisStreamers, over a Redis broker.
 
-    TARGET is app.py:obj or pkg.mod:obj, such as a ManagedModel, or any other model that `penstock serve` accepts.
+    TARGET is app.py:obj or pkg.mod:obj, such as a ManagedModel, or any other model that `penstock serve` accepts. On
+    SIGTERM or SIGINT the worker takes no more requests, answers those that it has taken, hands back what it cannot
+    finish within --drain seconds, and ends with status 0.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     batching = {"max_batch_size": flags["max_batch_size"]}
@@ -82,17 +137,50 @@ def worker(
     try:
         config = build_config(target, keys, sets)
         broker = parse_address(redis)
+        metrics = _listener("worker", flags)
 
         def ready() -> None:
             click.echo(f"penstock worker: {target} serves {broker.name} prefix='{prefix}'")
 
         def serve(stop: asyncio.Event) -> Coroutine[Any, Any, None]:
             queue = QueueOptions(redis, prefix, lease, drain, flags["allow_pickle"])
-            return serve_queue(config, Wrapped(config.target, SERVED), queue, stop=stop, on_ready=ready)
+            return serve_queue(
+                config, Wrapped(config.target, SERVED), queue, stop=stop, on_ready=ready, metrics=metrics
+            )
 
         run_until_stopped(serve)
     except PenstockError as e:
-        click.echo(f"penstock: {e}", err=True)
-        if e.detail:
-            click.echo(e.detail, err=True)
-        sys.exit(e.exit_status)
+        _fail(e)
+
+
+@click.command()
+@_broker
+@click.option("--prefix", "prefixes", multiple=True, help="Prefix of a queue; may be repeated. [one queue without]")
+@_metrics_flags
+def queue(redis: str, prefixes: tuple[str, ...], **flags: Any) -> None:
+    """Show what waits in the queues of a Redis broker.
+
+    Prints one line of JSON for each queue: the requests that wait and run, how long the oldest one has waited, in
+    seconds, the workers, and the dead letters. With --metrics-port it serves this state to Prometheus until SIGTERM:
+    a scaler can read it there while no worker runs.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    from penstock.streamer.redis.metrics import QueueMetrics, serve_queues
+
+    try:
+        address, options = parse_address(redis), _listener("queue", flags)
+
+        async def show(stop: asyncio.Event) -> None:
+            queues = QueueMetrics(address, prefixes or ("",))
+            if options is not None:
+                await serve_queues(queues, options, stop)
+                return
+            try:
+                for state in await queues.states():
+                    click.echo(msgspec.json.encode(state))
+            finally:
+                await queues.close()
+
+        run_until_stopped(show)
+    except PenstockError as e:
+        _fail(e)

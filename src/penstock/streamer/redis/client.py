@@ -35,9 +35,10 @@ CLEANUP_TIMEOUT_S = 2.0
 class RedisStreamer(BaseStreamer):
     """A model that workers serve over a Redis broker. It connects with its first call.
 
-    `redis_broker` is "host:port" or a URL (`redis://user:password@host:6379/0`, `redis+sentinel://`, `redis+cluster://`,
-    `rediss://` and others with TLS, `unix://`). `prefix` must equal the workers' prefix. `worker_timeout` bounds `predict`; `timeout_s` bounds `submit` without a deadline.
-    `max_queue` bounds the waiting and running items of all clients together; a call beyond it raises QueueFull.
+    `redis_broker` is "host:port" or a URL (`redis://user:password@host:6379/0`, `redis+sentinel://`,
+    `redis+cluster://`, `rediss://` and others with TLS, `unix://`). `prefix` must equal the workers' prefix.
+    `worker_timeout` bounds `predict`; `timeout_s` bounds `submit` without a deadline. `max_queue` bounds the waiting
+    and running items of all clients together; a call beyond it raises QueueFull.
     A lost connection is retried for `patience_s` before callers receive an error. `allow_pickle`, here and at the
     workers, sends values of any type, and lets everyone who can write to the broker run code here.
     Raises ConfigError for a malformed address.

@@ -1,5 +1,7 @@
 """RedisWorker and run_redis_workers_forever: load a model and serve a queue of a Redis broker with it."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import multiprocessing
@@ -7,8 +9,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -30,6 +33,10 @@ from penstock.streamer.local import (
 from penstock.streamer.model import wrapped
 from penstock.streamer.redis.address import parse_address
 from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
+
+if TYPE_CHECKING:
+    from penstock.serving.observe.prometheus import PrometheusObserver
+    from penstock.streamer.redis.metrics import MetricsOptions
 
 log = logging.getLogger("penstock.streamer")
 
@@ -54,31 +61,48 @@ async def serve_queue(
     *,
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
+    metrics: MetricsOptions | None = None,
 ) -> None:
     """Loads a model and serves its queue until `stop`, from the first ready instance on. Raises LoadFailed,
     ConfigError."""
-    address = parse_address(queue.redis_broker)
+    address, name = parse_address(queue.redis_broker), config.name or MODEL
     watcher = InstanceWatcher()
-    engine = Engine(None, [watcher])
+    observer = None if metrics is None else _observer()
+    engine = Engine(None, [watcher] if observer is None else [watcher, observer])
+    options: dict[str, Any] = {"lease_s": queue.lease_s, "allow_pickle": queue.allow_pickle}
+    worker = BrokerWorker(engine, name, address, queue.prefix, watcher=watcher, **options)
     loop = asyncio.get_running_loop()
     stopped, ready = loop.create_task(stop.wait()), loop.create_task(watcher.ready.wait())
-    loading = loop.create_task(engine.load(MODEL, config, target=target, sys_path=[p for p in sys.path if p]))
-    try:
+    loading = loop.create_task(engine.load(name, config, target=target, sys_path=[p for p in sys.path if p]))
+    async with AsyncExitStack() as owned:
+        owned.push_async_callback(_end, engine, (stopped, ready, loading))
+        if metrics is not None and observer is not None:
+            from penstock.streamer.redis.metrics import worker_listening
+
+            place = (address, queue.prefix)
+            await owned.enter_async_context(worker_listening(engine, observer, worker, metrics, place))
         await asyncio.wait([stopped, ready, loading], return_when=asyncio.FIRST_COMPLETED)
         if watcher.ready.is_set() and not stop.is_set():
             log.info("worker_ready broker=%s prefix=%s instances=%s", address.name, queue.prefix, config.instances)
             on_ready()
-            options: dict[str, Any] = {"lease_s": queue.lease_s, "allow_pickle": queue.allow_pickle}
-            worker = BrokerWorker(engine, MODEL, address, queue.prefix, watcher=watcher, **options)
             loading.add_done_callback(lambda _: stop.set() if loading.exception() else None)
             await worker.run(stop, queue.drain_s)
         if loading.done():
             loading.result()
-    finally:
-        stopped.cancel()
-        ready.cancel()
-        await engine.close(0.0)
-        await asyncio.gather(stopped, ready, loading, return_exceptions=True)
+
+
+def _observer() -> PrometheusObserver:
+    from penstock.serving.observe.prometheus import PrometheusObserver
+
+    return PrometheusObserver()
+
+
+async def _end(engine: Engine, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    stopped, ready, _ = tasks
+    stopped.cancel()
+    ready.cancel()
+    await engine.close(0.0)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run_until_stopped(serve: Callable[[asyncio.Event], Any]) -> None:

@@ -143,6 +143,7 @@ class BrokerWorker:
             try:
                 if not connected:
                     await self._join_group()
+                    await self._inherit()  # a worker may have handed its entries back before it was replaced
                     connected = True
                 block_ms = int(READ_BLOCK_S * 1000)
                 read = ("XREADGROUP", "GROUP", GROUP, self.name, "COUNT", capacity, "BLOCK", block_ms)

@@ -1,0 +1,159 @@
+"""The metrics of queues and of a worker, in the Prometheus text format, and the listener that serves them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from msgspec import Struct
+
+from penstock.config.checks import is_loopback
+from penstock.config.schema import LimitsConfig
+from penstock.core.contracts import Backend
+from penstock.core.engine.engine import Engine
+from penstock.errors import PenstockError
+from penstock.serving.http.admin import METRICS_TYPE, route
+from penstock.serving.http.flavor import NativeFlavor
+from penstock.serving.http.origins import OriginPolicy
+from penstock.serving.http.server import HttpServer
+from penstock.serving.observe.prometheus import PrometheusObserver
+from penstock.serving.observe.text import Family, Page
+from penstock.serving.protocols.route import HttpRequest
+from penstock.serving.protocols.routes import TEMPLATES
+from penstock.streamer.redis.address import BrokerAddress
+from penstock.streamer.redis.state import QueueReader, QueueState
+from penstock.streamer.redis.worker import BrokerWorker
+from penstock.types import ItemResult
+
+READ_S = 5.0  # less than the 10 s for which Prometheus waits
+MAX_CONNECTIONS = 100
+CLOSE_S = 2.0
+HEALTH = ("/healthz", "/readyz")
+EVENTS = ("taken", "answered", "expired", "inherited", "released", "dead_letters")
+
+
+def _gauge(name: str, help: str) -> Family:
+    return Family(name, "gauge", ("prefix",), help)
+
+
+UP = _gauge("penstock_redis_up", "1 if the broker answered. Otherwise the queue has no other metrics.")
+QUEUE: tuple[tuple[str, Family], ...] = (
+    ("waiting", _gauge("penstock_redis_queue_waiting_requests", "Requests that no worker has taken.")),
+    ("running", _gauge("penstock_redis_queue_running_requests", "Requests that workers have taken.")),
+    ("wait_s", _gauge("penstock_redis_queue_wait_seconds", "Time for which the oldest waiting request has waited.")),
+    ("workers", _gauge("penstock_redis_queue_workers", "Workers that serve the queue.")),
+    ("dead_letters", _gauge("penstock_redis_queue_dead_letters", "Dead letters that the broker keeps.")),
+)
+WORKER_EVENTS = Family(
+    "penstock_redis_requests_total", "counter", ("prefix", "event"), "Requests that this worker handled, by event."
+)
+
+
+class MetricsOptions(Struct, frozen=True):
+    """Where the metrics listener is, and the bearer tokens that open it. `announce` receives its URL."""
+
+    host: str
+    port: int
+    tokens: frozenset[bytes] = frozenset()
+    announce: Callable[[str], None] = lambda url: None
+
+
+class QueueMetrics:
+    """The page of some queues of a broker."""
+
+    def __init__(self, address: BrokerAddress, prefixes: Sequence[str]) -> None:
+        self._readers = [QueueReader(address, prefix) for prefix in prefixes]
+
+    async def states(self) -> list[QueueState]:
+        """The state of each queue. Raises BrokerUnavailable, ConfigError."""
+        return list(await asyncio.gather(*(reader.read() for reader in self._readers)))
+
+    async def scrape(self) -> bytes:
+        """The page. A broker that does not answer is a value on it, not an error."""
+        found = await asyncio.gather(*map(_read, self._readers))
+        page = Page()
+        prefixes = [reader.prefix for reader in self._readers]
+        page.write(UP, (((p,), float(state is not None)) for p, state in zip(prefixes, found, strict=True)))
+        states = [state for state in found if state is not None]
+        for field, family in QUEUE:
+            page.write(family, (((state.prefix,), float(getattr(state, field))) for state in states))
+        return page.encode()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(reader.close() for reader in self._readers))
+
+
+async def _read(reader: QueueReader) -> QueueState | None:
+    try:
+        async with asyncio.timeout(READ_S):
+            return await reader.read()
+    except (PenstockError, TimeoutError):
+        return None
+
+
+def worker_page(prefix: str, counts: Mapping[str, object]) -> bytes:
+    """The counters of a worker: those of `BrokerWorker.statistics`."""
+    page = Page()
+    page.write(WORKER_EVENTS, (((prefix, event), float(str(counts.get(event, 0)))) for event in EVENTS))
+    return page.encode()
+
+
+@asynccontextmanager
+async def worker_listening(
+    engine: Engine,
+    observer: PrometheusObserver,
+    worker: BrokerWorker,
+    options: MetricsOptions,
+    queue: tuple[BrokerAddress, str],
+) -> AsyncIterator[None]:
+    """Serves the metrics of a worker: those of its model, its own counters, and the state of its `queue`, the address
+    and the prefix. Raises ConfigError if it cannot bind."""
+    address, prefix = queue
+    queues = QueueMetrics(address, [prefix])
+    observer.read = engine.reading
+
+    async def scrape() -> bytes:
+        model, state = await asyncio.gather(observer.scrape(), queues.scrape())
+        return model + worker_page(prefix, worker.statistics()) + state
+
+    try:
+        async with listening(engine, options, scrape):
+            yield
+    finally:
+        await queues.close()
+
+
+@asynccontextmanager
+async def listening(
+    backend: Backend, options: MetricsOptions, scrape: Callable[[], Awaitable[bytes]], health: Sequence[str] = HEALTH
+) -> AsyncIterator[None]:
+    """Serves GET /metrics, the result of `scrape`, and the paths of `health`, which report on `backend`. Raises
+    ConfigError if it cannot bind."""
+
+    async def metrics(request: HttpRequest) -> ItemResult:
+        return ItemResult(body=await scrape(), content_type=METRICS_TYPE)
+
+    page = route("/metrics", "Metrics in the Prometheus text format", GET=metrics)
+    routes = (page, *(template for template in TEMPLATES if template.path in health))
+    closed = not options.tokens and is_loopback(options.host)
+    policy = OriginPolicy((options.host,), closed=closed)
+    flavor = NativeFlavor(options.tokens, routes, policy=policy, check_host=closed)
+    server = HttpServer(backend, LimitsConfig(max_connections=MAX_CONNECTIONS), flavor=flavor)
+    host, port = await server.start(options.host, options.port, "--metrics-port")
+    try:
+        options.announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        yield
+    finally:
+        await server.close(CLOSE_S)
+
+
+async def serve_queues(queues: QueueMetrics, options: MetricsOptions, stop: asyncio.Event) -> None:
+    """Serves the page of `queues` until `stop`. Raises ConfigError if it cannot bind."""
+    engine = Engine(None)  # has no models: the listener needs a backend
+    try:
+        async with listening(engine, options, queues.scrape, ("/healthz",)):
+            await stop.wait()
+    finally:
+        await queues.close()
+        await engine.close(0.0)
