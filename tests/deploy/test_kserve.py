@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from penstock.torchserve.grpc.services import STANDARD, message_class
 from support.containers import Container
 from support.kserve import ENVELOPES, RUNTIME, SERVICES, rendered, write_tree
-from support.pods import IS_ROOT, Load, Pod, survives_sigterm
+from support.pods import IS_ROOT, GrpcLoad, Load, Pod, survives_sigterm
 
 SCHEMA = json.loads((Path(__file__).parent / "schemas" / "kserve.json").read_text())
 V2 = {"id": "r", "inputs": [{"name": "x", "shape": [2, 2], "datatype": "INT64", "data": [1, 2, 3, 4]}]}
@@ -84,28 +83,34 @@ def test_v1_clients_get_the_envelopes_answers_and_sigterm_loses_none(
     survives_sigterm(Load(pod, "/v1/models/double:predict", body, expected, content_type="application/json"))
 
 
-def test_v2_clients_get_the_envelopes_answers(image: Container, start_pod: Callable[..., Pod], tree: Path) -> None:
+def test_v2_clients_get_the_envelopes_answers_and_sigterm_loses_none(
+    image: Container, start_pod: Callable[..., Pod], tree: Path
+) -> None:
     pod = start("v2", image, start_pod, tree)
     assert ask(pod, "GET", "/v2/health/ready") == (200, {"ready": True})
     assert ask(pod, "GET", "/v2/models/double/ready") == (200, {"name": "double", "ready": True})
     status, answer = ask(pod, "POST", "/v2/models/double/infer", V2)
     assert (status, answer["id"], answer["model_name"]) == (200, "r", "double")
     assert answer["outputs"] == [{"name": "x", "datatype": "INT64", "data": [2, 4, 6, 8], "shape": [4]}]
+    body = json.dumps(V2).encode()
+    expected = pod.request("POST", "/v2/models/double/infer", body, {"content-type": "application/json"})[1]
+    survives_sigterm(Load(pod, "/v2/models/double/infer", body, expected, content_type="application/json"))
 
 
-def test_the_grpc_example_is_served_on_its_port(image: Container, start_pod: Callable[..., Pod], tree: Path) -> None:
+def test_the_grpc_example_is_served_on_its_port_and_sigterm_loses_none(
+    image: Container, start_pod: Callable[..., Pod], tree: Path
+) -> None:
     grpc = pytest.importorskip("grpc")
     pod = start("grpc-v2", image, start_pod, tree)
     (port,) = pod.container.ports
 
-    async def infer(address: str) -> Any:
-        request, response = (message_class(f"inference.ModelInfer{n}") for n in ("Request", "Response"))
-        inputs = [{"name": "x", "shape": [2, 2], "datatype": "INT64"}]
-        raw = [b"".join(n.to_bytes(8, "little") for n in (1, 2, 3, 4))]
-        async with grpc.aio.insecure_channel(address) as channel:
-            call = channel.unary_unary(f"/{STANDARD}/ModelInfer", request.SerializeToString, response.FromString)
-            return await call(request(model_name="double", inputs=inputs, raw_input_contents=raw), timeout=20)
-
+    request, response = (message_class(f"inference.ModelInfer{n}") for n in ("Request", "Response"))
+    inputs = [{"name": "x", "shape": [2, 2], "datatype": "INT64"}]
+    raw = [b"".join(n.to_bytes(8, "little") for n in (1, 2, 3, 4))]
+    message = request(model_name="double", id="r", inputs=inputs, raw_input_contents=raw).SerializeToString()
+    method = f"/{STANDARD}/ModelInfer"
     with pod.forward(port) as address:
-        found = asyncio.run(infer(address))
-    assert list(found.outputs[0].contents.int64_contents) == [2, 4, 6, 8]
+        with grpc.insecure_channel(address) as channel:
+            body = channel.unary_unary(method)(message, timeout=20)
+        assert list(response.FromString(body).outputs[0].contents.int64_contents) == [2, 4, 6, 8]
+        survives_sigterm(GrpcLoad(pod, address, method, message, body))

@@ -54,6 +54,10 @@ def invoke(pod: Pod, body: bytes, path: str = "/invocations", **headers: str) ->
     return status, answer, dict(found)
 
 
+def load_of(pod: Pod, path: str, expected: bytes) -> Load:
+    return Load(pod, path, b"[3]", expected, content_type="application/json", accept="application/json")
+
+
 def on_port(container: Container, port: int, **env: str) -> Container:
     """The container with the variables that SageMaker sets."""
     env = {"SAGEMAKER_BIND_TO_PORT": str(port), "SAGEMAKER_SAFE_PORT_RANGE": f"{port}-{port + 9}", **env}
@@ -79,8 +83,7 @@ def test_a_script_serves_invocations_and_sigterm_loses_none(
     assert (status, json.loads(body)["message"]) == (500, "Prediction failed")
     pod.wait_for("JSONDecodeError")  # CloudWatch has the traceback, the client has not
 
-    load = Load(pod, "/invocations", b"[3]", b"[6.0]", content_type="application/json", accept="application/json")
-    survives_sigterm(load)
+    survives_sigterm(load_of(pod, "/invocations", b"[6.0]"))
 
 
 # ---- multi-model endpoints
@@ -92,7 +95,7 @@ def manage(pod: Pod, method: str, path: str, value: object = None) -> tuple[int,
     return status, json.loads(answer)
 
 
-def test_a_multi_model_endpoint_loads_lists_invokes_and_unloads(
+def test_a_multi_model_endpoint_loads_lists_invokes_and_unloads_and_sigterm_loses_none(
     sagemaker: Container, start_pod: Callable[..., Pod], tmp_path: Path
 ) -> None:
     for name, factor in (("a", 2.0), ("b", 10.0), ("c", 1.0)):
@@ -126,9 +129,10 @@ def test_a_multi_model_endpoint_loads_lists_invokes_and_unloads(
     assert manage(pod, "DELETE", "/models/a")[0] == 404
     assert invoke(pod, b"[1]", "/models/a/invoke")[0] == 404
     assert load("a") == 200
+    survives_sigterm(load_of(pod, "/models/a/invoke", b"[6.0]"), load_of(pod, "/models/b/invoke", b"[30.0]"))
 
 
-def test_a_model_of_the_image_answers_sagemaker(
+def test_a_model_of_the_image_answers_sagemaker_and_sigterm_loses_none(
     sagemaker: Container, start_pod: Callable[..., Pod], tmp_path: Path
 ) -> None:
     (tmp_path / "app.py").write_text(
@@ -138,3 +142,4 @@ def test_a_model_of_the_image_answers_sagemaker(
     pod = start_pod(replace(on_port(sagemaker, 8090), entrypoint=command, cmd=()), {"/app": tmp_path})
     pod.wait_ready()
     assert invoke(pod, b"[1, 2]")[:2] == (200, b"3")
+    survives_sigterm(load_of(pod, "/invocations", b"3"))

@@ -16,6 +16,7 @@ from support.kserve import write_archive
 from support.pods import Load, Pod, survives_sigterm
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+JSON = {"content-type": "application/json"}
 PREDICT = "/v1/endpoints/7/deployedModels/8:predict"
 MODEL = """
     import time
@@ -45,7 +46,7 @@ def endpoint(container: Container, health: str, predict: str) -> Container:
 
 
 def predict(pod: Pod, path: str, value: Any) -> tuple[int, Any]:
-    status, body, _ = pod.request("POST", path, json.dumps(value).encode(), {"content-type": "application/json"})
+    status, body, _ = pod.request("POST", path, json.dumps(value).encode(), JSON)
     return status, json.loads(body)
 
 
@@ -65,7 +66,7 @@ def test_a_model_of_the_artifacts_answers_vertex_and_sigterm_loses_none(
     survives_sigterm(load)
 
 
-def test_model_mar_is_served_as_in_vertexs_own_containers(
+def test_model_mar_is_served_as_in_vertexs_own_containers_and_sigterm_loses_none(
     vertex: Container, start_pod: Callable[..., Pod], tmp_path: Path
 ) -> None:
     write_archive(tmp_path / "model.mar", HANDLER)
@@ -78,3 +79,5 @@ def test_model_mar_is_served_as_in_vertexs_own_containers(
     pod = start_pod(container, {"/mnt/artifacts": tmp_path})
     pod.wait_ready()
     assert predict(pod, "/predictions/model", {"instances": [1, 2]}) == (200, {"predictions": [2, 4]})
+    expected = pod.request("POST", "/predictions/model", b'{"instances": [5]}', JSON)[1]
+    survives_sigterm(Load(pod, "/predictions/model", b'{"instances": [5]}', expected, content_type="application/json"))

@@ -197,11 +197,18 @@ class Pod:
                 thread.join()
 
     def _accept(self, listener: socket.socket, port: int, threads: list[threading.Thread]) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            try:
                 outer = listener.accept()[0]
-                threads.append(threading.Thread(target=_relay, args=(outer, self.socket(port))))
-                threads[-1].start()
+            except OSError:
+                return
+            try:
+                inner = self.socket(port)
+            except OSError:  # the container's port is closed
+                outer.close()
+                continue
+            threads.append(threading.Thread(target=_relay, args=(outer, inner)))
+            threads[-1].start()
 
     # ---- end
 
@@ -278,11 +285,39 @@ class Load:
             assert not thread.is_alive()
 
 
+class GrpcLoad(Load):
+    """The same with calls: `address` leads to the container's port, `method` is its path."""
+
+    def __init__(self, pod: Pod, address: str, method: str, request: bytes, expected: bytes) -> None:
+        self._address = address
+        super().__init__(pod, method, request, expected)
+
+    def _client(self) -> None:
+        import grpc
+
+        method, request, _ = self._request
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        with grpc.insecure_channel(self._address, options) as channel:
+            call = channel.unary_unary(method)
+            while True:
+                try:
+                    found = call(request, timeout=READY_S)
+                except grpc.RpcError as e:
+                    if "failed to connect" in (e.details() or ""):  # the port is closed: the call was not sent
+                        return
+                    self.lost.append(f"{e.code()} {e.details()}")
+                    continue
+                if found != self._expected:
+                    self.lost.append(repr(found[:200]))
+                self.answered += 1
+
+
 def survives_sigterm(*loads: Load) -> None:
     """Ends the containers under load and asserts that no accepted request was lost."""
     for load in loads:
         load.until(50)
-        load.pod.terminate()
+    for pod in {load.pod for load in loads}:  # a second signal would end it at once
+        pod.terminate()
     for load in loads:
         load.join()
         assert load.pod.wait() == 0, load.pod.said()
