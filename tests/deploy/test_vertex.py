@@ -22,9 +22,10 @@ MODEL = """
     import time
 
     class Double:
-        def predict(self, items):
+        def predict(self, items, parameters):
             time.sleep(0.01)
-            return [2 * x if isinstance(x, int) else len(x) for x in items]
+            plus = [asked.get("plus", 0) for asked in parameters]
+            return [p + (2 * x if isinstance(x, int) else len(x)) for x, p in zip(items, plus)]
 """
 HANDLER = """
     def handle(data, context):
@@ -56,8 +57,8 @@ def test_a_model_of_the_artifacts_answers_vertex_and_sigterm_loses_none(
     (tmp_path / "double.py").write_text(textwrap.dedent(MODEL))
     pod = start_pod(endpoint(vertex, "/healthy", PREDICT), {"/mnt/artifacts": tmp_path})
     pod.wait_ready()
-    body = {"instances": [1, 2], "parameters": {"confidence": 0.5}}
-    assert predict(pod, PREDICT, body) == (200, {"predictions": [2, 4]})
+    body = {"instances": [1, 2], "parameters": {"plus": 100}}
+    assert predict(pod, PREDICT, body) == (200, {"predictions": [102, 104]})
     assert predict(pod, PREDICT, {"instances": ["x" * 1_500_000]}) == (200, {"predictions": [1_500_000]})
     status, answer = predict(pod, PREDICT, {"instances": []})
     assert (status, list(answer)) == (400, ["error"])

@@ -2,9 +2,9 @@
 
 An instance is a row, so that the instances of all requests share batches. A model that declares its inputs receives
 named arrays with all instances of a request, any other model the instances themselves. `{"inputs": {name: column}}` is
-the column format, answered with `{"outputs": ...}`.
+the column format, answered with `{"outputs": ...}`. `parameters`, an object, goes to models whose `predict` takes them.
 
-Source: KServe's V1 data plane, and TensorFlow Serving's REST API, whose format it is.
+Source: KServe's V1 data plane, and TensorFlow Serving's REST API, whose format it is; for `parameters`, Vertex AI.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _B64: Final = re.compile(rb'"b64"')
 class _Body(Struct):
     instances: Raw = _NONE
     inputs: Raw = _NONE
+    parameters: Raw = _NONE
 
 
 class _Answer(Struct):
@@ -86,8 +87,10 @@ class KServeCodec(OipCodec):
                 instance = {"anyOf": [instance, *row.values()]}
         rows = {"type": "array", "items": instance, "minItems": 1}
         column = {"type": "object", "properties": columns} if columns else {"type": "object", "minProperties": 1}
-        by_row = {"type": "object", "properties": {"instances": rows}, "required": ["instances"]}
-        by_column = {"type": "object", "properties": {"inputs": {"anyOf": [rows, column]}}, "required": ["inputs"]}
+        others = {"parameters": {"type": ["object", "null"]}} if model.takes_parameters else {}
+        by_row = {"type": "object", "properties": {"instances": rows, **others}, "required": ["instances"]}
+        either = {"anyOf": [rows, column]}
+        by_column = {"type": "object", "properties": {"inputs": either, **others}, "required": ["inputs"]}
         return {JSON: {"oneOf": [by_row, by_column]}}
 
     @staticmethod
@@ -102,6 +105,8 @@ class KServeCodec(OipCodec):
         body: _Body = decode_json(item.payload, _Body)
         if (body.instances == _NONE) == (body.inputs == _NONE):
             raise BadRequest('the body must have either the key "instances" or the key "inputs"')
+        if self.takes_parameters and body.parameters != _NONE:
+            item.parameters = decode_json(body.parameters, dict[str, Any] | None)
         binary = _B64.search(item.payload) is not None
         if bytes(body.inputs)[:1] == b"{":
             return self._columns(_value(bytes(body.inputs), binary), item), True

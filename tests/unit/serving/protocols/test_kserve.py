@@ -106,6 +106,22 @@ def test_the_only_input_needs_no_name():
     assert ONE.decode(item(instances=[[1, 2], [3, 4]]))[0]["x"].tolist() == [[1, 2], [3, 4]]
 
 
+def test_parameters_are_read_for_a_model_that_takes_them():
+    takes = KServeCodec("m", "1", ModelMetadata("m", "1", takes_parameters=True))
+    for given_, expected in (({"a": [1, None]}, {"a": [1, None]}), ({}, {}), (None, None)):
+        request = item(instances=[1], parameters=given_)
+        takes.decode(request)
+        assert request.parameters == expected
+    request = item(start=1, stop=2, inputs={"x": [1, 2]}, parameters={"a": 1})
+    takes.decode(request)
+    assert request.parameters == {"a": 1}
+    wrong = item(instances=[1], parameters=[1])
+    with pytest.raises(BadRequest, match=r"the JSON body has the wrong form: Expected `object \| null`, got `array`"):
+        takes.decode(wrong)
+    PLAIN.decode(wrong)  # clients of all models send them
+    assert wrong.parameters is None
+
+
 def test_streamed_parts_are_answered_as_a_whole():
     _, context = PLAIN.decode(item(instances=[1, 2]))
     found = PLAIN.encode([Parts(["a", "b"]), Parts([{"n": 1}, b"x"])], item(), context)
