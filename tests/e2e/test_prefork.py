@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+from support.shared_batchers import batchers
+from support.webservers import ask, served
 
 BIN = Path(sys.executable).parent
 APP = """
@@ -37,57 +34,15 @@ APP = """
 """
 
 
-@contextmanager
-def served(
-    folder: Path, kind: str, *command: str
-) -> Iterator[tuple[str, subprocess.Popen[bytes], tempfile._TemporaryFileWrapper[bytes]]]:
-    """(address, process, what it says) of a server whose command has `{socket}` where its address belongs."""
-    (folder / "app.py").write_text(textwrap.dedent(APP))
-    with socket.socket() as free, tempfile.TemporaryFile() as said:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-        free.close()
-        process = subprocess.Popen(
-            [part.replace("{socket}", address) for part in command],
-            cwd=folder,
-            env={**os.environ, "KIND": kind, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-        )
-        try:
-            yield f"http://{address}/", process, said
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a master that is killed leaves its workers behind
-            process.wait()
-
-
-def ask(url: str) -> list[int]:
-    """(process of the server, process of the model, size of the batch); waits for a server that starts."""
-    end = time.monotonic() + 40
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                found: list[int] = json.load(answer)
-                return found
-        except urllib.error.HTTPError:
-            raise
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.02)
-
-
 def check(folder: Path, kind: str, forked: bool, together: bool, *command: str) -> None:
     """Every process of the server answers with workers of its own, and nothing is left of it at the end.
 
     `forked`: the app was imported before. `together`: a process takes many requests at a time.
     """
-    with served(folder, kind, *command) as (url, process, said):
+    with served(folder, APP, {"KIND": kind}, *command) as (url, process, said):
         ask(url)
         with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(ask, [url] * 48))
+            answers: list[list[int]] = list(pool.map(ask, [url] * 48))
         process.send_signal(signal.SIGTERM)
         process.wait(20)
         text = os.pread(said.fileno(), 2**20, 0).decode()
@@ -146,8 +101,8 @@ def test_a_gevent_program_waits_for_one_answer_and_runs_its_other_greenlets_mean
         import penstock
         from model import nap
 
-        def main(kind):
-            with kind(nap, 4) as streamer:
+        def main(kind, **keys):
+            with kind(nap, 4, **keys) as streamer:
                 assert streamer.predict([1]) == [1]  # nothing else keeps the hub alive
                 ticks = []
                 def tick():
@@ -184,15 +139,23 @@ def test_a_gevent_program_waits_for_one_answer_and_runs_its_other_greenlets_mean
         if __name__ == "__main__":
             main(penstock.ThreadedStreamer)
             main(penstock.Streamer)
+            main(penstock.Streamer, shared="gevent", linger_s=0.1)
             left_open = penstock.Streamer(nap, 4)
             left_open.predict([1])
             print("fine")
     """
     (tmp_path / "model.py").write_text("import time\ndef nap(batch):\n    time.sleep(0.05)\n    return batch\n")
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    with batchers(tmp_path / "run") as shared:
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=shared.environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert done.stdout == "fine\n", done.stderr
     assert done.returncode == 0
     assert "Traceback" not in done.stderr

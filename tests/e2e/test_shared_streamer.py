@@ -2,62 +2,201 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from support.shared_batchers import Batchers, batchers
+from penstock.errors import ConfigError, ModelNotReady
+from support.shared_batchers import Batchers, batchers, until
+from support.webservers import ask, served
 
+BIN = Path(sys.executable).parent
 MODEL = """
 import os, time
+from penstock import ManagedModel
 
-def where(batch):
-    time.sleep(0.02)
-    return [(os.getpid(), len(batch), item) for item in batch]
+class Model(ManagedModel):
+    def init_model(self):
+        with open("loads", "a") as file:
+            print(os.getpid(), file=file)
+
+    def predict(self, batch):
+        time.sleep(0.02)
+        return [(os.getpid(), len(batch), item) for item in batch]
+"""
+APP = """
+    import json, os, sys
+    from penstock import Streamer
+    from model import Model
+
+    streamer = Streamer(Model, 64, shared="app", linger_s=0.2)
+
+    def app(environ, start_response):
+        [(worker, size, _)] = streamer.predict([1])
+        start_response("200 OK", [("content-type", "application/json"), ("connection", "close")])
+        return [json.dumps([os.getpid(), worker, size]).encode()]
+
+    async def asgi(scope, receive, send):
+        [(worker, size, _)] = await streamer.apredict([1])
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps([os.getpid(), worker, size]).encode()})
 """
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[Batchers]:
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Batchers]:
     (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
     with batchers(tmp_path / "run") as found:
         yield found
 
 
-def test_two_processes_share_one_worker_and_one_queue(shared: Batchers, tmp_path: Path) -> None:
+GUNICORN = ["gunicorn", "-b", "{socket}", "-w", "8", "--graceful-timeout", "5"]
+UWSGI = ["uwsgi", "--http-socket", "{socket}", "--module", "app:app", "--processes", "4", "--master", "--die-on-term"]
+SERVERS = {
+    "gunicorn_sync": [*GUNICORN, "app:app"],
+    "gunicorn_threads": [*GUNICORN, "-k", "gthread", "--threads", "4", "app:app"],
+    "gunicorn_gevent": [*GUNICORN, "-k", "gevent", "app:app"],
+    "gunicorn_preload": [*GUNICORN, "-k", "gthread", "--threads", "4", "--preload", "app:app"],
+    "uvicorn": ["uvicorn", "app:asgi", "--port", "{port}", "--workers", "4", "--lifespan", "off"],
+    "uwsgi_forked": [*UWSGI, "--enable-threads"],
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_all_processes_of_a_web_server_share_one_model_and_one_queue(
+    shared: Batchers, tmp_path: Path, name: str
+) -> None:
+    command = SERVERS[name]
+    if not (BIN / command[0]).exists():
+        pytest.skip(f"{command[0]} is not installed")
+    with served(tmp_path, APP, shared.environment(), str(BIN / command[0]), *command[1:]) as (url, process, said):
+        ask(url)
+        with ThreadPoolExecutor(32) as pool:
+            answers = list(pool.map(ask, [url] * 160))
+        assert len(shared.running()) == 1
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        text = os.pread(said.fileno(), 2**20, 0).decode()
+    assert len({server for server, _, _ in answers}) > 1, "one process answered everything"
+    assert len({worker for _, worker, _ in answers}) == 1
+    assert max(size for _, _, size in answers) > 1
+    assert len((tmp_path / "loads").read_text().splitlines()) == 1, "the model was loaded more than once"
+    assert "Traceback" not in text, text
+
+
+def test_twenty_processes_at_once_start_one_batcher_although_a_dead_one_left_its_socket(
+    shared: Batchers, tmp_path: Path
+) -> None:
     program = """
-        import sys, threading
+        import sys
         from penstock import Streamer
-        from model import where
+        from model import Model
 
-        def call(i):
-            found.extend(streamer.predict([i]))
-
-        with Streamer(where, 64, shared="one", linger_s=0.2) as streamer:
-            streamer.predict([0])
-            print("ready", flush=True)
-            sys.stdin.readline()
-            found = []
-            threads = [threading.Thread(target=call, args=(i,)) for i in range(16)]
-            [t.start() for t in threads]
-            [t.join() for t in threads]
-            assert sorted(item for _, _, item in found) == list(range(16))
-            print(len({pid for pid, _, _ in found}), found[0][0], max(size for _, size, _ in found), flush=True)
+        print("up", flush=True)
+        sys.stdin.readline()
+        with Streamer(Model, 64, shared="race", linger_s=0.3, worker_timeout=60) as streamer:
+            print(streamer.predict([7])[0][0], flush=True)
             sys.stdin.readline()
     """
-    programs = [shared.start(program, cwd=tmp_path) for _ in range(2)]
-    for one in programs:
-        assert one.stdout is not None
-        assert one.stdout.readline() == "ready\n"
-    assert len(shared.running()) == 1
-    for one in programs:
-        assert one.stdin is not None
-        print(file=one.stdin, flush=True)
-    found = [one.stdout.readline().split() for one in programs if one.stdout]
-    assert [count for count, _, _ in found] == ["1", "1"]
-    assert found[0][1] == found[1][1], "each process has its own worker"
-    assert max(int(size) for _, _, size in found) > 16 or len({s for _, _, s in found}) == 1
-    for one in programs:
-        one.communicate("\n")
-        assert one.returncode == 0
+    for round_ in range(2):
+        programs = [shared.start(program, cwd=tmp_path) for _ in range(20)]
+        pipes = [(one.stdin, one.stdout) for one in programs if one.stdin and one.stdout]
+        assert [out.readline() for _, out in pipes] == ["up\n"] * 20
+        for stdin, _ in pipes:
+            print(file=stdin, flush=True)
+        assert len({out.readline() for _, out in pipes}) == 1
+        assert len((tmp_path / "loads").read_text().splitlines()) == round_ + 1
+        (batcher,) = shared.running()
+        if round_ == 0:
+            batcher.kill()
+            batcher.wait(20)
+            assert (tmp_path / "run" / "race.sock").exists()
+        for one in programs:
+            one.communicate("\n")
+            assert one.returncode == 0
+
+
+def test_a_batcher_ends_after_its_last_client_and_a_new_one_starts(shared: Batchers, tmp_path: Path) -> None:
+    from model import Model
+
+    from penstock import Streamer, connect
+
+    first = Streamer(Model, 4, shared="often", linger_s=0.05)
+    second = connect("unix:often")
+    pids = {streamer.predict([1])[0][0] for streamer in (first, second)}
+    assert len(pids) == 1
+    assert first.statistics()["clients"] == 2
+    first.destroy_workers()
+    assert second.predict([1])[0][0] in pids, "the other client has left, but not this one"
+    second.destroy_workers()
+    until(lambda: not shared.running())
+    assert not (tmp_path / "run" / "often.sock").exists()
+    with pytest.raises(ModelNotReady, match="no batcher listens"):
+        connect("unix:often").predict([1])
+    for _ in range(3):  # each may find the one before in any state of its end
+        with Streamer(Model, 4, shared="often", linger_s=0.0) as streamer:
+            assert streamer.predict([1])[0][2] == 1
+
+
+def test_another_function_or_setting_under_the_same_name_is_a_clear_error(shared: Batchers, tmp_path: Path) -> None:
+    from model import Model
+
+    from penstock import Streamer
+
+    with Streamer(Model, 4, shared="mine", linger_s=0.1) as streamer:
+        assert streamer.predict([1])
+        for keys, named in (
+            ({"batch_size": 8}, "batch_size is 4 there and 8 here"),
+            ({"batch_size": 4, "model_init_args": [1]}, "digest of the model's name, file and arguments is"),
+        ):
+            with Streamer(Model, shared="mine", linger_s=0.1, **keys) as other:
+                with pytest.raises(ConfigError, match=named):
+                    other.predict([1])
+                with pytest.raises(ConfigError, match=named):
+                    other.predict([1])
+        with pytest.raises(ConfigError, match=r"linger_s is 0\.1 there and 7 here"):
+            Streamer(Model, 4, shared="mine", linger_s=7, wait_for_worker_ready=True)
+        assert streamer.predict([2])
+
+
+def test_a_function_of_the_main_program_runs_in_a_shared_batcher(shared: Batchers, tmp_path: Path) -> None:
+    program = """
+        import dataclasses
+        from penstock import Streamer
+
+        @dataclasses.dataclass
+        class Point:
+            x: int
+
+        class Refused(ValueError):
+            pass
+
+        def move(points):
+            if any(point.x < 0 for point in points):
+                raise Refused("negative")
+            return [Point(point.x + 1) for point in points]
+
+        if __name__ == "__main__":
+            with Streamer(move, 4, shared="main", linger_s=0.1) as streamer:
+                found = streamer.predict([Point(1), Point(-1)], return_exceptions=True)
+                assert found[0] == Point(2), found
+                assert type(found[1]) is Refused, found
+                print("fine")
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=shared.environment(), capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "fine\n", done.stderr

@@ -6,6 +6,7 @@ not import gevent, because a patched program has already imported it.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
 import os
@@ -93,6 +94,27 @@ def popen(*arguments: Any, **keys: Any) -> subprocess.Popen[bytes]:
     """A `subprocess.Popen` without gevent's hooks."""
     process: subprocess.Popen[bytes] = (_subprocess() if patched() else subprocess).Popen(*arguments, **keys)
     return process
+
+
+def run_detached(command: list[str], files: dict[int, int]) -> None:
+    """Runs a command that forks and ends at once, and leaves its child behind. `files`: its descriptors, from ours.
+
+    Other threads may fork meanwhile: a `Popen` would then wait for the end of the forked processes, which keep its
+    pipe. The command must close descriptors that it inherits besides `files`.
+    """
+    spawn, wait = (_original("os", f) if patched() else getattr(os, f) for f in ("posix_spawn", "waitpid"))
+    # above all of theirs: no copy overwrites another one's source
+    copies = {theirs: fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, max(files) + 1) for theirs, ours in files.items()}
+    try:
+        actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in copies.items()]
+        pid = spawn(command[0], command, os.environ, file_actions=actions)
+    finally:
+        for ours in copies.values():
+            os.close(ours)
+    try:
+        wait(pid, 0)
+    except ChildProcessError:  # a server that waits for all of its children was faster
+        pass
 
 
 @functools.cache

@@ -141,7 +141,7 @@ class SlabPool:
         if self.fd < 0:
             return
         if extent >= GIVE_BACK_BYTES:
-            _give_to_system(self.memory, offset, extent)
+            give_to_system(self.memory, offset, extent)
         with self._lock:
             self.in_use_bytes -= extent
             i = bisect_left(self._offsets, offset)
@@ -192,7 +192,8 @@ def anonymous_file(size: int) -> int:
     return fd
 
 
-def _give_to_system(memory: mmap.mmap, offset: int, extent: int) -> None:
+def give_to_system(memory: mmap.mmap, offset: int, extent: int) -> None:
+    """Frees the pages; they read as zeros from now on."""
     option = getattr(mmap, "MADV_REMOVE", None)
     if option is not None:
         try:

@@ -22,6 +22,7 @@ CONNECT_S: Final = 10.0  # for a batcher with a full backlog
 MAX_PATH_BYTES: Final = 107  # of a Unix socket on Linux
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_OPEN: set[Any] = set()  # sockets of this process
 
 
 def socket_path(shared: str) -> str:
@@ -77,16 +78,16 @@ def _check_directory(directory: str) -> None:
 
 def connected(path: str) -> Any:
     """A socket that is connected to the batcher; None if none listens. Raises ConfigError."""
-    sock = os_threads.unix_socket()
+    sock = keep(os_threads.unix_socket())
     try:
         sock.settimeout(CONNECT_S)
         sock.connect(path)
         check_peer(sock)
     except (FileNotFoundError, ConnectionRefusedError):  # never started; or dead, and its file is left
-        sock.close()
+        close(sock)
         return None
     except BaseException as e:
-        sock.close()
+        close(sock)
         if isinstance(e, OSError):
             raise ConfigError(f"the batcher at {path} cannot be reached: {e}") from e
         raise
@@ -127,3 +128,23 @@ def peer_uid(sock: Any) -> int:
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(data)[1]
     return uid
+
+
+def keep(sock: Any) -> Any:
+    """The socket. A process that is forked before `close` closes its copy, so that the peer sees the end in time."""
+    _OPEN.add(sock)
+    return sock
+
+
+def close(sock: Any) -> None:
+    """Closes a socket of `keep`. Idempotent."""
+    _OPEN.discard(sock)
+    sock.close()
+
+
+def _after_fork() -> None:
+    for sock in list(_OPEN):
+        close(sock)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -35,7 +35,7 @@ from penstock.core.wire.messages import (
     sendable,
     write,
 )
-from penstock.core.wire.slabs import Slab, SlabPool, anonymous_file
+from penstock.core.wire.slabs import Slab, SlabPool, anonymous_file, give_to_system
 from penstock.errors import Cancelled, ConfigError, PenstockError, QueueFull, describe
 from penstock.serving.lifetime import runner
 from penstock.streamer.backend import LocalBackend
@@ -50,7 +50,7 @@ from penstock.streamer.shared.messages import (
     WelcomeMessage,
     read_offer,
 )
-from penstock.streamer.shared.start import READY
+from penstock.streamer.shared.start import READY, STARTER_FD
 from penstock.types import BatchPart, Item, ItemResult
 
 log = logging.getLogger("penstock.streamer")
@@ -101,14 +101,19 @@ class Session:
             task.cancel()
         if self._replies is not None:
             self._replies.close()
-        if self._requests is not None:
-            with suppress(BufferError):  # a batch that is being sent still has views: they hold the memory
-                self._requests.close()
+        requests, self._requests = self._requests, None
+        if requests is not None:
+            try:
+                requests.close()
+            except BufferError:  # of a call that runs, and then unmaps it: its worker has its own copy
+                give_to_system(requests, 0, REQUEST_BYTES)
         self._batcher.left(self)
 
     # ---- messages of the client
 
     def _on_frame(self, frame: Frame) -> None:
+        if self not in self._batcher.sessions:  # it was closed by a frame of the same read
+            return
         try:
             message = self._reader.read(frame)
             if isinstance(message, JoinMessage) != (self._requests is None):
@@ -379,12 +384,14 @@ def _received_offer(sock: socket.socket) -> Offer:
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: path of the socket; descriptor of a socket to the process that starts the batcher."""
-    path, fd = arguments[0], int(arguments[1])
+    """Argument: path of the socket."""
+    (path,) = arguments
     if os.fork():
         os._exit(0)  # the batcher is nobody's child: a server that counts its children would misunderstand its end
-    os.set_inheritable(fd, False)
-    with socket.socket(fileno=fd) as starter:
+    os.setsid()
+    os.closerange(STARTER_FD + 1, os.sysconf("SC_OPEN_MAX"))  # such as the listener of a web server
+    os.set_inheritable(STARTER_FD, False)
+    with socket.socket(fileno=STARTER_FD) as starter:
         offer = _received_offer(starter)
         alive = os.open(f"{path}.alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(alive, fcntl.LOCK_EX)  # until this process ends

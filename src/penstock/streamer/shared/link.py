@@ -22,6 +22,7 @@ from penstock.core.wire.messages import (
     write,
 )
 from penstock.core.wire.slabs import Slab, SlabPool, map_read_only
+from penstock.streamer.shared.address import close
 from penstock.streamer.shared.messages import CallMessage, FromBatcher, LoadedMessage
 from penstock.streamer.shared.start import Joined
 from penstock.types import Item, ItemResult, Sink
@@ -144,7 +145,7 @@ class BatcherLink:
 
     def forget(self) -> None:
         """Closes this process's copies of the descriptors, and touches nothing else."""
-        self._sock.close()
+        close(self._sock)
         self._pool.close()
         with suppress(BufferError):
             self._replies.close()

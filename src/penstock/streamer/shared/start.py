@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import subprocess
 from contextlib import suppress
 from typing import Any, Final
 
@@ -22,13 +21,14 @@ from penstock.core.transports.launch import python
 from penstock.core.wire.messages import FrameDecoder, MessageReader, WorkerFailed, frame_of, write
 from penstock.core.worker.nesting import may_start_workers
 from penstock.errors import ModelNotReady
-from penstock.streamer.shared.address import connected, socket_path
+from penstock.streamer.shared.address import close, connected, keep, socket_path
 from penstock.streamer.shared.messages import VERSION, FromBatcher, JoinMessage, Offer, WelcomeMessage, write_offer
 
 START_S: Final = 60.0  # for a batcher to listen; it waits for the end of the one before
 GREET_S: Final = 10.0  # for its answer to a new client
 ATTEMPTS: Final = 5  # a batcher may end just when a client arrives
 READY: Final = b"1"
+STARTER_FD: Final = 3  # of the batcher: a socket to the process that starts it
 
 
 class Joined(Struct):
@@ -39,7 +39,7 @@ class Joined(Struct):
     fds: list[int]
 
     def close(self) -> None:
-        self.sock.close()
+        close(self.sock)
         for fd in self.fds:
             os.close(fd)
 
@@ -83,23 +83,17 @@ def _start(path: str, offer: Offer) -> None:
     may_start_workers()
     offered = write_offer(offer)
     log = os.open(f"{path}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    ours, theirs = os_threads.socketpair()
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    ours, theirs = map(keep, os_threads.socketpair())
     try:
-        process = os_threads.popen(
-            [python(), "-P", "-m", "penstock.streamer.shared.batcher", path, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        theirs.close()
+        command = [python(), "-P", "-m", "penstock.streamer.shared.batcher", path]
+        os_threads.run_detached(command, {0: null, 1: log, 2: log, STARTER_FD: theirs.fileno()})
+        close(theirs)
         ours.settimeout(START_S)
         found = b""
         try:
             for piece in frame_of(offered):
                 ours.sendall(piece)
-            process.wait()  # it forks at once
             found = ours.recv(1)
         except TimeoutError:
             raise ModelNotReady(
@@ -111,9 +105,10 @@ def _start(path: str, offer: Offer) -> None:
         if found != READY:
             raise ModelNotReady(f"the batcher at {path} ended before it listened; its log is {path}.log")
     finally:
-        ours.close()
-        theirs.close()
+        close(ours)
+        close(theirs)
         os.close(log)
+        os.close(null)
 
 
 def _greeted(sock: Any, path: str, offer: Offer | None) -> Joined | None:
@@ -125,7 +120,7 @@ def _greeted(sock: Any, path: str, offer: Offer | None) -> Joined | None:
             sock.sendall(b"".join(write(JoinMessage(VERSION, None if offer is None else offer.settings))))
         message = _first_message(sock, fds)
         if message is None:
-            sock.close()
+            close(sock)
             return None
         if isinstance(message, WorkerFailed):
             raise message.error
@@ -134,7 +129,7 @@ def _greeted(sock: Any, path: str, offer: Offer | None) -> Joined | None:
         sock.setblocking(False)
         return Joined(sock, message, fds)
     except BaseException as e:
-        sock.close()
+        close(sock)
         for fd in fds:
             os.close(fd)
         if isinstance(e, TimeoutError):
