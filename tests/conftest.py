@@ -339,7 +339,8 @@ def ray_cluster() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
+        head = {"num_cpus": 8, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         ray.init(address=cluster.address, configure_logging=False, log_to_driver=False)
         yield cluster
         ray.shutdown()

@@ -257,7 +257,7 @@ class RayConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         str,
         doc(
             'head of the cluster, such as "10.0.0.1:6379"; by default RAY_ADDRESS, else the cluster that runs on this'
-            " machine, else a new one in the server's process"
+            " machine"
         ),
     ] = ""
     num_cpus: Annotated[Amount, doc("CPUs that Ray reserves for an instance, and its threads without `threads`")] = 1.0

@@ -35,9 +35,10 @@ class RayWorker:
         self._abandoned = 0  # the last abandoned batch
         self._runner: BatchRunner | None = None
 
-    def load(self, packed: PackedSpec, paths: Sequence[str], device: str, shown_device: str) -> Message:
-        """WorkerUp or WorkerFailed."""
-        message: Message = self._result(self._thread.submit(self._load, packed, paths, device, shown_device))
+    def load(self, packed: PackedSpec, place: tuple[str, Sequence[str]], device: str, shown_device: str) -> Message:
+        """WorkerUp or WorkerFailed. `place`: the working folder and the module paths of the server's process, for nodes
+        that have them."""
+        message: Message = self._result(self._thread.submit(self._load, packed, place, device, shown_device))
         return message
 
     def run(self, message: Message) -> list[Message]:
@@ -69,7 +70,10 @@ class RayWorker:
 
     # ---- the model's thread
 
-    def _load(self, packed: PackedSpec, paths: Sequence[str], device: str, shown_device: str) -> Message:
+    def _load(self, packed: PackedSpec, place: tuple[str, Sequence[str]], device: str, shown_device: str) -> Message:
+        folder, paths = place
+        if os.path.isdir(folder):
+            os.chdir(folder)
         sys.path += [path for path in paths if path not in sys.path]
         try:
             spec = unpack_spec(packed.data, packed.files, packed.main)

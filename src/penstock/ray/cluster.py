@@ -35,8 +35,8 @@ def load_ray() -> ModuleType:
 
 
 def connect(address: str) -> None:
-    """Connects this process to the cluster, unless it is connected. Without an address, Ray's own rule applies:
-    RAY_ADDRESS, else a cluster that runs on this machine, else a new one in this process.
+    """Connects this process to a running cluster, unless it is connected. Without an address it is that of RAY_ADDRESS,
+    else one that runs on this machine.
 
     Blocks for seconds. The connection ends with the process. Raises ConfigError, LoadFailed.
     """
@@ -51,22 +51,16 @@ def connect(address: str) -> None:
             raise LoadFailed("this process was forked from one that is connected to Ray: start it with spawn instead")
         if ray.is_initialized():
             return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start reports nothing to anyone
-        local = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
         try:
-            ray.init(address=address or None, configure_logging=False, **local)
-        except ValueError as e:
-            if not local:
-                raise LoadFailed(_unreachable(address, e), detail=repr(e)) from e
-            ray.init(configure_logging=False)  # a cluster runs on this machine, and takes no settings
+            ray.init(address=address or "auto", configure_logging=False)
         except Exception as e:  # ConnectionError, RuntimeError for another version, and Ray's own
-            raise LoadFailed(_unreachable(address, e), detail=repr(e)) from e
+            where = f"at {address}" if address else "that RAY_ADDRESS or this machine names"
+            raise LoadFailed(
+                f"the Ray cluster {where} cannot be used ({describe(e)}): check that it runs, with the same versions of"
+                " Ray and Python; 'ray start --head' starts one",
+                detail=repr(e),
+            ) from e
     os.register_at_fork(after_in_child=_after_fork)
-
-
-def _unreachable(address: str, error: Exception) -> str:
-    where = f"at {address}" if address else "that RAY_ADDRESS or this machine names"
-    return f"the Ray cluster {where} cannot be used ({describe(error)}): check that it runs, with the same Ray"
 
 
 def wanted(config: RayConfig, device: str) -> dict[str, float]:

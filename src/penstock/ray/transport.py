@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,8 +107,9 @@ class _RaySlot(WorkerSlot):
         if task is None:
             return
         if idle and self.up:
-            unloaded = _result(self._actor.unload.options(concurrency_group="run").remote())
-            await asyncio.wait({task, asyncio.ensure_future(unloaded)}, timeout=STOP_S, return_when="FIRST_COMPLETED")
+            unloading = asyncio.ensure_future(_result(self._actor.unload.options(concurrency_group="run").remote()))
+            await asyncio.wait({task, unloading}, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
+            await _end(unloading)
         self.kill(WorkerDied("the workers were stopped before the batch was answered"))
         await asyncio.wait({task})
 
@@ -156,14 +158,17 @@ class _RaySlot(WorkerSlot):
         """Waits for a place, then for the model. Raises LoadFailed, TargetNotFound, and errors of Ray."""
         most_s = self.spec.config.ray.placement_timeout_s
         placed = asyncio.ensure_future(_result(self._actor.__ray_ready__.remote()))
-        if not (await asyncio.wait({placed}, timeout=most_s))[0]:
-            placed.cancel()
-            raise LoadFailed(await asyncio.to_thread(no_room, self._wanted, most_s))
-        placed.result()
-        paths = [*self.spec.sys_path, *filter(None, sys.path)]
+        try:
+            if not (await asyncio.wait({placed}, timeout=most_s))[0]:
+                raise LoadFailed(await asyncio.to_thread(no_room, self._wanted, most_s))
+            placed.result()
+        finally:
+            await _end(placed)
+        folder = os.getcwd()
+        place = folder, [*self.spec.sys_path, *(path or folder for path in sys.path)]
         inner = "cuda:0" if self.device == "cuda" else self.device
         load = self._actor.load.options(concurrency_group="run")
-        message = self._inbox.read(await load.remote(self._pack(), paths, inner, self.device))
+        message = self._inbox.read(await load.remote(self._pack(), place, inner, self.device))
         if isinstance(message, WorkerFailed):
             raise message.error
         ready: Ready = message.ready
@@ -180,9 +185,7 @@ class _RaySlot(WorkerSlot):
                 await asyncio.wait({receiving}, timeout=LAST_S)  # what it had answered counts
             (receiving if receiving.done() else watching).result()
         finally:
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+            await _end(*both)
 
     async def _receive(self) -> None:
         while True:
@@ -227,6 +230,13 @@ class _RaySlot(WorkerSlot):
 
 async def _result(reference: Any) -> Any:
     return await reference
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels tasks, and takes the errors of those that have just ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _kill(actor: Any) -> None:

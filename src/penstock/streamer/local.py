@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig
+from penstock.config.load import model_config
+from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig, RayConfig
 from penstock.core.engine.loop_thread import PortalBackend
 from penstock.core.engine.portal import Portal
 from penstock.core.transports.launch import pack_target
@@ -89,7 +90,7 @@ class LocalStreamer(BaseStreamer):
 
             make = shared_backend(shared.name, shared.linger_s, config, target, limits)
         else:
-            packed = pack_target(target) if config.transport == "process" else target
+            packed = target if config.transport == "thread" else pack_target(target)
             sys_path = [path for path in sys.path if path]
             make = partial(LocalBackend, name, config, packed, sys_path, max_queue, limits)
         self._backend: StreamerBackend | None = None  # of this process
@@ -159,6 +160,8 @@ class Streamer(LocalStreamer):
 
     With `shared`, a name or the absolute path of a socket, all processes of this user that give it share one batcher,
     with its workers and its queue: the first one starts it, and it ends `linger_s` seconds after the last one.
+
+    With `ray`, a table of keys of `[models.NAME.ray]` such as {"num_gpus": 0.5}, workers are actors on a Ray cluster.
     """
 
     def __init__(
@@ -181,15 +184,18 @@ class Streamer(LocalStreamer):
         idempotent: bool = True,
         shared: str | None = None,
         linger_s: float = 5.0,
+        ray: Mapping[str, Any] | None = None,
     ) -> None:
         """Public keyword arguments, in the order of service_streamer. Raises ValueError, TypeError; LoadFailed if the
-        model cannot be sent to a process; ConfigError for a wrong `shared`; with `wait_for_worker_ready` also the
-        model's own error, and ConfigError if the batcher has other settings."""
+        model cannot be sent to a process; ConfigError for a wrong `shared` or `ray`; with `wait_for_worker_ready` also
+        the model's own error, and ConfigError if the batcher has other settings."""
         check_callable("predict_function_or_model", predict_function_or_model)
         check_count("worker_num", worker_num)
         check_start_method(mp_start_method)
         if not linger_s >= 0:
             raise ValueError(f"linger_s: expected seconds from 0, found {linger_s!r}")
+        if ray is not None and shared is not None:
+            raise ValueError("ray: found with shared, whose batcher starts processes: give one of them")
         super().__init__(
             wrapped(predict_function_or_model, model_init_args, model_init_kwargs),
             batch_size,
@@ -199,7 +205,8 @@ class Streamer(LocalStreamer):
             timeout_s=timeout_s,
             max_queue=max_queue,
             max_queue_bytes=max_queue_bytes,
-            transport="process",
+            transport="process" if ray is None else "ray",
+            ray=RayConfig() if ray is None else model_config({"target": "", "ray": dict(ray)}, "streamer").ray,
             instances=worker_num,
             devices=devices_of(cuda_devices),
             idempotent=idempotent,
