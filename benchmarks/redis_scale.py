@@ -1,9 +1,10 @@
 """Does the throughput of Redis workers grow with their number, and what is lost when one of them goes?
 
-Each worker is a process of `penstock worker` with one copy of a model that sleeps 10 ms + 2 ms per item (`models.heavy`,
-381 items/s in batches of 16). One program asks for numbers with a RedisStreamer and keeps four batches per worker in
-flight. Every answer must be the number that was asked for. "lost" counts the calls that were not answered at all, that
-failed, or that got another number. In the last two rows one of four workers ends in the middle of the run.
+Each worker is a process of `penstock worker` with one copy of a model that sleeps 10 ms + 2 ms per item
+(`models.heavy`, 381 items/s in batches of 16). One program asks for numbers with a RedisStreamer and keeps four
+batches per worker in flight. Every answer must be the number that was asked for. "lost" counts the calls that were
+not answered at all, that failed, or that got another number. In the last two rows one of four workers ends in the
+middle of the run.
 """
 
 from __future__ import annotations
