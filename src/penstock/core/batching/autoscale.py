@@ -18,7 +18,7 @@ from msgspec import Struct
 
 MISSES = 0.002  # the share of requests for which the margin lets the wait exceed its target
 _MARGIN = -math.log(MISSES) / 2
-_SURE = 3.0  # standard deviations by which a short window must exceed the mean to count
+_SURE = 4.0  # standard deviations by which a short window must exceed the mean to count
 _TICKS = 240  # readings in a quiet window
 _FEWEST_ROWS = 8  # of a window that predicts a rate
 _MOST_DISPERSION = 8.0
@@ -91,6 +91,7 @@ class Autoscaler:
         self._starts = 0
         self._counts: deque[tuple[float, int]] = deque()  # (time, rows arrived before it) of a quiet window
         self._needs: deque[tuple[float, int]] = deque()  # (time, need), falling: the maximum of the window is first
+        self._starting: deque[tuple[float, int]] = deque()  # (time of the decision, instances) of the last `start_s`
         self._busy_s = -math.inf  # when there was work last
         self._stay = Stay()
         self.need = limits.fewest  # of the last reading
@@ -105,10 +106,13 @@ class Autoscaler:
         if self._counts and now < self._counts[-1][0]:
             self._counts.clear()
             self._needs.clear()
+            self._starting.clear()
             self._busy_s = min(self._busy_s, now)
         if reading.queued_rows or reading.running_rows or (self._counts and reading.arrived_rows > self._counts[-1][1]):
             self._busy_s = now
         self._count(reading.arrived_rows, now)
+        while self._starting and (self._starting[0][0] <= now - self.start_s or reading.present == reading.up):
+            self._starting.popleft()
         self.need = need = self._bounded(self._need(reading, now), now)
         needs = self._needs
         while needs and needs[-1][1] <= need:
@@ -117,6 +121,7 @@ class Autoscaler:
         while needs[0][0] <= now - self.limits.quiet_s:
             needs.popleft()
         if need > reading.present:
+            self._starting.append((now, need - reading.present))
             return need
         if now - self.limits.quiet_s < self._counts[0][0]:  # not yet observed for a window
             return reading.present
@@ -149,37 +154,45 @@ class Autoscaler:
         rate, slope, dispersion = self._rates(now)
         rate += slope * self.start_s
         steady = (rate + _MARGIN * dispersion / wait_s) / capacity if rate else 0.0
-        waiting = reading.queued_rows + (rate - reading.up * capacity) * self.start_s  # when a new instance is up
+        # when an instance that starts now is up; those that start already serve for as long as they have been starting
+        served_s = reading.up * self.start_s + sum(n * (now - t) for t, n in self._starting)
+        waiting = reading.queued_rows + rate * self.start_s - capacity * served_s
         need = steady
-        if waiting > wait_s * reading.up * capacity:
+        if waiting > wait_s * capacity * max(reading.present, 1):
             drain_s = max(wait_s, self.start_s)
             need = max(need, (rate * drain_s + waiting) / (capacity * (drain_s + wait_s)))
         return math.ceil(need - 0.02)
 
     def _rates(self, now: float) -> tuple[float, float, float]:
-        """(rows/s, their rise per second, dispersion): the mean of the last seconds, or a shorter window that is surely
-        above it."""
-        counts = self._counts
-        end, total = counts[-1]
-        dispersion = self._dispersion()
-        longest = max(2 * MIN_TICK_S, min(self.limits.quiet_s / 2, 4 * self.start_s + 2.0))
-        span, rate, first = longest, 0.0, True
-        while span >= 2 * self.limits.tick_s or first:
-            t, before = self._at(end - span)
-            rows = total - before
-            if end > t:
-                sure = rows if first else rows - _SURE * math.sqrt(rows * dispersion)
-                rate = max(rate, sure / max(end - t, self.limits.tick_s)) if rows >= _FEWEST_ROWS or first else rate
-            first, span = False, span / 2
-        half = self._at(end - longest / 2)
-        start = self._at(end - longest)
-        slope = 0.0
-        if start[0] < half[0] < end and end - start[0] > 0.9 * longest:
-            late, early = total - half[1], half[1] - start[1]
-            rise = late / (end - half[0]) - early / (half[0] - start[0])
-            noise = _SURE * math.sqrt((late + early) * dispersion) / (longest / 2)
-            slope = max(0.0, rise - noise) / (longest / 2)
+        """(rows/s, their rise per second, dispersion). The rate is the mean of the last seconds, or of a shorter window
+        that is surely above it, else of one that is surely below it."""
+        end, total = self._counts[-1]
+        dispersion, tick_s = self._dispersion(), self.limits.tick_s
+        longest = max(4 * tick_s, min(self.limits.quiet_s / 2, 4 * self.start_s + 2.0))
+        start, rows = self._at(end - longest)
+        mean = (total - rows) / max(end - start, tick_s)
+        above, below, span = mean, mean, longest / 2
+        while span >= 2 * tick_s:
+            t, rows = self._at(end - span)
+            seconds, rows = max(end - t, tick_s), total - rows
+            noise = _SURE * math.sqrt(max(rows, mean * seconds) * dispersion)
+            if rows >= _FEWEST_ROWS:
+                above = max(above, (rows - noise) / seconds)
+            below = min(below, (rows + noise) / seconds)
+            span /= 2
+        rate = above if above > mean else below
+        slope = min(self._slope(longest, dispersion), self._slope(longest / 2, dispersion))  # a step is no slope
         return rate, slope, dispersion
+
+    def _slope(self, span: float, dispersion: float) -> float:
+        """The sure rise of the rate per second, between the halves of the last `span` seconds."""
+        end, total = self._counts[-1]
+        (middle, half), (start, early) = self._at(end - span / 2), self._at(end - span)
+        if not start < middle < end or end - start < 0.9 * span:
+            return 0.0
+        rise = (total - half) / (end - middle) - (half - early) / (middle - start)
+        noise = _SURE * math.sqrt((total - early) * dispersion) / (span / 2)
+        return max(0.0, rise - noise) / (span / 2)
 
     def _at(self, t: float) -> tuple[float, int]:
         """The last reading at or before `t`, or the first."""
