@@ -299,7 +299,7 @@ def test_a_client_loads_no_server_and_nothing_for_arrays_before_it_sends_them() 
 
 def test_a_worker_child_loads_no_front_end() -> None:
     modules = "penstock.core.transports.process, penstock.core.worker.main, penstock.serving.protocols.native"
-    assert not loaded_by(f"import {modules}") & {
+    assert not loaded_by(f"import {modules}, penstock.ray.actor") & {
         *("uvicorn", "starlette", "httptools", "click", "rich", "prometheus_client", "torch", "redis", "grpc"),
         *("transformers", "penstock.serving.http", "penstock.core.engine", *BULK, *MEDIA_LIBRARIES),
     }

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
 from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound
 from penstock.ray.messages import Message, RayReader, RayWriter, of_part
+from penstock.ray.place import Place, enter
 from penstock.types import BatchPart
 
 Send = Callable[[Message], None]
@@ -35,9 +36,8 @@ class RayWorker:
         self._abandoned = 0  # the last abandoned batch
         self._runner: BatchRunner | None = None
 
-    def load(self, packed: PackedSpec, place: tuple[str, Sequence[str]], device: str, shown_device: str) -> Message:
-        """WorkerUp or WorkerFailed. `place`: the working folder and the module paths of the server's process, for nodes
-        that have them."""
+    def load(self, packed: PackedSpec, place: Place, device: str, shown_device: str) -> Message:
+        """WorkerUp or WorkerFailed."""
         message: Message = self._result(self._thread.submit(self._load, packed, place, device, shown_device))
         return message
 
@@ -70,11 +70,8 @@ class RayWorker:
 
     # ---- the model's thread
 
-    def _load(self, packed: PackedSpec, place: tuple[str, Sequence[str]], device: str, shown_device: str) -> Message:
-        folder, paths = place
-        if os.path.isdir(folder):
-            os.chdir(folder)
-        sys.path += [path for path in paths if path not in sys.path]
+    def _load(self, packed: PackedSpec, place: Place, device: str, shown_device: str) -> Message:
+        enter(place)
         try:
             spec = unpack_spec(packed.data, packed.files, packed.main)
             self._runner, ready = open_model(spec, device, shown_device)

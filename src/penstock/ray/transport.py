@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +26,7 @@ from penstock.errors import ItemFailed, LoadFailed, PenstockError, WorkerDied, d
 from penstock.ray.actor import RayWorker
 from penstock.ray.cluster import connect, load_ray, no_room, wanted
 from penstock.ray.messages import Message, RayReader, RayWriter, with_views
+from penstock.ray.place import here
 from penstock.types import Batch, BatchPart, ItemResult, Ready
 
 log = logging.getLogger("penstock.transports")
@@ -164,11 +163,9 @@ class _RaySlot(WorkerSlot):
             placed.result()
         finally:
             await _end(placed)
-        folder = os.getcwd()
-        place = folder, [*self.spec.sys_path, *(path or folder for path in sys.path)]
         inner = "cuda:0" if self.device == "cuda" else self.device
         load = self._actor.load.options(concurrency_group="run")
-        message = self._inbox.read(await load.remote(self._pack(), place, inner, self.device))
+        message = self._inbox.read(await load.remote(self._pack(), here(), inner, self.device))
         if isinstance(message, WorkerFailed):
             raise message.error
         ready: Ready = message.ready
