@@ -99,10 +99,18 @@ def runs(redis: Any) -> None:
 
 
 class Crowd:
-    """Threads that request numbers in a loop; each result must be the same number, or an error."""
+    """Threads that send `item(number)` in a loop; each result must be `right(number)`, or an error."""
 
-    def __init__(self, streamer: RedisStreamer, threads: int = 8) -> None:
+    def __init__(
+        self,
+        streamer: RedisStreamer,
+        threads: int = 8,
+        *,
+        item: Callable[[int], Any] = lambda n: n,
+        right: Callable[[int], Any] = lambda n: n,
+    ) -> None:
         self.right, self.wrong, self.errors = 0, [], []
+        self._item, self._expected = item, right
         self._streamer, self._going, self._lock = streamer, True, threading.Lock()
         self._pool = ThreadPoolExecutor(threads)
         self._work = [self._pool.submit(self._ask, n * 10**6) for n in range(threads)]
@@ -111,14 +119,14 @@ class Crowd:
         while self._going:
             number += 1
             try:
-                answer = self._streamer.predict([number])
+                answer = self._streamer.predict([self._item(number)])
             except PenstockError as e:
                 with self._lock:
                     self.errors.append(e)
                 time.sleep(0.05)
                 continue
             with self._lock:
-                if answer == [number]:
+                if answer == [self._expected(number)]:
                     self.right += 1
                 else:
                     self.wrong.append((number, answer))
