@@ -7,6 +7,7 @@ import math
 import random
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, Literal
 
 import msgspec
@@ -31,11 +32,14 @@ class Arrival(Struct, frozen=True):
 
 
 class Trace(Struct, frozen=True):
-    """Recorded arrivals: sorted seconds from the first, rows of each (1 if unknown), and the names of the models."""
+    """Recorded arrivals: sorted seconds from the first, rows of each (1 if unknown), and the names of the models.
+
+    `unsorted` counts the lines that were earlier than the line before."""
 
     times_s: array[float]
     rows: array[int]
     models: tuple[str, ...] = ()
+    unsorted: int = 0
 
 
 class _Line(Struct):
@@ -106,9 +110,9 @@ def read_trace(path: str, model: str = "") -> Trace:
                 if not text.strip():
                     continue
                 line = decode(text)
-                if not (math.isfinite(line.t) and 1 <= line.rows < 2**31 and 0 <= line.bytes < 2**63):
+                if not (0 <= line.t < math.inf and 1 <= line.rows < 2**31 and 0 <= line.bytes < 2**63):
                     found = text.strip()[:80]
-                    raise ConfigError(f"{path}:{number}: found {found!r}, expected rows over 0, bytes from 0")
+                    raise ConfigError(f"{path}:{number}: found {found!r}, expected t from 0, rows over 0, bytes from 0")
                 lines.append(line)
     except OSError as exc:
         raise ConfigError(f"trace {path} cannot be read: {exc.strerror or exc}") from None
@@ -123,6 +127,8 @@ def read_trace(path: str, model: str = "") -> Trace:
             raise ConfigError(f"trace {path}: no request for model '{model}'; found {', '.join(models) or 'no names'}")
     if not lines:
         raise ConfigError(f'trace {path} is empty; expected JSON lines such as {{"t": 0.25, "rows": 1}}')
+    unsorted = sum(after.t < before.t for before, after in pairwise(lines))
     lines.sort(key=lambda line: line.t)  # several processes may have written it
     first = lines[0].t
-    return Trace(array("d", (line.t - first for line in lines)), array("q", (line.rows for line in lines)), models)
+    times_s, rows = array("d", (line.t - first for line in lines)), array("q", (line.rows for line in lines))
+    return Trace(times_s, rows, models, unsorted)

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import Struct
 
@@ -32,6 +32,10 @@ from penstock.plugins import optional_module
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+T = TypeVar("T")
+PlotFunction = Callable[["Axes", T], tuple[str, str] | None]
+"""Draws data on axes and returns a title and a note, or None without data for it."""
 
 MOST: Final = 8  # lines in one plot
 INK, FAINT, BAD = "#00b001", "#00b002", "#00b003"  # placeholders for the page's colours
@@ -88,15 +92,20 @@ class PlotData(Struct, frozen=True):
 
 def draw(measurements: Sequence[Measurement], slo: str = "", verdict: Verdict | None = None) -> list[Plot]:
     """All plots that the measurements have data for. Raises ConfigError without matplotlib."""
-    matplotlib = optional_module("matplotlib", "plots are drawn by matplotlib", "plots")
     data = PlotData([point for point in group_by_load(measurements) if point.runs], slo, verdict)
+    return draw_each(_PLOTS, data)
+
+
+def draw_each(plots: Sequence[PlotFunction[T]], data: T) -> list[Plot]:
+    """The plots that `data` has points for. Raises ConfigError without matplotlib."""
+    matplotlib = optional_module("matplotlib", "plots are drawn by matplotlib", "plots")
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # glyphs missing from matplotlib's font; the page has its own
-        drawn = [_draw_one(number, plot, data) for number, plot in enumerate(_PLOTS)]
+        drawn = [_draw_one(number, plot, data) for number, plot in enumerate(plots)]
     return [plot for plot in drawn if plot is not None]
 
 
-def _draw_one(number: int, plot: Callable[[Axes, PlotData], tuple[str, str] | None], data: PlotData) -> Plot | None:
+def _draw_one(number: int, plot: PlotFunction[T], data: T) -> Plot | None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 3.3), layout="constrained")
@@ -135,7 +144,7 @@ def _left_out(count: int, shown: int, what: str) -> str:
     return f" {count - shown} more {what} are not shown." if count > shown else ""
 
 
-def _seconds_axis(axes: Axes, values: Sequence[float], name: str) -> None:
+def seconds_axis(axes: Axes, values: Sequence[float], name: str) -> None:
     """A logarithmic scale if the values differ much, else one from 0."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
@@ -164,7 +173,7 @@ def _short(text: str, most: int = 44) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-# ---- the plots: each draws on axes and returns a title and a note, or None without data
+# ---- the plots
 
 
 def _throughput_p99(axes: Axes, data: PlotData) -> tuple[str, str] | None:
@@ -185,7 +194,7 @@ def _throughput_p99(axes: Axes, data: PlotData) -> tuple[str, str] | None:
     _slo_line(axes, data.slo)
     axes.set_xlabel("throughput, requests/s")
     axes.set_xlim(left=0)
-    _seconds_axis(axes, tails, "p99 latency")
+    seconds_axis(axes, tails, "p99 latency")
     note = "Right and low is good. A line that turns up has reached the limit of its settings. Squares: closed loop."
     return "Throughput against p99", note + _left_out(len(labels), MOST, "settings")
 
@@ -206,7 +215,7 @@ def _latency_rate(axes: Axes, data: PlotData) -> tuple[str, str] | None:
     _slo_line(axes, data.slo)
     axes.set_xlabel("offered rate, requests/s")
     axes.set_xlim(left=0)
-    _seconds_axis(axes, values, "latency")
+    seconds_axis(axes, values, "latency")
     note = "Open loop, from the intended send time. Solid: p99, dotted: p50."
     return "Latency against offered rate", note + _left_out(len(labels), MOST, "settings")
 
@@ -226,7 +235,7 @@ def _percentiles(axes: Axes, data: PlotData) -> tuple[str, str] | None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 - 100 / x:.6g} %"))
     axes.set_xlabel("share of requests at most this slow")
-    _seconds_axis(axes, values, "latency")
+    seconds_axis(axes, values, "latency")
     return "Percentiles", "A line ends at its slowest sample."
 
 

@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Final
@@ -59,21 +59,24 @@ class MetricsPage(Struct, frozen=True):
     buckets: dict[str, Buckets] = field(default_factory=dict)
 
 
+def samples(text: str, model: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """(name, labels, value) of each sample for `model`, or for all models if that is "", and of those without one."""
+    for name, given, value in _SAMPLE.findall(text):
+        labels = dict(_LABEL.findall(given))
+        if model and next((labels[key] for key in _MODEL if key in labels), model) != model:
+            continue
+        with suppress(ValueError):
+            yield name, labels, float(value)
+
+
 def read_page(text: str, model: str) -> MetricsPage:
     """The page's samples for `model`, or for all models if that is ""; other lines are ignored."""
     sums: dict[str, float] = defaultdict(float)
     buckets: dict[str, Buckets] = defaultdict(lambda: defaultdict(float))
-    for name, given, value in _SAMPLE.findall(text):
+    for name, labels, number in samples(text, model):
         base, _, kind = name.rpartition("_")
         histogram, plain = _HISTOGRAMS.get(base), _PLAIN.get(name)
         if histogram is None and plain is None:
-            continue
-        labels = dict(_LABEL.findall(given))
-        if model and next((labels[key] for key in _MODEL if key in labels), model) != model:
-            continue
-        try:
-            number = float(value)
-        except ValueError:
             continue
         if plain is not None:
             sums[plain] = number if plain in _GAUGES else sums[plain] + number

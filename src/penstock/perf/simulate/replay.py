@@ -5,7 +5,7 @@ import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 import click
@@ -68,7 +68,7 @@ class ReplayGrid(Struct, frozen=True):
 
 class ReplayResult(Struct, frozen=True, kw_only=True):
     """The result of one combination. `offered` and `throughput` are requests per second, `capacity` is the rows per
-    second of full batches, `busy` the share of the instances' time."""
+    second of full batches, `busy` the share of the instances' time, `wait_s` the mean wait of a request."""
 
     policy: str
     batch: int
@@ -80,6 +80,7 @@ class ReplayResult(Struct, frozen=True, kw_only=True):
     latency: Latency
     mean_batch: float
     busy: float
+    wait_s: float | None = None
     slo: list[ObjectiveResult] = field(default_factory=list)
 
     @property
@@ -143,11 +144,12 @@ def replay(
             slots=instances, depth=DEPTH, handover_s=handover_s, max_batch_size=batch, slo_s=slo.latency_s, seed=seed
         )
         found = simulate(service, policy.make(), load, settings)
+        latency = latency_of(found.latencies_s)
         run = Measurement(
             load=Load(mode="open", rate=offered),
             requests=len(found.latencies_s),
             throughput=found.throughput,
-            latency=latency_of(found.latencies_s),
+            latency=latency,
         )
         yield ReplayResult(
             policy=policy.text,
@@ -157,9 +159,10 @@ def replay(
             throughput=found.throughput,
             capacity=service.capacity(instances, batch),
             goodput=None if slo.latency_s is None else found.goodput,
-            latency=run.latency,
+            latency=latency,
             mean_batch=found.mean_batch,
             busy=found.busy,
+            wait_s=None if latency.mean_s is None else max(0.0, latency.mean_s - found.run_s - handover_s),
             slo=slo.judge(run),
         )
 
@@ -185,14 +188,15 @@ def run_simulation(flags: dict[str, Any]) -> int:
     service = ServiceTime(*parse_cost(flags["cost"]), flags["jitter"], 0.0)
     handover_s = parse_duration(flags["handover"])
     grid = ReplayGrid(
-        parse_policies(flags["policies"]), _numbers("batch", flags["batch"]), _numbers("instances", flags["instances"])
-    )
-    load = _arrivals(flags)
+        parse_policies(flags["policies"]), whole_numbers("batch", flags["batch"]),
+        whole_numbers("instances", flags["instances"]),
+    )  # fmt: skip
+    load, note = read_arrivals(flags)
     results: list[ReplayResult] = []
     if not flags["as_json"]:
         count, last_s = len(load.arrivals), load.arrivals[-1]
         rows = sum(load.rows) / count if load.rows else 1.0
-        click.echo(f"{count:,} requests in {last_s:,.4g} s, {rows:.3g} rows each", err=True)
+        click.echo(f"{count:,} requests in {last_s:,.4g} s, {rows:.3g} rows each{note}", err=True)
     for result in replay(load, service, grid, slo, handover_s=handover_s, seed=flags["seed"]):
         results.append(result)
         if flags["as_json"]:
@@ -202,15 +206,21 @@ def run_simulation(flags: dict[str, Any]) -> int:
     return 0
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def whole_numbers(name: str, text: str) -> list[int]:
+    """The values of a flag such as 1..8 or 1,2,4. Raises UsageError, ConfigError."""
     values = parse_space(f"{name}={text}").parameters[0].values
     if not all(isinstance(value, int) for value in values):
         raise click.UsageError(f"--{name}: expected whole numbers such as 1..8 or 1,2,4, found '{text}'")
     return [value for value in values if isinstance(value, int)]
 
 
-def _arrivals(flags: dict[str, Any]) -> OpenLoop:
-    """The arrivals of the flags. Raises ConfigError."""
+def read_arrivals(
+    flags: dict[str, Any], usual_s: Callable[[float], float] = lambda rate: SECONDS
+) -> tuple[OpenLoop, str]:
+    """The arrivals of the flags, and a remark on their file or "".
+
+    Synthetic ones at `rate` last `usual_s(rate)`, unless a time is given. Raises ConfigError.
+    """
     text = flags["arrivals"]
     kind, _, rate_text = text.rpartition(":")
     known = ("poisson", "constant", "gamma")
@@ -225,18 +235,19 @@ def _arrivals(flags: dict[str, Any]) -> OpenLoop:
             raise ConfigError(f"{text} has requests for {', '.join(trace.models)}; name one with --model")
         rate, duration = flags["rate"] or 0.0, flags["duration"] or 0.0
         arrivals = times(parse_arrival(f"trace:{text}"), rate, duration, 0, trace.times_s)
-        return OpenLoop(arrivals, trace.rows[: len(arrivals)])
+        remark = f"; {trace.unsorted:,} lines were out of order" if trace.unsorted else ""
+        return OpenLoop(arrivals, trace.rows[: len(arrivals)]), remark
     if flags["rate"] or flags["model"]:
         raise ConfigError(f"--rate and --model are for a file of arrivals; found {text}")
     try:
         rate = float(rate_text)
     except ValueError:
         raise ConfigError(f'arrivals "{text}": expected a rate after the kind, for instance poisson:500') from None
-    duration = flags["duration"] or SECONDS
+    duration = flags["duration"] or (usual_s(rate) if rate > 0 else SECONDS)
     arrivals = times(parse_arrival(kind), rate, duration, flags["seed"])
     if not arrivals:
         raise ConfigError(f'arrivals "{text}": no request arrives within {duration:g} s; raise the rate or the time')
-    return OpenLoop(arrivals)
+    return OpenLoop(arrivals), ""
 
 
 def _table(results: Sequence[ReplayResult]) -> Iterator[str]:

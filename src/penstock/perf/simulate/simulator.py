@@ -1,5 +1,7 @@
 """Simulates a batching policy under a load: the scheduler that serves, driven on a virtual clock."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import random
@@ -74,7 +76,8 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
 class SimulationResult(Struct, frozen=True, kw_only=True):
     """The steady part of a simulation: sorted latencies, and requests per second.
 
-    `goodput` counts answers within the SLO; `busy` is a share of the slots' time.
+    `goodput` counts answers within the SLO; `busy` is a share of the slots' time; `run_s` is the mean run time of the
+    batch of a row.
     """
 
     latencies_s: Sequence[float]
@@ -82,12 +85,19 @@ class SimulationResult(Struct, frozen=True, kw_only=True):
     goodput: float
     mean_batch: float
     busy: float
+    run_s: float
 
 
 def simulate(
     service: ServiceTime, policy: BatchPolicy, load: OpenLoop, settings: SimulationSettings
 ) -> SimulationResult:
     """The result of `policy` under a load. The same arguments give the same result."""
+    simulation = simulated(service, policy, load, settings)
+    return simulation.result(simulation.last_arrival_s)
+
+
+def simulated(service: ServiceTime, policy: BatchPolicy, load: OpenLoop, settings: SimulationSettings) -> Simulation:
+    """The simulation of `policy` under a load after its end, with each batch and each answer."""
     scheduler = Scheduler(
         policy,
         max_batch_size=settings.max_batch_size,
@@ -99,7 +109,7 @@ def simulate(
     scheduler.prime(service.profile(settings.max_batch_size))
     simulation = Simulation(service, scheduler, settings)
     simulation.run(load)
-    return simulation.result(simulation.last_arrival_s)
+    return simulation
 
 
 class Simulation:
@@ -203,10 +213,12 @@ class Simulation:
         span = (end - t0) or INF
         steady = [f - t for t, f in self.done if t0 <= t <= end]
         batches = [(n, d) for t, n, d in self.batches if t0 <= t <= end]
+        rows = sum(n for n, _ in batches)
         return SimulationResult(
             latencies_s=sorted(f - t for t, f in self.done if t >= t0 and (closed or t <= end)),
             throughput=sum(1 for _, f in self.done if t0 <= f <= end) / span,
             goodput=sum(1 for x in steady if x <= (self.settings.slo_s or INF)) / span,
-            mean_batch=sum(k for k, _ in batches) / max(1, len(batches)),
+            mean_batch=rows / max(1, len(batches)),
             busy=min(1.0, sum(d for _, d in batches) / span / self.settings.slots),
+            run_s=sum(n * d for n, d in batches) / max(1, rows),
         )

@@ -30,7 +30,7 @@ from penstock.perf.tune.app import AppOptions, AppUnderTest
 from penstock.perf.tune.config_file import TunedFile
 from penstock.perf.tune.rates import Effort
 from penstock.perf.tune.result import TuningResult, settings_table
-from penstock.perf.tune.runner import Journal
+from penstock.perf.tune.runner import JOURNAL, Journal
 from penstock.perf.tune.search import strategy
 from penstock.perf.tune.server import TunedModel, keys_of, missing_device
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_space
@@ -39,7 +39,6 @@ from penstock.perf.tune.tuner import TuningOptions, tune
 from penstock.plugins import is_pipeline_file
 
 MOST_INSTANCES: Final = 16  # of the default space
-JOURNAL: Final = "journal.jsonl"
 TABLE: Final = "settings.csv"
 
 

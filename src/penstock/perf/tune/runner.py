@@ -29,6 +29,8 @@ RunObserver = Callable[[CandidateSettings, MeasuredRun, bool], None]
 """Receives each run, and whether it is replayed from the journal."""
 
 LOAD_PARAMETERS: Final = ("batch", "instances", "hold", "policy")  # have no effect on one batch of one instance
+JOURNAL: Final = "journal.jsonl"
+_CURVE: Final = "curve "
 _HEAD: Final = {"penstock": __version__, "schema": str(SCHEMA)}
 
 
@@ -147,6 +149,19 @@ def _read(path: Path, content: bytes, head: Mapping[str, str]) -> tuple[dict[str
     return entries, kept
 
 
+def curves(folder: Path) -> dict[str, BatchCurve]:
+    """The batch curves that a search has measured, by their settings ("" for none). Raises ConfigError."""
+    path = folder / JOURNAL
+    try:
+        lines = path.read_bytes().split(b"\n")[1:-1]
+        entries = [msgspec.json.decode(line, type=JournalEntry) for line in lines]
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror or e}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path} is not a journal of `penstock tune`: {e}") from None
+    return {e.key.removeprefix(_CURVE): e.curve for e in entries if e.curve is not None and e.key.startswith(_CURVE)}
+
+
 def _check_head(path: Path, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
     for name in dict.fromkeys([*expected, *found]):
         was, now = found.get(name, ""), expected.get(name, "")
@@ -202,7 +217,7 @@ class TrialRunner:
         family = single_instance(settings)
         if family not in self._curves:
             self._check_budget()
-            entry = self._journal.get(key := f"curve {family}")
+            entry = self._journal.get(key := f"{_CURVE}{family}")
             if entry is None:
                 found = self.system.curve(family)
                 entry = JournalEntry(key=key, curve=found, cost_s=found.cost_s if found else 0.0)
