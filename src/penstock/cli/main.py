@@ -18,6 +18,7 @@ _COMMANDS = {
     "config": "penstock.cli.config:config",
     "demo": "penstock.cli.demo.command:demo",
     "gate": "penstock.perf.bench.cli:gate",
+    "plan": "penstock.perf.plan.cli:plan",
     "pipeline": "penstock.pipeline.cli:pipeline",
     "queue": "penstock.streamer.redis.cli:queue",
     "sagemaker": "penstock.torchserve.cli.sagemaker:sagemaker",

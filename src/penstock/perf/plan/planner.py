@@ -1,0 +1,285 @@
+"""Plans capacity: the fewest instances and the batch ceiling that keep an SLO under given arrivals, by simulation.
+
+The scheduler that serves runs in virtual time. The search uses the busiest part of the arrivals, because an SLO that
+holds over a day may be missed for an hour; the chosen plan is then replayed over all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from penstock.errors import ConfigError
+from penstock.perf.bench.document import seconds
+from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.slo import Objective, Slo, measured_value
+from penstock.perf.plan.costs import CostCurve
+from penstock.perf.plan.day import LONG, PEAK, DayProfile, ScalingProfile, busiest, profile, scaled
+from penstock.perf.simulate.replay import DEPTH, PolicyChoice, ReplayGrid, ReplayResult, replay
+from penstock.perf.simulate.simulator import OpenLoop, SimulationSettings, simulated
+
+MOST: Final = 1000  # instances
+LOAD: Final = 0.95  # of the rate of full batches: near 1 a queue grows for longer than any simulation lasts
+FEW: Final = 2_000  # requests
+ALIKE: Final = 1.02  # tails within this factor are equal
+_PRECISION: Final = 0.01  # of the head-room
+_SWEEP: Final = (0.85, 1.0, 1.15, 1.35, 1.6, 2.0)  # times the planned instances, for the plots
+_TINY: Final = 1e-9
+
+
+class PlanOptions(Struct, frozen=True, kw_only=True):
+    """`slo` has a latency. `failures` instances may be down; `batches` are the ceilings to try. `price` is that of an
+    instance for an hour, `handover_s` the way from the queue to the worker and back. With `start_s`, the time of an
+    instance's start, an autoscaler is simulated too. `seed` seeds run times."""
+
+    slo: Slo
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+    most: int = MOST
+    failures: int = 0
+    price: float | None = None
+    memory_bytes: int | None = None
+    policy: PolicyChoice = PolicyChoice("adaptive")
+    handover_s: float = 0.0005
+    jitter: float = 0.05
+    start_s: float | None = None
+    seed: int = 0
+
+
+class ScalingTarget(Struct, frozen=True):
+    """What an autoscaler should hold: the state of each instance at the highest rate within the SLO."""
+
+    rate: float
+    busy: float
+    wait_s: float
+
+
+class CapacityPlan(Struct, frozen=True, kw_only=True):
+    """The plan. Rates are requests per second of all instances.
+
+    `met` is false if no number of instances up to `most` keeps the SLO; the plan is then the nearest one. `needed`
+    instances keep the SLO, `instances` keep it with `failures` down. `chosen` is the peak with all instances,
+    `degraded` with the failures, or with one. `sustains` is the highest rate within the SLO of the `needed` instances;
+    `full_rate` is what all instances answer if each batch is full. `day` is the whole of the arrivals, `autoscaled` the
+    same on a number of instances that follows them, `tried` each simulation of the peak.
+    """
+
+    met: bool
+    slo: str
+    instances: int
+    needed: int
+    batch: int
+    failures: int
+    most: int
+    chosen: ReplayResult
+    degraded: ReplayResult | None
+    sustains: float
+    full_rate: float
+    target: ScalingTarget | None
+    day: DayProfile
+    tried: list[ReplayResult]
+    notes: list[str]
+    autoscaled: ScalingProfile | None = None
+    memory_bytes: int | None = None
+    price_hour: float | None = None
+    cost_per_million: float | None = None
+
+
+class Planner:
+    """Simulates settings at the peak of a load, each once."""
+
+    def __init__(self, load: OpenLoop, curve: CostCurve, options: PlanOptions, *, steady: bool = False) -> None:
+        """`steady` arrivals have no busiest part."""
+        self.load, self.curve, self.options = load, curve, options
+        self.service = curve.service(max(options.batches), options.jitter)
+        least = len(load.arrivals) / max(load.arrivals[-1], _TINY) * LONG * self.service.t(max(options.batches))
+        self.peak = load if steady else busiest(load, max(PEAK, math.ceil(least)))
+        self._rows = sum(self.peak.rows) / len(self.peak.rows) if self.peak.rows else 1.0  # of a request
+        self.tried: dict[tuple[int, int], ReplayResult] = {}
+        self.requests = 0  # simulated
+
+    # ---- simulations
+
+    def at(self, instances: int, batch: int) -> ReplayResult:
+        """The result of the settings at the peak."""
+        key = (instances, batch)
+        if key not in self.tried:
+            self.tried[key] = self._replay(self.peak, instances, batch)
+        return self.tried[key]
+
+    def _replay(self, load: OpenLoop, instances: int, batch: int) -> ReplayResult:
+        o = self.options
+        self.requests += len(load.arrivals)
+        grid = ReplayGrid([o.policy], [batch], [instances])
+        return next(replay(load, self.service, grid, o.slo, handover_s=o.handover_s, seed=o.seed))
+
+    # ---- the search
+
+    def plan(self) -> CapacityPlan:
+        """The plan. Raises ConfigError if the requests are too few to judge the SLO."""
+        batches = sorted(self.options.batches, reverse=True)  # the largest needs the fewest instances, nearly always
+        most = self.options.most - self.options.failures
+        first = self._fewest(batches[0], most)
+        best = None if first is None else (first, batches[0])
+        for batch in batches[1:]:
+            best = self._better(best, batch)
+        if best is None:
+            return self._finish(self._nearest(), met=False)
+        return self._finish(best, met=True)
+
+    def _better(self, best: tuple[int, int] | None, batch: int) -> tuple[int, int] | None:
+        """The better one of `best` and the fewest instances for a batch ceiling."""
+        most = self.options.most - self.options.failures if best is None else best[0]
+        found = self._fewest(batch, most)
+        if found is None or best is None:
+            return best if found is None else (found, batch)
+        rank = {(n, b): (n, tail(self.at(n, b), self.options.slo), b) for n, b in (best, (found, batch))}
+        return min(rank, key=lambda key: rank[key])
+
+    def _fewest(self, batch: int, most: int) -> int | None:
+        """The fewest instances, at most `most`, that keep the SLO with this ceiling; None if they do not. To half a
+        percent."""
+        low, high = self._floor(batch) - 1, self._floor(batch)  # the first does not keep it
+        if high > most:
+            return None
+        if not self._keeps(high, batch):
+            if not self._keeps(most, batch):
+                return None
+            low, step = high, 1
+            while (high := min(most, low + step)) < most and not self._keeps(high, batch):
+                low, step = high, 2 * step
+        while high - low > max(1, high // 200):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._keeps(middle, batch) else (middle, high)
+        return high
+
+    def _floor(self, batch: int) -> int:
+        """The fewest instances that full batches need at the mean rate of the peak."""
+        return max(1, math.ceil(self._peak_rate / LOAD / self.service.capacity(1, batch)))
+
+    @property
+    def _peak_rate(self) -> float:
+        """Rows per second, in the mean."""
+        arrivals = self.peak.arrivals
+        return self._rows * len(arrivals) / max(arrivals[-1], _TINY)
+
+    def _keeps(self, instances: int, batch: int) -> bool:
+        result = self.at(instances, batch)
+        if any(clause.met is None for clause in result.slo):
+            unknown = next(clause.text for clause in result.slo if clause.met is None)
+            raise ConfigError(
+                f"{len(self.peak.arrivals):,} requests are too few to judge {unknown}; give more arrivals, or a"
+                " longer --seconds"
+            )
+        return result.met is True
+
+    def _nearest(self) -> tuple[int, int]:
+        """The settings with the lowest tail, or about it with fewer instances; with the most answers if none keep
+        up."""
+        most, slo = self.options.most - self.options.failures, self.options.slo
+        batch = min(self.options.batches, key=lambda batch: tail(self.at(most, batch), slo))
+        if not self.at(most, batch).keeps_up:
+            return max(self.tried, key=lambda key: self.tried[key].throughput)
+        least, n = tail(self.at(most, batch), slo), self._floor(batch)
+        while n < most and tail(self.at(n, batch), slo) > ALIKE * least:
+            n *= 2
+        return min(key for key, one in self.tried.items() if tail(one, slo) <= ALIKE * least)
+
+    # ---- the plan
+
+    def _finish(self, found: tuple[int, int], *, met: bool) -> CapacityPlan:
+        o, (needed, batch) = self.options, found
+        instances = needed + o.failures
+        left = instances - max(1, o.failures)
+        limit = self._limit(needed, batch) if met else None
+        for factor in _SWEEP:
+            self.at(min(o.most, max(self._floor(batch), math.ceil(factor * instances))), batch)
+        settings = SimulationSettings(
+            slots=instances, depth=DEPTH, handover_s=o.handover_s, max_batch_size=batch, slo_s=o.slo.latency_s,
+            seed=o.seed,
+        )  # fmt: skip
+        day, autoscaled = self._over_all(settings)
+        hour = None if o.price is None else o.price * instances
+        memory = o.memory_bytes or self.curve.memory_bytes
+        return CapacityPlan(
+            met=met,
+            slo=o.slo.text,
+            instances=instances,
+            needed=needed,
+            batch=batch,
+            failures=o.failures,
+            most=o.most,
+            chosen=self.at(instances, batch),
+            degraded=self.at(left, batch) if left else None,
+            target=ScalingTarget(limit.offered / needed, limit.busy, limit.wait_s or 0.0) if limit else None,
+            sustains=limit.offered if limit else 0.0,
+            full_rate=self.service.capacity(instances, batch) / self._rows,
+            day=day,
+            autoscaled=autoscaled,
+            tried=sorted(self.tried.values(), key=lambda one: (one.batch, one.instances)),
+            notes=self._notes(batch),
+            memory_bytes=None if memory is None else memory * instances,
+            price_hour=hour,
+            cost_per_million=None if hour is None else hour * day.seconds / 3600 / day.requests * 1e6,
+        )
+
+    def _limit(self, instances: int, batch: int) -> ReplayResult:
+        """The result at the highest rate that the SLO allows, for arrivals of the peak's shape."""
+        best = self.at(instances, batch)
+        peak, low = self.peak, 1.0
+        high = max(1.0, LOAD * best.capacity / self._peak_rate)
+        while high - low > _PRECISION * low:
+            middle = (low + high) / 2
+            faster = OpenLoop([t / middle for t in peak.arrivals], peak.rows)
+            result = self._replay(faster, instances, batch)
+            if result.met:
+                low, best = middle, result
+            else:
+                high = middle
+        return best
+
+    def _over_all(self, settings: SimulationSettings) -> tuple[DayProfile, ScalingProfile | None]:
+        """All arrivals on the planned instances, and on as many as an autoscaler starts."""
+        start_s = self.options.start_s
+        self.requests += len(self.load.arrivals) * (1 if start_s is None else 2)
+        fixed = profile(simulated(self.service, self.options.policy.make(), self.load, settings))
+        return fixed, None if start_s is None else scaled(self.load, self.service, settings, start_s)
+
+    def _notes(self, batch: int) -> list[str]:
+        """What to know about the arrivals and the simulation."""
+        found = list(self.curve.notes)
+        count, seen = len(self.load.arrivals), len(self.peak.arrivals)
+        if seen < count:
+            found.append(f"planned for the busiest {self.peak.arrivals[-1]:,.4g} s with {seen:,} of {count:,} requests")
+        elif count < FEW:
+            found.append(f"only {count:,} requests were simulated: a tail of so few is rough")
+        if self.curve.largest is not None and batch > self.curve.largest:
+            found.append(
+                f"the largest measured batch has {self.curve.largest} rows: the time of {batch} is extrapolated"
+            )
+        return found
+
+
+def useful(batches: Sequence[int], curve: CostCurve, slo: Slo, handover_s: float) -> list[int]:
+    """The ceilings whose batches end within the SLO, at least one. Raises ConfigError if not even one row does."""
+    limit_s, one_s = slo.latency_s, curve.seconds(1)
+    assert limit_s is not None, "the command requires a latency"
+    if limit_s <= one_s + handover_s:
+        raise ConfigError(
+            f"SLO {slo.text}: one row alone takes {seconds(one_s + handover_s)} ({seconds(one_s)} and a hand-over of"
+            f" {seconds(handover_s)}), so no number of instances keeps it; allow more time, or make the model faster"
+        )
+    return [n for n in batches if curve.seconds(n) + handover_s < limit_s] or [min(batches)]
+
+
+def objective_of(slo: Slo) -> Objective:
+    """The latency objective by which settings are ranked: the one that limits goodput."""
+    return next(o for o in slo.objectives if o.is_latency and o.limit == slo.latency_s)
+
+
+def tail(result: ReplayResult, slo: Slo) -> float:
+    """The value of that objective; infinite if it is unknown or the settings do not keep up."""
+    value = measured_value(objective_of(slo).name, Measurement(load=Load(mode="open"), latency=result.latency))
+    return value if value is not None and result.keeps_up else math.inf

@@ -1,0 +1,195 @@
+"""`penstock plan` plans for recorded and synthetic arrivals, and explains what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli.main import main
+
+COST = ("--cost", "20ms,2ms")
+SHORT = ("--seconds", "20", "--seed", "3")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *arguments], catch_exceptions=False)
+
+
+def planned(*arguments: str, status: int = 0) -> dict[str, Any]:
+    result = run(*COST, *SHORT, "--json", *arguments)
+    assert result.exit_code == status, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def recording(path: Path, times: list[float], **more: Any) -> str:
+    path.write_text("".join(json.dumps({"t": t, **more}) + "\n" for t in times))
+    return str(path)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    rng = random.Random(1)
+    waves = [rng.uniform(0, 300) for _ in range(3000)] + [rng.uniform(120, 180) for _ in range(9000)]
+    return recording(tmp_path / "day.jsonl", sorted(waves), rows=1)
+
+
+def test_a_plan_names_instances_batch_target_memory_and_price() -> None:
+    priced = ("--price", "2.5", "--memory", "2GiB")
+    result = run("--arrivals", "poisson:600", *COST, *SHORT, "--slo", "p99<=120ms", *priced)
+    assert result.exit_code == 0
+    found = {line[:23].strip(): line[24:] for line in result.stdout.splitlines()}
+    instances = int(found["instances"])
+    assert 2 <= instances <= 4, "a full batch of 32 gives an instance 381/s"
+    assert found["memory"] == f"{2 * instances} GiB"
+    assert found["price"].startswith(f"{2.5 * instances:g} per hour")
+    assert "requests/s per instance" in found["scale up at"]
+    assert "keeps p99<=120ms" in result.stdout.splitlines()[-1]
+
+
+def test_the_json_has_the_same_numbers() -> None:
+    plan = planned("--arrivals", "poisson:600", "--slo", "p99<=120ms", "--price", "2.5")
+    assert plan["met"]
+    assert plan["instances"] == plan["needed"]
+    assert plan["chosen"]["instances"] == plan["instances"]
+    assert plan["chosen"]["latency"]["p99_s"] <= 0.12
+    assert plan["price_hour"] == 2.5 * plan["instances"]
+    rate = plan["day"]["requests"] / plan["day"]["seconds"]
+    assert plan["cost_per_million"] == pytest.approx(plan["price_hour"] / rate / 3600 * 1e6)
+    assert plan["sustains"] >= plan["chosen"]["offered"]
+    assert plan["full_rate"] == pytest.approx(plan["instances"] * plan["batch"] / (0.02 + 0.002 * plan["batch"]))
+
+
+def test_failures_are_planned_for() -> None:
+    plan = planned("--arrivals", "poisson:600", "--slo", "p99<=120ms", "--failures", "2")
+    assert plan["instances"] == plan["needed"] + 2
+    assert plan["degraded"]["instances"] == plan["needed"]
+    assert all(one["met"] for one in plan["degraded"]["slo"])
+
+
+def test_ceilings_whose_batches_exceed_the_slo_are_not_tried() -> None:
+    plan = planned("--arrivals", "poisson:200", "--slo", "p99<=60ms")
+    assert {one["batch"] for one in plan["tried"]} <= {1, 2, 4, 8, 16}, "32 rows take 84 ms"
+
+
+def test_a_recording_is_planned_at_its_peak_and_autoscaled(trace: str) -> None:
+    slow = ("--cost", "60ms,6ms", "--slo", "p99<=400ms")
+    result = run("--arrivals", trace, *slow, "--start", "2s", "--json")
+    plan = json.loads(result.stdout)
+    assert plan["day"]["requests"] == 12_000
+    scaling = plan["autoscaled"]
+    assert scaling["start_s"] == 2
+    assert scaling["instance_s"] < scaling["fixed_s"]
+    assert planned("--arrivals", "poisson:100", "--slo", "p99<=1s")["autoscaled"] is None
+
+
+def test_a_long_recording_is_planned_for_its_busiest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.perf.plan.planner.PEAK", 4000)
+    rng = random.Random(2)
+    waves = [rng.uniform(0, 900) for _ in range(3000)] + [rng.uniform(400, 440) for _ in range(8000)]
+    plan = json.loads(
+        run("--arrivals", recording(tmp_path / "t", sorted(waves)), *COST, "--slo", "p99<=150ms", "--json").stdout
+    )
+    assert plan["chosen"]["offered"] == pytest.approx(200, rel=0.1)
+    assert any(note.startswith("planned for the busiest") for note in plan["notes"])
+
+
+def test_holes_and_disorder_of_a_recording_are_noted(tmp_path: Path) -> None:
+    times = [k * 0.01 for k in range(3000)] + [300 + k * 0.01 for k in range(3000)]
+    times[10], times[11] = times[11], times[10]
+    plan = json.loads(
+        run("--arrivals", recording(tmp_path / "t", times), *COST, "--slo", "p99<=150ms", "--json").stdout
+    )
+    assert "1 lines were out of order and were sorted" in plan["notes"]
+    assert any("a hole of 270 s from second 29.99 on" in note for note in plan["notes"])
+
+
+def test_an_unreachable_slo_names_the_best_reachable() -> None:
+    plan = planned("--arrivals", "poisson:200", "--slo", "p99<=23ms", "--most", "30", status=1)
+    assert not plan["met"]
+    assert plan["chosen"]["latency"]["p99_s"] == pytest.approx(0.025, abs=0.002)
+    assert plan["instances"] < 30, "more do not help"
+    result = run("--arrivals", "poisson:200", *COST, *SHORT, "--slo", "p99<=23ms", "--most", "30")
+    assert result.exit_code == 1
+    assert "No number of instances up to 30 keeps p99<=23ms. The best reachable is p99 2" in result.stdout
+    few = run("--arrivals", "poisson:2000", *COST, *SHORT, "--slo", "p99<=150ms", "--most", "2")
+    assert few.exit_code == 1
+    assert "answers/s at 1,9" in few.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slo", "p99<=22ms"], "one row alone takes 22.5 ms (22 ms and a hand-over of 500 µs)"),
+        (["--slo", "error<=1%"], "bounds no latency"),
+        (["--slo", "p99<=0ms"], "the limit must be over 0"),
+        (["--arrivals", "poisson:0"], "expected a rate and a time over 0"),
+        (["--arrivals", "poisson:-5"], "expected a rate and a time over 0"),
+        (["--arrivals", "gamma:3:x"], "expected a rate after the kind"),
+        (["--arrivals", "no.jsonl"], "there is no such file"),
+        (["--cost", "1:10ms,2:2ms"], "the cost falls"),
+        (["--cost", "no-folder"], "is no folder, and no cost"),
+        (["--cost", "http://127.0.0.1:1"], "127.0.0.1:1"),
+        (["--price", "-1"], "'--price': -1.0 is not in the range"),
+        (["--price", "0"], "'--price': 0.0 is not in the range"),
+        (["--memory", "2"], "expected a size over 0"),
+        (["--policy", "adaptive,none"], "`penstock simulate` compares several"),
+        (["--most", "3", "--failures", "3"], "expected fewer than the most instances (3)"),
+        (["--most", "1001"], "is not in the range 1<=x<=1000"),
+        (["--seconds", "1", "--arrivals", "constant:20"], "too few to judge p99<=150ms"),
+    ],
+)
+def test_what_cannot_be_planned_is_explained_in_one_line(arguments: list[str], message: str) -> None:
+    given = {"--slo": "p99<=150ms", "--arrivals": "poisson:20", "--cost": "20ms,2ms"}
+    given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+    result = run(*(word for pair in given.items() for word in pair))
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ('{"t": -1}\n', "expected t from 0"),
+        ('{"t": "noon"}\n', ":1: "),
+        ('{"t": 1e999}\n', ":1: "),
+        ('{"t": 1, "rows": 0}\n', "rows over 0"),
+        ("nonsense\n", ":1: "),
+    ],
+)
+def test_a_damaged_recording_is_an_error_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    result = run("--arrivals", str(path), *COST, "--slo", "p99<=150ms")
+    assert result.exit_code == 2
+    assert str(path) in result.output
+    assert message in result.output
+
+
+def test_the_folder_has_a_page_with_plots_and_the_numbers(trace: str, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "plan"
+    result = run(
+        "--arrivals", trace, *COST, "--slo", "p99<=150ms", "--price", "3", "--start", "2s", "--output", str(folder)
+    )
+    assert result.exit_code == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "report.html", "report.md"]
+    page = (folder / "report.html").read_text()
+    plan = json.loads((folder / "plan.json").read_text())
+    assert f"{plan['instances']} instance" in page
+    assert "per million requests" in page
+    assert "<script" not in page
+    pytest.importorskip("matplotlib")
+    titles = re.findall(r"<figcaption><strong>(.*?)\.</strong>", page)
+    assert titles == [
+        "Cost against SLO", "p99 against instances", "Utilisation over the day", "p99 over the day",
+        "Autoscaling over the day",
+    ]  # fmt: skip
+    assert page.count("<svg") == len(titles)
