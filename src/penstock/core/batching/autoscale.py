@@ -151,8 +151,7 @@ class Autoscaler:
         wait_s = limits.wait_s
         if limits.slo_s is not None:
             wait_s = max(limits.slo_s - full_s, _LEAST_WAIT * limits.slo_s)
-        rate, slope, dispersion = self._rates(now)
-        rate += slope * self.start_s
+        rate, dispersion = self._predicted()
         steady = (rate + _MARGIN * dispersion / wait_s) / capacity if rate else 0.0
         # when an instance that starts now is up; those that start already serve for as long as they have been starting
         served_s = reading.up * self.start_s + sum(n * (now - t) for t, n in self._starting)
@@ -163,35 +162,38 @@ class Autoscaler:
             need = max(need, (rate * drain_s + waiting) / (capacity * (drain_s + wait_s)))
         return math.ceil(need - 0.02)
 
-    def _rates(self, now: float) -> tuple[float, float, float]:
-        """(rows/s, their rise per second, dispersion). The rate is the mean of the last seconds, or of a shorter window
-        that is surely above it, else of one that is surely below it."""
+    def _predicted(self) -> tuple[float, float]:
+        """(rows/s when an instance that starts now is up, dispersion).
+
+        The rate now is the mean of the last seconds, or of a shorter window that is surely above it, else of one that
+        is surely below it. A rise continues from the middle of that window.
+        """
         end, total = self._counts[-1]
         dispersion, tick_s = self._dispersion(), self.limits.tick_s
-        longest = max(4 * tick_s, min(self.limits.quiet_s / 2, 4 * self.start_s + 2.0))
+        longest = max(4 * tick_s, min(self.limits.quiet_s / 2, 2 * self.start_s + 3.0))
         start, rows = self._at(end - longest)
         mean = (total - rows) / max(end - start, tick_s)
-        above, below, span = mean, mean, longest / 2
+        above, below, span = (mean, longest), (mean, longest), longest / 2
         while span >= 2 * tick_s:
             t, rows = self._at(end - span)
             seconds, rows = max(end - t, tick_s), total - rows
             noise = _SURE * math.sqrt(max(rows, mean * seconds) * dispersion)
             if rows >= _FEWEST_ROWS:
-                above = max(above, (rows - noise) / seconds)
-            below = min(below, (rows + noise) / seconds)
+                above = max(above, ((rows - noise) / seconds, span))
+            below = min(below, ((rows + noise) / seconds, span))
             span /= 2
-        rate = above if above > mean else below
-        slope = min(self._slope(longest, dispersion), self._slope(longest / 2, dispersion))  # a step is no slope
-        return rate, slope, dispersion
+        rate, span = above if above[0] > mean else below
+        slope = min(self._slope(longest, _SURE * dispersion**0.5), self._slope(longest / 2, 0.0))  # a step is no slope
+        return rate + slope * (self.start_s + span / 2), dispersion
 
-    def _slope(self, span: float, dispersion: float) -> float:
-        """The sure rise of the rate per second, between the halves of the last `span` seconds."""
+    def _slope(self, span: float, deviations: float) -> float:
+        """The rise of the rate per second between the halves of the last `span` seconds, less random `deviations`."""
         end, total = self._counts[-1]
         (middle, half), (start, early) = self._at(end - span / 2), self._at(end - span)
         if not start < middle < end or end - start < 0.9 * span:
             return 0.0
         rise = (total - half) / (end - middle) - (half - early) / (middle - start)
-        noise = _SURE * math.sqrt((total - early) * dispersion) / (span / 2)
+        noise = deviations * math.sqrt(total - early) / (span / 2)
         return max(0.0, rise - noise) / (span / 2)
 
     def _at(self, t: float) -> tuple[float, int]:
