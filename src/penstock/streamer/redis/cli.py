@@ -57,7 +57,7 @@ def _metrics_flags(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--metrics-port",
             type=click.IntRange(0, 65535),
-            help="Serve /metrics and /healthz on this port; 0 takes a free one. [no listener]",
+            help="Serve /metrics and /healthz on this port; 0 takes a free one. By default there is no listener.",
         ),
     ):
         command = option(command)
@@ -155,7 +155,9 @@ def worker(
 
 @click.command()
 @_broker
-@click.option("--prefix", "prefixes", multiple=True, help="Prefix of a queue; may be repeated. [one queue without]")
+@click.option(
+    "--prefix", "prefixes", multiple=True, help="Prefix of a queue; may be repeated. By default the queue without one."
+)
 @_metrics_flags
 def queue(redis: str, prefixes: tuple[str, ...], **flags: Any) -> None:
     """Show what waits in the queues of a Redis broker.
