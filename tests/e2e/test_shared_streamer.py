@@ -24,7 +24,7 @@ from penstock import ManagedModel
 
 class Model(ManagedModel):
     def init_model(self):
-        with open("loads", "a") as file:
+        with open(os.path.join(os.path.dirname(__file__), "loads"), "a") as file:
             print(os.getpid(), file=file)
 
     def predict(self, batch):

@@ -314,9 +314,8 @@ class SharedBatcher:
             return ConfigError(f"the batcher runs Penstock {VERSION}, this process {message.version}: restart all")
         conflict = "" if message.settings is None else self._offer.conflict(message.settings)
         if conflict:
-            return ConfigError(
-                f"a batcher with other settings has this name: {conflict}; use another name, or the same"
-            )
+            text = f"the batcher of this name has other settings: {conflict}; give the same, or use another name"
+            return ConfigError(text)
         return None
 
     def welcome(self) -> WelcomeMessage:
@@ -338,7 +337,10 @@ class SharedBatcher:
         return {**self.backend.statistics(self.model), "clients": len(self.sessions), "pid": os.getpid()}
 
     async def close(self) -> None:
-        """Answers accepted calls for a while, and ends the workers. Clients send what it did not read to another."""
+        """Answers accepted calls for a while, and ends the workers. Clients send what it did not read to another.
+        Idempotent."""
+        if self._listener.fileno() < 0:
+            return
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
         self._linger.cancel()
