@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -17,12 +16,11 @@ from penstock import RedisStreamer
 from support.brokers import Crowd
 from support.containers import Container, read_kubernetes
 from support.helm import RenderError, render
+from support.kubernetes import errors
 from support.pods import Load, Pod, survives_sigterm
 
 ROOT = Path(__file__).parents[2]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
-KUBERNETES = ("1.25", "1.31", "1.37")  # the oldest of the chart, one between, the newest known
-SCHEMA = json.loads((Path(__file__).parent / "schemas" / "resources.json").read_text())
 KEDA = {"worker": {"prefix": "up", "autoscaling": {"mode": "keda", "minReplicas": 0, "requestsPerWorker": 2_000_000}}}
 NO_FILES = {"penstock.toml": None, "uppercase.py": None}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -52,23 +50,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 Objects = list[dict[str, Any]]
-
-
-def errors(document: dict[str, Any]) -> list[str]:
-    """What the schemas of the object's API version refuse; unknown fields too."""
-    import kubernetes_validate
-
-    kind = f"{document['apiVersion']}/{document['kind']}"
-    if kind in SCHEMA["$defs"]:
-        validator = jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{kind.replace('/', '~1')}"})
-        return [each.message for each in validator.iter_errors(document)]
-    found = []
-    for version in KUBERNETES:
-        try:
-            kubernetes_validate.validate(document, version, strict=True)
-        except kubernetes_validate.ValidationError as e:
-            found.append(f"{version}: {e.message}")
-    return found
 
 
 @pytest.fixture
