@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.streamer.redis.client import BrokerClient
 from penstock.types import Item, ItemResult
 from support.brokers import QUEUE, Crowd
@@ -117,6 +118,8 @@ def test_the_slot_of_a_queue_moves_to_another_node_under_load(worker, streamer, 
     crowd.answered()
     source = cluster.owner(QUEUE)
     target = next(node for node in cluster.nodes if node is not source)
+    with pytest.raises(ConfigError, match=r"is a node of a cluster: write redis\+cluster://127"):
+        streamer(target.address).predict([1])
     move_slot(source, target, source.ask.execute_command("CLUSTER KEYSLOT", QUEUE))
     crowd.answered(200)
     crowd.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 import yaml
 
 from penstock import RedisStreamer
+from penstock.streamer.redis.metrics import QUEUE
+from penstock.streamer.redis.protocol import GROUP, QueueKeys
 from support.brokers import Crowd
 from support.containers import Container, read_kubernetes
 from support.helm import RenderError, render
@@ -148,6 +151,7 @@ def test_pods_restart_when_their_models_change(objects: Any) -> None:
         ({"sever": {}}, "'sever' was unexpected"),
         ({"server": {"replica": 2}}, "'replica' was unexpected"),
         ({"server": {"service": {"port": 0}}}, "less than the minimum"),
+        ({"server": {"targets": []}}, "should be non-empty"),
         ({"worker": {"autoscaling": {"mode": "both"}}}, "is not one of"),
         ({"redis": {"url": "http://redis"}}, "does not match"),
         ({"redis": {"enabled": False}}, "workers need Redis"),
@@ -201,6 +205,22 @@ def test_the_keda_component_has_the_triggers_of_the_chart(objects: Any) -> None:
     component = yaml.safe_load((KUSTOMIZE / "keda" / "scaledobject.yaml").read_text())["spec"]
     values = {"worker": {"autoscaling": {"mode": "keda"}}}
     assert component == find(objects(values), "ScaledObject", "penstock-worker")["spec"]
+
+
+def test_the_triggers_of_the_page_are_kedas_and_name_existing_queues_and_metrics() -> None:
+    page = (ROOT / "docs" / "redis.md").read_text()
+    blocks = [
+        yaml.safe_load(block)["triggers"] for block in re.findall(r"^```yaml\n(triggers:.*?)^```$", page, re.S | re.M)
+    ]
+    assert [[trigger["type"] for trigger in block] for block in blocks] == [["redis-streams"] * 2, ["prometheus"] * 2]
+    scaled = yaml.safe_load((KUSTOMIZE / "keda" / "scaledobject.yaml").read_text())
+    known = {family.name for _, family in QUEUE}
+    for block in blocks:
+        assert errors({**scaled, "spec": {**scaled["spec"], "triggers": block}}) == []
+        for metadata in (trigger["metadata"] for trigger in block):
+            assert metadata.get("stream", QueueKeys("PREFIX").queue) == QueueKeys("PREFIX").queue
+            assert metadata.get("consumerGroup", GROUP) == GROUP
+            assert set(re.findall(r"penstock_\w+", metadata.get("query", ""))) <= known
 
 
 # ---- containers

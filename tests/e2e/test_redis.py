@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from penstock import RedisStreamer
-from penstock.errors import BrokerUnavailable
+from penstock.errors import BrokerUnavailable, ConfigError
 from support.redis_nodes import wait_for
 
 APP = """
@@ -141,6 +143,56 @@ def test_the_broker_may_use_tls_and_both_sides_check_certificates(
     for address in (f"{kind}://localhost:{port}", trust):  # an unknown authority; a client without a certificate
         with RedisStreamer(address) as streamer, pytest.raises(BrokerUnavailable, match="cannot be reached"):
             streamer.predict(["a"])
+
+
+@pytest.fixture
+def held_port() -> Iterator[Callable[[], int]]:
+    """Ports that only a program with SO_REUSEADDR can take, as Redis does."""
+    with contextlib.ExitStack() as held:
+
+        def hold() -> int:
+            sock = held.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", 0))
+            port: int = sock.getsockname()[1]
+            return port
+
+        yield hold
+
+
+def test_sentinels_and_servers_may_have_tls_and_passwords_of_their_own(
+    work: Any, run_redis: Any, certificates: dict[str, Path], held_port: Callable[[], int], tmp_path: Path
+) -> None:
+    files = {
+        "tls-ca-cert-file": certificates["ca.pem"],
+        "tls-cert-file": certificates["server.pem"],
+        "tls-key-file": certificates["server.key"],
+    }
+    server, sentinel = held_port(), held_port()
+    tls = [word for key, file in files.items() for word in (f"--{key}", str(file))]
+    run_redis("--tls-port", str(server), *tls, "--requirepass", "one")
+
+    def configure(port: int) -> Path:
+        lines = [f"port {port}", f"tls-port {sentinel}", "tls-replication yes", "bind 127.0.0.1", "requirepass two"]
+        lines += [f"{key} {file}" for key, file in files.items()]
+        lines += [f"sentinel monitor main 127.0.0.1 {server} 1", "sentinel auth-pass main one"]
+        (tmp_path / "sentinel.conf").write_text("\n".join([*lines, ""]))
+        return tmp_path / "sentinel.conf"
+
+    run_redis("--sentinel", "--dir", str(tmp_path), config=configure)
+    keys = f"ssl_certfile={certificates['client.pem']}&ssl_keyfile={certificates['client.key']}"
+    keys += f"&ssl_ca_certs={certificates['ca.pem']}"
+    broker = f"rediss+sentinel://:one@127.0.0.1:{sentinel}/main?sentinel_password=two&{keys}"
+    work("Upper", broker)
+    with RedisStreamer(broker) as streamer:
+        assert streamer.predict(["a"]) == ["A"]
+        assert "one" not in str(streamer.statistics())
+    for wrong in (broker.replace("=two", "=tw0"), broker.replace(":one", ":0ne")):
+        with RedisStreamer(wrong) as streamer, pytest.raises(ConfigError, match="refuses the user or password"):
+            streamer.predict(["a"])
+    unknown = broker.replace("/main", "/other")
+    with RedisStreamer(unknown) as streamer, pytest.raises(BrokerUnavailable, match="knows the master 'other'"):
+        streamer.predict(["a"])
 
 
 def fetch(url: str, token: str = "") -> tuple[int, str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.errors import BrokerUnavailable, ConfigError, PenstockError, QueueFull, describe, install_hint
-from penstock.streamer.redis.address import BrokerAddress
+from penstock.streamer.redis.address import CLUSTER, BrokerAddress
 from penstock.streamer.redis.nodes import NodeFinder, is_moved
 from penstock.streamer.redis.protocol import Script
 
@@ -113,6 +113,8 @@ class RedisConnection:
             )
         if isinstance(error, theirs.BusyLoadingError):
             return BrokerUnavailable(f"{where} is loading its data: try again later", retry_after_s=1.0)
+        if isinstance(error, theirs.AskError) and self.address.kind != CLUSTER:
+            return ConfigError(f"{where} is a node of a cluster: write redis+cluster://{self.address.name}")
         if is_moved(error):
             return BrokerUnavailable(f"{where} is being moved to another node: {text}", retry_after_s=1.0)
         if isinstance(error, theirs.ResponseError):
