@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # sockets that Ray leaves open
+]
 
 SOURCE = """
     import time
@@ -58,7 +61,7 @@ async def test_nodes_that_leave_and_join_under_load_lose_no_caller(
     key = f"models.echo.batching.idempotent={str(idempotent).lower()}"
     server = guarded(SOURCE, "echo", "--set", key, *nodes.arguments("echo"))
     await chaos.until(lambda: server.metric("penstock_workers_up") == 2)
-    losses = chaos.count(2, 10)
+    losses = chaos.count(1, 10)
     async with chaos.Crowd(server, "echo", 16) as crowd:
         for loss in range(1, losses + 1):
             await crowd.answered(100)

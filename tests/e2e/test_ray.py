@@ -18,7 +18,10 @@ import pytest
 import penstock
 from penstock.errors import ConfigError
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # sockets that Ray leaves open
+]
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -38,6 +41,14 @@ SOURCE = """
 
     def where(items):
         return [os.environ["OMP_NUM_THREADS"]] * len(items)
+
+    class Device:
+        def load(self, device):
+            self.found = [device, os.environ["CUDA_VISIBLE_DEVICES"]]
+
+        def predict(self, items):
+            time.sleep(0.05)  # so that each instance gets an item
+            return [self.found] * len(items)
 """
 
 
@@ -74,6 +85,26 @@ def test_a_large_body_returns(server: Any) -> None:
 
 def test_a_worker_has_the_threads_that_ray_reserved_for_it(server: Any) -> None:
     assert server.post("/predictions/where", b"1") == (200, b"2")
+
+
+@pytest.mark.parametrize(("share", "gpus"), [(1, {"0", "1"}), (0.5, {"0"})])
+def test_each_instance_sees_the_gpu_that_ray_chose(
+    share: float, gpus: set[str], ray_cluster: Any, serve: Callable[..., Any]
+) -> None:
+    node = ray_cluster.add_node(num_cpus=1, num_gpus=len(gpus), resources={"gpus": 2})  # Ray takes our word for it
+    try:
+        keys = ['devices=["cuda"]', "instances=2", "batching.max_batch_size=1", "ray.resources={gpus = 1}"]
+        server = serve(
+            SOURCE, "Device", *on(ray_cluster, "device", *keys, *([] if share == 1 else ["ray.num_gpus=0.5"]))
+        )
+        with ThreadPoolExecutor(8) as pool:
+            answers = [
+                json.loads(body) for _, body in pool.map(lambda _: server.post("/predictions/device", b"1"), range(16))
+            ]
+        assert {device for device, _ in answers} == {"cuda:0"}
+        assert {visible for _, visible in answers} == gpus
+    finally:
+        ray_cluster.remove_node(node)
 
 
 def test_a_server_without_a_place_for_its_model_says_what_the_nodes_have(

@@ -23,8 +23,11 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.ray import deployment
 
-# importing Ray Serve warns of what it uses of pydantic
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what Ray Serve uses of pydantic
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # sockets that Ray leaves open
+]
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -59,6 +60,12 @@ def stream(items: list[Any]) -> Iterator[list[Any]]:
         raise ValueError("negative")
     for step in range(max(items)):
         yield [step if step < n else None for n in items]
+
+
+def endless(items: list[Any]) -> Iterator[list[int]]:
+    """Parts without end."""
+    for step in itertools.count():
+        yield [step] * len(items)
 
 
 class NeverLoads:

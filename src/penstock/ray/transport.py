@@ -32,7 +32,7 @@ from penstock.types import Batch, BatchPart, ItemResult, Ready
 log = logging.getLogger("penstock.transports")
 
 STOP_S = 5.0  # for `unload`
-LAST_S = 1.0  # after the report of a death, for the answers before it
+LAST_S = 0.1  # after the report of a death, for the answers before it
 GROUPS = {"run": 1, "watch": 1}  # threads of the actor, by the calls that they serve
 
 
