@@ -26,6 +26,18 @@ def run(line: str, url: str, folder: Path) -> str:
     return done.stdout
 
 
+def test_a_server_that_has_learned_nothing_yet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("def rank(items: list) -> list:\n    return items\n")
+    with ServerProcess(["app.py:rank"], cwd=tmp_path) as server:
+        url = server.urls["inference"]
+        words = ["plan", "--arrivals", "poisson:10", "--slo", "p99<=1s", "--cost", url]
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock.cli.main", *words], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"penstock: {url} has not learned what a batch of rank costs; send it some load")
+
+
 def test_every_command_of_the_page_on_planning_works(tmp_path: Path) -> None:
     found = BLOCK.findall(PAGE.read_text())
     app = next(text for language, text in found if language == "python")

@@ -94,7 +94,7 @@ def _describe(text: str, load: OpenLoop) -> str:
     count, last_s = len(load.arrivals), load.arrivals[-1]
     rows = sum(load.rows) / count if load.rows else 1.0
     mean = f"{number(count / last_s)}/s in the mean" if last_s > 0 else "at once"
-    return f"{text}: {count:,} requests in {last_s:,.4g} s, {mean}, {rows:.3g} row{'s' * (rows != 1)} each"
+    return f"{text}: {count:,} requests in {number(last_s)} s, {mean}, {rows:.3g} row{'s' * (rows != 1)} each"
 
 
 def _holes(load: OpenLoop) -> list[str]:
@@ -104,6 +104,6 @@ def _holes(load: OpenLoop) -> list[str]:
         return []
     more = f" and {many - 1} more" if many > 1 else ""
     return [
-        f"the recording has a hole of {gap_s:,.4g} s from second {at_s:,.4g} on{more}: if it was interrupted there, cut"
-        " the hole out, because utilisation and the cost per million count it as time without requests"
+        f"the recording has a hole of {number(gap_s)} s from second {number(at_s)} on{more}: if it was interrupted"
+        " there, cut the hole out, because utilisation and the cost per million count it as time without requests"
     ]

@@ -13,7 +13,7 @@ from typing import Final
 from msgspec import Struct
 
 from penstock.errors import ConfigError
-from penstock.perf.bench.document import seconds
+from penstock.perf.bench.document import number, seconds
 from penstock.perf.bench.measurement import Load, Measurement
 from penstock.perf.bench.slo import Objective, Slo, measured_value
 from penstock.perf.plan.costs import CostCurve
@@ -252,7 +252,9 @@ class Planner:
         found = list(self.curve.notes)
         count, seen = len(self.load.arrivals), len(self.peak.arrivals)
         if seen < count:
-            found.append(f"planned for the busiest {self.peak.arrivals[-1]:,.4g} s with {seen:,} of {count:,} requests")
+            found.append(
+                f"planned for the busiest {number(self.peak.arrivals[-1])} s with {seen:,} of {count:,} requests"
+            )
         elif count < FEW:
             found.append(f"only {count:,} requests were simulated: a tail of so few is rough")
         if self.curve.largest is not None and batch > self.curve.largest:

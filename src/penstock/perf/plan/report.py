@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from penstock.errors import ConfigError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 PLAN: Final = "plan.json"
 _HIGHEST: Final = 4.0  # times the SLO: slower settings are left out of the plot of costs
+_LOOKS: Final = 50  # at the number of instances in a bin
 _FAR: Final = 4.0  # times the planned instances: more are left out of the plots
 
 
@@ -195,6 +197,8 @@ def _cost_slo(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
 
 
 def _tail_instances(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
+    from matplotlib.ticker import MaxNLocator
+
     plan, values = report.plan, []
     batches = sorted({one.batch for one in plan.tried}, key=lambda batch: (batch != plan.batch, -batch))
     for batch, colour in zip(batches, SERIES, strict=False):
@@ -206,6 +210,7 @@ def _tail_instances(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
         return None
     _slo_mark(axes, report)
     axes.axvline(plan.instances, color=FAINT, linestyle=":", label="planned")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.set_xlabel("instances")
     name = objective_of(report.slo).name
     seconds_axis(axes, values, f"{name} at the peak")
@@ -251,12 +256,14 @@ def _day_tail(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
 
 
 def _scaling(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
-    scaling = report.plan.autoscaled
+    scaling, (at, name) = report.plan.autoscaled, _hours(report)
     if scaling is None:
         return None
-    unit, name = _unit(report)
-    at, numbers = zip(*scaling.numbers, (report.plan.day.seconds, scaling.numbers[-1][1]), strict=True)
-    axes.step([t / unit for t in at], numbers, where="post", color=SERIES[0], label="with autoscaling")
+    changes, numbers = (np.array(column) for column in zip(*scaling.numbers, strict=True))
+    looks = np.arange(len(at) * _LOOKS) * report.plan.day.bin_s / _LOOKS
+    present = numbers[np.searchsorted(changes, looks, side="right") - 1].reshape(len(at), _LOOKS)
+    axes.plot(at, present.mean(axis=1), color=SERIES[0], label="with autoscaling, mean")
+    axes.plot(at, present.max(axis=1), color=SERIES[1], linewidth=0.8, label="with autoscaling, most")
     axes.axhline(report.plan.instances, color=FAINT, linestyle=":", label="fixed number")
     axes.set_ylim(bottom=0)
     axes.set_xlabel(name)

@@ -107,7 +107,7 @@ def test_holes_and_disorder_of_a_recording_are_noted(tmp_path: Path) -> None:
         run("--arrivals", recording(tmp_path / "t", times), *COST, "--slo", "p99<=150ms", "--json").stdout
     )
     assert "1 lines were out of order and were sorted" in plan["notes"]
-    assert any("a hole of 270 s from second 29.99 on" in note for note in plan["notes"])
+    assert any("a hole of 270 s from second 30 on" in note for note in plan["notes"])
 
 
 def test_an_unreachable_slo_names_the_best_reachable() -> None:
