@@ -249,10 +249,17 @@ class MessageWriter:
     def put_object(self, value: object) -> Ext:
         """The form of a Python object in the head. Raises the errors of pickle."""
         large: list[memoryview] = []
-        data = dumps(value, partial(_in_band, large))
+        return self.put_pickled(dumps(value, partial(in_band, large)), large)
+
+    def put_pickled(self, data: Buffer, large: Sequence[Buffer]) -> Ext:
+        """The form of a pickled object with its large buffers in the head."""
         if not large and len(data) <= LARGE_BYTES:
-            return Ext(_PICKLE, data)
+            return Ext(_PICKLE, bytes(data))
         return Ext(_PICKLE_PARTS, _encoder.encode([self.put(data), [self.put(raw) for raw in large]]))
+
+    def put_error(self, error: PenstockError) -> Ext:
+        """The form of an error in place of a payload."""
+        return Ext(_ERROR, _encoder.encode(error))
 
     def _put_all(self, values: list[Any], refuse: Callable[[Any, Exception], object]) -> Ext:
         """Like `put_object` for a list; `refuse` replaces each value that cannot be pickled."""
@@ -278,9 +285,9 @@ class MessageWriter:
                 if item.many and stop >= 0:
                     payload, start, stop = payload[start:stop], 0, -1  # the other rows are in other batches
                 try:
-                    payload = self._put_all(payload, _unsent) if item.many else self.put_object(payload)
+                    payload = self._put_all(payload, unsent) if item.many else self.put_object(payload)
                 except Exception as e:
-                    payload = Ext(_ERROR, _encoder.encode(_unsent(payload, e).error))
+                    payload = self.put_error(unsent(payload, e).error)
             elif type(payload) is Slab:
                 payload = place(payload)
             elif len(payload) > LARGE_BYTES:
@@ -376,7 +383,7 @@ def sendable(part: BatchPart, why: Exception) -> None:
             part.results[i] = ItemResult(error=BadOutput("the model's answer cannot be sent", detail=repr(why)))
 
 
-def _in_band(large: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+def in_band(large: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
     """Whether pickle copies this memory into its result; otherwise adds it to `large`."""
     raw = buffer.raw()
     if raw.nbytes > LARGE_BYTES:
@@ -390,7 +397,8 @@ def place(slab: Slab) -> Ext:
     return Ext(_SLAB, _PLACE.pack(slab.offset, slab.length))
 
 
-def _unsent(value: object, why: Exception) -> Unsent:
+def unsent(value: object, why: Exception) -> Unsent:
+    """In place of an item that cannot be pickled."""
     text = f"the item is a {type(value).__name__} that cannot be pickled for the worker"
     return Unsent(BadRequest(text, detail=repr(why)))
 

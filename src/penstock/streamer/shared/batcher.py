@@ -50,6 +50,7 @@ from penstock.streamer.shared.messages import (
     WelcomeMessage,
     read_offer,
 )
+from penstock.streamer.shared.sealed import Sealed, put_values, seal, sealed_values
 from penstock.streamer.shared.start import READY, STARTER_FD
 from penstock.types import BatchPart, Item, ItemResult
 
@@ -162,7 +163,7 @@ class Session:
         try:
             if self._rows >= batcher.max_rows:
                 raise QueueFull(f"{self._rows} items of this process are in flight: try again later")
-            item.payload = item.payload.load()
+            item.payload = sealed_values(item.payload)
             self._rows += item.rows
             self._calls[call_id] = _NO_TICKET, item.rows  # an answer may come at once
             sink = partial(self._answer, call_id)
@@ -191,20 +192,24 @@ class Session:
             result = ItemResult(await asked)
         except PenstockError as e:
             result = ItemResult(error=e.with_traceback(None))
-        self._send_result(call_id, _QUESTION, result)
+        outbox = MessageWriter(self._replies)
+        outbox.results([_QUESTION], [result])
+        self._send_result(call_id, result, outbox)
 
     def _answer(self, call_id: int, result: ItemResult) -> None:
         if result.final:
             _, rows = self._calls.pop(call_id, (None, 0))
             self._rows -= rows
-            self._send_result(call_id, _ITEMS, result)
+            outbox = MessageWriter(self._replies)
+            if result.error is None:  # errors are sealed with the models' own exceptions
+                values = [value if type(value) is Sealed else seal(value) for value in result.body]
+                result = ItemResult(put_values(outbox, values))
+            self._send_result(call_id, result, outbox)
 
-    def _send_result(self, call_id: int, item: Item, result: ItemResult) -> None:
+    def _send_result(self, call_id: int, result: ItemResult, outbox: MessageWriter) -> None:
         if self not in self._batcher.sessions:
             return
         part = BatchPart(call_id, [result])
-        outbox = MessageWriter(self._replies)
-        outbox.results([item], part.results)
         for slab in outbox.slabs:
             self._sent[slab.offset] = slab
         message = PartMessage(part, [], [])
@@ -250,7 +255,7 @@ class _NoTicket:
 
 
 _NO_TICKET = _NoTicket()
-_ITEMS, _QUESTION = Item([], many=True), Item(None)
+_QUESTION = Item(None)
 
 
 class SharedBatcher:

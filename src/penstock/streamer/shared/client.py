@@ -165,12 +165,11 @@ class SharedClient:
     def _answered(self, message: PartMessage) -> None:
         (result,) = message.part.results
         assert result is not None
-        if type(result.body) is Pickled:
-            try:
-                body = result.body.load()
-                result.body = [opened(value) for value in body] if isinstance(body, list) else body
-            except Exception as e:
-                result = ItemResult(error=PenstockError(f"the answer cannot be read: {describe(e)}", detail=repr(e)))
+        body = result.body
+        if type(body) is list:
+            result.body = [opened(value) for value in body]
+        elif type(body) is Pickled:  # the answer to a question
+            result.body = opened(body)
         self._end(message.part.batch_id, result)
 
     # ---- the batcher

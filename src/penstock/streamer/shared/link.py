@@ -24,6 +24,7 @@ from penstock.core.wire.messages import (
 from penstock.core.wire.slabs import Slab, SlabPool, map_read_only
 from penstock.streamer.shared.address import close
 from penstock.streamer.shared.messages import CallMessage, FromBatcher, LoadedMessage
+from penstock.streamer.shared.sealed import put_values
 from penstock.streamer.shared.start import Joined
 from penstock.types import Item, ItemResult, Sink
 
@@ -86,12 +87,12 @@ class BatcherLink:
         self._channel = Channel(self._loop, self._sock, self._on_frame, on_end)
 
     def send(self, call: SharedCall) -> None:
-        """Sends a call, with its memory in `call.slabs`. Raises the errors of pickle and of msgspec."""
+        """Sends a call, with its memory in `call.slabs`. Raises the errors of msgspec."""
         outbox = MessageWriter(self._pool)
         item = call.item
         if item is not None:
-            (item,) = outbox.items([item], with_headers=True)
-            item.budget_s = None if call.expires_s is None else call.expires_s - self._loop.time()
+            left_s = None if call.expires_s is None else call.expires_s - self._loop.time()
+            item = Item(put_values(outbox, item.payload), rows=item.rows, many=True, budget_s=left_s)
         call.slabs = outbox.slabs
         free, self._free = self._free, []
         self._send(write(CallMessage(call.id, item, call.priority, free, call.asks), outbox.buffers))

@@ -9,11 +9,12 @@ PyTorch.
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any
 
-from penstock.core.wire.messages import LARGE_BYTES, Pickled, Unsent
+from penstock.core.wire.messages import LARGE_BYTES, MessageWriter, Pickled, Unsent, in_band, unsent
 from penstock.core.wire.tensors import dumps
-from penstock.errors import BadOutput, BadRequest, describe
+from penstock.errors import BadOutput, BadRequest, PenstockError, describe
 from penstock.streamer.model import StreamerModel
 
 
@@ -33,16 +34,8 @@ class Sealed(Pickled):
 
 def seal(value: object) -> Sealed:
     """The value, pickled. Its large arrays are not copied. Raises the errors of pickle."""
-    large: list[Any] = []
-
-    def in_band(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes > LARGE_BYTES:
-            large.append(raw)
-            return False
-        return True
-
-    return Sealed(dumps(value, in_band), large)
+    large: list[memoryview] = []
+    return Sealed(dumps(value, partial(in_band, large)), large)
 
 
 def seal_item(value: object) -> Sealed | Unsent:
@@ -50,18 +43,28 @@ def seal_item(value: object) -> Sealed | Unsent:
     try:
         return seal(value)
     except Exception as e:
-        text = f"the item is a {type(value).__name__} that cannot be pickled for the worker"
-        return Unsent(BadRequest(text, detail=repr(e)))
+        return unsent(value, e)
 
 
-def opened(result: Any) -> Any:
-    """The value of one result; an error if it cannot be loaded here."""
-    if type(result) is not Sealed:
-        return result
+def opened(result: Pickled) -> Any:
+    """The value of one result, or its error; also an error if it cannot be loaded here."""
     try:
         return result.load()
     except Exception as e:
         return BadOutput(f"the result cannot be unpickled in this process: {type(e).__name__}", detail=repr(e))
+
+
+def put_values(outbox: MessageWriter, values: list[Any]) -> list[Any]:
+    """The form of sealed values, and of errors in their place, in a message."""
+    return [
+        outbox.put_error(value.error) if type(value) is Unsent else outbox.put_pickled(value._data, value._buffers)
+        for value in values
+    ]
+
+
+def sealed_values(values: list[Pickled | PenstockError]) -> list[Sealed | Unsent]:
+    """The values of a received message, sealed as they came."""
+    return [Unsent(v) if isinstance(v, PenstockError) else Sealed(v._data, v._buffers) for v in values]
 
 
 class SealedModel(StreamerModel):

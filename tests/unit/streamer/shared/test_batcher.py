@@ -22,7 +22,7 @@ from penstock.streamer.shared.batcher import SharedBatcher
 from penstock.streamer.shared.client import SharedClient
 from penstock.streamer.shared.link import BatcherLink, SharedCall
 from penstock.streamer.shared.messages import CallMessage, JoinMessage, offer_of
-from penstock.streamer.shared.sealed import seal
+from penstock.streamer.shared.sealed import put_values, seal
 from penstock.streamer.shared.start import join
 from penstock.types import Item, ItemResult
 
@@ -94,10 +94,9 @@ async def receive(sock: Any) -> bytes:
 
 
 def a_call(number: int, value: Any) -> list[Any]:
-    item = Item([seal(value)], many=True)
     outbox = MessageWriter(None)
-    (packed,) = outbox.items([item], with_headers=True)
-    return write(CallMessage(number, packed, 0, []), outbox.buffers)
+    item = Item(put_values(outbox, [seal(value)]), many=True)
+    return write(CallMessage(number, item, 0, []), outbox.buffers)
 
 
 async def test_it_ends_after_its_last_client_and_not_before(running: Running) -> None:
