@@ -150,7 +150,7 @@ class Connection(asyncio.BufferedProtocol):
         head = listener.clock.known_heads.get(first[:end])
         if head is None or nbytes - end != head.length or listener.closing:
             return False
-        route = flavor.known.get(head.url)
+        route = flavor.known.get(head.key)
         if route is None:
             return False
         self.head = head
@@ -161,7 +161,7 @@ class Connection(asyncio.BufferedProtocol):
         except PenstockError as error:
             context.error = error.with_traceback(None)
         self.whole = bytes(listener.receive[end:nbytes])
-        self.on_message_complete()
+        self.on_message_complete(alone=True)
         return True
 
     # ---- the parser
@@ -211,7 +211,8 @@ class Connection(asyncio.BufferedProtocol):
             if self.read_bytes > listener.config.max_header_bytes or self.head_bytes >= 0:
                 self._check_head()
             method = self.parser.get_method()
-            if method == b"POST" and (route := flavor.known.get(head.url)) is not None:
+            head.key = head.url if method == b"POST" else b"%b %b" % (method, head.url)
+            if (route := flavor.known.get(head.key)) is not None:
                 context.route = route
                 if len(listener.clock.known_heads) < KNOWN_HEADS:
                     self._learn_head(context)
@@ -256,11 +257,11 @@ class Connection(asyncio.BufferedProtocol):
             return self.listener.small_bytes
         return route.template.limit(self.listener.config.max_body_bytes)
 
-    def on_message_complete(self) -> None:
-        """The body is whole: submits the request, or answers it."""
+    def on_message_complete(self, alone: bool = False) -> None:
+        """The body is whole: submits the request, or answers it. `alone`: nothing else was read with it."""
         context = self.context
         assert context is not None
-        context.payload = self.whole or self.intake.take()
+        context.payload = self.whole or (self.intake.take() if self.intake.begun else b"")
         self.context = None
         self.writer.continue_due = False
         self.deadline = INF
@@ -268,7 +269,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.writer.inflight or self.writer.quick:
             self.writer.enqueue(context)
         else:
-            self.writer.start(context)
+            self.writer.start(context, alone)
 
     # ---- the head
 

@@ -54,7 +54,7 @@ class ApiFlavor(Protocol):
     """What a `HttpServer` asks once per request head; the class `context` writes the response."""
 
     context: type[RequestContext]
-    known: dict[bytes, Route]  # inference routes by the target of a POST, which need no `find`
+    known: dict[bytes, Route]  # routes without `find`: for inference by the target of a POST, else by "GET target"
     guarded: bool  # `read_head` is called for every request, not only for requests with a header of SPECIAL_NAMES
 
     def too_many(self) -> bytes:
@@ -364,8 +364,9 @@ class ResponseWriter:
         if self.backlog:
             self.advance()
 
-    def start(self, context: RequestContext) -> None:
-        """Submits a request; answers it at once if it was refused or needs no model."""
+    def start(self, context: RequestContext, alone: bool = False) -> None:
+        """Submits a request; answers it at once if it was refused or needs no model. Many cheap requests that were read
+        together take turns with other connections; one that was `alone` need not."""
         self.inflight.append(context)
         if context.error is not None:
             self._count_quick()
@@ -376,7 +377,8 @@ class ResponseWriter:
             assert route is not None
             template = route.template
             if template.answer is not None:
-                self._count_quick()
+                if not alone:
+                    self._count_quick()
                 context.on_result(template.answer(self.listener.backend, route))
                 return
             if template.serve is not None:

@@ -88,6 +88,8 @@ class NativeFlavor:
         check_method(route, method)
         if route.template.codec:
             remember(self.known, target, route)
+        elif route.template.answer is not None and not route.template.guard and method == b"GET":
+            remember(self.known, b"GET " + target, route)
         elif route.template.guard:
             # here, because `read_head` is not called for every request
             special = {name.lower(): value for name, value in context.headers}

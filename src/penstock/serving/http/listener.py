@@ -49,9 +49,11 @@ class Waiting(Protocol):
 
 
 class RequestHead(Struct, gc=False):
-    """What the parser found in the head of a request, up to now. `special`: the headers of SPECIAL_NAMES."""
+    """What the parser found in the head of a request, up to now. `special`: the headers of SPECIAL_NAMES. `key`: that
+    of its route in `ApiFlavor.known`."""
 
     url: bytes = b""
+    key: bytes = b""
     headers: Headers = []
     content_type: bytes = b""
     length: int = 0
@@ -63,9 +65,10 @@ class RequestHead(Struct, gc=False):
         return self.special is None or self.special.keys() <= STEADY_NAMES
 
     def canonical(self) -> bytes:
-        """The head of a POST as clients commonly write it, with its empty line."""
+        """The head of a POST or GET as clients commonly write it, with its empty line."""
         lines = b"".join([b"%b: %b\r\n" % header for header in self.headers])
-        return b"POST %b HTTP/1.1\r\n%b\r\n" % (self.url, lines)
+        request = self.key if self.key != self.url else b"POST " + self.url
+        return b"%b HTTP/1.1\r\n%b\r\n" % (request, lines)
 
 
 class Clock:

@@ -98,9 +98,11 @@ class TorchServeFlavor:
         route = self._others.get(key)
         if route is None:
             route = self._search(method.decode("ascii"), *_segments(target))
-            if route.template.codec or route.template.answer:
-                known, key = (self.known, target) if method == b"POST" and route.template.codec else (self._others, key)
+            if route.template.codec:
+                known, key = (self.known, target) if method == b"POST" else (self._others, key)
                 remember(known, key, route)
+            elif route.template.answer:
+                remember(self.known if method == b"GET" else self._others, key, route)
         context.route = route
         return route
 

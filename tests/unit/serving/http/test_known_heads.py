@@ -29,6 +29,10 @@ HEADS = st.sampled_from(
         ("POST", "/v2/models/echo/infer", ("Inference-Header-Content-Length: 2",)),
         ("PUT", "/predictions/echo", ()),
         ("GET", "/v2/health/live", ()),
+        ("GET", "/ping", ("Connection: keep-alive", "Accept: */*")),
+        ("GET", "/v2/models/none/ready", ()),
+        ("GET", "/predictions/echo", ()),
+        ("POST", "/ping", ()),
         ("POST", "/nowhere", ()),
     ]
 )
@@ -87,11 +91,25 @@ def test_a_repeated_head_is_handled_like_the_first(requests: list[Any], cuts: li
 async def test_a_known_head_is_refused_once_its_token_is_revoked(listen):
     async with listen(tokens=frozenset({b"old"})) as listener:
         client = await listener.connect()
-        for status in (200, 200, 401, 401):
+        for status in (200, 200, 200, 401, 401):
             if status == 401:
                 listener.server.flavor.set_tokens(frozenset({b"new"}))
             client.post("/predictions/echo", b"{}", "Authorization: Bearer old")
             assert (await client.answer()).status == status
+            client.get("/v2", "Authorization: Bearer old")
+            assert (await client.answer()).status == status
+
+
+async def test_a_known_health_check_is_answered_from_the_state_of_now(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        for healthy in (True, True, True, False, True):
+            listener.backend.ready = lambda healthy=healthy: healthy
+            client.get("/ping")
+            reply = await client.answer()
+            assert (reply.status, reply.body) == (
+                (200, b'{"status":"Healthy"}') if healthy else (503, b'{"status":"Unhealthy"}')
+            )
 
 
 async def test_heads_that_never_repeat_fill_no_memory(listen):
