@@ -57,6 +57,7 @@ from penstock.types import BatchPart, Item, ItemResult
 log = logging.getLogger("penstock.streamer")
 
 MAX_CLIENTS: Final = 1024
+MAX_QUESTIONS: Final = 1000  # of one client that wait for their answer
 JOIN_S: Final = 10.0  # for the first message of a client
 STALL_S: Final = 30.0  # in which a client takes no byte of its answers
 DRAIN_S: Final = 10.0  # for accepted calls, after a signal
@@ -152,6 +153,8 @@ class Session:
     def _call(self, message: CallMessage) -> None:
         call_id, batcher = message.id, self._batcher
         if message.asks:
+            if len(self._tasks) >= MAX_QUESTIONS:
+                raise ValueError(f"more than {MAX_QUESTIONS} questions are open")
             asked = batcher.backend.ready() if message.asks == "ready" else batcher.statistics()
             task = self._loop.create_task(self._answer_question(call_id, asked))
             self._tasks.add(task)

@@ -163,6 +163,7 @@ class SharedClient:
                 self._emptied.set()
 
     def _answered(self, message: PartMessage) -> None:
+        self._retry_s = FIRST_RETRY_S
         (result,) = message.part.results
         assert result is not None
         body = result.body
@@ -174,9 +175,15 @@ class SharedClient:
 
     # ---- the batcher
 
-    def _join(self) -> None:
+    def _join(self, delay_s: float = 0.0) -> None:
         if not self._joining:
             self._joining, self._failure = True, None
+            self._loop.call_later(delay_s, self._begin_join)
+
+    def _begin_join(self) -> None:
+        if self._closed and not self._calls:
+            self._joining = False
+        else:
             os_threads.start_thread(self._join_in_thread, name="penstock-join")
 
     def _join_in_thread(self) -> None:
@@ -201,7 +208,6 @@ class SharedClient:
         elif self._closed and not self._calls:
             found.close()
         else:
-            self._retry_s = FIRST_RETRY_S
             welcome = found.welcome
             self._bounds = welcome.max_rows, welcome.max_bytes
             self._link = BatcherLink(found, self._answered, self._on_lost)
@@ -211,8 +217,7 @@ class SharedClient:
     def _fail(self, error: PenstockError) -> None:
         """All callers get the error, and so do those that call soon."""
         self._failure = error
-        self._retry_at_s = time.monotonic() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        self._retry_at_s = time.monotonic() + self._next_pause_s()
         for call_id in list(self._calls):
             self._end(call_id, ItemResult(error=error))
 
@@ -230,8 +235,13 @@ class SharedClient:
                 self._end(call_id, ItemResult())
             elif not idempotent or call.deaths > MAX_DEATHS:
                 self._end(call_id, ItemResult(error=WorkerDied("the shared batcher that ran this call died")))
-        if self._calls:
-            self._join()
+        if self._calls:  # a batcher that answered nothing is not started again at once
+            self._join(0.0 if link.answered else self._next_pause_s())
+
+    def _next_pause_s(self) -> float:
+        """0.1 s, 0.2 s ... 30 s, until a batcher answers."""
+        pause_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LAST_RETRY_S)
+        return pause_s
 
     # ---- the rest of a PortalBackend
 

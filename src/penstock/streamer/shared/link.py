@@ -74,6 +74,7 @@ class BatcherLink:
     def __init__(self, joined: Joined, on_answer: Callable[[PartMessage], None], on_end: Callable[[], None]) -> None:
         self.welcome = joined.welcome
         self.loading = self.welcome.loading
+        self.answered = False  # the batcher has answered a call
         self._loop = asyncio.get_running_loop()
         self._sock = joined.sock
         self._on_answer, self._on_end = on_answer, on_end
@@ -123,6 +124,7 @@ class BatcherLink:
             self._channel.close()
             self._loop.call_soon(self._on_end)
             return
+        self.answered = True
         self._on_answer(message)
         if len(self._free) > MAX_FREE:
             self._send(write(FreeReplies(self._free)))

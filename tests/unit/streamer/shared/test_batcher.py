@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,16 +15,17 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig
 from penstock.core.wire.messages import FrameDecoder, FreeReplies, MessageWriter, frame_of, write
-from penstock.errors import ConfigError, ModelNotReady, PenstockError, QueueFull
+from penstock.core.wire.slabs import anonymous_file
+from penstock.errors import ConfigError, ModelNotReady, PenstockError, QueueFull, WorkerDied
 from penstock.streamer.model import wrapped
 from penstock.streamer.shared import address, batcher, client
 from penstock.streamer.shared.address import connected, listening, socket_path
 from penstock.streamer.shared.batcher import SharedBatcher
 from penstock.streamer.shared.client import SharedClient
 from penstock.streamer.shared.link import BatcherLink, SharedCall
-from penstock.streamer.shared.messages import CallMessage, JoinMessage, offer_of
+from penstock.streamer.shared.messages import CallMessage, JoinMessage, WelcomeMessage, offer_of
 from penstock.streamer.shared.sealed import put_values, seal
-from penstock.streamer.shared.start import join
+from penstock.streamer.shared.start import Joined, join
 from penstock.types import Item, ItemResult
 
 
@@ -311,3 +313,27 @@ async def test_frames_may_arrive_in_any_pieces(running: Running) -> None:
         for byte in b"".join(write(JoinMessage(batcher.VERSION, None))):
             await loop.sock_sendall(sock, bytes([byte]))
         assert len(FrameDecoder().feed(await receive(sock))) == 1
+
+
+async def test_batchers_that_die_before_they_answer_are_started_after_growing_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "FIRST_RETRY_S", 0.001)
+    started = []
+
+    def join_a_dying_one(*arguments: object) -> Joined:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        ours.setblocking(False)
+        started.append(ours)
+        fds = [anonymous_file(4096), anonymous_file(4096)]
+        return Joined(ours, WelcomeMessage(1, 4096, 4096, 10, 10**6, idempotent=True, loading=False), fds)
+
+    monkeypatch.setattr(client, "join", join_a_dying_one)
+    found = SharedClient("dying", None)
+    with pytest.raises(WorkerDied, match="the shared batcher that ran this call died"):
+        await call(found, 1)
+    assert len(started) == 3
+    assert found._retry_s == pytest.approx(0.004)
+    await found.close(0)
+    assert all(sock.fileno() == -1 for sock in started)
