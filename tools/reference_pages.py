@@ -74,11 +74,18 @@ _BOUND = """
 address that other machines can reach requires a token, `server.tls_client_ca`, or the option `--insecure`.
 """
 
+_DEVICES = """
+## `[devices]`
+
+Budgets of memory for the models on a device, in bytes or as a text: `"cuda:0" = "40GiB"`, `cpu = "800MB"`. Models on these
+devices are loaded when they are wanted ([Scale](scale.md)).
+"""
+
 
 def configuration_page() -> str:
     """docs/configuration.md."""
     reserved = "".join(f"- `{name}`: {meaning}\n" for name, meaning in RESERVED.items())
-    return _HEAD + reserved + "".join(_section(name, table) for name, table in SECTIONS.items())
+    return _HEAD + reserved + "".join(_section(name, table) for name, table in SECTIONS.items()) + _DEVICES
 
 
 def _section(name: str, table: Any) -> str:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from penstock._version import __version__
 from penstock.cli.platform import platform_routes
-from penstock.config.checks import LISTENERS, is_loopback, thrift_model, tokens_for
+from penstock.config.checks import LISTENERS, device_budgets, is_loopback, thrift_model, tokens_for
 from penstock.config.schema import Config, ServerConfig
 from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
@@ -112,7 +112,10 @@ class Server:
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
         observers = [self._metrics, self._records, self._statistics, self._recorder]
         engine = Engine(
-            self._config.limits, [each for each in observers if each is not None], self._config.logging.level
+            self._config.limits,
+            [each for each in observers if each is not None],
+            self._config.logging.level,
+            device_budgets(self._config.devices),
         )
         management = Management(engine, self._config, [os.getcwd()])
         self._stop.catch()

@@ -9,7 +9,15 @@ import stat
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from penstock.config.schema import MOST_INSTANCES, REMOTE, AutoscaleConfig, Config, ModelConfig, RayConfig
+from penstock.config.schema import (
+    MOST_INSTANCES,
+    REMOTE,
+    AutoscaleConfig,
+    Config,
+    ModelConfig,
+    RayConfig,
+    ResidencyConfig,
+)
 from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.types import DTYPES, TensorSpec
 
@@ -21,6 +29,8 @@ _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _TENSOR = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
 _HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)", re.ASCII)
+_UNITS = {"B": 1} | {f"{k}{i}B": (1024 if i else 1000) ** n for n, k in enumerate("KMGT", 1) for i in ("", "i")}
 _DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9._-]*(:([0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,100}))?")
 
 
@@ -28,6 +38,8 @@ def check_config(config: Config) -> None:
     """Raises ConfigError, with all reasons, if two keys contradict each other or a named file cannot serve."""
     errors = ErrorList()
     _check_models(config, errors)
+    with errors:
+        device_budgets(config.devices)
     for check in (thrift_model, _check_pool, _check_tls, _check_store):
         with errors:
             check(config)
@@ -165,6 +177,19 @@ def check_model(model: ModelConfig, where: str = "") -> None:
     _check_autoscale(model, where)
 
 
+def device_budgets(devices: Mapping[str, int | str]) -> dict[str, int]:
+    """The budgets of `[devices]` in bytes: whole numbers, or texts such as "40GiB" and "800MB". Raises ConfigError."""
+    found = {}
+    for device, value in devices.items():
+        if not _DEVICE.fullmatch(device) or device == "cuda":
+            raise ConfigError(f"devices: found {device[:100]!r}, expected for example cpu or cuda:0")
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        found[device] = int(float(match[1]) * _UNITS[match[2]]) if match else value if isinstance(value, int) else 0
+        if found[device] < 1:
+            raise ConfigError(f'devices.{device}: found {value!r}, expected bytes above 0 such as "40GiB" or "800MB"')
+    return found
+
+
 def _check_autoscale(model: ModelConfig, where: str) -> None:
     """Raises ConfigError for limits that contradict each other, or a model whose instances cannot come and go."""
     scale = model.autoscale
@@ -183,6 +208,10 @@ def _check_autoscale(model: ModelConfig, where: str) -> None:
         raise ConfigError(f"{where}autoscale: found slo_s and target_wait_s; keep one of them")
     if model.transport == "inline":
         raise ConfigError(f"{where}autoscale: the inline transport runs one instance; use 'process' or 'thread'")
+    if scale.scale_to_zero and model.residency != ResidencyConfig():
+        raise ConfigError(
+            f"{where}autoscale.scale_to_zero: found true beside [residency]; use residency.keep_alive_s instead"
+        )
     if model.batching.max_sequences:
         raise ConfigError(
             f"{where}autoscale: an instance that leaves would end the sequences on it (batching.max_sequences);"

@@ -272,6 +272,19 @@ class RayConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ] = 60.0
 
 
+class ResidencyConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[models.NAME.residency]`: memory, for a model on a device with a budget in `[devices]`."""
+
+    memory_bytes: Annotated[
+        Bytes | None, doc("of one instance on its device; by default measured at the first load, on the CPU only")
+    ] = None
+    keep_alive_s: Annotated[
+        Seconds | None,
+        doc("the model leaves after this time without a request; by default only when another one needs its memory"),
+    ] = None
+    pinned: Annotated[bool, doc("the model is loaded at the start and never leaves")] = False
+
+
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`: one model."""
 
@@ -339,6 +352,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     batching: Annotated[BatchingConfig, doc("see `[models.NAME.batching]`")] = field(default_factory=BatchingConfig)
     restart: Annotated[RestartConfig, doc("see `[models.NAME.restart]`")] = field(default_factory=RestartConfig)
     autoscale: Annotated[AutoscaleConfig, doc("see `[models.NAME.autoscale]`")] = field(default_factory=AutoscaleConfig)
+    residency: Annotated[ResidencyConfig, doc("see `[models.NAME.residency]`")] = field(default_factory=ResidencyConfig)
     ray: Annotated[RayConfig, doc("see `[models.NAME.ray]`")] = field(default_factory=RayConfig)
 
 
@@ -349,6 +363,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    devices: dict[str, int | str] = field(default_factory=dict)  # budgets, such as "40GiB"
     models: dict[str, ModelConfig] = field(default_factory=dict)
 
 
@@ -361,6 +376,7 @@ SECTIONS: dict[str, Any] = {
     "models.NAME.batching": BatchingConfig,
     "models.NAME.restart": RestartConfig,
     "models.NAME.autoscale": AutoscaleConfig,
+    "models.NAME.residency": ResidencyConfig,
     "models.NAME.ray": RayConfig,
 }
 

@@ -308,7 +308,8 @@ class BatchRecord(Struct):
 
 
 class ModelSnapshot(Struct):
-    """The state of one model version. `scheduler` is what its scheduler explains, `pids` its processes by slot."""
+    """The state of one model version. `scheduler` is what its scheduler explains, `pids` its processes by slot,
+    `resident` what is known of its memory on devices with a budget."""
 
     status: ModelStatus
     in_flight: int = 0
@@ -317,6 +318,7 @@ class ModelSnapshot(Struct):
     max_queue_rows: int = 0
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)
+    resident: Mapping[str, Any] | None = None
 
 
 class HttpSnapshot(Struct):
@@ -334,6 +336,7 @@ class ServerSnapshot(Struct):
     pool_used_bytes: int = 0
     pool_capacity_bytes: int = 0
     http: HttpSnapshot | None = None
+    devices: Sequence[tuple[str, int, int]] = ()  # (device, budget in bytes, bytes of its models)
 
 
 class Observer:

@@ -104,7 +104,9 @@ class NodeEngine:
     def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int, bucket: str, nbytes: int) -> Call:
         """Queues an item whose `data` has `nbytes` bytes. Raises ModelNotReady, DeadlineExceeded."""
         if self.batcher is None or self.handle.state != "READY":  # the handle rejects it, or waits for an instance
-            return self.handle.submit(item, sink, budget_s, priority)
+            call = self.handle.submit(item, sink, budget_s, priority)
+            assert isinstance(call, Call), "a node is no resident model"
+            return call
         self.row_bytes += (nbytes - self.row_bytes) * (0.1 if self.row_bytes else 1.0)
         return self.batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, field
@@ -69,6 +70,59 @@ class Call(Struct, eq=False):
             self.sink = None
             self.end = "cancelled"
             self.on_cancel(self)
+
+
+class EarlyRequest:
+    """A request that waits for the first worker of its model, for at most `timeout_s` and its budget.
+
+    `label` is that of a Call.
+    """
+
+    def __init__(self, item: Item, sink: Sink, budget_s: float | None, priority: int, timeout_s: float | None) -> None:
+        self.label = ""
+        self._call: Call | EarlyRequest | None = None
+        self._item, self._sink, self._priority = item, sink, priority
+        self._deadline_s = None if budget_s is None else time.monotonic() + budget_s
+        self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            wait_s = timeout_s if budget_s is None else min(budget_s, timeout_s)
+            late = DeadlineExceeded("the request waited too long for its model to load")
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self.fail, late)
+
+    def cancel(self) -> None:
+        """Abandons the request."""
+        if self._call is not None:
+            self._call.cancel()
+        elif self._end():
+            release(self._item)
+
+    def forward(self, submit: Callable[[Item, Sink, float | None, int], Call | EarlyRequest]) -> None:
+        """Submits the request, or answers it with the error."""
+        if self._end():
+            left_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
+            try:
+                self._call = submit(self._item, self._sink, left_s, self._priority)
+                self._call.label = self.label
+            except PenstockError as e:
+                self._sink(ItemResult(error=self.error(e)))
+
+    def fail(self, error: PenstockError) -> None:
+        """Answers the request with an error, unless it has left."""
+        if self._end():
+            release(self._item)
+            self._sink(ItemResult(error=self.error(error)))
+
+    def error(self, error: PenstockError) -> PenstockError:
+        """The error as the caller's API names it."""
+        return error
+
+    def _end(self) -> bool:
+        """True once."""
+        if self._timer is not None:
+            self._timer.cancel()
+        first, self._ended = not self._ended, True
+        return first
 
 
 class RunningBatch(Struct, eq=False):

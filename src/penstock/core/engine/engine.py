@@ -12,9 +12,10 @@ from msgspec import structs
 from penstock.config.checks import check_model
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
-from penstock.core.engine.calls import Call, notify, release
+from penstock.core.engine.calls import Call, EarlyRequest, notify, release
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.registry import ModelRegistry
+from penstock.core.engine.residency import ResidencyManager
 from penstock.core.engine.rules import devices_of, sequence_of
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
@@ -51,15 +52,21 @@ class Engine:
     """
 
     def __init__(
-        self, limits: LimitsConfig | None = None, observers: Sequence[Observer] = (), log_level: str = ""
+        self,
+        limits: LimitsConfig | None = None,
+        observers: Sequence[Observer] = (),
+        log_level: str = "",
+        budgets: Mapping[str, int] | None = None,
     ) -> None:
-        """With `log_level`, the output and the log records of workers appear in the log of this process."""
+        """With `log_level`, the output and the log records of workers appear in the log of this process. `budgets`: the
+        bytes of each device that models may use; they are then loaded when they are wanted."""
         self._limits = limits or LimitsConfig()
         self._observers = tuple(observers)
         self._registry = ModelRegistry()
         self._live: set[ModelHandle] = set()  # includes hidden ones, which load or drain
         self._pool: SlabPool | None = None
         self.log_level = log_level
+        self._residency = ResidencyManager(budgets or {})
         self.draining = False
 
     async def __aenter__(self) -> Engine:
@@ -80,7 +87,7 @@ class Engine:
         handle = self.prepare(name, config, target=target, sys_path=sys_path)
         try:
             self._registry.add(handle)
-            await handle.load()
+            await self._bring_up(handle)
         except BaseException:
             await self.retire(handle, 0)
             raise
@@ -93,7 +100,7 @@ class Engine:
         """
         try:
             try:
-                await handle.load()
+                await self._bring_up(handle)
             except (LoadFailed, ConfigError) as e:
                 if not keep:
                     raise
@@ -111,6 +118,13 @@ class Engine:
             raise
         if old is not None:
             await self.retire(old, drain_s)
+
+    async def _bring_up(self, handle: ModelHandle) -> None:
+        """Loads a version, or leaves that to its first request."""
+        if self._residency.manages(handle):
+            await self._residency.add(handle)
+        else:
+            await handle.load()
 
     def prepare(
         self,
@@ -173,6 +187,7 @@ class Engine:
     async def retire(self, handle: ModelHandle, drain_s: float) -> None:
         """Hides a handle at once, answers its accepted requests and ends its workers."""
         self._registry.remove(handle)
+        self._residency.remove(handle)
         try:
             await handle.close(drain_s)
         finally:
@@ -207,6 +222,7 @@ class Engine:
     async def close(self, drain_s: float = 30.0) -> None:
         """Answers accepted requests for at most `drain_s`, then ends every worker."""
         self.draining = True
+        self._residency.close()
         await asyncio.gather(*(handle.close(drain_s) for handle in self._live))
         for handle in list(self._registry):
             self._registry.remove(handle)
@@ -238,7 +254,7 @@ class Engine:
         *,
         budget_s: float | None = None,
         priority: int = 0,
-    ) -> Call:
+    ) -> Call | EarlyRequest:
         """Queues one item; see `Backend.submit`."""
         registry = self._registry
         try:
@@ -374,9 +390,10 @@ class Engine:
         """The state of the models and the pool, for the metric gauges."""
         models = {(h.name, h.version): h for h in (*self._live, *self._registry)}  # visible ones win
         readings = [models[key].reading() for key in sorted(models)]
+        devices = self._residency.snapshot()
         if self._pool is None:
-            return ServerSnapshot(readings)
-        return ServerSnapshot(readings, self._pool.in_use_bytes, self._pool.capacity_bytes)
+            return ServerSnapshot(readings, devices=devices)
+        return ServerSnapshot(readings, self._pool.in_use_bytes, self._pool.capacity_bytes, devices=devices)
 
     def allocate(self, nbytes: int) -> Slab | None:
         return self.pool.allocate(nbytes)

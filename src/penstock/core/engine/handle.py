@@ -11,13 +11,14 @@ from msgspec import structs
 from penstock.config.schema import AutoscaleConfig, BatchingConfig, with_options
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.none import Unbatched
+from penstock.core.batching.residency import ResidentModel
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.sequences import SequenceLimits, SequenceTable
 from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.autoscaling import LoadScaler
 from penstock.core.engine.batcher import Batcher
-from penstock.core.engine.calls import Call, notify, overriding, reason_of
+from penstock.core.engine.calls import Call, EarlyRequest, notify, overriding, reason_of
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import (
     bucket_rule,
@@ -32,7 +33,7 @@ from penstock.core.engine.upkeep import Upkeep
 from penstock.core.tensors import nbytes_of
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
-from penstock.errors import Conflict, ModelNotReady
+from penstock.errors import Conflict, ModelNotReady, PenstockError, QueueFull
 from penstock.types import Item, ModelMetadata, ModelStatus, Ready, Sink
 
 log = logging.getLogger("penstock.engine")
@@ -44,7 +45,7 @@ _MAX_RESTART_WAIT_S = 1.0  # requests wait for a worker that restarts within thi
 class ModelHandle:
     """Owns the instances, scheduler and batcher of one model version, and its state.
 
-    `policy` makes a batching policy that overrides the configured one. The 23 attributes are the parts it owns and what
+    `policy` makes a batching policy that overrides the configured one. The 26 attributes are the parts it owns and what
     every request reads of them, looked up once.
     """
 
@@ -76,6 +77,9 @@ class ModelHandle:
         self._broken = False
         self.sequences: SequenceTable | None = None  # of a model with `max_sequences`
         self.instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
+        self.resident: ResidentModel | None = None  # of a model that an engine with budgets loads and unloads
+        self.on_wanted: Callable[[], None] | None = None  # for a resident model: a request came while it is not up
+        self._early: list[EarlyRequest] = []  # requests that wait for the first worker
         self.scaler: LoadScaler | None = None
         self.follow_load(spec.config.autoscale)
         if spec.config.transport not in ("inline", "thread"):
@@ -116,6 +120,7 @@ class ModelHandle:
         """Answers accepted requests for at most `drain_s`, then ends every worker."""
         self.state = "DRAINING"
         self.follow_load(AutoscaleConfig())
+        self.fail_waiting(ModelNotReady(f"model '{self.name}' was stopped before the request ran"))
         self.instances.closing()
         end = time.monotonic() + drain_s
         if self.batcher is not None and not await self.batcher.drain(drain_s):
@@ -183,8 +188,10 @@ class ModelHandle:
             return
         if self.instances.up and not self._broken:
             self.state = "READY"
+            if self._early:
+                self._forward_early()
         elif self.state != "LOADING" or self.instances.loaded:
-            starts = self.scaler is not None and self.scaler.autoscaler.limits.zero
+            starts = self.resident is not None or (self.scaler is not None and self.scaler.autoscaler.limits.zero)
             self.state = "IDLE" if starts and not self._broken and not self.instances.failing else "FAILED"
 
     @property
@@ -194,13 +201,17 @@ class ModelHandle:
 
     # ---- requests
 
-    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call:
+    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call | EarlyRequest:
         """Queues one item. Raises ModelNotReady, QueueFull, DeadlineExceeded, BadRequest."""
         if self._arrival_observers:
             notify(self._arrival_observers, "on_arrival", self.name, self.version)
         try:
             batcher = self.batcher
             if batcher is None or self.state != "READY":
+                if self.state == "IDLE" and self.on_wanted is not None:
+                    self.on_wanted()
+                    if batcher is None:
+                        return self._wait(item, sink, budget_s, priority)
                 self._refuse(batcher)
                 assert batcher is not None
             if item.codec != OBJECT and (self._custom_rows or traits_of(item.codec).peek is not None):
@@ -223,6 +234,27 @@ class ModelHandle:
         except Exception as e:
             notify(self._observers, "on_reject", self.name, self.version, reason_of(e))
             raise
+
+    def _wait(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> EarlyRequest:
+        """Keeps a request until the first worker is up. Raises QueueFull."""
+        config = self.config.batching
+        most = queue_bound(config, self._most_instances, _DEFAULT_BATCH)
+        if len(self._early) >= most:
+            raise QueueFull(f"the queue is full ({most} requests wait for the model to load): try again later")
+        early = EarlyRequest(item, sink, budget_s, priority, config.timeout_s)
+        self._early.append(early)
+        return early
+
+    def _forward_early(self) -> None:
+        early, self._early = self._early, []
+        for request in early:
+            request.forward(self.submit)
+
+    def fail_waiting(self, error: PenstockError) -> None:
+        """Answers the requests that wait for the first worker."""
+        early, self._early = self._early, []
+        for request in early:
+            request.fail(error)
 
     def _refuse(self, batcher: Batcher | None) -> None:
         """Raises ModelNotReady, unless the request starts a worker, or one restarts soon."""
@@ -268,13 +300,19 @@ class ModelHandle:
     @property
     def pending(self) -> int:
         """The number of accepted requests without an answer."""
-        return self.batcher.pending if self.batcher else 0
+        return self.batcher.pending if self.batcher else len(self._early)
+
+    @property
+    def requests(self) -> int:
+        """The number of rows that arrived since the start."""
+        return self.batcher.scheduler.arrived_rows if self.batcher else len(self._early)
 
     def reading(self) -> ModelSnapshot:
         """The values for the metric gauges."""
         batcher = self.batcher
+        resident = None if self.resident is None else self.resident.explain()
         if batcher is None:
-            return ModelSnapshot(self.status())
+            return ModelSnapshot(self.status(), resident=resident)
         scheduler = batcher.scheduler
         return ModelSnapshot(
             status=self.status(),
@@ -284,11 +322,17 @@ class ModelHandle:
             max_queue_rows=scheduler.max_queue,
             scheduler=scheduler.explain(),
             pids=self.instances.pids(),
+            resident=resident,
         )
 
     def statistics(self) -> dict[str, object]:
-        """The statistics of the scheduler and the autoscaler; empty before the first worker is up."""
-        if self.batcher is None:
-            return {}
-        scaling = {} if self.scaler is None else {"autoscale": self.scaler.explain()}
-        return {"mode": self.mode, **self.batcher.scheduler.explain(), **scaling}
+        """The statistics of the scheduler, the autoscaler and the residency; those of the former two once a worker was
+        up."""
+        found: dict[str, object] = {}
+        if self.batcher is not None:
+            found = {"mode": self.mode, **self.batcher.scheduler.explain()}
+        if self.scaler is not None:
+            found["autoscale"] = self.scaler.explain()
+        if self.resident is not None:
+            found["residency"] = self.resident.explain()
+        return found

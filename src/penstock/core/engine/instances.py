@@ -71,6 +71,7 @@ class Instances:
         self._observers = observers
         self._on_up, self._on_change = on_up, on_change
         self._slots = {slot: Instance(device) for slot, device in enumerate(devices)}
+        self._full = len(devices)
         self._batcher: Batcher | None = None
         self.broken = False  # the scheduler failed: it receives no more slot changes
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -194,6 +195,17 @@ class Instances:
                 await self._grow(missing, drain_s)
             elif missing < 0:
                 await self._take_away(self._least_used()[:-missing], drain_s)
+
+    async def bring_up(self, drain_s: float) -> None:
+        """Returns when all instances are up, the first time those that it was made with. Raises LoadFailed."""
+        if self.loaded:
+            await self.scale(self._full, drain_s)
+        else:
+            await self.load()
+
+    async def leave(self, drain_s: float) -> None:
+        """Ends every instance after its batches, until `bring_up`."""
+        await self._take_away(list(self._seen()), drain_s)
 
     def follow(self, number: int, drain_s: float) -> None:
         """Begins to start or to remove instances, until there are `number`. One that does not load counts too: its

@@ -111,6 +111,9 @@ _HOLDS = _counter("penstock_holds_total", "Holds of an idle worker that waited f
 _HELD = _counter("penstock_held_seconds_total", "Time for which idle workers were held for more requests.")
 _POOL_USED = Family("penstock_pool_used_bytes", "gauge", (), "Shared memory in use for large payloads.")
 _POOL = Family("penstock_pool_capacity_bytes", "gauge", (), "Shared memory reserved for large payloads.")
+_BUDGET = Family("penstock_device_budget_bytes", "gauge", ("device",), "Memory that models may use, of `[devices]`.")
+_RESIDENT = Family("penstock_device_resident_bytes", "gauge", ("device",), "Memory of the models that are loaded.")
+_EVICTIONS = _counter("penstock_evictions_total", "How often the model left memory for another one or unused.")
 _CONNECTIONS = Family("penstock_http_connections", "gauge", (), "Open connections of the inference listener.")
 _REFUSED = Family(
     "penstock_http_connections_refused_total", "counter", (), "Connections refused because of limits.max_connections."
@@ -283,6 +286,10 @@ def _write_gauges(page: Page, now: ServerSnapshot) -> None:
         (((*_key(m), str(k)), float(n)) for m, kinds in holds if isinstance(kinds, Mapping) for k, n in kinds.items()),
     )
     page.write(_HELD, ((_key(m), _number(m.scheduler, "held_s")) for m in now.models))
+    resident = [(m, m.resident) for m in now.models if m.resident is not None]
+    page.write(_EVICTIONS, ((_key(m), _number(found, "evictions")) for m, found in resident))
+    page.write(_BUDGET, (((device,), budget) for device, budget, _ in now.devices))
+    page.write(_RESIDENT, (((device,), used) for device, _, used in now.devices))
     page.write(_POOL_USED, [((), now.pool_used_bytes)])
     page.write(_POOL, [((), now.pool_capacity_bytes)])
     if now.http is not None:

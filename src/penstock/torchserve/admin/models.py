@@ -6,12 +6,11 @@ and happen once per request.
 
 import asyncio
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from msgspec import Struct, field
 
-from penstock.core.engine.calls import Call, release
+from penstock.core.engine.calls import EarlyRequest
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.registry import TrafficSplit
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull
@@ -19,42 +18,23 @@ from penstock.torchserve.admin.model_spec import ModelSpec, VersionRequest
 from penstock.torchserve.archive.store import UnpackedArchive
 from penstock.torchserve.metrics.observer import UNVERSIONED
 from penstock.torchserve.protocol.api import ApiError, no_worker
-from penstock.types import Item, ItemResult, Sink
+from penstock.types import Item, Sink
 
 MAX_SHOWN = 100  # characters of a client's name that a message shows
 
-Submit = Callable[[Item, Sink, float | None, int], Call]
 
-
-class PendingRequest:
+class PendingRequest(EarlyRequest):
     """A request that waits for the first worker, as in TorchServe's queue; `target` is its model and version."""
 
     def __init__(
         self, item: Item, sink: Sink, budget_s: float | None, priority: int, target: tuple[str, str | None]
     ) -> None:
-        self._item, self._sink, self._priority, self._target = item, sink, priority, target
-        self._deadline_s = None if budget_s is None else time.monotonic() + budget_s
-        self._call: Call | None = None
-        self._ended = False
+        super().__init__(item, sink, budget_s, priority, None)
+        self._target = target
+        self.label = target[1] or UNVERSIONED
 
-    def cancel(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-        elif not self._ended:
-            self._ended = True
-            release(self._item)
-
-    def forward(self, submit: Submit) -> None:
-        """Submits the request to the engine, or answers it with the engine's error."""
-        if self._ended:
-            return
-        self._ended = True
-        left_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
-        try:
-            self._call = submit(self._item, self._sink, left_s, self._priority)
-            self._call.label = self._target[1] or UNVERSIONED
-        except PenstockError as e:
-            self._sink(ItemResult(error=submit_error(e, *self._target)))
+    def error(self, error: PenstockError) -> PenstockError:
+        return submit_error(error, *self._target)
 
 
 def submit_error(error: PenstockError, model: str, version: str | None) -> PenstockError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from penstock.config.schema import AutoscaleConfig, ModelConfig
-from penstock.core.engine.calls import Call
+from penstock.core.engine.calls import Call, EarlyRequest
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.worker.devices import visible_gpus
@@ -153,7 +153,7 @@ class WorkerManager:
     def _forward_pending(self, version: ModelVersion) -> None:
         """Submits the requests that waited for the first worker; without a worker they fail."""
 
-        def submit(item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call:
+        def submit(item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call | EarlyRequest:
             return self._engine.submit(version.name, version.version, item, sink, budget_s=budget_s, priority=priority)
 
         pending, version.pending = version.pending, []

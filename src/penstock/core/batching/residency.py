@@ -1,0 +1,169 @@
+"""Residency: which models are in the memory of the devices, and which leaves for another. Pure; time is an argument.
+
+Every device has a budget in bytes. A model that is wanted and does not fit takes the place of the least valuable ones.
+The value of a model is what its absence costs, per byte: the rate of its requests x the time of its load (the greedy
+dual size frequency rule of web caches, without its aging; rates fade instead).
+"""
+
+import math
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from penstock.errors import ConfigError
+
+MEMORY_S = 3600.0  # requests count in a model's rate for about this time
+STAY_S = 1.0  # a model with requests stays at least this long, or four times its load if that is longer
+_LOADS = 4.0
+OUT_OF_MEMORY = 1.25  # factor on the estimate of a model whose load ran out of memory
+
+
+class ResidentModel(Struct, eq=False):
+    """One model version. `need` has its bytes on each device, 0 if not known yet; `memory_declared`: from its section.
+
+    `requests` counts since its start. `since_s` is the time of the last move: "out", "loading", "in" or "leaving".
+    """
+
+    key: tuple[str, str]
+    need: dict[str, int]
+    pinned: bool = False
+    keep_alive_s: float = math.inf
+    declared: bool = False
+    place: str = "out"
+    since_s: float = 0.0
+    used_s: float = -math.inf
+    load_s: float = 1.0  # learned
+    requests: int = 0
+    rate: float = 0.0  # requests in about MEMORY_S seconds
+    rated_s: float = 0.0
+    rated: int = 0  # requests that are in `rate`
+    loads: int = 0
+    evictions: int = 0
+    reason: str = ""  # of its last move
+
+    @property
+    def size(self) -> int:
+        return sum(self.need.values())
+
+    def value(self, now: float) -> float:
+        """Seconds of waiting that a byte saves."""
+        fade = math.exp(min(0.0, self.rated_s - now) / MEMORY_S)
+        self.rate = self.rate * fade + self.requests - self.rated
+        self.rated, self.rated_s = self.requests, now
+        return self.rate * self.load_s / max(1, self.size)
+
+    def explain(self) -> dict[str, object]:
+        """The statistics of one model, for people."""
+        return {
+            "place": self.place,
+            "reason": self.reason,
+            "bytes": dict(self.need),
+            "load_s": self.load_s,
+            "rate": self.rate / MEMORY_S,
+            "loads": self.loads,
+            "evictions": self.evictions,
+            "pinned": self.pinned,
+        }
+
+    def move(self, place: str, reason: str, now: float) -> None:
+        self.place, self.reason, self.since_s = place, reason, now
+
+
+class Residency:
+    """The models of an engine whose devices have budgets, and those with `keep_alive_s`."""
+
+    def __init__(self, budgets: Mapping[str, int]) -> None:
+        self.budgets = dict(budgets)
+        self.models: dict[tuple[str, str], ResidentModel] = {}
+
+    def add(self, model: ResidentModel) -> None:
+        """Raises ConfigError if it can never be loaded."""
+        others = {d: sum(m.need.get(d, 0) for m in self.models.values() if m.pinned) for d in self.budgets}
+        for device, need in model.need.items():
+            free = self.budgets.get(device, need) - others.get(device, 0)
+            if need > free:
+                pinned = f", of which pinned models hold {others[device]:,}" if others[device] else ""
+                raise ConfigError(
+                    f"model '{model.key[0]}' needs {need:,} bytes of {device}, and its budget is"
+                    f" {self.budgets[device]:,} bytes{pinned}: raise it in [devices]"
+                )
+        self.models[model.key] = model
+
+    def used(self, device: str) -> int:
+        """Bytes of the models that are on a device, come or leave."""
+        return sum(m.need.get(device, 0) for m in self.models.values() if m.place != "out")
+
+    def reservation(self, model: ResidentModel) -> dict[str, int]:
+        """What `model` needs; of a size that is not known yet, as much as the largest known model of the device."""
+        known = [m.need for m in self.models.values() if m.size]
+        return {d: n or max((other.get(d, 0) for other in known), default=0) for d, n in model.need.items()}
+
+    def make_room(
+        self, model: ResidentModel, busy: Mapping[tuple[str, str], int], now: float
+    ) -> list[ResidentModel] | None:
+        """The models that must leave, besides those that are leaving, before `model` can be loaded: the least valuable
+        first. None: too many have requests.
+
+        `busy` counts the waiting and running requests of models. A model with requests leaves only after it has stayed
+        for a while, so that everyone gets a turn.
+        """
+        missing = {}
+        for device, need in self.reservation(model).items():
+            if device in self.budgets:
+                missing[device] = self.used(device) + need - self.budgets[device]
+        coming = [m for m in self.models.values() if m.place == "leaving"]
+        for device in missing:
+            missing[device] -= sum(m.need.get(device, 0) for m in coming)
+        leaving: list[ResidentModel] = []
+        if all(n <= 0 for n in missing.values()):
+            return leaving
+        candidates = [m for m in self.models.values() if m.place == "in" and not m.pinned and m is not model]
+        candidates.sort(key=lambda m: (busy.get(m.key, 0) > 0, m.value(now), m.used_s))
+        for other in candidates:
+            if not any(missing[d] > 0 and other.need.get(d) for d in missing):
+                continue
+            if busy.get(other.key) and now < other.since_s + max(STAY_S, _LOADS * other.load_s):
+                continue
+            leaving.append(other)
+            for device in missing:
+                missing[device] -= other.need.get(device, 0)
+            if all(n <= 0 for n in missing.values()):
+                return leaving
+        return None
+
+    def fits(self, model: ResidentModel) -> bool:
+        """Whether `model` can be loaded now."""
+        need = self.reservation(model)
+        return all(self.used(d) + n <= self.budgets.get(d, math.inf) for d, n in need.items())
+
+    def expired(self, busy: Mapping[tuple[str, str], int], now: float) -> list[ResidentModel]:
+        """The models that nobody used for `keep_alive_s`."""
+        return [
+            m
+            for m in self.models.values()
+            if m.place == "in" and not m.pinned and not busy.get(m.key) and now >= m.used_s + m.keep_alive_s
+        ]
+
+    def next_expiry(self) -> float:
+        """The earliest time at which a model that stays unused leaves; infinite if none does."""
+        return min((m.used_s + m.keep_alive_s for m in self.models.values() if m.place == "in"), default=math.inf)
+
+    def loaded(self, model: ResidentModel, measured: Mapping[str, int], seconds: float, now: float) -> list[str]:
+        """Learns from a load. Returns the devices on which the model took more than it declared."""
+        model.loads += 1
+        model.load_s += (seconds - model.load_s) / min(model.loads, 4)
+        more = [d for d, n in measured.items() if model.declared and n > model.need.get(d, 0)]
+        for device, nbytes in measured.items():
+            if not model.declared or device in more:
+                model.need[device] = nbytes
+        return more
+
+    def ran_out(self, model: ResidentModel) -> bool:
+        """Corrects the estimate of a model whose load ran out of memory. False: it needs more than there can be."""
+        can = False
+        for device, need in self.reservation(model).items():
+            most = self.budgets.get(device, 0)
+            if need < most:
+                model.need[device] = min(most, max(need + 1, int(need * OUT_OF_MEMORY)))
+                can = True
+        return can

@@ -1,0 +1,147 @@
+"""`[devices]` and `[models.NAME.residency]` on a real server: models come with their requests and leave for others."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SOURCE = """
+    import os
+    import time
+    from pathlib import Path
+
+    class Large:
+        def load(self, device):
+            Path("loads").open("a").write("x")
+            self.memory = b"x" * 40_000_000
+            time.sleep(0.1)
+
+        def predict(self, items):
+            return [os.getpid()] * len(items)
+
+    class Broken(Large):
+        def load(self, device):
+            raise RuntimeError("no weights")
+
+    class Greedy(Large):
+        def load(self, device):
+            super().load(device)
+            if not Path("enough").exists():
+                Path("enough").touch()
+                raise MemoryError
+"""
+DECLARED = 100_000_000
+
+
+def config(budget: str, models: dict[str, dict[str, Any]], **server: Any) -> str:
+    """The text of a penstock.toml with models of `app.py`."""
+    lines = [
+        "[server]",
+        *(f"{key} = {json.dumps(value)}" for key, value in server.items()),
+        "[devices]",
+        f"cpu = {budget!r}",
+    ]
+    for name, keys in models.items():
+        lines += [f"[models.{name}]", f'target = "app.py:{keys.pop("target", "Large")}"', f"[models.{name}.residency]"]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in {"memory_bytes": DECLARED, **keys}.items()]
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def start(serve: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    def begin(budget: str, models: dict[str, dict[str, Any]], **server: Any) -> Any:
+        (tmp_path / "penstock.toml").write_text(config(budget, models, **server))
+        return serve(SOURCE, "penstock.toml")
+
+    return begin
+
+
+def ask(server: Any, model: str) -> int:
+    status, body = server.post(f"/predictions/{model}", b"1")
+    assert status == 200, body
+    return int(body)
+
+
+def test_models_load_with_their_first_request_and_leave_for_others(start: Callable[..., Any], tmp_path: Path) -> None:
+    server = start("310MB", {f"m{k}": {} for k in range(6)}, management=True)
+    assert server.get("/readyz")[0] == 200
+    assert not (tmp_path / "loads").exists()
+    assert server.metric("penstock_model_state", state="IDLE") == 6
+    most = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            most.append(len(psutil.Process(server.process.pid).children()))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda k: ask(server, f"m{k % 6}"), range(120)))
+    ended.set()
+    watcher.join()
+    assert len(answers) == 120
+    assert server.metric("penstock_device_budget_bytes", device="cpu") == 310_000_000
+    assert 0 < server.metric("penstock_device_resident_bytes", device="cpu") <= 310_000_000
+    assert server.metric("penstock_evictions_total") >= 3
+    assert server.metric("penstock_workers_up") <= 3
+    seen = [json.loads(server.get(f"/models/m{k}/1", "management")[1]) for k in range(6)]
+    places = [one["learned"]["residency"]["place"] for one in seen]
+    assert places.count("in") <= 3, seen
+    assert max(most) <= 3 + 1  # three models, and the process that starts workers
+
+
+def test_a_model_that_nobody_uses_leaves_and_a_pinned_one_stays(start: Callable[..., Any]) -> None:
+    server = start("1GB", {"often": {"pinned": True}, "rare": {"keep_alive_s": 0.5}})
+    assert server.metric("penstock_workers_up", model="often") == 1
+    first = ask(server, "rare")
+    end = time.monotonic() + 20
+    while server.metric("penstock_workers_up", model="rare"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert server.metric("penstock_workers_up", model="often") == 1
+    assert server.metric("penstock_device_resident_bytes", device="cpu") == DECLARED
+    assert ask(server, "rare") != first
+
+
+def test_a_load_that_fails_is_told_to_all_that_wait_for_it(start: Callable[..., Any]) -> None:
+    server = start("310MB", {"broken": {"target": "Broken"}, "good": {}})
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: server.post("/predictions/broken", b"1"), range(8)))
+    assert {status for status, _ in found} == {503}
+    assert "no weights" in server.said()
+    assert "no weights" not in str(found)
+    assert ask(server, "good")
+    assert server.metric("penstock_device_resident_bytes", device="cpu") == DECLARED
+
+
+def test_a_load_without_memory_is_repeated_with_more_room(start: Callable[..., Any]) -> None:
+    server = start("250MB", {"one": {}, "two": {}, "greedy": {"target": "Greedy"}})
+    ask(server, "one")
+    ask(server, "two")
+    ask(server, "greedy")
+    assert server.metric("penstock_device_resident_bytes", device="cpu") > DECLARED * 1.2
+    assert "more_memory" in server.said()
+
+
+@pytest.mark.parametrize(
+    ("budget", "keys", "words"),
+    [
+        ("50MB", {}, "needs 100,000,000 bytes of cpu, and its budget is 50,000,000 bytes"),
+        ("many", {}, "devices.cpu: found 'many', expected bytes above 0"),
+        ("-1GB", {}, "devices.cpu: found '-1GB', expected bytes above 0"),
+    ],
+)
+def test_a_budget_that_holds_no_model_is_refused_at_the_start(
+    start: Callable[..., Any], budget: str, keys: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        start(budget, {"m": keys})

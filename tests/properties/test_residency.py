@@ -1,0 +1,174 @@
+"""Models in the memory of devices, over random requests: the budget is kept, and everyone is loaded in the end."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.batching.residency import Residency, ResidentModel
+from penstock.errors import ConfigError
+
+LOAD_S = 0.2
+
+
+class Shell:
+    """The moves of a ResidencyManager in virtual time: a load takes LOAD_S, a departure none, an answer none."""
+
+    def __init__(self, residency: Residency, load_s: float = LOAD_S) -> None:
+        self.residency, self.load_s = residency, load_s
+        self.waiting: dict[ResidentModel, int] = {}  # model -> requests, in order of the first one
+        self.loading: dict[ResidentModel, float] = {}  # model -> end
+        self.hits = self.answered = self.requests = 0
+        self.now = 0.0
+
+    def request(self, model: ResidentModel, now: float) -> None:
+        self.until(now)
+        self.requests += 1
+        model.requests += 1
+        model.used_s = now
+        if model.place == "in":
+            self.hits += 1
+            self.answered += 1
+        else:
+            self.waiting[model] = self.waiting.get(model, 0) + 1
+        self.turn()
+
+    def until(self, now: float) -> None:
+        """Lets everything happen that is due."""
+        while self.loading and min(self.loading.values()) <= now:
+            model = min(self.loading, key=lambda m: self.loading[m])
+            self.now = self.loading.pop(model)
+            self.residency.loaded(model, {}, self.load_s, self.now)
+            model.move("in", "requested", self.now)
+            self.answered += self.waiting.pop(model, 0)
+            self.turn()
+        self.now = now
+        self.turn()
+
+    def turn(self) -> None:
+        residency = self.residency
+        for model in residency.expired({}, self.now):
+            model.move("out", "unused", self.now)
+        for model in [m for m in self.waiting if m.place == "out"]:
+            leaving = residency.make_room(model, {}, self.now)
+            for other in leaving or ():
+                assert other.place == "in"
+                assert not other.pinned
+                other.move("out", "room", self.now)
+            if leaving is None or not residency.fits(model):
+                break
+            model.move("loading", "requested", self.now)
+            self.loading[model] = self.now + self.load_s
+        for device, budget in residency.budgets.items():
+            assert residency.used(device) <= budget
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.sampled_from([0.5, math.inf])), min_size=1, max_size=12),
+    st.integers(60, 120),
+    st.lists(st.tuples(st.integers(0, 11), st.floats(0, 2)), max_size=60),
+)
+def test_the_budget_is_kept_and_every_request_is_answered(
+    sizes: list[tuple[int, bool, float]], budget: int, requests: list[tuple[int, float]]
+) -> None:
+    residency = Residency({"cpu": budget, "cuda:0": budget})
+    models = []
+    pinned = 0
+    for k, (size, pin, keep_alive_s) in enumerate(sizes):
+        pin = pin and pinned + size <= budget - 60  # the largest other one still fits
+        device = "cuda:0" if k % 2 else "cpu"
+        model = ResidentModel((str(k), "1"), {device: size}, pin, keep_alive_s, declared=True)
+        residency.add(model)
+        models.append(model)
+        if pin:
+            pinned += size
+            model.move("in", "pinned", 0.0)
+    shell, now = Shell(residency), 0.0
+    for number, pause in requests:
+        now += pause
+        shell.request(models[number % len(models)], now)
+    shell.until(now + LOAD_S * (len(models) + 1))
+    assert shell.answered == len(requests)
+    assert all(model.place == "in" for model in models if model.pinned)
+
+
+def least_misses(arrivals: list[int], places: int) -> int:
+    """Misses of Belady's rule: the model whose next request is the farthest away leaves."""
+    following, last = [0] * len(arrivals), {}
+    for k in range(len(arrivals) - 1, -1, -1):
+        following[k] = last.get(arrivals[k], len(arrivals))
+        last[arrivals[k]] = k
+    inside: dict[int, int] = {}
+    misses = 0
+    for k, model in enumerate(arrivals):
+        if model not in inside:
+            misses += 1
+            if len(inside) >= places:
+                del inside[max(inside, key=lambda m: inside[m])]
+        inside[model] = following[k]
+    return misses
+
+
+@pytest.mark.parametrize(("exponent", "share"), [(1.0, 0.85), (1.2, 0.9)])  # with known rates it is 0.89 and 0.93
+def test_a_hundred_models_in_the_memory_of_ten_are_there_nearly_as_often_as_they_can_be(
+    exponent: float, share: float
+) -> None:
+    rng = random.Random(3)
+    arrivals = rng.choices(range(100), [1 / k**exponent for k in range(1, 101)], k=20_000)
+    residency = Residency({"cpu": 10**9})
+    models = [ResidentModel((str(k), "1"), {"cpu": 10**8}, declared=True) for k in range(100)]
+    for model in models:
+        residency.add(model)
+    shell, now = Shell(residency), 0.0
+    for k in arrivals:
+        now += rng.expovariate(5.0)
+        shell.request(models[k], now)
+    shell.until(now + 100)
+    assert shell.answered == len(arrivals)
+    best = 1 - least_misses(arrivals, 10) / len(arrivals)
+    found = 1 - sum(model.loads for model in models) / len(arrivals)
+    assert found >= share * best, (found, best, shell.hits / len(arrivals))
+
+
+def test_a_model_with_requests_keeps_its_place_for_a_while() -> None:
+    residency = Residency({"cpu": 10})
+    one, two = (ResidentModel((name, "1"), {"cpu": 8}, declared=True, load_s=0.1) for name in "ab")
+    residency.add(one)
+    residency.add(two)
+    one.move("in", "requested", 0.0)
+    busy = {("a", "1"): 3}
+    assert residency.make_room(two, busy, 0.5) is None
+    assert residency.make_room(two, busy, 1.5) == [one]
+    assert residency.make_room(two, {}, 0.5) == [one]
+
+
+def test_memory_is_learned_from_loads() -> None:
+    residency = Residency({"cpu": 100})
+    first, second = ResidentModel(("a", "1"), {"cpu": 0}), ResidentModel(("b", "1"), {"cpu": 0})
+    declared = ResidentModel(("c", "1"), {"cpu": 20}, declared=True)
+    for model in (first, second, declared):
+        residency.add(model)
+    assert residency.loaded(first, {"cpu": 60}, 1.0, 0.0) == []
+    assert residency.reservation(second) == {"cpu": 60}, "as the largest known one"
+    assert residency.loaded(declared, {"cpu": 10}, 1.0, 0.0) == []
+    assert declared.need == {"cpu": 20}
+    assert residency.loaded(declared, {"cpu": 30}, 1.0, 0.0) == ["cpu"]
+    assert declared.need == {"cpu": 30}
+    needs = []
+    while residency.ran_out(declared):
+        needs.append(declared.need["cpu"])
+    assert needs == sorted(set(needs))
+    assert needs[-1] == 100
+
+
+def test_a_budget_smaller_than_a_model_is_refused() -> None:
+    residency = Residency({"cpu": 100})
+    residency.add(ResidentModel(("a", "1"), {"cpu": 60}, pinned=True, declared=True))
+    with pytest.raises(ConfigError, match=r"needs 50 bytes of cpu, .* is 100 bytes, of which pinned models hold 60"):
+        residency.add(ResidentModel(("b", "1"), {"cpu": 50}, declared=True))
+    with pytest.raises(ConfigError, match=r"needs 101 bytes of cpu, and its budget is 100 bytes: raise it"):
+        Residency({"cpu": 100}).add(ResidentModel(("b", "1"), {"cpu": 101}, declared=True))
