@@ -77,8 +77,8 @@ address that other machines can reach requires a token, `server.tls_client_ca`, 
 _DEVICES = """
 ## `[devices]`
 
-Budgets of memory for the models on a device, in bytes or as a text: `"cuda:0" = "40GiB"`, `cpu = "800MB"`. Models on these
-devices are loaded when they are wanted ([Scale](scale.md)).
+Budgets of memory for the models on a device, in bytes or as a text: `"cuda:0" = "40GiB"`, `cpu = "800MB"`. Models on
+these devices are loaded when they are wanted ([Scale](scale.md)).
 """
 
 

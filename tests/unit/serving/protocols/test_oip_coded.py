@@ -70,7 +70,7 @@ def test_an_encoded_request_is_read_like_a_plain_one(codec, coding):
 
 
 @pytest.mark.parametrize("codec", ["oip_json", "oip_binary", "oip_npy"])
-@pytest.mark.parametrize("body", [b"", b"plain text", gzip.compress(b"{}")[:-3], gzip.compress(b"{")])
+@pytest.mark.parametrize("body", [b"", b"plain text", gzip.compress(b"{}", mtime=0)[:-3], gzip.compress(b"{", mtime=0)])
 def test_a_damaged_body_is_the_workers_to_report(codec, body):
     packed = replace(coded(plain(codec)), payload=body)
     traits = traits_of(packed.codec)
