@@ -20,6 +20,7 @@ MISSES = 0.002  # the share of requests for which the margin lets the wait excee
 _MARGIN = -math.log(MISSES) / 2
 _SURE = 4.0  # standard deviations by which a short window must exceed the mean to count
 _TICKS = 240  # readings in a quiet window
+_MOST_DRAIN = 1.5  # times the lasting need: many starts at once delay each other, which must not cause further ones
 _FEWEST_ROWS = 8  # of a window that predicts a rate
 _MOST_DISPERSION = 8.0
 MIN_TICK_S = 0.05
@@ -159,7 +160,8 @@ class Autoscaler:
         need = steady
         if waiting > wait_s * capacity * max(reading.present, 1):
             drain_s = max(wait_s, self.start_s)
-            need = max(need, (rate * drain_s + waiting) / (capacity * (drain_s + wait_s)))
+            drain = (rate * drain_s + waiting) / (capacity * (drain_s + wait_s))
+            need = max(need, min(drain, _MOST_DRAIN * steady + 1))
         return math.ceil(need - 0.02)
 
     def _predicted(self) -> tuple[float, float]:
