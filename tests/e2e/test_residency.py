@@ -94,7 +94,7 @@ def test_models_load_with_their_first_request_and_leave_for_others(start: Callab
     assert server.metric("penstock_evictions_total") >= 3
     assert server.metric("penstock_workers_up") <= 3
     seen = [json.loads(server.get(f"/models/m{k}/1", "management")[1]) for k in range(6)]
-    places = [one["learned"]["residency"]["place"] for one in seen]
+    places = [one["batching"]["residency"]["place"] for one in seen]
     assert places.count("in") <= 3, seen
     assert max(most) <= 3 + 1  # three models, and the process that starts workers
 

@@ -134,7 +134,7 @@ def test_an_unknown_key_is_refused_with_the_file_and_the_nearest_name(toml: Writ
 
 
 def test_an_unknown_key_without_a_near_name_lists_the_known_ones(toml: Write) -> None:
-    assert "unknown section 'zzz'; known are server, limits, auth, logging, models" in refused(toml("[zzz]\n"))
+    assert "unknown section 'zzz'; known are server, limits, auth, logging, devices, models" in refused(toml("[zzz]\n"))
 
 
 def test_an_unknown_section_is_refused(toml: Write) -> None:
