@@ -78,7 +78,7 @@ def measure(
 
 
 def main() -> None:
-    options = harness.options(__doc__, seconds=6)
+    options = harness.options(__doc__, seconds=4)
     columns = {"rate": "items/s", "lost": "lost", "longest_s": "longest call s"}
     report = harness.Report(__file__, __doc__, options, columns, libraries=["ray"])
     place = {"num_cpus": 0, "resources": {"place": 1}}

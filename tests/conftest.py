@@ -339,7 +339,8 @@ def ray_cluster() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        head = {"num_cpus": 8, "include_dashboard": False}
+        soon = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}  # a killed node is noticed
+        head = {"num_cpus": 8, "include_dashboard": False, "_system_config": soon}
         cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         ray.init(address=cluster.address, configure_logging=False, log_to_driver=False)
         yield cluster

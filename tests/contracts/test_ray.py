@@ -18,7 +18,7 @@ from penstock.types import Item
 from support.concurrent_batches import TARGET
 from support.scripted import CRASHING
 from support.stepped import STEP_CHECKS
-from support.transports import TRANSPORT_CHECKS, TransportHarness, values
+from support.transports import TRANSPORT_CHECKS, MakeTransport, TransportHarness, values
 
 pytestmark = [
     pytest.mark.slow,
@@ -94,13 +94,18 @@ async def test_a_body_in_shared_memory_is_not_pinned() -> None:
         assert len(result) == 300_000
 
 
+def making(**keys: Any) -> MakeTransport:
+    """`make` with keys of `[models.NAME.ray]`."""
+
+    def made(spec: Any, pool: Any) -> SlotTransport:
+        config = structs.replace(spec.config, ray=RayConfig(num_cpus=0, **keys))
+        return make(structs.replace(spec, config=config), pool)
+
+    return made
+
+
 async def test_an_actor_without_a_place_is_reported_and_starts_when_a_node_joins(ray_cluster: Any) -> None:
-    keys = RayConfig(num_cpus=0, resources={"late": 1}, placement_timeout_s=5)
-
-    def placed(spec: Any, pool: Any) -> SlotTransport:
-        return make(structs.replace(spec, config=structs.replace(spec.config, ray=keys)), pool)
-
-    async with TransportHarness(placed) as harness:
+    async with TransportHarness(making(resources={"late": 1}, placement_timeout_s=5)) as harness:
         await harness.until(lambda: harness.downs)
         error, _ = harness.downs[0]
         assert type(error) is LoadFailed
@@ -111,3 +116,19 @@ async def test_an_actor_without_a_place_is_reported_and_starts_when_a_node_joins
             assert await harness.values(5) == [5]
         finally:
             await asyncio.to_thread(ray_cluster.remove_node, node)
+
+
+async def test_an_actor_whose_node_is_lost_before_it_starts_starts_on_another(ray_cluster: Any) -> None:
+    def add() -> Any:
+        return ray_cluster.add_node(num_cpus=0, resources={"brief": 1})
+
+    lost = await asyncio.to_thread(add)
+    os.kill(lost.all_processes["raylet"][0].process.pid, signal.SIGKILL)  # the cluster notices it later
+    async with TransportHarness(making(resources={"brief": 1})) as harness:
+        node = await asyncio.to_thread(add)
+        try:
+            assert await harness.values(5) == [5]
+            assert harness.downs == []
+        finally:
+            await asyncio.to_thread(ray_cluster.remove_node, node)
+            await asyncio.to_thread(ray_cluster.remove_node, lost)

@@ -2,15 +2,12 @@
 
 import os
 import threading
-from types import ModuleType
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
 
 from penstock.config.schema import RayConfig
 from penstock.errors import ConfigError, LoadFailed, describe, install_hint
-from penstock.plugins import optional_module
 
 LEAST, BELOW = (2, 60), (3, 0)  # the versions of Ray that are supported
-SEEN_S = 10.0  # for a question to the cluster
 
 _connecting = threading.Lock()
 _forked = False  # from a process that had a connection: Ray's threads are missing
@@ -23,15 +20,17 @@ def _after_fork() -> None:
     _forked, _connecting = ray.is_initialized(), threading.Lock()
 
 
-def load_ray() -> ModuleType:
-    """The module `ray`. Raises ConfigError if it is not installed, or has a version that is not supported."""
-    ray = optional_module("ray", "transport = 'ray' and penstock.ray need the package ray", "ray")
-    found = str(getattr(ray, "__version__", "no version"))
+def check_ray() -> None:
+    """Raises ConfigError if Ray is not installed, or in a version that is not supported. Does not import it: that takes
+    seconds."""
+    try:
+        found = version("ray")
+    except PackageNotFoundError:
+        raise ConfigError(f"transport = 'ray' and penstock.ray need the package ray: {install_hint('ray')}") from None
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
     if not LEAST <= numbers < BELOW:
-        least, below = (".".join(map(str, version)) for version in (LEAST, BELOW))
+        least, below = (".".join(map(str, numbers)) for numbers in (LEAST, BELOW))
         raise ConfigError(f"ray: found version {found}, expected {least} or newer below {below}: {install_hint('ray')}")
-    return ray
 
 
 def connect(address: str) -> None:
@@ -40,12 +39,13 @@ def connect(address: str) -> None:
 
     Blocks for seconds. The connection ends with the process. Raises ConfigError, LoadFailed.
     """
-    ray = load_ray()
     if address.startswith("ray://"):
         raise ConfigError(
             f"ray.address: found {address}, which is for Ray's client: run on a node of the cluster, and give the"
             " address of its head, such as 10.0.0.1:6379"
         )
+    import ray
+
     with _connecting:
         if _forked:
             raise LoadFailed("this process was forked from one that is connected to Ray: start it with spawn instead")
@@ -71,7 +71,8 @@ def wanted(config: RayConfig, device: str) -> dict[str, float]:
 
 def no_room(want: dict[str, float], timeout_s: float) -> str:
     """Why the cluster has not placed an instance. Blocks; raises errors of Ray."""
-    ray: Any = load_ray()
+    import ray
+
     asked = {name: amount for name, amount in want.items() if amount}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fits = any(all(node.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes)

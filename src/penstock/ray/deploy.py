@@ -14,7 +14,7 @@ from penstock.config.targets import split_targets
 from penstock.core.engine.engine import Engine
 from penstock.errors import ConfigError, LoadFailed, ModelNotReady, PenstockError
 from penstock.plugins import optional_module
-from penstock.ray.cluster import load_ray
+from penstock.ray.cluster import check_ray
 from penstock.ray.place import Place, enter, here
 from penstock.serving.http.asgi import InferenceApp
 
@@ -41,7 +41,7 @@ def deployment(
     A handle calls `predict(item)`, `predict_many(items)` and, with `options(stream=True)`, `stream(item)`.
     Raises ConfigError. If the model does not load, `serve.run` raises RuntimeError; `serve.status()` has the reason.
     """
-    load_ray()
+    check_ray()
     library: Any = optional_module("ray.serve", "penstock.ray.deployment needs Ray Serve", "ray")
     options = {"max_ongoing_requests": MOST_ONGOING, **(serve or {})}
     if isinstance(target, str):

@@ -24,7 +24,7 @@ from penstock.core.worker.nesting import DEPTH_VARIABLE, may_start_workers
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ItemFailed, LoadFailed, PenstockError, WorkerDied, describe
 from penstock.ray.actor import RayWorker
-from penstock.ray.cluster import connect, load_ray, no_room, wanted
+from penstock.ray.cluster import check_ray, connect, no_room, wanted
 from penstock.ray.messages import Message, RayReader, RayWriter, with_views
 from penstock.ray.place import here
 from penstock.types import Batch, BatchPart, ItemResult, Ready
@@ -33,6 +33,7 @@ log = logging.getLogger("penstock.transports")
 
 STOP_S = 5.0  # for `unload`
 LAST_S = 0.1  # after the report of a death, for the answers before it
+NODE_LOST = "node has died"  # in the text of Ray's error, which has no other sign of it
 GROUPS = {"run": 1, "watch": 1}  # threads of the actor, by the calls that they serve
 
 
@@ -48,7 +49,7 @@ class RayTransport(SlotTransport):
         reply_bytes: int = 0,
     ) -> None:
         """See SlotTransport. Raises ConfigError without a supported Ray."""
-        load_ray()
+        check_ray()
         config = spec.config
         if config.threads is None:  # of the machine that runs this process would be the wrong ones
             config = structs.replace(config, threads=max(1, int(config.ray.num_cpus)))
@@ -114,7 +115,7 @@ class _RaySlot(WorkerSlot):
 
     async def _live(self, depth: int) -> None:
         try:
-            self._actor = await asyncio.to_thread(self._create, depth)
+            await self._place(depth)
             ready = await self._load()
             run = "stream" if ready.metadata.streams else "run"
             returns = {"num_returns": "streaming"} if ready.metadata.streams else {}
@@ -135,7 +136,8 @@ class _RaySlot(WorkerSlot):
 
     def _create(self, depth: int) -> Any:
         """The actor, which waits for a place. Blocks."""
-        ray: Any = load_ray()
+        import ray
+
         env, _ = environment(self.spec, "cpu", {})
         env[DEPTH_VARIABLE] = str(depth)
         resources = dict(self._wanted)
@@ -153,16 +155,28 @@ class _RaySlot(WorkerSlot):
             .remote()
         )
 
-    async def _load(self) -> Ready:
-        """Waits for a place, then for the model. Raises LoadFailed, TargetNotFound, and errors of Ray."""
+    async def _place(self, depth: int) -> None:
+        """Starts an actor on a node, and another one if that node is lost before. Raises LoadFailed after
+        `placement_timeout_s`, and errors of Ray."""
         most_s = self.spec.config.ray.placement_timeout_s
-        placed = asyncio.ensure_future(_result(self._actor.__ray_ready__.remote()))
-        try:
-            if not (await asyncio.wait({placed}, timeout=most_s))[0]:
-                raise LoadFailed(await asyncio.to_thread(no_room, self._wanted, most_s))
-            placed.result()
-        finally:
-            await _end(placed)
+        end_s = self.loop.time() + most_s
+        while True:
+            self._actor = await asyncio.to_thread(self._create, depth)
+            placed = asyncio.ensure_future(_result(self._actor.__ray_ready__.remote()))
+            try:
+                if not (await asyncio.wait({placed}, timeout=max(0.0, end_s - self.loop.time())))[0]:
+                    raise LoadFailed(await asyncio.to_thread(no_room, self._wanted, most_s))
+                placed.result()
+                return
+            except Exception as e:
+                if NODE_LOST not in str(e):
+                    raise
+                log.info("node_lost model=%s slot=%d: its worker starts on another", self.spec.name, self.number)
+            finally:
+                await _end(placed)
+
+    async def _load(self) -> Ready:
+        """Waits for the model. Raises LoadFailed, TargetNotFound, and errors of Ray."""
         inner = "cuda:0" if self.device == "cuda" else self.device
         load = self._actor.load.options(concurrency_group="run")
         message = self._inbox.read(await load.remote(self._pack(), here(), inner, self.device))
@@ -196,7 +210,7 @@ class _RaySlot(WorkerSlot):
 
     def _death(self, error: Exception) -> PenstockError:
         """The error for callers of an actor whose call failed; Ray's own text names addresses."""
-        node = "; its node left the cluster" if "node has died" in str(error) else ""
+        node = "; its node left the cluster" if NODE_LOST in str(error) else ""
         if not self.up:
             return LoadFailed(f"the worker on the Ray cluster died while it loaded the model{node}", detail=str(error))
         return WorkerDied(f"the worker on the Ray cluster died{node}", detail=str(error))
@@ -237,7 +251,9 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 def _kill(actor: Any) -> None:
+    import ray
+
     try:
-        load_ray().kill(actor)
+        ray.kill(actor)
     except Exception as e:  # the cluster is gone, and the actor with it
         log.warning("worker_not_killed error=%s", describe(e))
