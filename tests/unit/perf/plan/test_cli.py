@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from penstock.cli.main import main
 
 COST = ("--cost", "20ms,2ms")
-SHORT = ("--seconds", "20", "--seed", "3")
+SHORT = ("--seconds", "10", "--seed", "3")
 
 
 def run(*arguments: str) -> Result:
