@@ -53,7 +53,7 @@ TS_PROTOS = src/penstock/torchserve/grpc/protos
 PROTOC = $(BIN)/python -m grpc_tools.protoc --include_imports
 protos: $(VENV)/.dev
 	$(PROTOC) -I $(PROTOS) --descriptor_set_out=$(PROTOS)/descriptors.binpb $(PROTOS)/*.proto
-	$(PROTOC) -I $(TS_PROTOS) -I $(PROTOS) --descriptor_set_out=$(TS_PROTOS)/descriptors.binpb $(TS_PROTOS)/*.proto health.proto
+	$(PROTOC) -I $(TS_PROTOS) -I $(PROTOS) --descriptor_set_out=$(TS_PROTOS)/descriptors.binpb $(TS_PROTOS)/*.proto health.proto reflection.proto
 
 .PHONY: wrk redis-server h2load java
 java:

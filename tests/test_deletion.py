@@ -26,7 +26,7 @@ SUBSYSTEMS = {  # with what is built on them: their conformance checks, the demo
 }
 IMPORT_ALL = """
 import importlib, os, pkgutil, sys
-for name in ("cv2", "gevent", "grpc_reflection.v1alpha.reflection", "torch", "transformers"):
+for name in ("cv2", "gevent", "grpc", "torch", "transformers"):
     try:
         importlib.import_module(name)  # once for all copies
     except ImportError:

@@ -24,7 +24,7 @@ LAYERS = (
     ("core.worker",),
     ("core.transports",),
     ("core.engine",),
-    ("runtimes", "serving.protocols", "serving.lifetime", "serving.logs"),
+    ("runtimes", "serving.protocols", "serving.http2", "serving.lifetime", "serving.logs"),
     ("client", "serving.observe", "serving.triton"),
     ("serving.http",),
     ("serving.grpc",),
@@ -39,7 +39,7 @@ BETWEEN_SUBSYSTEMS = {("torchpipe", "pipeline"), ("torchserve", "pipeline")}
 WITHIN_A_ROW = {*LAYERS[0], *LAYERS[-1]}
 PUBLIC_API_USERS = ("cli.demo",)  # they import the names that users import
 
-PURE = ("core.batching", "serving.protocols", "torchserve.protocol", "torchpipe.thrift.protocol")
+PURE = ("core.batching", "serving.protocols", "serving.http2", "torchserve.protocol", "torchpipe.thrift.protocol")
 IMPURE_MODULES = {
     "asyncio", "concurrent", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random", "select",
     "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time", "uvloop",
@@ -62,7 +62,8 @@ LOADED_IN_A_WORKER = (
     "torchserve.sequence_headers",
 )
 SERVER_SIDE = {
-    "asyncio", "click", "grpc", "httptools", "prometheus_client", "psutil", "redis", "rich", "starlette", "uvicorn",
+    "asyncio", "click", "grpc", "hpack", "httptools", "hyperframe", "prometheus_client", "psutil", "redis", "rich",
+    "starlette", "uvicorn",
 }  # fmt: skip
 RUNTIMES = {"captum", "numpy", "onnx", "onnxruntime", "PIL", "torch", "transformers", "yaml"}
 MEDIA_LIBRARIES = {"av", "cv2", "PIL", "pyarrow", "simplejpeg"}
@@ -284,7 +285,18 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_import_penstock_loads_no_front_end_and_no_runtime() -> None:
-    heavy = {"torch", "onnxruntime", "uvicorn", "starlette", "httptools", "redis", "grpc", "ray", "prometheus_client"}
+    heavy = {
+        "torch",
+        "onnxruntime",
+        "uvicorn",
+        "starlette",
+        "httptools",
+        "hpack",
+        "redis",
+        "grpc",
+        "ray",
+        "prometheus_client",
+    }
     loaded = loaded_by("import penstock")
     assert not loaded & {*heavy, "asyncio", "numpy", "click", "rich", *BULK, *MEDIA_LIBRARIES, *HTTP_CLIENTS}
 

@@ -21,6 +21,10 @@ class FakeBuffer:
         """Shortens the view; the pool still counts the whole buffer."""
         self.view = self.view[:length]
 
+    def skip(self, count: int) -> None:
+        """Drops the first bytes."""
+        self.view = self.view[count:]
+
     def release(self) -> None:
         """Returns the memory once, and wakes waiting callers."""
         self._backend.used_bytes -= self.nbytes

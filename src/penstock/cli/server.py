@@ -12,7 +12,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,12 @@ from msgspec.structs import replace
 from penstock._version import __version__
 from penstock.cli.platform import platform_routes
 from penstock.config.checks import LISTENERS, device_budgets, is_loopback, thrift_model, tokens_for
-from penstock.config.schema import Config, ServerConfig
+from penstock.config.schema import Config
 from penstock.core.contracts import HttpSnapshot, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
 from penstock.core.engine.rules import check_devices
-from penstock.errors import ConfigError, ListenFailed, PenstockError, install_hint
+from penstock.errors import ConfigError, PenstockError, install_hint
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import make_ssl_context, replace_ssl_context
 from penstock.serving.http.descriptors import share_connections
@@ -189,7 +188,9 @@ class Server:
         if self._tls is not None and tls is not None:
             replace_ssl_context(self._tls, tls)
             if self._grpc is not None:
-                self._grpc.reload_tls(*_pem(s))
+                again = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
+                assert again is not None
+                self._grpc.reload_tls(again)
         self._logs.set_level(config.logging.level)
         if self._management is not None:
             await self._management.reload(config.models)
@@ -206,24 +207,23 @@ class Server:
         self._note("thrift", *await self._thrift.start(s.thrift_host, s.thrift_port), "thrift")
 
     async def _bind_grpc(self, engine: Engine, triton: TritonExtensions) -> None:
-        """Binds the gRPC listener; without a configured port, beside another server's, and none without grpcio."""
+        """Binds the gRPC listener; without a configured port, beside another server's, and none without hpack."""
         s = self._config.server
         if s.grpc_port == 0:
             return
         try:
-            from penstock.serving.grpc.listener import GrpcTls
             from penstock.serving.grpc.server import make_grpc_listener
         except ModuleNotFoundError as error:
             if s.grpc_port is None:
                 return
             raise ConfigError(f"server.grpc_port: {error.name} is missing: {install_hint('grpc')}") from None
-        tls = GrpcTls(*_pem(s)) if s.tls_cert else None
+        tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
         host, key = s.grpc_host or s.host, "server.grpc_port"
         check = self._flavors["inference"].check_guard
         self._grpc = make_grpc_listener(engine, triton, self._limits, check, tls)
         try:
             port = await self._grpc.start(host, GRPC_PORT if s.grpc_port is None else s.grpc_port, key)
-        except ListenFailed:
+        except PortInUse:
             if s.grpc_port is not None:
                 raise
             port = await self._grpc.start(host, 0, key)
@@ -290,17 +290,6 @@ class Server:
         if on_ready is not None:
             on_ready(self.urls)
         report_ready(self.urls)
-
-
-def _pem(config: ServerConfig) -> tuple[bytes, bytes, bytes | None]:
-    """(key, certificate chain, authority of the clients) of a configuration with TLS, which `make_ssl_context` read."""
-    key, chain, authority = (
-        None if path is None else Path(path).read_bytes()
-        for path in (config.tls_key, config.tls_cert, config.tls_client_ca)
-    )
-    assert key is not None
-    assert chain is not None
-    return key, chain, authority
 
 
 def _reading(engine: Engine, http: HttpServer) -> ServerSnapshot:

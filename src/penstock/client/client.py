@@ -290,7 +290,7 @@ def _open_grpc() -> type[GrpcTransport]:
     try:
         from penstock.client.grpc import GrpcTransport
     except ImportError as error:
-        raise not_installed("gRPC", "grpc", error) from None
+        raise not_installed("gRPC", "grpc-client", error) from None
     return GrpcTransport
 
 

@@ -47,6 +47,9 @@ class Buffer(Protocol):
     def shrink(self, length: int) -> None:
         """Keeps only the first `length` bytes."""
 
+    def skip(self, count: int) -> None:
+        """Drops the first `count` bytes."""
+
     def release(self) -> None:
         """Frees the memory. Only for a buffer that was never submitted."""
 

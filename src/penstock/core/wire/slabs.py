@@ -28,11 +28,11 @@ class Slab:
     A transport pins the slab while a worker may read it, so `release` is safe at any time. It is idempotent.
     """
 
-    __slots__ = ("_extent", "_pins", "_pool", "_released", "length", "offset", "view")
+    __slots__ = ("_extent", "_pins", "_pool", "_released", "_start", "length", "offset", "view")
 
     def __init__(self, pool: SlabPool, offset: int, length: int, extent: int, view: memoryview) -> None:
         self._pool = pool
-        self.offset = offset
+        self._start = self.offset = offset
         self.length = length
         self.view = view
         self._extent = extent
@@ -48,10 +48,16 @@ class Slab:
             raise ValueError(f"a slab of {self.length} bytes cannot shrink to {length}")
         self.view = self.view[:length]
         self.length = length
-        keep = _pages(length)
+        keep = _pages(self.offset - self._start + length)
         if keep < self._extent:
             tail, self._extent = self._extent - keep, keep
-            self._pool._give_back(self.offset + keep, tail)
+            self._pool._give_back(self._start + keep, tail)
+
+    def skip(self, count: int) -> None:
+        """Drops the first `count` bytes, so that what follows can be aligned by its end."""
+        self.view = self.view[count:]
+        self.offset += count
+        self.length -= count
 
     def pin(self) -> None:
         """Keeps the memory until `unpin`, even after `release`."""
@@ -82,7 +88,7 @@ class Slab:
                 self.view.release()
             except BufferError:  # a reader in this process still holds it and will see the next payload
                 pass
-            self._pool._give_back(self.offset, extent)
+            self._pool._give_back(self._start, extent)
 
 
 class SlabPool:

@@ -3,17 +3,39 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from enum import IntEnum
 from typing import Final
-
-import grpc
 
 from penstock.core.contracts import Ticket
 from penstock.errors import QueueFull
+from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.types import ItemResult, Sink
 
-Code = grpc.StatusCode
-
+PUSHBACK: Final = "grpc-retry-pushback-ms"  # tells a client when to try again (gRFC A6)
 UNREAD_BYTES: Final = 16 * 2**20  # parts of an answer that wait for a slow client
+
+
+class Code(IntEnum):
+    """gRPC's statuses."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
 
 _CODES: Final = {
     400: Code.INVALID_ARGUMENT,
@@ -35,17 +57,22 @@ _CODES: Final = {
 class GrpcError(Exception):
     """Ends a call with this status and text."""
 
-    def __init__(
-        self, code: grpc.StatusCode, details: str, retry_after_s: float | None = None, error_code: str = ""
-    ) -> None:
+    def __init__(self, code: Code, details: str, retry_after_s: float | None = None, error_code: str = "") -> None:
         super().__init__(details)
         self.code = code
         self.details = details
         self.retry_after_s = retry_after_s
         self.error_code = error_code  # of a PenstockError
 
+    def trailing(self) -> list[tuple[str, str]]:
+        """The metadata behind the status."""
+        found = [(ERROR_CODE, self.error_code)] if self.error_code else []
+        if self.retry_after_s is not None:
+            found.append((PUSHBACK, str(round(self.retry_after_s * 1000))))
+        return found
 
-def code_of(status: int) -> grpc.StatusCode:
+
+def code_of(status: int) -> Code:
     """The gRPC code for an HTTP status of 400 or above."""
     return _CODES.get(status) or (Code.FAILED_PRECONDITION if status < 500 else Code.INTERNAL)
 

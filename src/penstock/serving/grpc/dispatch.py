@@ -1,22 +1,23 @@
 """The way of a gRPC call to its function: token, message, and the status of an error."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
-import grpc
 from google.protobuf.message import DecodeError
 from msgspec import Struct, field
 
 from penstock.errors import PenstockError
+from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.calls import Code, GrpcError
-from penstock.serving.protocols.bodies import ERROR_CODE
+from penstock.serving.grpc.head import CallHead, Method
+from penstock.serving.grpc.messages import Compressed
+from penstock.serving.http.listener import Listener
 from penstock.serving.protocols.protobuf import ProtoSet
 
 log = logging.getLogger("penstock.frontends")
 
-PUSHBACK: Final = "grpc-retry-pushback-ms"  # tells a client when to try again (gRFC A6)
 HEALTH: Final = "grpc.health.v1"
 SERVING: Final = 1
 NOT_SERVING: Final = 2
@@ -25,8 +26,9 @@ NOT_SERVING: Final = 2
 class GrpcService(Struct, frozen=True):
     """A service by its full name, and the objects whose methods serve its calls, under the names of the calls.
 
-    A method takes the request, or the requests of a client's stream, and the call's context. `raw` names the calls
-    whose methods take and return serialized messages.
+    A method takes the request, or the requests of a client's stream, and the call. `raw` names the calls whose methods
+    take a serialized message, as `bytes` or a Buffer that they release, and return one. A method of `direct` is no
+    coroutine, takes such a message, and answers with `GrpcCall.reply` or `fail`, at once or later.
     """
 
     name: str
@@ -35,15 +37,11 @@ class GrpcService(Struct, frozen=True):
     guards: Mapping[str, str] = field(default_factory=dict)  # calls with another guard
     refused: Mapping[str, GrpcError] = field(default_factory=dict)  # calls that fail even with the token
     raw: frozenset[str] = frozenset()
+    direct: frozenset[str] = frozenset()
 
 
-class _Call(Struct, frozen=True):
-    handler: Any
-    guard: str
-
-
-class CallDispatcher(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Finds the handler of each call before the server reads anything but its path and metadata.
+class CallDispatcher:
+    """Finds the method of each call as soon as its headers are here, and runs it when its message is.
 
     `authorize` receives a guard and the value of the metadata key `authorization`; it raises GrpcError. `failure` gives
     the status of an error.
@@ -56,87 +54,101 @@ class CallDispatcher(grpc.GenericRpcHandler):  # type: ignore[misc]
         authorize: Callable[[str, bytes | None], None],
         failure: Callable[[PenstockError], GrpcError],
     ) -> None:
-        self._protos = protos
         self._authorize = authorize
         self._failure = failure
-        self._calls: dict[str, _Call] = {}
-        for service in services:
-            for method in protos.service(service.name).methods:
-                guard = service.guards.get(method.name, service.guard)
-                self._calls[f"/{service.name}/{method.name}"] = _Call(self._handler(service, method), guard)
+        self._methods = {
+            f"/{service.name}/{method.name}": _method(protos, service, method)
+            for service in services
+            for method in protos.service(service.name).methods
+        }
 
-    def add(self, path: str, handler: Any, guard: str) -> None:
-        """Serves the calls of `path`, such as "/pkg.Service/Call", with a handler that was made elsewhere."""
-        self._calls[path] = _Call(handler, guard)
+    def find(self, path: str) -> Method | None:
+        return self._methods.get(path)
 
-    def service(self, details: Any) -> Any:
-        """The handler of a call; None for an unknown call. Without the token, a handler that fails."""
-        call = self._calls.get(details.method)
-        if call is None:
-            return None
-        if call.guard:
+    def check(self, head: CallHead) -> None:
+        """Raises GrpcError for a call that is not served, before its message is read."""
+        method = head.method
+        if method is None:
+            raise GrpcError(Code.UNIMPLEMENTED, f"there is no method {head.path[:200]}")
+        if method.guard:
+            self._authorize(method.guard, head.authorization)
+        if method.refused is not None:
+            raise method.refused
+
+    def start(self, call: GrpcCall, listener: Listener) -> None:
+        """Runs the method of a call whose message is here, or whose messages may come."""
+        method = call.head.method
+        assert method is not None
+        if method.direct and not isinstance(call.messages[0], Compressed):
             try:
-                self._authorize(call.guard, _authorization(details.invocation_metadata))
-            except GrpcError as error:
-                return _failing(error)
-        return call.handler
-
-    def _handler(self, service: GrpcService, method: Any) -> Any:
-        if method.name in service.refused:
-            return _failing(service.refused[method.name])
-        function = next((f for each in service.functions if (f := getattr(each, method.name, None))), None)
-        if function is None:
-            path = f"{service.name}/{method.name}"
-            return _failing(GrpcError(Code.UNIMPLEMENTED, f"Method {path} is unimplemented"))
-
-        async def stream(request: Any, context: Any) -> None:
-            async with aclosing(function(request, context)) as answers:
-                async for answer in answers:
-                    await context.write(answer)
-
-        raw = method.name in service.raw
-        read = None if raw else _reader(self._protos.message(method.input_type.full_name))
-        write = None if raw else _write
-        if method.client_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._serving(stream), read, write)
-        if method.server_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._serving(stream), read, write)
-        return grpc.unary_unary_rpc_method_handler(self._serving(function), read, write)
-
-    def _serving(self, run: Callable[[Any, Any], Awaitable[Any]]) -> Any:
-        """A function of request and context that ends the call with the status of an error."""
-
-        async def serve(request: Any, context: Any) -> Any:
-            try:
-                if isinstance(request, GrpcError):
-                    raise request
-                return await run(request, context)
-            except GrpcError as error:
-                failure = error
-            except PenstockError as error:
-                failure = self._failure(error)
+                method.function(call.messages.popleft(), call)
             except Exception as error:
-                log.error("event=bug where=grpc consequence=answered_internal", exc_info=error)
-                failure = GrpcError(Code.INTERNAL, "internal error")
-            trailing = [(ERROR_CODE, failure.error_code)] if failure.error_code else []
-            if failure.retry_after_s is not None:
-                trailing.append((PUSHBACK, str(round(failure.retry_after_s * 1000))))
-            await context.abort(failure.code, failure.details, tuple(trailing))
+                call.fail(self._status(error))
+        else:
+            call.on_cancel = listener.run(self._serve(method, call)).cancel
 
-        return serve
+    async def _serve(self, method: Method, call: GrpcCall) -> None:
+        try:
+            request = _requests(call, method) if method.client_streaming else method.read(await call.take())
+            if isinstance(request, GrpcError):
+                raise request
+            if method.direct:
+                method.function(request, call)
+            elif method.server_streaming:
+                async with aclosing(method.function(request, call)) as answers:
+                    async for answer in answers:
+                        await call.write(method.write(answer))
+                call.finish()
+            else:
+                call.reply(method.write(await method.function(request, call)))
+        except Exception as error:
+            call.on_cancel = None  # which would cancel this task
+            call.fail(self._status(error))
+
+    def _status(self, error: Exception) -> GrpcError:
+        if isinstance(error, GrpcError):
+            return error
+        if isinstance(error, PenstockError):
+            return self._failure(error)
+        log.error("event=bug where=grpc consequence=answered_internal", exc_info=error)
+        return GrpcError(Code.INTERNAL, "internal error")
 
 
-def _failing(error: GrpcError) -> Any:
-    """A handler that ends any kind of call before it reads a message."""
-
-    async def fail(requests: Any, context: Any) -> None:
-        await context.abort(error.code, error.details)
-
-    return grpc.stream_stream_rpc_method_handler(fail)
+async def _requests(call: GrpcCall, method: Method) -> AsyncIterator[Any]:
+    async for message in call:
+        yield method.read(message)
 
 
-def _reader(cls: Any) -> Callable[[bytes], Any]:
-    def read(data: bytes) -> Any:
+def _method(protos: ProtoSet, service: GrpcService, method: Any) -> Method:
+    function = next((f for each in service.functions if (f := getattr(each, method.name, None))), None)
+    refused = service.refused.get(method.name)
+    if function is None and refused is None:
+        refused = GrpcError(Code.UNIMPLEMENTED, f"Method {service.name}/{method.name} is unimplemented")
+    raw = method.name in service.raw | service.direct
+    return Method(
+        function,
+        service.guards.get(method.name, service.guard),
+        refused,
+        _same if raw else _reader(protos.message(method.input_type.full_name)),
+        _same if raw else _write,
+        method.client_streaming,
+        method.server_streaming,
+        method.name in service.direct,
+    )
+
+
+def _same(message: Any) -> Any:
+    return message
+
+
+def _reader(cls: Any) -> Callable[[Any], Any]:
+    """Parses a message, or returns the GrpcError of one that is not valid."""
+
+    def read(payload: Any) -> Any:
+        data = payload
+        if not isinstance(payload, bytes):
+            data = bytes(payload.view)
+            payload.release()
         try:
             return cls.FromString(data)
         except DecodeError:
@@ -148,13 +160,6 @@ def _reader(cls: Any) -> Callable[[bytes], Any]:
 def _write(response: Any) -> bytes:
     data: bytes = response.SerializeToString()
     return data
-
-
-def _authorization(metadata: Any) -> bytes | None:
-    for name, value in metadata or ():
-        if name == "authorization":
-            return value.encode("utf-8", "replace") if isinstance(value, str) else value
-    return None
 
 
 class HealthService:

@@ -15,18 +15,19 @@ from msgspec import Struct
 from penstock._version import __version__
 from penstock.core.contracts import Backend, Ticket
 from penstock.errors import BadRequest, PenstockError
+from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.calls import AnswerParts, Code, GrpcError, code_of
 from penstock.serving.http.flavor import parse_priority, parse_request_id
-from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.responses import NotImplementedHere, log_failure, status_of
 from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.serving.protocols.oip_grpc import field_of, read_head
 from penstock.serving.protocols.oip_json import EXTENSIONS
 from penstock.serving.protocols.protobuf import open_inference
-from penstock.types import Headers, Item, ItemResult, Sink, TensorSpec
+from penstock.types import Item, ItemResult, Sink, TensorSpec
 
 NAME: Final = "inference.GRPCInferenceService"
-RAW_CALLS: Final = frozenset({"ModelInfer", "ModelStreamInfer"})
+RAW_CALLS: Final = frozenset({"ModelStreamInfer"})
+DIRECT_CALLS: Final = frozenset({"ModelInfer"})
 CODEC: Final = "oip_grpc"
 _INFER_RESPONSE: Final = 2  # number of the field in ModelStreamInferResponse
 
@@ -112,36 +113,35 @@ class OpenInferenceService:
         _add_specs(answer.outputs, found.outputs)
         return answer
 
-    async def ModelInfer(self, data: bytes, context: Any) -> bytes:
+    def ModelInfer(self, payload: Any, call: GrpcCall) -> None:
         """One response. A model that streams needs ModelStreamInfer."""
-        request = self.read(data, context)
-        answer: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
+        request = self.read(payload, call)
 
         def sink(result: ItemResult) -> None:
-            if not answer.done():
-                result.body = bytes(result.body)  # it may be a view that is valid only now
-                answer.set_result(result)
+            error = result.error
+            if error is None and not result.final:
+                error = NotImplementedHere(f"model '{request.model}' streams its response: call ModelStreamInfer")
+            if error is None:
+                call.reply(result.body)
+                return
+            if result.final:
+                call.on_cancel = None  # nothing is left to cancel
+            request.log(error)
+            call.fail(failure(error))
 
-        ticket = None
         try:
             ticket = request.submit(self._backend, sink)
-            result = await answer
-            if result.error is not None:
-                raise result.error
-            if not result.final:
-                raise NotImplementedHere(f"model '{request.model}' streams its response: call ModelStreamInfer")
         except PenstockError as error:
             request.log(error)
             raise
-        finally:
-            if ticket is not None and not (answer.done() and not answer.cancelled() and answer.result().final):
-                ticket.cancel()
-        body: bytes = result.body
-        return body
+        if call.closed:
+            ticket.cancel()
+        else:
+            call.on_cancel = ticket.cancel
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], call: GrpcCall) -> AsyncGenerator[bytes, None]:
         """The responses to each request, any number if the model streams, as they become ready. Requests overlap."""
-        stream = _InferStream(self, self._backend, context)
+        stream = _InferStream(self, self._backend, call)
         receiver = asyncio.ensure_future(stream.receive(requests))
         self._streams.add(stream)
         try:
@@ -152,47 +152,36 @@ class OpenInferenceService:
             receiver.cancel()
             stream.close()
 
-    def read(self, data: bytes, context: Any) -> _Request:
-        """Raises BadRequest for a malformed message."""
-        head = read_head(data)
+    def read(self, payload: Any, call: GrpcCall) -> _Request:
+        """Takes a message, `bytes` or a Buffer. Raises BadRequest for a malformed one."""
+        try:
+            return self._read(payload, call)
+        except PenstockError:
+            if not isinstance(payload, bytes):
+                payload.release()
+            raise
+
+    def _read(self, payload: Any, call: GrpcCall) -> _Request:
+        head = read_head(payload if isinstance(payload, bytes) else payload.view)
         if not head.model_name:
             raise BadRequest("the request has no model_name; send the name of a model")
-        headers = _headers(context.invocation_metadata())
-        values = dict(headers)
+        values = dict(call.metadata)
         priority = head.parameters.get("priority") or 0
         if not isinstance(priority, int) or priority < 0:
             raise BadRequest(f"parameter 'priority' is {priority!r:.40}, expected a whole number from 0")
         if priority == 0:
             priority = parse_priority(values.get(b"x-priority", b"0")) + 1
-        item = Item(
-            self._payload(data),
-            CODEC,
-            request_id=parse_request_id(values.get(b"x-request-id", b"")),
-            headers=headers,
-        )
+        id = parse_request_id(values.get(b"x-request-id", b""))
+        item = Item(payload, CODEC, request_id=id, headers=call.metadata)
         empty_final = bool(head.parameters.get("triton_enable_empty_final_response"))
-        budget_s = _budget_s(head.parameters.get("timeout"), context.time_remaining())
+        budget_s = _budget_s(head.parameters.get("timeout"), call.time_remaining())
         version = head.model_version or None
         return _Request(head.model_name, version, head.id, item, budget_s, priority - 1, empty_final)
-
-    def _payload(self, data: bytes) -> Any:
-        """A large message in shared memory; a full pool leaves it to the socket of the worker."""
-        buffer = self._backend.allocate(len(data)) if len(data) > BIG_BYTES else None
-        if buffer is None:
-            return data
-        buffer.view[: len(data)] = data
-        buffer.shrink(len(data))
-        return buffer
 
 
 def _add_specs(found: Any, specs: tuple[TensorSpec, ...]) -> None:
     for spec in specs:
         found.add(name=spec.name, datatype=spec.datatype, shape=spec.shape)
-
-
-def _headers(metadata: Any) -> Headers:
-    """The metadata of a call as the headers of an item."""
-    return [(k.encode(), v.encode("utf-8", "replace") if isinstance(v, str) else v) for k, v in metadata or ()]
 
 
 def _budget_s(timeout_us: Any, remaining_s: float | None) -> float | None:
@@ -207,10 +196,10 @@ def _budget_s(timeout_us: Any, remaining_s: float | None) -> float | None:
 class _InferStream:
     """The requests of one ModelStreamInfer call and their responses. A request that fails leaves the others alone."""
 
-    def __init__(self, service: OpenInferenceService, backend: Backend, context: Any) -> None:
+    def __init__(self, service: OpenInferenceService, backend: Backend, call: GrpcCall) -> None:
         self._service = service
         self._backend = backend
-        self._context = context
+        self._call = call
         self._parts = AnswerParts()
         self._running: dict[object, Ticket | None] = {}
         self._room: asyncio.Future[None] | None = None
@@ -221,17 +210,17 @@ class _InferStream:
         self._active_s = loop.time()
         self._timer = loop.call_later(service.idle_s, self._check_idle)
 
-    async def receive(self, requests: AsyncIterator[bytes]) -> None:
-        """Starts each request as soon as there is room for it."""
+    async def receive(self, requests: AsyncIterator[Any]) -> None:
+        """Starts each request, and takes the next as soon as there is room for it."""
         try:
-            async for data in requests:
+            async for payload in requests:
                 self._active_s = self._now()
-                if self._error is not None:
-                    return
+                self._begin(payload)
                 while len(self._running) >= self._service.max_in_flight:
                     self._room = asyncio.get_running_loop().create_future()
                     await self._room
-                self._begin(data)
+                if self._error is not None:
+                    return
             self._received_all = True
             self._parts.wake()
         except Exception as error:
@@ -259,7 +248,7 @@ class _InferStream:
                 ticket.cancel()
         self._running.clear()
 
-    def _begin(self, data: bytes) -> None:
+    def _begin(self, payload: Any) -> None:
         key = object()
         request: _Request | None = None
 
@@ -271,7 +260,7 @@ class _InferStream:
 
         self._running[key] = None
         try:
-            request = self._service.read(data, self._context)
+            request = self._service.read(payload, self._call)
             ticket = request.submit(self._backend, sink)
             if key in self._running:
                 self._running[key] = ticket

@@ -86,8 +86,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left: waiting requests are not run, running ones are not answered."""
-        self.listener.remove(self)
         self.phase = DISCARD
+        self.listener.remove(self)
+        self.listener.memory.discard(self)
         self.intake.release()
         del self.parser  # breaks a reference cycle: the server rarely collects garbage
         self.context = None

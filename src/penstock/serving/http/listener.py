@@ -27,8 +27,15 @@ KNOWN_HEADS: Final = 512
 STEADY_NAMES: Final = frozenset({b"accept", b"authorization", b"connection"})  # special headers that clients repeat
 
 
+class Reserving(Protocol):
+    """What waits for memory for a large body."""
+
+    def reserve(self) -> bool:
+        """Tries to get the memory; False while there is none."""
+
+
 class Waiting(Protocol):
-    """A connection, as the clock and the memory queue see it."""
+    """A connection, as the clock sees it."""
 
     deadline: float
 
@@ -37,9 +44,6 @@ class Waiting(Protocol):
 
     def check_writing(self, now: float) -> None:
         """Drops a client that does not read."""
-
-    def reserve(self) -> bool:
-        """Tries to get memory for a large body; False while there is none."""
 
     def close_soon(self) -> None:
         """Closes after the last response, or after a short silence."""
@@ -149,29 +153,29 @@ class Clock:
 
 
 class MemoryQueue:
-    """Connections that wait for memory for a large body, first come, first served."""
+    """Connections and calls that wait for memory for a large body, first come, first served."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._stalled: dict[Waiting, None] = {}
+        self._stalled: dict[Reserving, None] = {}
         self._notified = False  # the backend will call `_free`
 
     def __len__(self) -> int:
         return len(self._stalled)
 
-    def is_next(self, connection: Waiting) -> bool:
-        """Whether no other connection waits before this one."""
-        return next(iter(self._stalled), connection) is connection
+    def is_next(self, waiting: Reserving) -> bool:
+        """Whether nothing else waits before this one."""
+        return next(iter(self._stalled), waiting) is waiting
 
-    def add(self, connection: Waiting) -> None:
-        """Calls `connection.reserve` when there may be memory."""
-        self._stalled[connection] = None
+    def add(self, waiting: Reserving) -> None:
+        """Calls `waiting.reserve` when there may be memory."""
+        self._stalled[waiting] = None
         self._wait()
 
-    def discard(self, connection: Waiting) -> None:
-        """Removes a closed connection, which may have blocked the others."""
-        if connection in self._stalled:
-            del self._stalled[connection]
+    def discard(self, waiting: Reserving) -> None:
+        """Removes what has ended, which may have blocked the others."""
+        if waiting in self._stalled:
+            del self._stalled[waiting]
             self._feed()
 
     def _wait(self) -> None:
@@ -256,7 +260,6 @@ class Listener:
 
     def remove(self, connection: Waiting) -> None:
         self.connections.discard(connection)
-        self.memory.discard(connection)
         if not self.connections:
             self.clock.stop()
             self.empty.set()

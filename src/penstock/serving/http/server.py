@@ -1,9 +1,10 @@
-"""The inference listener: an asyncio server of connections, with an orderly shutdown."""
+"""The listeners: an asyncio server of connections, with an orderly shutdown."""
 
 import asyncio
 import contextlib
 import os
 import ssl
+from collections.abc import Callable
 from typing import Any, Final
 
 from penstock.config.schema import LimitsConfig
@@ -18,32 +19,32 @@ BACKLOG: Final = 2048
 TLS_SHUTDOWN_S: Final = 2.0
 
 
-class HttpServer:
-    """Serves `backend` over HTTP/1.1 in an API flavor: Penstock's own by default, guarded by `tokens`.
+class SocketServer:
+    """Accepts connections within the limits of `listener`, each with the protocol that `connect` makes.
 
-    All calls run on one event loop's thread.
+    `no_tls` is what a client of a TLS port receives that does not begin a handshake. All calls run on one event loop's
+    thread.
     """
 
     def __init__(
         self,
-        backend: Backend,
-        config: LimitsConfig,
-        *,
-        tokens: frozenset[bytes] = frozenset(),
-        ssl: ssl.SSLContext | None = None,
-        flavor: ApiFlavor | None = None,
+        listener: Listener,
+        connect: Callable[[], asyncio.BaseProtocol],
+        no_tls: bytes,
+        tls: ssl.SSLContext | None,
     ) -> None:
-        self.listener = Listener(backend, config)
-        self.flavor = flavor or NativeFlavor(tokens)
+        self.listener = listener
+        self.tls = tls
+        self._connect = connect
         self._tls: dict[str, Any] = {}
-        if ssl is not None:
+        if tls is not None:
             self._tls = {
-                "ssl": ssl,
-                "ssl_handshake_timeout": config.header_timeout_s,
+                "ssl": tls,
+                "ssl_handshake_timeout": listener.config.header_timeout_s,
                 "ssl_shutdown_timeout": TLS_SHUTDOWN_S,
             }
         # an event loop's own TLS server counts a connection only after its handshake: silent ones would be unbounded
-        self._gate = TlsGate(self.listener, self._connection, self._tls, self.flavor.no_tls()) if ssl else None
+        self._gate = TlsGate(listener, connect, self._tls, no_tls) if tls else None
         self._path: str | None = None
         self._server: asyncio.Server | None = None
 
@@ -55,7 +56,7 @@ class HttpServer:
                 await self._gate.open(host, port, BACKLOG)
                 bound = self._gate.sockets[0].getsockname()
             else:
-                self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, **self._tls)
+                self._server = await loop.create_server(self._connect, host, port, backlog=BACKLOG, **self._tls)
                 bound = self._server.sockets[0].getsockname()
         except (OSError, UnicodeError) as exc:
             raise bind_error(host, port, exc, key) from None
@@ -66,7 +67,7 @@ class HttpServer:
         loop = self._begin(key)
         free_path(path, key)
         try:
-            self._server = await loop.create_unix_server(self._connection, path, backlog=BACKLOG, **self._tls)
+            self._server = await loop.create_unix_server(self._connect, path, backlog=BACKLOG, **self._tls)
         except (OSError, ValueError) as exc:
             raise path_error(path, exc, key) from None
         self._path = path
@@ -75,9 +76,6 @@ class HttpServer:
         self.listener.port = key
         self.listener.clock.tick()
         return asyncio.get_running_loop()
-
-    def _connection(self) -> Connection:
-        return Connection(self.listener, self.flavor)
 
     async def close(self, drain_s: float) -> None:
         """Accepts the connections that wait, then no more; answers what they and all others have sent.
@@ -91,7 +89,7 @@ class HttpServer:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         if self._server is not None:
-            await stop_accepting(self._server, self._connection, self._tls, drain_s)
+            await stop_accepting(self._server, self._connect, self._tls, drain_s)
         if self._gate is not None:
             await self._gate.close(drain_s)
         await listener.drain(max(0.0, end - listener.now()))
@@ -104,3 +102,20 @@ class HttpServer:
     @property
     def connections(self) -> int:
         return len(self.listener.connections)
+
+
+class HttpServer(SocketServer):
+    """Serves `backend` over HTTP/1.1 in an API flavor: Penstock's own by default, guarded by `tokens`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: LimitsConfig,
+        *,
+        tokens: frozenset[bytes] = frozenset(),
+        ssl: ssl.SSLContext | None = None,
+        flavor: ApiFlavor | None = None,
+    ) -> None:
+        self.flavor = found = flavor or NativeFlavor(tokens)
+        listener = Listener(backend, config)
+        super().__init__(listener, lambda: Connection(listener, found), found.no_tls(), ssl)

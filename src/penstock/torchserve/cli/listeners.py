@@ -115,12 +115,12 @@ class Listeners:
         if self._tls_files is None:
             return
         self._tls_files.renew()
-        context, pem = self._tls_files.context(), self._tls_files.pem()
+        context = self._tls_files.context()
         if self._context is not None:
             replace_ssl_context(self._context, context)
         for listener in self.running:
             if not isinstance(listener, HttpServer):
-                listener.reload_tls(*pem)
+                listener.reload_tls(self._tls_files.context())
 
     def close_tls(self) -> None:
         if self._tls_files is not None:
@@ -150,21 +150,17 @@ async def _start_http(listener: HttpServer, address: ListenerAddress, group: Gro
 def grpc_listeners(
     components: ServerComponents, limits: LimitsConfig, shares: tuple[int, int], tls_files: Callable[[], TlsFiles]
 ) -> Iterable[tuple[GrpcListener, GrpcAddress]]:
-    """The gRPC listeners, not yet started; without grpcio a warning and none. Raises ConfigError.
+    """The gRPC listeners, not yet started; without hpack a warning and none. Raises ConfigError.
 
     `shares` are the connections of the inference port and of the management port.
     """
     try:
-        from penstock.serving.grpc.listener import GrpcLimits, GrpcTls
+        from penstock.serving.grpc.listener import GrpcLimits
         from penstock.torchserve.grpc.server import make_grpc_listener
     except ModuleNotFoundError as error:
         log.warning("event=no_grpc missing=%s consequence=http_only hint=%s", error.name, install_hint("grpc"))
         return
     properties = components.properties
-    tls = None
-    if properties.enable_grpc_ssl:
-        tls_files().context()  # raises ConfigError if key and certificate do not match
-        tls = GrpcTls(*tls_files().pem())
     for address, share in zip(grpc_addresses(properties), shares, strict=True):
         bounds = GrpcLimits(
             structs.replace(limits, max_connections=share),
@@ -172,4 +168,5 @@ def grpc_listeners(
             getattr(properties, f"grpc_{address.group}_max_connection_age_grace_ms"),
         )
         config = ListenerConfig(frozenset({address.group}), properties)
+        tls = tls_files().context() if properties.enable_grpc_ssl else None
         yield make_grpc_listener(components.backend, components.administrator, config, bounds, tls), address

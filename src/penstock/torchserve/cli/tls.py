@@ -6,7 +6,6 @@ import shutil
 import ssl
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import Final
 
 from penstock.errors import ConfigError
@@ -59,13 +58,6 @@ class TlsFiles:
         """Extracts the keystore as it is now. Raises ConfigError."""
         if self._keystore is not None and self._keystore.keystore is not None:
             self._extract(self._keystore.keystore, self._keystore.keystore_pass, self._keystore.keystore_type)
-
-    def pem(self) -> tuple[bytes, bytes]:
-        """(key, certificate chain). Raises ConfigError."""
-        try:
-            return Path(self.key).read_bytes(), Path(self.certificate).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"enable_grpc_ssl: {error.filename} cannot be read: {error.strerror}") from None
 
     def close(self) -> None:
         if self._folder is not None:

@@ -99,7 +99,7 @@ class InferenceService:
                     async for part in parts:
                         yield _Prediction(prediction=part, sequence_id=id)
             except GrpcError as error:
-                status = _Status(code=error.code.value[0], message=error.details.partition("\n")[0])
+                status = _Status(code=int(error.code), message=error.details.partition("\n")[0])
                 yield _Prediction(sequence_id=id, status=status)
 
 

@@ -1,12 +1,14 @@
 """A listener of TorchServe's gRPC APIs."""
 
+import ssl
 from typing import cast
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
 from penstock.serving.grpc.calls import Code, GrpcError
 from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService
-from penstock.serving.grpc.listener import GrpcLimits, GrpcListener, GrpcTls, serve_reflection
+from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
+from penstock.serving.grpc.reflection import ReflectionService
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.grpc.calls import log_5xx, management_error
@@ -22,7 +24,7 @@ def make_grpc_listener(
     administration: Administrator,
     config: ListenerConfig,
     limits: GrpcLimits,
-    tls: GrpcTls | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> GrpcListener:
     """The services of the groups of `config`, with reflection."""
 
@@ -38,10 +40,8 @@ def make_grpc_listener(
         return management_error(found)
 
     services = _services(backend, administration, config)
-    names = [service.name for service in services]
     dispatcher = CallDispatcher(PROTOS, services, authorize, failure)
-    serve_reflection(dispatcher, PROTOS, names)
-    return GrpcListener(dispatcher, limits, tls)
+    return GrpcListener(backend, dispatcher, limits, tls)
 
 
 def _services(backend: Backend, administration: Administrator, config: ListenerConfig) -> list[GrpcService]:
@@ -58,4 +58,6 @@ def _services(backend: Backend, administration: Administrator, config: ListenerC
         management = ManagementService(administration)
         services.append(GrpcService(ManagementService.NAME, [management], "management", refused=refused))
     names = [service.name for service in services]
-    return [*services, GrpcService(HealthService.NAME, [HealthService(PROTOS, names, administration.healthy)])]
+    health = GrpcService(HealthService.NAME, [HealthService(PROTOS, names, administration.healthy)])
+    reflection = ReflectionService(PROTOS, [*names, HealthService.NAME])
+    return [*services, health, GrpcService(ReflectionService.NAME, [reflection])]

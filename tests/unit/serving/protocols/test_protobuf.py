@@ -13,7 +13,8 @@ TORCHSERVE = ROOT / "torchserve" / "grpc" / "protos"
 
 
 @pytest.mark.parametrize(
-    ("folder", "includes", "more"), [(NATIVE, [NATIVE], []), (TORCHSERVE, [TORCHSERVE, NATIVE], ["health.proto"])]
+    ("folder", "includes", "more"),
+    [(NATIVE, [NATIVE], []), (TORCHSERVE, [TORCHSERVE, NATIVE], ["health.proto", "reflection.proto"])],
 )
 def test_the_descriptors_match_the_protos(tmp_path, folder, includes, more):
     protoc = pytest.importorskip("grpc_tools.protoc")

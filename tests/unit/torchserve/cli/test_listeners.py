@@ -108,21 +108,19 @@ async def test_all_listeners_use_changed_files_after_a_reload(
     found.close_tls()
 
 
-def test_without_grpcio_there_is_one_warning_and_no_listener(monkeypatch, caplog):
-    for name in [
-        name for name in sys.modules if name.startswith(("penstock.serving.grpc", "penstock.torchserve.grpc"))
-    ]:
+def test_without_hpack_there_is_one_warning_and_no_listener(monkeypatch, caplog):
+    ours = ("penstock.serving.grpc", "penstock.serving.http2", "penstock.torchserve.grpc")
+    for name in [name for name in sys.modules if name.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "grpc", None)
+    monkeypatch.setitem(sys.modules, "hpack", None)
     assert listeners(Properties()) == []
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    output = record.getMessage().replace("grpc.aio", "grpc")  # as which it is missed if no other test has loaded it
-    assert output == "event=no_grpc missing=grpc consequence=http_only hint=pip install '.[grpc]'"
+    assert record.getMessage() == "event=no_grpc missing=hpack consequence=http_only hint=pip install '.[grpc]'"
 
 
 def test_grpc_is_loaded_only_for_listening():
-    code = "import sys, penstock.torchserve.cli.server as m; print('grpc' in sys.modules, 'google' in sys.modules)"
+    code = "import sys, penstock.torchserve.cli.server as m; print('hpack' in sys.modules, 'google' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

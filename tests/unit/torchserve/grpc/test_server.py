@@ -11,7 +11,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
-from penstock.serving.grpc.listener import GrpcLimits, GrpcTls
+from penstock.serving.grpc.listener import GrpcLimits
+from penstock.serving.http.auth import make_ssl_context
 from penstock.torchserve.config.properties import ListenerConfig, Properties
 from penstock.torchserve.grpc.server import make_grpc_listener
 from support.backend import FakeBackend
@@ -34,7 +35,7 @@ async def test_a_port_in_use_is_refused_with_its_key(administration, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS)
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: the address is in use.*with grpc_inference_port"):
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: the port is in use.*with grpc_inference_port"):
             await server.start("127.0.0.1", port, "grpc_inference_port")
         await server.close(0.0)
 
@@ -59,8 +60,9 @@ async def test_a_unix_socket_is_removed_at_the_end(administration, tmp_path):
 
 
 async def test_a_tls_listener_speaks_only_tls(administration):
-    certificate, key = ((TLS / name).read_bytes() for name in ("cert.pem", "key.pem"))
-    server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS, GrpcTls(key, certificate))
+    certificate = (TLS / "cert.pem").read_bytes()
+    tls = make_ssl_context(str(TLS / "cert.pem"), str(TLS / "key.pem"))
+    server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS, tls)
     port = await server.start("127.0.0.1", 0, "a_key")
     try:
         trusting = grpc.ssl_channel_credentials(certificate)

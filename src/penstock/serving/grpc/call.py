@@ -1,0 +1,351 @@
+"""One gRPC call on an HTTP/2 stream: messages in, messages and a status out.
+
+Source: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from struct import Struct as Packing
+from typing import Any, Final, Protocol
+from urllib.parse import quote
+
+from penstock.serving.grpc.calls import Code, GrpcError
+from penstock.serving.grpc.head import CallHead
+from penstock.serving.grpc.messages import ENCODINGS, PREFIX, Compressed, MessageReader, free, size_of, unpack
+from penstock.serving.http.intake import BIG_BYTES
+from penstock.serving.http.listener import Listener
+from penstock.serving.http2.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    NO_ERROR,
+    encode_headers,
+    frame,
+    rst_stream,
+)
+from penstock.serving.http2.streams import NO_SPACE, RECEIVE_WINDOW, Stream, StreamOwner
+from penstock.types import Headers
+
+_PRINTABLE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+_HEAD: Final = encode_headers(
+    [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity,deflate,gzip")]
+)
+_OK: Final = encode_headers([("grpc-status", "0")])
+# headers and the head of a DATA frame with one message; and the trailers of a call without an error
+_BEGIN: Final = Packing(f">HBBBI{len(_HEAD)}sHBBBIBI")
+_END: Final = Packing(f">HBBBI{len(_OK)}s")
+
+
+class CallOwner(Protocol):
+    """A connection, as its calls see it."""
+
+    listener: Listener
+    receiving: dict[GrpcCall, float]  # calls whose client has to send more, and when it must be here
+
+    def check(self, head: CallHead) -> None:
+        """Raises GrpcError for a call that is not served."""
+
+    def start(self, call: GrpcCall) -> None:
+        """Runs a call whose message is here, or whose messages may come."""
+
+    def settle(self) -> None:
+        """A call has ended."""
+
+
+class GrpcCall(Stream):
+    """A call, from its headers to its status. Methods get it as their second argument."""
+
+    def __init__(self, connection: StreamOwner, id: int, head: CallHead, owner: CallOwner) -> None:
+        super().__init__(connection, id)
+        self.head = head
+        self.owner = owner
+        self.on_cancel: Callable[[], object] | None = None  # ends the work for a client that left
+        self.messages: deque[Any] = deque()  # received and not taken
+        self._untaken = 0  # bytes of `messages`
+        self._begun = False  # the headers of the response were sent
+        self._reader: MessageReader | None = None  # of messages in pieces
+        self._waiting = False  # for memory
+        self._arrival: asyncio.Future[None] | None = None
+        self._sent: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+
+    # ---- for the method
+
+    @property
+    def metadata(self) -> Headers:
+        return self.head.metadata
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the deadline, None without one."""
+        return None if self.head.timeout_s is None else max(0.0, self._due_s - self.owner.listener.now())
+
+    def __aiter__(self) -> GrpcCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next message of the client: `bytes`, or a Buffer that the caller releases. Raises GrpcError."""
+        while not self.messages:
+            if self.ended or self.closed:
+                raise StopAsyncIteration
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        return await self.take()
+
+    async def take(self) -> Any:
+        """The first message that is here, as it was before it was compressed. Raises GrpcError."""
+        message = self.messages.popleft()
+        self._untaken -= size_of(message)
+        self._replenish()
+        if isinstance(message, Compressed):
+            return await unpack(message, self.owner.listener.config.max_body_bytes)
+        return message
+
+    def reply(self, body: bytes | memoryview) -> None:
+        """Ends the call with one message, which is copied if it cannot be sent at once."""
+        size, id, outbox = len(body), self.id, self.connection.outbox
+        if self.closed or self.last:
+            return
+        if self._begun or not self.ended or size + 5 > outbox.room(self):
+            self._send(bytes(body), _OK)
+            return
+        length = size + 5
+        begin = _BEGIN.pack(
+            0, len(_HEAD), HEADERS, END_HEADERS, id, _HEAD, length >> 8, length & 255, DATA, 0, id, 0, size
+        )
+        end = _END.pack(0, len(_OK), HEADERS, END_HEADERS | END_STREAM, id, _OK)
+        self.window -= length
+        outbox.window -= length
+        outbox.write(b"".join((begin, body, end)))
+        self.connection.forget(self)
+        self._release()
+
+    async def write(self, message: bytes) -> None:
+        """Sends one of several messages. Waits while the client does not read."""
+        self._send(message)
+        if self.unsent and not self.closed:
+            self._sent = asyncio.get_running_loop().create_future()
+            await self._sent
+
+    def finish(self) -> None:
+        """Ends the call without an error."""
+        if not (self.closed or self.last):
+            self._end(_OK)
+
+    def fail(self, error: GrpcError) -> None:
+        """Ends the call with the status of an error."""
+        if self.closed or self.last:
+            return
+        fields = [("grpc-status", str(int(error.code))), ("grpc-message", quote(error.details, safe=_PRINTABLE))]
+        self._end(encode_headers([*fields, *error.trailing()]))
+
+    # ---- for the connection
+
+    def on_open(self) -> None:
+        head = self.head
+        if head.status:
+            last = frame(HEADERS, END_HEADERS | END_STREAM, self.id, encode_headers([(":status", str(head.status))]))
+            self.connection.outbox.send(self, (), last + (b"" if self.ended else rst_stream(self.id, NO_ERROR)))
+            self._release()
+            return
+        if head.timeout_s is not None:
+            self._due_s = self.owner.listener.now() + head.timeout_s
+            self._timer = asyncio.get_running_loop().call_later(head.timeout_s, self._expire)
+        try:
+            self.owner.check(head)
+        except GrpcError as error:
+            self.fail(error)
+            return
+        assert head.method is not None
+        if head.method.client_streaming:
+            self.owner.start(self)
+        elif self.ended:
+            self.on_end()
+        else:
+            self._expect()
+
+    def on_data(self, data: memoryview) -> None:
+        config, reader, size = self.owner.listener.config, self._reader, len(data)
+        if reader is None:
+            if size >= PREFIX.size:
+                flag, length = PREFIX.unpack_from(data)
+                if size == length + PREFIX.size and length <= min(BIG_BYTES, config.max_body_bytes):
+                    self._take(flag, bytes(data[PREFIX.size :]))  # nearly every small message comes in one piece
+                    return
+            reader = self._reader = MessageReader(self.owner.listener.backend, config.max_body_bytes, self._take)
+        try:
+            while len(data) and not (self.closed or self.last):
+                if self.space:
+                    size = min(len(data), len(self.space))
+                    self.space[:size] = data[:size]
+                    self.space = self.space[size:]
+                    if not self.space:
+                        self.on_filled()
+                else:
+                    size = reader.add(data)
+                    if reader.missing:
+                        self._begin(reader)
+                data = data[size:]
+        except GrpcError as error:
+            self.fail(error)
+
+    def on_filled(self) -> None:
+        assert self._reader is not None
+        self.space = NO_SPACE
+        self._reader.filled()
+
+    def on_end(self) -> None:
+        if self.last:  # it was answered before
+            return
+        method = self.head.method
+        assert method is not None
+        self.owner.receiving.pop(self, None)
+        if self._reader is not None and (self._reader.missing or self._reader.part):
+            self.fail(GrpcError(Code.INTERNAL, "the stream ended within a message"))
+        elif method.client_streaming:
+            self._wake()
+        elif self.messages:
+            self.owner.start(self)
+        else:
+            self.fail(GrpcError(Code.INTERNAL, "the call has no message; send one"))
+
+    def on_sent(self) -> None:
+        if self._sent is not None and not self._sent.done():
+            self._sent.set_result(None)
+
+    def on_closed(self) -> None:
+        self._cancel()
+        self._release()
+
+    # ---- messages
+
+    def _begin(self, reader: MessageReader) -> None:
+        """The prefix of a message is here, but not all of it. Raises GrpcError."""
+        if not reader.starved:
+            self._expect()
+            self._replenish()
+        elif not self._waiting:
+            memory = self.owner.listener.memory
+            if memory or not self.reserve():
+                self._waiting = True
+                self.owner.receiving.pop(self, None)  # it is we who do not read: the client is not to blame
+                memory.add(self)
+
+    def reserve(self) -> bool:
+        """Gets memory for a large message; False while there is none. True also when it is no longer wanted."""
+        reader = self._reader
+        if reader is None or not reader.starved:
+            self._waiting = False
+            return True
+        try:
+            if not reader.reserve():
+                return False
+        except GrpcError as error:
+            self.fail(error)
+            return True
+        assert reader.space is not None
+        self.space, self._waiting = reader.space, False
+        self._expect()
+        self._replenish()
+        return True
+
+    def _expect(self) -> None:
+        """Bounds the time for what the client still has to send."""
+        self.owner.receiving[self] = self.owner.listener.clock.body_at
+
+    def _take(self, flag: int, payload: Any) -> None:
+        """A whole message is here."""
+        method = self.head.method
+        assert method is not None
+        wbits = ENCODINGS.get(self.head.encoding)
+        error = None
+        if flag and wbits is None and self.head.encoding != b"identity":
+            error = GrpcError(Code.UNIMPLEMENTED, "found another grpc-encoding, expected identity, gzip or deflate")
+        elif flag > 1 or (flag and wbits is None):
+            error = GrpcError(Code.INTERNAL, "found a compressed message, but grpc-encoding names no compression")
+        elif self.messages and not method.client_streaming:
+            error = GrpcError(Code.INTERNAL, "found a second message, expected one")
+        if error is not None:
+            free(payload)
+            self.fail(error)
+            return
+        message = Compressed(payload, wbits) if flag and wbits else payload
+        self.messages.append(message)
+        self._untaken += size_of(message)
+        if method.client_streaming:
+            self.owner.receiving.pop(self, None)
+            self._wake()
+
+    def _replenish(self) -> None:
+        """Lets the client send the rest of its message, and otherwise a window full of bytes that nobody has taken."""
+        if self.ended or self.closed:
+            return
+        kept, missing, reader = self._untaken, len(self.space), self._reader
+        if reader is not None and not self.space:
+            kept += len(reader.part)
+            missing = 0 if reader.starved else reader.missing
+        want = max(RECEIVE_WINDOW - kept, missing)
+        if want - self.credit >= RECEIVE_WINDOW // 2 or missing > self.credit:
+            self.grant(want - self.credit)
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    # ---- the end
+
+    def _expire(self) -> None:
+        self.fail(GrpcError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+
+    def _trailers(self, block: bytes) -> bytes:
+        """The frames that end the stream on both sides."""
+        whole = block if self._begun else _HEAD + block
+        last = frame(HEADERS, END_HEADERS | END_STREAM, self.id, whole)
+        return last if self.ended else last + rst_stream(self.id, NO_ERROR)
+
+    def _send(self, message: bytes, block: bytes = b"") -> None:
+        """Sends a message, and `block` as the trailers of the call."""
+        if self.closed:
+            return
+        if not self._begun:
+            self._begun = True
+            self.connection.outbox.write(frame(HEADERS, END_HEADERS, self.id, _HEAD))
+        prefix = PREFIX.pack(0, len(message))
+        parts = (prefix + message,) if len(message) < 2**14 else (prefix, message)
+        self.connection.outbox.send(self, parts, self._trailers(block) if block else b"")
+        if block:
+            self._release()
+
+    def _end(self, block: bytes) -> None:
+        last = self._trailers(block)
+        self._cancel()
+        self.connection.outbox.send(self, (), last)
+        self._release()
+
+    def _cancel(self) -> None:
+        cancel, self.on_cancel = self.on_cancel, None
+        if cancel is not None:
+            cancel()
+
+    def _release(self) -> None:
+        """Frees what the call does not need any more."""
+        self.on_cancel = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.owner.receiving.pop(self, None)
+        self.space = NO_SPACE
+        if self._reader is not None:
+            self._reader.release()
+            self._reader = None  # breaks a reference cycle
+            if self._waiting:
+                self.owner.listener.memory.discard(self)
+        while self.messages:
+            free(self.messages.popleft())
+        self._wake()
+        self.on_sent()
+        self.owner.settle()

@@ -1,0 +1,87 @@
+"""What the headers of a gRPC call say.
+
+Source: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from msgspec import Struct
+
+from penstock.serving.grpc.calls import GrpcError
+from penstock.types import Headers
+
+UNITS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+LONGEST_S: Final = 1e8  # three years
+_OWN: Final = frozenset({b"te", b"content-type", b"grpc-timeout", b"grpc-encoding", b"grpc-accept-encoding"})
+
+
+class Method(Struct, frozen=True):
+    """What serves the calls of one path. `read` parses a message, `write` serializes one."""
+
+    function: Any
+    guard: str  # the group whose token opens it; empty: open to all
+    refused: GrpcError | None  # how all calls fail
+    read: Callable[[Any], Any]
+    write: Callable[[Any], bytes]
+    client_streaming: bool
+    server_streaming: bool
+    direct: bool
+
+
+class CallHead(NamedTuple):
+    """The headers of a call. A client's later calls commonly share it."""
+
+    path: str
+    method: Method | None
+    metadata: Headers
+    timeout_s: float | None
+    encoding: bytes
+    status: int  # of HTTP, for a request that is not gRPC; 0 for a call
+
+    @property
+    def authorization(self) -> bytes | None:
+        return next((value for name, value in self.metadata if name == b"authorization"), None)
+
+
+def read_head(headers: Headers, find: Callable[[str], Method | None]) -> CallHead | None:
+    """None for malformed headers; `find` returns the method of a path."""
+    pseudo: dict[bytes, bytes] = {}
+    own: dict[bytes, bytes] = {}
+    metadata: Headers = []
+    for name, value in headers:
+        if name[:1] == b":":
+            if metadata or own or name in pseudo:
+                return None
+            pseudo[name] = value
+        elif name in _OWN:
+            own[name] = value
+        elif name == b"connection" or name != name.lower():
+            return None
+        else:
+            metadata.append((name, _decoded(value) if name.endswith(b"-bin") else value))
+    if not pseudo.keys() >= {b":method", b":scheme", b":path"}:
+        return None
+    path = pseudo[b":path"].decode("latin-1")
+    status = 0
+    if pseudo[b":method"] != b"POST":
+        status = 405
+    elif not own.get(b"content-type", b"").startswith(b"application/grpc"):
+        status = 415
+    timeout, timeout_s = own.get(b"grpc-timeout"), None
+    if timeout is not None:
+        if not (timeout[:-1].isdigit() and len(timeout) <= 9 and timeout[-1:] in UNITS):
+            return None
+        timeout_s = min(int(timeout[:-1]) * UNITS[timeout[-1:]], LONGEST_S)
+    return CallHead(path, find(path), metadata, timeout_s, own.get(b"grpc-encoding", b"identity"), status)
+
+
+def _decoded(value: bytes) -> bytes:
+    try:
+        return base64.b64decode(value + b"=" * (-len(value) % 4))
+    except binascii.Error:
+        return value

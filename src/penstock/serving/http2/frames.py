@@ -1,0 +1,130 @@
+"""HTTP/2's frames and header blocks: hpack and hyperframe parse, this module packs, and remembers repeated blocks.
+
+Source: RFC 9113 (HTTP/2) and RFC 7541 (HPACK).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from struct import Struct as Packing
+from typing import Final, Generic, TypeVar
+
+from hpack import Decoder, Encoder
+from hpack.exceptions import HPACKError
+from hyperframe.exceptions import HyperframeError, InvalidFrameError
+from hyperframe.frame import Frame
+
+from penstock.types import Headers
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM: Final = 0x1
+ACK: Final = 0x1
+END_HEADERS: Final = 0x4
+PADDED: Final = 0x8
+PRIORITIZED: Final = 0x20
+
+NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR, SETTINGS_TIMEOUT, STREAM_CLOSED = range(6)
+FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, CONNECT_ERROR, ENHANCE_YOUR_CALM = range(6, 12)
+
+MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 3, 4, 5, 6
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD: Final = Packing(">HBBBI")  # of a frame: the length in two parts, type, flags, stream
+HEAD_BYTES: Final = HEAD.size
+DEFAULT_WINDOW: Final = 2**16 - 1
+DEFAULT_FRAME: Final = 2**14
+MAX_WINDOW: Final = 2**31 - 1
+KNOWN_BLOCKS: Final = 64
+KNOWN_BLOCK_BYTES: Final = 4096
+_SETTING: Final = Packing(">HI")
+_WORD: Final = Packing(">I")
+_encoder: Final = Encoder()
+
+T = TypeVar("T")
+
+
+class Http2Error(Exception):
+    """Ends the connection with this error code and a text for who debugs the client."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A whole frame."""
+    size = len(payload)
+    return HEAD.pack(size >> 8, size & 255, kind, flags, stream) + payload
+
+
+def data_head(size: int, stream: int) -> bytes:
+    """The head of a DATA frame that does not end its stream."""
+    return HEAD.pack(size >> 8, size & 255, DATA, 0, stream)
+
+
+def window_update(stream: int, more: int) -> bytes:
+    return frame(WINDOW_UPDATE, 0, stream, _WORD.pack(more))
+
+
+def rst_stream(stream: int, code: int) -> bytes:
+    return frame(RST_STREAM, 0, stream, _WORD.pack(code))
+
+
+def goaway(last: int, code: int, text: str = "") -> bytes:
+    return frame(GOAWAY, 0, 0, _WORD.pack(last) + _WORD.pack(code) + text.encode())
+
+
+def settings(values: dict[int, int]) -> bytes:
+    return frame(SETTINGS, 0, 0, b"".join([_SETTING.pack(*pair) for pair in values.items()]))
+
+
+def encode_headers(headers: Iterable[tuple[str, str]]) -> bytes:
+    """A header block that leaves the client's table as it is, so that it may be sent at any time, and again."""
+    block: bytes = _encoder.encode([(name, value, True) for name, value in headers], huffman=False)
+    return block
+
+
+def parse_frame(data: memoryview) -> Frame:
+    """One whole frame. Raises Http2Error."""
+    try:
+        found, _ = Frame.parse_frame_header(data[:HEAD_BYTES])
+        found.parse_body(data[HEAD_BYTES:])
+    except InvalidFrameError as error:
+        raise Http2Error(FRAME_SIZE_ERROR, str(error)) from None
+    except HyperframeError as error:
+        raise Http2Error(PROTOCOL_ERROR, str(error)) from None
+    return found
+
+
+class HeaderReader(Generic[T]):
+    """Decodes the header blocks of one connection, and reads each list of headers with `read`.
+
+    Clients repeat their blocks. One that left the table of the decoder unchanged means the same again, until another
+    block changes the table: until then it is looked up and not decoded.
+    """
+
+    def __init__(self, most_bytes: int, read: Callable[[Headers], T]) -> None:
+        self._decoder = Decoder(max_header_list_size=most_bytes)
+        self._read = read
+        self._known: dict[bytes, T] = {}
+
+    def read(self, block: bytes) -> T:
+        """Raises Http2Error: after a bad block the tables of both sides differ, and the connection is useless."""
+        known = self._known.get(block)
+        if known is not None:
+            return known
+        table = self._decoder.header_table
+        size, count, first = table.maxsize, len(table.dynamic_entries), next(iter(table.dynamic_entries), None)
+        try:
+            headers = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
+        except HPACKError as error:
+            raise Http2Error(COMPRESSION_ERROR, f"{type(error).__name__}: {error}") from None
+        found = self._read(headers)
+        # an insertion puts another object first; whatever else changes the table makes it shorter
+        changed = first is not next(iter(table.dynamic_entries), None)
+        changed = changed or (size, count) != (table.maxsize, len(table.dynamic_entries))
+        if changed or len(self._known) >= KNOWN_BLOCKS:
+            self._known.clear()
+        if not changed and len(block) <= KNOWN_BLOCK_BYTES:
+            self._known[block] = found
+        return found

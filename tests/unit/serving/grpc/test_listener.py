@@ -1,0 +1,460 @@
+"""The gRPC listener and a client that may break every rule: raw frames over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import struct
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hpack import Decoder
+from hyperframe.frame import Frame
+
+from penstock.config.schema import LimitsConfig
+from penstock.serving.grpc import protocol
+from penstock.serving.grpc.call import GrpcCall
+from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService
+from penstock.serving.grpc.inference import DIRECT_CALLS, NAME, RAW_CALLS, OpenInferenceService, failure
+from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
+from penstock.serving.grpc.protocol import GrpcConnection
+from penstock.serving.http2 import frames as h2
+from penstock.serving.http2.connection import Http2Connection
+from penstock.serving.http2.frames import frame
+from penstock.serving.http2.streams import RECEIVE_WINDOW
+from penstock.serving.protocols.protobuf import open_inference
+from support.backend import FakeBackend
+
+LIMIT_S = 10.0
+LIVE, INFER, STREAM = (f"/{NAME}/{name}" for name in ("ServerLive", "ModelInfer", "ModelStreamInfer"))
+
+
+# a client that accepts everything
+OPEN = h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 2**30}) + h2.window_update(0, 2**30)
+
+
+class RawClient:
+    """Sends frames; `reply(stream)` waits for headers, data and trailers of one response."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.decoder = Decoder()
+        self.frames: list[Any] = []
+
+    def send(self, *parts: bytes) -> None:
+        self.writer.write(b"".join(parts))
+
+    def call(self, id: int, path: str = LIVE, *more: tuple[str, str], flags: int = h2.END_HEADERS) -> None:
+        fields = [(":method", "POST"), (":scheme", "http"), (":path", path), ("content-type", "application/grpc")]
+        self.send(frame(h2.HEADERS, flags, id, h2.encode_headers([*fields, *more])))
+
+    async def message(self, id: int, data: bytes, *, flag: int = 0, end: bool = True, size: int = 2**14) -> None:
+        """Sends a message as the server's window allows."""
+        whole, window = struct.pack(">BI", flag, len(data)) + data, RECEIVE_WINDOW
+        for at in range(0, len(whole), size):
+            part = whole[at : at + size]
+            while window < len(part):
+                found = await self.until(lambda each: each.type == h2.WINDOW_UPDATE and each.stream_id == id)
+                window += found.window_increment
+            window -= len(part)
+            self.send(frame(h2.DATA, h2.END_STREAM if end and at + size >= len(whole) else 0, id, part))
+
+    async def next(self) -> Any:
+        """The next frame; None at the end of the connection."""
+        async with asyncio.timeout(LIMIT_S):
+            try:
+                head = await self.reader.readexactly(9)
+                found, size = Frame.parse_frame_header(memoryview(head))
+                found.parse_body(memoryview(await self.reader.readexactly(size)))
+            except (asyncio.IncompleteReadError, ConnectionResetError):
+                return None
+        if found.type == h2.HEADERS:
+            found.fields = dict(self.decoder.decode(found.data))
+        if found.type == h2.SETTINGS and not found.flags:
+            self.send(frame(h2.SETTINGS, h2.ACK, 0))
+        self.frames.append(found)
+        return found
+
+    async def until(self, right: Callable[[Any], bool]) -> Any:
+        """The first frame that is right."""
+        while not right(found := await self.next()):
+            assert found is not None, self.frames
+        return found
+
+    async def reply(self, id: int) -> tuple[str, str, bytes]:
+        """(status, text, message) of a call."""
+        data = b""
+        while True:
+            found = await self.until(lambda each: each.stream_id == id)
+            if found.type == h2.RST_STREAM:
+                return f"reset {found.error_code}", "", data
+            if found.type == h2.DATA:
+                data += found.data
+            elif found.type == h2.HEADERS and "END_STREAM" in found.flags:
+                status = found.fields.get("grpc-status", found.fields.get(":status", ""))
+                return status, found.fields.get("grpc-message", ""), data[5:]
+
+    async def ended(self) -> Any:
+        """The last GOAWAY frame; None if there was none."""
+        while await self.next() is not None:
+            pass
+        return next((each for each in reversed(self.frames) if each.type == h2.GOAWAY), None)
+
+
+class Site:
+    """A listener, its backend, and clients."""
+
+    def __init__(self, backend: FakeBackend, listener: GrpcListener, port: int) -> None:
+        self.backend, self.listener, self.port = backend, listener, port
+        self.clients: list[RawClient] = []
+
+    async def connect(self, first: bytes = OPEN) -> RawClient:
+        client = RawClient(*await asyncio.open_connection("127.0.0.1", self.port))
+        client.send(first)
+        self.clients.append(client)
+        return client
+
+
+@asynccontextmanager
+async def site(models: Any = None, pool_bytes: int = 2**26, **limits: Any) -> AsyncIterator[Site]:
+    backend = FakeBackend(models, pool_bytes)
+    config = LimitsConfig(**limits)
+    service = OpenInferenceService(backend, 64, 60.0)
+    services = [GrpcService(NAME, [service], raw=RAW_CALLS, direct=DIRECT_CALLS)]
+    dispatcher = CallDispatcher(open_inference(), services, lambda guard, token: None, failure)
+    listener = GrpcListener(backend, dispatcher, GrpcLimits(config), drain=service.drain)
+    found = Site(backend, listener, await listener.start("127.0.0.1", 0, "a_key"))
+    try:
+        yield found
+    finally:
+        for client in found.clients:
+            client.writer.close()
+        await listener.close(1.0)
+
+
+def request(size: int, model: str = "echo") -> bytes:
+    message = open_inference().message("inference.ModelInferRequest")(model_name=model)
+    message.inputs.add(name="x", datatype="UINT8", shape=[1, size])
+    message.raw_input_contents.append(bytes(size))
+    data: bytes = message.SerializeToString()
+    return data
+
+
+# ---- messages
+
+
+@pytest.mark.parametrize("size", [1, 7, 2**14, 2**17])
+@pytest.mark.parametrize("length", [10, 60_000, 70_000, 300_000])
+async def test_a_message_arrives_whole_in_frames_of_any_size(size, length):
+    data = request(length)
+    async with site() as found:
+        client = await found.connect()
+        if size == 1:
+            data = request(min(length, 5000))
+        client.call(1, INFER)
+        await client.message(1, data, size=min(size, 60_000))
+        assert await client.reply(1) == ("0", "", data)
+        assert found.backend.used_bytes == 0
+
+
+async def test_large_frames_go_straight_into_memory_that_ends_aligned():
+    data, seen = request(3_000_000), []
+
+    def keep(call: Any) -> None:
+        seen.append(len(call.item.payload.view))
+        call.reply()
+
+    async with site({"echo": keep}) as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        client.send(frame(h2.DATA, 0, 1, struct.pack(">BI", 0, len(data))))
+        granted = RECEIVE_WINDOW - 5
+        while granted < len(data):
+            granted += (await client.until(lambda f: f.type == h2.WINDOW_UPDATE and f.stream_id == 1)).window_increment
+        for at in range(0, len(data), 2**20):
+            last = at + 2**20 >= len(data)
+            client.send(frame(h2.DATA, int(last), 1, data[at : at + 2**20]))
+        assert (await client.reply(1))[0] == "0"
+        assert seen == [len(data)]
+
+
+async def test_a_large_message_waits_for_memory_and_the_small_ones_pass_it(wait_until):
+    held: list[Any] = []
+    async with site({"echo": lambda call: call.reply(), "hold": held.append}, pool_bytes=300_000) as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        await client.message(1, request(250_000, "hold"), size=60_000)
+        await wait_until(lambda: held)
+        client.call(3, INFER)
+        client.send(frame(h2.DATA, 0, 3, struct.pack(">BI", 0, len(request(200_000))) + request(200_000)[:60_000]))
+        client.call(5, INFER)
+        await client.message(5, request(10))
+        assert (await client.reply(5))[0] == "0"
+        assert len(found.backend.calls) == 2
+        held[0].reply()
+        await client.until(lambda f: f.type == h2.WINDOW_UPDATE and f.stream_id == 3)
+        rest = request(200_000)[60_000:]
+        client.send(frame(h2.DATA, 0, 3, rest[:70_000]), frame(h2.DATA, h2.END_STREAM, 3, rest[70_000:]))
+        assert await client.reply(3) == ("0", "", request(200_000))
+
+
+async def test_calls_that_end_early_free_their_memory():
+    async with site(pool_bytes=300_000) as found:
+        client = await found.connect()
+        for id in (1, 3):  # the first has memory, the second waits for it
+            client.call(id, INFER)
+            client.send(frame(h2.DATA, 0, id, struct.pack(">BI", 0, 250_000) + bytes(1000)))
+        client.send(frame(h2.RST_STREAM, 0, 3, bytes(4)), frame(h2.RST_STREAM, 0, 1, bytes(4)))
+        client.call(5, INFER)
+        await client.message(5, request(10))
+        assert (await client.reply(5))[0] == "0"
+        assert found.backend.used_bytes == 0
+
+
+async def test_messages_are_unpacked():
+    data = request(100_000)
+    async with site() as found:
+        client = await found.connect()
+        packed = zlib.compress(data)
+        client.call(1, INFER, ("grpc-encoding", "deflate"))
+        await client.message(1, packed, flag=1)
+        assert await client.reply(1) == ("0", "", data)
+
+
+BAD = {
+    "no message": ([], (b"", 0, True), "13", "the call has no message; send one"),
+    "another encoding": ([("grpc-encoding", "snappy")], (b"x", 1, True), "12", "grpc-encoding"),
+    "no encoding": ([], (b"x", 1, True), "13", "grpc-encoding names no compression"),
+    "not packed": ([("grpc-encoding", "gzip")], (b"x" * 30, 1, True), "13", "the message cannot be unpacked"),
+    "packed in part": ([("grpc-encoding", "deflate")], (zlib.compress(bytes(99))[:-3], 1, True), "13", "not complete"),
+    "too large": ([], (bytes(2000), 0, True), "8", "larger than max_body_bytes (1000)"),
+    "unpacked too large": ([("grpc-encoding", "deflate")], (zlib.compress(bytes(9999)), 1, True), "8", "larger than"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_a_bad_message_ends_its_call_alone(name):
+    more, (data, flag, end), status, text = BAD[name]
+    async with site(max_body_bytes=1000) as found:
+        client = await found.connect()
+        client.call(1, INFER, *more)
+        if data:
+            await client.message(1, data, flag=flag, end=end)
+        else:
+            client.send(frame(h2.DATA, h2.END_STREAM, 1))
+        answer = await client.reply(1)
+        assert answer[0] == status
+        assert text in answer[1]
+        client.call(3, INFER)
+        await client.message(3, request(10))
+        assert (await client.reply(3))[0] == "0"
+
+
+async def test_a_second_message_and_an_end_within_a_message_are_refused():
+    async with site() as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        await client.message(1, request(10), end=False)
+        await client.message(1, request(10))
+        assert (await client.reply(1))[:2] == ("13", "found a second message, expected one")
+        client.call(3, INFER)
+        client.send(frame(h2.DATA, h2.END_STREAM, 3, b"\0\0\0\0\x09abc"))
+        assert (await client.reply(3))[:2] == ("13", "the stream ended within a message")
+
+
+# ---- heads
+
+
+async def test_what_is_not_grpc_is_refused_by_its_stream():
+    async with site() as found:
+        client = await found.connect()
+        client.call(1, "/no.Service/Call")
+        assert (await client.reply(1))[:2] == ("12", "there is no method /no.Service/Call")
+        get = [(":method", "GET"), (":scheme", "http"), (":path", LIVE)]
+        client.send(frame(h2.HEADERS, 5, 3, h2.encode_headers(get)))
+        assert (await client.reply(3))[0] == "405"
+        post = [(":method", "POST"), (":scheme", "http"), (":path", LIVE), ("content-type", "text/plain")]
+        client.send(frame(h2.HEADERS, 5, 5, h2.encode_headers(post)))
+        assert (await client.reply(5))[0] == "415"
+        malformed = [get[:2], [*get, ("Upper", "x")], [("x", "y"), *get], [*get, get[0]], [*get, ("connection", "x")]]
+        for n, fields in enumerate([*malformed, [*post, ("grpc-timeout", "1x")]]):
+            client.send(frame(h2.HEADERS, 5, 7 + 2 * n, h2.encode_headers(fields)))
+            assert await client.reply(7 + 2 * n) == ("reset 1", "", b"")
+
+
+async def test_a_client_of_http1_learns_what_the_port_speaks():
+    async with site() as found:
+        client = await found.connect(b"POST /v2/models/m/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        answer = await asyncio.wait_for(client.reader.read(), LIMIT_S)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"gRPC needs HTTP/2" in answer
+
+
+async def test_metadata_in_base64_is_decoded_and_the_deadline_is_the_budget():
+    async with site() as found:
+        client = await found.connect()
+        client.call(1, INFER, ("x-a-bin", "AAEC/w"), ("x-b", "text"), ("grpc-timeout", "5S"))
+        await client.message(1, request(10))
+        assert (await client.reply(1))[0] == "0"
+        (call,) = found.backend.calls
+        assert dict(call.item.headers) == {b"x-a-bin": b"\0\1\2\xff", b"x-b": b"text"}
+        assert 0 < call.budget_s <= 5
+
+
+async def test_a_deadline_ends_a_call_that_the_client_leaves_open(wait_until):
+    async with site({"echo": lambda call: None}) as found:
+        client = await found.connect()
+        client.call(1, INFER, ("grpc-timeout", "50m"))
+        await client.message(1, request(10))
+        assert (await client.reply(1))[:2] == ("4", "Deadline Exceeded")
+        await wait_until(lambda: found.backend.calls[0].cancelled)
+        client.call(3, STREAM, ("grpc-timeout", "50m"))
+        assert (await client.reply(3))[0] == "4"
+
+
+# ---- windows
+
+
+async def test_an_answer_waits_for_the_windows_of_the_client():
+    data = request(200_000)
+    async with site() as found:
+        client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 1000}))
+        client.call(1, INFER)
+        await client.message(1, data)
+        client.call(3, INFER)
+        await client.message(3, request(10))
+        assert (await client.reply(3))[0] == "0"  # the first call does not hold it up
+        held = sum(len(each.data) for each in client.frames if each.type == h2.DATA and each.stream_id == 1)
+        assert held == 1000
+        client.send(h2.window_update(0, 2**20), h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}))
+        status, _, rest = await client.reply(1)
+        assert (status, len(rest) + 5 + held) == ("0", len(data) + 5)
+
+
+async def test_a_client_that_reads_nothing_is_dropped():
+    async with site(write_timeout_s=0.1) as found:
+        client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
+        client.call(1, INFER)
+        await client.message(1, request(1000))
+        await client.ended()
+
+
+async def test_no_call_begins_while_too_much_is_unread(monkeypatch):
+    monkeypatch.setattr(protocol, "UNREAD_BYTES", 50_000)
+    async with site() as found:
+        client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
+        client.call(1, INFER)
+        await client.message(1, request(60_000))
+        await client.until(lambda each: each.type == h2.HEADERS)
+        for id in (3, 5, 7):
+            client.call(id, INFER)
+            await client.message(id, request(10))
+        client.send(frame(h2.RST_STREAM, 0, 5, bytes(4)), frame(h2.PING, 0, 0, b"12345678"))
+        await client.until(lambda each: each.type == h2.PING)
+        assert len(found.backend.calls) == 1
+        client.send(h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}), h2.window_update(0, 2**20))
+        assert (await client.reply(7))[0] == "0"
+        assert len(found.backend.calls) == 3
+
+
+# ---- times and the end
+
+
+async def test_a_message_that_stays_away_ends_its_call():
+    async with site(body_timeout_s=0.1) as found:
+        client = await found.connect()
+        for id in (1, 3, 5):
+            client.call(id, INFER)
+        client.send(frame(h2.DATA, 0, 1, struct.pack(">BI", 0, 250_000) + bytes(1000)))
+        client.send(frame(h2.DATA, 0, 3, struct.pack(">BI", 0, 250) + bytes(100)))
+        text = "the message did not arrive within 0.1 s (limits.body_timeout_s)"
+        answers = {id: (await client.reply(id))[:2] for id in (1, 3, 5)}
+        assert set(answers.values()) == {("4", text)}
+        assert found.backend.used_bytes == 0
+
+
+async def test_a_client_with_calls_must_answer_a_ping():
+    async with site({"echo": lambda call: None}, idle_timeout_s=0.1, write_timeout_s=0.1) as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        await client.message(1, request(10))
+        for _ in range(3):
+            await client.until(lambda each: each.type == h2.PING)
+            client.send(frame(h2.PING, h2.ACK, 0, bytes(8)))
+        await client.until(lambda each: each.type == h2.PING)
+        assert await client.ended() is None
+        assert found.backend.calls[0].cancelled
+
+
+async def test_a_close_answers_what_was_sent_before_the_client_knew(wait_until):
+    held: list[Any] = []
+    async with site({"echo": held.append}) as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        await client.message(1, request(10))
+        await client.until(lambda each: each.type == h2.SETTINGS)
+        closing = asyncio.ensure_future(found.listener.close(LIMIT_S))
+        ping = await client.until(lambda each: each.type == h2.PING)
+        client.call(3, INFER)
+        await client.message(3, request(10))
+        client.send(frame(h2.PING, h2.ACK, 0, ping.opaque_data))
+        await wait_until(lambda: len(held) == 2)
+        for call in held:
+            call.reply()
+        assert [(await client.reply(id))[0] for id in (1, 3)] == ["0", "0"]
+        assert (await client.ended()).last_stream_id == 3
+        await closing
+
+
+async def test_a_breach_of_the_protocol_is_named_and_cancels_the_calls(wait_until):
+    async with site({"echo": lambda call: None}) as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        await client.message(1, request(10))
+        await wait_until(lambda: found.backend.calls)
+        client.send(frame(h2.PING, 0, 1, bytes(8)))
+        goaway = await client.ended()
+        assert (goaway.error_code, goaway.last_stream_id) == (h2.PROTOCOL_ERROR, 1)
+        assert b"Stream ID must be zero" in goaway.additional_data
+        assert found.backend.calls[0].cancelled
+
+
+USES = {
+    "answered": (INFER, request(10)),
+    "waits for its answer": (INFER, request(10, "hold")),
+    "half a message": (INFER, b""),
+    "a stream": (STREAM, request(10)),
+    "no such method": ("/no.Service/Call", b""),
+    "a breach": (INFER, b""),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+async def test_a_closed_connection_and_its_calls_are_freed_without_the_garbage_collector(use, wait_until):
+    def left() -> list[Any]:
+        return [each for each in gc.get_objects() if type(each) in (GrpcConnection, GrpcCall, Http2Connection)]
+
+    path, data = USES[use]
+    async with site({"echo": lambda call: call.reply(), "hold": lambda call: None}) as found:
+        gc.collect()
+        before = len(left())
+        gc.disable()
+        try:
+            for _ in range(5):
+                client = await found.connect()
+                client.call(1, path)
+                if data:
+                    await client.message(1, data, end=path == INFER)
+                elif use == "half a message":
+                    client.send(frame(h2.DATA, 0, 1, struct.pack(">BI", 0, 90_000) + bytes(100)))
+                elif use == "a breach":
+                    client.send(frame(h2.PING, 0, 1, bytes(8)))
+                await client.until(lambda each: each.type in (h2.SETTINGS, h2.DATA))
+                client.writer.close()
+                found.clients.clear()
+            await wait_until(lambda: (found.backend.calls.clear(), len(left()) == before)[1])
+        finally:
+            gc.enable()
