@@ -295,18 +295,9 @@ class MessageWriter:
             headers = item.headers if with_headers or traits_of(item.codec).reads_headers else None
             if payload is not item.payload or headers is not item.headers:
                 item = Item(
-                    payload,
-                    item.codec,
-                    item.content_type,
-                    item.rows,
-                    item.many,
-                    item.request_id,
-                    headers,
-                    start,
-                    stop,
-                    item.budget_s,
-                    sequence=item.sequence,
-                )
+                    payload, item.codec, item.content_type, item.rows, item.many, item.request_id, headers, start,
+                    stop, item.budget_s, sequence=item.sequence,
+                )  # fmt: skip
             packed.append(item)
         return packed
 

@@ -18,7 +18,7 @@ from penstock.core.wire.messages import FrameDecoder, FreeReplies, MessageWriter
 from penstock.core.wire.slabs import anonymous_file
 from penstock.errors import ConfigError, ModelNotReady, PenstockError, QueueFull, WorkerDied
 from penstock.streamer.model import wrapped
-from penstock.streamer.shared import address, batcher, client
+from penstock.streamer.shared import address, batcher, client, session
 from penstock.streamer.shared.address import connected, listening, socket_path
 from penstock.streamer.shared.batcher import SharedBatcher
 from penstock.streamer.shared.client import SharedClient
@@ -153,7 +153,7 @@ async def test_a_joined_client_that_breaks_the_protocol_is_disconnected_alone(ru
 
 
 async def test_a_silent_client_is_disconnected(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher, "JOIN_S", 0.02)
+    monkeypatch.setattr(session, "JOIN_S", 0.02)
     client = await running.client()
     with running.connect() as sock:
         assert await receive(sock) == b""
@@ -195,7 +195,7 @@ async def test_a_client_with_other_settings_or_of_another_version_is_refused(
 async def test_a_client_that_takes_no_answer_is_disconnected_and_no_more_is_read_from_it(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batcher, "STALL_S", 0.2)
+    monkeypatch.setattr(session, "STALL_S", 0.2)
     client = await running.client()
     sock = running.connect()
     with sock:
