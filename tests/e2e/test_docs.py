@@ -183,6 +183,26 @@ def test_the_models_of_the_page_answer_their_curl_lines(serve: Callable[..., Any
     assert (toml, set(models)) == (None, {"net", "eager"})
 
 
+def test_the_steps_of_scaling_run(serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "docs/scale.md"
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
+    with batchers(tmp_path / "run"):
+        assert run(page, "web.py", tmp_path) == "7\n"
+    command = re.search(r"penstock serve (app.py:digits .*)", (ROOT / page).read_text())
+    assert command is not None
+    assert serve(None, *command[1].split(), cwd=tmp_path).metric("penstock_workers", model="digits") == 4
+    follow, zoo = blocks(page, "toml")
+    zoo = zoo.replace('cpu = "8GB"\n', "").replace('"cuda:0" =', "cpu =").replace("cuda:0", "cpu")
+    for name, text, model in (
+        ("scale", follow, "digits"),
+        ("zoo", re.sub("app.py:[A-Z][a-z]+", "app.py:digits", zoo), "rare"),
+    ):
+        (tmp_path / f"{name}.toml").write_text(text)
+        server = serve(None, f"{name}.toml", cwd=tmp_path)
+        assert server.post(f"/predictions/{model}", b"7") == (200, b"7")
+    assert server.metric("penstock_workers_up", model="often") == 1
+
+
 def test_the_wire_formats_requests_are_answered_as_they_stand_there(serve: Callable[..., Any], tmp_path: Path) -> None:
     page = "docs/wire-format.md"
     model, client = blocks(page, "python")

@@ -57,6 +57,26 @@ def api(torchserve: Any) -> Api:
     return Api(torchserve)
 
 
+def test_the_load_decides_between_min_and_max_workers(api: Api) -> None:
+    assert api.status("PUT", "/models/m?min_worker=1&max_worker=3&synchronous=true")[0] == 200
+
+    def workers() -> int:
+        return len(api.ask("GET", "/models/m")[1][0]["workers"])
+
+    before = workers()
+    with ThreadPoolExecutor(16) as pool:
+        answers = [pool.submit(api.predict, "m", b"0.1") for _ in range(150)]
+        seen = {before}
+        while not all(answer.done() for answer in answers):
+            seen.add(workers())
+            time.sleep(0.05)
+        assert {answer.result() for answer in answers} == {(200, 1.0)}
+    assert max(seen) > before
+    assert max(seen) <= 3
+    assert api.status("PUT", "/models/m?min_worker=1&max_worker=1&synchronous=true")[0] == 200
+    assert workers() == 1
+
+
 def test_a_model_is_registered_scaled_made_default_and_removed(api: Api) -> None:
     assert api.predict("m") == (200, 1.0)
     path = "/models?url=m-2.0.mar&initial_workers=2"
