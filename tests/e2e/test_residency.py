@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,6 +98,19 @@ def test_models_load_with_their_first_request_and_leave_for_others(start: Callab
     places = [one["batching"]["residency"]["place"] for one in seen]
     assert places.count("in") <= 3, seen
     assert max(most) <= 3 + 1  # three models, and the process that starts workers
+
+
+def test_the_metadata_of_a_model_that_is_not_loaded_come_with_it(start: Callable[..., Any]) -> None:
+    server = start("310MB", {"m": {}}, management=True)
+    assert server.get("/v2/models/m/ready")[0] == 200
+    assert server.get("/v2/models/m")[0] == 503
+    end = time.monotonic() + 20
+    while server.get("/v2/models/m")[0] != 200:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    url, headers = server.urls["management"] + "/models/m/scale", {"content-type": "application/json"}
+    status, body = server.fetch(urllib.request.Request(url, b'{"instances": 2}', headers, method="PUT"))
+    assert (status, b"residency" in body) == (409, True), body
 
 
 def test_a_model_that_nobody_uses_leaves_and_a_pinned_one_stays(start: Callable[..., Any]) -> None:

@@ -348,6 +348,8 @@ class Engine:
     def metadata(self, model: str, version: str | None) -> tuple[ModelMetadata, list[str]]:
         handle = self._registry.find(model, version)
         if handle.metadata is None:
+            if handle.on_wanted is not None:
+                handle.on_wanted()
             raise ModelNotReady(f"model '{model}' is {handle.state.lower()}", retry_after_s=1.0)
         status = handle.status()
         served: dict[str, Any] = {

@@ -104,6 +104,11 @@ class ModelHandle:
                 f"model '{self.name}' has {limits.fewest} to {limits.most} instances, as its load needs"
                 " (autoscale.min, autoscale.max); load it again with other limits"
             )
+        if self.resident is not None:
+            raise Conflict(
+                f"model '{self.name}' has a place in the memory of its device (residency) for {self.instances.full}"
+                " instances; load it again with another number"
+            )
         if self.state not in ("READY", "FAILED"):
             raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
         await self.instances.scale(instances, drain_s)

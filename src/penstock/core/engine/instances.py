@@ -71,7 +71,8 @@ class Instances:
         self._observers = observers
         self._on_up, self._on_change = on_up, on_change
         self._slots = {slot: Instance(device) for slot, device in enumerate(devices)}
-        self._full = len(devices)
+        self.full = len(devices)
+        self.frugal = False  # there is no memory for an instance that replaces another one
         self._batcher: Batcher | None = None
         self.broken = False  # the scheduler failed: it receives no more slot changes
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -199,7 +200,7 @@ class Instances:
     async def bring_up(self, drain_s: float) -> None:
         """Returns when all instances are up, the first time those that it was made with. Raises LoadFailed."""
         if self.loaded:
-            await self.scale(self._full, drain_s)
+            await self.scale(self.full, drain_s)
         else:
             await self.load()
 
@@ -311,6 +312,8 @@ class Instances:
             log.info("worker_replaced %s slot=%d %s", self.label, slot, why)
             self.note(slot, "replaced")
             try:
+                if self.frugal:
+                    raise LoadOutOfMemory("the budget of the device has room for one of the two")
                 await self._start(1, MOST, old.device)
             except PenstockError as e:
                 if self._end is not None or not old.worn:

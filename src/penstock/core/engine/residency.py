@@ -53,7 +53,7 @@ class ResidencyManager:
         model = _resident(handle, self._residency.budgets)
         self._residency.add(model)
         self._handles[model] = handle
-        handle.resident = model
+        handle.resident, handle.instances.frugal = model, True
         handle.on_wanted = partial(self._want, model)
         handle.state = "IDLE"
         if model.pinned:
