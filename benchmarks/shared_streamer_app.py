@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock import ManagedModel, Streamer
 
-BATCH = 128
+BATCH = 64
 CALL_S, ITEM_S = 0.005, 0.0002
 MODEL_BYTES = 100 * 2**20
 
