@@ -56,6 +56,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._write_at = INF
         self._unread = (0, 0)  # bytes that waited at the last sweep, before and in the transport
         self._age_at = INF
+        self._aged = False  # `_age_at` is the end of the grace
         self._http2: Http2Connection
 
     # ---- the event loop
@@ -108,7 +109,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._direct:
             self._direct = False
-            self.deadline = self.listener.clock.idle_at
+            self.deadline, self._pinged = self.listener.clock.idle_at, False
             self._http2.filled(nbytes)
             return
         data = self._shared.receive[: len(self._rest) + nbytes]
@@ -199,12 +200,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 text = f"the message did not arrive within {limit_s:g} s (limits.body_timeout_s)"
                 call.fail(GrpcError(Code.DEADLINE_EXCEEDED, text))
         if self._age_at <= now:
-            grace_s, self._age_at = self._shared.max_age_grace_s, INF
-            if self._http2.draining:
+            if self._aged:
                 self.abort()
-            else:
-                self._http2.drain()
-                self._age_at = now + grace_s
+                return
+            self._http2.drain()
+            self._aged, self._age_at = True, now + self._shared.max_age_grace_s
         unread = (self._http2.outbox.unsent_bytes, self.transport.get_write_buffer_size())
         if unread == (0, 0):
             self._write_at = INF
