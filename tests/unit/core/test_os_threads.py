@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+
+import pytest
 
 from penstock.core import os_threads
 
@@ -45,6 +48,29 @@ def test_threads_are_threads_in_a_program_that_gevent_has_patched() -> None:
         [sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.stdout == "fine True\n", done.stderr
+
+
+def test_a_detached_process_has_its_files_and_no_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    assert os.read(0, 9) == b"question", "it is read from the descriptor that was given as the first"
+    assert os.environ["DETACHED"] == "yes"
+    os.write(3, b"%d %d" % (os.getppid(), os.getsid(0) == os.getpid()))
+"""
+    monkeypatch.setenv("DETACHED", "yes")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        files = {0: theirs.fileno(), 3: theirs.fileno()}
+        os_threads.run_detached([sys.executable, "-c", program], files)
+        theirs.close()
+        ours.settimeout(20)
+        ours.sendall(b"question")
+        parent, leads = ours.recv(100).split()
+        assert int(parent) != os.getpid()
+        assert leads == b"1"
+        assert ours.recv(1) == b"", "nothing else holds its end"
 
 
 def test_elsewhere_they_are_the_plain_ones() -> None:
