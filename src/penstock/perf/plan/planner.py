@@ -48,12 +48,22 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-class ScalingTarget(Struct, frozen=True):
-    """What an autoscaler should hold: the state of each instance at the highest rate within the SLO."""
+class PlanLimit(Struct, frozen=True):
+    """The highest rate that the needed instances answer within the SLO, and their state at it: start another one before
+    it is reached. `rate` is of all instances, `wait_s` the mean wait of a request."""
 
     rate: float
+    per_instance: float
     busy: float
     wait_s: float
+
+
+class PlanCost(Struct, frozen=True):
+    """Memory of all instances in bytes, and the price of an hour and of a million requests; None if unknown."""
+
+    memory_bytes: int | None
+    hour: float | None
+    million: float | None
 
 
 class CapacityPlan(Struct, frozen=True, kw_only=True):
@@ -61,9 +71,9 @@ class CapacityPlan(Struct, frozen=True, kw_only=True):
 
     `met` is false if no number of instances up to `most` keeps the SLO; the plan is then the nearest one. `needed`
     instances keep the SLO, `instances` keep it with `failures` down. `chosen` is the peak with all instances,
-    `degraded` with the failures, or with one. `sustains` is the highest rate within the SLO of the `needed` instances;
-    `full_rate` is what all instances answer if each batch is full. `day` is the whole of the arrivals, `autoscaled` the
-    same on a number of instances that follows them, `tried` each simulation of the peak.
+    `degraded` with the failures, or with one. `full_rate` is what all instances answer if each batch is full. `day` is
+    the whole of the arrivals, `autoscaled` the same on a number of instances that follows them, `tried` each simulation
+    of the peak.
     """
 
     met: bool
@@ -71,20 +81,21 @@ class CapacityPlan(Struct, frozen=True, kw_only=True):
     instances: int
     needed: int
     batch: int
-    failures: int
     most: int
     chosen: ReplayResult
     degraded: ReplayResult | None
-    sustains: float
     full_rate: float
-    target: ScalingTarget | None
+    limit: PlanLimit | None
     day: DayProfile
     tried: list[ReplayResult]
     notes: list[str]
-    autoscaled: ScalingProfile | None = None
-    memory_bytes: int | None = None
-    price_hour: float | None = None
-    cost_per_million: float | None = None
+    autoscaled: ScalingProfile | None
+    cost: PlanCost
+
+    @property
+    def failures(self) -> int:
+        """How many instances may be down."""
+        return self.instances - self.needed
 
 
 class Planner:
@@ -201,29 +212,29 @@ class Planner:
             seed=o.seed,
         )  # fmt: skip
         day, autoscaled = self._over_all(settings)
-        hour = None if o.price is None else o.price * instances
-        memory = o.memory_bytes or self.curve.memory_bytes
         return CapacityPlan(
             met=met,
             slo=o.slo.text,
             instances=instances,
             needed=needed,
             batch=batch,
-            failures=o.failures,
             most=o.most,
             chosen=self.at(instances, batch),
             degraded=self.at(left, batch) if left else None,
-            target=ScalingTarget(limit.offered / needed, limit.busy, limit.wait_s or 0.0) if limit else None,
-            sustains=limit.offered if limit else 0.0,
+            limit=PlanLimit(limit.offered, limit.offered / needed, limit.busy, limit.wait_s or 0.0) if limit else None,
             full_rate=self.service.capacity(instances, batch) / self._rows,
             day=day,
             autoscaled=autoscaled,
             tried=sorted(self.tried.values(), key=lambda one: (one.batch, one.instances)),
             notes=self._notes(batch),
-            memory_bytes=None if memory is None else memory * instances,
-            price_hour=hour,
-            cost_per_million=None if hour is None else hour * day.seconds / 3600 / day.requests * 1e6,
+            cost=self._cost(instances, day),
         )
+
+    def _cost(self, instances: int, day: DayProfile) -> PlanCost:
+        memory = self.options.memory_bytes or self.curve.memory_bytes
+        hour = None if self.options.price is None else self.options.price * instances
+        million = None if hour is None else hour * day.seconds / 3600 / day.requests * 1e6
+        return PlanCost(None if memory is None else memory * instances, hour, million)
 
     def _limit(self, instances: int, batch: int) -> ReplayResult:
         """The result at the highest rate that the SLO allows, for arrivals of the peak's shape."""

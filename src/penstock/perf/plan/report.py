@@ -110,17 +110,17 @@ def facts(report: PlanReport) -> list[tuple[str, str]]:
     plan, day = report.plan, report.plan.day
     found = [("arrivals", report.arrivals), ("cost of a batch", report.cost)]
     found += [("instances", f"{plan.instances:,}"), ("batching.max_batch_size", f"{plan.batch}")]
-    if plan.met:
-        room = plan.sustains / plan.chosen.offered - 1
-        found.append(("head-room", f"{number(plan.sustains)}/s within the SLO, {percent(room)} above the peak"))
+    if plan.limit is not None:
+        room = percent(plan.limit.rate / plan.chosen.offered - 1)
+        found.append(("head-room", f"{number(plan.limit.rate)}/s within the SLO, {room} above the peak"))
     found += [("with instances down", _degraded(plan)), ("full batches", f"{number(plan.full_rate)} requests/s")]
-    if plan.target is not None:
-        rate, busy, wait = number(plan.target.rate), percent(plan.target.busy), seconds(plan.target.wait_s)
+    if plan.limit is not None:
+        rate, busy, wait = number(plan.limit.per_instance), percent(plan.limit.busy), seconds(plan.limit.wait_s)
         found.append(("scale up at", f"{rate} requests/s per instance: {busy} busy, a mean wait of {wait}"))
-    found.append(("memory", memory_text(plan.memory_bytes)))
-    if plan.price_hour is not None:
-        per = number(plan.cost_per_million)
-        found.append(("price", f"{number(plan.price_hour)} per hour, {per} per million requests"))
+    found.append(("memory", memory_text(plan.cost.memory_bytes)))
+    if plan.cost.hour is not None:
+        per = number(plan.cost.million)
+        found.append(("price", f"{number(plan.cost.hour)} per hour, {per} per million requests"))
     if (scaling := plan.autoscaled) is not None:
         hours, change = scaling.instance_s / 3600, percent(scaling.instance_s / scaling.fixed_s - 1, signed=True)
         texts = (f"{scaling.fewest} to {scaling.most}", f"{number(hours)} instance-hours ({change})")
@@ -183,7 +183,7 @@ def _cost_slo(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
             front.append((value, n))
     if len(front) < 2:
         return None
-    unit = plan.price_hour / plan.instances if plan.price_hour is not None else 1.0
+    unit = plan.cost.hour / plan.instances if plan.cost.hour is not None else 1.0
     values, costs = [value for value, _ in front], [n * unit for _, n in front]
     axes.step([*values, max(values[-1], objective.limit) * 1.1], [*costs, costs[-1]], where="post", color=SERIES[0])
     axes.plot(values, costs, "o", color=SERIES[0], label="cheapest settings that keep it")
@@ -191,7 +191,7 @@ def _cost_slo(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(EngFormatter(unit="s"))
     axes.set_xlabel(f"SLO: {objective.name} at most")
-    axes.set_ylabel("price per hour" if plan.price_hour is not None else "instances")
+    axes.set_ylabel("price per hour" if plan.cost.hour is not None else "instances")
     axes.set_ylim(bottom=0)
     return "Cost against SLO", "At the peak; a looser SLO is to the right. Settings between the simulated ones exist."
 

@@ -59,10 +59,10 @@ def test_the_json_has_the_same_numbers() -> None:
     assert plan["instances"] == plan["needed"]
     assert plan["chosen"]["instances"] == plan["instances"]
     assert plan["chosen"]["latency"]["p99_s"] <= 0.12
-    assert plan["price_hour"] == 2.5 * plan["instances"]
+    assert plan["cost"]["hour"] == 2.5 * plan["instances"]
     rate = plan["day"]["requests"] / plan["day"]["seconds"]
-    assert plan["cost_per_million"] == pytest.approx(plan["price_hour"] / rate / 3600 * 1e6)
-    assert plan["sustains"] >= plan["chosen"]["offered"]
+    assert plan["cost"]["million"] == pytest.approx(plan["cost"]["hour"] / rate / 3600 * 1e6)
+    assert plan["limit"]["rate"] >= plan["chosen"]["offered"]
     assert plan["full_rate"] == pytest.approx(plan["instances"] * plan["batch"] / (0.02 + 0.002 * plan["batch"]))
 
 
