@@ -47,6 +47,7 @@ END_GRACE_S = 0.03  # from the end of the socket to the exit of the process; the
 DUMP_S = 1.0  # for the stack dump of a hanging worker
 STOP_S = 5.0  # for `unload`
 RECEIVE_BYTES = 256 * 2**10
+MAX_READS = 16  # more than a socket holds
 MAX_PIECES = 64  # per system call, far below IOV_MAX
 MAX_FREE = 16  # read reply places that wait for the next batch to be reported
 
@@ -55,7 +56,9 @@ class Channel:
     """One end of a socket: frames in and out on the event loop, without a task or a copy.
 
     Sends at once, and the rest when the socket is writable again. Calls `on_end` once, at EOF or a broken frame. With
-    `patient`, reads nothing while a peer that reads too slowly has left something unsent."""
+    `patient`, reads nothing while a peer that reads too slowly has left something unsent. `drains`: for a peer whose
+    end nothing else reports. If it ends without having read all, libuv reports its last data and that error as one
+    event, the last one."""
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Channel:
         on_frame: Callable[[Frame], None],
         on_end: Callable[[], None],
         patient: bool = False,
+        drains: bool = False,
     ) -> None:
         self._loop = loop
         self._sock = sock
@@ -74,6 +78,7 @@ class Channel:
         self._unsent: deque[memoryview] = deque()
         self._open = True
         self._patient = patient
+        self._reads = MAX_READS if drains else 1  # of one event
         self.blocked = False  # the socket is full: `_writable` is called when it takes more
         self.sent_bytes = 0
         loop.add_reader(sock.fileno(), self._readable)
@@ -139,7 +144,9 @@ class Channel:
                 unsent[0] = unsent[0][count:]
 
     def _readable(self) -> None:
-        self._receive()
+        for _ in range(self._reads):
+            if not (self._open and self._receive()):
+                break
 
     def _receive(self) -> bool:
         """Handles the data of one read; False if there is none."""

@@ -85,7 +85,7 @@ class BatcherLink:
         self._free: list[int] = []
         self._flush_due = False
         self._reader = MessageReader(FromBatcher, self._read_reply)
-        self._channel = Channel(self._loop, self._sock, self._on_frame, on_end)
+        self._channel = Channel(self._loop, self._sock, self._on_frame, on_end, drains=True)
 
     def send(self, call: SharedCall) -> None:
         """Sends a call, with its memory in `call.slabs`. Raises the errors of msgspec."""

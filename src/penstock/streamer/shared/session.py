@@ -84,7 +84,7 @@ class Session:
         self._reader = MessageReader(ToBatcher, self._request_memory)
         self._timer = self._loop.call_later(JOIN_S, self.close)
         self._stall: asyncio.TimerHandle | None = None
-        self._channel = Channel(self._loop, sock, self._on_frame, self.close, patient=True)
+        self._channel = Channel(self._loop, sock, self._on_frame, self.close, patient=True, drains=True)
 
     def close(self) -> None:
         """Frees what the client held. Idempotent."""
