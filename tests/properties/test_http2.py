@@ -349,6 +349,14 @@ def test_a_stream_whose_window_overflows_is_reset_alone() -> None:
     assert list(server.connection.streams) == [3]
 
 
+def test_a_client_may_ping_after_each_answer_as_that_of_go_does() -> None:
+    server, encoder = Server(), Encoder()
+    server.receive(START + h2.window_update(0, 2**20))
+    for id in range(1, 6001, 2):
+        call = headers(encoder, id) + frame(h2.DATA, h2.END_STREAM, id, b"x")
+        assert server.receive(call + frame(h2.PING, 0, 0, bytes(8))) == -1
+
+
 def test_a_draining_connection_tells_when_no_stream_can_come() -> None:
     server = Server()
     encoder = Encoder()

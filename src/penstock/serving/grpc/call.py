@@ -19,6 +19,7 @@ from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.listener import Listener
 from penstock.serving.http2.frames import (
     DATA,
+    EMPTY_TABLE,
     END_HEADERS,
     END_STREAM,
     HEADERS,
@@ -30,6 +31,8 @@ from penstock.serving.http2.frames import (
 from penstock.serving.http2.streams import NO_SPACE, RECEIVE_WINDOW, Stream, StreamOwner
 from penstock.types import Headers
 
+SPACE_BYTES: Final = 2**30  # granted at once: a window has less than 2^31
+DETAILS_BYTES: Final = 2400  # of a status, three times as much in the trailers: clients take 8 KiB of headers
 _PRINTABLE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _HEAD: Final = encode_headers(
     [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity,deflate,gzip")]
@@ -140,7 +143,8 @@ class GrpcCall(Stream):
         """Ends the call with the status of an error."""
         if self.closed or self.last:
             return
-        fields = [("grpc-status", str(int(error.code))), ("grpc-message", quote(error.details, safe=_PRINTABLE))]
+        text = error.details.encode(errors="replace")[:DETAILS_BYTES].decode(errors="ignore")
+        fields = [("grpc-status", str(int(error.code))), ("grpc-message", quote(text, safe=_PRINTABLE))]
         self._end(encode_headers([*fields, *error.trailing()]))
 
     # ---- for the connection
@@ -169,6 +173,8 @@ class GrpcCall(Stream):
             self._expect()
 
     def on_data(self, data: memoryview) -> None:
+        if self.last:  # it was answered before
+            return
         config, reader, size = self.owner.listener.config, self._reader, len(data)
         if reader is None:
             if size >= PREFIX.size:
@@ -194,9 +200,16 @@ class GrpcCall(Stream):
             self.fail(error)
 
     def on_filled(self) -> None:
-        assert self._reader is not None
-        self.space = NO_SPACE
-        self._reader.filled()
+        reader = self._reader
+        assert reader is not None
+        assert reader.space is not None
+        reader.space = reader.space[SPACE_BYTES:]
+        self.space = reader.space[:SPACE_BYTES]
+        if self.space:
+            self._expect()
+            self._replenish()
+        else:
+            reader.filled()
 
     def on_end(self) -> None:
         if self.last:  # it was answered before
@@ -248,7 +261,7 @@ class GrpcCall(Stream):
             self.fail(error)
             return True
         assert reader.space is not None
-        self.space, self._waiting = reader.space, False
+        self.space, self._waiting = reader.space[:SPACE_BYTES], False
         self._expect()
         self._replenish()
         return True
@@ -303,7 +316,7 @@ class GrpcCall(Stream):
 
     def _trailers(self, block: bytes) -> bytes:
         """The frames that end the stream on both sides."""
-        whole = block if self._begun else _HEAD + block
+        whole = block if self._begun else _HEAD + block.removeprefix(EMPTY_TABLE)
         last = frame(HEADERS, END_HEADERS | END_STREAM, self.id, whole)
         return last if self.ended else last + rst_stream(self.id, NO_ERROR)
 

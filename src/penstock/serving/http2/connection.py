@@ -92,6 +92,7 @@ class Http2Connection:
         self._target: tuple[Stream | None, int, int] = (None, 0, 0)  # of data: stream, flags, bytes to come
         self._block: tuple[int, int, bytearray] = (0, 0, bytearray())  # stream, flags, headers until END_HEADERS
         self._trifles = 0
+        self._pinged_at = outbox.window  # at the last PING
 
     def receive(self, data: memoryview) -> int:
         """Handles the frames in `data`. Returns how many bytes were used: the rest comes again, with more behind it.
@@ -175,8 +176,10 @@ class Http2Connection:
 
     def close(self) -> None:
         """The client left. Nothing may be sent any more."""
-        for stream in list(self.streams.values()):
+        streams = list(self.streams.values())
+        for stream in streams:
             self.forget(stream)
+        for stream in streams:  # all are closed: memory that one frees lets no other one write
             stream.on_closed()
         self._target = (None, 0, self._target[2])  # breaks a reference cycle
 
@@ -250,6 +253,8 @@ class Http2Connection:
             stream.credit -= counted
             if stream.credit < 0:
                 raise Http2Error(FLOW_CONTROL_ERROR, f"found {-stream.credit} bytes more than stream {id} may send")
+            if counted > size and not flags & END_STREAM:
+                stream.grant(counted - size)  # padding is nobody's message
         self._target = (stream, flags, size)
         if not size:
             if flags & END_STREAM and stream is not None:
@@ -351,6 +356,9 @@ class Http2Connection:
             case frames.PingFrame():
                 if not flags & ACK:
                     self.outbox.write(frame(PING, ACK, 0, found.opaque_data))
+                    if self._pinged_at != self.outbox.window:  # Go's client measures the way of what it received
+                        self._pinged_at = self.outbox.window
+                        return
                 elif found.opaque_data == _DRAINED and self.draining:
                     self.drained = True
                     self.outbox.write(goaway(self.last, NO_ERROR))

@@ -36,6 +36,7 @@ DEFAULT_FRAME: Final = 2**14
 MAX_WINDOW: Final = 2**31 - 1
 KNOWN_BLOCKS: Final = 64
 KNOWN_BLOCK_BYTES: Final = 4096
+EMPTY_TABLE: Final = b"\x20"
 _SETTING: Final = Packing(">HI")
 _WORD: Final = Packing(">I")
 _encoder: Final = Encoder()
@@ -79,9 +80,12 @@ def settings(values: dict[int, int]) -> bytes:
 
 
 def encode_headers(headers: Iterable[tuple[str, str]]) -> bytes:
-    """A header block that leaves the client's table as it is, so that it may be sent at any time, and again."""
+    """A header block that leaves the client's table empty, so that it may be sent at any time, and again.
+
+    It begins with EMPTY_TABLE: a client that has made its table smaller expects this in the next block.
+    """
     block: bytes = _encoder.encode([(name, value, True) for name, value in headers], huffman=False)
-    return block
+    return EMPTY_TABLE + block
 
 
 def parse_frame(data: memoryview) -> Frame:

@@ -15,6 +15,8 @@ from hpack import Decoder
 from hyperframe.frame import Frame
 
 from penstock.config.schema import LimitsConfig
+from penstock.errors import BadRequest
+from penstock.serving.grpc import call as call_module
 from penstock.serving.grpc import protocol
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService
@@ -214,6 +216,34 @@ async def test_calls_that_end_early_free_their_memory():
         assert found.backend.used_bytes == 0
 
 
+async def test_a_message_larger_than_a_window_may_be_is_granted_in_parts(monkeypatch):
+    monkeypatch.setattr(call_module, "SPACE_BYTES", 100_000)
+    data = request(350_000)
+    async with site() as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        await client.message(1, data)
+        assert await client.reply(1) == ("0", "", data)
+        granted = [each.window_increment for each in client.frames if each.type == h2.WINDOW_UPDATE and each.stream_id]
+        assert max(granted) <= 100_000
+
+
+async def test_padding_leaves_the_window_to_the_message():
+    data = request(200_000)
+    whole, window = struct.pack(">BI", 0, len(data)) + data, RECEIVE_WINDOW
+    async with site() as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        for at in range(0, len(whole), 300):
+            part = b"\xff" + whole[at : at + 300] + bytes(255)
+            while window < len(part):
+                update = await client.until(lambda each: each.type == h2.WINDOW_UPDATE and each.stream_id == 1)
+                window += update.window_increment
+            window -= len(part)
+            client.send(frame(h2.DATA, h2.PADDED | (at + 300 >= len(whole)), 1, part))
+        assert await client.reply(1) == ("0", "", data)
+
+
 async def test_messages_are_unpacked():
     data = request(100_000)
     async with site() as found:
@@ -315,6 +345,27 @@ async def test_a_deadline_ends_a_call_that_the_client_leaves_open(wait_until):
         assert (await client.reply(3))[0] == "4"
 
 
+async def test_the_text_of_a_status_fits_into_the_headers_of_every_client():
+    async with site({"echo": lambda call: call.reply(error=BadRequest("\u00fc" * 30_000))}) as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        await client.message(1, request(10))
+        status, text, _ = await client.reply(1)
+        assert (status, text) == ("3", "%C3%BC" * (call_module.DETAILS_BYTES // 2))
+        assert max(len(each.data) for each in client.frames if each.type == h2.HEADERS) < 2**13
+
+
+async def test_a_client_without_a_header_table_reads_the_answers():
+    async with site() as found:
+        client = await found.connect(h2.PREFACE + h2.settings({1: 0}))
+        client.decoder.max_allowed_table_size = 0  # the decoder insists on blocks that say so
+        client.call(1, INFER)
+        await client.message(1, request(10))
+        assert (await client.reply(1))[0] == "0"
+        client.call(3, "/no.Service/Call")
+        assert (await client.reply(3))[0] == "12"
+
+
 # ---- windows
 
 
@@ -332,6 +383,22 @@ async def test_an_answer_waits_for_the_windows_of_the_client():
         client.send(h2.window_update(0, 2**20), h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}))
         status, _, rest = await client.reply(1)
         assert (status, len(rest) + 5 + held) == ("0", len(data) + 5)
+
+
+async def test_what_follows_the_end_of_an_answer_that_waits_for_its_window_is_not_kept():
+    async with site() as found:
+        client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
+        message, bad = (struct.pack(">BI", flag, 16) + request(10)[:16] for flag in (0, 1))
+        client.call(1, STREAM)
+        client.send(frame(h2.DATA, 0, 1, message))
+        await client.until(lambda each: each.type == h2.HEADERS)
+        client.send(frame(h2.DATA, 0, 1, bad), frame(h2.DATA, 0, 1, message), frame(h2.DATA, 0, 1, message[:9]))
+        client.send(frame(h2.PING, 0, 0, bytes(8)))
+        await client.until(lambda each: each.type == h2.PING)
+        (call,) = [each for each in gc.get_objects() if type(each) is GrpcCall and not each.closed]
+        assert call.last
+        assert not call.messages
+        assert call._reader is None
 
 
 async def test_a_client_that_reads_nothing_is_dropped():
@@ -420,6 +487,20 @@ async def test_a_breach_of_the_protocol_is_named_and_cancels_the_calls(wait_unti
         assert (goaway.error_code, goaway.last_stream_id) == (h2.PROTOCOL_ERROR, 1)
         assert b"Stream ID must be zero" in goaway.additional_data
         assert found.backend.calls[0].cancelled
+
+
+async def test_a_breach_frees_the_memory_of_all_calls_and_writes_no_more():
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    async with site(pool_bytes=300_000) as found:
+        client = await found.connect()
+        for id in (1, 3):  # the second waits for the memory of the first
+            client.call(id, INFER)
+            client.send(frame(h2.DATA, 0, id, struct.pack(">BI", 0, 250_000) + bytes(1000)))
+        client.send(frame(h2.PING, 0, 1, bytes(8)))
+        assert (await client.ended()).error_code == h2.PROTOCOL_ERROR
+        assert found.backend.used_bytes == 0
+    assert not errors
 
 
 USES = {
