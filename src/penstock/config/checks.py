@@ -175,6 +175,9 @@ def check_model(model: ModelConfig, where: str = "") -> None:
             " use transport = 'thread' or 'process' for more"
         )
     _check_autoscale(model, where)
+    if model.residency.keep_alive_s is not None and (model.residency.pinned or model.autoscale.max is not None):
+        why = "residency.pinned" if model.residency.pinned else "autoscale.max"
+        raise ConfigError(f"{where}residency.keep_alive_s: a model with {why} never leaves; keep one of the two")
 
 
 def device_budgets(devices: Mapping[str, int | str]) -> dict[str, int]:
@@ -210,7 +213,8 @@ def _check_autoscale(model: ModelConfig, where: str) -> None:
         raise ConfigError(f"{where}autoscale: the inline transport runs one instance; use 'process' or 'thread'")
     if scale.scale_to_zero and model.residency != ResidencyConfig():
         raise ConfigError(
-            f"{where}autoscale.scale_to_zero: found true beside [residency]; use residency.keep_alive_s instead"
+            f"{where}autoscale.scale_to_zero: found true beside [residency], with which its instances stay; keep one of"
+            " the two"
         )
     if model.batching.max_sequences:
         raise ConfigError(

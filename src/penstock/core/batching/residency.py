@@ -8,7 +8,7 @@ dual size frequency rule of web caches, without its aging; rates fade instead).
 import math
 from collections.abc import Mapping
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from penstock.errors import ConfigError
 
@@ -40,6 +40,7 @@ class ResidentModel(Struct, eq=False):
     loads: int = 0
     evictions: int = 0
     reason: str = ""  # of its last move
+    held: dict[str, int] = field(default_factory=dict)  # while it loads: bytes on devices where `need` is not known
 
     @property
     def size(self) -> int:
@@ -67,6 +68,8 @@ class ResidentModel(Struct, eq=False):
 
     def move(self, place: str, reason: str, now: float) -> None:
         self.place, self.reason, self.since_s = place, reason, now
+        if place != "loading":
+            self.held = {}
 
 
 class Residency:
@@ -78,25 +81,40 @@ class Residency:
 
     def add(self, model: ResidentModel) -> None:
         """Raises ConfigError if it can never be loaded."""
-        others = {d: sum(m.need.get(d, 0) for m in self.models.values() if m.pinned) for d in self.budgets}
-        for device, need in model.need.items():
-            free = self.budgets.get(device, need) - others.get(device, 0)
-            if need > free:
-                pinned = f", of which pinned models hold {others[device]:,}" if others[device] else ""
+        self.check(model)
+        self.models[model.key] = model
+
+    def _pinned(self, device: str, model: ResidentModel) -> int:
+        """Bytes of a device that other pinned models hold."""
+        return sum(m.need.get(device, 0) for m in self.models.values() if m.pinned and m is not model)
+
+    def check(self, model: ResidentModel) -> None:
+        """Raises ConfigError if there can never be room: a size that was measured may be more than was expected."""
+        for device, need in self.reservation(model).items():
+            if device not in self.budgets:
+                continue
+            others = self._pinned(device, model)
+            if need > self.budgets[device] - others:
+                pinned = f", of which pinned models hold {others:,}" if others else ""
                 raise ConfigError(
                     f"model '{model.key[0]}' needs {need:,} bytes of {device}, and its budget is"
                     f" {self.budgets[device]:,} bytes{pinned}: raise it in [devices]"
                 )
-        self.models[model.key] = model
 
     def used(self, device: str) -> int:
         """Bytes of the models that are on a device, come or leave."""
-        return sum(m.need.get(device, 0) for m in self.models.values() if m.place != "out")
+        return sum(m.need.get(device) or m.held.get(device, 0) for m in self.models.values() if m.place != "out")
 
     def reservation(self, model: ResidentModel) -> dict[str, int]:
-        """What `model` needs; of a size that is not known yet, as much as the largest known model of the device."""
-        known = [m.need for m in self.models.values() if m.size]
-        return {d: n or max((other.get(d, 0) for other in known), default=0) for d, n in model.need.items()}
+        """What `model` needs; of a size that is not known yet, as much as the largest known model of the device, or
+        all that pinned models leave."""
+        found = dict(model.need)
+        for device, need in found.items():
+            if not need:
+                most = max((m.need.get(device, 0) for m in self.models.values()), default=0)
+                free = self.budgets.get(device, most) - self._pinned(device, model)
+                found[device] = min(most, max(1, free))
+        return found
 
     def make_room(
         self, model: ResidentModel, busy: Mapping[tuple[str, str], int], now: float
@@ -132,8 +150,11 @@ class Residency:
         return None
 
     def fits(self, model: ResidentModel) -> bool:
-        """Whether `model` can be loaded now."""
+        """Whether `model` can be loaded now. While no size is known, one model is loaded after the other."""
         need = self.reservation(model)
+        coming = [m for m in self.models.values() if m.place == "loading" and m is not model]
+        if any(d in need and d in self.budgets and not (n or m.held.get(d)) for m in coming for d, n in m.need.items()):
+            return False
         return all(self.used(d) + n <= self.budgets.get(d, math.inf) for d, n in need.items())
 
     def expired(self, busy: Mapping[tuple[str, str], int], now: float) -> list[ResidentModel]:
@@ -146,7 +167,10 @@ class Residency:
 
     def next_expiry(self) -> float:
         """The earliest time at which a model that stays unused leaves; infinite if none does."""
-        return min((m.used_s + m.keep_alive_s for m in self.models.values() if m.place == "in"), default=math.inf)
+        return min(
+            (m.used_s + m.keep_alive_s for m in self.models.values() if m.place == "in" and not m.pinned),
+            default=math.inf,
+        )
 
     def loaded(self, model: ResidentModel, measured: Mapping[str, int], seconds: float, now: float) -> list[str]:
         """Learns from a load. Returns the devices on which the model took more than it declared."""

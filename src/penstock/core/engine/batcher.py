@@ -365,6 +365,14 @@ class Batcher:
                     call.settle(ItemResult(error=e), e.code)
                     self._left([call.entry.id], now)
 
+    def fail_queued(self, error: PenstockError) -> None:
+        """Answers the requests of which nothing runs."""
+        now = time.monotonic()
+        for call in list(self._waiting.values()):
+            if self.scheduler.cancel(call.entry.id, now):
+                call.settle(ItemResult(error=error), reason_of(error))
+                self._left([call.entry.id], now)
+
     def _report(self, running: RunningBatch, part: BatchPart, now: float, outcome: str) -> None:
         if self._notifier is not None:
             self._notifier.batch(running, part, now, outcome, self.scheduler.max_batch_size)

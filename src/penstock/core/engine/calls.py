@@ -84,6 +84,7 @@ class EarlyRequest:
         self._item, self._sink, self._priority = item, sink, priority
         self._deadline_s = None if budget_s is None else time.monotonic() + budget_s
         self._ended = False
+        self.on_end: Callable[[EarlyRequest, str], None] = lambda request, reason: None  # "": it was forwarded
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             wait_s = timeout_s if budget_s is None else min(budget_s, timeout_s)
@@ -94,7 +95,7 @@ class EarlyRequest:
         """Abandons the request."""
         if self._call is not None:
             self._call.cancel()
-        elif self._end():
+        elif self._end("cancelled"):
             release(self._item)
 
     def forward(self, submit: Callable[[Item, Sink, float | None, int], Call | EarlyRequest]) -> None:
@@ -106,10 +107,13 @@ class EarlyRequest:
                 self._call.label = self.label
             except PenstockError as e:
                 self._sink(ItemResult(error=self.error(e)))
+            except Exception:  # the others that wait need their answers
+                log.exception("submit_failed")
+                self._sink(ItemResult(error=PenstockError("internal error")))
 
     def fail(self, error: PenstockError) -> None:
         """Answers the request with an error, unless it has left."""
-        if self._end():
+        if self._end(reason_of(error)):
             release(self._item)
             self._sink(ItemResult(error=self.error(error)))
 
@@ -117,11 +121,13 @@ class EarlyRequest:
         """The error as the caller's API names it."""
         return error
 
-    def _end(self) -> bool:
-        """True once."""
+    def _end(self, reason: str = "") -> bool:
+        """True once. `reason`: of an end without a model."""
         if self._timer is not None:
             self._timer.cancel()
         first, self._ended = not self._ended, True
+        if first:
+            self.on_end(self, reason)
         return first
 
 

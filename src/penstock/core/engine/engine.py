@@ -191,6 +191,7 @@ class Engine:
         try:
             await handle.close(drain_s)
         finally:
+            self._residency.gone(handle)
             self._live.discard(handle)
             if not any((h.name, h.version) == (handle.name, handle.version) for h in self._live):
                 notify(self._observers, "on_unload", handle.name, handle.version)

@@ -18,7 +18,7 @@ from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import ModelSnapshot, Observer, Transport
 from penstock.core.engine.autoscaling import LoadScaler
 from penstock.core.engine.batcher import Batcher
-from penstock.core.engine.calls import Call, EarlyRequest, notify, overriding, reason_of
+from penstock.core.engine.calls import Call, EarlyRequest, notify, overriding, reason_of, release
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import (
     bucket_rule,
@@ -79,7 +79,7 @@ class ModelHandle:
         self.instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
         self.resident: ResidentModel | None = None  # of a model that an engine with budgets loads and unloads
         self.on_wanted: Callable[[], None] | None = None  # for a resident model: a request came while it is not up
-        self._early: list[EarlyRequest] = []  # requests that wait for the first worker
+        self._early: dict[EarlyRequest, None] = {}  # requests that wait for the first worker
         self.scaler: LoadScaler | None = None
         self.follow_load(spec.config.autoscale)
         if spec.config.transport not in ("inline", "thread"):
@@ -247,19 +247,42 @@ class ModelHandle:
         if len(self._early) >= most:
             raise QueueFull(f"the queue is full ({most} requests wait for the model to load): try again later")
         early = EarlyRequest(item, sink, budget_s, priority, config.timeout_s)
-        self._early.append(early)
+        early.on_end = self._early_ended
+        self._early[early] = None
         return early
 
+    def _early_ended(self, request: EarlyRequest, reason: str) -> None:
+        self._early.pop(request, None)
+        if reason:
+            notify(self._observers, "on_reject", self.name, self.version, reason)
+
     def _forward_early(self) -> None:
-        early, self._early = self._early, []
-        for request in early:
-            request.forward(self.submit)
+        early, self._early = self._early, {}
+        known, self._arrival_observers = self._arrival_observers, []  # they were told when it came
+        try:
+            for request in early:
+                request.forward(self._submit_early)
+        finally:
+            self._arrival_observers = known
+
+    def _submit_early(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call | EarlyRequest:
+        try:
+            return self.submit(item, sink, budget_s, priority)
+        except BaseException:
+            release(item)
+            raise
 
     def fail_waiting(self, error: PenstockError) -> None:
         """Answers the requests that wait for the first worker."""
-        early, self._early = self._early, []
+        early, self._early = self._early, {}
         for request in early:
             request.fail(error)
+
+    def not_loaded(self, error: PenstockError) -> None:
+        """Answers all requests that wait for a worker."""
+        self.fail_waiting(error)
+        if self.batcher is not None:
+            self.batcher.fail_queued(error)
 
     def _refuse(self, batcher: Batcher | None) -> None:
         """Raises ModelNotReady, unless the request starts a worker, or one restarts soon."""

@@ -149,6 +149,8 @@ class Instances:
 
     async def load(self) -> None:
         """Returns when every slot has reported and one is up. Raises LoadFailed, ConfigError, and what ends it."""
+        for instance in self._slots.values():  # a resident model may have waited for its first request
+            instance.since_s = time.time()
         await self._transport.start(self)
         await self._loaded
 
@@ -326,7 +328,7 @@ class Instances:
                 new = self._reserve(old.device)
                 self._slots[new].retry_at = time.monotonic()  # requests wait for it
                 await self._take_away([slot], MOST)
-                if self._end is None and new in self._slots:
+                if self._end is None and new in self._slots and not self._slots[new].leaving:
                     self._add(new)
             else:
                 await self._take_away([slot], MOST)
@@ -350,7 +352,10 @@ class Instances:
         try:
             self._batcher = self._on_up(ready)
         except Exception as e:  # another worker would fail in the same way
-            self._fail(_load_error(e, f"the batcher of model '{self._spec.name}' could not be made"))
+            instance.error = _load_error(e, f"the batcher of model '{self._spec.name}' could not be made")
+            instance.failures, instance.reported = instance.failures + 1, True
+            self._fail(instance.error)
+            self._report_came.set()
             self._on_change()
             return
         instance.pid, instance.up = ready.pid, True

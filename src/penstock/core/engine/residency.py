@@ -1,6 +1,7 @@
 """ResidencyManager: loads models when they are wanted and lets others leave. The asyncio shell of a Residency."""
 
 import asyncio
+import itertools
 import logging
 import math
 import os
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from penstock.core.batching.residency import Residency, ResidentModel
-from penstock.errors import ConfigError, LoadOutOfMemory, ModelNotReady, PenstockError
+from penstock.errors import ConfigError, LoadFailed, LoadOutOfMemory, ModelNotReady, PenstockError, describe
 
 if TYPE_CHECKING:
     from penstock.core.engine.handle import ModelHandle
@@ -36,8 +37,10 @@ class ResidencyManager:
         self._handles: dict[ResidentModel, ModelHandle] = {}
         self._wanted: dict[ResidentModel, float] = {}  # in order of arrival
         self._refused: dict[ResidentModel, tuple[float, float]] = {}  # model -> (until, seconds) after a failed load
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._pinning = 0  # pinned models that wait for room
+        self._numbers = itertools.count()  # two handles may have the same name and version for a while
 
     def manages(self, handle: "ModelHandle") -> bool:
         """Whether a budget or `keep_alive_s` applies to the model."""
@@ -51,25 +54,51 @@ class ResidencyManager:
         Raises ConfigError if its budget is too small, and for a pinned version the errors of a load.
         """
         model = _resident(handle, self._residency.budgets)
+        model.key = handle.name, f"{handle.version} {next(self._numbers)}"
         self._residency.add(model)
         self._handles[model] = handle
         handle.resident, handle.instances.frugal = model, True
         handle.on_wanted = partial(self._want, model)
         handle.state = "IDLE"
         if model.pinned:
-            leaving = self._residency.make_room(model, self._busy(), time.monotonic()) or []
-            model.move("loading", "pinned", time.monotonic())
-            for other in leaving:
-                await self._leave(other, f"made room for {model.key[0]}")
-            await self._load(model)
+            await self._make_room(model, handle)
+            if (error := await self._load(model)) is not None:
+                raise error
+
+    async def _make_room(self, model: ResidentModel, handle: "ModelHandle") -> None:
+        """Waits until a pinned model fits; meanwhile no other one comes. Raises ModelNotReady if it is unloaded."""
+        self._pinning += 1
+        try:
+            while True:
+                now = time.monotonic()
+                for other in self._residency.make_room(model, self._busy(), now) or ():
+                    self._begin(self._leave(other, f"made room for {model.key[0]}"))
+                if handle.state == "DRAINING" or model not in self._handles:
+                    raise ModelNotReady(f"model '{handle.name}' was stopped while it was loading")
+                if self._residency.fits(model):
+                    self._come(model, "pinned", now)
+                    return
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._pinning -= 1
+
+    def _come(self, model: ResidentModel, reason: str, now: float) -> None:
+        held = self._residency.reservation(model)
+        model.move("loading", reason, now)
+        model.held = held
 
     def remove(self, handle: "ModelHandle") -> None:
+        """Forgets a version that is about to end; its memory counts until it has `gone`."""
         model = handle.resident
         if model is not None:
-            self._handles.pop(model, None)
-            self._wanted.pop(model, None)
-            if self._residency.models.get(model.key) is model:
-                del self._residency.models[model.key]
+            for known in (self._handles, self._wanted, self._refused):
+                known.pop(model, None)
+            if model.place != "out":
+                model.move("leaving", "unloaded", time.monotonic())
+
+    def gone(self, handle: "ModelHandle") -> None:
+        """The workers of a removed version have ended."""
+        if handle.resident is not None and self._residency.models.pop(handle.resident.key, None) is not None:
             self._turn()
 
     def close(self) -> None:
@@ -89,12 +118,16 @@ class ResidencyManager:
         """A request came for a model that is not up. Raises ModelNotReady for a while after a load that failed."""
         if model.place in ("loading", "in") or model in self._wanted:
             return
+        self._check_refused(model)
+        self._wanted[model] = time.monotonic()
+        self._turn()
+        self._check_refused(model)
+
+    def _check_refused(self, model: ResidentModel) -> None:
         until, _ = self._refused.get(model, (0.0, 0.0))
         now = time.monotonic()
         if now < until:
             raise ModelNotReady(f"model '{model.key[0]}' did not load", retry_after_s=until - now)
-        self._wanted[model] = now
-        self._turn()
 
     def _busy(self) -> dict[tuple[str, str], int]:
         """Requests that wait or run, by model; counts those that came."""
@@ -111,14 +144,22 @@ class ResidencyManager:
         now, residency, busy = time.monotonic(), self._residency, self._busy()
         for model in residency.expired(busy, now):
             self._begin(self._leave(model, "unused"))
-        for model in list(self._wanted):
+        for model in [] if self._pinning else list(self._wanted):
+            if model.place == "leaving":
+                continue  # it comes back after it has left
+            try:
+                residency.check(model)
+            except ConfigError as e:  # the others need not wait for it
+                del self._wanted[model]
+                self._refuse(model, self._handles[model], e)
+                continue
             leaving = residency.make_room(model, busy, now)
             for other in leaving or ():
                 self._begin(self._leave(other, f"made room for {model.key[0]}"))
             if leaving is None or not residency.fits(model):
                 break  # its turn comes first
             del self._wanted[model]
-            model.move("loading", "requested", now)
+            self._come(model, "requested", now)
             self._begin(self._load(model))
         self._wake_up(now)
 
@@ -128,12 +169,12 @@ class ResidencyManager:
             self._timer.cancel()
             self._timer = None
         at = self._residency.next_expiry()
-        if self._wanted and not any(m.place in ("loading", "leaving") for m in self._handles):
+        if self._wanted and not any(m.place in ("loading", "leaving") for m in self._residency.models.values()):
             at = min(at, now + LOOK_S)
         if at < math.inf:
             self._timer = asyncio.get_running_loop().call_later(max(LOOK_S, at - now), self._turn)
 
-    def _begin(self, move: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, move: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(move)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -146,21 +187,28 @@ class ResidencyManager:
         model.evictions += 1
         log.info("model_left %s reason=%s", handle.instances.label, reason.replace(" ", "_"))
         await handle.instances.leave(DRAIN_S)
+        if model not in self._handles:
+            return
         model.move("out", reason, time.monotonic())
-        if handle.pending and model in self._handles:  # they had not started
+        if handle.pending:  # they had not started
             self._wanted.setdefault(model, time.monotonic())
         self._turn()
 
-    async def _load(self, model: ResidentModel) -> None:
-        handle, began = self._handles[model], time.monotonic()
+    async def _load(self, model: ResidentModel) -> PenstockError | None:
+        """The error if it did not load."""
+        handle, began = self._handles.get(model), time.monotonic()
+        if handle is None:  # unloaded a moment ago
+            return None
         try:
             await handle.instances.bring_up(DRAIN_S)
-        except PenstockError as e:
+        except Exception as e:
+            error = e if isinstance(e, PenstockError) else LoadFailed(f"model '{handle.name}': {describe(e)}")
             await handle.instances.leave(0.0)
-            self._not_loaded(model, handle, e)
-            if model.pinned:
-                raise
-            return
+            if model in self._handles:
+                self._not_loaded(model, handle, error)
+            return error
+        if model not in self._handles:
+            return ModelNotReady(f"model '{handle.name}' was stopped while it was loading")
         now = time.monotonic()
         self._refused.pop(model, None)
         more = self._residency.loaded(model, _measured(handle), now - began, now)
@@ -172,6 +220,7 @@ class ResidencyManager:
         model.used_s = now
         model.move("in", model.reason, now)
         self._turn()
+        return None
 
     def _not_loaded(self, model: ResidentModel, handle: "ModelHandle", error: PenstockError) -> None:
         """Tries a load that ran out of memory again with more room; otherwise answers the requests that waited."""
@@ -181,18 +230,24 @@ class ResidencyManager:
             log.warning("more_memory %s need=%s: loading it again", handle.instances.label, dict(model.need))
             self._wanted[model] = now
         else:
-            _, before = self._refused.get(model, (0.0, RETRY_S / 2))
-            wait = min(MOST_RETRY_S, 2 * before)
-            self._refused[model] = now + wait, wait
-            detail = f"\n{error.detail}" if error.detail else ""
-            log.warning("load_failed %s retry_in_s=%g error=%s%s", handle.instances.label, wait, error, detail)
-            handle.fail_waiting(ModelNotReady(f"model '{model.key[0]}' did not load", retry_after_s=wait))
+            self._refuse(model, handle, error)
         self._turn()
+
+    def _refuse(self, model: ResidentModel, handle: "ModelHandle", error: PenstockError) -> None:
+        """Answers the requests that waited, and refuses further ones for a while."""
+        _, before = self._refused.get(model, (0.0, RETRY_S / 2))
+        wait = min(MOST_RETRY_S, 2 * before)
+        self._refused[model] = time.monotonic() + wait, wait
+        detail = f"\n{error.detail}" if error.detail else ""
+        log.warning("load_failed %s retry_in_s=%g error=%s%s", handle.instances.label, wait, error, detail)
+        handle.not_loaded(ModelNotReady(f"model '{model.key[0]}' did not load", retry_after_s=wait))
 
 
 def _resident(handle: "ModelHandle", budgets: Mapping[str, int]) -> ResidentModel:
     """Raises ConfigError for a model on an accelerator without `memory_bytes`, whose memory cannot be measured."""
     config, where = handle.config, f"model '{handle.name}': residency.memory_bytes"
+    if config.transport == "inline":
+        raise ConfigError(f"model '{handle.name}': residency: an inline model cannot leave; use 'process' or 'thread'")
     each = config.residency.memory_bytes
     devices = list(handle.instances.devices())
     if each is None:

@@ -310,8 +310,9 @@ class SlotTransport:
         place.start(self._listener)
 
     async def remove_slot(self, slot: int, drain_s: float) -> None:
-        await self._places[slot].close(drain_s)
-        del self._places[slot]
+        if (place := self._places.get(slot)) is not None:  # else its worker did not start yet
+            await place.close(drain_s)
+            self._places.pop(slot, None)
 
     def send(self, batch: Batch, on_part: OnPart) -> None:
         if self._closing:

@@ -1,0 +1,260 @@
+"""Models of an engine with budgets, in threads: who waits is answered once, and memory is counted until it is free."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from penstock.config.checks import check_model
+from penstock.config.schema import BatchingConfig, ModelConfig, ResidencyConfig
+from penstock.core.engine.engine import Engine
+from penstock.core.wire.slabs import Slab
+from penstock.errors import ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady, PenstockError
+from penstock.types import Item, ItemResult
+
+
+class Gated:
+    """A model whose loads and batches wait for a test."""
+
+    def __init__(self) -> None:
+        self.may_load, self.may_run = threading.Event(), threading.Event()
+        self.may_load.set()
+        self.may_run.set()
+        self.loads = 0
+        self.loaded = threading.Event()
+
+    def __call__(self) -> Gated:
+        return self
+
+    def load(self, device: str) -> None:
+        self.loads += 1
+        assert self.may_load.wait(30)
+
+    def predict(self, items: Sequence[Any]) -> list[Any]:
+        self.running = True
+        assert self.may_run.wait(30)
+        return list(items)
+
+
+def config(memory_bytes: int = 60, **residency: Any) -> ModelConfig:
+    return ModelConfig(
+        target="",
+        transport="thread",
+        batching=BatchingConfig(max_batch_size=1),
+        residency=ResidencyConfig(memory_bytes=memory_bytes, **residency),
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
+def place(engine: Engine, name: str) -> str:
+    resident = engine.handle(name, None).resident
+    assert resident is not None
+    return resident.place
+
+
+async def test_a_model_that_is_wanted_while_it_leaves_comes_back_after_that() -> None:
+    model = Gated()
+    async with Engine(budgets={"cpu": 1000}) as engine:
+        await engine.load("m", config(keep_alive_s=0.01), target=model)
+        handle = engine.handle("m", None)
+        assert await engine.infer("m", 1) == 1
+        model.may_run.clear()
+        slow = asyncio.create_task(engine.infer("m", 2))
+        await until(lambda: handle.batcher is not None and handle.batcher.scheduler.running_rows == 1)
+        assert handle.resident is not None
+        leaving = asyncio.create_task(engine._residency._leave(handle.resident, "a test"))
+        await until(lambda: place(engine, "m") == "leaving")
+        again = asyncio.create_task(engine.infer("m", 3))
+        await asyncio.sleep(0.2)
+        assert (model.loads, place(engine, "m")) == (1, "leaving")
+        model.may_run.set()
+        assert (await slow, await again) == (2, 3)
+        await leaving
+        assert model.loads == 2
+
+
+async def test_a_model_that_never_fits_is_refused_and_the_others_are_served() -> None:
+    async with Engine(budgets={"cpu": 100}) as engine:
+        await engine.load("large", config(80), target=Gated())
+        await engine.load("other", config(20), target=Gated())
+        await engine.load("pinned", config(40, pinned=True), target=Gated())
+        tasks = [asyncio.create_task(engine.infer(name, 1)) for name in ("large", "other")]
+        async with asyncio.timeout(20):
+            assert await tasks[1] == 1
+            with pytest.raises(ModelNotReady, match="did not load"):
+                await tasks[0]
+
+
+async def test_models_of_unknown_size_are_loaded_one_after_the_other() -> None:
+    engine = Engine(budgets={"cpu": 100})
+    models = [Gated() for _ in range(2)]
+    async with engine:
+        for k, model in enumerate(models):
+            model.may_load.clear()
+            await engine.load(f"m{k}", config(), target=model)
+            resident = engine.handle(f"m{k}", None).resident
+            assert resident is not None
+            resident.need, resident.declared = {"cpu": 0}, False
+        tasks = [asyncio.create_task(engine.infer(f"m{k}", k)) for k in range(2)]
+        await until(lambda: models[0].loads == 1)
+        await asyncio.sleep(0.1)
+        assert models[1].loads == 0
+        for model in models:
+            model.may_load.set()
+        assert await asyncio.gather(*tasks) == [0, 1]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+async def test_a_replaced_version_counts_until_it_has_ended(pinned: bool) -> None:
+    old, new = Gated(), Gated()
+    async with Engine(budgets={"cpu": 120}) as engine:
+        await engine.load("m", config(60, pinned=pinned), target=old)
+        assert await engine.infer("m", 1) == 1
+        handle = engine.handle("m", None)
+        old.may_run.clear()
+        slow = asyncio.create_task(engine.infer("m", 2))
+        await until(lambda: handle.batcher is not None and handle.batcher.scheduler.running_rows == 1)
+        put = asyncio.create_task(engine.put(engine.prepare("m", config(60, pinned=pinned), target=new)))
+        await until(lambda: engine.handle("m", None) is not handle)
+        assert await engine.infer("m", 3) == 3
+        assert engine._residency.snapshot() == [("cpu", 120, 120)]
+        old.may_run.set()
+        assert await slow == 2
+        await put
+        assert engine._residency.snapshot() == [("cpu", 120, 60)]
+        assert len(engine._residency._residency.models) == len(engine._residency._handles) == 1
+
+
+async def test_a_pinned_version_that_does_not_load_leaves_the_old_one_known() -> None:
+    async with Engine(budgets={"cpu": 120}) as engine:
+        await engine.load("m", config(60, pinned=True), target=Gated())
+        with pytest.raises(LoadFailed):
+            await engine.put(engine.prepare("m", config(60, pinned=True), target=Failing()))
+        assert engine._residency.snapshot() == [("cpu", 120, 60)]
+        assert await engine.infer("m", 1) == 1
+
+
+class Failing:
+    def __call__(self) -> Failing:
+        return self
+
+    def load(self, device: str) -> None:
+        raise RuntimeError("no weights")
+
+    def predict(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
+
+
+async def test_a_pinned_model_waits_for_a_busy_one() -> None:
+    busy = Gated()
+    async with Engine(budgets={"cpu": 100}) as engine:
+        await engine.load("busy", config(60), target=busy)
+        assert await engine.infer("busy", 1) == 1
+        busy.may_run.clear()
+        slow = [asyncio.create_task(engine.infer("busy", k)) for k in range(2)]
+        put = asyncio.create_task(engine.load("pinned", config(60, pinned=True), target=Gated()))
+        for _ in range(30):
+            await asyncio.sleep(0.01)
+            assert engine._residency.snapshot()[0][2] <= 100
+        busy.may_run.set()
+        await put
+        assert engine._residency.snapshot()[0][2] <= 100
+        first, second = await asyncio.gather(*slow, return_exceptions=True)
+        assert first == 0
+        assert second == 1 or isinstance(second, ModelNotReady), "it had a place, or there is none any more"
+        with pytest.raises(ModelNotReady):
+            await engine.infer("busy", 1)
+
+
+async def test_a_model_whose_batcher_cannot_be_made_fails_each_time_it_is_wanted() -> None:
+    def bad() -> Any:
+        raise ValueError("no policy")
+
+    async with Engine(budgets={"cpu": 100}) as engine:
+        await engine.load("m", config(60), target=Gated())
+        engine.handle("m", None)._policy = bad
+        async with asyncio.timeout(20):
+            for _ in range(2):
+                with pytest.raises(ModelNotReady, match="did not load") as found:
+                    await engine.infer("m", 1)
+                await asyncio.sleep(0.01 + (found.value.retry_after_s or 0))
+        assert place(engine, "m") == "out"
+
+
+async def test_an_error_that_is_not_ours_ends_a_load_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Engine(budgets={"cpu": 100}) as engine:
+        await engine.load("m", config(60), target=Gated())
+
+        async def refuse(drain_s: float) -> None:
+            raise OSError("too many open files")
+
+        monkeypatch.setattr(engine.handle("m", None).instances, "bring_up", refuse)
+        async with asyncio.timeout(20):
+            with pytest.raises(ModelNotReady, match="did not load"):
+                await engine.infer("m", 1)
+        assert place(engine, "m") == "out"
+
+
+async def test_a_model_that_is_unloaded_while_it_comes_answers_once() -> None:
+    model = Gated()
+    model.may_load.clear()
+    async with Engine(budgets={"cpu": 100}) as engine:
+        await engine.load("m", config(60), target=model)
+        answers: list[ItemResult] = []
+        engine.submit("m", None, Item(1), answers.append)
+        await engine.unload("m", drain_s=0.1)  # before the task of the load begins
+        assert [type(answer.error) for answer in answers] == [ModelNotReady]
+        await engine.load("m", config(60), target=model)
+        engine.submit("m", None, Item(1), answers.append)
+        await until(lambda: model.loads == 1)
+        model.may_load.set()
+        await engine.unload("m", drain_s=5.0)
+        assert len(answers) == 2
+        assert engine._residency.snapshot() == [("cpu", 100, 0)]
+        residency = engine._residency
+        for known in (residency._handles, residency._wanted, residency._refused, residency._residency.models):
+            assert not known
+
+
+async def test_requests_that_left_take_no_place_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Gated()
+    model.may_load.clear()
+    async with Engine(budgets={"cpu": 100}) as engine:
+        await engine.load("m", config(60), target=model)
+        handle, answers = engine.handle("m", None), defaultdict[str, list[ItemResult]](list)
+        slab = engine.allocate(100)
+        assert isinstance(slab, Slab)
+        engine.submit("m", None, Item(1), answers["cancelled"].append).cancel()
+        engine.submit("m", None, Item(2), answers["late"].append, budget_s=0.05)
+        engine.submit("m", None, Item(slab), answers["slab"].append)
+        await until(lambda: bool(answers["late"]))
+        assert handle.pending == 1
+
+        def refuse(*arguments: Any) -> Any:
+            raise DeadlineExceeded("late")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(handle, "submit", refuse)
+            model.may_load.set()
+            await until(lambda: bool(answers["slab"]))
+        assert engine.pool.in_use_bytes == 0
+        assert not answers["cancelled"]
+        assert all(isinstance(a.error, PenstockError) for a in (*answers["late"], *answers["slab"]))
+        assert await engine.infer("m", 3) == 3
+
+
+def test_keys_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"keep_alive_s: a model with residency.pinned never leaves"):
+        check_model(config(pinned=True, keep_alive_s=1.0))
