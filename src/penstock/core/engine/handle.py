@@ -127,6 +127,8 @@ class ModelHandle:
         self.follow_load(AutoscaleConfig())
         self.fail_waiting(ModelNotReady(f"model '{self.name}' was stopped before the request ran"))
         self.instances.closing()
+        if self.resident is not None and not self.instances.up and self.batcher is not None:
+            self.batcher.fail_queued(ModelNotReady(f"model '{self.name}' was stopped before the request ran"))
         end = time.monotonic() + drain_s
         if self.batcher is not None and not await self.batcher.drain(drain_s):
             log.warning(

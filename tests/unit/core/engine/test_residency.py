@@ -258,3 +258,22 @@ async def test_requests_that_left_take_no_place_and_no_memory(monkeypatch: pytes
 def test_keys_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"keep_alive_s: a model with residency.pinned never leaves"):
         check_model(config(pinned=True, keep_alive_s=1.0))
+
+
+async def test_requests_of_a_model_that_comes_back_are_answered_at_once_when_it_is_unloaded() -> None:
+    model = Gated()
+    async with Engine(budgets={"cpu": 100}) as engine:
+        await engine.load("m", config(60), target=model)
+        handle = engine.handle("m", None)
+        assert await engine.infer("m", 1) == 1
+        assert handle.resident is not None
+        await engine._residency._leave(handle.resident, "a test")
+        model.may_load.clear()
+        answers: list[ItemResult] = []
+        engine.submit("m", None, Item(2), answers.append)
+        unload = asyncio.create_task(engine.unload("m", drain_s=3600))
+        await until(lambda: bool(answers))
+        model.may_load.set()
+        async with asyncio.timeout(20):
+            await unload
+        assert [type(answer.error) for answer in answers] == [ModelNotReady]
