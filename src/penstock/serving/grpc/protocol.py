@@ -153,6 +153,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def start(self, call: GrpcCall) -> None:
         """Runs a call whose message is here, unless the client leaves too much unread."""
         if self._backlog or self._http2.outbox.unsent_bytes > UNREAD_BYTES:
+            if len(self._backlog) >= 2 * self._shared.max_streams:  # half of them were reset
+                self._backlog = deque(each for each in self._backlog if not (each.closed or each.last))
             self._backlog.append(call)
         else:
             self._shared.dispatcher.start(call, self.listener)

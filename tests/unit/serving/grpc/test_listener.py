@@ -17,6 +17,7 @@ from hyperframe.frame import Frame
 from penstock.config.schema import LimitsConfig
 from penstock.errors import BadRequest
 from penstock.serving.grpc import call as call_module
+from penstock.serving.grpc import listener as listener_module
 from penstock.serving.grpc import protocol
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService
@@ -425,6 +426,28 @@ async def test_no_call_begins_while_too_much_is_unread(monkeypatch):
         client.send(h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}), h2.window_update(0, 2**20))
         assert (await client.reply(7))[0] == "0"
         assert len(found.backend.calls) == 3
+
+
+async def test_calls_that_are_reset_before_they_begin_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(protocol, "UNREAD_BYTES", 50_000)
+    monkeypatch.setattr(listener_module, "MAX_STREAMS", 10)
+    async with site() as found:
+        client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
+        client.call(1, INFER)
+        await client.message(1, request(60_000))
+        await client.until(lambda each: each.type == h2.HEADERS)
+        for id in range(3, 203, 2):
+            client.call(id, INFER)
+            await client.message(id, request(10))
+            client.send(frame(h2.RST_STREAM, 0, id, bytes(4)))
+        client.call(203, INFER)
+        await client.message(203, request(10))
+        client.send(frame(h2.PING, 0, 0, bytes(8)))
+        await client.until(lambda each: each.type == h2.PING)
+        gc.collect()  # calls of other tests
+        assert sum(type(each) is GrpcCall for each in gc.get_objects()) <= 2 * 10 + 2
+        client.send(h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}), h2.window_update(0, 2**20))
+        assert (await client.reply(203))[0] == "0"
 
 
 # ---- times and the end
