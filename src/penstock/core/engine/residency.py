@@ -244,10 +244,15 @@ class ResidencyManager:
 
 
 def _resident(handle: "ModelHandle", budgets: Mapping[str, int]) -> ResidentModel:
-    """Raises ConfigError for a model on an accelerator without `memory_bytes`, whose memory cannot be measured."""
+    """Raises ConfigError for a model that cannot leave, or whose memory on an accelerator is not declared."""
     config, where = handle.config, f"model '{handle.name}': residency.memory_bytes"
     if config.transport == "inline":
         raise ConfigError(f"model '{handle.name}': residency: an inline model cannot leave; use 'process' or 'thread'")
+    if config.batching.max_sequences and not config.residency.pinned:
+        raise ConfigError(
+            f"model '{handle.name}': it would lose its sequences (batching.max_sequences) when it leaves the memory of"
+            " its device; set residency.pinned = true"
+        )
     each = config.residency.memory_bytes
     devices = list(handle.instances.devices())
     if each is None:

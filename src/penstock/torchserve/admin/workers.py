@@ -120,7 +120,7 @@ class WorkerManager:
     async def _scale(self, version: ModelVersion, now: int, target: int) -> None:
         if version.gone:
             raise Conflict(f"model '{version.name}' was unregistered during the change")
-        if not target:
+        if not target and (version.handle is None or not version.max_workers):  # else the load may start one
             await self._retire(version)
         elif version.handle is None:
             await self._start(version, target, keep=False)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.config.checks import check_model
@@ -277,3 +278,13 @@ async def test_requests_of_a_model_that_comes_back_are_answered_at_once_when_it_
         async with asyncio.timeout(20):
             await unload
         assert [type(answer.error) for answer in answers] == [ModelNotReady]
+
+
+async def test_a_model_with_sequences_must_be_pinned() -> None:
+    sequences = BatchingConfig(max_batch_size=1, max_sequences=2)
+    async with Engine(budgets={"cpu": 100}) as engine:
+        with pytest.raises(ConfigError, match=r"would lose its sequences .* set residency.pinned = true"):
+            await engine.load("m", msgspec.structs.replace(config(), batching=sequences), target=Gated())
+        pinned = msgspec.structs.replace(config(pinned=True), batching=sequences)
+        await engine.load("m", pinned, target=Gated())
+        assert engine.ready()
