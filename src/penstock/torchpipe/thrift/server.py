@@ -112,6 +112,7 @@ class ThriftConnection(asyncio.Protocol):
         self._running = self._ticket = self._call = None
         self._release_memory()
         self._server.listener.remove(self)
+        self._server.listener.memory.discard(self)
 
     def data_received(self, data: bytes) -> None:
         if self._ending:

@@ -270,4 +270,4 @@ async def test_a_client_that_leaves_during_a_change_leaves_no_trace_in_the_log(
         if sent > 16:
             await asyncio.wait_for(made.wait(), 10)
     assert begun.is_set() == (sent > 16)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith(("penstock", "asyncio"))]
