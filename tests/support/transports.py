@@ -18,7 +18,7 @@ MakeTransport = Callable[[WorkerSpec, SlabPool], Transport]
 """Returns a transport with one slot on "cpu" that has not been started."""
 
 POOL_BYTES = 8 * 2**20
-WAIT_S = 20.0
+WAIT_S = 60.0
 LARGE = 300_000
 
 

@@ -53,7 +53,7 @@ def ask(url: str) -> Any:
     end = time.monotonic() + 40
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=30) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError:
             raise

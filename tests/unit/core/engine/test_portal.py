@@ -175,9 +175,10 @@ def test_a_failed_backend_reports_the_reason() -> None:
     def broken() -> Echo:
         raise OSError("no such place")
 
+    before = set(threading.enumerate())
     with pytest.raises(OSError, match="no such place"):
         Portal(make=broken)
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name == "penstock-portal":
             thread.join(5)
             assert not thread.is_alive()
