@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import BrokerUnavailable, ConfigError, PenstockError, QueueFull, describe, install_hint
 from penstock.streamer.redis.address import CLUSTER, BrokerAddress
-from penstock.streamer.redis.nodes import NodeFinder, is_moved
+from penstock.streamer.redis.nodes import NodeFinder, drop, is_moved
 from penstock.streamer.redis.protocol import Script
 
 log = logging.getLogger("penstock.broker")
@@ -87,10 +87,10 @@ class RedisConnection:
             return replies
         except ResponseError as e:
             if is_moved(e):
-                await connection.disconnect(nowait=True)
+                await drop(connection)
             raise
         except BaseException:  # replies still to come would be taken for replies to later commands
-            await connection.disconnect(nowait=True)
+            await drop(connection)
             raise
 
     def _translate(self, error: BaseException) -> BaseException:
@@ -134,11 +134,13 @@ class RedisConnection:
 
     async def close(self) -> None:
         """Closes the connection; the TLS shutdown may take up to a second."""
+        writer = self._connection._writer
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._connection.disconnect()
-        except (OSError, TimeoutError):
-            pass  # the other end is gone
+        except (OSError, TimeoutError):  # the other end is gone
+            if writer is not None:
+                writer.transport.abort()
 
     def forget(self) -> None:
         """In a forked child: closes this process's copy of the socket without ending the parent's connection."""

@@ -75,7 +75,14 @@ class NodeFinder:
             await connection.send_command(*command, check_health=False)
             return await connection.read_response(disable_decoding=True)
         finally:
-            await connection.disconnect(nowait=True)
+            await drop(connection)
+
+
+async def drop(connection: Any) -> None:
+    """Closes a connection of the client library at once, without a TLS goodbye that the loop may not live to see."""
+    if (writer := connection._writer) is not None:
+        writer.transport.abort()
+    await connection.disconnect(nowait=True)
 
 
 async def _check_master(connection: Any) -> None:
@@ -88,7 +95,7 @@ async def _check_master(connection: Any) -> None:
     except NoPermissionError:
         return  # a write to a replica fails too, only later
     if role != b"master":
-        await connection.disconnect(nowait=True)
+        await drop(connection)
         raise ConnectionError(f"{connection.host}:{connection.port} is now a {role.decode()}")
 
 
