@@ -37,7 +37,7 @@ APP = """
 def check(folder: Path, kind: str, forked: bool, together: bool, *command: str) -> None:
     """Every process of the server answers with workers of its own, and nothing is left of it at the end.
 
-    `forked`: the app was imported before. `together`: a process takes many requests at a time.
+    `forked`: the streamer started before the fork. `together`: a process takes many requests at a time.
     """
     with served(folder, APP, {"KIND": kind}, *command) as (url, process, said):
         ask(url)
@@ -80,17 +80,17 @@ def test_gunicorn(tmp_path: Path, kind: str, worker_class: str, preload: bool) -
 
 @pytest.mark.skipif(not (BIN / "uwsgi").exists(), reason="uWSGI is not installed: pip install pyuwsgi")
 @pytest.mark.parametrize(
-    ("kind", "flags", "forked"),
+    ("kind", "flags"),
     [
-        ("Streamer", [], True),
-        ("Streamer", ["--lazy-apps"], False),
-        ("ThreadedStreamer", ["--enable-threads", "--threads", "8"], True),
+        ("Streamer", []),
+        ("Streamer", ["--lazy-apps"]),
+        ("ThreadedStreamer", ["--enable-threads", "--threads", "8"]),
     ],
     ids=["forked", "lazy_apps", "threads"],
 )
-def test_uwsgi(tmp_path: Path, kind: str, flags: list[str], forked: bool) -> None:
+def test_uwsgi(tmp_path: Path, kind: str, flags: list[str]) -> None:
     command = [str(BIN / "uwsgi"), "--http-socket", "{socket}", "--module", "app:app", "--processes", "2", "--master"]
-    check(tmp_path, kind, forked, "--threads" in flags, *command, "--die-on-term", *flags)
+    check(tmp_path, kind, False, "--threads" in flags, *command, "--die-on-term", *flags)
 
 
 def test_a_gevent_program_waits_for_one_answer_and_runs_its_other_greenlets_meanwhile(tmp_path: Path) -> None:

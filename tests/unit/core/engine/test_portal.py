@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -198,6 +198,20 @@ def test_a_lazy_portal_starts_with_its_first_call() -> None:
     portal.close()
     Portal(make=make, lazy=True).close()
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("worker_id", [0, 1])
+def test_a_portal_starts_no_thread_before_uwsgi_forks(monkeypatch: pytest.MonkeyPatch, worker_id: int) -> None:
+    made: list[Echo] = []
+
+    def make() -> Echo:
+        made.append(Echo())
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "uwsgi", cast(ModuleType, SimpleNamespace(worker_id=lambda: worker_id)))
+    with Portal(make=make) as portal:
+        assert len(made) == worker_id
+        assert portal.predict("at once", [1]) == [1]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
