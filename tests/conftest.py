@@ -339,6 +339,7 @@ def ray_cluster() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # beside other tests a head took more than 30 s
         soon = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}  # a killed node is noticed
         head = {"num_cpus": 8, "include_dashboard": False, "_system_config": soon}
         cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
