@@ -20,6 +20,7 @@ class Shell:
 
     def __init__(self, residency: Residency, load_s: float = LOAD_S) -> None:
         self.residency, self.load_s = residency, load_s
+        self.measured: dict[ResidentModel, dict[str, int]] = {}
         self.waiting: dict[ResidentModel, int] = {}  # model -> requests, in order of the first one
         self.loading: dict[ResidentModel, float] = {}  # model -> end
         self.hits = self.answered = self.requests = 0
@@ -42,7 +43,7 @@ class Shell:
         while self.loading and min(self.loading.values()) <= now:
             model = min(self.loading, key=lambda m: self.loading[m])
             self.now = self.loading.pop(model)
-            self.residency.loaded(model, {}, self.load_s, self.now)
+            self.residency.loaded(model, self.measured.get(model, {}), self.load_s, self.now)
             model.move("in", "requested", self.now)
             self.answered += self.waiting.pop(model, 0)
             self.turn()
@@ -53,6 +54,8 @@ class Shell:
         residency = self.residency
         for model in residency.expired({}, self.now):
             model.move("out", "unused", self.now)
+        for model in residency.excess({}, self.now):
+            model.move("out", "budget exceeded", self.now)
         for model in [m for m in self.waiting if m.place == "out"]:
             leaving = residency.make_room(model, {}, self.now)
             for other in leaving or ():
@@ -68,17 +71,22 @@ class Shell:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.sampled_from([0.5, math.inf])), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.sampled_from([0.5, math.inf])),
+        min_size=1,
+        max_size=12,
+    ),
     st.integers(60, 120),
     st.lists(st.tuples(st.integers(0, 11), st.floats(0, 2)), max_size=60),
 )
 def test_the_budget_is_kept_and_every_request_is_answered(
-    sizes: list[tuple[int, bool, float]], budget: int, requests: list[tuple[int, float]]
+    sizes: list[tuple[int, int, bool, float]], budget: int, requests: list[tuple[int, float]]
 ) -> None:
     residency = Residency({"cpu": budget, "cuda:0": budget})
     models = []
     pinned = 0
-    for k, (size, pin, keep_alive_s) in enumerate(sizes):
+    shell, now = Shell(residency), 0.0
+    for k, (size, measured, pin, keep_alive_s) in enumerate(sizes):
         pin = pin and pinned + size <= budget - 60  # the largest other one still fits
         device = "cuda:0" if k % 2 else "cpu"
         model = ResidentModel((str(k), "1"), {device: size}, pin, keep_alive_s, declared=True)
@@ -87,7 +95,7 @@ def test_the_budget_is_kept_and_every_request_is_answered(
         if pin:
             pinned += size
             model.move("in", "pinned", 0.0)
-    shell, now = Shell(residency), 0.0
+        shell.measured[model] = {device: measured}
     for number, pause in requests:
         now += pause
         shell.request(models[number % len(models)], now)

@@ -125,17 +125,32 @@ class Residency:
         `busy` counts the waiting and running requests of models. A model with requests leaves only after it has stayed
         for a while, so that everyone gets a turn.
         """
+        leaving, enough = self._leaving(self.reservation(model), busy, now)
+        return leaving if enough else None
+
+    def excess(self, busy: Mapping[tuple[str, str], int], now: float) -> list[ResidentModel]:
+        """The models that must leave because a load has proved larger than expected: the least valuable first."""
+        return self._leaving(dict.fromkeys(self.budgets, 0), busy, now)[0]
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether a model that may leave is on a device whose budget is exceeded."""
+        over = {device for device, budget in self.budgets.items() if self.used(device) > budget}
+        return any(m.place == "in" and not m.pinned and not over.isdisjoint(m.need) for m in self.models.values())
+
+    def _leaving(
+        self, wanted: Mapping[str, int], busy: Mapping[tuple[str, str], int], now: float
+    ) -> tuple[list[ResidentModel], bool]:
+        """The models that must leave for as many bytes of devices as are wanted, and whether that is enough."""
         missing = {}
-        for device, need in self.reservation(model).items():
+        for device, need in wanted.items():
             if device in self.budgets:
                 missing[device] = self.used(device) + need - self.budgets[device]
-        coming = [m for m in self.models.values() if m.place == "leaving"]
-        for device in missing:
-            missing[device] -= sum(m.need.get(device, 0) for m in coming)
+                missing[device] -= sum(m.need.get(device, 0) for m in self.models.values() if m.place == "leaving")
         leaving: list[ResidentModel] = []
         if all(n <= 0 for n in missing.values()):
-            return leaving
-        candidates = [m for m in self.models.values() if m.place == "in" and not m.pinned and m is not model]
+            return leaving, True
+        candidates = [m for m in self.models.values() if m.place == "in" and not m.pinned]
         candidates.sort(key=lambda m: (busy.get(m.key, 0) > 0, m.value(now), m.used_s))
         for other in candidates:
             if not any(missing[d] > 0 and other.need.get(d) for d in missing):
@@ -145,9 +160,7 @@ class Residency:
             leaving.append(other)
             for device in missing:
                 missing[device] -= other.need.get(device, 0)
-            if all(n <= 0 for n in missing.values()):
-                return leaving
-        return None
+        return leaving, all(n <= 0 for n in missing.values())
 
     def fits(self, model: ResidentModel) -> bool:
         """Whether `model` can be loaded now. While no size is known, one model is loaded after the other."""

@@ -144,6 +144,8 @@ class ResidencyManager:
         now, residency, busy = time.monotonic(), self._residency, self._busy()
         for model in residency.expired(busy, now):
             self._begin(self._leave(model, "unused"))
+        for model in residency.excess(busy, now):
+            self._begin(self._leave(model, "budget exceeded"))
         for model in [] if self._pinning else list(self._wanted):
             if model.place == "leaving":
                 continue  # it comes back after it has left
@@ -169,7 +171,8 @@ class ResidencyManager:
             self._timer.cancel()
             self._timer = None
         at = self._residency.next_expiry()
-        if self._wanted and not any(m.place in ("loading", "leaving") for m in self._residency.models.values()):
+        waiting = self._wanted or self._residency.exceeded
+        if waiting and not any(m.place in ("loading", "leaving") for m in self._residency.models.values()):
             at = min(at, now + LOOK_S)
         if at < math.inf:
             self._timer = asyncio.get_running_loop().call_later(max(LOOK_S, at - now), self._turn)

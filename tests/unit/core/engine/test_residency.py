@@ -86,6 +86,16 @@ async def test_a_model_that_is_wanted_while_it_leaves_comes_back_after_that() ->
         assert model.loads == 2
 
 
+async def test_models_leave_when_a_load_has_proved_larger_than_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {"first": 40, "second": 70}
+    monkeypatch.setattr("penstock.core.engine.residency._measured", lambda handle: {"cpu": measured[handle.name]})
+    async with Engine(budgets={"cpu": 100}) as engine:
+        for name in measured:
+            await engine.load(name, config(40), target=Gated())
+            assert await engine.infer(name, 1) == 1
+        await until(lambda: sorted(place(engine, name) for name in measured) == ["in", "out"])
+
+
 async def test_a_model_that_never_fits_is_refused_and_the_others_are_served() -> None:
     async with Engine(budgets={"cpu": 100}) as engine:
         await engine.load("large", config(80), target=Gated())
