@@ -44,7 +44,8 @@ class Portal:
     """Models for the threads of any program: `load` once, then `predict` or `submit` from any thread.
 
     `make` creates a backend other than an Engine; it is called on the loop, and again in a child after a fork. `lazy`:
-    start at the first call, as every portal does that is made before uWSGI forks. `word`: the portal's name in errors. `own_workers`: its backend starts workers of its own.
+    start at the first call, as every portal does that is made before uWSGI forks. `word`: the portal's name in errors.
+    `own_workers`: its backend starts workers of its own.
 
     A forked child owns nothing of its parent: its first call warns and loads the same models anew. Use as a context
     manager, or call `close()`; otherwise the portal closes when the interpreter exits.
@@ -295,8 +296,8 @@ def _future_class() -> type[Future]:
 
 
 def _uwsgi_will_fork() -> bool:
-    """Whether uWSGI has imported the application and will fork. It forks without Python's lock: a process that a running
-    thread held it in would hang."""
+    """Whether uWSGI imports the application and forks later: without Python's lock, so that the new processes would
+    hang if another thread held it."""
     uwsgi = sys.modules.get("uwsgi")
     return uwsgi is not None and uwsgi.worker_id() == 0
 
