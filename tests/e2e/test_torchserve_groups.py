@@ -105,7 +105,8 @@ def test_a_group_answers_as_one_worker_and_ends_as_one(server: Any) -> None:
     clients = [threading.Thread(target=client) for _ in range(4)]
     for thread in clients:
         thread.start()
-    assert ask(server, b"die")[0] == 500, "the death of rank 1 is one of the worker"
+    # 500: the worker died with rank 1; 503: before that, its own handler failed, because gloo had lost rank 1
+    assert ask(server, b"die")[0] in (500, 503)
     assert all(map(ends, pids)), "no rank is left"
     end = time.monotonic() + 60
     while not (statuses and statuses[-1] == 200) and time.monotonic() < end:
