@@ -38,7 +38,7 @@ class TextRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextPart(Struct):
-    """A part of a generated text with what is known of the whole: plain `str` is enough for all parts but the last.
+    """A part of a generated text with facts about the whole: plain `str` is enough for all parts but the last.
 
     `finish_reason` is "stop" (the default) or "length", for a text that `max_tokens` or the context ended. The counts
     are those of the whole prompt and of the text up to this part.

@@ -91,7 +91,7 @@ class FrameReader:
 
     def _read(self, start: Position | None, threads: int, tolerant: bool) -> Iterator[DecodedFrame]:
         if start is not None and start.pts is not None:
-            # only a single thread can tell damage from data that a seek skipped
+            # only a single thread can distinguish damage from data that a seek skipped
             decoders = [(count, tolerant) for count in sorted({threads, 1}, reverse=True)]
             if self._skip and not tolerant:
                 decoders.append((1, True))  # damage may lie between the keyframe and the position
@@ -197,7 +197,7 @@ class _SinglePass:
                 if picture.pts is None or picture.pts > position.pts:
                     raise _SeekFailed
                 if self._gaps is not None and number < 0 and (survivor.lost or not picture.key_frame):
-                    raise _SeekFailed  # what is guessed from here on depends on the frames before
+                    raise _SeekFailed  # guesses from here on depend on the frames before
                 number += 1 + survivor.lost
                 gaps.frame(number, survivor)
                 if picture.pts == position.pts:

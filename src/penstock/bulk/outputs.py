@@ -289,7 +289,7 @@ def cue_text(caption: str, *, markup: bool) -> str:
 
 
 def subtitle_names(videos: Sequence[Video]) -> dict[str, str]:
-    """Video name -> subtitle file name without suffix; files with the same name get a digest to tell them apart."""
+    """Video name -> subtitle file name without suffix; files with the same name get a digest."""
     stems = {v.name: Path(v.name).stem.encode()[:NAME_BYTES].decode(errors="ignore") for v in videos}
     often = Counter(stem.casefold() for stem in stems.values())
     return {

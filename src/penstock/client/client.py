@@ -29,7 +29,7 @@ CLOSED: Final = "the client is closed"
 
 
 class ManyOptions(CallOptions, total=False):
-    """Options of `predict_many` and `infer_many`, and those of each call.
+    """Options of `predict_many` and `infer_many`, and of each call.
 
     - `concurrency`: requests at the same time, 16 by default.
     - `ordered`: False yields (position of the value, result) as the requests complete.
@@ -58,7 +58,7 @@ class AsyncClient:
     - `max_response_bytes`: of a response, or of one part of a stream.
     - `management_url`: of the management listener, for `load`, `scale` and the like.
 
-    Errors are those of the server, by their code: `QueueFull`, `ModelNotFound`, `DeadlineExceeded`, ... with `status`
+    Raises the server's errors, by their code: `QueueFull`, `ModelNotFound`, `DeadlineExceeded`, ... with `status`
     and `retry_after_s`. Errors on the way are in `penstock.client.endpoint`: `Unreachable`, `ConnectionLost`,
     `ResponseTimeout` (a DeadlineExceeded), and others. Redirects are not followed, and no proxy is used.
 
@@ -224,7 +224,7 @@ class AsyncClient:
     ) -> Any:
         """Loads or replaces a version of a model, and returns when it can answer. Raises LoadFailed.
 
-        `keys` are those of `[models.NAME]` (`target`, `instances`, ...), TorchServe's parameters (`url`, ...), or
+        `keys` are keys of `[models.NAME]` (`target`, `instances`, ...), TorchServe's parameters (`url`, ...), or
         Triton's (`config`).
         """
         return await self._ask({"timeout_s": timeout_s}, lambda api, call: api.load(model, version, keys))

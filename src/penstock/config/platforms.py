@@ -1,4 +1,4 @@
-"""What managed platforms tell a container in its environment: SageMaker and Vertex AI.
+"""Settings that managed platforms put in a container's environment: SageMaker and Vertex AI.
 
 Every variable of a platform is read here. A wrong value is a ConfigError that names the variable.
 Source: "Use your own inference code" (SageMaker), "Custom container requirements" (Vertex AI), and the parameters of
@@ -25,7 +25,7 @@ _MODEL_SETTINGS: Final = {  # of TorchServe, by variable; in ms and s
 
 
 class SageMaker(Struct, frozen=True, kw_only=True):
-    """The environment of a SageMaker endpoint. Times are in seconds; `settings` are those of TorchServe's models."""
+    """The environment of a SageMaker endpoint. Times are in seconds; `settings` configure TorchServe's models."""
 
     port: int
     multi_model: bool

@@ -48,9 +48,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         Port | None,
         doc("port of the metrics listener; 0 selects a free one; by default 8082 or, if in use, a free one"),
     ] = None
-    grpc_host: Annotated[str | None, doc("address of the gRPC listener, by default that of the inference listener")] = (
-        None
-    )
+    grpc_host: Annotated[str | None, doc("address of the gRPC listener, by default the inference listener's")] = None
     grpc_port: Annotated[
         Port | None,
         doc("port of the gRPC listener; 0: none; by default 8001 or, if in use, a free one; it needs the extra `grpc`"),

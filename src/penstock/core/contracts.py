@@ -156,7 +156,7 @@ class Codec(Protocol):
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
         """(rows, shape key) of a request, read from its first bytes in the server process; None: not readable there.
 
-        Must be fast and must not raise: the worker reports what is wrong with a body.
+        Must be fast and must not raise: the worker reports faults of a body.
         """
         return None
 
@@ -312,7 +312,7 @@ class BatchRecord(Struct):
 
 class ModelSnapshot(Struct):
     """The state of one model version. `scheduler` is what its scheduler explains, `pids` its processes by slot,
-    `resident` what is known of its memory on devices with a budget."""
+    `resident` its memory on devices with a budget."""
 
     status: ModelStatus
     in_flight: int = 0

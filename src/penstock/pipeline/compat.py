@@ -95,7 +95,7 @@ def _without_engines(expression: str) -> str:
 
 
 def _parts(expression: str, node: str) -> list[str]:
-    """The names in an entry point, without those of the node and of its backend."""
+    """The names in an entry point, without the names of the node and of its backend."""
     own = (f"node.{node}", "node.{node_name}", "{node_name}", "backend")
     return [part for part in _PART.findall(re.sub(r"\([^()]*\)", "", expression)) if part not in own]
 

@@ -31,7 +31,7 @@ class Join:
         )
 
     def before(self, kept: Mapping[str, Fields], dead: Mapping[str, Fields]) -> Fields:
-        """The fields of an item whose join is dead: those of its first source."""
+        """The fields of an item whose join is dead: its first source's."""
         return kept[self._first] if self._first in kept else dead[self._first]
 
     def fields(self, kept: Mapping[str, Fields]) -> Fields | None:

@@ -13,7 +13,7 @@ from penstock.pipeline.ops.base import Array, Fields, as_mat
 class OpenvinoMat(ModelOp):
     """Runs a model file on images: `[height, width, channels]` -> float32 `[height, width, channels]`.
 
-    The model itself takes `[1, channels, height, width]`. Outputs of three axes lose the first, and those of two keep
+    The model itself takes `[1, channels, height, width]`. Outputs of three axes lose the first, and outputs of two keep
     both. A tensor `[1, channels, height, width]` as data is accepted too.
     """
 

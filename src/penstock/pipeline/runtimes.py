@@ -64,7 +64,7 @@ class OpenedModel(Struct, frozen=True):
 class ModelFile(Struct, frozen=True):
     """A node's settings for its model file.
 
-    `threads` are those of one call, and each of `instances` runs one. While the others are idle, a call on the CPU has
+    `threads` counts for one call, and each of `instances` runs one. While the others are idle, a call on the CPU has
     `idle_threads` if these are more. `rows` are the fewest and the most of a call.
     """
 

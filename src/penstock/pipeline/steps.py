@@ -110,7 +110,7 @@ def Onnx(
 ) -> StepChain:
     """`[1, ...]` -> `[1, ...]` by an ONNX file, in batches, after `(x - mean) / std` per channel.
 
-    The keyword parameters are those of the op.
+    The keyword parameters are the op's.
     """
     options = {"precision": precision, "runtime": runtime, "model_cache": model_cache, "threads": threads}
     return Use("OnnxTensor", model=os.fspath(model), mean=_list(mean), std=_list(std), **options)

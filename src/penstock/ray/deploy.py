@@ -33,7 +33,7 @@ def deployment(
 ) -> Any:
     """An application for `serve.run`, with one model on the routes of `penstock serve`.
 
-    `target`: "app.py:Model", a model file, or the function, class or object itself. `keys` are those of a model's
+    `target`: "app.py:Model", a model file, or the function, class or object itself. `keys` are keys of a model's
     section, such as `batching={"max_batch_size": 32}`; the transport is "thread", as a replica is a process of its own.
     `serve` has options of `serve.deployment`, such as `{"num_replicas": 2, "ray_actor_options": {"num_gpus": 1}}`; with
     GPUs the model is on one, unless `devices` says otherwise. `tokens` are the bearer tokens of the HTTP routes.

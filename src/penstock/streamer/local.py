@@ -105,7 +105,7 @@ class LocalStreamer(BaseStreamer):
         super().__init__(portal, name, worker_timeout)
 
     def statistics(self) -> dict[str, object]:
-        """The learned batch costs and the request counters of the model; those of all processes that share it."""
+        """The learned batch costs and the request counters of the model, over all processes that share it."""
         if self._shared:
             from penstock.streamer.shared.client import shared_statistics
 

@@ -171,7 +171,7 @@ class Residency:
         return all(self.used(d) + n <= self.budgets.get(d, math.inf) for d, n in need.items())
 
     def expired(self, busy: Mapping[tuple[str, str], int], now: float) -> list[ResidentModel]:
-        """The models that nobody used for `keep_alive_s`."""
+        """The models that no request used for `keep_alive_s`."""
         return [
             m
             for m in self.models.values()

@@ -368,7 +368,7 @@ class WaitingQueue:
             self.lose_sequences(lost)
 
     def lose_sequences(self, entries: list[Entry]) -> None:
-        """Ends those of these requests of lost sequences that wait."""
+        """Ends the waiting ones among these requests of lost sequences."""
         for e in entries:
             if e.state == _WAITING:
                 self.drop(e, Fail(e.id, "sequence_lost"))

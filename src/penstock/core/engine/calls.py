@@ -75,7 +75,7 @@ class Call(Struct, eq=False):
 class EarlyRequest:
     """A request that waits for the first worker of its model, for at most `timeout_s` and its budget.
 
-    `label` is that of a Call.
+    `label` is the Call's.
     """
 
     def __init__(self, item: Item, sink: Sink, budget_s: float | None, priority: int, timeout_s: float | None) -> None:

@@ -177,7 +177,7 @@ class ModelHandle:
             sequences=limits,
         )
         self.sequences = scheduler.sequences
-        if ready.concurrency == 1:  # other batches do not take as long as those of the warm-up
+        if ready.concurrency == 1:  # other batches do not take as long as the warm-up's
             scheduler.prime(ready.profile)
         quarantine_s = self.config.restart.quarantine_s
         return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, quarantine_s)
@@ -260,7 +260,7 @@ class ModelHandle:
 
     def _forward_early(self) -> None:
         early, self._early = self._early, {}
-        known, self._arrival_observers = self._arrival_observers, []  # they were told when it came
+        known, self._arrival_observers = self._arrival_observers, []  # they were notified when it arrived
         try:
             for request in early:
                 request.forward(self._submit_early)

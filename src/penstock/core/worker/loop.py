@@ -44,7 +44,7 @@ class BatchRunner:
         self._item_type = model.types.item_type()
         extras = {"item_type": self._item_type, "clock": lambda: time.time(), "max_body_bytes": max_body_bytes}
         self.codecs = ModelCodecs(metadata, **extras)
-        # created by the first coroutine; that of a model with one is used in its warm-up too
+        # created by the first coroutine; an async model uses it in its warm-up too
         self._loop: asyncio.AbstractEventLoop | None = getattr(model.loop, "loop", None)
         self._log_limiter = LogLimiter()
 

@@ -203,7 +203,7 @@ def _measure(target: Target, plan: LoadPlan, slo: Slo, flags: dict[str, Any]) ->
 @click.argument("files", nargs=-1, metavar="MODELS.yaml...")
 @click.option("--input", "inputs", multiple=True, metavar="FILE", help="MODELS.yaml, like in TorchServe's suite.")
 @click.option("--output", type=FOLDER, metavar="DIR", help="Folder of the results [benchmark-suite-TIME].")
-@click.option("--resume", is_flag=True, help="Continue in DIR and skip what is already measured.")
+@click.option("--resume", is_flag=True, help="Continue in DIR and skip finished measurements.")
 @click.option("--data", metavar="FILE|DIR|JSONL|random", help="What to send, instead of the input in the files.")
 @click.option("--requests", type=click.IntRange(1), help="Requests per run, instead of the number in the files.")
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Repeats; medians are reported.")
@@ -319,7 +319,7 @@ def _comparison_lines(comparison: Comparison) -> list[str]:
 @_tolerance
 @click.option("--json", "as_json", is_flag=True, help="Print JSON only.")
 def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
-    """Show what is better or worse in AFTER than in BEFORE, and how certain it is.
+    """Show the differences between BEFORE and AFTER, and how certain they are.
 
     Both are folders of `penstock bench --output`, with at least 3 repeats; 10 detect smaller changes.
 
@@ -368,7 +368,7 @@ def gate(run: Path, baseline: Path, tolerance: float, junit: Path | None, any_ma
 
     Both are folders of `penstock bench --output`, with at least 3 repeats; 10 are better.
 
-    Exit status: 0 pass, 1 regression, 2 invalid (the runs cannot tell), 3 wrong usage.
+    Exit status: 0 pass, 1 regression, 2 invalid (the runs do not decide it), 3 wrong usage.
     """
     from penstock.perf.bench.compare import USAGE, decide, junit_xml
 

@@ -43,7 +43,7 @@ class NotWritten(PenstockError):
 class Results:
     """An open results folder; a context manager. Use `Results.open`.
 
-    `measurements` holds all measurements of the folder in order, including those of earlier starts.
+    `measurements` holds all measurements of the folder in order, including earlier starts.
     """
 
     def __init__(self, folder: Path, origin: Origin, measurements: Sequence[Measurement], records: io.FileIO) -> None:

@@ -347,7 +347,7 @@ def _describe(endpoint: Endpoint, model: str, names: list[str] | None, token: st
 
 
 def _check_torchserve(endpoint: Endpoint, model: str, token: str | None) -> None:
-    """Raises ModelNotFound or ModelNotReady; without a management API it cannot tell."""
+    """Raises ModelNotFound or ModelNotReady; without a management API it cannot know."""
     management = _management(endpoint, token)
     if management is None:
         return

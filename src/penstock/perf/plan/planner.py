@@ -31,8 +31,8 @@ _TINY: Final = 1e-9
 
 
 class PlanOptions(Struct, frozen=True, kw_only=True):
-    """`slo` has a latency. `failures` instances may be down; `batches` are the ceilings to try. `price` is that of an
-    instance for an hour, `handover_s` the way from the queue to the worker and back. With `start_s`, the time of an
+    """`slo` has a latency. `failures` instances may be down; `batches` are the ceilings to try. `price` is paid per
+    instance and hour, `handover_s` the way from the queue to the worker and back. With `start_s`, the time of an
     instance's start, an autoscaler is simulated too. `seed` seeds run times."""
 
     slo: Slo

@@ -52,7 +52,7 @@ class Finalist:
 def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[Finalist]) -> None:
     """Runs the finalists in turn until it is known whether each keeps the SLO, at a lower rate if necessary.
 
-    Raises BudgetExhausted; the finalists then hold what is known so far.
+    Raises BudgetExhausted; the finalists then hold the results so far.
     """
     left = list(finalists)
     while left:

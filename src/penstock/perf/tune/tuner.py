@@ -46,9 +46,9 @@ def tune(
 ) -> TuningResult:
     """The best settings of `space`, or the default. `observer` receives each run.
 
-    Ends early with what is known when the budget is used up, on KeyboardInterrupt, and when the system fails. Raises
-    ConfigError for an unknown search, or an SLO without a latency or error part; PenstockError if the system fails
-    before anything is known.
+    Ends early with the results so far when the budget is used up, on KeyboardInterrupt, and when the system fails.
+    Raises ConfigError for an unknown search, or an SLO without a latency or error part; PenstockError if the system
+    fails before the first result.
     """
     if all(part.name == "throughput" for part in slo.objectives):
         raise ConfigError(f'SLO "{slo.text}" bounds no latency and no errors; expected for instance "p99<=100ms"')

@@ -294,7 +294,7 @@ class GrpcCall(Stream):
             self._wake()
 
     def _replenish(self) -> None:
-        """Lets the client send the rest of its message, and otherwise a window full of bytes that nobody has taken."""
+        """Lets the client send the rest of its message, and otherwise a window full of bytes that are not taken yet."""
         if self.ended or self.closed:
             return
         kept, missing, reader = self._untaken, len(self.space), self._reader

@@ -11,7 +11,7 @@ from penstock.errors import QueueFull
 from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.types import ItemResult, Sink
 
-PUSHBACK: Final = "grpc-retry-pushback-ms"  # tells a client when to try again (gRFC A6)
+PUSHBACK: Final = "grpc-retry-pushback-ms"  # when a client should try again (gRFC A6)
 UNREAD_BYTES: Final = 16 * 2**20  # parts of an answer that wait for a slow client
 
 

@@ -42,7 +42,7 @@ _StreamInfer: Final = _message("inference.ModelStreamInferResponse")
 
 
 def _final(value: bool) -> bytes:
-    """The parameter that tells a client whether a request has further responses."""
+    """The parameter that states whether a request has further responses."""
     response = _Infer()
     response.parameters["triton_final_response"].bool_param = value
     data: bytes = response.SerializeToString()

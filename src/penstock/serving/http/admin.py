@@ -93,7 +93,7 @@ def route(
     error_body: Callable[[PenstockError], bytes] = error_body,
     **functions: Serve,
 ) -> Template:
-    """A path with the function of each method; that of GET also answers HEAD. See `Template` for the others."""
+    """A path with the function of each method; the function of GET also answers HEAD. See `Template` for the others."""
     if "GET" in functions:
         functions["HEAD"] = functions["GET"]
 

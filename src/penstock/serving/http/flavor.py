@@ -98,7 +98,7 @@ class NativeFlavor:
         return route
 
     def check_guard(self, guard: str, authorization: bytes | None) -> None:
-        """Raises Forbidden, Unauthorized. A guard without tokens of its own has those of the listener."""
+        """Raises Forbidden, Unauthorized. A guard without tokens of its own uses the listener's."""
         tokens = self._guards.get(guard, self._tokens)
         if tokens is None:
             raise Forbidden(f"on a public address this call needs a token: set auth.{guard}_token_file")

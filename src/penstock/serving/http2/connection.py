@@ -1,6 +1,6 @@
 """The server's side of one HTTP/2 connection: frames in, frames out, flow control both ways, everything bounded.
 
-It does no I/O and reads no clock: `receive` takes what arrived, and `Outbox` passes what is to be sent to a function.
+It does no I/O and reads no clock: `receive` takes what arrived, and `Outbox` passes outgoing bytes to a function.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Http2Connection:
             self._control(flags, parse_frame(whole))
 
     def _check_size(self, kind: int, size: int) -> None:
-        """Bounds what is gathered before it is parsed."""
+        """Bounds the bytes gathered before they are parsed."""
         if kind in (HEADERS, DATA):
             most = max(DEFAULT_FRAME, self._bounds.max_header_bytes)
             if size > most:
@@ -254,7 +254,7 @@ class Http2Connection:
             if stream.credit < 0:
                 raise Http2Error(FLOW_CONTROL_ERROR, f"found {-stream.credit} bytes more than stream {id} may send")
             if counted > size and not flags & END_STREAM:
-                stream.grant(counted - size)  # padding is nobody's message
+                stream.grant(counted - size)  # padding belongs to no message
         self._target = (stream, flags, size)
         if not size:
             if flags & END_STREAM and stream is not None:

@@ -124,7 +124,7 @@ _terms = msgspec.json.Decoder(_TermsHead)
 
 
 def read_terms(item: Item) -> Terms | None:
-    """The parameters `timeout` and `priority` of a request; None without them. The worker reports what is wrong."""
+    """The parameters `timeout` and `priority` of a request; None without them. The worker reports faults."""
     head = item.payload
     if item.codec != "oip_json" or type(head) is not bytes:
         head = _readable(item)

@@ -16,7 +16,7 @@ from penstock.core.contracts import ModelSnapshot
 from penstock.types import ModelMetadata, TensorSpec
 
 _MICROSECONDS: Final = 1e6
-# Triton's name of a platform that it lacks is that of its Python backend
+# for a platform that Triton lacks, it names its Python backend
 _BACKENDS: Final = {"onnxruntime_onnx": "onnxruntime", "pytorch_torchscript": "pytorch", "pytorch_exported": "pytorch"}
 
 

@@ -21,7 +21,7 @@ _FLAGS: Final = ("log_info", "log_warning", "log_error")  # on from the level of
 
 
 def trace_setting(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace settings, which are those of a server without traces. Raises BadRequest for a change of them."""
+    """The trace settings of a server without traces. Raises BadRequest for a change of them."""
     for name, value in changes.items():
         if name not in TRACE_OFF:
             raise BadRequest(f"unknown trace setting '{name[:100]}'{nearest(name[:100], TRACE_OFF)}")

@@ -93,7 +93,7 @@ async def _read(reader: QueueReader) -> QueueState | None:
 
 
 def worker_page(prefix: str, counts: Mapping[str, object]) -> bytes:
-    """The counters of a worker: those of `BrokerWorker.statistics`."""
+    """The counters of a worker, from `BrokerWorker.statistics`."""
     page = Page()
     page.write(WORKER_EVENTS, (((prefix, event), float(str(counts.get(event, 0)))) for event in EVENTS))
     return page.encode()
@@ -107,7 +107,7 @@ async def worker_listening(
     options: MetricsOptions,
     queue: tuple[BrokerAddress, str],
 ) -> AsyncIterator[None]:
-    """Serves the metrics of a worker: those of its model, its own counters, and the state of its `queue`, the address
+    """Serves the metrics of a worker: its model's, its own counters, and the state of its `queue`, the address
     and the prefix. Raises ConfigError if it cannot bind."""
     address, prefix = queue
     queues = QueueMetrics(address, [prefix])

@@ -52,7 +52,7 @@ def socket_path(shared: str) -> str:
 
 
 def _check_directory(directory: str) -> None:
-    """Creates the directory. Raises ConfigError unless it belongs to this user, and to nobody else."""
+    """Creates the directory. Raises ConfigError unless this user owns it, and no other can use it."""
     try:
         try:
             os.mkdir(directory, 0o700)

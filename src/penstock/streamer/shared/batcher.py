@@ -31,7 +31,7 @@ log = logging.getLogger("penstock.streamer")
 MAX_CLIENTS: Final = 1024
 DRAIN_S: Final = 10.0  # for accepted calls, after a signal
 END_S: Final = 60  # then the kernel ends the process
-RUNNING_ROWS: Final = 256  # of one client that may run besides those of two batches per worker
+RUNNING_ROWS: Final = 256  # of one client that may run besides two batches per worker
 LOG_BYTES: Final = 2**20  # of each of the two log files
 
 
@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> None:
     """Argument: path of the socket."""
     (path,) = arguments
     if os.fork():
-        os._exit(0)  # the batcher is nobody's child: a server that counts its children would misunderstand its end
+        os._exit(0)  # the batcher is no child of a client, because a server that counts children would misunderstand
     os.setsid()
     os.closerange(STARTER_FD + 1, os.sysconf("SC_OPEN_MAX"))  # such as the listener of a web server
     os.set_inheritable(STARTER_FD, False)

@@ -251,7 +251,7 @@ class SharedClient:
         return self._link is None or self._link.loading
 
     async def ask(self, what: str) -> Any:
-        """What the batcher answers to a question, see CallMessage. Raises its errors, and those of `submit`."""
+        """The batcher's answer to a question, see CallMessage. Raises its errors, and what `submit` raises."""
 
         def put(sink: Sink) -> Ticket:
             self._check(None)

@@ -39,7 +39,7 @@ class Offer(Struct):
     main: str
     sys_path: list[str]
     linger_s: float
-    settings: dict[str, str]  # compared with those of every client, by the names of the streamer's arguments
+    settings: dict[str, str]  # compared with every client's, by the names of the streamer's arguments
 
     def packed_target(self) -> PackedTarget:
         return PackedTarget(self.target, self.files, self.main)
@@ -86,7 +86,7 @@ def _digest(target: Wrapped, files: Sequence[tuple[str, str]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value with its sets in a fixed order: that of a set of strings differs between processes."""
+    """The value with its sets in a fixed order: sets of strings differ in order between processes."""
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     if type(value) in (list, tuple):

@@ -1,6 +1,6 @@
 """Joins the batcher of a name, and starts it if none runs. These functions block: a client calls them in a thread.
 
-A client starts a batcher while it holds the lock PATH.lock, and only if nobody listens at PATH. The batcher itself
+A client starts a batcher while it holds the lock PATH.lock, and only if no process listens at PATH. The batcher itself
 holds PATH.alive from before it listens until its process ends. So two of them never run at the same time, also when
 one is just ending, and a file that a dead one left is no obstacle. The client opens nothing that a process forked in
 the meantime could keep: neither the listener nor the batcher's own lock.

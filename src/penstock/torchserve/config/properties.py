@@ -46,7 +46,7 @@ class _IgnoredProperties(Struct, frozen=True, kw_only=True):
 
 
 class Properties(_IgnoredProperties, frozen=True, kw_only=True):
-    """The keys of config.properties. Units are those of the file; None means not set.
+    """The keys of config.properties. Units are the file's; None means not set.
 
     `allowed_urls` are regular expressions that match a whole URL. `models` is {name: {version: {key: value}}}.
     """

@@ -2,7 +2,7 @@
 
 The worker itself is rank 0 and answers. It starts the other ranks, each of which loads the handler and gets every batch
 that rank 0 gets; their results are dropped. All have the environment of torch's own launcher. A group lives and dies as
-one: a rank that ends ends the worker, and whoever ends the worker ends its process group.
+one: a rank that ends ends the worker, and ending the worker ends its process group.
 """
 
 import logging

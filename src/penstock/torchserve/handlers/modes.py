@@ -1,4 +1,4 @@
-"""Handlers that run in other ways than one batch at a time; the ways are those of TorchServe 0.12.0.
+"""Handlers that do not run one batch at a time: the modes of TorchServe 0.12.0.
 
 - `continuousBatching`: each call of `handle` is one step of all active requests. The handler keeps what it needs in
   `context.cache` under the request's id. Only the first step of a request has its inputs and headers.
@@ -30,7 +30,7 @@ class ContinuousHandlerModel(HandlerModel):
         self.__penstock_send_parts_to__(self._collect)
 
     def _collect(self, parts: list[HandlerAnswer | None]) -> None:
-        """Keeps parts that the handler sends during a step; they leave with those of the step."""
+        """Keeps parts that the handler sends during a step; they leave with the step's own parts."""
         for early, part in zip(self._early, parts, strict=True):
             if part is not None:
                 early.append(bytes(part.body))

@@ -112,7 +112,7 @@ def operation_of(template: Template) -> Operation:
 
 
 def _description_actions(operations: Sequence[Operation], alive: bool) -> tuple[Action, ...]:
-    """`OPTIONS /` and its alias. With `alive`, `GET /` tells KServe's V1 clients that the server is alive."""
+    """`OPTIONS /` and its alias. With `alive`, `GET /` answers the health check of KServe's V1 clients."""
     body = json_body(operations_document(TITLE, __version__, operations, ABOUT))
 
     async def describe(request: HttpRequest) -> ItemResult:

@@ -67,7 +67,7 @@ def inference_routes(administration: Administrator, config: ListenerConfig) -> t
         _model_route(config, "/v2/models/{model}/explain", "Explain, KServe V2", EXPLAIN),
         _model_route(config, "/wfpredict/{workflow}", "Predict with a workflow", []),
         _model_route(config, "/wfpredict/{workflow}/{rest...}", "The same", []),
-        _model_route(config, "/invocations", "Predict with the only model, or that of ?model_name=", [], query=True),
+        _model_route(config, "/invocations", "Predict with the only model, or the one of ?model_name=", [], query=True),
         structs.replace(  # another method means a version of this name
             _model_route(config, "/models/{model}/invoke", "Predict, SageMaker", [], query=True),
             methods=frozenset({"POST"}),

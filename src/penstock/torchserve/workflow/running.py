@@ -53,7 +53,7 @@ class RunningWorkflow:
         connect(spec.graph, self._nodes)
 
     def submit(self, item: Item, sink: Sink) -> Ticket:
-        """Begins a request. Its answer is the answer of the last node, or a JSON object with those of all last nodes.
+        """Begins a request. Its answer is the answer of the last node, or a JSON object if several nodes are last.
 
         Raises ApiError once the workflow is closed.
         """
@@ -137,7 +137,7 @@ class ServedNode:
 class Attempts:
     """A request at one node: attempts until one has an answer, each with a limit in time.
 
-    As in TorchServe, every failure is tried again, except that of a model that takes no request.
+    As in TorchServe, every failure is retried, unless the model takes no request.
     """
 
     def __init__(self, served: ServedNode, visit: TraversalVisit, sink: Sink) -> None:

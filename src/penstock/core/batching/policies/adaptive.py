@@ -298,7 +298,7 @@ class Adaptive:
         return 0.0
 
     def explain(self) -> dict[str, object]:
-        """Keys: n_star (at the last hold), holds_by_kind, closed_share, clients, and those of `HoldTrials.explain`."""
+        """Keys: n_star (at the last hold), holds_by_kind, closed_share, clients, and `HoldTrials.explain`'s."""
         return {
             "policy": "adaptive",
             "n_star": self._batch,

@@ -1,4 +1,4 @@
-"""Linger: the policy of a pipeline node, which knows what is coming and how much the next nodes can accept.
+"""Linger: the policy of a pipeline node, which knows the items to come and how much the next nodes can accept.
 
 An idle slot takes the waiting rows when they fill a batch, when the head has waited `wait_s`, when nothing is coming,
 or when the coming rows would arrive too late to be worth waiting for. It never takes more than back-pressure allows.
