@@ -15,10 +15,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import harness
+from report import spread
 
 from penstock.config.schema import AutoscaleConfig, BatchingConfig, ModelConfig
 from penstock.core.batching.autoscale import AutoscaleLimits
@@ -28,7 +28,7 @@ from penstock.perf.simulate.simulator import OpenLoop, ServiceTime, SimulationSe
 from penstock.types import Item, ItemResult
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.load_traces import CAPACITY, RATES, trace, zipf
+from support.load_traces import CAPACITY, RATES, too_many, trace, zipf
 
 SLO_S, START_S, ROWS = 1.0, 0.5, 16
 SERVICE = ServiceTime(0.05, 0.0125)
@@ -53,20 +53,6 @@ def scaled(arrivals: Sequence[float], quiet_s: float, start_s: float, plan: bool
     settings = SimulationSettings(slots=1, depth=2, max_batch_size=ROWS, handover_s=0.0005)
     policy = Clairvoyant(arrivals, CAPACITY, limits(quiet_s), start_s) if plan else None
     return simulate_scaling(SERVICE, OpenLoop(arrivals), settings, limits(quiet_s), start_s=start_s, policy=policy)
-
-
-def at(numbers: Sequence[tuple[float, int]], t: float) -> int:
-    return next(number for since, number in reversed(numbers) if since <= t)
-
-
-def too_many(found: ScalingResult, best: ScalingResult, quiet_s: float) -> int:
-    """The most instances that a start made above the most of the plan in the quiet windows before and after it."""
-    most = 0
-    for (_, before), (t, number) in pairwise(found.numbers):
-        if number > before:
-            moves = [planned for since, planned in best.numbers if abs(since - t) < quiet_s]
-            most = max(most, number - max([at(best.numbers, max(0.0, t - quiet_s)), *moves]))
-    return most
 
 
 def simulated(report: harness.Report, quiet_s: float) -> list[list[str]]:
@@ -153,7 +139,7 @@ def compared(report: harness.Report, name: str, seconds: float, rounds: int, qui
         apart = [abs(x - 1) for x in values]
         report.target(f"{name}: {what}, real / simulated, distance from 1", apart, most=0.1)
     report.target(f"{name}: late, real - simulated", late, most=0.01)
-    return [name, *(harness.spread(values) for values in (costs, means)), f"{statistics.median(late):.3%}"]
+    return [name, *(spread(values) for values in (costs, means)), f"{statistics.median(late):.3%}"]
 
 
 def main() -> None:

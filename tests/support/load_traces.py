@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from penstock.perf.simulate.autoscaled import ScalingResult
 
 CAPACITY = 64.0  # rows per second of one instance; rates below are in instances
 RATES: dict[str, Callable[[float], float]] = {  # of the time in parts of the trace
@@ -37,3 +40,17 @@ def zipf(seconds: float, instances: float, seed: int = 1) -> list[list[float]]:
             arrivals.append(t)
         found.append(arrivals)
     return found
+
+
+def _at(numbers: Sequence[tuple[float, int]], t: float) -> int:
+    return next(number for since, number in reversed(numbers) if since <= t)
+
+
+def too_many(found: ScalingResult, best: ScalingResult, quiet_s: float) -> int:
+    """The most instances that a start made above the most of the plan in the quiet windows before and after it."""
+    most = 0
+    for (_, before), (t, number) in pairwise(found.numbers):
+        if number > before:
+            moves = [planned for since, planned in best.numbers if abs(since - t) < quiet_s]
+            most = max(most, number - max([_at(best.numbers, max(0.0, t - quiet_s)), *moves]))
+    return most

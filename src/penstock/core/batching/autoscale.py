@@ -20,7 +20,7 @@ MISSES = 0.002  # the share of requests for which the margin lets the wait excee
 _MARGIN = -math.log(MISSES) / 2
 _SURE = 4.0  # standard deviations by which a short window must exceed the mean to count
 _TICKS = 240  # readings in a quiet window
-_MOST_DRAIN = 1.5  # times the lasting need: many starts at once delay each other, which must not cause further ones
+_MOST_DRAIN = 2.0  # times the lasting need: many starts at once delay each other, which must not cause further ones
 _FEWEST_ROWS = 8  # of a window that predicts a rate
 _MOST_DISPERSION = 8.0
 MIN_TICK_S = 0.05
@@ -95,6 +95,7 @@ class Autoscaler:
         self._starting: deque[tuple[float, int]] = deque()  # (time of the decision, instances) of the last `start_s`
         self._busy_s = -math.inf  # when there was work last
         self._stay = Stay()
+        self._full_s = 0.0  # smoothed
         self.need = limits.fewest  # of the last reading
 
     def started(self, seconds: float) -> None:
@@ -146,6 +147,10 @@ class Autoscaler:
         limits, full_s = self.limits, reading.full_s
         if reading.concurrent:
             full_s = self._stay.seconds(reading, now, limits.quiet_s)
+        elif self._full_s > 0 < full_s:  # a slow batch changes what was learned for a moment
+            since_s = now - self._counts[-2][0] if len(self._counts) > 1 else 0.0
+            full_s = self._full_s + (full_s - self._full_s) * (1 - math.exp(-2 * since_s / self._window_s))
+        self._full_s = full_s
         if full_s <= 0:  # nothing is learned: add one while rows wait behind a full batch on each instance
             return reading.up + (reading.queued_rows > reading.full_rows * reading.up)
         capacity = reading.full_rows / full_s  # rows/s of an instance
@@ -158,40 +163,52 @@ class Autoscaler:
         served_s = reading.up * self.start_s + sum(n * (now - t) for t, n in self._starting)
         waiting = reading.queued_rows + rate * self.start_s - capacity * served_s
         need = steady
-        if waiting > wait_s * capacity * max(reading.present, 1):
+        if waiting > wait_s / 2 * capacity * max(reading.present, 1):
             drain_s = max(wait_s, self.start_s)
-            drain = (rate * drain_s + waiting) / (capacity * (drain_s + wait_s))
-            need = max(need, min(drain, _MOST_DRAIN * steady + 1))
+            drain = (rate * drain_s + waiting) / (capacity * (drain_s + wait_s / 2))
+            late = waiting / (capacity * 2 * wait_s)  # one more suffices if the wait is shorter than twice its target
+            need = max(need, min(drain, max(steady + 1, min(late, _MOST_DRAIN * steady))))
         return math.ceil(need - 0.02)
+
+    @property
+    def _window_s(self) -> float:
+        """Seconds of the past that predict the next ones."""
+        return max(4 * self.limits.tick_s, min(self.limits.quiet_s / 2, 2 * self.start_s + 3.0))
 
     def _predicted(self) -> tuple[float, float]:
         """(rows/s when an instance that starts now is up, dispersion).
 
         The rate now is the mean of the last seconds, or of a shorter window that is surely above it, else of one that
-        is surely below it. A rise continues from the middle of that window.
+        is surely below it, less random deviations. A rise continues from the middle of that window.
         """
         end, total = self._counts[-1]
         dispersion, tick_s = self._dispersion(), self.limits.tick_s
-        longest = max(4 * tick_s, min(self.limits.quiet_s / 2, 2 * self.start_s + 3.0))
+        longest = self._window_s
         start, rows = self._at(end - longest)
-        mean = (total - rows) / max(end - start, tick_s)
+        doubt = _SURE / 2 * math.sqrt(total - rows) if end - start < 0.9 * longest else 0.0
+        mean = max(0.0, total - rows - doubt) / max(end - start, tick_s)
         above, below, span = (mean, longest), (mean, longest), longest / 2
         while span >= 2 * tick_s:
             t, rows = self._at(end - span)
             seconds, rows = max(end - t, tick_s), total - rows
             noise = _SURE * math.sqrt(max(rows, mean * seconds) * dispersion)
-            if rows >= _FEWEST_ROWS:
-                above = max(above, ((rows - noise) / seconds, span))
+            if rows >= _FEWEST_ROWS and (rows - noise) / seconds > mean:
+                above = max(above, ((rows - noise / 2) / seconds, span))
             below = min(below, ((rows + noise) / seconds, span))
             span /= 2
         rate, span = above if above[0] > mean else below
-        slope = min(self._slope(longest, _SURE * dispersion**0.5), self._slope(longest / 2, 0.0))  # a step is no slope
-        return rate + slope * (self.start_s + span / 2), dispersion
+        half, deviation = longest / 2, dispersion**0.5
+        # a step is in one half of the window, a rise in both
+        rise = min(
+            self._slope(end, longest, _SURE * deviation),
+            self._slope(end, half, deviation),
+            self._slope(end - half, half, deviation),
+        )
+        return rate + rise * (self.start_s + span / 2), dispersion
 
-    def _slope(self, span: float, deviations: float) -> float:
-        """The rise of the rate per second between the halves of the last `span` seconds, less random `deviations`."""
-        end, total = self._counts[-1]
-        (middle, half), (start, early) = self._at(end - span / 2), self._at(end - span)
+    def _slope(self, until: float, span: float, deviations: float) -> float:
+        """The rise of the rate per second between the halves of `span` seconds, less random `deviations`."""
+        (end, total), (middle, half), (start, early) = (self._at(until - part * span) for part in (0, 0.5, 1))
         if not start < middle < end or end - start < 0.9 * span:
             return 0.0
         rise = (total - half) / (end - middle) - (half - early) / (middle - start)
