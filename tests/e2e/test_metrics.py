@@ -82,7 +82,8 @@ def test_every_request_of_a_known_load_is_counted(server: Any) -> None:
     run = 20 + 3 + 2 + 40 - full
     assert full > 0, "the crowd was to be more than the queue may hold"
     assert grown["requests"] == run + full + 1  # the one that was late, too
-    assert grown["answers"] == grown["latencies"] == grown["rows"] == run
+    assert grown["answers"] == grown["latencies"] == run
+    assert grown["rows"] - run in (0, 1)  # the late one was sent ahead if a slow one ended meanwhile
     assert grown["failed"] == grown["errors"] == 3
     assert grown["late"] == 1
     assert grown["full"] == full

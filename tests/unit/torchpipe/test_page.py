@@ -44,7 +44,7 @@ def rows(section: str) -> dict[str, str]:
     text = PAGE.split(f"\n## {section}\n", 1)[1].split("\n## ")[0]
     found: dict[str, str] = {}
     for line in text.splitlines():
-        if line.startswith(("| `", "| values", "| those")):
+        if line.startswith(("| `", "| values", "| filters", "| those")):
             names, state, _, test = (cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|")))
             assert any((TESTS / folder / test).is_file() for folder in ("unit", "..")), line
             for name in re.findall(r"`([^`]+)`", names):
