@@ -21,7 +21,7 @@ from penstock.pipeline.ops.base import ItemOp
 from penstock.pipeline.runner import PipelineRunner
 from penstock.pipeline.traversal import ItemOutcome, Traversal
 
-GRAPHS = 8000 if os.environ.get("CHAOS") == "full" else 2000
+GRAPHS = 8000 if os.environ.get("CHAOS") == "full" else 1200
 NAMES = "abcdefg"
 ITEMS = 6
 PARTS = 4

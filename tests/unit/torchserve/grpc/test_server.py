@@ -23,10 +23,10 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 INFERENCE = ListenerConfig(frozenset({"inference"}), Properties())
 
 
-async def ping(channel):
+async def ping(channel, timeout_s=10.0):
     try:
         call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Ping")
-        return await call(b"", timeout=10.0, wait_for_ready=True)
+        return await call(b"", timeout=timeout_s, wait_for_ready=True)
     finally:
         await channel.close()
 
@@ -69,7 +69,7 @@ async def test_a_tls_listener_speaks_only_tls(administration):
         options = [("grpc.ssl_target_name_override", "localhost")]
         assert b"Healthy" in await ping(grpc.aio.secure_channel(f"127.0.0.1:{port}", trusting, options))
         with pytest.raises(grpc.aio.AioRpcError):
-            await ping(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+            await ping(grpc.aio.insecure_channel(f"127.0.0.1:{port}"), 1.0)
     finally:
         await server.close(1.0)
 
