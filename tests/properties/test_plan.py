@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
@@ -59,6 +59,7 @@ machines = st.builds(
 
 @settings(max_examples=25, deadline=None)
 @given(machines, st.integers(1, 12), st.integers(1, 4))
+@example(Machine((0.005, 0.0002), "gamma:2", 1.75, (1, 3, 8), 3), 2, 1)  # many requests arrive just before the end
 def test_more_instances_never_have_a_longer_tail(machine: Machine, instances: int, more: int) -> None:
     found = machine.planner(3)
     fewer, many = (tail(found.at(n, 16), found.options.slo) for n in (instances, instances + more))
