@@ -147,7 +147,7 @@ async def test_no_descriptor_and_no_process_is_left():
         assert not alive(pid)
         assert not alive(second)
     gc.collect()
-    assert len(descriptors()) <= len(before)  # other tests' garbage may have closed some
+    assert len(descriptors()) == len(before)
     assert set(psutil.Process().children()) <= set(others)
 
 

@@ -224,7 +224,7 @@ class AsyncClient:
     ) -> Any:
         """Loads or replaces a version of a model, and returns when it can answer. Raises LoadFailed.
 
-        `keys` are keys of `[models.NAME]` (`target`, `instances`, ...), TorchServe's parameters (`url`, ...), or
+        `keys` come from `[models.NAME]` (`target`, `instances`, ...), TorchServe's parameters (`url`, ...), or
         Triton's (`config`).
         """
         return await self._ask({"timeout_s": timeout_s}, lambda api, call: api.load(model, version, keys))

@@ -147,7 +147,7 @@ class Autoscaler:
         limits, full_s = self.limits, reading.full_s
         if reading.concurrent:
             full_s = self._stay.seconds(reading, now, limits.quiet_s)
-        elif self._full_s > 0 < full_s:  # a slow batch changes what was learned for a moment
+        elif self._full_s > 0 < full_s:  # one slow batch raises the learned cost for a moment
             since_s = now - self._counts[-2][0] if len(self._counts) > 1 else 0.0
             full_s = self._full_s + (full_s - self._full_s) * (1 - math.exp(-2 * since_s / self._window_s))
         self._full_s = full_s

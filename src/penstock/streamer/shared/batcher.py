@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> None:
     """Argument: path of the socket."""
     (path,) = arguments
     if os.fork():
-        os._exit(0)  # the batcher is no child of a client, because a server that counts children would misunderstand
+        os._exit(0)  # no client is its parent: a web server that counts its children would miscount
     os.setsid()
     os.closerange(STARTER_FD + 1, os.sysconf("SC_OPEN_MAX"))  # such as the listener of a web server
     os.set_inheritable(STARTER_FD, False)
