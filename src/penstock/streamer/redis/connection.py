@@ -12,13 +12,12 @@ from typing import Any
 
 from penstock.errors import BrokerUnavailable, ConfigError, PenstockError, QueueFull, describe, install_hint
 from penstock.streamer.redis.address import CLUSTER, BrokerAddress
-from penstock.streamer.redis.nodes import NodeFinder, drop, is_moved
+from penstock.streamer.redis.nodes import NodeFinder, is_moved
 from penstock.streamer.redis.protocol import Script
 
 log = logging.getLogger("penstock.broker")
 
 REPLY_TIMEOUT_S = 15.0  # a broker that forks, saves or is paused may take seconds
-CLOSE_TIMEOUT_S = 1.0
 
 Command = Sequence[Any]
 
@@ -87,10 +86,10 @@ class RedisConnection:
             return replies
         except ResponseError as e:
             if is_moved(e):
-                await drop(connection)
+                await connection.disconnect()
             raise
         except BaseException:  # replies still to come would be taken for replies to later commands
-            await drop(connection)
+            await connection.disconnect()
             raise
 
     def _translate(self, error: BaseException) -> BaseException:
@@ -133,14 +132,8 @@ class RedisConnection:
         return BrokerUnavailable(f"{where} cannot be reached: {text}", retry_after_s=1.0)
 
     async def close(self) -> None:
-        """Closes the connection; the TLS shutdown may take up to a second."""
-        writer = self._connection._writer
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._connection.disconnect()
-        except (OSError, TimeoutError):  # the other end is gone
-            if writer is not None:
-                writer.transport.abort()
+        """Closes the connection."""
+        await self._connection.disconnect()
 
     def forget(self) -> None:
         """In a forked child: closes this process's copy of the socket without ending the parent's connection."""
@@ -148,6 +141,18 @@ class RedisConnection:
         sock = writer.get_extra_info("socket") if writer is not None else None
         if sock is not None and sock.fileno() >= 0:
             os.close(sock.fileno())
+
+
+class _AbruptConnection:
+    """A base of the client library's connections: they end without a TLS goodbye, also where the library itself ends
+    them. A goodbye that its loop does not live to see makes uvloop hang or fail."""
+
+    _writer: Any
+
+    async def disconnect(self, *args: Any, **keys: Any) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+        await super().disconnect(*args, **keys)  # type: ignore[misc]
 
 
 def _new_connection(address: BrokerAddress, key: str) -> tuple[Any, NodeFinder]:
@@ -170,7 +175,8 @@ def _new_connection(address: BrokerAddress, key: str) -> tuple[Any, NodeFinder]:
             health_check_interval=0,
             **({} if address.url.startswith("unix:") else {"socket_keepalive": True}),
         )
-        return pool.make_connection(), NodeFinder(address, key, pool.connection_class, pool.connection_kwargs)
+        make = pool.connection_class = type("Connection", (_AbruptConnection, pool.connection_class), {})
+        return pool.make_connection(), NodeFinder(address, key, make, pool.connection_kwargs)
     except Exception as e:
         raise ConfigError(
             f"the address of the Redis broker {address.name} has parameters that cannot be used: {type(e).__name__}"

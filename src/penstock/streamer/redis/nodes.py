@@ -75,14 +75,7 @@ class NodeFinder:
             await connection.send_command(*command, check_health=False)
             return await connection.read_response(disable_decoding=True)
         finally:
-            await drop(connection)
-
-
-async def drop(connection: Any) -> None:
-    """Closes a connection of the client library at once, without a TLS goodbye that the loop may not live to see."""
-    if (writer := connection._writer) is not None:
-        writer.transport.abort()
-    await connection.disconnect(nowait=True)
+            await connection.disconnect()
 
 
 async def _check_master(connection: Any) -> None:
@@ -95,7 +88,7 @@ async def _check_master(connection: Any) -> None:
     except NoPermissionError:
         return  # a write to a replica fails too, only later
     if role != b"master":
-        await drop(connection)
+        await connection.disconnect()
         raise ConnectionError(f"{connection.host}:{connection.port} is now a {role.decode()}")
 
 

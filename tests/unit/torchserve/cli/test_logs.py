@@ -141,7 +141,7 @@ def test_metrics_leave_stdout_by_key_or_log4j2_xml(
 ) -> None:
     path = tmp_path / "log4j2.xml"
     for xml, keys, shown in ((XML, {}, 2), (XML.replace(*change), {}, 0), (XML, {"console_metrics": False}, 0)):
-        path.write_text(xml.replace("MORE", ""))
+        path.write_text(xml.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
         opened = logs(config=str(path), **keys)
         say_metrics()
         opened.close()
