@@ -168,6 +168,7 @@ def test_a_wrong_deployment_is_refused(target: str, keys: dict[str, Any], words:
         deployment(target, **keys)
 
 
+@pytest.mark.usefixtures("served")  # whose Serve the program finds: one of its own would have port 8000 ever after
 def test_the_program_of_the_page_runs(ray_cluster: Any, tmp_path: Path) -> None:
     page = (ROOT / "docs/ray.md").read_text()
     for name, block in re.findall(r"^```\w+\n# (\w+\.\w+)\n(.*?)^```$", page, re.S | re.M):
