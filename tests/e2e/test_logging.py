@@ -70,6 +70,14 @@ def test_prints_and_records_of_a_worker_arrive_in_order_with_level_logger_and_re
     assert found[-2:] == [("INFO", "penstock.model", prefix + "no newline"), ("ERROR", "my.model", ids + "after it")]
 
 
+def test_a_model_in_a_thread_of_the_server_logs_each_record_once(serve: Callable[..., Any]) -> None:
+    server = serve(SOURCE, "talk", "--set", "models.talk.transport=thread")
+    assert server.post("/predictions/talk", b"1")[0] == 200
+    _, _, said = server.stop()
+    assert [line.rpartition(" ")[2] for line in said.splitlines() if "info" in line] == ["0", "1", "2"], said
+    assert "\x1e" not in said
+
+
 def test_every_5xx_leaves_one_line_with_model_request_id_and_cause(serve: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "server.json"
     logging = ["--set", "logging.format=json", "--set", f"logging.file={file}"]

@@ -53,7 +53,7 @@ class RayTransport(SlotTransport):
         config = spec.config
         if config.threads is None:  # of the machine that runs this process would be the wrong ones
             config = structs.replace(config, threads=max(1, int(config.ray.num_cpus)))
-        spec = structs.replace(spec, config=config, capture_output=False, log_level="")  # Ray forwards what they print
+        spec = structs.replace(spec, config=config, capture_output=False)  # Ray forwards what they print
         super().__init__(spec, slots, devices, pool, reply_bytes)
         self._packed: PackedSpec | None = None
 

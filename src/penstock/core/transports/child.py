@@ -42,6 +42,7 @@ from penstock.core.wire.messages import (
 from penstock.core.wire.slabs import HeldSlabs, Lease, Slab, SlabPool, lease, map_read_only
 from penstock.core.worker import nesting
 from penstock.core.worker.batch import Decoded
+from penstock.core.worker.logs import forward
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec
@@ -338,7 +339,10 @@ def _open(hello: Frame) -> tuple[BatchRunner, Ready]:
     """Loads the target of the first message."""
     paths, device, shown_device, files, main = pickle.loads(hello.head)  # from our own parent
     sys.path[:] = paths
-    return open_model(unpack_spec(hello.buffers[0], files, main), device, shown_device)
+    spec = unpack_spec(hello.buffers[0], files, main)
+    if spec.log_level:
+        forward(spec.log_level)
+    return open_model(spec, device, shown_device)
 
 
 def unpack_spec(data: Buffer, files: Sequence[tuple[str, str]], main: str) -> WorkerSpec:

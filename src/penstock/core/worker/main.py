@@ -13,7 +13,6 @@ from penstock.config.schema import with_options
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker import nesting
 from penstock.core.worker.devices import threads_of
-from penstock.core.worker.logs import forward
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import warm_up
 from penstock.core.worker.python_model import PythonModel, is_torch_module
@@ -29,8 +28,6 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     `load` receives `device`; `shown_device` is its name outside this process, if that differs.
     Raises LoadFailed, TargetNotFound, ConfigError.
     """
-    if spec.log_level:
-        forward(spec.log_level)
     sys.path[:0] = [path for path in spec.sys_path if path not in sys.path]
     # the form parser warns about every malformed body, but a request is never logged above DEBUG
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)

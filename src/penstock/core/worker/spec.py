@@ -30,5 +30,5 @@ class WorkerSpec(Struct):
     sys_path: list[str] = field(default_factory=list)
     wants_headers: bool = False
     max_body_bytes: int = LimitsConfig().max_body_bytes  # of a request, also after decompression
-    capture_output: bool = False  # log the worker's output, line by line, to "penstock.model"
-    log_level: str = ""  # also log its log records from this level on, under their own names; "": none
+    capture_output: bool = False  # log the output of a worker process, line by line, to "penstock.model"
+    log_level: str = ""  # also log the records of a worker process from this level on, under their own names; "": none
