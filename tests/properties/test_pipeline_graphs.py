@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -200,16 +200,21 @@ def arriving(graph: Graph, node: Node, left: Left, item: Fields) -> tuple[bool, 
 OF_ITEM = {"k": 2, "n": 1, "fails": "", "at": "", "parts": ""}
 
 
+@cache
+def _one_of(*values: Any) -> st.SearchStrategy[Any]:
+    """One of the values. Hypothesis takes long to prepare a strategy, so each is made once."""
+    return st.sampled_from(values)
+
+
 @st.composite
 def nodes_of(draw: st.DrawFn, name: str, before: list[str], around: list[str]) -> Node:
     """A node after others, of which it takes the results if there are several, and those of nodes around its body."""
     inputs: list[NodeInput] = []
     if len(before) > 1:
         named = draw(st.booleans())
-        default = st.one_of(st.just(UNSET), st.just("-"))
         rest = ["data" if draw(st.booleans()) else f"from_{p}" for p in before[1:]]
         names = ["data", *rest] if named else ["data"]
-        chosen = {field: "-" if draw(st.integers(0, 2)) == 0 else draw(default) for field in names}
+        chosen = {field: "-" if draw(st.integers(0, 2)) == 0 else draw(_one_of(UNSET, "-")) for field in names}
         # without a default, data is None if only other sources are alive, and the conditions compare texts
         if names.count("data") < len(before):
             chosen["data"] = "-"
@@ -220,22 +225,22 @@ def nodes_of(draw: st.DrawFn, name: str, before: list[str], around: list[str]) -
         inputs = [NodeInput(source, "result" if before else "data", "data", "-")]
         inputs += [NodeInput(source, key, key, default) for key, default in OF_ITEM.items()]
     if around and inputs and draw(st.booleans()):
-        producer = draw(st.sampled_from(around))
+        producer = draw(_one_of(*around))
         source = f"parts_{producer}" if producer == around[-1] else "result"
-        inputs.append(NodeInput(producer, source, "around", draw(st.sampled_from(["-", 3]))))
-    otherwise: Any = draw(st.sampled_from(["skip", "skip_branch", "skip_branch", "stop", "fail"]))
-    when = draw(st.sampled_from([None, None, *CONDITIONS]))
+        inputs.append(NodeInput(producer, source, "around", draw(_one_of("-", 3))))
+    otherwise: Any = draw(_one_of("skip", "skip_branch", "skip_branch", "stop", "fail"))
+    when = draw(_one_of(None, None, *CONDITIONS))
     return Node(
         name,
         (NodeStep("Visited", {"name": name}),),
         inputs=tuple(sorted(inputs, key=lambda i: i.name != "data")),
         instances=draw(st.integers(1, 2)),
         max_batch=draw(st.integers(1, 4)),
-        queue=draw(st.one_of(st.none(), st.integers(1, 3))),
+        queue=draw(_one_of(None, None, None, 1, 2, 3)),
         when=when,
         otherwise=otherwise,
-        on_error=draw(st.sampled_from(["fail", "fail", "skip"])),
-        require=draw(st.sampled_from(["all", "any"])),
+        on_error=draw(_one_of("fail", "fail", "skip")),
+        require=draw(_one_of("all", "any")),
     )
 
 
@@ -247,9 +252,9 @@ def levels(draw: st.DrawFn, names: str, prefix: str, around: list[str]) -> dict[
     for i, letter in enumerate(names):
         name = prefix + letter
         others = [prefix + other for other in names[:i]]
-        before = sorted(draw(st.sets(st.sampled_from(others), min_size=1, max_size=3))) if i else []
+        before = sorted(draw(st.sets(_one_of(*others), min_size=1, max_size=3))) if i else []
         made = draw(nodes_of(name, before, around))
-        of = nodes[draw(st.sampled_from(others))] if i and draw(st.integers(0, 4)) == 0 else None
+        of = nodes[draw(_one_of(*others))] if i and draw(st.integers(0, 4)) == 0 else None
         if (
             of is not None
             and of.alias_of is None
@@ -260,9 +265,9 @@ def levels(draw: st.DrawFn, names: str, prefix: str, around: list[str]) -> dict[
         elif len(prefix) < DEPTH and draw(st.integers(0, 3)) == 0:
             upstream = _upstream(nodes, before)
             inner |= draw(levels(NAMES[: draw(st.integers(1, 3))], name, [*around, *upstream, name]))
-            split = draw(st.sampled_from([f"parts_{name}"] * 4 + [None]))
-            gather = draw(st.sampled_from([("result",), (f"by_{name}a",), (f"by_{name}a", "result"), ("parts_a",)]))
-            mode: Any = draw(st.sampled_from(["fail_parent", "null", "drop"]))
+            split = draw(_one_of(*[f"parts_{name}"] * 4, None))
+            gather = draw(_one_of(("result",), (f"by_{name}a",), (f"by_{name}a", "result"), ("parts_a",)))
+            mode: Any = draw(_one_of("fail_parent", "null", "drop"))
             each = Each(f"{name}a", split, gather if split else (), on_item_error=mode if split else "fail_parent")
             made = replace(made, each=each)
         nodes[name] = made
@@ -352,7 +357,7 @@ async def leave(graph: Graph, items: list[tuple[Fields, int, float | None]]) -> 
 @settings(max_examples=GRAPHS // 10)
 @given(
     graph=graphs(),
-    items=st.lists(st.tuples(ITEM, st.integers(0, 12), st.sampled_from([None, 0.001, 0.004])), min_size=1, max_size=6),
+    items=st.lists(st.tuples(ITEM, st.integers(0, 12), _one_of(None, 0.001, 0.004)), min_size=1, max_size=6),
 )
 def test_items_that_leave_take_their_children_along(
     graph: Graph, items: list[tuple[Fields, int, float | None]]
