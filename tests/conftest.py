@@ -4,6 +4,7 @@ import compileall
 import faulthandler
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -95,10 +96,16 @@ def _spelt_out(value: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def own_surroundings() -> Iterator[None]:
-    """Restores `sys.path` and the environment after each test: workers and later tests inherit both."""
+    """Restores `sys.path`, the environment and the root logger after each test: workers or later tests inherit them."""
     path, env = sys.path[:], dict(os.environ)
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
     yield
     sys.path[:] = path
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            root.removeHandler(handler)
     if os.environ != env:
         for name in os.environ.keys() - env.keys():
             del os.environ[name]
