@@ -99,13 +99,12 @@ def own_surroundings() -> Iterator[None]:
     """Restores `sys.path`, the environment and the root logger after each test: workers or later tests inherit them."""
     path, env = sys.path[:], dict(os.environ)
     root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
+    level, handlers = root.level, {*root.handlers}
     yield
     sys.path[:] = path
     root.setLevel(level)
-    for handler in root.handlers[:]:
-        if handler not in handlers:
-            root.removeHandler(handler)
+    for handler in {*root.handlers} - handlers:
+        root.removeHandler(handler)
     if os.environ != env:
         for name in os.environ.keys() - env.keys():
             del os.environ[name]

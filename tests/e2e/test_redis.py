@@ -233,8 +233,7 @@ def test_a_broker_that_ends_no_tls_session_leaves_no_connection_behind(certifica
 async def ask_in_vain(url: str) -> None:
     connection = RedisConnection(parse_address(url), "key")
     with pytest.raises(PenstockError):
-        async with asyncio.timeout(4):  # the client library waits 5 s for the goodbye when a password is refused
-            await connection.ask(("PING",))
+        await connection.ask(("PING",))
     await connection.close()
 
 

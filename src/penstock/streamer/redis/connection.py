@@ -144,8 +144,11 @@ class RedisConnection:
 
 
 class _AbruptConnection:
-    """A base of the client library's connections: they end without a TLS goodbye, also where the library itself ends
-    them. A goodbye that its loop does not live to see makes uvloop hang or fail."""
+    """Base class of the client library's connections. It closes the socket at once and sends no TLS close_notify.
+
+    uvloop hangs or fails if its loop closes while a connection waits for the peer's close_notify. The library closes
+    connections too, for example when a password is refused.
+    """
 
     _writer: Any
 

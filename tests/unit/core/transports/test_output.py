@@ -76,13 +76,11 @@ async def test_a_log_record_of_the_worker_keeps_level_logger_and_request_ids(cap
 
 def test_a_worker_forwards_records_with_the_ids_of_its_batch(capfdbinary, monkeypatch):
     root = logging.getLogger()
-    before = root.level
     monkeypatch.setattr(root, "handlers", [])
     worker_logs.forward("info")
     monkeypatch.setattr(worker_logs.running, "items", [Item(b"", request_id=name) for name in ("a", "", "b")])
     logging.getLogger("my.model").info("z" * 9_000 + "\ud800")
     logging.getLogger("my.model").debug("unseen")
-    root.setLevel(before)
     (line,) = capfdbinary.readouterr().err.splitlines()
     level, name, ids, text = worker_logs.read(line.removeprefix(worker_logs.MARK))
     assert (level, name, ids) == (logging.INFO, "my.model", "a,b")
