@@ -17,10 +17,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import Queue, SimpleQueue
+from queue import Queue
 from typing import NoReturn
 
 from penstock.core.transports.concurrent import ConcurrentBatches
+from penstock.core.transports.turns import Turns
 from penstock.core.wire.messages import (
     PREDICTED,
     AbandonBatch,
@@ -68,10 +69,7 @@ class Inbox:
         self._leases: list[Lease] = []  # of the message being read
         self._frames = _receive(sock)
         self._messages = MessageReader(ToWorker, self._lease)
-        self._batches: SimpleQueue[Work | None] = SimpleQueue()
-        self._in_main = False  # the main thread receives; the reader waits for its turn
-        self._turn = threading.Semaphore(0)  # of the reader
-        self.brief = False  # the last batch was short
+        self.turns: Turns[Work] = Turns(self._receive)
         self.sent: dict[int, Slab] = {}  # in the reply region, until the parent has read them
         self.abandoned = 0  # the last abandoned batch
         # set once the model is loaded; no batch arrives earlier
@@ -82,24 +80,10 @@ class Inbox:
         """The first message."""
         return next(self._frames)
 
-    def next_batch(self) -> Work | None:
-        """The main thread's next batch; None if no more will come."""
-        while self._in_main and self._batches.empty():
-            if not self.brief or not self._receive():
-                self.resume_reader()
-        return self._batches.get()
-
-    def resume_reader(self) -> None:
-        """Makes the reader receive while the main thread computes, if the main thread received until now."""
-        if self._in_main:
-            self._in_main = False
-            self._turn.release()
-
     def read(self) -> None:
         """The reader thread."""
         try:
-            while self._receive(reader=True):
-                pass
+            self.turns.read()
         except BaseException:
             traceback.print_exc()
             _end(1)
@@ -108,21 +92,15 @@ class Inbox:
         threading.Event().wait(ORPHAN_GRACE_S)
         _end(0)
 
-    def _receive(self, reader: bool = False) -> bool:
-        """Receives one message; False at the end of the socket. After short batches, the reader leaves the next message
-        to the main thread."""
+    def _receive(self) -> bool | None:
+        """Receives one message: True if it was a batch, None at the end of the socket."""
         frame = next(self._frames, None)
         if frame is None:
-            return False
+            return None
         message = self._messages.read(frame)
         del frame  # it refers to the payloads
-        leaves = reader and self.brief and isinstance(message, RunBatch)
-        self._in_main = self._in_main or leaves
         self._take(message)
-        del message
-        if leaves:
-            self._turn.acquire()
-        return True
+        return isinstance(message, RunBatch)
 
     def _take(self, message: ToWorker) -> None:
         if isinstance(message, (RunBatch, FreeReplies)):
@@ -133,7 +111,7 @@ class Inbox:
             leases, self._leases = self._leases, []
             decoded = self.runner.decode(message.items)
             if self.concurrent is None:
-                self._batches.put((message, decoded, leases))
+                self.turns.put((message, decoded, leases))
             else:
                 self.concurrent.run(message, decoded, leases)
         elif isinstance(message, AbandonBatch):
@@ -146,7 +124,7 @@ class Inbox:
 
     def _stop(self) -> None:
         if self.concurrent is None:
-            self._batches.put(None)
+            self.turns.put(None)
         else:
             self.concurrent.stop()
 
@@ -251,7 +229,7 @@ class Worker:
 
     def _run_one(self, apart: bool) -> bool:
         """Runs the next batch; False if no more will come. `apart`: the finisher makes its final part."""
-        work = self._inbox.next_batch()
+        work = self._inbox.turns.next()
         if work is None:
             return False
         assert self._runner is not None
@@ -268,7 +246,7 @@ class Worker:
         # We no longer refer to the payloads: references that still live are the model's.
         del decoded
         self._answer(run, leases, final[0])
-        self._inbox.brief = final[0].run_s < BRIEF_S and self._runner.model.prepare is None
+        self._inbox.turns.brief = final[0].run_s < BRIEF_S and self._runner.model.prepare is None
         return True
 
     def _begun(self, box: list[Work]) -> tuple[RunBatch, list[Lease], Callable[[], BatchPart]]:
@@ -284,7 +262,7 @@ class Worker:
         elif part.final:
             final.append(part)
             return
-        self._inbox.resume_reader()  # the parent may abandon the stream
+        self._inbox.turns.give()  # the parent may abandon the stream
         if self._inbox.abandoned == run.id:
             raise Cancelled("the caller no longer waits for this stream")
         outbox = MessageWriter(self._replies)
