@@ -62,7 +62,8 @@ class Item(Struct, omit_defaults=True):
     result is the list of their results. `budget_s`: seconds left until the deadline when it was sent; set only for
     models that run batches concurrently. `arrived_s`: when it was handed over, on the clock of `time.monotonic`, if it
     did not reach the event loop at once. `behind_s`: how much later it may be served than others that arrive with it.
-    `sequence`: for models with `max_sequences`.
+    `sequence`: for models with `max_sequences`. `ended`: ids of sequences of the instance that ended since its last
+    batch, of which it drops the state; set on the first item of a batch.
     `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`.
     """
 
@@ -80,6 +81,7 @@ class Item(Struct, omit_defaults=True):
     behind_s: float = 0.0
     sequence: SequenceRequest | None = None
     parameters: dict[str, Any] | None = None
+    ended: tuple[str, ...] = ()
 
 
 class ItemResult(Struct, omit_defaults=True):

@@ -42,6 +42,12 @@ SOURCE = """
         def predict(self, items, sequences):
             return totals(items, sequences)
 
+    @penstock.model(max_sequences=100, max_batch_size=1, sequence_idle_s=0.1)
+    class Brief:
+        def predict(self, items, sequences):
+            time.sleep(items[0])
+            return totals(items, sequences)
+
     @penstock.model(max_sequences=2)
     class Tensors:
         inputs = [penstock.TensorSpec("x", "FP32", (-1, 1))]
@@ -63,7 +69,7 @@ SOURCE = """
 
 @pytest.fixture(scope="module")
 def server(serve_all: Callable[..., Any]) -> Any:
-    return serve_all(SOURCE, "Totals", "Tensors", "Parts", "--instances", "2")
+    return serve_all(SOURCE, "Totals", "Brief", "Tensors", "Parts", "--instances", "2")
 
 
 def ask(server: Any, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
@@ -103,6 +109,25 @@ def test_requests_of_a_sequence_run_in_the_order_of_their_arrival(server: Any) -
     longest = max(seen, key=len)
     assert all(s == longest[: len(s)] for s in seen), "each saw all before it"
     send(server, 0, "order", "end")
+
+
+def test_a_request_that_waits_longer_than_the_idle_limit_finds_the_state(server: Any) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        first = pool.submit(send, server, 1.5, "w", "start", model="brief")
+        time.sleep(0.4)
+        others = [pool.submit(send, server, 0.15, f"o{i}", "start", model="brief") for i in range(18)]
+        time.sleep(0.2)
+        second = send(server, 0, "w", "end", model="brief")
+    assert first.result()[0] == 200
+    assert (second[0], second[1].get("seen")) == (200, [1.5, 0]), second
+    assert {other.result()[0] for other in others} == {200}
+
+
+def test_a_sequence_whose_start_fails_has_not_begun(server: Any) -> None:
+    assert send(server, "bad", "f", "start")[0] == 500
+    status, found = send(server, 1, "f")
+    assert (status, found["error"]["code"]) == (404, "sequence_not_found")
+    assert send(server, 2, "f", "start", "end")[1]["seen"] == [2]
 
 
 def test_a_failed_request_leaves_the_state_and_the_sequence(server: Any) -> None:

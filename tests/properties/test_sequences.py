@@ -1,4 +1,7 @@
-"""Sequences: requests of one sequence run in order, one at a time, on one slot; every request ends exactly once."""
+"""Sequences: requests of one sequence run in order, one at a time, on one slot; every request ends exactly once.
+
+A worker's own states take part: whatever a request waits for, it finds what the requests before it left.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from penstock.core.batching.entry import INF, Dispatch, Entry, Outcome
 from penstock.core.batching.policies.fixed import Fixed
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.sequences import SequenceLimits
+from penstock.core.worker.sequences import SequenceStates
 from penstock.errors import Conflict, ModelNotReady, QueueFull, SequenceLost, SequenceNotFound
 from penstock.types import SequenceRequest
 
@@ -25,7 +29,7 @@ steps = st.lists(
         *[offers] * 4,
         st.tuples(st.just("cancel"), st.integers(0, 99)),
         st.tuples(st.sampled_from(("answer", "answer", "fail", "die", "lose", "retire", "up")), st.integers(0, 9)),
-        st.tuples(st.just("wait"), st.sampled_from((0.1, 1.5, IDLE_S + 0.1))),
+        st.tuples(st.just("wait"), st.sampled_from((0.1, 1.5, IDLE_S - 1, IDLE_S - 0.01, IDLE_S, IDLE_S + 0.1))),
     ),
     min_size=30,
     max_size=90,
@@ -50,6 +54,8 @@ class Script:
         self.slots: dict[int, set[int]] = {}
         self.life: dict[int, int] = {}  # request -> the request that began its sequence
         self.begun: dict[str, int] = {}
+        self.states: dict[int, SequenceStates] = {}
+        self.left: dict[int, list[int]] = {}  # ids that ran with success, for each beginning: the state there must be
         for slot in range(SLOTS):
             self.up(slot)
 
@@ -57,6 +63,7 @@ class Script:
         if slot in self.down:
             self.down.discard(slot)
             self.scheduler.slot_up(slot, self.now)
+            self.states[slot] = SequenceStates(_seen)
 
     def offer(self, name: int, kind: str, deadline_s: float) -> None:
         id = len(self.requests) + 1
@@ -90,11 +97,29 @@ class Script:
         for batch in [d for d in self.running.values() if d.slot == slot]:
             del self.running[batch.batch_id]
             ids = frozenset(e.id for e in batch.entries)
+            if kind == "ok":
+                self.run(slot, batch, failed)
             outcome: Any = Outcome(kind, failed=ids if failed else frozenset())  # type: ignore[arg-type]
             self.scheduler.complete(batch.batch_id, outcome, self.now)
             if kind == "ok":
                 for id in ids:
                     self.ended(id)
+
+    def run(self, slot: int, batch: Dispatch, failed: bool) -> None:
+        """What the worker does."""
+        states, asked = self.states[slot], [e.sequence for e in batch.entries]
+        states.drop(batch.ended)
+        for request in asked:
+            states.check(request)
+        units = states.units([e.id for e in batch.entries], asked)
+        for e, found in zip(batch.entries, states.predict(units), strict=True):
+            left = self.left.setdefault(self.life[e.id], [])
+            assert found == [*left, e.id], f"request {e.id} found another state than its sequence left"
+            if not failed:
+                left.append(e.id)
+        if not failed:
+            states.keep(units)
+        assert len(states) <= MOST, "states of ended sequences stay"
 
     def poll(self) -> None:
         for event in self.scheduler.poll(self.now):
@@ -139,6 +164,12 @@ class Script:
         self.poll()
 
 
+def _seen(items: list[int], sequences: list[SequenceRequest]) -> list[list[int]]:
+    for item, sequence in zip(items, sequences, strict=True):
+        sequence.state = [*(sequence.state or []), item]
+    return [s.state for s in sequences]
+
+
 def _greedy() -> Any:
     from penstock.config.schema import BatchingConfig
 
@@ -168,3 +199,5 @@ def test_requests_of_a_sequence_run_in_order_on_one_slot_and_end_once(steps: lis
         script.offer(100 + name, "s", INF)
     if not script.down:
         assert len(script.open) == MOST * SLOTS
+    for slot in range(SLOTS):
+        script.play(("answer", slot))  # its batch says which sequences ended

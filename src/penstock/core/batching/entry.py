@@ -53,7 +53,8 @@ class Entry(Struct, eq=False):
 class Dispatch(Struct, frozen=True):
     """Send these entries (or parts of split ones) to this slot now. `reason` explains the size to people.
 
-    `concurrent`: the slot runs batches concurrently.
+    `concurrent`: the slot runs batches concurrently. `ended`: ids of sequences of the slot that ended since its last
+    batch; its worker drops their states.
     """
 
     batch_id: int
@@ -63,6 +64,7 @@ class Dispatch(Struct, frozen=True):
     reason: str
     ahead: bool = False
     concurrent: bool = False
+    ended: tuple[str, ...] = ()
 
 
 class Expire(Struct, frozen=True):

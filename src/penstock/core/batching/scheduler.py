@@ -429,7 +429,8 @@ class Scheduler:
         rows = sum([e.rows for e in entries])
         batch = self._slots.start(self._batch_id, slot, entries, rows, now, exact)
         self.running_rows += rows
-        self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.concurrent))
+        ended = () if self.sequences is None else self.sequences.dispatched(slot, entries)
+        self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.concurrent, ended))
 
     # ---- the ceiling
 

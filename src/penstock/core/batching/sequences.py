@@ -1,4 +1,8 @@
-"""SequenceTable: which slot holds the state of each sequence, and which of its requests is next."""
+"""SequenceTable: which slot holds the state of each sequence, and which of its requests is next.
+
+The table alone decides when a sequence ends. A worker keeps every state until a batch names its sequence as ended, so
+that a request that waits long, in the queue or on its way, still finds the state.
+"""
 
 from collections import deque
 
@@ -20,7 +24,7 @@ class SequenceLimits(Struct, frozen=True):
 
 
 class _Sequence(Struct, eq=False):
-    """A sequence in progress. `head` waits in a bucket or runs; `line` waits behind it."""
+    """A sequence in progress. `head` waits in a bucket or runs; `line` waits behind it. `sent`: its worker knows it."""
 
     id: str
     slot: int
@@ -28,6 +32,7 @@ class _Sequence(Struct, eq=False):
     head: Entry | None = None
     line: deque[Entry] = field(default_factory=deque)
     ending: bool = False  # the last request has arrived
+    sent: bool = False
 
 
 class SequenceTable:
@@ -42,6 +47,7 @@ class SequenceTable:
         self._sequences: dict[str, _Sequence] = {}  # in the order of last use
         self._slots: dict[int, int] = {}  # live slot -> sequences
         self._lost: dict[str, float] = {}  # id -> when it was lost with its slot
+        self._ended: dict[int, list[str]] = {}  # live slot -> sequences whose states its worker can drop
         self.now_s = 0.0  # of the last event
 
     def __len__(self) -> int:
@@ -100,7 +106,7 @@ class SequenceTable:
 
     def ended(self, entry: Entry, answered: bool) -> tuple[Entry | None, list[Entry]]:
         """A request ended. Returns the request that is next, and those that are lost because the first one of their
-        sequence was not answered."""
+        sequence failed or was not answered, and left no state."""
         asked = entry.sequence
         found = None if asked is None else self._sequences.get(asked.id)
         if asked is None or found is None:
@@ -127,12 +133,21 @@ class SequenceTable:
 
     # ---- slots
 
+    def dispatched(self, slot: int, entries: list[Entry]) -> tuple[str, ...]:
+        """These requests run now. Returns the sequences that ended on the slot since its last batch."""
+        for e in entries:
+            assert e.sequence is not None
+            self._sequences[e.sequence.id].sent = True
+        ended, self._ended[slot] = tuple(self._ended[slot]), []
+        return ended
+
     def slot_up(self, slot: int) -> None:
-        self._slots[slot] = 0
+        self._slots[slot], self._ended[slot] = 0, []
 
     def lose(self, slot: int) -> list[Entry]:
         """The slot is gone, with its sequences. Returns their requests, of which some may run."""
         self._slots.pop(slot, None)
+        self._ended.pop(slot, None)
         lost = [s for s in self._sequences.values() if s.slot == slot]
         for sequence in lost:
             del self._sequences[sequence.id]
@@ -150,6 +165,8 @@ class SequenceTable:
     def _forget(self, sequence: _Sequence) -> None:
         del self._sequences[sequence.id]
         self._slots[sequence.slot] -= 1
+        if sequence.sent:
+            self._ended[sequence.slot].append(sequence.id)
 
     def _end_idle(self) -> None:
         before_s, idle = self.now_s - self._limits.idle_s, []

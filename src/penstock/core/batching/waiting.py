@@ -242,7 +242,7 @@ class WaitingQueue:
             part.state = _DONE
             if part.parent is None:
                 if part.slot >= 0:
-                    self._next(part, answered=True)
+                    self._next(part, answered=part.id not in failed)
                 continue
             split = self._splits[part.id]
             split.running -= 1

@@ -214,6 +214,7 @@ class Batcher:
             if dispatch.concurrent and entry.deadline_s != INF:
                 item.budget_s = entry.deadline_s - now
             items.append(item)
+        items[0].ended = dispatch.ended
         self._running[dispatch.batch_id] = RunningBatch(dispatch, calls, now)
         if self.on_dispatch is not None:
             self.on_dispatch(dispatch)

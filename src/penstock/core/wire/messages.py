@@ -296,7 +296,7 @@ class MessageWriter:
             if payload is not item.payload or headers is not item.headers:
                 item = Item(
                     payload, item.codec, item.content_type, item.rows, item.many, item.request_id, headers, start,
-                    stop, item.budget_s, sequence=item.sequence,
+                    stop, item.budget_s, sequence=item.sequence, ended=item.ended,
                 )  # fmt: skip
             packed.append(item)
         return packed

@@ -19,7 +19,16 @@ from penstock.core.wire.tensors import dumps
 from penstock.core.worker.parameters import units_of
 from penstock.core.worker.python_model import PythonModel
 from penstock.core.worker.results import aligned
-from penstock.errors import ENDS, BadOutput, Cancelled, ItemFailed, OutOfMemory, PenstockError, out_of_memory
+from penstock.errors import (
+    ENDS,
+    BadOutput,
+    Cancelled,
+    ItemFailed,
+    OutOfMemory,
+    PenstockError,
+    SequenceLost,
+    out_of_memory,
+)
 from penstock.types import BatchPart, Headed, Item, ItemResult, Parts
 
 Emit = Callable[[BatchPart], None]
@@ -96,6 +105,20 @@ class BatchRun:
         self._unmarked: set[int] = set()  # units that have parts without a mark
         self._gathered: dict[int, Parts] = {}  # parts of units that are answered as a whole
         self._begun: set[int] = set()  # items with a part in the current call
+
+    def find_states(self) -> None:
+        """Drops the states of ended sequences; a unit without the state that it needs fails."""
+        states = self.runner.model.states
+        if states is None:
+            return
+        for item in self.d.items:
+            states.drop(item.ended)
+        for u in self.live:
+            try:
+                states.check(self.d.items[self.d.owners[u]].sequence)
+            except SequenceLost as e:
+                self.outcomes[u] = e
+        self.live = [u for u in self.live if self.outcomes[u] is _NOTHING]
 
     def preprocess(self) -> None:
         """Replaces values by the results of `preprocess`; a unit on which it raises fails."""

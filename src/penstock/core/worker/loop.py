@@ -135,6 +135,7 @@ class BatchRunner:
     def _predicted(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchRun, float]:
         """(the batch, the time just before `predict`)."""
         run = BatchRun(self, batch_id, decoded, emit)
+        run.find_states()
         run.preprocess()
         ready = time.perf_counter()
         explained = [u for u in run.live if decoded.owners[u] in decoded.explained]

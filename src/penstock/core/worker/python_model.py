@@ -163,7 +163,7 @@ class PythonModel:
             raise LoadFailed("max_sequences needs a model with predict(items, sequences)")
         if batching.concurrency not in ("auto", 1):
             raise LoadFailed("max_sequences and concurrency exclude each other: the batches of sequences run in order")
-        self.states = SequenceStates(self.predict, batching)
+        self.states = SequenceStates(self.predict)
         self.predict = self.states.predict
 
     def _begin_steps(self, batching: BatchingConfig) -> None:

@@ -1,17 +1,13 @@
 """SequenceStates: the states of the sequences in progress on one instance."""
 
 import inspect
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec import Struct
 
-from penstock.config.schema import BatchingConfig
-from penstock.errors import LoadFailed
+from penstock.errors import LoadFailed, SequenceLost
 from penstock.types import SequenceRequest
-
-_SLACK_S = 1.0  # the server decides when a sequence ends; its state is kept a little longer
 
 
 class SequenceUnit(Struct):
@@ -24,10 +20,11 @@ class SequenceUnit(Struct):
 class SequenceStates:
     """Calls `predict(items, sequences)`. A state that `predict` stores is kept once its call has succeeded.
 
-    The scheduler admits at most `max_sequences` sequences, so the states used least recently belong to ended ones.
+    A state is dropped when its sequence ends, which the scheduler alone decides: with the last request, or for a reason
+    that the next batch states. It admits at most `max_sequences` sequences, so there are never more states.
     """
 
-    def __init__(self, predict: Callable[..., Any], batching: BatchingConfig) -> None:
+    def __init__(self, predict: Callable[..., Any]) -> None:
         """Raises LoadFailed if `predict` does not take two arguments."""
         try:
             inspect.signature(predict).bind([], [])
@@ -36,8 +33,20 @@ class SequenceStates:
         except ValueError:  # without a signature
             pass
         self._predict = predict
-        self._most, self._keep_s = batching.max_sequences, batching.sequence_idle_s + _SLACK_S
-        self._states: dict[str, tuple[Any, float]] = {}  # id -> state and time of last use, in the order of use
+        self._states: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def drop(self, ended: Iterable[str]) -> None:
+        """Drops the states of these sequences."""
+        for id in ended:
+            self._states.pop(id, None)
+
+    def check(self, asked: SequenceRequest | None) -> None:
+        """Raises SequenceLost for a request that must find a state and does not."""
+        if asked is not None and asked.start is False and asked.id not in self._states:
+            raise SequenceLost(f"the instance has no state of sequence '{asked.id[:100]}': begin it again")
 
     def units(self, values: list[Any], sequences: list[SequenceRequest | None]) -> list[SequenceUnit]:
         """The arguments of one call. An item without a sequence, such as one of the warm-up, gets one of its own."""
@@ -47,7 +56,7 @@ class SequenceStates:
                 SequenceRequest("", True, True) if asked is None else SequenceRequest(asked.id, asked.start, asked.end)
             )
             if not sequence.start:
-                sequence.state = self._states.get(sequence.id, (None, 0.0))[0]
+                sequence.state = self._states.get(sequence.id)
             units.append(SequenceUnit(value, sequence))
         return units
 
@@ -56,13 +65,8 @@ class SequenceStates:
 
     def keep(self, units: list[SequenceUnit]) -> None:
         """The call for these units succeeded."""
-        now, states = time.monotonic(), self._states
-        for unit in units:
-            sequence = unit.sequence
-            states.pop(sequence.id, None)
-            if not sequence.end:
-                states[sequence.id] = sequence.state, now
-        for id, (_, used_s) in list(states.items()):
-            if len(states) <= self._most and used_s + self._keep_s > now:
-                break
-            del states[id]
+        for sequence in (unit.sequence for unit in units):
+            if sequence.end:
+                self._states.pop(sequence.id, None)
+            else:
+                self._states[sequence.id] = sequence.state
