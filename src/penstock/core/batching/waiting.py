@@ -6,7 +6,7 @@ failed or expired, or the caller has left, it ends as soon as no part runs, beca
 its waiting parts are purged at once. Every request leaves the queue exactly once.
 """
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import isqrt
 
 from msgspec import Struct
@@ -17,6 +17,8 @@ from penstock.core.batching.queues import Bucket, Expiries
 from penstock.core.batching.sequences import SequenceTable
 
 FILL = 8  # cut a request if more than 1/FILL of a batch would stay empty; each part costs a decoding
+
+STALE_HEADS = 64  # as many entries of the heap may be out of date, and as many again as there are buckets
 
 _WAITING, _RUNNING, _DONE = int(EntryState.WAITING), int(EntryState.RUNNING), int(EntryState.DONE)
 _RUNNABLE = SOURCES[EntryState.RUNNING]
@@ -102,7 +104,7 @@ class WaitingQueue:
         if bucket is None:
             bucket = self.buckets[name] = Bucket(name, entry.slot)
         if bucket.push(entry):
-            heappush(self._heads, (entry.vdeadline_s, entry.seq, name))
+            self._new_head(bucket)
         if entry.deadline_s != INF:
             self.dirty[name] = None
 
@@ -163,7 +165,7 @@ class WaitingQueue:
             for e in reversed(fitting):
                 bucket = self.buckets.setdefault(e.bucket, Bucket(e.bucket, e.slot))
                 if bucket.push_back(e):
-                    heappush(self._heads, (e.vdeadline_s, e.seq, e.bucket))
+                    self._new_head(bucket)
 
     # ---- next
 
@@ -181,9 +183,17 @@ class WaitingQueue:
     def _touch(self, bucket: Bucket) -> None:
         """Records a possibly changed head; removes an empty bucket."""
         if bucket.keys:
-            heappush(self._heads, (bucket.keys[0], bucket.entries[0].seq, bucket.name))
+            self._new_head(bucket)
         else:
             del self.buckets[bucket.name]
+
+    def _new_head(self, bucket: Bucket) -> None:
+        heads = self._heads
+        heappush(heads, (bucket.keys[0], bucket.entries[0].seq, bucket.name))
+        # `head` removes stale entries, but is not called while there is one bucket
+        if len(heads) > STALE_HEADS + 2 * len(self.buckets):
+            heads[:] = [(b.keys[0], b.entries[0].seq, b.name) for b in self.buckets.values() if b.keys]
+            heapify(heads)
 
     # ---- out, to a slot
 
