@@ -24,7 +24,7 @@ from penstock.serving.http.context import (
 from penstock.serving.http.flavor import PLAIN_TYPE, SPECIAL_NAMES
 from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.listener import INF, KNOWN_HEADS, Listener, RequestHead
-from penstock.serving.http.responses import HeadTooLarge, MalformedHttp, RequestTimeout
+from penstock.serving.http.responses import HeadTooLarge, MalformedHttp, MethodNotAllowed, RequestTimeout
 from penstock.serving.http.sockets import readable
 from penstock.serving.protocols.codings import ACCEPT_ENCODING, accepted_coding
 from penstock.serving.protocols.route import Route
@@ -35,6 +35,7 @@ log = logging.getLogger("penstock.frontends")
 POOL: Final = 4
 
 KNOWN_HEAD_BYTES: Final = 2048
+CONNECT: Final = b"CONNECT"
 
 LENGTH, TYPE, SPECIAL, CODINGS = 1, 2, 3, 4
 _kinds: dict[bytes, int] = {}  # every spelling of a header name that came by, so that most need no lower()
@@ -117,9 +118,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.phase == IDLE and self._receive_known(nbytes):
             return
         try:
-            self.parser.feed_data(self.listener.receive[:nbytes])
-        except httptools.HttpParserUpgrade:
-            pass  # the request before it was answered as plain HTTP, and closes
+            self._parse(self.listener.receive[:nbytes])
         except httptools.HttpParserError as exc:
             if self.phase != DISCARD:
                 self._parser_error(exc)
@@ -167,6 +166,21 @@ class Connection(asyncio.BufferedProtocol):
 
     # ---- the parser
 
+    def _parse(self, data: memoryview) -> None:
+        """Feeds the parser, which stops behind a head that offers another protocol and would lose the body. No protocol
+        is taken here, so another parser reads the head again without the offer (RFC 9110, section 7.8)."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stopped:
+                end: int = stopped.args[0]
+            head = self.head.without_offer(self.parser.get_method(), self.parser.get_http_version())
+            self.parser = httptools.HttpRequestParser(self)
+            self.read_bytes = len(head)
+            self.parser.feed_data(head)
+            data = data[end:]
+
     def on_message_begin(self) -> None:
         if self.phase == DISCARD:
             raise _Stop
@@ -200,18 +214,19 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         """Checks all that can be checked before the body comes."""
-        listener, flavor, head = self.listener, self.writer.flavor, self.head
+        listener, flavor, head, special = self.listener, self.writer.flavor, self.head, self.head.special
+        method = self.parser.get_method()
+        if special is not None and method != CONNECT and self.parser.should_upgrade():
+            return  # the head comes again, see `_parse`
         self.context = context = self._new_context()
         self.phase = BODY
         self.deadline = listener.clock.body_at
-        special = head.special
         expect = special is not None and b"expect" in special
         try:
             if special is not None or listener.closing or not self.parser.should_keep_alive():
                 self._framing(context)
             if self.read_bytes > listener.config.max_header_bytes or self.head_bytes >= 0:
                 self._check_head()
-            method = self.parser.get_method()
             head.key = head.url if method == b"POST" else b"%b %b" % (method, head.url)
             if (route := flavor.known.get(head.key)) is not None:
                 context.route = route
@@ -226,7 +241,8 @@ class Connection(asyncio.BufferedProtocol):
             # a small body is read and forgotten; for any other the connection is not worth keeping
             context.error = error.with_traceback(None)  # which would hold the connection
             chunked = special is not None and b"transfer-encoding" in special
-            if head.length > listener.small_bytes or chunked or expect or isinstance(error, HeadTooLarge):
+            unread = chunked or expect or method == CONNECT or isinstance(error, HeadTooLarge)
+            if unread or head.length > listener.small_bytes:
                 self._refuse(error)
                 raise _Stop from None
         if expect and not context.old:
@@ -261,7 +277,8 @@ class Connection(asyncio.BufferedProtocol):
     def on_message_complete(self, alone: bool = False) -> None:
         """The body is whole: submits the request, or answers it. `alone`: nothing else was read with it."""
         context = self.context
-        assert context is not None
+        if context is None:
+            return  # of a head that comes again
         context.payload = self.whole or (self.intake.take() if self.intake.begun else b"")
         self.context = None
         self.writer.continue_due = False
@@ -300,7 +317,7 @@ class Connection(asyncio.BufferedProtocol):
         """Whether the connection ends after the response. Raises MalformedHttp."""
         parser = self.parser
         context.old = parser.get_http_version() == "1.0"
-        context.close = not parser.should_keep_alive() or parser.should_upgrade() or self.listener.closing
+        context.close = not parser.should_keep_alive() or self.listener.closing
         context.linger = self.listener.closing
         context.plain = not (context.old or context.close)
         special = self.head.special
@@ -318,6 +335,8 @@ class Connection(asyncio.BufferedProtocol):
         return HeadTooLarge(f"the head is larger than {most} bytes (limits.max_header_bytes)")
 
     def _find(self, context: RequestContext, method: bytes) -> Route:
+        if method == CONNECT:
+            raise MethodNotAllowed("this server opens no tunnels, found the method CONNECT")
         if method == b"HEAD":
             context.head_only = True
             context.plain = False

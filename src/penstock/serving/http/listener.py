@@ -68,6 +68,11 @@ class RequestHead(Struct, gc=False):
         """Whether the client may send the same head again: nothing in it belongs to one request alone."""
         return self.special is None or self.special.keys() <= STEADY_NAMES
 
+    def without_offer(self, method: bytes, version: str) -> bytes:
+        """The head without the header that offers an upgrade."""
+        lines = b"".join([b"%b: %b\r\n" % header for header in self.headers if header[0].lower() != b"upgrade"])
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version.encode("ascii"), lines)
+
     def canonical(self) -> bytes:
         """The head of a POST or GET as clients commonly write it, with its empty line."""
         lines = b"".join([b"%b: %b\r\n" % header for header in self.headers])

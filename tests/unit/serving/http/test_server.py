@@ -217,12 +217,90 @@ async def test_connection_close_is_honoured_and_later_requests_do_not_run(listen
         assert len(listener.backend.calls) == 1
 
 
-async def test_an_upgrade_is_ignored_and_the_request_answered(listen):
+OFFERS = {
+    "h2c": ["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA"],
+    "tls": ["Upgrade: TLS/1.0", "Connection: upgrade"],
+    "websocket": ["Connection: keep-alive, Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"],
+}
+
+
+def offering(offer: str, framing: bytes, path: str = "/predictions/echo", version: str = "1.1") -> bytes:
+    """A request that offers an upgrade, up to its body."""
+    lines = [f"POST {path} HTTP/{version}", "Host: a", "Content-Type: text/plain", *OFFERS[offer]]
+    return "\r\n".join(lines).encode() + b"\r\n" + framing + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("offer", "size", "piece"), [("h2c", 0, 2**30), ("tls", 5, 7), ("websocket", 70_000, 2**30), ("h2c", 300_000, 7)]
+)
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_an_upgrade_that_nobody_takes_is_ignored_and_the_body_read(listen, offer, size, framing, piece):
+    body = bytes(i % 251 for i in range(size))
+    if framing == "length":
+        sent = offering(offer, b"Content-Length: %d" % size) + body
+    else:
+        chunks = [body[at : at + 9000] for at in range(0, size, 9000)]
+        sent = offering(offer, b"Transfer-Encoding: chunked")
+        sent += b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    sent += offering(offer, b"Content-Length: 4") + b"next" + b"GET /ping HTTP/1.1\r\n\r\n"
     async with listen() as listener:
         client = await listener.connect()
-        client.get("/ping", "Connection: Upgrade", "Upgrade: h2c")
+        for at in range(0, 700, piece):
+            client.send(sent[at : min(at + piece, 700)])
+            await asyncio.sleep(0)
+        client.send(sent[700:])
+        first, second, last = [await client.answer() for _ in range(3)]
+        assert (first.status, first.body, second.body) == (200, body, b"next")
+        assert (last.status, last.headers.get("connection")) == (200, None)
+        assert listener.backend.used_bytes == 0
+        item = listener.backend.calls[1].item
+        assert item.content_type == "text/plain"
+        assert (b"Host", b"a") in item.headers
+
+
+async def test_an_offer_changes_nothing_else_of_a_request(listen):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(offering("h2c", b"Expect: 100-continue\r\nContent-Length: 5"))
+        assert (await client.head())[0] == 100
+        client.send(b"hello")
+        assert (await client.answer()).body == b"hello"
+        client.send(offering("tls", b"Content-Length: 3", "/nowhere") + b"abc")
+        assert (await client.answer()).status == 404
+        client.send(offering("websocket", b"Content-Length: 1", version="1.0") + b"a")
         answer = await client.answer()
-        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert (answer.body, answer.headers["connection"]) == (b"a", "keep-alive")
+        client.send(offering("h2c", b"Connection: close\r\nContent-Length: 1") + b"b")
+        answer = await client.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"b", "close")
+        assert await client.closed()
+
+
+async def test_the_head_of_an_offer_is_bounded_and_framed_as_any_other(listen):
+    async with listen(max_header_bytes=1000) as listener:
+        for more, status in (
+            (b"X: " + b"h" * 1000, 431),
+            (b"Content-Length: 3\r\nTransfer-Encoding: chunked", 400),
+            (b"Content-Length: 3\r\nContent-Length: 4", 400),
+            (b"Content-Length: 99999999999", 413),
+        ):
+            client = await listener.connect()
+            client.send(offering("h2c", more) + b"abc")
+            assert (await client.answer()).status == status
+            assert await client.closed()
+        assert listener.backend.calls == []
+
+
+@pytest.mark.parametrize("target", ["/predictions/echo", "example.org:443"])
+async def test_no_tunnel_is_opened_and_what_follows_is_not_read_as_http(listen, target):
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(f"CONNECT {target} HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi".encode())
+        client.post("/predictions/echo", b"smuggled")
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (405, "close")
+        assert await client.closed()
+        assert listener.backend.calls == []
 
 
 async def test_head_has_the_head_of_get_and_no_body(listen):

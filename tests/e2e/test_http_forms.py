@@ -1,0 +1,114 @@
+"""What HTTP allows a client to send, on the routes of every port: offers of another protocol."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+SOURCE = """
+    import numpy as np
+    import penstock
+
+    def show(items):
+        return [f"{len(i)} bytes" if isinstance(i, (bytes, memoryview)) else repr(i) for i in items]
+
+    def tensors(items):
+        return [{"sum": item["x"].sum(axis=1)} for item in items]
+
+    @penstock.model(task="text-generation")
+    def text(items):
+        return [item.prompt for item in items]
+"""
+OFFERS = [
+    {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQCAAAA"},
+    {"Connection": "upgrade", "Upgrade": "TLS/1.0"},
+    {"Connection": "keep-alive, Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"},
+]
+JSON = "application/json"
+BLOB = "application/octet-stream"
+TENSORS = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
+
+
+@pytest.fixture(scope="module")
+def server(serve_all: Callable[..., Any]) -> Any:
+    return serve_all(SOURCE, "show", "tensors", "text", "--set", "server.management=true")
+
+
+class Asker:
+    """Asks a server on one connection."""
+
+    def __init__(self, url: str) -> None:
+        self._connection = HTTPConnection(urlsplit(url).netloc, timeout=30)
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._connection.close()
+
+    def ask(self, method: str, path: str, kind: str, body: bytes, **headers: str) -> tuple[int, bytes]:
+        named = {"Content-Type": kind, **{name.replace("_", "-"): value for name, value in headers.items()}}
+        self._connection.request(method, path, body, named)
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+
+@pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "tls", "websocket"])
+def test_an_offer_is_ignored_on_the_routes_of_every_port(server: Any, offer: dict[str, str]) -> None:
+    requests: dict[str, list[tuple[str, str, str, bytes]]] = {
+        "inference": [
+            ("POST", "/predictions/show", "text/plain", b"hello"),
+            ("PUT", "/predictions/show/1", JSON, b'{"a": 1}'),
+            ("POST", "/predictions/show", BLOB, bytes(300_000)),
+            ("POST", "/v2/models/tensors/infer", JSON, json.dumps(TENSORS).encode()),
+            ("POST", "/v1/models/show:predict", JSON, b'{"instances": [1]}'),
+            ("POST", "/v1/completions", JSON, b'{"model": "text", "prompt": "hello"}'),
+            ("GET", "/v2/models/show/ready", JSON, b""),
+        ],
+        "management": [
+            ("PUT", "/models/show/scale", JSON, b'{"instances": 1}'),
+            ("PUT", "/models/show/default", JSON, b'{"version": "1"}'),
+        ],
+        "metrics": [("GET", "/debug/batches?limit=1", "", b"")],
+    }
+    for port, rows in requests.items():
+        with Asker(server.urls[port]) as asker:
+            for row in rows:
+                plain = asker.ask(*row)
+                offered = asker.ask(*row, **offer)
+                assert (plain[0], offered[0]) == (200, 200), (row, plain, offered)
+                if row[1] != "/v1/completions" and port == "inference":  # others tell ids and times
+                    assert plain == offered
+
+
+def test_an_offer_is_ignored_on_torchserves_routes(torchserve: Any) -> None:
+    handler = "def handle(data, context):\n    return [repr(r.get('body', r.get('data'))) for r in data or ()]\n"
+    torchserve.add_model(handler)
+    torchserve.configure()
+    torchserve.start("--ncs", "--models", "m=m.mar", "--disable-token-auth")
+    paths = ["/predictions/m", "/invocations", "/models/m/invoke", "/v1/models/m:predict", "/m/predict"]
+    with Asker(torchserve.url()) as asker:
+        for path in paths:
+            plain = asker.ask("POST", path, "text/plain", b"hello")
+            assert plain[0] == 200
+            assert b"hello" in plain[1]
+            for offer in OFFERS:
+                assert asker.ask("POST", path, "text/plain", b"hello", **offer) == plain
+    torchserve.run("torchserve", "--stop")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("size", [5, 200_000])
+def test_curl_that_offers_http2_is_answered(server: Any, tmp_path: Path, size: int) -> None:
+    (tmp_path / "body").write_bytes(bytes(size))
+    command = ["curl", "-sS", "--http2", "-H", f"content-type: {BLOB}", "--data-binary", f"@{tmp_path / 'body'}"]
+    done = subprocess.run([*command, f"{server.url}/predictions/show"], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (f"{size} bytes", "")
