@@ -1,4 +1,4 @@
-"""What HTTP allows a client to send, on the routes of every port: offers of another protocol."""
+"""What HTTP allows a client to send, on the routes of every port: offers of another protocol, and blanks."""
 
 from __future__ import annotations
 
@@ -112,3 +112,10 @@ def test_curl_that_offers_http2_is_answered(server: Any, tmp_path: Path, size: i
     command = ["curl", "-sS", "--http2", "-H", f"content-type: {BLOB}", "--data-binary", f"@{tmp_path / 'body'}"]
     done = subprocess.run([*command, f"{server.url}/predictions/show"], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == (f"{size} bytes", "")
+
+
+def test_blanks_after_the_values_of_headers_change_nothing(server: Any) -> None:
+    headers = {"x-priority": "1 ", "idempotency-key": "k\t", "x-deadline-ms": "20000 ", "accept": "*/* "}
+    with Asker(server.url) as asker:
+        assert asker.ask("POST", "/predictions/show", JSON + " ", b"[1]", **headers) == (200, b"[1]")
+        assert asker.ask("POST", "/v2/models/tensors/infer", JSON, json.dumps(TENSORS).encode(), **headers)[0] == 200

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from penstock.client.endpoint import MalformedResponse, ResponseTooLarge
 from penstock.errors import PenstockError
+from penstock.serving.protocols.bodies import BLANKS
 
 HEAD_BYTES: Final = 64 * 1024  # the limit that servers apply to a request head
 # Minimal chunked encoding takes 6 bytes for one byte of body; more than this is endless framing.
@@ -159,7 +160,7 @@ class ResponseReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head_complete:  # a trailer
             return
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        key, text = name.decode("latin-1").lower(), value.rstrip(BLANKS).decode("latin-1")
         self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
 
     def on_headers_complete(self) -> None:

@@ -183,6 +183,7 @@ def test_an_unknown_host_is_unreachable(run: Run):
         (b"HTTP/1.1 100 Continue\r\nX: y\r\n\r\n" + OK, b"ok"),
         (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
+        (b"HTTP/1.1 200 OK\r\nX-Error-Code: a \t\r\nContent-Length: 2 \r\n\r\nok", b"ok"),
     ],
 )
 def test_every_form_of_response_is_read_and_keeps_the_connection(
@@ -195,6 +196,7 @@ def test_every_form_of_response_is_read_and_keeps_the_connection(
             response = await post(connection, b"x")
             assert response.body == body
             assert "x" not in response.headers
+            assert response.headers.get("x-error-code", "a") == "a"
         connection.close()
 
     run(go())

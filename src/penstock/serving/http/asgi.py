@@ -16,6 +16,7 @@ from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.responses import SSE, error_result, sse_event, stream_part, stream_start, stream_type
+from penstock.serving.protocols.bodies import BLANKS
 from penstock.serving.protocols.route import Route, Terms, error_body, name_model
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Item, ItemResult
@@ -105,7 +106,8 @@ class InferenceApp:
         if root and raw.startswith(root + b"/"):
             raw = raw[len(root) :]
         special: dict[bytes, bytes] = {}
-        for name, value in scope["headers"]:
+        headers = [(name, value.strip(BLANKS)) for name, value in scope["headers"]]
+        for name, value in headers:
             if name == b"content-type":
                 call.content_type = value.decode("latin-1")
             elif name == b"content-length":
@@ -120,7 +122,7 @@ class InferenceApp:
         if template.answer is not None:
             await self._whole(call, template.answer(self.backend, route), send, head_only=scope["method"] == "HEAD")
             return
-        payload, headers = await self._body(call, route, receive), list(scope["headers"])
+        payload = await self._body(call, route, receive)
         call.route = route = name_model(route, payload)
         codec = call.codec or template.codec
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)

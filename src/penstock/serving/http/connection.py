@@ -26,6 +26,7 @@ from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.listener import INF, KNOWN_HEADS, Listener, RequestHead
 from penstock.serving.http.responses import HeadTooLarge, MalformedHttp, MethodNotAllowed, RequestTimeout
 from penstock.serving.http.sockets import readable
+from penstock.serving.protocols.bodies import BLANKS
 from penstock.serving.protocols.codings import ACCEPT_ENCODING, accepted_coding
 from penstock.serving.protocols.route import Route
 
@@ -195,10 +196,10 @@ class Connection(asyncio.BufferedProtocol):
         head.url = head.url + url if head.url else url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header. Ignores trailers after a chunked body."""
+        """A header. Ignores trailers after a chunked body, and the blanks that the parser leaves after a value."""
         if self.phase != HEAD:
             return
-        head = self.head
+        head, value = self.head, value.rstrip(BLANKS)
         head.headers.append((name, value))
         kind = _kinds.get(name)
         if kind is None:

@@ -14,6 +14,7 @@ from penstock.errors import BadOutput, BadRequest
 JSON: Final = "application/json"
 ERROR_CODE: Final = "x-error-code"  # header of every error: not every protocol's body has a code
 PART_TYPE: Final = "x-part-type"  # header of a stream of events: the content type of its first part
+BLANKS: Final = b" \t"  # around the value of a header, to which they do not belong (RFC 9110, section 5.5)
 MAX_FIELDS: Final = 1000  # of a form; more is an attack on the parser
 MAX_COUNTED: Final = 2**17  # elements of a list that the server process counts, in 13 ms
 MAX_COUNTED_BYTES: Final = 8 * 2**20  # JSON without many elements is skipped at more than 1 GB/s

@@ -300,12 +300,15 @@ async def test_a_client_that_hangs_up_is_cancelled(wait_until):
     async def send(message):
         raise AssertionError("nothing may be sent")
 
-    scope = {"type": "http", "method": "POST", "path": "/predictions/m", "headers": []}
+    headers = [(b"x-priority", b" 1\t"), (b"x-own", b"a b ")]
+    scope = {"type": "http", "method": "POST", "path": "/predictions/m", "headers": headers}
     running = asyncio.create_task(app(scope, receive, send))
     await wait_until(lambda: backend.calls)
     gone.set()
     await running
-    assert backend.calls[0].cancelled
+    (call,) = backend.calls
+    assert call.cancelled
+    assert (call.priority, call.item.headers) == (1, [(b"x-priority", b"1"), (b"x-own", b"a b")])
 
 
 async def test_a_stream_to_a_slow_reader_is_aborted(wait_until):

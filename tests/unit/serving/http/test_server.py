@@ -303,6 +303,24 @@ async def test_no_tunnel_is_opened_and_what_follows_is_not_read_as_http(listen, 
         assert listener.backend.calls == []
 
 
+@pytest.mark.parametrize("blank", [" ", "\t", " \t "])
+async def test_blanks_around_the_value_of_a_header_are_not_part_of_it(listen, blank):
+    async with listen() as listener:
+        client = await listener.connect()
+        lines = ["x-priority: 1", "idempotency-key: k", "x-deadline-ms: 9000", "x-request-id: r1", "X-Own: a b"]
+        client.post("/predictions/echo", b"1", *(line.replace(": ", f":{blank}") + blank for line in lines))
+        answer = await client.answer()
+        assert (answer.status, answer.headers["x-request-id"]) == (200, "r1")
+        call = listener.backend.calls[0]
+        assert (call.priority, call.budget_s, call.item.headers[-1]) == (1, 9.0, (b"X-Own", b"a b"))
+        framing = f"Transfer-Encoding: chunked \r\nExpect: 100-continue{blank}\r\nConnection: close{blank}"
+        client.send(f"POST /predictions/echo HTTP/1.1\r\nHost: a\r\n{framing}\r\n\r\n".encode())
+        assert (await client.head())[0] == 100
+        client.send(b"1\r\na\r\n0\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"a", "close")
+
+
 async def test_head_has_the_head_of_get_and_no_body(listen):
     async with listen() as listener:
         client = await listener.connect()
