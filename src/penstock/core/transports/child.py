@@ -291,7 +291,7 @@ class Worker:
                 self._finishing.task_done()
         except SystemExit as e:
             PREDICTED.pack_into(self._predicted.view, 0, run.id)  # this batch ends the worker
-            _end(e.code if isinstance(e.code, int) else int(e.code is not None))
+            _exit(e)
         except BaseException:
             traceback.print_exc()
             _end(1)
@@ -352,6 +352,14 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _exit(end: SystemExit) -> NoReturn:
+    """Ends the process as the model's `sys.exit` asks; a reason in place of a status goes to stderr, as in Python."""
+    if isinstance(end.code, int | None):
+        _end(end.code or 0)
+    print(f"the model called sys.exit({end.code})", file=sys.stderr)
+    _end(1)
+
+
 def _default_signals() -> None:
     """Restores signals in processes that a model forks, so that `Process.terminate` works."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -385,7 +393,7 @@ def main(arguments: list[str]) -> None:
     try:
         worker.main()
     except SystemExit as e:
-        _end(e.code if isinstance(e.code, int) else int(e.code is not None))
+        _exit(e)
     except BaseException:
         traceback.print_exc()
         _end(1)

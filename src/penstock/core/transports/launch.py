@@ -48,6 +48,8 @@ class Child(Struct, eq=False):
         code = self.process.wait()
         if code >= 0:
             return f"exited with code {code}"
+        if code == -signal.SIGKILL:  # not by its transport, which would know why
+            return "was killed by SIGKILL: probably memory ran out, see the limit of the container or the machine"
         try:
             return f"was killed by {signal.Signals(-code).name}"
         except ValueError:

@@ -121,7 +121,7 @@ def test_console_definitions_are_not_available_to_workers(script):
     ("code", "told"),
     [
         ("raise SystemExit(4)", "exited with code 4"),
-        (f"import os; os.kill(0, {int(signal.SIGKILL)})", "killed by SIGKILL"),
+        (f"import os; os.kill(0, {int(signal.SIGKILL)})", "killed by SIGKILL: probably memory ran out, see the limit"),
     ],
 )
 def test_the_exit_of_a_process_is_described_in_words(code, told):

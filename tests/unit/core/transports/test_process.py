@@ -131,6 +131,19 @@ async def test_a_model_that_exits_during_postprocessing_counts_as_dead(tmp_path:
         assert part.error.message == "the worker exited with code 3"
 
 
+@pytest.mark.parametrize("step", ["predict", "postprocess"])
+async def test_the_reason_that_a_model_gives_for_its_exit_is_printed(
+    tmp_path: Path, step: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "app.py"
+    file.write_text(APART + f"\n    {step} = lambda self, given: exit('the model says no')\n")
+    async with TransportHarness(process, f"{file}:Model") as harness:
+        await harness.up()
+        part = await harness.final(harness.post([Item(str(tmp_path / "a"))]))
+        assert part.error.message == "the worker exited with code 1"
+    assert "the model called sys.exit(the model says no)\n" in capfd.readouterr().err
+
+
 async def test_a_death_is_attributed_to_the_predicted_batch(tmp_path: Path):
     file = tmp_path / "app.py"
     file.write_text(
