@@ -96,12 +96,12 @@ def _spelt_out(value: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def own_surroundings() -> Iterator[None]:
-    """Restores `sys.path`, the environment and the root logger after each test: workers or later tests inherit them."""
-    path, env = sys.path[:], dict(os.environ)
+    """Restores what workers or later tests inherit: arguments, `sys.path`, the environment and the root logger."""
+    arguments, path, env = sys.argv[:], sys.path[:], dict(os.environ)
     root = logging.getLogger()
     level, handlers = root.level, {*root.handlers}
     yield
-    sys.path[:] = path
+    sys.argv[:], sys.path[:] = arguments, path
     root.setLevel(level)
     for handler in {*root.handlers} - handlers:
         root.removeHandler(handler)

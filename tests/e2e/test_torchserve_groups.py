@@ -37,11 +37,13 @@ class Handler:
         }] * len(data)
 """
 WITHOUT_TORCH = """
+import argparse
 import os
 
 
 class Handler:
     def initialize(self, context):
+        argparse.ArgumentParser().parse_args()  # every rank sees a program without arguments
         if os.environ.get("FAIL_RANK") == os.environ["RANK"]:
             raise RuntimeError("this rank does not load")
         taken = os.environ.get("TAKE_PORT")     # another program takes the port of the first try

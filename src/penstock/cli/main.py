@@ -3,10 +3,12 @@
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
 from penstock._version import __version__
+from penstock.core.os_threads import keep_standard_files
 from penstock.errors import nearest
 
 _COMMANDS = {
@@ -32,6 +34,10 @@ _COMMANDS = {
 
 class _LazyGroup(click.Group):
     """A group that imports its commands on use."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        keep_standard_files()  # before anything opens a descriptor
+        return super().main(*args, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
-import click
 from msgspec.structs import replace
 
 from penstock._version import __version__
@@ -35,7 +34,7 @@ from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.sockets import PortInUse
 from penstock.serving.http.triton import triton_routes
-from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
+from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner, say
 from penstock.serving.logs import ServerLog
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
@@ -70,6 +69,7 @@ def run(
     """
     for section, model in config.models.items():
         check_devices(model, f"models.{section}.")
+    del sys.argv[1:]  # a model on a thread of this process that parses options has none
     recorder = None if record is None else ArrivalRecorder(record)
     logs = ServerLog(config.logging)
     code = 1
@@ -285,8 +285,7 @@ class Server:
 
     def _announce(self, engine: Engine, on_ready: Callable[[dict[str, str]], None] | None) -> None:
         example = _example(engine, self.urls["inference"], _curl(self._config))
-        click.echo(banner(self.urls, engine.statuses(), example))
-        sys.stdout.flush()
+        say(banner(self.urls, engine.statuses(), example))
         if on_ready is not None:
             on_ready(self.urls)
         report_ready(self.urls)

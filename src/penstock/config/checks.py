@@ -163,11 +163,11 @@ def check_model(model: ModelConfig, where: str = "") -> None:
     if model.transport != "ray" and model.ray != RayConfig():
         raise ConfigError(f"{where}ray: found keys of a Ray cluster; they need transport = 'ray'")
     if model.transport in ("inline", "thread", *REMOTE):
-        for key in ("max_requests", "max_memory_bytes"):
-            if getattr(model, key) is not None:
+        for key in ("max_requests", "max_memory_bytes", *(() if model.transport in REMOTE else ("env",))):
+            if getattr(model, key):
                 raise ConfigError(
                     f"{where}{key}: found {getattr(model, key)}, but the {model.transport} transport has no worker"
-                    " process on this machine to replace; use transport = 'process'"
+                    " process of its own on this machine; use transport = 'process'"
                 )
     if model.transport == "inline" and model.instances not in (1, "auto"):
         raise ConfigError(

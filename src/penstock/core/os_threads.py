@@ -1,4 +1,4 @@
-"""Threads, locks, loops and cores of the operating system, even after gevent has patched the standard library.
+"""Threads, locks, loops, cores and files of the operating system, even after gevent has patched the standard library.
 
 A patched `threading` module creates greenlets, and a blocked greenlet would stop the background loop. This module does
 not import gevent, because a patched program has already imported it.
@@ -60,10 +60,33 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def keep_standard_files() -> None:
+    """Opens /dev/null in place of closed descriptors 0 to 2, which the next file, socket or event loop would get.
+
+    What is printed would then end up in that file, and libuv aborts when it closes one of these numbers.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
+def silence(stream: Any) -> None:
+    """Sends what a stream of descriptor 1 or 2 has not written, and all that follows, to /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A loop of uvloop if it is installed, otherwise of asyncio."""
     import asyncio  # here, because workers load this module
 
+    keep_standard_files()
     try:
         import uvloop
     except ImportError:

@@ -72,6 +72,7 @@ class RayWorker:
 
     def _load(self, packed: PackedSpec, place: Place, device: str, shown_device: str) -> Message:
         enter(place)
+        del sys.argv[1:]  # those of Ray: a model that parses options has none
         try:
             spec = unpack_spec(packed.data, packed.files, packed.main)
             self._runner, ready = open_model(spec, device, shown_device)

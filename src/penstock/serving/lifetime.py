@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final
 
 from penstock.config.checks import is_loopback
+from penstock.core.os_threads import keep_standard_files, silence
 from penstock.errors import PenstockError
 
 log = logging.getLogger("penstock.serving")
@@ -22,6 +24,7 @@ LAME_DUCK_S: Final = 5.0
 
 def runner() -> Callable[..., int]:
     """The function that runs a main coroutine: uvloop's if it is installed, otherwise asyncio's."""
+    keep_standard_files()
     try:
         import uvloop
     except ImportError:
@@ -105,6 +108,15 @@ class StopSignal:
 def lame_duck_s(hosts: Iterable[str]) -> float:
     """How long a server that is not ready accepts connections: a balancer elsewhere needs time to notice."""
     return 0.0 if all(map(is_loopback, hosts)) else LAME_DUCK_S
+
+
+def say(text: str) -> None:
+    """Prints on stdout. A full disk or a pipe without a reader is no reason to end, now or when Python exits."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        silence(sys.stdout)
+        log.warning("event=not_printed error=%s consequence=stdout_is_silent", error.strerror)
 
 
 def report_ready(urls: Mapping[str, str]) -> None:

@@ -291,12 +291,13 @@ def test_instances_that_a_program_sets_are_bounded_before_devices_are_assigned()
             check_model(ModelConfig(target="a.py:M", instances=wrong))  # type: ignore[arg-type]
 
 
-def test_only_worker_processes_can_be_replaced() -> None:
-    for key in ("max_requests", "max_memory_bytes"):
-        check_model(ModelConfig(target="a.py:M", **{key: 10}))
+def test_only_worker_processes_can_be_replaced_and_have_variables() -> None:
+    for key, value in (("max_requests", 10), ("max_memory_bytes", 10), ("env", {"A": "1"})):
+        check_model(ModelConfig(target="a.py:M", **{key: value}))
         for transport in ("inline", "thread"):
-            with pytest.raises(ConfigError, match=f"{key}: found 10, but the {transport} transport has no worker"):
-                check_model(ModelConfig(target="a.py:M", transport=transport, **{key: 10}))
+            told = f"{key}: found {value}, but the {transport} transport has no worker"
+            with pytest.raises(ConfigError, match=told):
+                check_model(ModelConfig(target="a.py:M", transport=transport, **{key: value}))
 
 
 @pytest.mark.parametrize(

@@ -401,4 +401,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    arguments, sys.argv[1:] = sys.argv[1:], []  # a model that parses options has none
+    main(arguments)

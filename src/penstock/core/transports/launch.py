@@ -166,6 +166,11 @@ def python() -> str:
     return found if os.path.exists(found) else sys.executable
 
 
+def _shared(stream: object) -> int | None:
+    """For a worker's output: this process's own, unless it started without. Its descriptor may be any file's then."""
+    return None if stream is not None else subprocess.DEVNULL
+
+
 def launch(
     spec: WorkerSpec, packed: PackedSpec, device: str, pool: SlabPool | None, reply_bytes: int
 ) -> tuple[Child, list[Buffer]]:
@@ -187,8 +192,8 @@ def launch(
             pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=write_fd if write_fd >= 0 else None,
-            stderr=write_fd if write_fd >= 0 else None,
+            stdout=write_fd if write_fd >= 0 else _shared(sys.__stdout__),
+            stderr=write_fd if write_fd >= 0 else _shared(sys.__stderr__),
             process_group=0,  # its own group: its children end with it, and Ctrl-C reaches the parent only
         )
         replies = map_read_only(reply_fd, reply_bytes)
@@ -204,6 +209,7 @@ def launch(
                 os.close(fd)
     pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
     ours.setblocking(False)
-    paths = list(dict.fromkeys([*spec.sys_path, *(p or os.getcwd() for p in sys.path)]))
+    own = filter(None, spec.config.env.get("PYTHONPATH", "").split(os.pathsep))
+    paths = list(dict.fromkeys([*spec.sys_path, *own, *(p or os.getcwd() for p in sys.path)]))
     head = pickle.dumps((paths, inner_device, device, packed.files, packed.main), 5)
     return Child(process, ours, pidfd, replies, read_fd), frame_of(head, [packed.data])

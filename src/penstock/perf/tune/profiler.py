@@ -155,7 +155,7 @@ def _exchange(process: subprocess.Popen[bytes], answers: BinaryIO, data: bytes, 
 
 def main() -> None:
     """Reads a ProfileRequest; answers with an InstanceProfile or a failure."""
-    out = int(sys.argv[1])
+    out = int(sys.argv.pop())  # a model that parses options has none
     size = int.from_bytes(sys.stdin.buffer.read(8), "big")
     request = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=ProfileRequest)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -16,6 +16,7 @@ from penstock.config.schema import ModelConfig
 from penstock.config.targets import devices_list, number_or_auto, split_targets
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError, PenstockError
+from penstock.serving.lifetime import say
 from penstock.streamer.redis.address import parse_address
 from penstock.streamer.redis.serve import QueueOptions, run_until_stopped, serve_queue
 
@@ -78,8 +79,7 @@ def _listener(command: str, flags: dict[str, Any]) -> MetricsOptions | None:
     check_bind(config)
 
     def announce(url: str) -> None:
-        click.echo(f"penstock {command}: metrics at {url}/metrics")
-        sys.stdout.flush()
+        say(f"penstock {command}: metrics at {url}/metrics")
 
     return MetricsOptions(host, port, tokens_for(config, "metrics"), announce)
 
@@ -139,8 +139,10 @@ def worker(
         broker = parse_address(redis)
         metrics = _listener("worker", flags)
 
+        del sys.argv[1:]  # a model on a thread of this process that parses options has none
+
         def ready() -> None:
-            click.echo(f"penstock worker: {target} serves {broker.name} prefix='{prefix}'")
+            say(f"penstock worker: {target} serves {broker.name} prefix='{prefix}'")
 
         def serve(stop: asyncio.Event) -> Coroutine[Any, Any, None]:
             queue = QueueOptions(redis, prefix, lease, drain, flags["allow_pickle"])

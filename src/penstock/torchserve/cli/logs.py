@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 from msgspec import Struct, field
 
 from penstock.config.yaml_file import load_yaml
+from penstock.core.os_threads import silence
 from penstock.errors import ConfigError
 from penstock.serving.logs import CLOSE_S, LogFile, LogThread, ToThreads
 from penstock.torchserve.config.properties import Properties
@@ -93,9 +94,7 @@ class _Console(logging.StreamHandler[Any]):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
             return
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.stream.fileno())  # also for print() and the flush at exit
-        os.close(null)
+        silence(self.stream)  # also for print() and the flush at exit
 
 
 class _RotatingFile(LogFile, logging.handlers.RotatingFileHandler):

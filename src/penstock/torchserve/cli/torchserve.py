@@ -16,6 +16,7 @@ import click
 from msgspec import Struct
 
 from penstock._version import __version__
+from penstock.core.os_threads import keep_standard_files
 from penstock.errors import ConfigError, Conflict, PenstockError
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.cli.pid_file import ALREADY_RUNNING, PidFile, pid_path, running_pid, stop
@@ -26,6 +27,7 @@ CONTAINER_INITS: Final = ("catatonit", "docker-init", "dumb-init", "tini")
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
+    keep_standard_files()  # before anything opens a descriptor: the log would be the PID file
     given = list(sys.argv[1:] if words is None else words)
     try:
         code = _run(parser().parse_args(given), given)

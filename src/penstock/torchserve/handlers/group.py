@@ -192,4 +192,5 @@ def main(batches: int, done: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    arguments, sys.argv[1:] = sys.argv[1:], []  # a model that parses options has none
+    main(*map(int, arguments))
