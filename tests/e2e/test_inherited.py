@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import shutil
+import signal
+import ssl
 import subprocess
 import sys
 import tempfile
+import termios
+import time
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
@@ -19,6 +26,7 @@ from penstock import RedisStreamer
 from support.captioner import FakeCaptioner
 from support.videos import make_clip
 
+TLS = Path(__file__).parents[1] / "tls"
 FREE_PORTS = ["--port=0", *(f"--set=server.{name}_port=0" for name in ("management", "metrics", "grpc"))]
 
 # Research code parses its options wherever it likes. Its answer shows what it has seen.
@@ -72,9 +80,11 @@ if __name__ == "__main__":
 
 
 class Started:
-    """A command that a shell starts: `shell` follows `exec COMMAND`, `before` precedes it."""
+    """A command that a shell starts: `shell` follows `exec COMMAND`, `before` precedes it. `tty`: its terminal."""
 
-    def __init__(self, folder: Path, command: list[str], shell: str, before: str, env: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, command: list[str], shell: str, before: str, env: dict[str, str], tty: int | None
+    ) -> None:
         read, write = os.pipe()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - read at the end
         self.process = subprocess.Popen(
@@ -84,6 +94,8 @@ class Started:
             pass_fds=[write],
             stdout=self._said,
             stderr=self._said,
+            start_new_session=tty is not None,
+            preexec_fn=None if tty is None else lambda: fcntl.ioctl(tty, termios.TIOCSCTTY, 0),
         )
         os.close(write)
         self._ready = os.fdopen(read)
@@ -97,6 +109,12 @@ class Started:
 
     def said(self) -> str:
         return os.pread(self._said.fileno(), 2**24, 0).decode(errors="replace")
+
+    def wait_for(self, text: str) -> None:
+        end = time.monotonic() + 20
+        while text not in self.said():
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.01)
 
     def stop(self) -> int:
         self.process.terminate()
@@ -122,6 +140,7 @@ class Commands:
         for name in ("lib", "store", "tmp"):
             (folder / name).mkdir()
         (folder / "lib" / "pkgv.py").write_text("V = 7\n")
+        self.paths = os.pathsep.join(filter(None, [str(folder / "lib"), os.environ.get("PYTHONPATH")]))
         manifest = {"modelName": "m", "modelVersion": "1.0", "handler": "app.py"}
         with zipfile.ZipFile(folder / "store" / "m.mar", "w") as mar:
             mar.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": manifest}))
@@ -131,12 +150,12 @@ class Commands:
         (folder / "config.properties").write_text("\n".join([*lines, "model_store=store", "load_models=all", ""]))
         make_clip(folder / "clip.mp4", 3)
 
-    def start(self, *command: str, shell: str = "", before: str = "", **env: str) -> Started:
+    def start(self, *command: str, shell: str = "", before: str = "", tty: int | None = None, **env: str) -> Started:
         env = {"TMPDIR": str(self.folder / "tmp"), **env}
-        self._started.append(Started(self.folder, [sys.executable, *command], shell, before, env))
+        self._started.append(Started(self.folder, [sys.executable, *command], shell, before, env, tty))
         return self._started[-1]
 
-    def penstock(self, *arguments: str, **surroundings: str) -> Started:
+    def penstock(self, *arguments: str, **surroundings: Any) -> Started:
         return self.start("-m", "penstock.cli.main", *arguments, **surroundings)
 
     def serve(self, *arguments: str, **surroundings: str) -> tuple[Any, int]:
@@ -144,10 +163,13 @@ class Commands:
         server = self.penstock("serve", "m=app.py:Model", *FREE_PORTS, "--set", env, *arguments, **surroundings)
         return fetch(server.urls()["inference"] + "/predictions/m"), server.stop()
 
+    def start_torchserve(self, *flags: str, **surroundings: Any) -> Started:
+        surroundings["PYTHONPATH"] = self.paths
+        command = ("-m", "penstock.torchserve.cli.torchserve", "--ncs", "--disable-token-auth")
+        return self.start(*command, *flags, **surroundings)
+
     def torchserve(self, **surroundings: str) -> tuple[Any, int]:
-        surroundings["PYTHONPATH"] = str(self.folder / "lib")
-        flags = ["--foreground", "--ncs", "--disable-token-auth"]
-        server = self.start("-m", "penstock.torchserve.cli.torchserve", *flags, **surroundings)
+        server = self.start_torchserve("--foreground", **surroundings)
         return fetch(server.urls()["inference"] + "/predictions/m"), server.stop()
 
     def worker(self, **surroundings: str) -> tuple[Any, int]:
@@ -169,7 +191,7 @@ class Commands:
 
     def streamer(self, **surroundings: str) -> tuple[Any, int]:
         (self.folder / "answer.json").unlink(missing_ok=True)
-        program = self.start("program.py", PYTHONPATH=str(self.folder / "lib"), **surroundings)
+        program = self.start("program.py", PYTHONPATH=self.paths, **surroundings)
         status = program.process.wait(60)
         assert status == 0, program.said()
         return json.loads((self.folder / "answer.json").read_text()), status
@@ -184,7 +206,8 @@ class Commands:
 
 
 def fetch(url: str) -> Any:
-    with urllib.request.urlopen(urllib.request.Request(url, b"1"), timeout=60) as response:
+    trusting = ssl._create_unverified_context() if url.startswith("https:") else None
+    with urllib.request.urlopen(urllib.request.Request(url, b"1"), timeout=60, context=trusting) as response:
         return json.load(response)
 
 
@@ -226,6 +249,60 @@ def test_a_model_in_the_process_of_the_server_sees_no_arguments(commands: Comman
         "m=app.py:Model",
         *FREE_PORTS,
         f"--set=models.m.transport={transport}",
-        PYTHONPATH=str(commands.folder / "lib"),
+        PYTHONPATH=commands.paths,
     )
     assert (fetch(server.urls()["inference"] + "/predictions/m"), server.stop()) == (ANSWER, 0), server.said()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A folder with key.pem and its certificate, the key encrypted, and the password."""
+    for name in ("cert.pem", "key.pem"):
+        shutil.copy(TLS / name, tmp_path)
+    command = ["openssl", "pkey", "-in", "key.pem", "-aes128", "-passout", "file:password", "-out", "encrypted.pem"]
+    (tmp_path / "password").write_text("secret\n")
+    subprocess.run(command, cwd=tmp_path, check=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["serve", "torchserve"])
+def test_an_encrypted_key_never_asks_and_a_hangup_keeps_all_as_it_was(
+    commands: Commands, keys: Path, command: str
+) -> None:
+    """The server has a terminal, on which OpenSSL would ask."""
+    main, terminal = os.openpty()
+    cert, key = keys / "cert.pem", keys / "key.pem"
+    if command == "serve":
+        flags = ["--tls-cert", str(cert), "--tls-key", str(key)]
+        server = commands.penstock(
+            "serve", "m=app.py:served", *FREE_PORTS, *flags, tty=terminal, PYTHONPATH=commands.paths
+        )
+    else:
+        text = (commands.folder / "config.properties").read_text().replace("http:", "https:", 1)
+        (keys / "tls.properties").write_text(f"{text}private_key_file={key}\ncertificate_file={cert}\n")
+        server = commands.start_torchserve("--foreground", "--ts-config", str(keys / "tls.properties"), tty=terminal)
+    url = server.urls()["inference"] + "/predictions/m"
+    assert fetch(url) == ANSWER
+    shutil.copy(keys / "encrypted.pem", key)
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for("reload_failed")
+    assert f"the key {key} is encrypted" in server.said()
+    assert fetch(url) == ANSWER
+    assert server.stop() == 0
+    os.set_blocking(main, False)
+    with contextlib.suppress(OSError):
+        assert b"pass phrase" not in os.read(main, 1000)
+    for fd in (main, terminal):
+        os.close(fd)
+
+
+def test_an_encrypted_key_is_opened_with_its_password_also_after_a_hangup(commands: Commands, keys: Path) -> None:
+    flags = ["--tls-cert", "cert.pem", "--tls-key", "encrypted.pem", "--tls-password-file", "password"]
+    flags = [flag if flag.startswith("-") else str(keys / flag) for flag in flags]
+    server = commands.penstock("serve", "m=app.py:served", *FREE_PORTS[:-1], *flags, PYTHONPATH=commands.paths)
+    urls = server.urls()
+    assert fetch(urls["inference"] + "/predictions/m") == ANSWER
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for("event=reloaded")
+    assert fetch(urls["inference"] + "/predictions/m") == ANSWER
+    assert server.stop() == 0

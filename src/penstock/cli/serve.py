@@ -38,7 +38,7 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
             f"--{_FLAGS.get(key := next(iter(per_model)), key)} is for models named on the command line; "
             f"for those of {toml} use --set models.NAME.KEY=..."
         )
-    server = {k: v for k in ("host", "port", "tls_cert", "tls_key") if (v := flags[k]) is not None}
+    server = {k: v for k in ("host", "port", "tls_cert", "tls_key", "tls_password_file") if (v := flags[k]) is not None}
     if (platform := flags.get("platform")) is not None:
         if server.keys() & {"host", "port"}:
             raise ConfigError(f"--platform {platform} sets the address; leave out --host and --port")
@@ -111,6 +111,7 @@ def _set_compat(pipelines: list[dict[str, Any]]) -> None:
 @click.option("--token-file", type=click.Path(), help="File with bearer tokens, one per line, for every listener.")
 @click.option("--tls-cert", type=click.Path(), help="PEM file of the certificate chain.")
 @click.option("--tls-key", type=click.Path(), help="PEM file of the private key.")
+@click.option("--tls-password-file", type=click.Path(), help="File with the password of the private key.")
 @click.option(
     "--platform",
     type=click.Choice(["sagemaker", "vertex"]),

@@ -119,7 +119,7 @@ class Server:
         management = Management(engine, self._config, [os.getcwd()])
         self._stop.catch()
         s = self._config.server
-        self._tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
+        self._tls = self._make_tls()
         limits = self._config.limits
         main = 1 + (s.thrift_port is not None) + (s.grpc_port != 0)
         most, self._most_aside = share_connections(limits.max_connections, main, 2)
@@ -175,27 +175,30 @@ class Server:
     async def _reload(self) -> None:
         """Applies changed tokens, TLS files, log level and models. Raises ConfigError; then nothing has changed.
 
-        The names of the token and TLS files stay: without them the bound ports could open to everyone.
+        The names of the token, password and TLS files stay: without them the bound ports could open to everyone.
         """
-        config, s = self._reread(), self._config.server
+        config = self._reread()
         tokens = {name: tokens_for(self._config, name) for name in LISTENERS}
         for section, model in config.models.items():
             check_devices(model, f"models.{section}.")
-        tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
+        tls, grpc_tls = self._make_tls(), self._make_tls()
         for name, flavor in self._flavors.items():
             flavor.set_tokens(tokens[name], self._guards(tokens))
         self._tokens = tokens
         if self._tls is not None and tls is not None:
             replace_ssl_context(self._tls, tls)
-            if self._grpc is not None:
-                again = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
-                assert again is not None
-                self._grpc.reload_tls(again)
+            if self._grpc is not None and grpc_tls is not None:
+                self._grpc.reload_tls(grpc_tls)
         self._logs.set_level(config.logging.level)
         if self._management is not None:
             await self._management.reload(config.models)
 
     # ---- listeners
+
+    def _make_tls(self) -> SSLContext | None:
+        """A context from the files as they are now. Raises ConfigError."""
+        s = self._config.server
+        return make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca, s.tls_password_file)
 
     async def _bind_thrift(self, engine: Engine) -> None:
         s = self._config.server
@@ -217,7 +220,7 @@ class Server:
             if s.grpc_port is None:
                 return
             raise ConfigError(f"server.grpc_port: {error.name} is missing: {install_hint('grpc')}") from None
-        tls = make_ssl_context(s.tls_cert, s.tls_key, s.tls_client_ca)
+        tls = self._make_tls()
         host, key = s.grpc_host or s.host, "server.grpc_port"
         check = self._flavors["inference"].check_guard
         self._grpc = make_grpc_listener(engine, triton, self._limits, check, tls)

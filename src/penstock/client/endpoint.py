@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from penstock.config.tls import load_chain
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
 
 log = logging.getLogger("penstock.client")
@@ -80,7 +81,7 @@ def tls_context(ca: str | None = None, cert: str | None = None, key: str | None 
     try:
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:
-            context.load_cert_chain(cert, key)
+            load_chain(context, cert, key, None, advice="")
     except OSError as exc:  # includes ssl.SSLError
         files = ", ".join(file for file in (ca, cert, key) if file is not None)
         raise ConfigError(f"cannot read the TLS files {files}: {exc.strerror or exc}") from None

@@ -25,6 +25,7 @@ log = logging.getLogger("penstock.config")
 
 LISTENERS = ("inference", "management", "metrics")
 ROUTES: Final = ("scale", "default", "traffic")  # follow a model name in a URL, so no version can have these names
+MOST_PASSWORD_BYTES: Final = 1024  # of a key, for Python's ssl
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _TENSOR = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
 _HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
@@ -63,8 +64,9 @@ def _check_tls(config: Config) -> None:
     if (server.tls_cert is None) != (server.tls_key is None):
         here, absent = ("tls_cert", "tls_key") if server.tls_cert else ("tls_key", "tls_cert")
         raise ConfigError(f"server.{here}: found without server.{absent}; set both, or neither")
-    if server.tls_client_ca is not None and server.tls_cert is None:
-        raise ConfigError("server.tls_client_ca: found without server.tls_cert and server.tls_key; set all three")
+    for key in ("tls_client_ca", "tls_password_file"):
+        if getattr(server, key) is not None and server.tls_cert is None:
+            raise ConfigError(f"server.{key}: found without server.tls_cert and server.tls_key; set all three")
     for key, pattern, example in (
         ("allowed_hosts", _HOST, "api.example.com, *.example.com or *, without scheme and port"),
         ("cors_origins", _ORIGIN, "https://app.example.com, http://localhost:3000 or *, without a path"),
@@ -75,6 +77,8 @@ def _check_tls(config: Config) -> None:
     for key in ("tls_cert", "tls_key", "tls_client_ca"):
         if (path := getattr(server, key)) is not None:
             _read(path, f"server.{key}")
+    if server.tls_password_file is not None:
+        read_password(server.tls_password_file, "server.tls_password_file")
 
 
 def _check_store(config: Config) -> None:
@@ -275,6 +279,14 @@ def read_tokens(path: str, key: str) -> list[str]:
         if not token.isprintable() or " " in token:
             raise ConfigError(f"{key}: {path} holds a token with spaces or control characters; expected one per line")
     return tokens
+
+
+def read_password(path: str, key: str) -> bytes:
+    """The password in the first line of a file. `key` is for messages. Raises ConfigError."""
+    password = _read(path, key).split(b"\n", 1)[0].rstrip(b"\r")
+    if not 0 < len(password) <= MOST_PASSWORD_BYTES:
+        raise ConfigError(f"{key}: {path} holds no password of 1 to {MOST_PASSWORD_BYTES} bytes in its first line")
+    return password
 
 
 def check_bind(config: Config, insecure: bool = False) -> None:

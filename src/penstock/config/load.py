@@ -40,7 +40,10 @@ SERVER_SECTIONS = ("server", "limits", "auth")
 """Tables of a pipeline file that configure the server."""
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_PATH_KEYS = {"server": ("tls_cert", "tls_key", "tls_client_ca", "model_store"), "auth": AuthConfig.__struct_fields__}
+_PATH_KEYS = {
+    "server": ("tls_cert", "tls_key", "tls_password_file", "tls_client_ca", "model_store"),
+    "auth": AuthConfig.__struct_fields__,
+}
 
 
 def load_config(

@@ -60,6 +60,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     thrift_model: Annotated[str | None, doc("model that answers Thrift calls; by default the only model")] = None
     tls_cert: Annotated[str | None, doc("PEM file of the certificate chain, for every listener")] = None
     tls_key: Annotated[str | None, doc("PEM file of the private key")] = None
+    tls_password_file: Annotated[str | None, doc("file whose first line is the password of an encrypted `tls_key`")] = (
+        None
+    )
     tls_client_ca: Annotated[str | None, doc("PEM file of the authority that must have issued client certificates")] = (
         None
     )

@@ -20,7 +20,7 @@ from penstock.pipeline.preflight import PipelineCheck
 
 FLAGS: dict[str, object] = {
     **dict.fromkeys(("instances", "devices", "max_batch_size", "model", "compat", "host", "port")),
-    **dict.fromkeys(("tls_cert", "tls_key", "token_file", "insecure")),
+    **dict.fromkeys(("tls_cert", "tls_key", "tls_password_file", "token_file", "insecure")),
     "options": (),
 }
 NODE = '[a]\nbackend = "Identity"\n'

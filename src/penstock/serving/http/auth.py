@@ -5,6 +5,7 @@ import logging
 import ssl
 from typing import Final
 
+from penstock.config.tls import load_chain, refuse_der
 from penstock.errors import ConfigError, Unauthorized
 
 log = logging.getLogger("penstock.frontends")
@@ -39,12 +40,18 @@ def replace_ssl_context(running: ssl.SSLContext, fresh: ssl.SSLContext) -> None:
 
 
 def make_ssl_context(
-    cert: str | None, key: str | None, client_ca: str | None = None, *, weak_keys: bool = False
+    cert: str | None,
+    key: str | None,
+    client_ca: str | None = None,
+    password_file: str | None = None,
+    *,
+    weak_keys: bool = False,
+    advice: str = "name a file with its password in server.tls_password_file (--tls-password-file)",
 ) -> ssl.SSLContext | None:
     """A server's TLS context, None without a certificate. With `client_ca` clients must show a certificate.
 
-    With `weak_keys`, keys of 1024 bits are accepted with a warning. Raises ConfigError for files that cannot be read or
-    do not fit together, and for weaker keys and signatures.
+    With `weak_keys`, keys of 1024 bits are accepted with a warning. `advice`: how the password of an encrypted key is
+    given. Raises ConfigError for files that cannot be read or do not fit together, and for weaker keys and signatures.
     """
     if cert is None:
         if key is not None or client_ca is not None:
@@ -53,25 +60,29 @@ def make_ssl_context(
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    _load_chain(context, cert, key, weak_keys)
+    _load_chain(context, cert, key, password_file, advice, weak_keys)
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)
         except (OSError, ssl.SSLError) as exc:
+            if isinstance(exc, ssl.SSLError):
+                refuse_der(client_ca, "x509")
             raise ConfigError(f"TLS client authority '{client_ca}' cannot be loaded: {exc.args[-1]}") from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
-def _load_chain(context: ssl.SSLContext, cert: str, key: str | None, weak_keys: bool) -> None:
+def _load_chain(
+    context: ssl.SSLContext, cert: str, key: str | None, password_file: str | None, advice: str, weak_keys: bool
+) -> None:
     try:
-        context.load_cert_chain(cert, key)
+        load_chain(context, cert, key, password_file, advice)
     except (OSError, ssl.SSLError) as exc:
         weak = getattr(exc, "reason", None) in _WEAK
         if weak and weak_keys:
             ciphers = [str(each["name"]) for each in context.get_ciphers() if each["protocol"] != "TLSv1.3"]
             context.set_ciphers(":".join(["@SECLEVEL=1", *ciphers]))
-            _load_chain(context, cert, key, False)
+            _load_chain(context, cert, key, password_file, advice, False)
             log.warning("event=weak_certificate file=%s consequence=many_clients_refuse_it hint=%s", cert, _RENEW)
             return
         hint = f"; {_RENEW}" if weak else ""

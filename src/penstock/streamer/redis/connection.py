@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.config.tls import refused
 from penstock.errors import BrokerUnavailable, ConfigError, PenstockError, QueueFull, describe, install_hint
 from penstock.streamer.redis.address import CLUSTER, BrokerAddress
 from penstock.streamer.redis.nodes import NodeFinder, is_moved
@@ -166,7 +167,10 @@ def _new_connection(address: BrokerAddress, key: str) -> tuple[Any, NodeFinder]:
         from redis.backoff import NoBackoff
     except ImportError:
         raise ConfigError(f"the Redis broker needs the package redis: {install_hint('redis')}") from None
-    tls = {"ssl_check_hostname": True} if address.url.startswith("rediss:") else {}
+    tls: dict[str, Any] = {}
+    if address.url.startswith("rediss:"):
+        password = refused("in ssl_keyfile", "give its password as the parameter ssl_password")
+        tls = {"ssl_check_hostname": True, "ssl_password": password}
     try:
         pool: Any = ConnectionPool.from_url(
             address.url,

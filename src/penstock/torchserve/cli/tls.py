@@ -14,6 +14,7 @@ from penstock.torchserve.config.properties import Properties
 
 log = logging.getLogger("penstock.compat")
 
+_ADVICE: Final = "put it into a keystore, whose password is keystore_pass"
 _SELF_SIGNED: Final = "req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost"
 
 
@@ -50,7 +51,7 @@ class TlsFiles:
 
         Raises ConfigError for unreadable files, or a key that does not match the certificate.
         """
-        context = make_ssl_context(self.certificate, self.key, weak_keys=True)
+        context = make_ssl_context(self.certificate, self.key, weak_keys=True, advice=_ADVICE)
         assert context is not None
         return context
 
