@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +99,70 @@ class Handler:
         return [f"{order} {path} {context.get_request_id(0)}"]
 """
 
+SUMS = """
+import json, time
+
+
+class Handler:
+    # Sums of sequences. An odd number is answered by a stream, -1 ends the streams of its sequence, 0 the sequence.
+    def initialize(self, context):
+        self.context, self.sums = context, {}
+        context.cache = {}
+
+    def stopping(self, id, req_id, number, starts):
+        parts_left = 400
+
+        def stop(result):
+            nonlocal parts_left
+            sequence, streams = self.context.cache[id], number > 0 and number % 2 and not starts
+            parts_left -= 1
+            if streams and parts_left and not sequence["stopped"]:
+                return False
+            del self.context.cache[req_id]
+            sequence["open"] -= 1
+            sequence["stopped"] = sequence["stopped"] and sequence["open"] > 0
+            return True if streams else None
+
+        return stop
+
+    def handle(self, data, context):
+        results, stops = [], []
+        for i, row in enumerate(data):
+            id, req_id = context.get_sequence_id(i), context.get_request_id(i)
+            context.set_response_header(i, context.header_key_sequence_id, id)
+            starts = bool(context.get_request_header(i, context.header_key_sequence_start))
+            if starts:
+                self.sums[id], context.cache[id] = 0, {"open": 0, "stopped": False}
+            if req_id in context.cache:
+                time.sleep(0.02)
+            else:
+                body = row["body"]
+                number = body["input"] if isinstance(body, dict) else int(body)
+                context.cache[id]["open"] += 1
+                context.cache[req_id] = self.stopping(id, req_id, number, starts)
+                if number == -1:
+                    context.cache[id]["stopped"] = True
+                else:
+                    self.sums[id] += number
+                if number == 0:
+                    context.set_response_header(i, context.header_key_sequence_end, id)
+            stops.append(context.cache[req_id])
+            results.append(-1 if row.get("body") == b"-1" else self.sums[id])
+        context.stopping_criteria = stops
+        return results
+"""
+SUMS_CONFIG = """
+minWorkers: 2
+maxWorkers: 2
+batchSize: 1
+sequenceBatching: true
+continuousBatching: true
+maxNumSequence: 2
+maxSequenceJobQueueSize: 10
+sequenceMaxIdleMSec: {idle}
+sequenceTimeoutMSec: {longest}
+"""
+
 SEQUENCES = """
 import os, time
 
@@ -142,6 +205,8 @@ def server(torchserve_all: Any) -> Any:
     torchserve_all.add_model(ASYNC, file="later.mar", config="asyncCommunication: true\n")
     torchserve_all.add_model(SEQUENCES, file="seq.mar", config=SEQUENCE_CONFIG.format(most=100))
     torchserve_all.add_model(SEQUENCES, file="few.mar", config=SEQUENCE_CONFIG.format(most=4))
+    for name, idle, longest in (("sums", 60_000, 0), ("idle", 300, 0), ("short", 60_000, 700)):
+        torchserve_all.add_model(SUMS, file=f"{name}.mar", config=SUMS_CONFIG.format(idle=idle, longest=longest))
     torchserve_all.configure(default_response_timeout="5")
     torchserve_all.start("--models", "all", "--disable-token-auth", "--enable-model-api")
     return torchserve_all
@@ -324,25 +389,62 @@ def test_modes_that_exclude_each_other_are_refused(server: Any) -> None:
 
 
 def test_both_batchings_together(server: Any) -> None:
-    """A sequence of streamed answers: each request is one step or more, in order, on one worker."""
-    config = "continuousBatching: true\nsequenceBatching: true\nbatchSize: 4\nmaxNumSequence: 4\nminWorkers: 1\n"
+    """A sequence of streamed answers: each request begins once the one before streams, in order, on one worker."""
+    modes = "continuousBatching: true\nsequenceBatching: true\nbatchSize: 4\nminWorkers: 1\n"
+    config = f"{modes}maxNumSequence: 4\nmaxSequenceJobQueueSize: 4\n"
     server.add_model(CONTINUOUS, file="both.mar", config=config)
     url = f"{server.url('Management')}/models?url=both.mar&initial_workers=1&synchronous=true"
     assert server.fetch(url, b"", "POST")[0] == 200
-    bodies: list[str] = []
-    threads = [
-        threading.Thread(
-            target=lambda n=n: bodies.append(
-                ask(server, "both", {"name": n, "parts": 3}, ts_request_sequence_id="one")[1]
-            )
-        )
-        for n in ("x", "y")
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(bodies) == ["x1/1 x2/1 x3/1 ", "y1/1 y2/1 y3/1 "], "never at the same time"
+    with ThreadPoolExecutor(3) as pool:
+        asked = [
+            pool.submit(ask, server, "both", {"name": name, "parts": 3}, ts_request_sequence_id="one") for name in "xyz"
+        ]
+        bodies = [each.result()[1] for each in asked]
+    assert [re.sub(r"/\d", "", body) for body in bodies] == [f"{name}1 {name}2 {name}3 " for name in "xyz"]
+
+
+def add(server: Any, number: int, id: str = "", model: str = "sums") -> tuple[int, str, str]:
+    """Status, answer and sequence id."""
+    status, body, headers = seq(server, str(number).encode(), id, model=model)
+    assert "ts_stream_next" not in headers, "a plain answer"
+    return status, body, headers.get("ts_request_sequence_id", "")
+
+
+def test_sequences_of_steps_have_plain_answers_where_the_criteria_say_none(server: Any) -> None:
+    def total(step: int) -> list[str]:
+        _, first, id = add(server, step)
+        return [first, *(add(server, k * step, id)[1] for k in range(2, 6)), add(server, 0, id)[1]]
+
+    with ThreadPoolExecutor(2) as pool:
+        two, four = pool.map(total, (2, 4))
+    assert (two, four) == (["2", "6", "12", "20", "30", "30"], ["4", "12", "24", "40", "60", "60"])
+
+
+def test_a_request_of_a_sequence_cancels_its_stream_and_the_handler_ends_the_sequence(server: Any) -> None:
+    for _ in range(5):  # more sequences than may be in progress
+        status, _, id = add(server, 2)
+        assert status == 200
+        connection = http.client.HTTPConnection(urlsplit(server.url()).netloc, timeout=30)
+        with closing(connection):
+            headers = {"ts_request_sequence_id": id, "content-type": "application/json"}
+            connection.request("POST", "/predictions/sums", b'{"input": 3}', headers)
+            response = connection.getresponse()
+            assert response.headers["transfer-encoding"] == "chunked"
+            assert response.read(1) == b"5"
+            assert add(server, -1, id)[1] == "-1"
+            assert len(response.read()) < 399, "it ended before its last part"
+        assert add(server, 0, id)[:2] == (200, "5")
+
+
+def test_a_sequence_that_the_server_named_ends_with_its_time(server: Any) -> None:
+    status, _, id = add(server, 2, model="idle")
+    assert status == 200
+    time.sleep(0.6)
+    assert add(server, 2, id, model="idle")[0] == 503
+    began, (status, _, id) = time.monotonic(), add(server, 2, model="short")
+    while status == 200 and time.monotonic() < began + 20:
+        status, _, _ = add(server, 2, id, model="short")
+    assert (status, time.monotonic() > began + 0.7) == (503, True)
 
 
 def test_the_names_of_the_headers_can_be_changed(torchserve: Any) -> None:

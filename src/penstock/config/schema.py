@@ -207,6 +207,9 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Count, doc("most sequences in progress on each instance; 0: requests are independent of each other")
     ] = 0
     sequence_idle_s: Annotated[Seconds, doc("a sequence without requests for this time ends")] = 60.0
+    sequence_timeout_s: Annotated[
+        Seconds | None, doc("longest time between the first request of a sequence and the arrival of its last one")
+    ] = None
     sequence_backlog: Annotated[
         Positive, doc("most requests of a sequence that may wait behind the one that waits first, or runs")
     ] = 16

@@ -227,6 +227,10 @@ class Scheduler:
         self.running_rows -= rows
         return self._queue.answered(entries, failed)
 
+    def streams(self, entry: Entry) -> None:
+        """The first part of an answer came from a concurrent slot."""
+        self._queue.streams(entry)
+
     def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
         """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or
         the caller left. A split request ends only when no part of it runs. `poll` reports requests that a death

@@ -16,21 +16,25 @@ MAX_LOST = 10_000
 
 class SequenceLimits(Struct, frozen=True):
     """At most `max_sequences` in progress on each slot, each with up to `backlog` requests behind its next one. A
-    sequence without requests for `idle_s` ends."""
+    sequence without requests for `idle_s` ends, and a request that comes `timeout_s` after the first one finds none."""
 
     max_sequences: int
     idle_s: float
     backlog: int
+    timeout_s: float | None = None
 
 
 class _Sequence(Struct, eq=False):
-    """A sequence in progress. `head` waits in a bucket or runs; `line` waits behind it. `sent`: its worker knows it."""
+    """A sequence in progress. `head` waits in a bucket or runs; `line` waits behind it. `streams` run beside them.
+    `sent`: its worker knows it."""
 
     id: str
     slot: int
+    begun_s: float
     used_s: float
     head: Entry | None = None
     line: deque[Entry] = field(default_factory=deque)
+    streams: list[Entry] = field(default_factory=list)
     ending: bool = False  # the last request has arrived
     sent: bool = False
 
@@ -70,6 +74,9 @@ class SequenceTable:
             )
         name = f"sequence '{asked.id[:100]}'"
         found = self._sequences.get(asked.id)
+        if found is not None and limits.timeout_s is not None and found.begun_s + limits.timeout_s <= now:
+            self.end(asked.id)
+            found = self._sequences.get(asked.id)
         if asked.start and found is not None:
             raise Conflict(f"{name} is in progress: end it first, or use another id")
         if asked.start is not False and found is None:
@@ -77,7 +84,7 @@ class SequenceTable:
         elif found is None:
             if asked.id in self._lost:
                 raise SequenceLost(f"the instance with the state of {name} is gone: begin it again")
-            ends = f"it never began, has ended, or had no request for {limits.idle_s:g} s"
+            ends = f"it never began, has ended, took too long, or had no request for {limits.idle_s:g} s"
             raise SequenceNotFound(f"{name} is not in progress: {ends}; the first request needs x-sequence-start")
         elif found.ending:
             raise Conflict(f"{name} ends with an earlier request: begin it again after that one is answered")
@@ -101,7 +108,7 @@ class SequenceTable:
             raise QueueFull(f"{full}: begin another one when one has ended", retry_after_s=1.0)
         self._slots[slot] += 1
         self._lost.pop(id, None)
-        self._sequences[id] = found = _Sequence(id, slot, self.now_s)
+        self._sequences[id] = found = _Sequence(id, slot, self.now_s, self.now_s)
         return found
 
     def ended(self, entry: Entry, answered: bool) -> tuple[Entry | None, list[Entry]]:
@@ -113,6 +120,8 @@ class SequenceTable:
             return None, []
         if entry.held:
             found.line.remove(entry)
+        elif entry in found.streams:
+            found.streams.remove(entry)
         elif found.head is not entry:  # of an earlier sequence with this id
             return None, []
         else:
@@ -124,12 +133,32 @@ class SequenceTable:
             self._forget(found)
             return None, list(found.line)
         if found.line:
-            found.head = head = found.line.popleft()
-            head.held = False
-            return head, []
-        if found.ending:
+            return self._advance(found), []
+        if found.ending and not found.streams:
             self._forget(found)
         return None, []
+
+    def streams(self, entry: Entry) -> Entry | None:
+        """The answer of a request has begun, on a slot that runs several: returns the next one, which may join it."""
+        found = self._sequences.get("" if entry.sequence is None else entry.sequence.id)
+        if found is None or found.head is not entry:
+            return None
+        found.streams.append(entry)
+        return self._advance(found)
+
+    def _advance(self, found: _Sequence) -> Entry | None:
+        found.head = head = found.line.popleft() if found.line else None
+        if head is not None:
+            head.held = False
+        return head
+
+    def end(self, id: str) -> None:
+        """Ends a sequence after the requests that have arrived."""
+        found = self._sequences.get(id)
+        if found is not None:
+            found.ending = True
+            if found.head is None and not found.streams:
+                self._forget(found)
 
     # ---- slots
 
@@ -173,7 +202,7 @@ class SequenceTable:
         for sequence in self._sequences.values():
             if sequence.used_s > before_s:
                 break
-            if sequence.head is None:
+            if sequence.head is None and not sequence.streams:
                 idle.append(sequence)
         for sequence in idle:
             self._forget(sequence)

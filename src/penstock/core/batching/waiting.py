@@ -377,6 +377,12 @@ class WaitingQueue:
                 self._put(head)
             self.lose_sequences(lost)
 
+    def streams(self, entry: Entry) -> None:
+        """Lets the next request of the sequence wait in a bucket while this one's answer is streamed."""
+        head = None if self._sequences is None else self._sequences.streams(entry)
+        if head is not None:
+            self._put(head)
+
     def lose_sequences(self, entries: list[Entry]) -> None:
         """Ends the waiting ones among these requests of lost sequences."""
         for e in entries:

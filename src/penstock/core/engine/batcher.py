@@ -270,6 +270,9 @@ class Batcher:
             if result is None:
                 continue
             if not result.final:
+                if not call.streamed and running.dispatch.concurrent:
+                    self.scheduler.streams(entry)
+                    self.wake()
                 call.streamed = True
                 call.deliver(result)
                 continue

@@ -162,7 +162,7 @@ class ModelHandle:
             make_policy, size, self._full_rows = Unbatched, 1, ready.concurrency
         limits = None
         if b.max_sequences:
-            limits = SequenceLimits(b.max_sequences, b.sequence_idle_s, b.sequence_backlog)
+            limits = SequenceLimits(b.max_sequences, b.sequence_idle_s, b.sequence_backlog, b.sequence_timeout_s)
             if b.policy == "adaptive":  # it learns from requests that any slot may run
                 make_policy = partial(policy_of, structs.replace(b, policy="fixed", max_hold_s=0.0))
         scheduler = Scheduler(

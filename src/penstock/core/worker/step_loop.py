@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
-from penstock.core.worker.steps import INF, ActiveSteps, StepModel, StepOutcome, limits_of
+from penstock.core.worker.steps import INF, ActiveSteps, StepModel, StepOutcome, Whole, limits_of
 from penstock.types import Step
 
 log = logging.getLogger("penstock.worker")
@@ -142,7 +142,7 @@ class StepLoop:
                     if parts[place] is not None:  # the part before a failure
                         yield parts
                         parts = [None] * len(values)
-                    parts[place] = part
+                    parts[place] = part.value if type(part) is Whole else part
                 yield parts
         finally:
             for key in steps.open_keys():
@@ -153,7 +153,10 @@ def _deliver(outcomes: list[StepOutcome]) -> None:
     """Passes each submission what a step gave for it."""
     found: dict[Answer, list[tuple[int, Any]]] = {}
     for (answer, place), part, done in outcomes:
-        failed = isinstance(part, BaseException)
-        found.setdefault(answer, []).append((place, part if failed else Step(part, done)))
+        if type(part) is Whole:
+            part = part.value
+        elif not isinstance(part, BaseException):
+            part = Step(part, done)
+        found.setdefault(answer, []).append((place, part))
     for answer, pairs in found.items():
         answer(pairs)

@@ -50,6 +50,12 @@ class StepLimits(Struct, frozen=True):
     split_memory: bool = True
 
 
+class Whole(Struct):
+    """The part of a `Step` that ends an item without other parts: an answer that is no stream."""
+
+    value: Any
+
+
 class StepOutcome(NamedTuple):
     """What one step gave for the item `key`: a part or None, or the exception that ended it."""
 

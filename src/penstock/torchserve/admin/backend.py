@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.core.contracts import Ticket
 from penstock.core.engine.calls import release
 from penstock.core.engine.engine import Engine
+from penstock.core.engine.handle import ModelHandle
 from penstock.core.wire.slabs import Slab
 from penstock.errors import PenstockError
 from penstock.torchserve.admin.models import PendingRequest, VersionRegistry, submit_error
 from penstock.torchserve.metrics.observer import UNVERSIONED
 from penstock.torchserve.protocol.api import no_worker
 from penstock.torchserve.protocol.codec import WORKFLOW
-from penstock.types import Item, ModelMetadata, ModelStatus, Sink
+from penstock.torchserve.sequence_headers import sequence_headers
+from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 
 if TYPE_CHECKING:
     from penstock.torchserve.admin.workflows import Workflows
@@ -56,6 +59,8 @@ class ModelsBackend:
             # with useJobTicket, no request waits in the queue
             if handle is None or (found.spec.settings.use_job_ticket and handle.pending >= handle.instances.up):
                 raise no_worker(model, version)
+            if found.spec.settings.sequence_batching:
+                sink = partial(_end_named, handle, sink)
             if found.loading:
                 if len(found.pending) >= found.spec.settings.job_queue_size:
                     raise no_worker(model, version, "the queue for the first worker is full")
@@ -103,3 +108,12 @@ class ModelsBackend:
 
     def when_free(self, wake: Callable[[], None]) -> None:
         self._engine.when_free(wake)
+
+
+def _end_named(handle: ModelHandle, sink: Sink, result: ItemResult) -> None:
+    """Ends the sequences that the handler named, divided by ";", in the header for it; then delivers the result."""
+    name, sequences = sequence_headers()[2].decode().lower(), handle.sequences
+    if sequences is not None:
+        for id in [id for key, ids in result.headers or () if key.lower() == name for id in ids.split(";")]:
+            sequences.end(id.strip())
+    sink(result)

@@ -177,6 +177,7 @@ def _handler_setup(
 
 def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> ModelConfig:
     sequences: dict[str, Any] = {}
+    places = settings.batch_size
     target = WRAPPER
     if settings.continuous_batching:
         target = CONTINUOUS
@@ -187,10 +188,13 @@ def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> Model
         omp_threads = 1 if settings.torchrun is None else settings.torchrun.omp_threads
         env = {"OMP_NUM_THREADS": str(omp_threads), **env}
     if settings.sequence_batching:  # TorchServe divides the sequences among the workers, too
+        if settings.continuous_batching:
+            places *= 2  # as in TorchServe: beside a stream there is room for the request that cancels it
         sequences = {
             "max_sequences": max(1, settings.max_num_sequence // max(1, settings.min_workers)),
             "sequence_backlog": max(1, settings.max_sequence_job_queue_size),
             "sequence_idle_s": settings.sequence_max_idle / 1000 or SEQUENCE_IDLE_S,
+            "sequence_timeout_s": settings.sequence_timeout / 1000 or None,
         }
     return ModelConfig(
         target=target,
@@ -201,7 +205,7 @@ def _config(version: str, settings: ModelSettings, env: dict[str, str]) -> Model
         batching=BatchingConfig(
             policy="fixed" if settings.strict_delay else "adaptive",
             max_batch_size=1 if target == ASYNC else settings.batch_size,
-            max_active=settings.batch_size,
+            max_active=places,
             concurrency=CALLS if target == ASYNC else "auto",
             max_hold_s=settings.max_batch_delay / 1000,
             timeout_s=settings.client_timeout / 1000 or NO_TIMEOUT_S,

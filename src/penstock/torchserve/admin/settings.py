@@ -6,8 +6,7 @@ The keys of model-config.yaml that belong to TorchServe (all others belong to th
 |---|---|
 | minWorkers, maxWorkers, batchSize, maxBatchDelay, responseTimeout, startupTimeout, clientTimeoutInMills, jobQueueSize, deviceType, deviceIds, useVenv, useJobTicket | as in TorchServe |
 | maxRetryTimeoutInSec | only shown by describe; a failing worker is restarted without end, at most every 30 s |
-| continuousBatching, asyncCommunication, sequenceBatching, sequenceMaxIdleMSec, maxNumSequence, maxSequenceJobQueueSize | as in TorchServe, see handlers/modes.py |
-| sequenceTimeoutMSec | only shown by describe, as in TorchServe |
+| continuousBatching, asyncCommunication, sequenceBatching, sequenceMaxIdleMSec, sequenceTimeoutMSec, maxNumSequence, maxSequenceJobQueueSize | as in TorchServe, see handlers/modes.py |
 | parallelType, parallelLevel, torchrun with nproc-per-node and OMP_NUMBER_THREADS | as in TorchServe, on one machine, see handlers/group.py |
 | the other keys of torchrun | ignored: a group restarts like any worker, on a free port; more than one node is refused |
 | overlap, retry_split, strict_delay, trust | Penstock's own |

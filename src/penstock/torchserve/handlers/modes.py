@@ -1,11 +1,12 @@
 """Handlers that do not run one batch at a time: the modes of TorchServe 0.12.0.
 
 - `continuousBatching`: each call of `handle` is one step of all active requests. The handler keeps what it needs in
-  `context.cache` under the request's id. Only the first step of a request has its inputs and headers.
-  `context.stopping_criteria[i](result)` decides which requests are done; a handler that sets none ends each at once.
+  `context.cache` under the request's id. Only the first step of a request has its inputs and headers; the later ones
+  have the sequence's id. `context.stopping_criteria[i](result)` says whether a request is done: True after the last
+  part, None after an answer that is no stream. A handler that sets no criteria ends each request at once.
 - `asyncCommunication`: `async def handle`, called with one request at a time; the calls overlap.
 - `sequenceBatching`: the requests of a sequence reach one worker, in order and one at a time. The handler keeps the
-  state, under the sequence's id.
+  state, under the sequence's id. With `continuousBatching`, the next request joins as soon as an answer is a stream.
 """
 
 import inspect
@@ -13,10 +14,12 @@ import logging
 import time
 from typing import Any
 
+from penstock.core.worker.steps import Whole
 from penstock.errors import ItemFailed, PenstockError
 from penstock.torchserve.handlers.answers import STREAMED, PartialAnswers, SendParts, answer, check_results
 from penstock.torchserve.handlers.handler import HandlerModel
 from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
+from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Step
 
 log = logging.getLogger("penstock.models")
@@ -26,6 +29,7 @@ class ContinuousHandlerModel(HandlerModel):
     """A step model: every step is one call of the handler."""
 
     def load(self, device: str) -> None:
+        self._id_name = sequence_headers()[0].decode().lower()
         super().load(device)
         self.__penstock_send_parts_to__(self._collect)
 
@@ -43,11 +47,16 @@ class ContinuousHandlerModel(HandlerModel):
         self._early: list[list[bytes]] = [[] for _ in requests]
         found: list[Any] = self.predict(requests)
         for i, request in enumerate(requests):
-            request.inputs, request.headers = {}, {}
+            request.inputs = {}
+            request.headers = {k: v for k, v in request.headers.items() if k.lower() == self._id_name}
             result = found[i]
-            if isinstance(result, HandlerAnswer):
-                found[i] = result = Step(result, True)
-            if isinstance(result, Step) and self._early[i]:
+            if isinstance(result, HandlerAnswer):  # without a criterion's True or False
+                if self._early[i] or request.streamed:
+                    found[i] = result = Step(result, True)
+                else:
+                    found[i] = Step(Whole(result), True)
+            if isinstance(result, Step):
+                request.streamed = True
                 result.part.body = b"".join((*self._early[i], result.part.body))
         return found
 
@@ -64,16 +73,18 @@ class ContinuousHandlerModel(HandlerModel):
         check_results(returned, len(requests))
         return [self._stepped(value, criteria, i, context) for i, value in enumerate(returned)]
 
-    def _stepped(self, value: Any, criteria: Any, i: int, context: Any) -> Step | PenstockError:
+    def _stepped(self, value: Any, criteria: Any, i: int, context: Any) -> Step | HandlerAnswer | PenstockError:
         try:
-            done = bool(criteria[i](value))
+            done = criteria[i](value)
         except Exception as e:
             log.warning("stopping_criteria_failed model=%s", self.setup.model_name, exc_info=e)
             return ItemFailed("Prediction failed", detail=f"the stopping criteria raised {type(e).__name__}")
-        part = answer(value, context.request_processor[i], self.setup.max_response_size, part=True)
+        part = answer(value, context.request_processor[i], self.setup.max_response_size, part=done is not None)
+        if done is None:
+            return part
         if done:
             part.headers = [(k, "false" if k == STREAMED else v) for k, v in part.headers]
-        return Step(part, done)
+        return Step(part, bool(done))
 
 
 class AsyncHandlerModel(HandlerModel):

@@ -21,6 +21,7 @@ from penstock.types import Item, ItemResult, SequenceRequest
 
 WORKFLOW: Final = "/"  # before a workflow's name where a route has a model's, which has no slash
 QUERY: Final = b":query"  # pseudo-header of routes whose query reaches the handler
+OWN_ID: Final = b"ts-seq-"  # before the ids of sequences that the server made
 FILE: Final = "application/octet-stream"  # of a form file without a content type
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -40,6 +41,7 @@ class HandlerRequest(Struct):
     id: str
     inputs: dict[str, Any]
     headers: dict[str, Any] = field(default_factory=dict)
+    streamed: bool = False  # a part of the answer is sent
 
 
 class HandlerAnswer(Struct):
@@ -64,14 +66,15 @@ class TorchServeCodec(Codec):
     @staticmethod
     def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest:
         """The sequence of the headers, which begins if it is not in progress. A request without an id begins one of its
-        own; the handler finds its id in the headers."""
+        own; the handler finds its id in the headers. A later request with such an id begins none: its state is gone."""
         id_name, start_name, end_name = sequence_headers()
         sent = {name.lower(): value for name, value in item.headers or ()}
         id = sent.get(id_name.lower(), b"")
+        start = False if id.startswith(OWN_ID) and start_name.lower() not in sent else None
         if not id:
-            id = f"ts-seq-{uuid.uuid4()}".encode()
+            id = OWN_ID + str(uuid.uuid4()).encode()
             item.headers = [*(item.headers or ()), (id_name, id), (start_name, b"true")]
-        return SequenceRequest(id.decode("latin-1"), None, sent.get(end_name.lower(), b"").lower() == b"true")
+        return SequenceRequest(id.decode("latin-1"), start, sent.get(end_name.lower(), b"").lower() == b"true")
 
     def decode(self, item: Item) -> tuple[HandlerRequest, None]:
         """The handler's request. Raises BadRequest."""

@@ -121,3 +121,41 @@ def test_lost_ids_are_forgotten_after_the_idle_time(two: Any) -> None:
     two.scheduler.slot_retired(0, two.now)
     two.poll(after_s=11.0)
     refused(SequenceNotFound, "'a'", two, "a")
+
+
+def test_the_next_request_joins_a_streamed_answer_which_keeps_the_sequence(bench: Callable[..., Any]) -> None:
+    two = bench(sequences=SequenceLimits(max_sequences=1, idle_s=10.0, backlog=1), slots=0, max_batch_size=1)
+    two.scheduler.slot_up(0, two.now, 4)
+    offer(two, 1, "a", start=True)
+    assert two.poll() == [[1]]
+    (first,) = two.sent[0].entries
+    offer(two, 2, "a")
+    assert two.poll() == [], "the answer has not begun"
+    two.scheduler.streams(first)
+    two.scheduler.streams(first)
+    assert two.poll() == [[2]]
+    two.complete(2)
+    two.poll(after_s=11.0)
+    refused(QueueFull, "1 sequences are in progress", two, "b", start=True)
+    two.scheduler.sequences.end("a")
+    two.scheduler.sequences.end("unknown")
+    refused(Conflict, "ends with an earlier request", two, "a")
+    two.complete(1)
+    refused(SequenceNotFound, "'a'", two, "a")
+    offer(two, 3, "b", start=True)
+    assert two.poll() == [[3]]
+
+
+def test_a_sequence_ends_with_its_time_once_nothing_of_it_runs(bench: Callable[..., Any]) -> None:
+    one = bench(sequences=SequenceLimits(max_sequences=1, idle_s=10.0, backlog=1, timeout_s=5.0))
+    offer(one, 1, "a", start=True)
+    one.poll()
+    one.complete(1)
+    offer(one, 2, "a")
+    one.poll(after_s=4.9)
+    one.poll(after_s=0.2)
+    refused(Conflict, "ends with an earlier request", one, "a")
+    one.complete(2)
+    refused(SequenceNotFound, "took too long", one, "a")
+    offer(one, 3, "a", start=True)
+    assert one.poll() == [[3]]
