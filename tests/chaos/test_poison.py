@@ -47,6 +47,27 @@ async def test_poison_from_one_client_costs_its_neighbours_no_answer(
     assert server.metric("penstock_worker_events_total", state="died") <= 3 * chaos.count(2, 20)
 
 
+@pytest.mark.parametrize("instances", [1, 3])
+async def test_poison_that_differs_each_time_costs_its_neighbours_no_answer(
+    guarded: Callable[..., Any], chaos: SimpleNamespace, instances: int
+) -> None:
+    server = guarded(SOURCE, "echo", "--instances", str(instances), "--set", "models.echo.restart.deaths=2")
+    poisons = chaos.count(10, 100)
+
+    async def poison(client: int) -> set[int]:
+        async with chaos.Client(server) as one:
+            bodies = [b'"poison %d of %d"' % (number, client) for number in range(poisons)]
+            return {(await one.ask("/predictions/echo", b, content_type="application/json")).status for b in bodies}
+
+    async with chaos.Crowd(server, "echo", 12) as crowd:
+        await crowd.answered(100)
+        assert await asyncio.gather(poison(1), poison(2)) == [{503}, {503}]
+        await crowd.answered(200)
+    assert set(crowd.statuses) == {200}
+    assert crowd.wrong == []
+    assert not crowd.unanswered
+
+
 async def test_poison_that_waits_when_its_payload_is_refused_kills_no_more_workers(
     guarded: Callable[..., Any], chaos: SimpleNamespace
 ) -> None:

@@ -310,7 +310,7 @@ async def check_a_worker_that_ends_is_reported_and_replaced(make: MakeTransport)
         assert all(type(part.error) is WorkerDied for part in parts)
         assert [part.started for part in parts] == [True, False][: len(parts)]
         await harness.until(lambda: harness.downs)
-        assert harness.downs[0][1] == 0.1
+        assert 0 <= harness.downs[0][1] <= 0.1  # no longer than the load took
         assert await harness.values(5) == [5]
 
 

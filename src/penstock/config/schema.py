@@ -222,7 +222,7 @@ class RestartConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         Positive,
         doc(
             "how many deaths of an instance in `window_s` are followed by a restart at once; after more it waits 0.1 s,"
-            " 0.2 s ... 30 s"
+            " 0.2 s ... up to the time of a load, at most 1 s"
         ),
     ] = 30
     window_s: Annotated[Seconds, doc("time in which `deaths` are counted")] = 60.0

@@ -222,6 +222,7 @@ class Model(Protocol):
 # ---- transports
 
 OnPart = Callable[[BatchPart], None]
+RESTART_WAIT_S = 1.0  # requests wait for a worker that restarts within this time
 
 
 class TransportListener(Protocol):

@@ -15,7 +15,7 @@ from penstock.core.batching.residency import ResidentModel
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.sequences import SequenceLimits, SequenceTable
 from penstock.core.codecs import OBJECT, traits_of
-from penstock.core.contracts import ModelSnapshot, Observer, Transport
+from penstock.core.contracts import RESTART_WAIT_S, ModelSnapshot, Observer, Transport
 from penstock.core.engine.autoscaling import LoadScaler
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call, EarlyRequest, notify, overriding, reason_of, release
@@ -39,7 +39,6 @@ from penstock.types import Item, ModelMetadata, ModelStatus, Ready, Sink
 log = logging.getLogger("penstock.engine")
 
 _DEFAULT_BATCH = 64
-_MAX_RESTART_WAIT_S = 1.0  # requests wait for a worker that restarts within this time
 
 
 class ModelHandle:
@@ -292,7 +291,7 @@ class ModelHandle:
             return
         if batcher is not None and self.state == "FAILED" and not self._broken:
             back_in_s = self.instances.back_in_s()
-            if back_in_s is not None and back_in_s <= _MAX_RESTART_WAIT_S:
+            if back_in_s is not None and back_in_s <= RESTART_WAIT_S:
                 return
             raise ModelNotReady(
                 f"model '{self.name}' has no running worker",

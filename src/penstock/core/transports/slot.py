@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from penstock.config.schema import RestartConfig, with_options
-from penstock.core.contracts import OnPart, TransportListener
+from penstock.core.contracts import RESTART_WAIT_S, OnPart, TransportListener
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import LoadFailed, PenstockError, RunTimeout, WorkerDied, describe
@@ -35,7 +35,9 @@ class WorkerHistory:
     """What the workers of a slot have done, and the pauses before it starts the next one.
 
     There is no pause after the death of a worker if workers of the slot have answered batches: one bad request is no
-    reason to wait. After `deaths` in `window_s`, and after failed loads, pauses double from 0.1 s to 30 s.
+    reason to wait. After `deaths` in `window_s`, pauses double from 0.1 s to the time of a load, or to 1 s if that is
+    less: each of many bad requests may be another one, and good ones wait for this worker. After failed loads, and
+    deaths of workers that were never asked, pauses double to 30 s.
     """
 
     def __init__(self, config: RestartConfig, max_requests: int | None) -> None:
@@ -46,6 +48,7 @@ class WorkerHistory:
         self._deaths: deque[float] = deque(maxlen=config.deaths)
         self._window_s = config.window_s
         self._next_s = FIRST_RETRY_S
+        self.load_s = 0.0  # of the last worker that came up
 
     def answered(self, requests: int, now: float) -> bool:
         """Counts answers. True once a second, and from `max_requests` on: the worker may be due to be replaced."""
@@ -56,8 +59,8 @@ class WorkerHistory:
         self._check_at_s = now + CHECK_S
         return True
 
-    def next_s(self, loaded: bool, now: float) -> float:
-        """The pause after the end of a worker; `loaded`: it had come up."""
+    def next_s(self, loaded: bool, asked: bool, now: float) -> float:
+        """The pause after the end of a worker; `loaded`: it had come up, `asked`: it had a batch."""
         self.requests = 0
         if loaded and self._answered:
             often = len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < self._window_s
@@ -65,7 +68,9 @@ class WorkerHistory:
             if not often:
                 self._next_s = FIRST_RETRY_S
                 return 0.0
-        pause_s, self._next_s = self._next_s, min(2 * self._next_s, LAST_RETRY_S)
+        most_s = min(self.load_s, RESTART_WAIT_S) if loaded and (asked or self._answered) else LAST_RETRY_S
+        pause_s = min(self._next_s, most_s)
+        self._next_s = min(2 * self._next_s, max(most_s, FIRST_RETRY_S))
         return pause_s
 
 
@@ -119,6 +124,7 @@ class WorkerSlot:
 
     def _launch(self) -> None:
         self._restart = None
+        self._launched_s = self.loop.time()
         try:
             self.launch()
         except PenstockError as e:
@@ -139,6 +145,7 @@ class WorkerSlot:
     def is_up(self, ready: Ready) -> None:
         """Records that the worker has loaded its model."""
         self.up, self.concurrent = True, ready.concurrency > 1
+        self._history.load_s = self.loop.time() - self._launched_s
         self._stop_timer()
         self._batching = with_options(self.spec.config.batching, ready.options)
         self.listener.slot_up(self.number, ready)
@@ -162,7 +169,7 @@ class WorkerSlot:
             if lost:
                 self.listener.slot_down(self.number, error, None)
             return
-        wait = self._history.next_s(loaded, self.loop.time())
+        wait = self._history.next_s(loaded, bool(lost), self.loop.time())
         self._restart = self.loop.call_later(wait, self._launch)
         self.listener.slot_down(self.number, error, wait)
 

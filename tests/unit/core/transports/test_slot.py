@@ -44,6 +44,7 @@ class Place(WorkerSlot):
 
     fails = True
     hangs = False
+    load_s = 0.0
 
     def __init__(self, clock):
         super().__init__(WorkerSpec("m", "1", ModelConfig(target="m:m"), "m:m"), 0, "cpu")
@@ -63,7 +64,11 @@ class Place(WorkerSlot):
             raise RuntimeError("can't start new thread")
         if self.fails:
             raise LoadFailed("no")
-        self.is_up(Ready(ModelMetadata("m", "1")))
+        ready = Ready(ModelMetadata("m", "1"))
+        if self.load_s:
+            self.loop.call_later(self.load_s, self.is_up, ready)
+        else:
+            self.is_up(ready)
 
     def submit(self, batch):
         return []
@@ -109,23 +114,41 @@ def test_a_worker_that_comes_up_but_never_answers_is_tried_ever_more_slowly(plac
     assert place.waits == pytest.approx([0.1, 0.2, 0.4])
 
 
-def test_after_an_answered_batch_a_death_costs_no_pause_until_there_are_too_many_in_the_window(place):
+@pytest.mark.parametrize("load_s", [0.0, 0.15, 0.3, 1.2])
+def test_after_an_answered_batch_deaths_cost_no_pause_and_too_many_of_them_at_most_the_time_of_a_load(place, load_s):
     place.fails = False
+    place.load_s = load_s
     place._launch()
+    place.loop.clock.advance(load_s)
     answer(place)
     for _ in range(30):  # restart.deaths
         place.down(WorkerDied("poison"))
-        place.loop.clock.advance(0.1)
+        place.loop.clock.advance(load_s)
         assert place.up
     assert place.waits == [0] * 30
-    for _ in range(3):
+    longest_s = min(load_s, 1.0)  # for which requests wait
+    for _ in range(6):
         place.down(WorkerDied("poison"))
-        place.loop.clock.advance(1)
+        place.loop.clock.advance(longest_s + load_s + 0.01)
         answer(place)  # is no reason to forget the deaths
-    assert place.waits[30:] == pytest.approx([0.1, 0.2, 0.4])
+    assert place.waits[30:] == pytest.approx([min(pause, longest_s) for pause in (0.1, 0.2, 0.4, 0.8, 1.0, 1.0)])
     place.loop.clock.advance(60)
     place.down(WorkerDied("poison"))
     assert place.waits[-1] == 0
+
+
+def test_a_first_request_that_kills_its_worker_costs_at_most_the_time_of_a_load(place):
+    place.fails = False
+    place.load_s = 0.3
+    place._launch()
+    for number in range(5):
+        place.loop.clock.advance(1)
+        place.send(Batch(number, 0, [Item(1)]), lambda part: None)
+        place.down(WorkerDied("poison"))
+    assert place.waits == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3])
+    place.fails = True
+    place.loop.clock.advance(3)
+    assert place.waits[5:8] == pytest.approx([0.3, 0.6, 1.2])  # it no longer loads
 
 
 def test_a_load_that_fails_after_a_death_is_tried_again_ever_more_slowly(place):
