@@ -25,7 +25,7 @@ INVARIANTS = {
     "I1": "rows of a batch <= the maximum, one bucket; every request ends exactly once; the queue's counts are correct",
     "I2": "only slots that are up get batches, one each (with depth 2: one more, sent ahead)",
     "I3": "same bucket and class, no deadline: first in, first out; a misfit is passed over at most 8 times",
-    "I4": "max_hold_s = 0: no request waits while a slot is idle",
+    "I4": "max_hold_s = 0: no request waits while a slot is idle, but after a killer one may wait for its own slot",
     "I5": "while a slot is idle, a request waits <= 2a/m, or 2t(max) if trials pay (fixed: its delay), a full one not",
     "I6": "n* <= 1 or one slot, and no completion in the last a/m or the longer hold: no hold",
     "I7": "a = 0, or the cost model not ready: no hold",
@@ -324,7 +324,8 @@ class PolicyChecker(ScriptPlayer):
 
     def check_holds(self) -> None:
         """I4 to I7, I11: requests that wait while a slot is idle."""
-        waits = [r for r in self.requests.values() if r.waits | r.rerun and not self.unsure(r)]
+        due = [r for r in self.requests.values() if r.waits or (r.rerun and not self.scheduler.killers(self.now))]
+        waits = [r for r in due if not self.unsure(r)]
         if not (waits and self.idle()):
             self.hold_start_s = INF
             return
@@ -336,7 +337,7 @@ class PolicyChecker(ScriptPlayer):
         for name in {r.entry.bucket for r in waits}:
             rows = sum(r.waits.bit_count() for r in waits if r.entry.bucket == name)
             self.need("I5", rows < self.most, f"a full batch of bucket '{name}' waits while a slot is idle")
-        head = min((r for r in self.requests.values() if r.waits | r.rerun), key=lambda r: (r.vdeadline_s, r.order))
+        head = min(due, key=lambda r: (r.vdeadline_s, r.order))
         young = self.now < head.entry.arrival_s + self.rules.delay_s
         self.need("I5", young or self.unsure(head), f"the head is held too long: {head}")
         if self.rules.model:

@@ -19,6 +19,10 @@ CEILING_S = 600.0
 LAST_SLOT_S = 5.0
 """How long, at most, requests that were in a death leave the last slot to others that wait: most workers restart in
 that time, and a second death would leave no slot. With a short `horizon_s` it is an eighth of that."""
+KILLERS = 16
+"""After a request has died alone for the second time, for so many times that patience (a minute), the next death is
+probably the work of another such request. What was in it then runs again on the slot that died, so that it costs no
+other one, and waits for this slot up to twice the patience."""
 KEPT = 8
 """One part in this many of the queue is reserved for the most urgent class, so that a bulk job cannot fill it all."""
 
@@ -28,7 +32,7 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
-    The 24 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
+    The 26 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
     is one option of a model.
     """
 
@@ -55,6 +59,8 @@ class Scheduler:
         self._view = View(Bucket(""), self._cost, max_rows=max_batch_size)
         self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
         self._depth, self._idempotent = depth, idempotent
+        self._killer_s = -INF  # when a request last died alone for the second time
+        self._spared_s = INF  # until when what was in a death waits for its slot while another is idle
         self._patience_s = min(LAST_SLOT_S, horizon_s / 8)
         self._budgets = [horizon_s + extra for extra in priority]
         self.max_batch_size = max_batch_size  # after an out-of-memory error, batches are smaller for a while
@@ -128,6 +134,10 @@ class Scheduler:
         if rows < 1:
             raise ValueError(f"max_queue must be at least 1, found {rows}")
         self._max_queue = rows
+
+    def killers(self, now: float) -> bool:
+        """Whether a death is probably the work of a request, see KILLERS."""
+        return now < self._killer_s + KILLERS * self._patience_s
 
     def prime(self, samples: list[tuple[int, float]]) -> None:
         """Learns from (rows, seconds) of warm-up runs."""
@@ -254,6 +264,8 @@ class Scheduler:
         died = outcome.kind == "died"
         again, ended = self._queue.lose(entries, died, self._idempotent)
         if died:
+            if self._idempotent and len(again) < len(entries):
+                self._killer_s = now
             for e in again:
                 e.died_on, e.died_s = batch.slot, now
         if again:
@@ -283,7 +295,7 @@ class Scheduler:
         if self._held_since_s < INF and not (self._slots.idle and queue.waiting):
             self._held_s += now - self._held_since_s
             self._held_since_s = INF
-        wake = min(self._wake_s, queue.expiries.next()) if queue.waiting else INF
+        wake = min(self._wake_s, self._spared_s, queue.expiries.next()) if queue.waiting else INF
         self.wake_at = wake if wake < INF else None
         events, queue.events = queue.events, []
         return events
@@ -320,25 +332,30 @@ class Scheduler:
     def _place(self, now: float) -> bool:
         """Sends one batch or drops entries; True: call again."""
         queue, idle = self._queue, self._slots.idle
-        self._wake_s, self._wake_rows = INF, self._view.max_rows
+        self._wake_s, self._wake_rows, self._spared_s = INF, self._view.max_rows, INF
         if self.sequences is not None:
             return self._place_sequence(now)
         if not idle:
             return self._depth > 1 and not queue.reruns and self._send_ahead(now)
-        skip = 0  # idle slots to leave alone
+        skip, spared = 0, False  # `skip`: idle slots to leave alone
         if queue.reruns:
+            lost = queue.reruns[0]
             exact = any(running.exact for running in self._slots.running.values())
-            risky = exact or (self._slots.last and now < queue.reruns[0].died_s + self._patience_s)
-            if not (risky and queue.buckets) and self._rerun(now):  # while others wait, one slot at a time is at risk
+            risky = exact or (self._slots.last and now < lost.died_s + self._patience_s)
+            until_s = lost.died_s + 2 * self._patience_s
+            spared = self.killers(now) and lost.died_on not in idle and now < until_s
+            self._spared_s = until_s if spared else INF
+            # while others wait, one slot at a time is at risk
+            if not spared and not (risky and queue.buckets) and self._rerun(now):
                 return True
-            skip = int(not exact)
+            skip = int(not (spared or risky))
         buckets = queue.buckets
         bucket = next(iter(buckets.values())) if len(buckets) == 1 else queue.head()
         if bucket is None:
             return False
         choice = self._ask(bucket, len(idle), now)
         if type(choice) is WaitUntil:
-            if queue.reruns and self._rerun(now):
+            if queue.reruns and not spared and self._rerun(now):
                 return True
             choice = self._hold(choice, bucket, now)
             bucket = self._view.bucket
@@ -376,7 +393,7 @@ class Scheduler:
         """Runs requests that were in a death alone on an empty slot, to find out which one kills it. False: no slot is
         empty; then the roomiest slot gets nothing until it is, unless another already runs such a batch."""
         queue = self._queue
-        slot = self._slots.empty(queue.reruns[0].died_on)
+        slot = self._slots.empty(queue.reruns[0].died_on, again=self.killers(now))
         if slot is None:
             return False
         entries = queue.take_rerun(slot.concurrency if slot.concurrency > 1 else queue.max_rows)

@@ -175,10 +175,10 @@ class Slots:
         """Whether one slot is up and others will be."""
         return self.up == 1 < len(self._slots)
 
-    def empty(self, avoid: int) -> Slot | None:
-        """An empty idle slot, if possible another one than `avoid`."""
+    def empty(self, number: int, again: bool) -> Slot | None:
+        """An empty idle slot, if possible another one than `number`; with `again`, if possible this one."""
         empty = [s for n in self.idle if not (s := self._slots[n]).batches]
-        return next((s for s in empty if s.number != avoid), empty[0] if empty else None)
+        return next((s for s in empty if (s.number == number) == again), empty[0] if empty else None)
 
     def _rest(self, slot: Slot) -> None:
         """Sets a live slot that stays to idle or busy."""

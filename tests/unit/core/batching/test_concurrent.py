@@ -144,6 +144,18 @@ def test_items_of_a_dead_worker_are_retried_on_an_exclusive_slot(bench: Make) ->
     assert poll(b) == [(0, [9])]
 
 
+def test_the_last_slot_takes_others_while_what_was_in_a_death_waits(bench: Make) -> None:
+    b = concurrent(bench, 16, 16)
+    b.offer(1)
+    assert poll(b) == [(0, [1])]
+    b.complete(1, "died")
+    b.scheduler.slot_down(0, b.now)
+    b.offer(2)
+    assert poll(b) == [(1, [2])]
+    b.offer(3)
+    assert poll(b) == [(1, [3])]
+
+
 def test_partly_answered_items_are_not_retried(bench: Make) -> None:
     b = concurrent(bench, 16)
     b.offer(1, 2, 3, 4)

@@ -308,6 +308,48 @@ def test_requests_that_were_in_a_death_leave_the_last_slot_to_others_for_a_while
     assert b.poll() == [[5]]
 
 
+def test_after_a_killer_what_was_in_a_death_waits_for_the_slot_that_died_and_spares_the_others(bench: Make) -> None:
+    b = bench(slots=3, max_batch_size=1)
+
+    def die(batch: int, slot: int) -> None:
+        b.complete(batch, "died")
+        b.scheduler.slot_down(slot, b.now)
+
+    b.offer(1)
+    assert b.poll() == [[1]]
+    die(1, 0)
+    assert b.poll() == [[1]]
+    die(2, 1)  # the killer
+    b.offer(2)
+    assert b.poll() == [[2]]
+    assert b.told == [Fail(1, "worker_died")]
+    die(3, 2)
+    b.scheduler.slot_up(0, b.now)
+    b.scheduler.slot_up(1, b.now)
+    assert b.poll() == []
+    assert b.scheduler.wake_at == pytest.approx(b.now + 7.5)  # a quarter of horizon_s
+    b.offer(3)
+    assert b.poll() == [[3]]
+    assert b.sent[0].slot == 0
+    b.scheduler.slot_up(2, b.now)
+    assert b.poll(1.0) == [[2]]
+    assert b.sent[0].slot == 2
+    die(5, 2)
+    b.offer(4)
+    assert b.poll() == [[4]]
+    die(6, 1)
+    b.complete(4)
+    assert b.poll(7.4) == []
+    assert b.poll(0.2) == [[4]]  # its slot is down for too long
+    b.complete(7)
+    b.offer(5)
+    assert b.poll(60.0) == [[5]]  # the next death is nobody's work
+    die(8, 0)
+    b.scheduler.slot_up(1, b.now)
+    assert b.poll() == [[5]]
+    assert b.sent[0].slot == 1
+
+
 def test_a_piece_that_kills_its_worker_is_retried_item_by_item(bench: Make) -> None:
     b = bench(slots=1, max_batch_size=8)
     b.offer(*range(8))
