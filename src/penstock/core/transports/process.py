@@ -58,7 +58,7 @@ class Channel:
     Sends at once, and the rest when the socket is writable again. Calls `on_end` once, at EOF or a broken frame. With
     `patient`, reads nothing while a peer that reads too slowly has left something unsent. `drains`: for a peer whose
     end nothing else reports. If it ends without having read all, libuv reports its last data and that error as one
-    event, the last one."""
+    event, the last one. `buffer`: memory for one read, which channels of one thread may share."""
 
     def __init__(
         self,
@@ -68,13 +68,14 @@ class Channel:
         on_end: Callable[[], None],
         patient: bool = False,
         drains: bool = False,
+        buffer: bytearray | None = None,
     ) -> None:
         self._loop = loop
         self._sock = sock
         self._on_frame = on_frame
         self._on_end = on_end
-        self._decoder = FrameDecoder()
-        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self.decoder = FrameDecoder()
+        self._buffer = memoryview(buffer or bytearray(RECEIVE_BYTES))
         self._unsent: deque[memoryview] = deque()
         self._open = True
         self._patient = patient
@@ -158,7 +159,7 @@ class Channel:
             count = 0
         frames: list[Frame] = []
         try:
-            frames = self._decoder.feed(self._buffer[:count])
+            frames = self.decoder.feed(self._buffer[:count])
         except FrameError as e:
             log.error("channel_broken error=%s: it is closed", e)
             count = 0

@@ -29,6 +29,7 @@ from penstock.types import BatchPart, Item, ItemResult, MetricDelta, Ready
 Buffer = bytes | bytearray | memoryview
 
 MAX_BUFFERS = 65536
+MAX_BYTES = 2**32  # of a frame
 _PREFIX = struct.Struct("<II")
 
 
@@ -54,18 +55,18 @@ def frame_of(head: bytes, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
 class FrameDecoder:
     """Decodes the frames in a stream of bytes that may be split anywhere. Unusable after a FrameError.
 
-    `max_bytes` bounds one frame, so that a broken peer cannot exhaust memory.
+    `max_bytes` bounds one frame, and may change between frames. Memory grows with what arrives, not with what a frame
+    announces, so that a broken peer cannot exhaust it with a few bytes.
     """
 
-    def __init__(self, max_bytes: int = 2**32) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._reset()
 
     def _reset(self) -> None:
         self._sizes: list[int] = []  # sizes of the parts after the current one
         self._done: list[bytearray] = []  # completed parts: head, then buffers
-        self._part = bytearray(_PREFIX.size)
-        self._filled = 0
+        self._part, self._size = bytearray(), _PREFIX.size
         self._stage = 0  # 0 prefix, 1 table of lengths, 2 head and buffers
 
     def feed(self, data: Buffer) -> list[Frame]:
@@ -74,15 +75,14 @@ class FrameDecoder:
         view = memoryview(data)
         at = 0
         while at < len(view):
-            if self._stage == 0 and self._filled == 0:
+            if self._stage == 0 and not self._part:
                 at = self._whole(view, at, frames)
                 if at >= len(view):
                     break
-            take = min(len(self._part) - self._filled, len(view) - at)
-            self._part[self._filled : self._filled + take] = view[at : at + take]
-            self._filled += take
-            at += take
-            while self._filled == len(self._part):
+            rest = self._size - len(self._part)
+            self._part += view[at : at + rest]
+            at += rest
+            while len(self._part) == self._size:
                 frame = self._next_part()
                 if frame is not None:
                     frames.append(frame)
@@ -108,9 +108,9 @@ class FrameDecoder:
             head_bytes, count = _PREFIX.unpack(self._part)
             if count > MAX_BUFFERS:
                 raise FrameError(f"frame announces {count} buffers, expected at most {MAX_BUFFERS}")
-            self._check(head_bytes)
+            self._check(head_bytes + 8 * count)
             self._sizes = [head_bytes]
-            self._stage, self._part, self._filled = 1, bytearray(8 * count), 0
+            self._stage, self._part, self._size = 1, bytearray(), 8 * count
             return None
         if self._stage == 1:
             self._sizes += struct.unpack(f"<{len(self._part) // 8}Q", self._part)
@@ -119,15 +119,15 @@ class FrameDecoder:
         else:
             self._done.append(self._part)
         if self._sizes:
-            self._part, self._filled = bytearray(self._sizes.pop(0)), 0
+            self._part, self._size = bytearray(), self._sizes.pop(0)
             return None
         frame = Frame(bytes(self._done[0]), self._done[1:])
         self._reset()
         return frame
 
     def _check(self, size: int) -> None:
-        if size > self._max_bytes:
-            raise FrameError(f"frame announces {size} bytes, expected at most {self._max_bytes}")
+        if size > self.max_bytes:
+            raise FrameError(f"frame announces {size} bytes, expected at most {self.max_bytes}")
 
 
 # ---- messages

@@ -17,6 +17,7 @@ from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from typing import Any, Final
 
+from penstock.core.transports.process import RECEIVE_BYTES
 from penstock.core.wire.messages import FrameDecoder, WorkerFailed, write
 from penstock.errors import ConfigError, PenstockError, QueueFull, describe
 from penstock.serving.lifetime import runner
@@ -55,6 +56,7 @@ class SharedBatcher:
         )
         self.max_rows = max_queue + 2 * instances * size + RUNNING_ROWS
         self.sessions: set[Session] = set()
+        self.buffer = bytearray(RECEIVE_BYTES)
         self._linger = self._loop.call_later(offer.linger_s, self._end_if_unused)
         self._loaded = self._loop.create_task(self._tell_when_loaded())
         self._loop.add_reader(listener.fileno(), self._accept)

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from penstock.core.contracts import Submitter, Ticket
 from penstock.core.transports.process import Channel
 from penstock.core.wire.messages import (
+    MAX_BYTES,
     AbandonBatch,
     Buffer,
     Frame,
@@ -38,6 +39,7 @@ JOIN_S: Final = 10.0  # for the first message of a client
 STALL_S: Final = 30.0  # in which a client takes no byte of its answers
 REQUEST_BYTES: Final = 64 * 2**20  # shared memory of one client; larger payloads follow in the stream
 REPLY_BYTES: Final = 64 * 2**20
+JOIN_BYTES: Final = 16 * 2**10  # of the first message: its settings have a few hundred
 
 
 class SharedModel(Submitter, Protocol):
@@ -52,6 +54,7 @@ class SessionOwner(Protocol):
     model: str
     max_rows: int  # of one client that may be in flight
     sessions: set[Session]
+    buffer: bytearray  # in which the sessions receive, one after the other
 
     @property
     def backend(self) -> SharedModel: ...
@@ -84,7 +87,10 @@ class Session:
         self._reader = MessageReader(ToBatcher, self._request_memory)
         self._timer = self._loop.call_later(JOIN_S, self.close)
         self._stall: asyncio.TimerHandle | None = None
-        self._channel = Channel(self._loop, sock, self._on_frame, self.close, patient=True, drains=True)
+        self._channel = Channel(
+            self._loop, sock, self._on_frame, self.close, patient=True, drains=True, buffer=batcher.buffer
+        )
+        self._channel.decoder.max_bytes = JOIN_BYTES
 
     def close(self) -> None:
         """Frees what the client held. Idempotent."""
@@ -139,6 +145,7 @@ class Session:
             self.close()
             return
         self._timer.cancel()
+        self._channel.decoder.max_bytes = MAX_BYTES
         fds = [anonymous_file(REQUEST_BYTES), anonymous_file(REPLY_BYTES)]
         try:
             self._requests = mmap.mmap(fds[0], REQUEST_BYTES)

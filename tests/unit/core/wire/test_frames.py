@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -69,3 +70,21 @@ def test_large_buffers_are_sent_without_a_copy():
 def test_a_frame_that_is_announced_too_large_is_refused_before_memory_is_reserved(stream):
     with pytest.raises(frames.FrameError, match="expected at most"):
         frames.FrameDecoder(max_bytes=1000).feed(stream)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [struct.pack("<II", 2**31, 0), struct.pack("<IIQ", 0, 1, 2**31), struct.pack("<II", 0, frames.MAX_BUFFERS)],
+    ids=["head", "buffer", "number of buffers"],
+)
+def test_memory_grows_with_what_arrives_and_not_with_what_is_announced(stream):
+    decoder = frames.FrameDecoder()
+    tracemalloc.start()
+    try:
+        decoder.feed(stream)
+        for _ in range(10):
+            decoder.feed(bytes(10_000))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 300_000

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import os
 import socket
+import struct
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,40 @@ def a_call(number: int, value: Any) -> list[Any]:
     outbox = MessageWriter(None)
     item = Item(put_values(outbox, [seal(value)]), many=True)
     return write(CallMessage(number, item, 0, []), outbox.buffers)
+
+
+async def test_a_peer_that_has_not_joined_takes_a_few_kilobytes_at_most(running: Running) -> None:
+    peers: list[Any] = []
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(20):
+            peers.append(running.connect())
+            peers[-1].send(struct.pack("<II", session.JOIN_BYTES, 0) + bytes(2000))
+        async with asyncio.timeout(20):
+            while len(running.batcher.sessions) < len(peers):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 20 * 10_000
+    for peer in peers:
+        peer.close()
+
+
+async def test_a_peer_may_announce_large_frames_only_after_it_has_joined(running: Running) -> None:
+    (frame,) = write(FreeReplies([]))
+    large = b"".join(frame_of(bytes(frame[8:]), [bytes(session.JOIN_BYTES)]))
+    stranger, member = running.connect(), running.connect()
+    stranger.send(large[:16])
+    assert await receive(stranger) == b""
+    member.send(b"".join(write(JoinMessage(batcher.VERSION, None))))
+    assert await receive(member)
+    member.send(large + b"".join(a_call(1, "answered")))
+    assert await receive(member)
+    stranger.close()
+    member.close()
 
 
 async def test_it_ends_after_its_last_client_and_not_before(running: Running) -> None:
