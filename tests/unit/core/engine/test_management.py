@@ -79,7 +79,7 @@ def config(folder: Path) -> Config:
     return Config(
         server=ServerConfig(management=True, model_store=str(folder / "store"), drain_s=5.0),
         limits=LimitsConfig(max_instances=4),
-        models={"m": ModelConfig(target=f"{folder}/app.py:Model", transport="thread", env={"A": "1"})},
+        models={"m": ModelConfig(target=f"{folder}/app.py:Model", transport="thread", trust="pickle")},
     )
 
 
@@ -396,7 +396,7 @@ async def test_closing_the_engine_ends_a_change_under_way(manage: Management, en
         (keys("two.py:Model", version="3"), BadRequest, "names version '2'"),
         (keys("two.py:Model", name="n"), BadRequest, "names the model 'm'"),
         (keys("two.py:Model", traffic={"1": 1.0}), BadRequest, "/traffic"),
-        (keys("two.py:Model", env={"LD_PRELOAD": "x"}), Forbidden, "env"),
+        (keys("two.py:Model", env={"LD_PRELOAD": "x"}, transport="process"), Forbidden, "env"),
         (keys("two.py:Model", trust="pickle"), Forbidden, "trust"),
         ({"target": "two.py:Model", "transport": "os:system"}, Forbidden, "transport"),
         (keys("two.py:Model", batching={"policy": "os:system"}), Forbidden, "policy"),
@@ -438,8 +438,8 @@ async def test_targets_from_the_configuration_or_the_store_can_be_loaded(
     await manage.put("m", "2", keys(target.format(folder)))
     expected = {"app": "one", "in.": "two", "dee": "three"}[target.removeprefix("{}/")[:3]]
     assert await engine.infer("m", 0, version="2") == expected
-    env = engine._registry.find("m", "2").config.env
-    assert env == ({"A": "1"} if expected == "one" else {}), "what only the configuration may say stays"
+    trust = engine._registry.find("m", "2").config.trust
+    assert trust == ("pickle" if expected == "one" else "none"), "what only the configuration may say stays"
 
 
 async def test_of_two_sections_with_one_target_the_models_own_applies(manage: Management, folder: Path) -> None:
