@@ -10,6 +10,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
+from penstock.backoff import doubled_s
 from penstock.bulk.protocol import RevisionChanged, ServerFault, WrongAnswer, revision_changed
 from penstock.bulk.servers import ServerInfo, authorization, fetch
 from penstock.bulk.types import EndpointStats, SendMode, SendOptions
@@ -165,8 +166,7 @@ class EndpointHealth:
     def backoff_s(self, failures: int) -> float:
         """A random pause below a bound that doubles with each failure, so that clients do not return together."""
         options = self._options
-        bound = options.backoff_s * 2.0 ** min(failures - 1, 30)
-        return self._random.uniform(0.0, min(options.longest_backoff_s, bound))
+        return self._random.uniform(0.0, doubled_s(options.backoff_s, failures, options.longest_backoff_s))
 
     def close(self) -> None:
         for probe in self._probes:

@@ -6,6 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from penstock.backoff import doubled_s
 from penstock.client.endpoint import ConnectionLost, Unreachable
 from penstock.errors import ModelNotReady, PenstockError, QueueFull, RunTimeout, WorkerDied
 
@@ -33,7 +34,7 @@ class RetryPolicy(Struct, frozen=True):
         """
         if failures > self.retries or not is_safe(error, repeatable):
             return None
-        jitter_s = chance * min(self.longest_pause_s, self.backoff_s * 2.0 ** min(failures - 1, 30))
+        jitter_s = chance * doubled_s(self.backoff_s, failures, self.longest_pause_s)
         pause_s = min(error.retry_after_s or 0.0, self.longest_pause_s) + jitter_s
         return pause_s if pause_s < left_s else None
 

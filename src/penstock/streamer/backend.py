@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.backoff import Backoff
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.contracts import Observer, Ticket
 from penstock.core.engine.engine import Engine
@@ -50,7 +51,7 @@ class LocalBackend(ChunkingBackend, Observer):
         self._pending: dict[_PendingRequest, None] = {}  # in order of arrival
         self._pending_rows = self._pending_bytes = 0
         self._failure: PenstockError | None = None
-        self._retry_s, self._retry_at_s = FIRST_RETRY_S, 0.0
+        self._backoff, self._retry_at_s = Backoff(FIRST_RETRY_S, LAST_RETRY_S), 0.0
         self._start_loading()
 
     def _start_loading(self) -> None:
@@ -67,8 +68,7 @@ class LocalBackend(ChunkingBackend, Observer):
                     "load_failed model=%s error=%s: its callers get an error\n%s", self._name, error, error.detail
                 )
             self._loaded, self._failure = False, error
-            self._retry_at_s = time.monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+            self._retry_at_s = time.monotonic() + self._backoff.next_s()
             self._release_pending()
         else:
             self._serve()
@@ -79,7 +79,8 @@ class LocalBackend(ChunkingBackend, Observer):
 
     def _serve(self) -> None:
         if self._failure is None:
-            self._loaded, self._retry_s = True, FIRST_RETRY_S
+            self._loaded = True
+            self._backoff.reset()
             self._release_pending()
 
     def _retry_if_due(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from penstock.backoff import Backoff
 from penstock.core.batching.residency import Residency, ResidentModel
 from penstock.errors import ConfigError, LoadFailed, LoadOutOfMemory, ModelNotReady, PenstockError, describe
 
@@ -36,7 +37,7 @@ class ResidencyManager:
         self._residency = Residency(budgets)
         self._handles: dict[ResidentModel, ModelHandle] = {}
         self._wanted: dict[ResidentModel, float] = {}  # in order of arrival
-        self._refused: dict[ResidentModel, tuple[float, float]] = {}  # model -> (until, seconds) after a failed load
+        self._refused: dict[ResidentModel, tuple[float, Backoff]] = {}  # until when, after a failed load
         self._tasks: set[asyncio.Task[object]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._pinning = 0  # pinned models that wait for room
@@ -238,9 +239,9 @@ class ResidencyManager:
 
     def _refuse(self, model: ResidentModel, handle: "ModelHandle", error: PenstockError) -> None:
         """Answers the requests that waited, and refuses further ones for a while."""
-        _, before = self._refused.get(model, (0.0, RETRY_S / 2))
-        wait = min(MOST_RETRY_S, 2 * before)
-        self._refused[model] = time.monotonic() + wait, wait
+        _, backoff = self._refused.get(model) or (0.0, Backoff(RETRY_S, MOST_RETRY_S))
+        wait = backoff.next_s()
+        self._refused[model] = time.monotonic() + wait, backoff
         detail = f"\n{error.detail}" if error.detail else ""
         log.warning("load_failed %s retry_in_s=%g error=%s%s", handle.instances.label, wait, error, detail)
         handle.not_loaded(ModelNotReady(f"model '{model.key[0]}' did not load", retry_after_s=wait))

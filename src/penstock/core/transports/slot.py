@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from penstock.backoff import Backoff
 from penstock.config.schema import RestartConfig, with_options
 from penstock.core.contracts import RESTART_WAIT_S, OnPart, TransportListener
 from penstock.core.wire.slabs import Slab, SlabPool
@@ -47,7 +48,7 @@ class WorkerHistory:
         self._answered = False  # a worker of the slot has answered a batch
         self._deaths: deque[float] = deque(maxlen=config.deaths)
         self._window_s = config.window_s
-        self._next_s = FIRST_RETRY_S
+        self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S)
         self.load_s = 0.0  # of the last worker that came up
 
     def answered(self, requests: int, now: float) -> bool:
@@ -66,12 +67,10 @@ class WorkerHistory:
             often = len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < self._window_s
             self._deaths.append(now)
             if not often:
-                self._next_s = FIRST_RETRY_S
+                self._backoff.reset()
                 return 0.0
-        most_s = min(self.load_s, RESTART_WAIT_S) if loaded and (asked or self._answered) else LAST_RETRY_S
-        pause_s = min(self._next_s, most_s)
-        self._next_s = min(2 * self._next_s, max(most_s, FIRST_RETRY_S))
-        return pause_s
+        served = loaded and (asked or self._answered)
+        return self._backoff.next_s(min(self.load_s, RESTART_WAIT_S) if served else None)
 
 
 class WorkerSlot:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from penstock.backoff import Backoff
 from penstock.errors import BrokerUnavailable, ConfigError, PenstockError
 from penstock.streamer.redis.connection import Command, RedisConnection
 from penstock.streamer.redis.protocol import (
@@ -174,7 +175,7 @@ async def receive_replies(
     """Reads replies from `stream` while requests are unanswered, for ever. Each read deletes the messages of the one
     before. `on_error` is called after each connection error, which may have lost requests."""
     done: list[bytes] = []
-    pause = RETRY_S[0]
+    backoff = Backoff(*RETRY_S)
     read = ("XREAD", "COUNT", READ_MESSAGES, "BLOCK", READ_BLOCK_MS, "STREAMS", stream, "0-0")
     while True:
         if not requests.entries:
@@ -186,10 +187,9 @@ async def receive_replies(
         except PenstockError as e:
             log.debug("receive_failed broker=%s error=%s", connection.address.name, e)
             on_error()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, RETRY_S[1])
+            await asyncio.sleep(backoff.next_s())
             continue
-        pause = RETRY_S[0]
+        backoff.reset()
         done = []
         for id, fields in found[0][1] if found else ():
             done.append(id)

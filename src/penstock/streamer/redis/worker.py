@@ -12,6 +12,7 @@ import time
 import uuid
 from typing import Any
 
+from penstock.backoff import Backoff
 from penstock.core.contracts import Backend, Observer
 from penstock.errors import BrokerUnavailable, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, WorkerDied
 from penstock.streamer.redis.address import BrokerAddress
@@ -132,7 +133,7 @@ class BrokerWorker:
     # ---- requests
 
     async def _read_all(self) -> None:
-        pause = RETRY_S[0]
+        backoff = Backoff(*RETRY_S)
         connected = False
         while True:
             capacity = self._capacity()
@@ -152,10 +153,9 @@ class BrokerWorker:
                 connected = False
                 if not (isinstance(e, CommandRefused) and e.word in ("NOGROUP", "UNBLOCKED")):  # the broker was flushed
                     self._note_broker(e)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, RETRY_S[1])
+                await asyncio.sleep(backoff.next_s())
                 continue
-            pause = RETRY_S[0]
+            backoff.reset()
             self._note_broker(None)
             for id, fields in found[0][1] if found else ():
                 self._take(id, fields)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
+from penstock.backoff import Backoff
 from penstock.errors import BrokerUnavailable, PenstockError, QueueFull
 from penstock.streamer.redis.connection import CommandRefused, RedisConnection
 from penstock.streamer.redis.protocol import (
@@ -116,7 +117,7 @@ class ReplyWriter:
 
     async def run(self) -> None:
         """Writes replies for ever, and retries while the broker is unavailable. Raises ConfigError."""
-        pause = RETRY_S[0]
+        backoff = Backoff(*RETRY_S)
         while True:
             await self._work_due.wait()
             self._work_due.clear()
@@ -124,12 +125,11 @@ class ReplyWriter:
                 try:
                     await self.hand_back(self._released)
                     await self._write()
-                    pause = RETRY_S[0]
+                    backoff.reset()
                 except (BrokerUnavailable, QueueFull) as e:
-                    name = self._connection.address.name
+                    name, pause = self._connection.address.name, backoff.next_s()
                     log.debug("write_failed broker=%s retry_in_s=%g error=%s", name, pause, e)
                     await asyncio.sleep(pause)
-                    pause = min(2 * pause, RETRY_S[1])
                 self._on_progress()
             if not self.leases:
                 self._empty.set()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from penstock.backoff import Backoff
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
 from penstock.core.contracts import Ticket
@@ -64,7 +65,7 @@ class SharedClient:
         self._link: BatcherLink | None = None
         self._joining = False
         self._failure: PenstockError | None = None
-        self._retry_s, self._retry_at_s = FIRST_RETRY_S, 0.0
+        self._backoff, self._retry_at_s = Backoff(FIRST_RETRY_S, LAST_RETRY_S), 0.0  # until a batcher answers
         self._emptied: asyncio.Event | None = None  # made by close()
         self._closed = False
         self._bounds: tuple[int, float] | None = None  # of unanswered rows and bytes, from the batcher
@@ -163,7 +164,7 @@ class SharedClient:
                 self._emptied.set()
 
     def _answered(self, message: PartMessage) -> None:
-        self._retry_s = FIRST_RETRY_S
+        self._backoff.reset()
         (result,) = message.part.results
         assert result is not None
         body = result.body
@@ -217,7 +218,7 @@ class SharedClient:
     def _fail(self, error: PenstockError) -> None:
         """All callers get the error, and so do those that call soon."""
         self._failure = error
-        self._retry_at_s = time.monotonic() + self._next_pause_s()
+        self._retry_at_s = time.monotonic() + self._backoff.next_s()
         for call_id in list(self._calls):
             self._end(call_id, ItemResult(error=error))
 
@@ -236,12 +237,7 @@ class SharedClient:
             elif not idempotent or call.deaths > MAX_DEATHS:
                 self._end(call_id, ItemResult(error=WorkerDied("the shared batcher that ran this call died")))
         if self._calls:  # a batcher that answered nothing is not started again at once
-            self._join(0.0 if link.answered else self._next_pause_s())
-
-    def _next_pause_s(self) -> float:
-        """0.1 s, 0.2 s ... 30 s, until a batcher answers."""
-        pause_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LAST_RETRY_S)
-        return pause_s
+            self._join(0.0 if link.answered else self._backoff.next_s())
 
     # ---- the rest of a PortalBackend
 
