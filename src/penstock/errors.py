@@ -7,7 +7,7 @@ every front-end has one table from class to status.
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 # these end the worker; any other exception is an error of items, including panics of native code
 ENDS = (SystemExit, KeyboardInterrupt)
@@ -221,6 +221,9 @@ def from_code(code: str, message: str, detail: str = "") -> PenstockError:
     """The error for a code received from another process; unknown codes become `PenstockError`."""
     cls = next((c for c in _tree(PenstockError) if c.code == code), PenstockError)
     return cls(message, detail=detail)
+
+
+HALF_PAIR: Final = "the model returned text with half a surrogate pair, which UTF-8 cannot hold"
 
 
 def plain(text: object) -> str:

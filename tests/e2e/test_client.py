@@ -290,10 +290,9 @@ def test_parts_keep_their_types(client):
     assert list(client.stream("count", 1, events=False)) == [{"n": n} for n in range(4)]
     assert list(client.stream("words", 1)) == ["1", " two", " dréi"]
     assert "".join(client.stream("words", 1, events=False)) == "1 two dréi"
-    assert list(client.stream("blobs", 1, events=False)) == [bytes([n, 10, 13, 0]) * 3 for n in range(3)]
+    for events in (True, False):
+        assert list(client.stream("blobs", 1, events=events)) == [bytes([n, 10, 13, 0]) * 3 for n in range(3)]
     assert list(client.stream("echo", {"a": 1})) == [{"a": 1}]
-    with pytest.raises(NotSupported, match="events=False"):
-        list(client.stream("blobs", 1))
 
 
 def test_an_error_in_the_middle_has_its_class_as_an_event(client):

@@ -1,10 +1,11 @@
-"""What HTTP allows a client to send, on the routes of every port: offers of another protocol, and blanks."""
+"""What HTTP allows a client to send, on the routes of every port, and what no answer may hold."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
+from base64 import b64decode
 from collections.abc import Callable
 from http.client import HTTPConnection
 from pathlib import Path
@@ -26,7 +27,39 @@ SOURCE = """
     @penstock.model(task="text-generation")
     def text(items):
         return [item.prompt for item in items]
+
+    HALF = chr(0xD83D)
+
+    def half(items):
+        return [HALF if item == "text" else {"a": [HALF]} for item in items]
+
+    def half_response(items):
+        return [penstock.Response(HALF, "text/plain") for _ in items]
+
+    def half_stream(items):
+        yield ["a" for _ in items]
+        yield [HALF for _ in items]
+
+    def half_tensors(items):
+        return [{"x": np.array([HALF], object)} for _ in items]
+
+    @penstock.model(task="text-generation")
+    def half_text(items):
+        return [HALF for _ in items]
+
+    @penstock.model(task="text-generation")
+    def half_parts(items):
+        yield ["a" for _ in items]
+        yield [HALF for _ in items]
+
+    def sound(items):
+        for part in (b"RIFF\\x00\\r\\n\\xff", b"\\n", b"\\xf0\\x9f"):
+            yield [part for _ in items]
 """
+NAMES = (
+    "show", "tensors", "text", "sound",
+    "half", "half_response", "half_stream", "half_tensors", "half_text", "half_parts",
+)  # fmt: skip
 OFFERS = [
     {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQCAAAA"},
     {"Connection": "upgrade", "Upgrade": "TLS/1.0"},
@@ -39,7 +72,7 @@ TENSORS = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data":
 
 @pytest.fixture(scope="module")
 def server(serve_all: Callable[..., Any]) -> Any:
-    return serve_all(SOURCE, "show", "tensors", "text", "--set", "server.management=true")
+    return serve_all(SOURCE, *NAMES, "--set", "server.management=true")
 
 
 class Asker:
@@ -119,3 +152,66 @@ def test_blanks_after_the_values_of_headers_change_nothing(server: Any) -> None:
     with Asker(server.url) as asker:
         assert asker.ask("POST", "/predictions/show", JSON + " ", b"[1]", **headers) == (200, b"[1]")
         assert asker.ask("POST", "/v2/models/tensors/infer", JSON, json.dumps(TENSORS).encode(), **headers)[0] == 200
+
+
+ASKED = {**TENSORS, "parameters": {"binary_data_output": True}}
+HALF = b"half a surrogate pair"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/predictions/half", b'"text"'),
+        ("/predictions/half", b"1"),
+        ("/predictions/half_response", b"1"),
+        ("/v1/models/half:predict", b'{"instances": [1]}'),
+        ("/v2/models/half_tensors/infer", json.dumps(TENSORS).encode()),
+        ("/v2/models/half_tensors/infer", json.dumps(ASKED).encode()),
+        ("/v1/completions", b'{"model": "half_text", "prompt": "a"}'),
+        ("/v1/chat/completions", b'{"model": "half_text", "messages": [{"role": "user", "content": "a"}]}'),
+    ],
+)
+def test_half_a_character_in_an_answer_is_a_clear_500(server: Any, path: str, body: bytes) -> None:
+    status, found = server.post(path, body)
+    assert (status, HALF in found) == (500, True), found
+    json.loads(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "before"),
+    [
+        ("/predictions/half_stream", b"1", b"data: a\n\n"),
+        ("/v1/completions", b'{"model": "half_parts", "prompt": "a", "stream": true}', b'"text":"a"'),
+    ],
+)
+def test_half_a_character_in_a_stream_is_an_event_of_its_own(
+    server: Any, path: str, body: bytes, before: bytes
+) -> None:
+    status, found = server.post(path, body, accept="text/event-stream")
+    good, bad = found.decode().split("\n\n")[:2]
+    assert status == 200
+    assert before.strip() in good.encode()
+    assert HALF.decode() in bad
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/predictions/show", rb'{"a":"\ud83d"}'),
+        ("/v1/models/show:predict", rb'{"instances": ["\ude00"]}'),
+        ("/v2/models/tensors/infer", rb'{"inputs": [{"name": "\ud83d"}]}'),
+        ("/v1/completions", rb'{"model": "text", "prompt": "\ud83d!"}'),
+    ],
+)
+def test_half_a_character_in_a_request_is_named(server: Any, path: str, body: bytes) -> None:
+    status, found = server.post(path, body)
+    assert (status, b"holds half a surrogate pair (byte %d)" % body.index(b"\\") in found) == (400, True), found
+
+
+def test_bytes_are_events_in_base64(server: Any) -> None:
+    with Asker(server.url) as asker:
+        status, body = asker.ask("POST", "/predictions/sound", JSON, b"1", accept="text/event-stream")
+    found = [event.split("\n") for event in body.decode().split("\n\n")[:-1]]
+    assert status == 200
+    assert {event[0] for event in found} == {"event: base64"}
+    assert [b64decode(event[1].removeprefix("data: ")) for event in found] == [b"RIFF\0\r\n\xff", b"\n", b"\xf0\x9f"]

@@ -158,8 +158,8 @@ class AsyncClient:
     ) -> AsyncGenerator[Any, None]:
         """The parts of a model's result, as they arrive. Leaving the loop cancels the request.
 
-        JSON parts become Python values, and text `str`. A model that streams bytes needs `events=False`: its parts are
-        then chunks, and an error after the first part is a ConnectionLost. Over gRPC `value` is a dict of arrays, and
+        JSON parts become Python values, text `str`, and others `bytes`. With `events=False` parts of text and bytes are
+        chunks, and an error after the first part is a ConnectionLost. Over gRPC `value` is a dict of arrays, and
         each part is a response as of `infer`.
         """
         call = self._call(options)

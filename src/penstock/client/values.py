@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import codecs
 from collections.abc import Mapping
 from typing import Any, Final
@@ -11,8 +12,8 @@ import msgspec
 from penstock.client.answers import UnexpectedResponse, named_error
 from penstock.client.endpoint import ResponseTooLarge
 from penstock.client.http import Buffer
-from penstock.errors import BadOutput, BadRequest, ItemFailed, NotSupported, PenstockError
-from penstock.serving.protocols.bodies import JSON, PART_TYPE, decode_text, encode_json, split_type
+from penstock.errors import BadOutput, BadRequest, ItemFailed, PenstockError
+from penstock.serving.protocols.bodies import BASE64, JSON, PART_TYPE, decode_text, encode_json, encode_text, split_type
 
 TEXT: Final = "text/plain; charset=utf-8"
 BYTES: Final = "application/octet-stream"
@@ -28,10 +29,10 @@ def encode_value(value: Any, content_type: str | None = None) -> tuple[str, Buff
     """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return content_type or BYTES, value
-    if isinstance(value, str):
-        return content_type or TEXT, value.encode("utf-8", "surrogatepass")
     dump = getattr(value, "model_dump", None)  # pydantic
     try:
+        if isinstance(value, str):
+            return content_type or TEXT, encode_text(value)
         return content_type or JSON, encode_json(dump(mode="json") if callable(dump) else value)
     except BadOutput as error:
         raise BadRequest(error.message.replace("the model returned", "the value is or holds", 1)) from None
@@ -85,8 +86,6 @@ class PartReader:
         self._data: list[bytes] = []
         self._data_bytes = 0
         self._part_type = headers.get(PART_TYPE, "")
-        if split_type(self._part_type)[0] == BYTES:
-            raise NotSupported("the model streams bytes, which events cannot carry; call stream(..., events=False)")
         text = self._kind.startswith("text/") or not self._kind
         try:
             self._text = codecs.getincrementaldecoder(charset)("replace") if text else None
@@ -135,7 +134,7 @@ class PartReader:
                 return []
             if event == b"error":
                 raise _stream_error(data)
-            return [self._event_value(data)]
+            return [self._event_value(data, event == BASE64)]
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if name == b"data":
@@ -147,10 +146,16 @@ class PartReader:
             self._event = value
         return []
 
-    def _event_value(self, data: bytes) -> Any:
-        """Without the header `PART_TYPE`, as from other servers: JSON if it is JSON, else text."""
-        headers = {"content-type": self._part_type} if self._part_type else {}
-        return decode_value(headers, data)
+    def _event_value(self, data: bytes, base64: bool) -> Any:
+        """Without the header `PART_TYPE`, as from other servers, or if it cannot be of that type: JSON if it is JSON,
+        else text; bytes in base64."""
+        kind = self._part_type
+        if base64 != kind.endswith(";base64"):
+            kind = BYTES if base64 else ""
+        try:
+            return decode_value({"content-type": kind}, binascii.a2b_base64(data, strict_mode=True) if base64 else data)
+        except binascii.Error as exc:
+            raise UnexpectedResponse(f"an event of the stream is not the base64 that its name says: {exc}") from None
 
 
 def _stream_error(data: bytes) -> PenstockError:

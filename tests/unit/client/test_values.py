@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import math
+from base64 import b64encode
 from datetime import UTC, date, datetime, timedelta
 from email.utils import format_datetime
 from itertools import pairwise
@@ -9,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.client.answers import MAX_PAUSE_S, UnexpectedResponse, error_of, retry_after_s
@@ -27,7 +29,7 @@ from penstock.errors import (
     QueueFull,
     SequenceLost,
 )
-from penstock.serving.http.responses import error_result, stream_part, stream_type
+from penstock.serving.http.responses import error_result, stream_part, stream_start, stream_type
 from penstock.serving.protocols.native import NativeCodec
 from penstock.serving.protocols.oip_json import error_body as oip_error_body
 from penstock.serving.protocols.route import error_body
@@ -65,7 +67,7 @@ def test_arrays_dates_and_models_are_json():
     assert encode_value(b"\xff\xd8", "image/jpeg") == ("image/jpeg", b"\xff\xd8")
 
 
-@pytest.mark.parametrize("value", [math.nan, [np.array([np.inf])], object(), 2**70 * 1.0j])
+@pytest.mark.parametrize("value", [math.nan, [np.array([np.inf])], object(), 2**70 * 1.0j, "\ud83d", {"a": "\ud83d"}])
 def test_a_value_that_json_cannot_hold_is_refused(value: Any):
     with pytest.raises(BadRequest, match="the value is or holds"):
         encode_value(value)
@@ -99,17 +101,58 @@ def test_json_parts_survive_any_framing(parts, cuts, sse):
     assert found == [part for part in parts if not isinstance(part, str)]
 
 
-@given(
-    st.lists(st.text(st.characters(exclude_characters="\r", codec="utf-8"), min_size=1), max_size=5),
-    st.lists(st.integers(0, 200), max_size=9),
-    st.booleans(),
-)
+texts = st.text(st.characters(exclude_characters="\r", codec="utf-8"), min_size=1)
+
+
+@given(st.lists(texts, max_size=5), st.lists(st.integers(0, 200), max_size=9), st.booleans())
 def test_text_parts_survive_any_framing(parts, cuts, sse):
     data = b"".join(stream_part(CODEC.encode(part, Item(b""), None), sse) for part in parts)
     kind = "text/plain; charset=utf-8"
     reader = PartReader({"content-type": stream_type(kind, sse), "x-part-type": kind}, 2**20)
     found = [part for piece in cut(data, cuts) for part in reader.feed(piece)] + reader.end()
     assert found == parts if sse else "".join(found) == "".join(parts)
+
+
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\r", codec="utf-8"), min_size=1) | st.binary(min_size=1), max_size=5
+    ),
+    st.lists(st.integers(0, 200), max_size=9),
+)
+@example([b"RIFF\x00\r\n\xff", b"\n", b"\xf0\x9f"], [])
+@example(["text", b"\xff", "3"], [])
+@example([b"text", "\u00e9"], [])
+def test_parts_of_text_and_bytes_survive_as_events(parts, cuts):
+    results = [CODEC.encode(part, Item(b""), None) for part in parts]
+    data = b"".join(stream_part(result, True) for result in results)
+    assert data.decode() == data.decode().replace("\r", "")
+    headers = dict(stream_start(results[0], True).headers) if results else {}
+    if parts and isinstance(parts[0], bytes):
+        assert headers == {"x-part-type": "application/octet-stream;base64"}
+    reader = PartReader({"content-type": "text/event-stream", **headers}, 2**20)
+    found = [part for piece in cut(data, cuts) for part in reader.feed(piece)] + reader.end()
+    for part, kept in zip(found, parts, strict=True):
+        assert part == kept or (isinstance(kept, str) and isinstance(parts[0], bytes) and json.loads(kept) == part)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "base64"),
+    [
+        ("", b"a", False),
+        ("", b"\xff", True),
+        ("text/csv; charset=latin-1", b"\xe9", True),
+        ("Application/XML", b"<a/>", False),
+        ("audio/wav", b"RIFF", True),
+        ("application/x-protobuf", b"\x08\x01", True),
+    ],
+)
+def test_a_part_that_is_no_text_is_an_event_in_base64_with_its_own_type(kind, body, base64):
+    result = ItemResult(body, kind)
+    event = b"event: base64\ndata: %b\n\n" % b64encode(body) if base64 else b"data: %b\n\n" % body
+    assert stream_part(result, True) == event
+    if kind:
+        assert stream_start(result, True).headers == [("x-part-type", f"{kind};base64" if base64 else kind)]
+    assert stream_part(result, False) == body
 
 
 def test_events_of_other_servers_comments_and_errors():
@@ -121,7 +164,7 @@ def test_events_of_other_servers_comments_and_errors():
         reader.feed(b"event: error\ndata: broken\n\n")
 
 
-def test_a_part_without_an_end_is_bounded_and_bytes_in_events_are_refused():
+def test_a_part_without_an_end_is_bounded():
     for kind in ("text/event-stream", "application/x-ndjson"):
         reader = PartReader({"content-type": kind}, 100)
         reader.feed(b"x" * 90)
@@ -131,8 +174,8 @@ def test_a_part_without_an_end_is_bounded_and_bytes_in_events_are_refused():
     reader.feed(b"data: 0123456789\n" * 10)
     with pytest.raises(ResponseTooLarge):
         reader.feed(b"data: 0\n")
-    with pytest.raises(NotSupported, match="events=False"):
-        PartReader({"content-type": "text/event-stream", "x-part-type": "application/octet-stream"}, 100)
+    with pytest.raises(UnexpectedResponse, match="base64"):
+        PartReader({"content-type": "text/event-stream"}, 100).feed(b"event: base64\ndata: a\n\n")
 
 
 # ---- errors

@@ -21,6 +21,7 @@ from penstock.core.worker.python_model import PythonModel
 from penstock.core.worker.results import aligned
 from penstock.errors import (
     ENDS,
+    HALF_PAIR,
     BadOutput,
     Cancelled,
     ItemFailed,
@@ -353,10 +354,9 @@ class BatchRun:
         except PenstockError as e:
             return ItemResult(error=self.runner.error_of(e))
         except Exception as e:
-            text = self.runner.error_of(e).detail
-            return ItemResult(
-                error=BadOutput(f"the result is a {type(value).__name__} that cannot be sent", detail=text)
-            )
+            half = isinstance(e, UnicodeEncodeError)
+            why = HALF_PAIR if half else f"the result is a {type(value).__name__} that cannot be sent"
+            return ItemResult(error=BadOutput(why, detail=self.runner.error_of(e).detail))
 
     def _fail(self, units: list[int], error: PenstockError) -> None:
         for u in units:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+from binascii import b2a_base64
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Final
@@ -30,13 +32,14 @@ from penstock.errors import (
     UnsupportedType,
     WorkerDied,
 )
-from penstock.serving.protocols.bodies import ERROR_CODE, JSON, PART_TYPE
+from penstock.serving.protocols.bodies import BASE64, ERROR_CODE, JSON, PART_TYPE
 from penstock.types import ItemResult
 
 log = logging.getLogger("penstock.frontends")
 
 MAX_CAUSE: Final = 500  # characters
 SSE: Final = "text/event-stream"
+_TEXT: Final = re.compile("^(text/|$)|json|xml|javascript")
 
 
 class RouteNotFound(PenstockError):
@@ -174,7 +177,8 @@ def stream_start(result: ItemResult, sse: bool) -> ItemResult:
     """The first part of a stream, with the headers of the stream."""
     if not (sse and result.content_type) or result.content_type == SSE:
         return result
-    return replace(result, headers=[*(result.headers or ()), (PART_TYPE, result.content_type)])
+    kind = result.content_type if _is_text(result.content_type, bytes(result.body)) else f"{result.content_type};base64"
+    return replace(result, headers=[*(result.headers or ()), (PART_TYPE, kind)])
 
 
 def stream_part(result: ItemResult, sse: bool) -> bytes:
@@ -183,8 +187,20 @@ def stream_part(result: ItemResult, sse: bool) -> bytes:
     if not body or result.content_type == SSE:  # it is a whole event already
         return body
     if sse:
-        return sse_event(body)
+        text = _is_text(result.content_type, body)
+        return sse_event(body) if text else sse_event(b2a_base64(body, newline=False), BASE64)
     return body + b"\n" if result.content_type == JSON else body
+
+
+def _is_text(content_type: str, body: bytes) -> bool:
+    """Whether an event can hold the body: events are UTF-8. The type decides first, so that the parts of a sound file
+    are not text now and then."""
+    if content_type == JSON:
+        return True  # JSON of a codec is always UTF-8
+    try:
+        return _TEXT.search(content_type.lower()) is not None and body.decode() is not None
+    except UnicodeDecodeError:
+        return False
 
 
 def sse_event(body: bytes, event: bytes = b"") -> bytes:

@@ -9,11 +9,12 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from penstock.errors import BadOutput, BadRequest
+from penstock.errors import HALF_PAIR, BadOutput, BadRequest
 
 JSON: Final = "application/json"
 ERROR_CODE: Final = "x-error-code"  # header of every error: not every protocol's body has a code
 PART_TYPE: Final = "x-part-type"  # header of a stream of events: the content type of its first part
+BASE64: Final = b"base64"  # name of a server-sent event whose data is base64, because only text fits into an event
 BLANKS: Final = b" \t"  # around the value of a header, to which they do not belong (RFC 9110, section 5.5)
 MAX_FIELDS: Final = 1000  # of a form; more is an attack on the parser
 MAX_COUNTED: Final = 2**17  # elements of a list that the server process counts, in 13 ms
@@ -21,7 +22,13 @@ MAX_COUNTED_BYTES: Final = 8 * 2**20  # JSON without many elements is skipped at
 SMALL_BYTES: Final = 2**16
 raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
-_BYTE = re.compile(r"byte (\d+)")
+_POSITION = re.compile(r"byte (\d+)")
+# in JSON: a first half that no second one follows, or a second one that follows no first one
+_FIRST, _SECOND = rb"\\ud[89ab]..", rb"\\ud[c-f].."
+_HALF: Final = re.compile(
+    rb"(?<!\\)(?:\\\\)*(?:%b(?=[^\\]|\\[^u]|\\u[^d]|\\ud[^c-f])|%b(?<!%b%b))" % (_FIRST, _SECOND, _FIRST, _SECOND),
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 def decode_json(body: bytes | memoryview, type: Any = Any) -> Any:
@@ -32,7 +39,10 @@ def decode_json(body: bytes | memoryview, type: Any = Any) -> Any:
         raise BadRequest(f"the JSON body has the wrong form: {exc}") from None
     except msgspec.DecodeError as exc:
         found = str(exc)
-        if _BYTE.search(found) is None:  # msgspec reports no position for truncated input
+        truncated = _POSITION.search(found) is None  # msgspec says the same of a first half without a second one
+        if half := _HALF.search(body) if truncated or "surrogate" in found else None:
+            found = f"a string holds half a surrogate pair (byte {half.end() - 6})"
+        elif truncated:
             found = f"the body ends at byte {len(body)} inside a value" if len(body) else "the body is empty (byte 0)"
         raise BadRequest(f"the body is not valid JSON: {found}") from None
     except UnicodeDecodeError:
@@ -47,7 +57,7 @@ def _bad_utf8(body: bytes | memoryview) -> str:
         str(body, "utf-8")
     except UnicodeDecodeError as exc:
         return f"invalid UTF-8 (byte {exc.start})"
-    return "an escape names half a character"
+    return "a string holds half a surrogate pair"
 
 
 def is_countable(body: bytes | memoryview) -> bool:
@@ -136,11 +146,21 @@ def encode_json(value: Any) -> bytes:
         # msgspec writes NaN as null, so only an output with a null needs the search
         if b"null" in body and _has_nan(value):
             raise BadOutput("the model returned NaN or infinity, which JSON cannot hold")
+    except UnicodeEncodeError:
+        raise BadOutput(HALF_PAIR) from None
     except RecursionError:
         raise BadOutput("the model returned a value that is nested too deeply, or contains itself") from None
     except (TypeError, ValueError, OverflowError) as exc:
         raise BadOutput(f"the model returned a {type(value).__name__} that JSON cannot hold: {exc}") from None
     return body
+
+
+def encode_text(value: str) -> bytes:
+    """The text as UTF-8. Raises BadOutput."""
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise BadOutput(HALF_PAIR) from None
 
 
 # ---- multipart forms

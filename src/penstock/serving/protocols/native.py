@@ -13,6 +13,7 @@ from penstock.serving.protocols.bodies import (
     decode_json,
     decode_text,
     encode_json,
+    encode_text,
     parse_multipart,
     split_type,
 )
@@ -100,7 +101,7 @@ class NativeCodec(Codec):
         if isinstance(value, bytes):
             return ItemResult(body=value if type(value) is bytes else bytes(value), content_type=BYTES)
         if isinstance(value, str):
-            return ItemResult(body=value.encode("utf-8", "surrogatepass"), content_type=TEXT)
+            return ItemResult(body=encode_text(value), content_type=TEXT)
         if isinstance(value, (bytearray, memoryview)):
             return ItemResult(body=bytes(value), content_type=BYTES)
         if isinstance(value, Response):

@@ -197,7 +197,7 @@ def _cell(name: str, cell: Any) -> bytes:
     if isinstance(cell, bytes):
         return cell
     if isinstance(cell, str):
-        return cell.encode("utf-8", "surrogatepass")
+        return cell.encode()
     raise BadOutput(f"output '{name}' holds a {type(cell).__name__}; object arrays may hold str or bytes only")
 
 
