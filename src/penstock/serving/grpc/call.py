@@ -32,6 +32,7 @@ from penstock.serving.http2.streams import NO_SPACE, RECEIVE_WINDOW, Stream, Str
 from penstock.types import Headers
 
 SPACE_BYTES: Final = 2**30  # granted at once: a window has less than 2^31
+MESSAGE: Final = 4  # units of `turn` for a message of a client's stream
 DETAILS_BYTES: Final = 2400  # of a status, three times as much in the trailers: clients take 8 KiB of headers
 _PRINTABLE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _HEAD: Final = encode_headers(
@@ -123,6 +124,7 @@ class GrpcCall(Stream):
         end = _END.pack(0, len(_OK), HEADERS, END_HEADERS | END_STREAM, id, _OK)
         self.window -= length
         outbox.window -= length
+        outbox.sent += 1
         outbox.write(b"".join((begin, body, end)))
         self.connection.forget(self)
         self._release()
@@ -172,19 +174,22 @@ class GrpcCall(Stream):
         else:
             self._expect()
 
-    def on_data(self, data: memoryview) -> None:
+    def on_data(self, data: memoryview) -> int:
+        whole = len(data)
         if self.last:  # it was answered before
-            return
-        config, reader, size = self.owner.listener.config, self._reader, len(data)
+            return whole
+        config, reader, size = self.owner.listener.config, self._reader, whole
         if reader is None:
             if size >= PREFIX.size:
                 flag, length = PREFIX.unpack_from(data)
                 if size == length + PREFIX.size and length <= min(BIG_BYTES, config.max_body_bytes):
                     self._take(flag, bytes(data[PREFIX.size :]))  # nearly every small message comes in one piece
-                    return
+                    return whole
             reader = self._reader = MessageReader(self.owner.listener.backend, config.max_body_bytes, self._take)
         try:
-            while len(data) and not (self.closed or self.last):
+            while len(data) and self.connection.turn > 0:
+                if self.closed or self.last:
+                    return whole
                 if self.space:
                     size = min(len(data), len(self.space))
                     self.space[:size] = data[:size]
@@ -198,6 +203,8 @@ class GrpcCall(Stream):
                 data = data[size:]
         except GrpcError as error:
             self.fail(error)
+            return whole
+        return whole - len(data)
 
     def on_filled(self) -> None:
         reader = self._reader
@@ -290,6 +297,7 @@ class GrpcCall(Stream):
         self.messages.append(message)
         self._untaken += size_of(message)
         if method.client_streaming:
+            self.connection.turn -= MESSAGE  # thousands may come in one frame
             self.owner.receiving.pop(self, None)
             self._wake()
 

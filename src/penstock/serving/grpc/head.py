@@ -49,26 +49,17 @@ class CallHead(NamedTuple):
 
 
 def read_head(headers: Headers, find: Callable[[str], Method | None]) -> CallHead | None:
-    """None for malformed headers; `find` returns the method of a path."""
-    pseudo: dict[bytes, bytes] = {}
+    """What the headers of a request say; None for a time-out that is none. `find` returns the method of a path."""
     own: dict[bytes, bytes] = {}
     metadata: Headers = []
     for name, value in headers:
-        if name[:1] == b":":
-            if metadata or own or name in pseudo:
-                return None
-            pseudo[name] = value
-        elif name in _OWN:
+        if name[:1] == b":" or name in _OWN:
             own[name] = value
-        elif name == b"connection" or name != name.lower():
-            return None
         else:
             metadata.append((name, _decoded(value) if name.endswith(b"-bin") else value))
-    if not pseudo.keys() >= {b":method", b":scheme", b":path"}:
-        return None
-    path = pseudo[b":path"].decode("latin-1")
+    path = own.get(b":path", b"").decode("latin-1")
     status = 0
-    if pseudo[b":method"] != b"POST":
+    if own[b":method"] != b"POST":
         status = 405
     elif not own.get(b"content-type", b"").startswith(b"application/grpc"):
         status = 415

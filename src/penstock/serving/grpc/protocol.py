@@ -49,6 +49,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.receiving: dict[GrpcCall, float] = {}
         self._shared = shared
         self._rest = b""  # the begin of a frame
+        self._later = False  # the rest waits for its turn
         self._direct = False  # the next bytes go where they belong
         self._closing = False
         self._pinged = False
@@ -92,7 +93,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._http2.outbox.paused = False
         self._http2.outbox.flush()
-        if not (self._http2.outbox.paused or self.transport.is_closing()):
+        if not (self._http2.outbox.paused or self._later or self.transport.is_closing()):
             self.transport.resume_reading()
         self._start_more()
 
@@ -112,12 +113,15 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self.deadline, self._pinged = self.listener.clock.idle_at, False
             self._http2.filled(nbytes)
             return
-        data = self._shared.receive[: len(self._rest) + nbytes]
+        self._receive(self._shared.receive[: len(self._rest) + nbytes])
+
+    def _receive(self, data: memoryview) -> None:
+        """Handles what one turn admits of the bytes that have come. The rest waits until others had their turn."""
         self._rest = b""
         if self._closing:
             return
         try:
-            used = self._http2.receive(data)
+            used = self._http2.receive(data, self.listener.now())
         except Http2Error as error:
             if not self._http2.begun and data[:1].tobytes().isalpha():
                 self.transport.write(_HTTP1_ANSWER)
@@ -127,6 +131,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
             return
         if used < len(data):
             self._rest = bytes(data[used:])
+            if self._http2.turn <= 0:
+                self._later = True
+                self.transport.pause_reading()
+                asyncio.get_running_loop().call_soon(self._go_on)
         if used and not self._http2.partial_head:
             self.deadline = self.listener.clock.idle_at
             self._pinged = False
@@ -134,6 +142,14 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._start_more()
         if self._http2.draining:
             self.settle()
+
+    def _go_on(self) -> None:
+        self._later = False
+        if self.transport.is_closing():
+            return
+        if not self._http2.outbox.paused:
+            self.transport.resume_reading()
+        self._receive(memoryview(self._rest))
 
     def eof_received(self) -> bool:
         """A client that sends no more has left: gRPC has no half-closed connections."""

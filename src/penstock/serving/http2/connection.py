@@ -10,8 +10,10 @@ from typing import Any, Final, Protocol
 
 from hyperframe import frame as frames
 
+from penstock.serving.http2.fields import NO_LENGTH, are_trailers
 from penstock.serving.http2.frames import (
     ACK,
+    CONTINUATION,
     DATA,
     DEFAULT_FRAME,
     DEFAULT_WINDOW,
@@ -33,6 +35,7 @@ from penstock.serving.http2.frames import (
     PING,
     PREFACE,
     PRIORITIZED,
+    PRIORITY,
     PROTOCOL_ERROR,
     REFUSED_STREAM,
     SETTINGS,
@@ -48,11 +51,18 @@ from penstock.serving.http2.frames import (
     window_update,
 )
 from penstock.serving.http2.streams import RECEIVE_WINDOW, Outbox, Stream
+from penstock.types import Headers
 
 RECEIVE_FRAME: Final = 2**20  # larger frames cost less each; their data is not gathered
 CONNECTION_WINDOW: Final = 2**30  # what waits is bounded by the windows of the streams
 DIRECT_BYTES: Final = 2**16
-MAX_TRIFLES: Final = 2048  # resets, pings, settings and other frames without data between two calls of `tick`
+MAX_TRIFLES: Final = 2048  # resets, pings, settings and other frames without data between two calls of `tick` ...
+EXPLAINED: Final = 4  # ... and so many more for each stream that was opened and each DATA frame that was sent
+PREMATURE_S: Final = 0.01  # a stream that was reset within this time had no use: it explains nothing
+TURN: Final = 512  # work of one call of `receive`, in units of about 3 us: 32 whole calls, or 64 that are rejected
+CALL: Final = 8  # units for the begin of a call, and for its end
+BLOCK_BYTES_PER_UNIT: Final = 64  # of a header block, which Python decodes
+MAX_CUT: Final = 1024  # streams that were ended before the client had: it may still send what it began
 _DRAINED: Final = b"drained?"  # in a PING: its answer comes after all streams that the client began before it
 _DRAIN: Final = goaway(MAX_WINDOW, NO_ERROR) + frame(PING, 0, 0, _DRAINED)
 
@@ -83,32 +93,48 @@ class Http2Connection:
         self.last = 0  # the highest number of a stream that was opened
         self.draining = False
         self.drained = False  # no further stream will come
-        self.partial_head = False  # a block of headers has begun
+        self.partial_head = 0  # the stream whose block of headers has begun
         self._bounds = bounds
         self._reader = reader
         self._open_stream = open_stream
+        self.turn = 0  # work that is left, see TURN
         self.begun = 0  # 0: the preface is due; 1: the settings are due
         self._credit = DEFAULT_WINDOW
         self._target: tuple[Stream | None, int, int] = (None, 0, 0)  # of data: stream, flags, bytes to come
+        self._skip = 0  # bytes to come that mean nothing: padding, or a frame of an unknown kind
         self._block: tuple[int, int, bytearray] = (0, 0, bytearray())  # stream, flags, headers until END_HEADERS
+        self._cut: dict[int, None] = {}  # see MAX_CUT
         self._trifles = 0
-        self._pinged_at = outbox.window  # at the last PING
+        self._now = 0.0
 
-    def receive(self, data: memoryview) -> int:
-        """Handles the frames in `data`. Returns how many bytes were used: the rest comes again, with more behind it.
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of an open header block."""
+        return len(self._block[2]) if self.partial_head else 0
+
+    def receive(self, data: memoryview, now: float) -> int:
+        """Handles frames in `data`. Returns how many bytes were used: the rest comes again, with more behind it, or, if
+        `turn` is not positive, without: the others have their turn first.
 
         Raises Http2Error; the connection is then of no more use.
         """
         at, end = 0, len(data)
+        self.turn, self._now = TURN, now
         streams = self.streams
         if self.begun < 2:
             at = self._begin(data)
             if self.begun < 2:
                 return at
-        while at < end:
+        while at < end and self.turn > 0:
+            self.turn -= 1
             left = self._target[2]
             if left:
                 at += self._receive_data(data[at : at + left])
+                continue
+            if self._skip:
+                size = min(self._skip, end - at)
+                at += size
+                self._skip -= size
                 continue
             if end - at < HEAD_BYTES:
                 break
@@ -130,7 +156,24 @@ class Http2Connection:
                 at += HEAD_BYTES
                 self._data(id, flags, size, size)
                 continue
+            if kind == DATA and size:
+                if end - at == HEAD_BYTES:
+                    break
+                padding = data[at + HEAD_BYTES]
+                if padding >= size:
+                    raise Http2Error(PROTOCOL_ERROR, f"found {padding} bytes of padding in a frame of {size}")
+                at += HEAD_BYTES + 1
+                self._data(id, flags, size - 1 - padding, size)
+                self._skip = padding
+                continue
             self._check_size(kind, size)
+            if kind > CONTINUATION:  # it may be long, and is ignored
+                if self.partial_head:
+                    raise Http2Error(PROTOCOL_ERROR, f"found a frame of kind {kind}, expected CONTINUATION")
+                at += HEAD_BYTES
+                self._skip = size
+                self._trifle()
+                continue
             if end - at - HEAD_BYTES < size:
                 break
             self._frame(kind, flags, id, data[at : at + HEAD_BYTES + size])
@@ -138,6 +181,8 @@ class Http2Connection:
         if self._credit < CONNECTION_WINDOW // 2:
             self.outbox.write(window_update(0, CONNECTION_WINDOW - self._credit))
             self._credit = CONNECTION_WINDOW
+        if at == end:
+            self.turn = max(self.turn, 1)
         return at
 
     def direct(self) -> memoryview | None:
@@ -159,7 +204,7 @@ class Http2Connection:
 
     def tick(self) -> None:
         """Begins another span of time, in which the client may again send some frames without data."""
-        self._trifles = 0
+        self._trifles = self.outbox.sent = 0
 
     def drain(self) -> None:
         """Asks the client to open no further streams. `drained` becomes true when those that it has opened are here."""
@@ -187,8 +232,20 @@ class Http2Connection:
         """Closes a stream without telling the client."""
         stream.closed = True
         self.streams.pop(stream.id, None)
+        if not stream.ended:
+            self._cut_off(stream.id)
         if stream.unsent:
             self.outbox.drop(stream)
+
+    def _cut_off(self, id: int) -> None:
+        self._cut[id] = None
+        if len(self._cut) > MAX_CUT:
+            del self._cut[next(iter(self._cut))]
+
+    def _refuse(self, id: int, code: int) -> None:
+        """Ends a stream that was not opened, or is closed."""
+        self.outbox.write(rst_stream(id, code))
+        self._trifle()
 
     # ---- what arrives
 
@@ -222,17 +279,36 @@ class Http2Connection:
         self.outbox.write(settings(values) + window_update(0, more))
 
     def _frame(self, kind: int, flags: int, id: int, whole: memoryview) -> None:
-        """Any frame but plain data. hyperframe parses those that are not on the path of every call."""
-        if kind == HEADERS and not flags & (PADDED | PRIORITIZED):
-            self._headers(id, flags, bytes(whole[HEAD_BYTES:]))
+        """Any frame but data. hyperframe parses those that are not on the path of every call."""
+        if kind == HEADERS:
+            self._headers(id, flags, bytes(self._block_of(id, flags, whole[HEAD_BYTES:])))
         elif kind == WINDOW_UPDATE and len(whole) == HEAD_BYTES + 4 and not self.partial_head:
             self._window_update(id, int.from_bytes(whole[HEAD_BYTES:], "big") & MAX_WINDOW)
+        elif kind == PRIORITY and len(whole) != HEAD_BYTES + 5 and id in self.streams and not self.partial_head:
+            self._breach(self.streams[id], FRAME_SIZE_ERROR)
+        elif kind == SETTINGS and flags & ACK and len(whole) > HEAD_BYTES:
+            raise Http2Error(FRAME_SIZE_ERROR, "found an acknowledgement of SETTINGS with a payload")
         else:
             self._control(flags, parse_frame(whole))
 
+    def _block_of(self, id: int, flags: int, payload: memoryview) -> memoryview:
+        """The header block in a HEADERS frame, without padding and priority."""
+        before = (1 if flags & PADDED else 0) + (5 if flags & PRIORITIZED else 0)
+        if len(payload) < before:
+            raise Http2Error(FRAME_SIZE_ERROR, f"found HEADERS of {len(payload)} bytes, expected {before} or more")
+        end = len(payload) - (payload[0] if flags & PADDED else 0)
+        if end < before:
+            raise Http2Error(PROTOCOL_ERROR, "found more padding than the frame has room for")
+        if flags & PRIORITIZED and int.from_bytes(payload[before - 5 : before - 1], "big") & MAX_WINDOW == id:
+            raise Http2Error(PROTOCOL_ERROR, f"stream {id} depends on itself")
+        return payload[before:end]
+
     def _check_size(self, kind: int, size: int) -> None:
         """Bounds the bytes gathered before they are parsed."""
-        if kind in (HEADERS, DATA):
+        if kind > CONTINUATION:
+            if size > RECEIVE_FRAME:
+                raise Http2Error(FRAME_SIZE_ERROR, f"found a frame of {size} bytes, at most {RECEIVE_FRAME} are taken")
+        elif kind in (HEADERS, CONTINUATION):
             most = max(DEFAULT_FRAME, self._bounds.max_header_bytes)
             if size > most:
                 raise Http2Error(ENHANCE_YOUR_CALM, f"found a frame of {size} bytes, at most {most} are taken")
@@ -248,18 +324,22 @@ class Http2Connection:
         self._credit -= counted
         stream = self._known(id)
         if stream is not None:
-            if stream.ended:
-                raise Http2Error(STREAM_CLOSED, "found DATA after END_STREAM")
             stream.credit -= counted
-            if stream.credit < 0:
+            if stream.ended:
+                self._breach(stream, STREAM_CLOSED)
+                stream = None
+            elif stream.credit < 0:
                 raise Http2Error(FLOW_CONTROL_ERROR, f"found {-stream.credit} bytes more than stream {id} may send")
-            if counted > size and not flags & END_STREAM:
-                stream.grant(counted - size)  # padding belongs to no message
+            elif counted > size:
+                stream.granted -= counted - size  # padding belongs to no message
+                if not flags & END_STREAM:
+                    stream.grant(counted - size)
+        elif id not in self._cut:
+            self._refuse(id, STREAM_CLOSED)
         self._target = (stream, flags, size)
         if not size:
             if flags & END_STREAM and stream is not None:
-                stream.ended = True
-                stream.on_end()
+                self._end(stream)
             elif not flags & END_STREAM:
                 self._trifle()
 
@@ -277,7 +357,7 @@ class Http2Connection:
             if not stream.space:
                 stream.on_filled()
         else:
-            stream.on_data(data)
+            size = stream.on_data(data)
         self._target = (stream, flags, left - size)
         self._end_data(stream)
         return size
@@ -285,8 +365,22 @@ class Http2Connection:
     def _end_data(self, stream: Stream) -> None:
         _, flags, left = self._target
         if not left and flags & END_STREAM and not stream.closed:
-            stream.ended = True
+            self._end(stream)
+
+    def _end(self, stream: Stream) -> None:
+        """The client has sent everything."""
+        self.turn -= CALL
+        stream.ended = True
+        if stream.length != NO_LENGTH and stream.length != stream.granted - stream.credit:
+            self._breach(stream, PROTOCOL_ERROR)
+        else:
             stream.on_end()
+
+    def _breach(self, stream: Stream, code: int) -> None:
+        """Ends a stream whose client broke a rule; the others go on."""
+        stream.reset(code)
+        stream.on_closed()
+        self._trifle()
 
     def _known(self, id: int) -> Stream | None:
         """An open stream; None for a closed one, whose frames may still be under way. Raises Http2Error for others."""
@@ -299,36 +393,49 @@ class Http2Connection:
         if self.partial_head:
             raise Http2Error(PROTOCOL_ERROR, "found HEADERS, expected CONTINUATION")
         if not flags & END_HEADERS:
-            self.partial_head = True
+            self.partial_head = id
             self._block = (id, flags, bytearray(block))
             return
-        found = self._reader.read(block)
+        self.turn -= CALL + len(block) // BLOCK_BYTES_PER_UNIT
         stream = self.streams.get(id)
-        if stream is not None:  # trailers, which gRPC does not use
-            if stream.ended or not flags & END_STREAM:
-                raise Http2Error(STREAM_CLOSED if stream.ended else PROTOCOL_ERROR, "found HEADERS in a stream")
-            stream.ended = True
-            stream.on_end()
+        if stream is not None:
+            self._trailers(stream, flags, self._reader.decode(block))
+            return
+        if id in self._cut:
+            self._reader.decode(block)
+            self._trifle()
             return
         if id <= self.last or not id & 1:
-            code = STREAM_CLOSED if id & 1 else PROTOCOL_ERROR
+            code = STREAM_CLOSED if id == self.last > 0 else PROTOCOL_ERROR
             raise Http2Error(code, f"found HEADERS of stream {id}, expected an odd number above {self.last}")
+        found, length = self._reader.read(block)
         self.last = id
         if self.drained or len(self.streams) >= self._bounds.max_streams:
-            self.outbox.write(rst_stream(id, REFUSED_STREAM))
-            self._trifle()
-        elif found is None:
-            self.outbox.write(rst_stream(id, PROTOCOL_ERROR))
-            self._trifle()
+            self._refuse(id, REFUSED_STREAM)
+            self._cut_off(id)
+        elif found is None or (length > 0 and flags & END_STREAM):
+            self._refuse(id, PROTOCOL_ERROR)
+            self._cut_off(id)
         else:
+            self._trifles -= EXPLAINED
             stream = self.streams[id] = self._open_stream(self, id, found)
+            stream.length, stream.opened = length, self._now
             stream.ended = bool(flags & END_STREAM)
             stream.on_open()
+
+    def _trailers(self, stream: Stream, flags: int, headers: Headers) -> None:
+        """Further headers of an open stream, which gRPC does not use."""
+        if stream.ended:
+            self._breach(stream, STREAM_CLOSED)
+        elif not flags & END_STREAM or not are_trailers(headers):
+            self._breach(stream, PROTOCOL_ERROR)
+        else:
+            self._end(stream)
 
     def _trifle(self, cost: int = 1) -> None:
         """Counts a frame that costs the server more than the client."""
         self._trifles += cost
-        if self._trifles > MAX_TRIFLES:
+        if self._trifles - EXPLAINED * self.outbox.sent > MAX_TRIFLES:
             raise Http2Error(ENHANCE_YOUR_CALM, "too many frames without data, or resets")
 
     def _control(self, flags: int, found: frames.Frame) -> None:
@@ -336,17 +443,6 @@ class Http2Connection:
         if self.partial_head and not isinstance(found, frames.ContinuationFrame):
             raise Http2Error(PROTOCOL_ERROR, f"found {type(found).__name__}, expected CONTINUATION")
         match found:
-            case frames.DataFrame():
-                self._data(found.stream_id, flags, len(found.data), found.body_len)
-                data = memoryview(found.data)
-                while self._target[2]:
-                    data = data[self._receive_data(data) :]
-                return
-            case frames.HeadersFrame():
-                if found.depends_on == found.stream_id and flags & PRIORITIZED:
-                    raise Http2Error(PROTOCOL_ERROR, f"stream {found.stream_id} depends on itself")
-                self._headers(found.stream_id, flags, found.data)
-                return
             case frames.ContinuationFrame():
                 self._continuation(found.stream_id, flags, found.data)
             case frames.SettingsFrame():
@@ -356,23 +452,23 @@ class Http2Connection:
             case frames.PingFrame():
                 if not flags & ACK:
                     self.outbox.write(frame(PING, ACK, 0, found.opaque_data))
-                    if self._pinged_at != self.outbox.window:  # Go's client measures the way of what it received
-                        self._pinged_at = self.outbox.window
-                        return
                 elif found.opaque_data == _DRAINED and self.draining:
                     self.drained = True
                     self.outbox.write(goaway(self.last, NO_ERROR))
             case frames.RstStreamFrame():
                 stream = self._known(found.stream_id)
                 if stream is not None:
+                    stream.ended = True
                     self.forget(stream)
                     stream.on_closed()
+                    if self._now - stream.opened < PREMATURE_S:
+                        self._trifle(EXPLAINED)
             case frames.PushPromiseFrame():
                 raise Http2Error(PROTOCOL_ERROR, "found PUSH_PROMISE of a client")
             case frames.PriorityFrame():
                 if found.depends_on == found.stream_id:
                     raise Http2Error(PROTOCOL_ERROR, f"stream {found.stream_id} depends on itself")
-        self._trifle()  # also of a kind that is not known, which is ignored
+        self._trifle()
 
     def _continuation(self, id: int, flags: int, data: bytes) -> None:
         begun, first_flags, block = self._block
@@ -383,14 +479,15 @@ class Http2Connection:
             most = self._bounds.max_header_bytes
             raise Http2Error(ENHANCE_YOUR_CALM, f"the headers have more than {most} bytes (limits.max_header_bytes)")
         if flags & END_HEADERS:
-            self.partial_head = False
+            self.partial_head = 0
             self._headers(id, first_flags | END_HEADERS, bytes(block))
 
     def _window_update(self, id: int, more: int) -> None:
         outbox = self.outbox
-        if not more:
-            raise Http2Error(PROTOCOL_ERROR, "WINDOW_UPDATE adds nothing")
+        self._trifle()
         if id == 0:
+            if not more:
+                raise Http2Error(PROTOCOL_ERROR, "WINDOW_UPDATE adds nothing")
             outbox.window += more
             if outbox.window > MAX_WINDOW:
                 raise Http2Error(FLOW_CONTROL_ERROR, "the window of the connection is above 2^31-1")
@@ -400,9 +497,8 @@ class Http2Connection:
         if stream is None:
             return
         stream.window += more
-        if stream.window > MAX_WINDOW:
-            stream.reset(FLOW_CONTROL_ERROR)
-            stream.on_closed()
+        if not more or stream.window > MAX_WINDOW:
+            self._breach(stream, FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR)
         elif stream.unsent:
             outbox.send(stream, (), stream.last)
 

@@ -5,15 +5,16 @@ Source: RFC 9113 (HTTP/2) and RFC 7541 (HPACK).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from struct import Struct as Packing
 from typing import Final, Generic, TypeVar
 
 from hpack import Decoder, Encoder
-from hpack.exceptions import HPACKError
 from hyperframe.exceptions import HyperframeError, InvalidFrameError
 from hyperframe.frame import Frame
 
+from penstock.serving.http2.fields import NO_LENGTH, request_length
 from penstock.types import Headers
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -35,11 +36,13 @@ DEFAULT_WINDOW: Final = 2**16 - 1
 DEFAULT_FRAME: Final = 2**14
 MAX_WINDOW: Final = 2**31 - 1
 KNOWN_BLOCKS: Final = 64
-KNOWN_BLOCK_BYTES: Final = 4096
+KNOWN_BYTES: Final = 2**15  # of all decoded blocks that a connection remembers: a block of 4 KiB may stand for 64 KiB
 EMPTY_TABLE: Final = b"\x20"
+FIELD_BYTES: Final = 32  # added to the size of each field, as in RFC 7541 section 4.1
 _SETTING: Final = Packing(">HI")
 _WORD: Final = Packing(">I")
 _encoder: Final = Encoder()
+_too_many_updates: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\0-\x7f]){3}").match
 
 T = TypeVar("T")
 
@@ -107,28 +110,52 @@ class HeaderReader(Generic[T]):
     block changes the table: until then it is looked up and not decoded.
     """
 
-    def __init__(self, most_bytes: int, read: Callable[[Headers], T]) -> None:
+    def __init__(self, most_bytes: int, read: Callable[[Headers], T | None]) -> None:
         self._decoder = Decoder(max_header_list_size=most_bytes)
         self._read = read
-        self._known: dict[bytes, T] = {}
+        self._known: dict[bytes, tuple[T | None, int]] = {}
+        self._known_bytes = 0
 
-    def read(self, block: bytes) -> T:
-        """Raises Http2Error: after a bad block the tables of both sides differ, and the connection is useless."""
+    def read(self, block: bytes) -> tuple[T | None, int]:
+        """What a request says, None if it is malformed, and the length of its content. Raises Http2Error."""
         known = self._known.get(block)
         if known is not None:
             return known
+        headers, changed = self._decode(block)
+        length = request_length(headers)
+        found = (None, NO_LENGTH) if length is None else (self._read(headers), length)
+        size = len(block) + sum([FIELD_BYTES + len(name) + len(value) for name, value in headers])
+        if not changed and size <= KNOWN_BYTES // 4:
+            if len(self._known) >= KNOWN_BLOCKS or self._known_bytes + size > KNOWN_BYTES:
+                self._forget()
+            self._known[block] = found
+            self._known_bytes += size
+        return found
+
+    def decode(self, block: bytes) -> Headers:
+        """The headers of any block. Raises Http2Error."""
+        return self._decode(block)[0]
+
+    def _decode(self, block: bytes) -> tuple[Headers, bool]:
+        """The headers, and whether the table has changed, which the known blocks do not survive.
+
+        Raises Http2Error: after a bad block the tables of both sides differ, and the connection is useless.
+        """
         table = self._decoder.header_table
         size, count, first = table.maxsize, len(table.dynamic_entries), next(iter(table.dynamic_entries), None)
+        if _too_many_updates(block):  # one byte each, and 5 us: a block of them would stop the server for 0.3 s
+            raise Http2Error(COMPRESSION_ERROR, "found more than two updates of the table's size in a block")
         try:
             headers = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
-        except HPACKError as error:
+        except Exception as error:  # whatever the library did not foresee is as final as what it did
             raise Http2Error(COMPRESSION_ERROR, f"{type(error).__name__}: {error}") from None
-        found = self._read(headers)
         # an insertion puts another object first; whatever else changes the table makes it shorter
         changed = first is not next(iter(table.dynamic_entries), None)
         changed = changed or (size, count) != (table.maxsize, len(table.dynamic_entries))
-        if changed or len(self._known) >= KNOWN_BLOCKS:
-            self._known.clear()
-        if not changed and len(block) <= KNOWN_BLOCK_BYTES:
-            self._known[block] = found
-        return found
+        if changed:
+            self._forget()
+        return headers, changed
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._known_bytes = 0

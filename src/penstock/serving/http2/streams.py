@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+from penstock.serving.http2.fields import NO_LENGTH
 from penstock.serving.http2.frames import DEFAULT_FRAME, DEFAULT_WINDOW, data_head, rst_stream, window_update
 
 WRITE_BYTES: Final = 2**18  # passed on at once, before the transport can say that it is full
@@ -17,6 +18,7 @@ class StreamOwner(Protocol):
     """A connection, as its streams see it."""
 
     outbox: Outbox
+    turn: int  # work that is left in this turn of the event loop; a stream subtracts what it does beyond one call
 
     def forget(self, stream: Stream) -> None:
         """Closes a stream without telling the client."""
@@ -32,7 +34,9 @@ class Stream:
         self.connection = connection
         self.id = id
         self.space = NO_SPACE
-        self.credit = RECEIVE_WINDOW  # bytes that the client may send
+        self.credit = self.granted = RECEIVE_WINDOW  # bytes that the client may send now, and has been allowed in all
+        self.length = NO_LENGTH  # of the content, as the headers state it
+        self.opened = 0.0  # when its headers came
         self.window = connection.outbox.initial_window  # bytes that the client accepts
         self.ended = False  # the client sends no more
         self.closed = False
@@ -42,8 +46,9 @@ class Stream:
     def on_open(self) -> None:
         """The headers are here."""
 
-    def on_data(self, data: memoryview) -> None:
-        """Data in the order of the stream, in pieces of any size."""
+    def on_data(self, data: memoryview) -> int:
+        """Data in the order of the stream, in pieces of any size. Returns how much was taken; the rest comes again."""
+        return len(data)
 
     def on_filled(self) -> None:
         """`space` is full; it is empty now."""
@@ -60,6 +65,7 @@ class Stream:
     def grant(self, more: int) -> None:
         """Lets the client send more."""
         self.credit += more
+        self.granted += more
         self.connection.outbox.write(window_update(self.id, more))
 
     def reset(self, code: int) -> None:
@@ -78,6 +84,7 @@ class Outbox:
         self.window = self.initial_window = DEFAULT_WINDOW
         self.max_frame = DEFAULT_FRAME
         self.paused = False  # the transport is full
+        self.sent = 0  # DATA frames since the connection's last `tick`
         self.unsent_bytes = 0
         self.waiting: dict[Stream, None] = {}  # streams with unsent data that their own windows admit
 
@@ -110,6 +117,7 @@ class Outbox:
             if length <= 0:
                 break
             out += (data_head(length, stream.id), part[:length])
+            self.sent += 1
             if length == len(part):
                 unsent.popleft()
             else:

