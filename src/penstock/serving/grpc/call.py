@@ -198,7 +198,7 @@ class GrpcCall(Stream):
                         self.on_filled()
                 else:
                     size = reader.add(data)
-                    if reader.missing:
+                    if reader.missing or reader.part:
                         self._begin(reader)
                 data = data[size:]
         except GrpcError as error:
@@ -213,7 +213,6 @@ class GrpcCall(Stream):
         reader.space = reader.space[SPACE_BYTES:]
         self.space = reader.space[:SPACE_BYTES]
         if self.space:
-            self._expect()
             self._replenish()
         else:
             reader.filled()
@@ -244,7 +243,7 @@ class GrpcCall(Stream):
     # ---- messages
 
     def _begin(self, reader: MessageReader) -> None:
-        """The prefix of a message is here, but not all of it. Raises GrpcError."""
+        """A message is here in part. Raises GrpcError."""
         if not reader.starved:
             self._expect()
             self._replenish()
@@ -274,8 +273,8 @@ class GrpcCall(Stream):
         return True
 
     def _expect(self) -> None:
-        """Bounds the time for what the client still has to send."""
-        self.owner.receiving[self] = self.owner.listener.clock.body_at
+        """Bounds the time for what the client still has to send; its next piece does not move the end."""
+        self.owner.receiving.setdefault(self, self.owner.listener.clock.body_at)
 
     def _take(self, flag: int, payload: Any) -> None:
         """A whole message is here."""

@@ -50,6 +50,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._shared = shared
         self._rest = b""  # the begin of a frame
         self._later = False  # the rest waits for its turn
+        self._begun = 0  # the stream whose headers have come in part, or -1 for a frame that has
         self._direct = False  # the next bytes go where they belong
         self._closing = False
         self._pinged = False
@@ -135,9 +136,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 self._later = True
                 self.transport.pause_reading()
                 asyncio.get_running_loop().call_soon(self._go_on)
-        if used and not self._http2.partial_head:
-            self.deadline = self.listener.clock.idle_at
+        begun = self._http2.partial_head or (-1 if self._rest and not self._later else 0)
+        if self._http2.begun and (begun != self._begun or (used and begun <= 0)):
+            self.deadline = self.listener.clock.header_at if begun else self.listener.clock.idle_at
             self._pinged = False
+        self._begun = begun
         if self._backlog:
             self._start_more()
         if self._http2.draining:
@@ -196,8 +199,12 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self.abort()
         elif readable(self.transport):
             self.deadline = 0.0  # in the next sweep: what has arrived comes first
-        elif self._http2.begun < 2 or self._http2.partial_head:
-            self._fail(Http2Error(NO_ERROR, "timeout of the preface or of headers"))
+        elif self._http2.begun < 2 or self._begun:
+            limit_s = self.listener.config.header_timeout_s
+            text = (
+                f"the rest of a preface, frame or header block took more than {limit_s:g} s (limits.header_timeout_s)"
+            )
+            self._fail(Http2Error(NO_ERROR, text))
         elif not self._http2.streams:
             self._fail(Http2Error(NO_ERROR, "connection idle"))
         elif self._pinged:

@@ -466,6 +466,83 @@ async def test_a_message_that_stays_away_ends_its_call():
         assert found.backend.used_bytes == 0
 
 
+@pytest.mark.parametrize("path", [INFER, STREAM])
+@pytest.mark.parametrize("length", [60_000, 200_000])
+async def test_a_message_that_drips_ends_its_call_after_a_fixed_time(path, length):
+    async with site(body_timeout_s=0.2) as found:
+        client = await found.connect()
+        client.call(1, path)
+        client.send(frame(h2.DATA, 0, 1, struct.pack(">BI", 0, length)))
+
+        async def drip() -> None:
+            while True:
+                client.send(frame(h2.DATA, 0, 1, b"x"))
+                await asyncio.sleep(0.02)
+
+        task = asyncio.ensure_future(drip())
+        try:
+            assert (await client.reply(1))[0] == "4"
+        finally:
+            task.cancel()
+        assert found.backend.used_bytes == 0
+
+
+async def test_each_message_of_a_stream_has_its_own_time():
+    async with site(body_timeout_s=0.5) as found:
+        client = await found.connect()
+        client.call(1, STREAM)
+        whole = struct.pack(">BI", 0, len(request(10))) + request(10)
+        for _ in range(6):
+            client.send(frame(h2.DATA, 0, 1, whole[:3]))
+            await asyncio.sleep(0.1)
+            client.send(frame(h2.DATA, 0, 1, whole[3:]))
+            await client.until(lambda each: each.type == h2.DATA)
+        client.send(frame(h2.DATA, 0, 1, whole[:3]))
+        assert (await client.reply(1))[0] == "4"
+
+
+UNFINISHED = {
+    "an open block": [frame(h2.HEADERS, 0, 1, b"\x83"), *[frame(h2.CONTINUATION, 0, 1, b"\x10\1a\1b")] * 1000],
+    "a frame in part": [frame(h2.SETTINGS, 0, 0, bytes(600))[:9], *[b"\0"] * 1000],
+    "an open block beside a call": [
+        frame(h2.HEADERS, 4, 1, h2.encode_headers([(":method", "POST"), (":scheme", "http"), (":path", STREAM)])),
+        frame(h2.HEADERS, 0, 3, b"\x83"),
+        *[frame(h2.CONTINUATION, 0, 3)] * 1000,
+    ],
+}
+
+
+@pytest.mark.parametrize("name", UNFINISHED)
+async def test_headers_and_frames_that_stay_unfinished_end_the_connection(name):
+    async with site(header_timeout_s=0.2, idle_timeout_s=60.0) as found:
+        client = await found.connect()
+        await client.until(lambda each: each.type == h2.SETTINGS and not each.flags)
+
+        async def drip() -> None:
+            for part in UNFINISHED[name]:
+                client.send(part)
+                await asyncio.sleep(0.01)
+
+        task = asyncio.ensure_future(drip())
+        try:
+            goaway = await client.ended()
+        finally:
+            task.cancel()
+        assert b"limits.header_timeout_s" in goaway.additional_data
+
+
+async def test_a_client_whose_every_read_ends_within_a_frame_goes_on():
+    async with site(header_timeout_s=0.5, idle_timeout_s=60.0) as found:
+        client = await found.connect()
+        await client.until(lambda each: each.type == h2.SETTINGS and not each.flags)
+        whole = frame(h2.PING, 0, 0, bytes(8))
+        client.send(whole[:5])
+        for _ in range(8):
+            await asyncio.sleep(0.08)
+            client.send(whole[5:] + whole[:5])
+            await client.until(lambda each: each.type == h2.PING)
+
+
 async def test_a_read_full_of_calls_lets_others_have_their_turn_and_keeps_the_order():
     async with site() as found:
         client = await found.connect()
