@@ -31,7 +31,7 @@ LAYERS = (
     ("streamer", "pipeline", "bulk", "perf", "ray"),
     ("torchserve",),
     ("torchpipe",),
-    ("cli", "testing"),
+    ("cli", "testing", "__main__"),
 )
 ROW = {entry: row for row, entries in enumerate(LAYERS) for entry in entries}
 SUBSYSTEMS = ("streamer", "pipeline", "bulk", "perf", "ray", "torchserve", "torchpipe")

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    ItemFailed,
-    ModelNotFound,
-    ModelNotReady,
-    PenstockError,
-    Quarantined,
-    QueueFull,
-    SequenceLost,
-    SequenceNotFound,
-    WorkerDied,
-)
-from penstock.tasks import ChatMessage, Embedding, EmbeddingRequest, StopScanner, TextPart, TextRequest
-from penstock.types import Item, ItemResult, ModelMetadata, Response, SequenceRequest, Step, TensorSpec
+from penstock._version import __version__ as __version__
+from penstock.errors import BadRequest as BadRequest
+from penstock.errors import BrokerUnavailable as BrokerUnavailable
+from penstock.errors import ConfigError as ConfigError
+from penstock.errors import DeadlineExceeded as DeadlineExceeded
+from penstock.errors import ItemFailed as ItemFailed
+from penstock.errors import ModelNotFound as ModelNotFound
+from penstock.errors import ModelNotReady as ModelNotReady
+from penstock.errors import OutOfMemory as OutOfMemory
+from penstock.errors import PenstockError as PenstockError
+from penstock.errors import Quarantined as Quarantined
+from penstock.errors import QueueFull as QueueFull
+from penstock.errors import SequenceLost as SequenceLost
+from penstock.errors import SequenceNotFound as SequenceNotFound
+from penstock.errors import WorkerDied as WorkerDied
+from penstock.tasks import ChatMessage as ChatMessage
+from penstock.tasks import Embedding as Embedding
+from penstock.tasks import EmbeddingRequest as EmbeddingRequest
+from penstock.tasks import StopScanner as StopScanner
+from penstock.tasks import TextPart as TextPart
+from penstock.tasks import TextRequest as TextRequest
+from penstock.types import Item as Item
+from penstock.types import ItemResult as ItemResult
+from penstock.types import ModelMetadata as ModelMetadata
+from penstock.types import Response as Response
+from penstock.types import SequenceRequest as SequenceRequest
+from penstock.types import Step as Step
+from penstock.types import TensorSpec as TensorSpec
 
 if TYPE_CHECKING:
     from penstock import metrics as metrics
     from penstock.client.client import AsyncClient as AsyncClient
     from penstock.client.sync import Client as Client
+    from penstock.config.schema import ModelConfig as ModelConfig
     from penstock.core.engine.engine import Engine as Engine
     from penstock.core.engine.portal import Portal as Portal
     from penstock.core.engine.waiters import Future as Future
@@ -37,77 +51,37 @@ if TYPE_CHECKING:
     from penstock.streamer.redis.serve import RedisWorker as RedisWorker
     from penstock.streamer.redis.serve import run_redis_workers_forever as run_redis_workers_forever
     from penstock.streamer.shared.client import connect as connect
+else:  # a type checker that saw `__getattr__` would accept every name
+    _LAZY = {
+        "AsyncClient": "penstock.client.client",
+        "Client": "penstock.client.sync",
+        "Engine": "penstock.core.engine.engine",
+        "Future": "penstock.core.engine.waiters",
+        "InferResponse": "penstock.serving.protocols.oip_binary",
+        "ManagedModel": "penstock.streamer.model",
+        "ModelConfig": "penstock.config.schema",
+        "Pipeline": "penstock.pipeline.builder",
+        "Portal": "penstock.core.engine.portal",
+        "RedisStreamer": "penstock.streamer.redis.client",
+        "RedisWorker": "penstock.streamer.redis.serve",
+        "Streamer": "penstock.streamer.local",
+        "ThreadedStreamer": "penstock.streamer.local",
+        "connect": "penstock.streamer.shared.client",
+        "metrics": "penstock.metrics",
+        "model": "penstock.core.worker.python_model",
+        "run_redis_workers_forever": "penstock.streamer.redis.serve",
+    }
+    _OWN = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("penstock.")]
+    __all__ = sorted([*_LAZY, *_OWN])
 
-from penstock._version import __version__ as __version__
+    def __getattr__(name: str) -> object:
+        """Loads the heavier names when they are first used: `import penstock` alone stays light (law 8)."""
+        if name not in _LAZY:
+            raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+        import importlib
 
-__all__ = [
-    "AsyncClient",
-    "BadRequest",
-    "ChatMessage",
-    "Client",
-    "DeadlineExceeded",
-    "Embedding",
-    "EmbeddingRequest",
-    "Engine",
-    "Future",
-    "InferResponse",
-    "Item",
-    "ItemFailed",
-    "ItemResult",
-    "ManagedModel",
-    "ModelMetadata",
-    "ModelNotFound",
-    "ModelNotReady",
-    "PenstockError",
-    "Pipeline",
-    "Portal",
-    "Quarantined",
-    "QueueFull",
-    "RedisStreamer",
-    "RedisWorker",
-    "Response",
-    "SequenceLost",
-    "SequenceNotFound",
-    "SequenceRequest",
-    "Step",
-    "StopScanner",
-    "Streamer",
-    "TensorSpec",
-    "TextPart",
-    "TextRequest",
-    "ThreadedStreamer",
-    "WorkerDied",
-    "connect",
-    "metrics",
-    "model",
-    "run_redis_workers_forever",
-]
+        module = importlib.import_module(_LAZY[name])
+        return module if name == "metrics" else getattr(module, name)
 
-_LAZY = {
-    "AsyncClient": "penstock.client.client",
-    "Client": "penstock.client.sync",
-    "Engine": "penstock.core.engine.engine",
-    "Future": "penstock.core.engine.waiters",
-    "InferResponse": "penstock.serving.protocols.oip_binary",
-    "ManagedModel": "penstock.streamer.model",
-    "Pipeline": "penstock.pipeline.builder",
-    "Portal": "penstock.core.engine.portal",
-    "RedisStreamer": "penstock.streamer.redis.client",
-    "RedisWorker": "penstock.streamer.redis.serve",
-    "Streamer": "penstock.streamer.local",
-    "ThreadedStreamer": "penstock.streamer.local",
-    "connect": "penstock.streamer.shared.client",
-    "metrics": "penstock.metrics",
-    "model": "penstock.core.worker.python_model",
-    "run_redis_workers_forever": "penstock.streamer.redis.serve",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Loads the heavier names when they are first used: `import penstock` alone stays light (law 8)."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    import importlib
-
-    module = importlib.import_module(_LAZY[name])
-    return module if name == "metrics" else getattr(module, name)
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

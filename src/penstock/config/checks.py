@@ -32,7 +32,10 @@ _HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)", re.ASCII)
 _UNITS = {"B": 1} | {f"{k}{i}B": (1024 if i else 1000) ** n for n, k in enumerate("KMGT", 1) for i in ("", "i")}
-_DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9._-]*(:([0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,100}))?")
+# GPUs are cuda here; GPU and GPU.0 are names of OpenVINO
+_DEVICE = re.compile(
+    r"(?!gpu$|(?i:gpu|cuda):(?<!cuda:))[A-Za-z][A-Za-z0-9._-]*(:([0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,100}))?"
+)
 
 
 def check_config(config: Config) -> None:
@@ -156,7 +159,8 @@ def check_model(model: ModelConfig, where: str = "") -> None:
     input_specs(model.inputs, where)
     for device in model.devices:
         if not _DEVICE.fullmatch(device):
-            raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for example cpu, cuda or cuda:0")
+            forms = "cpu, cuda (all GPUs), cuda:0, or another accelerator's name in its framework"
+            raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for example {forms}")
     if model.instances != "auto" and not 1 <= model.instances <= MOST_INSTANCES:  # a caller in Python skips the schema
         raise ConfigError(f"{where}instances: found {model.instances}, expected 1 to {MOST_INSTANCES} or 'auto'")
     if model.transport in REMOTE and model.instances == "auto" and model.autoscale.max is None:

@@ -226,14 +226,17 @@ def test_a_version_that_cannot_be_in_a_path_is_refused(version: str) -> None:
         check_config(models(m={"version": version}))
 
 
-@pytest.mark.parametrize("device", ["cuda:x", "cuda:-1", "cuda:", "cuda:1:2", "", "0", "cuda:0,cuda:1", "cuda:0 "])
+WRONG_DEVICES = ("cuda:x", "cuda:-1", "cuda:", "cuda:1:2", "", "0", "cuda:0,cuda:1", "cuda:0 ", "gpu", "gpu:0", "GPU:0")
+
+
+@pytest.mark.parametrize("device", [*WRONG_DEVICES, "CUDA:0"])
 def test_an_invalid_device_is_refused(device: str) -> None:
-    with pytest.raises(ConfigError, match=r"models.m.devices: found .*, expected for example cpu, cuda or cuda:0"):
+    with pytest.raises(ConfigError, match=r"m.devices: found .*, expected for example cpu, cuda \(all GPUs\), cuda:0"):
         check_config(models(m={"devices": ("cpu", device)}))
 
 
 def test_a_device_is_a_kind_with_an_optional_number() -> None:
-    check_config(models(m={"devices": ("cpu", "cuda", "cuda:0", "cuda:15", "mps", "GPU.1", "xpu:2")}))
+    check_config(models(m={"devices": ("cpu", "cuda", "cuda:0", "cuda:15", "mps", "GPU.1", "GPU", "xpu:2")}))
 
 
 @pytest.mark.parametrize(

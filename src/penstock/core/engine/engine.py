@@ -142,6 +142,9 @@ class Engine:
         """
         if self.draining:
             raise ModelNotReady(f"model '{name}' is not loaded: the engine is draining or closed")
+        if target is None and not isinstance(config.target, str):  # a class or function, from Python
+            target = config.target
+            config = structs.replace(config, target=getattr(target, "__name__", type(target).__name__))
         check_model(config, f"model '{name}': ")
         self._check_version_limit(name, config.version)
         devices = devices_of(config)

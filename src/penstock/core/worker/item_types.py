@@ -7,12 +7,13 @@ import dataclasses
 import inspect
 import re
 import threading
+import types
 import typing
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, LoadFailed
 from penstock.types import ModelSchemas
 
 T = TypeVar("T")
@@ -24,6 +25,8 @@ _STREAMS: Final = {
     collections.abc.AsyncIterator,
     collections.abc.AsyncGenerator,
 }
+_SCALARS: Final = (str, int, float, bool, bytes, bytearray)
+_PLAIN: Final = {str, int, float, bool, list, dict, type(None), Any, typing.Union, types.UnionType}
 _REF: Final = "#/components/schemas/"
 _NAME: Final = re.compile(r"[^A-Za-z0-9._-]")
 _first_use = threading.Lock()  # msgspec 0.22 crashes when two threads convert to a type for the first time at once
@@ -33,7 +36,7 @@ class ItemType:
     """A type with a JSON form to which items are converted; see `has_fields`."""
 
     def __init__(self, kind: Any) -> None:
-        self._kind = kind
+        self._kind, self._plain = kind, is_plain(kind)
         self._class = kind if inspect.isclass(kind) and not typing.is_typeddict(kind) else None
         self._validate = _adapter(kind).validate_python if _of_pydantic(kind) else None
         if self._validate is None:
@@ -49,8 +52,8 @@ class ItemType:
 
     def convert(self, value: Any, lax: bool) -> Any:
         """The item; with `lax`, text may stand for a number, as in a form. Raises BadRequest with the wrong field."""
-        if self._class is not None and isinstance(value, self._class):
-            return value
+        if (self._class is not None and isinstance(value, self._class)) or (self._plain and type(value) not in _PLAIN):
+            return value  # it has the type, or came by a protocol of arrays or texts
         try:
             if self._validate is not None:
                 return self._validate(value)
@@ -75,8 +78,9 @@ class ModelTypes:
         self._result = given if last else _element(_element(given, _STREAMS, given), _BATCHES)
 
     def item_type(self) -> ItemType | None:
-        """None if items stay as they are: their type has no fields, or no JSON form."""
-        return ItemType(self._item) if has_fields(self._item) and _schema(self._item, "")[0] else None
+        """None if items stay as they are: their type says nothing, or has no JSON form."""
+        typed = is_plain(self._item) or has_fields(self._item)
+        return ItemType(self._item) if typed and _schema(self._item, "")[0] else None
 
     def schemas(self, model: str) -> ModelSchemas:
         """The JSON schemas; `model` is a prefix of the names of their components."""
@@ -86,13 +90,39 @@ class ModelTypes:
         return ModelSchemas(item, result, {**components, **more})
 
 
+def check_takes_items(predict: Any) -> None:
+    """Raises LoadFailed if a function cannot be called with a list of items, or declares that it takes one item."""
+    try:
+        signature = inspect.signature(predict)
+    except (TypeError, ValueError):  # some functions are not written in Python
+        return
+    try:
+        signature.bind([])
+    except TypeError as e:
+        raise LoadFailed(f"predict{signature} does not take the items of a batch ({e}): write predict(items)") from None
+    kind = _argument(predict)
+    if kind in _SCALARS or is_struct(kind):
+        found, name = next(iter(signature.parameters)), kind.__name__
+        raise LoadFailed(
+            f"predict({found}: {name}) takes one item, but it gets all items of a batch: write predict(items:"
+            f" list[{name}]), which returns a list of as many results"
+        )
+
+
+def is_struct(kind: Any) -> bool:
+    """Whether a type is a struct, a dataclass, a TypedDict or a pydantic model."""
+    known = inspect.isclass(kind) and (issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind))
+    return known or typing.is_typeddict(kind) or hasattr(kind, "__pydantic_validator__")
+
+
+def is_plain(kind: Any) -> bool:
+    """Whether a type is one of JSON's, such as `dict[str, list[int]]`."""
+    return (typing.get_origin(kind) or kind) in _PLAIN and all(map(is_plain, typing.get_args(kind)))
+
+
 def has_fields(kind: Any) -> bool:
     """Whether a type is, or holds, a struct, a dataclass, a TypedDict or a pydantic model."""
-    if inspect.isclass(kind) and (
-        issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind) or typing.is_typeddict(kind)
-    ):
-        return True
-    return _of_pydantic(kind) or any(map(has_fields, typing.get_args(kind)))
+    return is_struct(kind) or any(map(has_fields, typing.get_args(kind)))
 
 
 def _is_below(kind: Any, base: type) -> bool:

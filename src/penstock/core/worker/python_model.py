@@ -6,32 +6,49 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import msgspec
 
 from penstock.config.schema import BatchingConfig, with_options
-from penstock.core.worker.item_types import ModelTypes
+from penstock.core.worker.item_types import ModelTypes, check_takes_items
 from penstock.core.worker.parameters import WithParameters, takes_parameters
 from penstock.core.worker.sequences import SequenceStates
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import ConfigError, LoadFailed, nearest
-from penstock.tasks import TASKS
+from penstock.tasks import TASKS, Task
 from penstock.types import ModelMetadata, TensorSpec
 
 if TYPE_CHECKING:
     from penstock.core.worker.call_loop import CallLoop
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _OPTIONS = "__penstock_options__"
 _HOOKS = ("load", "preprocess", "postprocess", "warmup", "explain", "unload", "admit", "step", "evict", "cost")
 
 
-@overload
-def model(target: T, /) -> T: ...
-@overload
-def model(**options: Any) -> Callable[[T], T]: ...
+class Options(BatchingConfig, frozen=True, kw_only=True):
+    """The options of `@penstock.model`, for type checkers."""
+
+    task: Task | None = None
+
+
+class Decorator(Protocol[P]):
+    """The type of `@penstock.model`: alone, or called with options."""
+
+    @overload
+    def __call__(self, target: T, /) -> T: ...
+    @overload
+    def __call__(self, *_: P.args, **options: P.kwargs) -> Callable[[T], T]: ...
+
+
+def _with_options_of(_: Callable[P, Options]) -> Callable[[Callable[..., Any]], Decorator[P]]:
+    return lambda function: cast(Decorator[P], function)
+
+
+@_with_options_of(Options)
 def model(target: Any = None, /, **options: Any) -> Any:
     """The decorated function or class, with batching options attached.
 
@@ -151,7 +168,9 @@ class PythonModel:
         if self.submit is not None or self.prepare is not None:
             if rows != "auto":
                 raise LoadFailed("'concurrency' is for your own predict: this model arranges its batches itself")
-        elif rows != 1 and (rows != "auto" or is_async(self.predict)):
+            return
+        check_takes_items(self.predict)
+        if rows != 1 and (rows != "auto" or is_async(self.predict)):
             from penstock.core.worker.call_loop import AUTO, CallLoop  # other models do not need asyncio
 
             self.loop = calls = CallLoop(self.predict, batching, self.send_parts_to)

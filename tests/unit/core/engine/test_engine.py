@@ -61,6 +61,13 @@ async def test_infer_gives_the_result_and_raises_the_items_own_error(transport: 
         assert "ValueError" in str(caught.value) or isinstance(caught.value, ValueError)
 
 
+async def test_a_configuration_may_hold_the_target_itself(transport: str) -> None:
+    async with Engine() as engine:
+        found: Any = double
+        await engine.load("double", ModelConfig(target=found, transport=transport))
+        assert await engine.infer("double", 21) == 42
+
+
 async def test_infer_many_keeps_the_order_and_puts_exceptions_in_place(transport: str) -> None:
     async with Engine() as engine:
         await engine.load("double", config(transport, max_batch_size=4), target=double)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from functools import partial
+
+import msgspec
 import pytest
 
 from penstock.config.schema import BatchingConfig
@@ -54,6 +57,64 @@ def test_functions_and_instances_are_models(target):
 def test_a_target_without_predict_is_named(target):
     with pytest.raises(LoadFailed, match=r"the target is a .*(int|Empty).* without predict"):
         PythonModel(target).load("cpu")
+
+
+class Item(msgspec.Struct):
+    x: int
+
+
+class NoItems:
+    def predict(self): ...
+
+
+def two_needed(items, others): ...
+def one_text(text: str) -> str: ...
+def one_file(data: bytes) -> str: ...
+def one_struct(item: Item) -> Item: ...
+
+
+class OneNumber:
+    def predict(self, x: float) -> float: ...
+
+
+class AsyncOne:
+    async def predict(self, text: str) -> str: ...
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        (NoItems, r"predict\(\) does not take the items of a batch \(too many .*\): write predict\(items\)"),
+        (two_needed, r"predict\(items, others\) does not take .*missing a required argument: 'others'"),
+        (one_text, r"predict\(text: str\) takes one item, .*: write predict\(items: list\[str\]\)"),
+        (one_file, r"predict\(data: bytes\) takes one item"),
+        (one_struct, r"predict\(item: Item\) takes one item"),
+        (OneNumber, r"predict\(x: float\) takes one item"),
+        (AsyncOne, r"predict\(text: str\) takes one item"),
+    ],
+)
+def test_a_predict_that_does_not_take_a_batch_is_refused(target, told):
+    found = PythonModel(target)
+    found.load("cpu")
+    with pytest.raises(LoadFailed, match=told):
+        found.begin_loop(BatchingConfig())
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        lambda items: items,
+        lambda *items: items,
+        lambda item=None, more=(): item,
+        lambda items, parameters: items,
+        partial(two_needed, others=1),
+        max,
+    ],
+)
+def test_a_predict_that_may_take_a_batch_is_accepted(target):
+    found = PythonModel(target)
+    found.load("cpu")
+    found.begin_loop(BatchingConfig())
 
 
 @pytest.mark.parametrize("hook", ["load", "preprocess", "postprocess", "warmup", "unload"])
