@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
+import zlib
 from base64 import b64decode
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
+
+from penstock.serving.protocols.oip_binary import encode_arrays
 
 SOURCE = """
     import numpy as np
@@ -135,6 +141,9 @@ def test_an_offer_is_ignored_on_torchserves_routes(torchserve: Any) -> None:
             assert b"hello" in plain[1]
             for offer in OFFERS:
                 assert asker.ask("POST", path, "text/plain", b"hello", **offer) == plain
+        packed = gzip.compress(b"hello")  # as TorchServe: its handlers unpack
+        found = asker.ask("POST", paths[0], BLOB, packed, content_encoding="gzip")
+        assert found == (200, repr(bytearray(packed)).encode())
     torchserve.run("torchserve", "--stop")
 
 
@@ -215,3 +224,49 @@ def test_bytes_are_events_in_base64(server: Any) -> None:
     assert status == 200
     assert {event[0] for event in found} == {"event: base64"}
     assert [b64decode(event[1].removeprefix("data: ")) for event in found] == [b"RIFF\0\r\n\xff", b"\n", b"\xf0\x9f"]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_a_body_in_a_coding_is_unpacked_on_the_routes_of_every_port(server: Any, coding: str) -> None:
+    pack = {"gzip": gzip.compress, "deflate": zlib.compress}[coding]
+    large = json.dumps(list(range(100_000))).encode()
+    head, buffers = encode_arrays({"x": np.ones((1, 40_000), np.float32)})
+    length = {"inference_header_content_length": str(len(head))}
+    requests: dict[str, list[tuple[str, str, str, bytes, dict[str, str]]]] = {
+        "inference": [
+            ("POST", "/predictions/show", JSON, b'{"a": 1}', {}),
+            ("POST", "/predictions/show", JSON, large, {}),
+            ("POST", "/predictions/show", "text/plain", b"hello", {}),
+            ("POST", "/predictions/show", BLOB, bytes(300_000), {}),
+            ("POST", "/v2/models/tensors/infer", JSON, json.dumps(TENSORS).encode(), {}),
+            ("POST", "/v2/models/tensors/infer", BLOB, b"".join([head, *buffers]), length),
+            ("POST", "/v1/models/show:predict", JSON, b'{"instances": [1]}', {}),
+        ],
+        "management": [("PUT", "/models/show/scale", JSON, b'{"instances": 1}', {})],
+    }
+    for port, rows in requests.items():
+        with Asker(server.urls[port]) as asker:
+            for method, path, kind, body, headers in rows:
+                plain = asker.ask(method, path, kind, body, **headers)
+                packed = asker.ask(method, path, kind, pack(body), content_encoding=coding + " ", **headers)
+                assert plain[0] == 200, plain
+                assert packed == plain, path
+            for coded in (b"x", pack(b"1")[:-1], pack(b"1") + b"x"):
+                assert asker.ask(method, path, kind, coded, content_encoding=coding)[0] == 400
+            status, text = asker.ask(method, path, kind, b"1", content_encoding="br")
+            assert (status, b"found Content-Encoding 'br', expected gzip, deflate or identity" in text) == (415, True)
+    completion = b'{"model": "text", "prompt": "hello"}'
+    assert server.post("/v1/completions", pack(completion), content_encoding=coding)[0] == 200
+
+
+def test_bombs_reach_no_worker_and_others_are_answered(server: Any) -> None:
+    bomb = gzip.compress(b'{"inputs": [' + b" " * (60 * 2**20))
+    assert len(bomb) < 64 * 1024
+    with ThreadPoolExecutor(21) as pool:
+        paths = ["/v2/models/tensors/infer", "/predictions/show"] * 10
+        bombs = [pool.submit(server.post, path, bomb, content_encoding="gzip") for path in paths]
+        good = [server.post("/v2/models/tensors/infer", json.dumps(TENSORS).encode())[0] for _ in range(20)]
+        found = [each.result() for each in bombs]
+    assert good == [200] * 20
+    assert {status for status, _ in found} == {413}
+    assert all(b"more than 200 times its size" in text for _, text in found)

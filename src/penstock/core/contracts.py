@@ -138,9 +138,8 @@ class Codec(Protocol):
     """Converts the body of an Item into the argument of `predict`, and its result into an ItemResult.
 
     A codec runs in the worker. One object serves all requests of one model, so it keeps no state between calls. It is
-    made with the model's name and version, and with `metadata=`, `item_type=` (an ItemType or None), `clock=` (returns
-    seconds since 1970) and `max_body_bytes=` (of a request, for codecs that decompress) if its constructor has such
-    parameters; in the server process with `metadata=` alone.
+    made with the model's name and version, and with `metadata=`, `item_type=` (an ItemType or None) and `clock=`
+    (returns seconds since 1970) if its constructor has such parameters; in the server process with `metadata=` alone.
     Subclasses declare what the rest of the system must know about the format:
 
     `divisible`: `decode` reads rows [item.start, item.stop) of a body without the others.

@@ -156,7 +156,6 @@ class Engine:
             instances=len(devices),
             sys_path=list(sys_path),
             wants_headers=wants_headers,
-            max_body_bytes=self._limits.max_body_bytes,
             capture_output=capture_output or bool(self.log_level),
             log_level=self.log_level,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from penstock import metrics
-from penstock.config.schema import BatchingConfig, LimitsConfig
+from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.exceptions import OwnException
 from penstock.core.wire.messages import Pickled
@@ -36,13 +36,12 @@ class BatchRunner:
         model: PythonModel,
         metadata: ModelMetadata,
         batching: BatchingConfig,
-        max_body_bytes: int = LimitsConfig().max_body_bytes,
     ) -> None:
         self.model = model
         self.batching = batching
         self._metadata = metadata
         self._item_type = model.types.item_type()
-        extras = {"item_type": self._item_type, "clock": lambda: time.time(), "max_body_bytes": max_body_bytes}
+        extras = {"item_type": self._item_type, "clock": lambda: time.time()}
         self.codecs = ModelCodecs(metadata, **extras)
         # created by the first coroutine; an async model uses it in its warm-up too
         self._loop: asyncio.AbstractEventLoop | None = getattr(model.loop, "loop", None)

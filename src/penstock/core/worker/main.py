@@ -50,7 +50,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
             raise LoadFailed(f"concurrency = {batching.concurrency} needs transport = 'process'")
         model.begin_loop(batching)
         metadata = model.metadata(spec.name, spec.version, config.task)
-        runner = BatchRunner(model, metadata, batching, spec.max_body_bytes)
+        runner = BatchRunner(model, metadata, batching)
         profile, best = warm_up(runner, batching)
     except PenstockError:
         raise

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from penstock.config.schema import LimitsConfig, ModelConfig
+from penstock.config.schema import ModelConfig
 
 
 class Wrapped(Struct):
@@ -29,6 +29,5 @@ class WorkerSpec(Struct):
     instances: int = 1
     sys_path: list[str] = field(default_factory=list)
     wants_headers: bool = False
-    max_body_bytes: int = LimitsConfig().max_body_bytes  # of a request, also after decompression
     capture_output: bool = False  # log the output of a worker process, line by line, to "penstock.model"
     log_level: str = ""  # also log the records of a worker process from this level on, under their own names; "": none

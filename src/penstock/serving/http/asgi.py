@@ -16,6 +16,7 @@ from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.responses import SSE, error_result, sse_event, stream_part, stream_start, stream_type
+from penstock.serving.http.unpacking import Unpacking, unpacked_headers
 from penstock.serving.protocols.bodies import BLANKS
 from penstock.serving.protocols.route import Route, Terms, error_body, name_model
 from penstock.serving.protocols.routes import error_body_of
@@ -79,6 +80,7 @@ class InferenceApp:
         self.tokens = tokens
         self._table = inference_table(lambda: bool(self.tokens), page=False)
         self._known: dict[bytes, Route] = {}
+        self._unpacking = Unpacking(backend)
         self.idempotency = IdempotencyCache(backend, time.monotonic)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -123,6 +125,10 @@ class InferenceApp:
             await self._whole(call, template.answer(self.backend, route), send, head_only=scope["method"] == "HEAD")
             return
         payload = await self._body(call, route, receive)
+        if call.coding:
+            most = template.limit(self.config.max_body_bytes)
+            payload = await self._unpacking.unpack(payload, call.coding, most)
+            headers = unpacked_headers(headers)
         call.route = route = name_model(route, payload)
         codec = call.codec or template.codec
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)

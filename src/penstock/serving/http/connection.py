@@ -267,13 +267,7 @@ class Connection(asyncio.BufferedProtocol):
         """Prepares the intake for a body that does not arrive in one small piece."""
         if not self.intake.begun:
             route = self.context.route if self.context is not None else None
-            self.intake.begin(self.head.length, self._most(route))
-
-    def _most(self, route: Route | None) -> int:
-        """The largest body of a route; without a model, none that needs shared memory."""
-        if route is None or not route.template.codec:
-            return self.listener.small_bytes
-        return route.template.limit(self.listener.config.max_body_bytes)
+            self.intake.begin(self.head.length, self.listener.most_of(route))
 
     def on_message_complete(self, alone: bool = False) -> None:
         """The body is whole: submits the request, or answers it. `alone`: nothing else was read with it."""
@@ -347,7 +341,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _check_large(self, route: Route) -> None:
         """What is worth a refusal before the body is sent. Raises PayloadTooLarge, ModelNotFound."""
-        most, length = self._most(route), self.head.length
+        most, length = self.listener.most_of(route), self.head.length
         if length > most:
             key = " (limits.max_body_bytes)" if most == self.listener.config.max_body_bytes else ""
             raise PayloadTooLarge(f"the body has {length} bytes, at most {most} are taken{key}")

@@ -24,6 +24,7 @@ from penstock.serving.http.responses import (
     stream_start,
     stream_type,
 )
+from penstock.serving.http.unpacking import unpacked_headers
 from penstock.serving.protocols.route import HttpRequest, Route, Serve, name_model
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Headers, Item, ItemResult
@@ -77,6 +78,7 @@ class RequestOptions:
     target: bytes = b""  # set only if the route was not cached
     content_type: str = ""
     codec: str = ""  # overrides the codec of the route
+    coding: str = ""  # of the body, until it is unpacked
     key: bytes = b""  # of a request with an Idempotency-Key
     budget_s: float | None = None
     priority: int = 0
@@ -371,7 +373,32 @@ class ResponseWriter:
         if context.error is not None:
             self._count_quick()
             context.fail(context.error)
+        elif context.coding:
+            self._count_quick()
+            self.listener.run(self._unpack(context))
+        else:
+            self._submit(context, alone)
+
+    async def _unpack(self, context: RequestContext) -> None:
+        """Submits a request whose body has a content coding, once that is removed."""
+        assert context.route is not None
+        listener, began_s = self.listener, self.listener.now()
+        most = listener.most_of(context.route)
+        try:
+            payload = await listener.unpacking.unpack(context.payload, context.coding, most, lambda: not context.writer)
+        except PenstockError as error:
+            context.payload = b""
+            context.fail(error.with_traceback(None))
             return
+        context.payload, context.headers = payload, unpacked_headers(context.headers)
+        if context.budget_s is not None:
+            context.budget_s -= listener.now() - began_s
+        if context.writer is not None:
+            self._submit(context)
+        elif not isinstance(payload, bytes):
+            payload.release()
+
+    def _submit(self, context: RequestContext, alone: bool = False) -> None:
         try:
             route = context.route
             assert route is not None

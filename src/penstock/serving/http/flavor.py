@@ -20,7 +20,7 @@ from penstock.serving.http.responses import (
     RouteNotFound,
     status_line,
 )
-from penstock.serving.protocols.codings import ACCEPT_ENCODING
+from penstock.serving.protocols.codings import ACCEPT_ENCODING, CONTENT_ENCODING, content_coding
 from penstock.serving.protocols.route import HttpRequest, Route, RouteTable, Template, remember
 from penstock.serving.protocols.routes import TEMPLATES
 from penstock.types import ItemResult
@@ -28,7 +28,7 @@ from penstock.types import ItemResult
 SPECIAL_NAMES: Final = frozenset(
     {
         b"accept", b"authorization", b"connection", b"expect", b"idempotency-key", b"origin", b"transfer-encoding",
-        b"x-deadline-ms", b"x-priority", b"x-request-id",
+        b"x-deadline-ms", b"x-priority", b"x-request-id", CONTENT_ENCODING,
     }
     | {name for template in TEMPLATES for name in template.select_headers}
 )  # fmt: skip
@@ -220,6 +220,8 @@ def read_special(options: RequestOptions, route: Route, special: dict[bytes, byt
     if tokens and not route.template.open:
         check_token(tokens, get(b"authorization"))
     check_framing(special)
+    if template.answer is None:
+        options.coding = content_coding(get(CONTENT_ENCODING, b""))
     if route.template.select is not None:
         options.codec = route.template.select(special, options.content_type.encode("latin-1"))
     budget, priority, key = get(b"x-deadline-ms"), get(b"x-priority"), get(b"idempotency-key")

@@ -56,7 +56,9 @@ class Intake:
         size = min(max(need, 2 * self._filled, 4 * BIG_BYTES), self.max_body_bytes)
         larger = self.backend.allocate(size)
         if larger is None:  # waiting while holding a Buffer could deadlock
-            raise QueueFull("the memory for request bodies is full; send again later, or send a Content-Length")
+            raise QueueFull(
+                "the memory for request bodies is full; send again later, or with a Content-Length and no coding"
+            )
         larger.view[: self._filled] = self._small if self._buffer is None else self._buffer.view[: self._filled]
         if self._buffer is not None:
             self._buffer.release()

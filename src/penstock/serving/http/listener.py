@@ -14,6 +14,8 @@ from penstock.serving.http.descriptors import none_left
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.responses import status_line
+from penstock.serving.http.unpacking import Unpacking
+from penstock.serving.protocols.route import Route
 from penstock.types import Headers
 
 log = logging.getLogger("penstock.frontends")
@@ -221,6 +223,7 @@ class Listener:
         self.config = config
         self.clock = Clock(config, lambda: self.warn("no_descriptors"))
         self.memory = MemoryQueue(backend)
+        self.unpacking = Unpacking(backend)
         self.counts = Counters()
         self.idempotency = IdempotencyCache(backend, self.now)
         self.connections: set[Waiting] = set()
@@ -232,6 +235,12 @@ class Listener:
         self.tasks: set[asyncio.Task[None]] = set()
         self.port = ""  # its configuration key, for the log
         self._warn_at = 0.0
+
+    def most_of(self, route: Route | None) -> int:
+        """The largest body of a route; without a model, none that needs shared memory."""
+        if route is None or not route.template.codec:
+            return self.small_bytes
+        return route.template.limit(self.config.max_body_bytes)
 
     def full(self, more: int = 0) -> bool:
         """Whether there is no room for another connection besides `more` that are not added yet; counts the refusal."""

@@ -1,0 +1,148 @@
+"""Bodies in gzip or deflate, unpacked within every bound before they are queued."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import random
+import tracemalloc
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
+from penstock.serving.http.unpacking import FREE_BYTES, MOST_RATIO, Unpacking
+from support.backend import FakeBackend, FakeBuffer
+
+
+def raw_deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(data) + packer.flush()
+
+
+NUMBERS = b",".join([b"%d" % n for n in range(500_000)])
+FORMS = {"gzip": gzip.compress, "deflate": zlib.compress, "deflate, raw": raw_deflate}
+
+
+def unpack(packed: bytes, form: str = "gzip", most: int = 2**24, backend: FakeBackend | None = None) -> bytes:
+    """The body, unpacked from plain memory and from a Buffer; all memory is given back."""
+    backend = backend or FakeBackend()
+    found = []
+    for payload in (packed, backend.allocate(max(1, len(packed)))):
+        if isinstance(payload, FakeBuffer):
+            payload.view[: len(packed)] = packed
+            payload.shrink(len(packed))
+        try:
+            body: Any = asyncio.run(Unpacking(backend).unpack(payload, form.partition(",")[0], most))
+        finally:
+            assert backend.used_bytes == 0 or not isinstance(payload, FakeBuffer) or payload.nbytes == 0
+        found.append(bytes(getattr(body, "view", body)))
+        if not isinstance(body, bytes):
+            body.release()
+    assert found[0] == found[1]
+    assert backend.used_bytes == 0
+    return found[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(st.binary(max_size=300))
+def test_a_small_body_arrives_as_it_was(form, body):
+    assert unpack(FORMS[form](body), form, len(body)) == body
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 262_145, 3_000_000])
+def test_a_large_body_arrives_as_it_was(form, size):
+    for body in (NUMBERS[:size], random.Random(size).randbytes(size)):
+        assert unpack(FORMS[form](body), form, size) == body
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bomb_is_refused_without_its_memory(form):
+    bomb = FORMS[form](bytes(100 * 2**20))
+    packed = len(bomb)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PayloadTooLarge, match=f"more than {MOST_RATIO} times its size"):
+            unpack(bomb, form, 2**27, FakeBackend(pool_bytes=2**28))
+        assert tracemalloc.get_traced_memory()[1] < 3 * MOST_RATIO * packed
+        with pytest.raises(PayloadTooLarge, match="larger than 1000000 bytes"):
+            unpack(bomb, form, 1_000_000)
+    finally:
+        tracemalloc.stop()
+    assert unpack(FORMS[form](bytes(FREE_BYTES)), form) == bytes(FREE_BYTES)
+
+
+def test_what_is_unpacked_counts_in_the_pool():
+    body = random.Random(7).randbytes(1000) * 400
+    with pytest.raises(QueueFull):
+        unpack(gzip.compress(body), "gzip", 500_000, FakeBackend(pool_bytes=500_000))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_truncated_stream_is_refused_at_every_byte(form):
+    packed = FORMS[form](b"some text, some more text")
+    for size in range(len(packed)):
+        with pytest.raises(BadRequest, match=f"{form.partition(',')[0]} stream"):
+            unpack(packed[:size], form)
+
+
+def test_a_damaged_stream_and_bytes_after_it_are_refused():
+    packed = gzip.compress(b"some text")
+    with pytest.raises(BadRequest, match=r"not a valid gzip stream: .*incorrect data check"):
+        unpack(packed[:-8] + bytes(8))
+    with pytest.raises(BadRequest, match="not a valid deflate stream"):
+        unpack(b"plain text", "deflate")
+    for more in (1, 300_000):
+        with pytest.raises(BadRequest, match=rf"{more} bytes follow the gzip stream; send exactly one"):
+            unpack(packed + bytes(more))
+
+
+async def test_answers_keep_their_order_and_the_loop_its_turns(listen):
+    body = json.dumps(list(range(300_000))).encode()
+    packed = gzip.compress(body)
+    async with listen() as listener:
+        client, other = await listener.connect(), await listener.connect()
+        for _ in range(3):
+            client.post("/predictions/echo", packed, "Content-Encoding: gzip")
+            client.post("/predictions/echo", b"plain")
+        turns = 0
+        answers = asyncio.create_task(client.answer())
+        while not answers.done():
+            other.get("/ping")
+            turns += (await other.answer()).status == 200
+        assert turns > 3
+        found = [(await answers).body, *[(await client.answer()).body for _ in range(5)]]
+        assert found == [body, b"plain"] * 3
+        assert listener.backend.used_bytes == 0
+        packed = [call.item for call in listener.backend.calls if isinstance(call.item.payload, FakeBuffer)]
+        assert [item.headers for item in packed] == [[(b"Host", b"test")]] * 3
+
+
+async def test_a_client_that_leaves_while_its_body_is_unpacked_is_not_run(listen, wait_until):
+    packed = gzip.compress(NUMBERS)
+    async with listen() as listener:
+        client = await listener.connect()
+        for _ in range(5):
+            client.post("/predictions/echo", packed, "Content-Encoding: gzip")
+        await wait_until(lambda: listener.server.listener.tasks)
+        client.writer.transport.abort()
+        await wait_until(lambda: not listener.server.connections and not listener.server.listener.tasks)
+        assert len(listener.backend.calls) < 5
+        await wait_until(lambda: listener.backend.used_bytes == 0)
+
+
+async def test_a_deadline_that_passes_while_a_body_is_unpacked_counts(listen, monkeypatch):
+    async def slowly(self: Unpacking, payload: bytes, *rest: Any) -> bytes:
+        await asyncio.sleep(0.02)
+        return payload
+
+    monkeypatch.setattr(Unpacking, "unpack", slowly)
+    async with listen() as listener:
+        client = await listener.connect()
+        client.post("/predictions/echo", b"1", "Content-Encoding: gzip", "x-deadline-ms: 10")
+        assert (await client.answer()).status == 504
