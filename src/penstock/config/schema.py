@@ -116,7 +116,13 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = 20_000
     max_pipelined: Annotated[Positive, doc("requests in flight on one connection; further ones are read later")] = 64
     header_timeout_s: Annotated[Seconds, doc("longest time for a request's head to arrive")] = 10.0
-    body_timeout_s: Annotated[Seconds, doc("longest time for a request's body to arrive")] = 30.0
+    body_timeout_s: Annotated[
+        Seconds,
+        doc(
+            "longest time for a request's body to arrive. Over HTTP, every 16 KiB that arrive give back a second: an"
+            " upload at 16 KiB/s or more may take as long as it needs"
+        ),
+    ] = 30.0
     idle_timeout_s: Annotated[Seconds, doc("longest silence of a kept-alive connection")] = 75.0
     thrift_idle_timeout_s: Annotated[
         Seconds, doc("longest silence of a Thrift connection; Thrift clients do not reconnect by themselves")

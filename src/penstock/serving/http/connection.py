@@ -23,7 +23,7 @@ from penstock.serving.http.context import (
 )
 from penstock.serving.http.flavor import PLAIN_TYPE, SPECIAL_NAMES
 from penstock.serving.http.intake import BIG_BYTES, Intake
-from penstock.serving.http.listener import INF, KNOWN_HEADS, Listener, RequestHead
+from penstock.serving.http.listener import BODY_RATE, INF, KNOWN_HEADS, Listener, RequestHead
 from penstock.serving.http.responses import HeadTooLarge, MalformedHttp, MethodNotAllowed, RequestTimeout
 from penstock.serving.http.sockets import readable
 from penstock.serving.protocols.bodies import BLANKS
@@ -111,9 +111,11 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Hands what was read to the parser, or counts it when it is already where it belongs."""
         if self.phase >= DIRECT:
-            if self.phase == DIRECT and self.intake.filled_to(nbytes):
-                self.parser = httptools.HttpRequestParser(self)  # the old one still waits for the body
-                self.on_message_complete()
+            if self.phase == DIRECT:
+                self.deadline = self.listener.clock.extended(self.deadline, nbytes)
+                if self.intake.filled_to(nbytes):
+                    self.parser = httptools.HttpRequestParser(self)  # the old one still waits for the body
+                    self.on_message_complete()
             return
         self.read_bytes = nbytes
         if self.phase == IDLE and self._receive_known(nbytes):
@@ -364,7 +366,9 @@ class Connection(asyncio.BufferedProtocol):
             self.head_bytes += nbytes
             if self.head_bytes > most:
                 self._refuse(self._head_too_large())
-        elif self.head.length > BIG_BYTES:
+            return
+        self.deadline = self.listener.clock.extended(self.deadline, nbytes)
+        if self.head.length > BIG_BYTES:
             if self.listener.memory or not self.reserve():
                 self._stall()
         elif not self.head.length:
@@ -421,8 +425,18 @@ class Connection(asyncio.BufferedProtocol):
         elif self.writer.paused:
             self.deadline = self.listener.clock.body_at  # it is we who do not read: the client is not to blame
         else:
-            part = "head" if self.phase == HEAD else "body"
-            self._refuse(RequestTimeout(f"the {part} of the request did not arrive in time"))
+            self._refuse(RequestTimeout(self._late()))
+
+    def _late(self) -> str:
+        config = self.listener.config
+        if self.phase == HEAD:
+            return (
+                f"the head of the request did not arrive within {config.header_timeout_s:g} s (limits.header_timeout_s)"
+            )
+        late = (
+            f"the body of the request did not arrive in time: after {config.body_timeout_s:g} s (limits.body_timeout_s)"
+        )
+        return f"{late}, it must come at {BODY_RATE} bytes/s or more"
 
     def _probe(self) -> None:
         """Drops a half-closed connection whose client has left, which only a reset in answer to data shows."""

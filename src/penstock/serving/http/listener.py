@@ -25,6 +25,9 @@ RECEIVE_BYTES: Final = BIG_BYTES  # so that a body that belongs in a Buffer is n
 SWEEP_S: Final = 0.5
 SILENT_S: Final = 0.5  # silence after which a closing listener closes a connection: its client may be sending now
 WARN_S: Final = 60.0
+# bytes/s of a body below which its time runs out. Kestrel has 240 and Apache 500; here a large body holds shared memory
+# from its beginning, and a body that arrives within limits.body_timeout_s has no lowest rate.
+BODY_RATE: Final = 16 * 1024
 KNOWN_HEADS: Final = 512
 STEADY_NAMES: Final = frozenset({b"accept", b"authorization", b"connection"})  # special headers that clients repeat
 
@@ -136,6 +139,10 @@ class Clock:
         if date_line != self.date_line:
             self.date_line = date_line
             self.heads.clear()
+
+    def extended(self, deadline: float, nbytes: int) -> float:
+        """The deadline of a body of which `nbytes` more have arrived: their time at BODY_RATE is given back."""
+        return min(deadline + nbytes / BODY_RATE, self.body_at)
 
     def _sweep(self, connections: set[Waiting]) -> None:
         loop = asyncio.get_running_loop()

@@ -8,6 +8,8 @@ import tracemalloc
 import msgspec
 import pytest
 
+from penstock.serving.http.context import HEAD
+from penstock.serving.http.listener import BODY_RATE
 from penstock.types import ItemResult
 from support.backend import Call, FakeBackend
 
@@ -178,6 +180,7 @@ async def test_silent_and_half_sent_heads_are_timed_out(listen, sent):
         client.send(sent)
         raw = await client.rest()
         assert raw.startswith(b"HTTP/1.1 408 ") if sent else raw == b""
+        assert b"within 0.1 s (limits.header_timeout_s)" in raw or not sent
 
 
 @pytest.mark.parametrize("size", [100, 200_000])
@@ -187,7 +190,46 @@ async def test_half_a_body_is_timed_out_and_its_memory_given_back(listen, size):
         client.send(b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\nabc" % size)
         answer = await client.answer()
         assert (answer.status, answer.headers["connection"]) == (408, "close")
+        assert b"after 0.1 s (limits.body_timeout_s)" in answer.body
         assert listener.backend.used_bytes == 0
+
+
+@pytest.mark.parametrize("framing", ["small", "large", "chunked"])
+async def test_bytes_of_a_body_move_its_deadline_by_their_time_at_the_lowest_rate(listen, wait_until, framing):
+    size = {"small": 60_000, "large": 3_000_000, "chunked": 0}[framing]
+    line = f"Content-Length: {size}" if size else "Transfer-Encoding: chunked"
+    async with listen() as listener:
+        client = await listener.connect()
+        client.send(f"POST /predictions/echo HTTP/1.1\r\nHost: a\r\n{line}\r\n\r\n".encode())
+
+        async def deadline_after(nbytes: int, least: float) -> float:
+            """The deadline once it has moved, from 5 s to `least`."""
+            connection.deadline = 5.0 + (now := asyncio.get_running_loop().time())
+            client.send(b"%x\r\n%b\r\n" % (nbytes, bytes(nbytes)) if not size else bytes(nbytes))
+            await wait_until(lambda: connection.deadline >= now + least)
+            return float(connection.deadline - now)
+
+        await wait_until(lambda: listener.server.listener.connections)
+        (connection,) = listener.server.listener.connections
+        await wait_until(lambda: connection.phase > HEAD)
+        assert await deadline_after(2 * BODY_RATE, 7.0) < 7.01
+        assert await deadline_after(1, 5.00005) < 5.01
+        if not size or size > 60_000:
+            assert 30.0 <= await deadline_after(60 * BODY_RATE, 30.0) < 31.0
+        connection.deadline = 0.0
+        answer = await client.answer()
+        assert answer.status == 408
+        assert b"after 30 s (limits.body_timeout_s)" in answer.body
+        assert listener.backend.used_bytes == 0
+
+
+async def test_a_body_that_came_fast_may_not_stop_for_longer_than_any_other(listen):
+    async with listen(**SHORT, max_body_bytes=2**24) as listener:
+        client = await listener.connect()
+        client.send(
+            b"POST /predictions/echo HTTP/1.1\r\nHost: a\r\nContent-Length: 10000000\r\n\r\n" + bytes(9_000_000)
+        )
+        assert (await client.answer()).status == 408  # 550 s of the lowest rate
 
 
 async def test_a_head_that_drips_is_timed_out_all_the_same(listen):
