@@ -527,7 +527,9 @@ async def test_server_sent_events_are_sent_on_request(listen):
         body = (await client.answer()).body
         assert body == b'data: a\n\nevent: error\ndata: {"error":{"code":"item_failed","message":"oh"}}\n\n'
         client.post("/predictions/one", b"whole", "Accept: text/event-stream")
-        assert (await client.answer()).body == b"data: whole\n\n"
+        answer = await client.answer()
+        assert answer.headers["x-part-type"] == "application/octet-stream;base64"
+        assert answer.body == b"event: base64\ndata: d2hvbGU=\n\n"
 
 
 async def test_a_stream_that_fails_is_cut_without_its_last_chunk(listen):
