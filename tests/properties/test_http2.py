@@ -40,7 +40,7 @@ class Echo(Stream):
         if self.ended:
             self.on_end()
 
-    def on_data(self, data: memoryview) -> int:
+    def on_data(self, data: memoryview, last: bool) -> int:
         self.data += data
         return len(data)
 
@@ -300,7 +300,7 @@ CASES = {
     "windows": (START + h2.window_update(0, 1) * 3000, h2.ENHANCE_YOUR_CALM),
     "pings and windows in turn": (START + (PING + h2.window_update(0, 1)) * 1500, h2.ENHANCE_YOUR_CALM),
     "windows of a stream": (opened(h2.window_update(1, 1) * 3000), h2.ENHANCE_YOUR_CALM),
-    "data of closed streams": (opened(frame(3, 0, 1, word(8)), frame(0, 0, 1, b"x") * 3000), h2.ENHANCE_YOUR_CALM),
+    "data of closed streams": (opened(frame(3, 0, 1, word(8)), frame(0, 0, 1) * 3000), h2.ENHANCE_YOUR_CALM),
     "resets": (
         START + b"".join(frame(h2.HEADERS, 4, n, SMALL) + frame(3, 0, n, word(8)) for n in range(1, 6001, 2)),
         h2.ENHANCE_YOUR_CALM,

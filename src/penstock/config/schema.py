@@ -132,6 +132,10 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     write_buffer_bytes: Annotated[
         Bytes, doc("unsent bytes of one connection above which no request is read from it")
     ] = 2**20
+    max_transit_bytes: Annotated[
+        Bytes,
+        doc("bytes that all clients of a listener may occupy while they send requests or read answers; then 503"),
+    ] = 2**30
     pool_bytes: Annotated[Bytes, doc("shared memory for request payloads over 64 KiB")] = 256 * 2**20
     reply_bytes: Annotated[Bytes, doc("shared memory of each worker for answers over 64 KiB")] = 64 * 2**20
     max_instances: Annotated[Instances, doc("most instances of one version of a model")] = 64

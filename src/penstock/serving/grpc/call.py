@@ -12,7 +12,7 @@ from struct import Struct as Packing
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
-from penstock.serving.grpc.calls import Code, GrpcError
+from penstock.serving.grpc.calls import Code, GrpcError, refused
 from penstock.serving.grpc.head import CallHead
 from penstock.serving.grpc.messages import ENCODINGS, PREFIX, Compressed, MessageReader, free, size_of, unpack
 from penstock.serving.http.intake import BIG_BYTES
@@ -32,6 +32,7 @@ from penstock.serving.http2.streams import NO_SPACE, RECEIVE_WINDOW, Stream, Str
 from penstock.types import Headers
 
 SPACE_BYTES: Final = 2**30  # granted at once: a window has less than 2^31
+SMALL_HEAD: Final = 2**10  # decoded metadata that nobody counts
 MESSAGE: Final = 4  # units of `turn` for a message of a client's stream
 DETAILS_BYTES: Final = 2400  # of a status, three times as much in the trailers: clients take 8 KiB of headers
 _PRINTABLE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
@@ -70,6 +71,7 @@ class GrpcCall(Stream):
         self.on_cancel: Callable[[], object] | None = None  # ends the work for a client that left
         self.messages: deque[Any] = deque()  # received and not taken
         self._untaken = 0  # bytes of `messages`
+        self._held = 0  # bytes in the budget of the listener
         self._begun = False  # the headers of the response were sent
         self._reader: MessageReader | None = None  # of messages in pieces
         self._waiting = False  # for memory
@@ -102,11 +104,18 @@ class GrpcCall(Stream):
 
     async def take(self) -> Any:
         """The first message that is here, as it was before it was compressed. Raises GrpcError."""
-        message = self.messages.popleft()
-        self._untaken -= size_of(message)
+        message = self.pop()
         self._replenish()
         if isinstance(message, Compressed):
             return await unpack(message, self.owner.listener.config.max_body_bytes)
+        return message
+
+    def pop(self) -> Any:
+        """The first message that is here."""
+        message = self.messages.popleft()
+        self._untaken -= size_of(message)
+        if self._held:
+            self.count()
         return message
 
     def reply(self, body: bytes | memoryview) -> None:
@@ -163,6 +172,8 @@ class GrpcCall(Stream):
             self._timer = asyncio.get_running_loop().call_later(head.timeout_s, self._expire)
         try:
             self.owner.check(head)
+            if head.nbytes > SMALL_HEAD:
+                self.count()
         except GrpcError as error:
             self.fail(error)
             return
@@ -174,7 +185,7 @@ class GrpcCall(Stream):
         else:
             self._expect()
 
-    def on_data(self, data: memoryview) -> int:
+    def on_data(self, data: memoryview, last: bool) -> int:
         whole = len(data)
         if self.last:  # it was answered before
             return whole
@@ -182,7 +193,7 @@ class GrpcCall(Stream):
         if reader is None:
             if size >= PREFIX.size:
                 flag, length = PREFIX.unpack_from(data)
-                if size == length + PREFIX.size and length <= min(BIG_BYTES, config.max_body_bytes):
+                if last and size == length + PREFIX.size and length <= min(BIG_BYTES, config.max_body_bytes):
                     self._take(flag, bytes(data[PREFIX.size :]))  # nearly every small message comes in one piece
                     return whole
             reader = self._reader = MessageReader(self.owner.listener.backend, config.max_body_bytes, self._take)
@@ -201,6 +212,7 @@ class GrpcCall(Stream):
                     if reader.missing or reader.part:
                         self._begin(reader)
                 data = data[size:]
+            self.count()
         except GrpcError as error:
             self.fail(error)
             return whole
@@ -271,6 +283,17 @@ class GrpcCall(Stream):
         self._expect()
         self._replenish()
         return True
+
+    def count(self) -> None:
+        """Brings the budget of the listener up to date. Raises GrpcError if it is full."""
+        if self.closed or self.last:
+            return
+        head = self.head.nbytes if self.head.nbytes > SMALL_HEAD else 0
+        kept = head + self._untaken + (len(self._reader.part) if self._reader is not None else 0)
+        budget, more, self._held = self.owner.listener.budget, kept - self._held, kept
+        budget.count(more)
+        if budget.full and more > 0:
+            raise refused(budget.refusal())
 
     def _expect(self) -> None:
         """Bounds the time for what the client still has to send; its next piece does not move the end."""
@@ -364,6 +387,9 @@ class GrpcCall(Stream):
             self._reader = None  # breaks a reference cycle
             if self._waiting:
                 self.owner.listener.memory.discard(self)
+        if self._held:
+            self.owner.listener.budget.count(-self._held)
+            self._held = 0
         while self.messages:
             free(self.messages.popleft())
         self._wake()

@@ -7,7 +7,8 @@ from enum import IntEnum
 from typing import Final
 
 from penstock.core.contracts import Ticket
-from penstock.errors import QueueFull
+from penstock.errors import PenstockError, QueueFull
+from penstock.serving.http.intake import Budget
 from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.types import ItemResult, Sink
 
@@ -72,6 +73,11 @@ class GrpcError(Exception):
         return found
 
 
+def refused(error: PenstockError) -> GrpcError:
+    """The status of a listener or pool that is full."""
+    return GrpcError(Code.RESOURCE_EXHAUSTED, error.message, error.retry_after_s, error.code)
+
+
 def code_of(status: int) -> Code:
     """The gRPC code for an HTTP status of 400 or above."""
     return _CODES.get(status) or (Code.FAILED_PRECONDITION if status < 500 else Code.INTERNAL)
@@ -80,7 +86,8 @@ def code_of(status: int) -> Code:
 class AnswerParts:
     """The sink of one or more requests. It copies bodies, which may be views that are valid only during the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
         self._waiting: deque[ItemResult] = deque()
         self._bytes = 0  # of the waiting parts
         self._overflow = False  # the client left too much unread: unsent parts are dropped
@@ -93,14 +100,23 @@ class AnswerParts:
     def put(self, result: ItemResult) -> None:
         if self._overflow:
             return
-        if self._waiting and self._bytes - len(self._waiting[0].body) > UNREAD_BYTES:
-            self._overflow = True
-            self._waiting.clear()
+        if self._waiting and (self._bytes - len(self._waiting[0].body) > UNREAD_BYTES or self._budget.full):
+            self.close()
             return
         result.body = bytes(result.body)
-        self._bytes += len(result.body)
+        self._count(len(result.body))
         self._waiting.append(result)
         self.wake()
+
+    def close(self) -> None:
+        """Forgets the parts that wait, and those to come."""
+        self._overflow = True
+        self._waiting.clear()
+        self._count(-self._bytes)
+
+    def _count(self, more: int) -> None:
+        self._bytes += more
+        self._budget.count(more)
 
     def wake(self) -> None:
         """Ends the wait of `next`, with or without a part."""
@@ -113,17 +129,17 @@ class AnswerParts:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
         if self._overflow:
-            raise QueueFull(f"the client left more than {UNREAD_BYTES} bytes of its answer unread")
+            raise QueueFull(f"the client left more than {UNREAD_BYTES} bytes of its answer unread, or the port is full")
         if not self._waiting:
             return None
         result = self._waiting.popleft()
-        self._bytes -= len(result.body)
+        self._count(-len(result.body))
         return result
 
 
-async def parts_of(submit: Callable[[Sink], Ticket]) -> AsyncGenerator[ItemResult, None]:
+async def parts_of(submit: Callable[[Sink], Ticket], budget: Budget) -> AsyncGenerator[ItemResult, None]:
     """The results of one request, which ends if its caller leaves. Raises the errors of `submit`, and QueueFull."""
-    answer = AnswerParts()
+    answer = AnswerParts(budget)
     ticket = submit(answer.put)
     final = False
     try:
@@ -133,5 +149,6 @@ async def parts_of(submit: Callable[[Sink], Ticket]) -> AsyncGenerator[ItemResul
                 final = result.final
                 yield result
     finally:
+        answer.close()
         if not final:
             ticket.cancel()

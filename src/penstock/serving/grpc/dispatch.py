@@ -81,7 +81,7 @@ class CallDispatcher:
         assert method is not None
         if method.direct and not isinstance(call.messages[0], Compressed):
             try:
-                method.function(call.messages.popleft(), call)
+                method.function(call.pop(), call)
             except Exception as error:
                 call.fail(self._status(error))
         else:

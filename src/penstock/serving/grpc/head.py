@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import Struct
 
 from penstock.serving.grpc.calls import GrpcError
+from penstock.serving.http2.frames import FIELD_BYTES
 from penstock.types import Headers
 
 UNITS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
@@ -42,6 +43,7 @@ class CallHead(NamedTuple):
     timeout_s: float | None
     encoding: bytes
     status: int  # of HTTP, for a request that is not gRPC; 0 for a call
+    nbytes: int  # of the decoded metadata
 
     @property
     def authorization(self) -> bytes | None:
@@ -68,7 +70,8 @@ def read_head(headers: Headers, find: Callable[[str], Method | None]) -> CallHea
         if not (timeout[:-1].isdigit() and len(timeout) <= 9 and timeout[-1:] in UNITS):
             return None
         timeout_s = min(int(timeout[:-1]) * UNITS[timeout[-1:]], LONGEST_S)
-    return CallHead(path, find(path), metadata, timeout_s, own.get(b"grpc-encoding", b"identity"), status)
+    nbytes = len(path) + sum([FIELD_BYTES + len(name) + len(value) for name, value in metadata])
+    return CallHead(path, find(path), metadata, timeout_s, own.get(b"grpc-encoding", b"identity"), status, nbytes)
 
 
 def _decoded(value: bytes) -> bytes:

@@ -200,7 +200,7 @@ class _InferStream:
         self._service = service
         self._backend = backend
         self._call = call
-        self._parts = AnswerParts()
+        self._parts = AnswerParts(call.owner.listener.budget)
         self._running: dict[object, Ticket | None] = {}
         self._room: asyncio.Future[None] | None = None
         self._received_all = False
@@ -243,6 +243,7 @@ class _InferStream:
     def close(self) -> None:
         """Cancels what is in progress."""
         self._timer.cancel()
+        self._parts.close()
         for ticket in self._running.values():
             if ticket is not None:
                 ticket.cancel()

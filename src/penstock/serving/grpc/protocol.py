@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from msgspec import Struct
 
 from penstock.serving.grpc.call import GrpcCall
-from penstock.serving.grpc.calls import UNREAD_BYTES, Code, GrpcError
+from penstock.serving.grpc.calls import UNREAD_BYTES, Code, GrpcError, refused
 from penstock.serving.grpc.dispatch import CallDispatcher
 from penstock.serving.grpc.head import CallHead, read_head
 from penstock.serving.http.listener import INF, Listener
@@ -18,6 +18,7 @@ from penstock.serving.http2.connection import Http2Connection
 from penstock.serving.http2.frames import NO_ERROR, PING, HeaderReader, Http2Error, frame
 from penstock.serving.http2.streams import Outbox
 
+CALL_BYTES: Final = 3072  # of memory, about: a call that waits for its message
 LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the reason and not a reset
 _HTTP1: Final = b"gRPC needs HTTP/2; send HTTP/1.1 requests to the inference port\n"
 _HTTP1_ANSWER: Final = (
@@ -46,6 +47,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def __init__(self, shared: SharedState) -> None:
         self.listener = shared.listener
         self.deadline = INF
+        self.unread, self.stuck_s = 0, 0.0
         self.receiving: dict[GrpcCall, float] = {}
         self._shared = shared
         self._rest = b""  # the begin of a frame
@@ -56,7 +58,6 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._pinged = False
         self._backlog: deque[GrpcCall] = deque()  # calls that start when the client has read more
         self._write_at = INF
-        self._unread = (0, 0)  # bytes that waited at the last sweep, before and in the transport
         self._age_at = INF
         self._aged = False  # `_age_at` is the end of the grace
         self._http2: Http2Connection
@@ -167,6 +168,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         return GrpcCall(connection, id, head, self)
 
     def check(self, head: CallHead) -> None:
+        if self.listener.budget.full and (len(self._http2.streams) > 1 or self._http2.outbox.unsent_bytes):
+            raise refused(self.listener.budget.refusal())
         self._shared.dispatcher.check(head)
 
     def start(self, call: GrpcCall) -> None:
@@ -174,6 +177,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if self._backlog or self._http2.outbox.unsent_bytes > UNREAD_BYTES:
             if len(self._backlog) >= 2 * self._shared.max_streams:  # half of them were reset
                 self._backlog = deque(each for each in self._backlog if not (each.closed or each.last))
+            try:
+                call.count()
+            except GrpcError as error:
+                call.fail(error)
+                return
             self._backlog.append(call)
         else:
             self._shared.dispatcher.start(call, self.listener)
@@ -214,10 +222,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self.deadline = self.listener.clock.write_at
             self._http2.outbox.write(frame(PING, 0, 0, bytes(8)))
 
-    def check_writing(self, now: float) -> None:
-        """Drops a client that does not read. Also counts the other times of a connection."""
+    def check_writing(self, now: float) -> tuple[int, int]:
+        """Drops a client that does not read. Also counts the other times of a connection, and what it occupies."""
         if self._closing:
-            return
+            return self.transport.get_write_buffer_size(), 0
         self._http2.tick()
         limit_s = self.listener.config.body_timeout_s
         for call, at in list(self.receiving.items()):
@@ -227,17 +235,17 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if self._age_at <= now:
             if self._aged:
                 self.abort()
-                return
+                return 0, 0
             self._http2.drain()
             self._aged, self._age_at = True, now + self._shared.max_age_grace_s
-        unread = (self._http2.outbox.unsent_bytes, self.transport.get_write_buffer_size())
-        if unread == (0, 0):
+        unread = self._http2.outbox.unsent_bytes + self.transport.get_write_buffer_size()
+        if not unread:
             self._write_at = INF
-        elif unread != self._unread or self._write_at == INF:
+        elif unread != self.unread or self._write_at == INF:
             self._write_at = now + self.listener.config.write_timeout_s
         elif self._write_at <= now:
             self.abort()
-        self._unread = unread
+        return unread, CALL_BYTES * len(self._http2.streams) + len(self._rest) + self._http2.held_bytes
 
     def close_soon(self) -> None:
         """Answers the calls that the client has sent, and no more."""

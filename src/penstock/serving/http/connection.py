@@ -36,6 +36,7 @@ log = logging.getLogger("penstock.frontends")
 POOL: Final = 4
 
 KNOWN_HEAD_BYTES: Final = 2048
+REQUEST_BYTES: Final = 2048  # of memory, about: a request without a body that waits for the ones before it
 CONNECT: Final = b"CONNECT"
 
 LENGTH, TYPE, SPECIAL, CODINGS = 1, 2, 3, 4
@@ -66,9 +67,10 @@ class Connection(asyncio.BufferedProtocol):
         self.writer = ResponseWriter(listener, flavor, self)
         self.phase = IDLE
         self.deadline = INF
+        self.unread, self.stuck_s = 0, 0.0
         self.head = RequestHead()
         self.context: RequestContext | None = None  # its body is being received
-        self.intake = Intake(listener.backend, listener.config.max_body_bytes)
+        self.intake = Intake(listener.backend, listener.config.max_body_bytes, listener.budget)
         self.read_bytes = 0  # of this read
         self.head_bytes = 0  # of earlier reads that belong to the head
         self.quiet_bytes = 0  # of a chunked body since its last byte of data
@@ -296,6 +298,8 @@ class Connection(asyncio.BufferedProtocol):
     def _read_head(self, context: RequestContext, route: Route) -> None:
         """Reads the headers that change how the request is handled. Raises PenstockError."""
         flavor, kind, special = self.writer.flavor, self.head.content_type, self.head.special
+        if self.listener.budget.full and self.writer.unread:
+            raise self.listener.budget.refusal()
         if kind:
             context.content_type = kind.decode("latin-1")
         selects = kind != PLAIN_TYPE and route.template.select is not None
@@ -447,8 +451,10 @@ class Connection(asyncio.BufferedProtocol):
             self.abort()
         self.deadline = 0.0  # again in the next sweep
 
-    def check_writing(self, now: float) -> None:
+    def check_writing(self, now: float) -> tuple[int, int]:
         self.writer.check_writing(now)
+        head_bytes = max(0, self.head_bytes) if self.phase == HEAD else 0
+        return self.writer.unread, head_bytes + REQUEST_BYTES * len(self.writer.backlog)
 
     def abort(self) -> None:
         self.writer.transport.abort()

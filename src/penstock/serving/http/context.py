@@ -507,12 +507,14 @@ class ResponseWriter:
         if not (first.started or first.old):
             self.write(CONTINUE)
 
+    @property
+    def unread(self) -> int:
+        """Bytes of answers that the client has not taken."""
+        return self.kept + self.transport.get_write_buffer_size()
+
     def check_unsent(self) -> None:
         """Drops the reader of a stream that falls too far behind: a streaming model cannot be paused."""
-        if (
-            self.kept + self.transport.get_write_buffer_size()
-            > STREAM_BACKLOG * self.listener.config.write_buffer_bytes
-        ):
+        if self.unread > STREAM_BACKLOG * self.listener.config.write_buffer_bytes:
             log.debug("event=slow_reader consequence=connection_dropped")
             self.transport.abort()
 

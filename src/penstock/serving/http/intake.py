@@ -1,24 +1,55 @@
 """Collects the body of a request: in plain memory while it is small, in a Buffer (shared memory) when it is large."""
 
+import sys
 from typing import Any, Final
 
 from penstock.core.contracts import Backend, Buffer
 from penstock.errors import PayloadTooLarge, QueueFull
+from penstock.serving.http.responses import ListenerFull
 
 BIG_BYTES: Final = 64 * 1024  # larger bodies go into a Buffer
+
+
+class Budget:
+    """The bytes that all clients of a listener occupy while they send requests or read answers.
+
+    Parts of requests count at once, unread answers and open calls from one sweep of the clock to the next. A small
+    request that comes whole, and what is in shared memory, costs nothing here.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.full = False
+        self._parts = self._swept = 0
+
+    def count(self, more: int) -> None:
+        """Adds parts of requests, or subtracts them."""
+        self._parts += more
+        self.full = self._parts + self._swept > self.most
+
+    def sweep(self, found: int) -> None:
+        """Replaces what the last sweep found."""
+        self._swept = found
+        self.count(0)
+
+    def refusal(self) -> ListenerFull:
+        text = f"the clients of this port occupy {self.most} bytes (limits.max_transit_bytes); send again later"
+        return ListenerFull(text, retry_after_s=1.0)
 
 
 class Intake:
     """Holds one body at a time. `release` frees a Buffer that was not taken."""
 
-    def __init__(self, backend: Backend, max_body_bytes: int) -> None:
+    def __init__(self, backend: Backend, max_body_bytes: int, budget: Budget | None = None) -> None:
         self.backend = backend
+        self.budget = budget or Budget(sys.maxsize)
         self.most = self.max_body_bytes = max_body_bytes
         self.length = 0
         self.begun = False
         self._small: bytes | bytearray = b""
         self._buffer: Buffer | None = None
         self._filled = 0
+        self._held = 0  # bytes of `_small` in the budget
 
     def begin(self, length: int, most: int) -> None:
         """Begins a body of `length` bytes; 0 if the length is unknown (chunked) or there is no body.
@@ -30,7 +61,7 @@ class Intake:
         self.most = most
 
     def add(self, chunk: bytes) -> None:
-        """Adds a piece of the body. Raises PayloadTooLarge, and QueueFull when the pool is full.
+        """Adds a piece of the body. Raises PayloadTooLarge, QueueFull when the pool is full, and ListenerFull.
 
         Chunked bodies grow by doubling, so the cost of a byte is constant however small the chunks are.
         """
@@ -44,7 +75,12 @@ class Intake:
             if end > len(self._buffer.view):
                 self._grow(end)
             self._buffer.view[self._filled : end] = chunk
-        elif not self._filled:
+            self._filled = end
+            return
+        self._hold(len(chunk))
+        if self.budget.full:
+            raise self.budget.refusal()
+        if not self._filled:
             self._small = chunk
         else:
             if isinstance(self._small, bytes):
@@ -63,6 +99,11 @@ class Intake:
         if self._buffer is not None:
             self._buffer.release()
         self._buffer, self._small = larger, b""
+        self._hold(-self._held)
+
+    def _hold(self, more: int) -> None:
+        self.budget.count(more)
+        self._held += more
 
     def reserve(self) -> bool:
         """Gets memory for a whole body of known length; False while the pool is full. Raises PayloadTooLarge."""
@@ -71,6 +112,7 @@ class Intake:
             return False
         buffer.view[: self._filled] = self._small
         self._buffer, self._small = buffer, b""
+        self._hold(-self._held)
         return True
 
     def rest(self) -> memoryview:
@@ -87,6 +129,7 @@ class Intake:
         """The body: `bytes`, or the Buffer, which now belongs to the caller. Resets the intake."""
         buffer, small, filled = self._buffer, self._small, self._filled
         self._buffer, self._small, self._filled, self.begun = None, b"", 0, False
+        self._hold(-self._held)
         if buffer is None:
             return small if isinstance(small, bytes) else bytes(small)
         if filled < len(buffer.view):

@@ -12,7 +12,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.serving.http.descriptors import none_left
 from penstock.serving.http.idempotency import IdempotencyCache
-from penstock.serving.http.intake import BIG_BYTES
+from penstock.serving.http.intake import BIG_BYTES, Budget
 from penstock.serving.http.responses import status_line
 from penstock.serving.http.unpacking import Unpacking
 from penstock.serving.protocols.route import Route
@@ -28,6 +28,8 @@ WARN_S: Final = 60.0
 # bytes/s of a body below which its time runs out. Kestrel has 240 and Apache 500; here a large body holds shared memory
 # from its beginning, and a body that arrives within limits.body_timeout_s has no lowest rate.
 BODY_RATE: Final = 16 * 1024
+STUCK_S: Final = 4.0  # while the budget is full, a client must have read some of its answers in this time ...
+STUCK_BYTES: Final = 2**16  # ... if so many wait
 KNOWN_HEADS: Final = 512
 STEADY_NAMES: Final = frozenset({b"accept", b"authorization", b"connection"})  # special headers that clients repeat
 
@@ -43,12 +45,14 @@ class Waiting(Protocol):
     """A connection, as the clock sees it."""
 
     deadline: float
+    unread: int  # bytes of answers at the last sweep
+    stuck_s: float  # how long these have not become fewer
 
     def expire(self) -> None:
         """The time of the connection's phase is over."""
 
-    def check_writing(self, now: float) -> None:
-        """Drops a client that does not read."""
+    def check_writing(self, now: float) -> tuple[int, int]:
+        """Drops a client that does not read. Returns the bytes of unread answers, and others that it occupies."""
 
     def close_soon(self) -> None:
         """Closes after the last response, or after a short silence."""
@@ -94,7 +98,7 @@ class Clock:
     little.
     """
 
-    def __init__(self, config: LimitsConfig, on_starved: Callable[[], None]) -> None:
+    def __init__(self, config: LimitsConfig, budget: Budget, on_starved: Callable[[], None]) -> None:
         timeouts = (config.header_timeout_s, config.body_timeout_s, config.idle_timeout_s, config.write_timeout_s)
         self.sweep_s = min(SWEEP_S, min(timeouts) / 4)
         self.header_at = self.body_at = self.idle_at = self.write_at = 0.0
@@ -103,6 +107,7 @@ class Clock:
         self.known_heads: dict[bytes, RequestHead] = {}
         self.starved = False  # the process has no descriptor left for another connection
         self._on_starved = on_starved
+        self._budget = budget
         self._config = config
         self._idle_s = config.idle_timeout_s
         self._timer: asyncio.TimerHandle | None = None
@@ -118,6 +123,7 @@ class Clock:
             self._timer.cancel()
             self._timer = None
             self.starved = False
+            self._budget.sweep(0)
 
     def hurry(self, within_s: float) -> None:
         """Closes idle connections after a short silence: the listener closes `within_s`."""
@@ -151,11 +157,19 @@ class Clock:
         self.starved = none_left()
         if self.starved:
             self._on_starved()
-        now = loop.time()
+        now, full, occupied = loop.time(), self._budget.full, 0
         for connection in list(connections):
             if connection.deadline <= now:
                 connection.expire()
-            connection.check_writing(now)
+            unread, more = connection.check_writing(now)
+            occupied += unread + more
+            stuck = full and unread >= max(connection.unread, STUCK_BYTES)
+            connection.stuck_s = connection.stuck_s + self.sweep_s if stuck else 0.0
+            connection.unread = unread
+            if connection.stuck_s > STUCK_S:
+                log.debug("event=slow_reader consequence=connection_dropped")
+                connection.abort()
+        self._budget.sweep(occupied)
 
     def learn_head(self, content_type: str) -> bytes:
         """The head of a plain response up to the content length, cached until the date changes."""
@@ -228,7 +242,8 @@ class Listener:
     def __init__(self, backend: Backend, config: LimitsConfig) -> None:
         self.backend = backend
         self.config = config
-        self.clock = Clock(config, lambda: self.warn("no_descriptors"))
+        self.budget = Budget(config.max_transit_bytes)
+        self.clock = Clock(config, self.budget, lambda: self.warn("no_descriptors"))
         self.memory = MemoryQueue(backend)
         self.unpacking = Unpacking(backend)
         self.counts = Counters()

@@ -90,6 +90,13 @@ class HeadTooLarge(PenstockError):
     code = "head_too_large"
 
 
+class ListenerFull(PenstockError):
+    """The clients of the listener occupy `limits.max_transit_bytes`."""
+
+    code = "listener_full"
+    retryable = True
+
+
 class NotImplementedHere(PenstockError):
     """A transfer coding other than chunked."""
 
@@ -118,6 +125,7 @@ STATUS: Final[dict[type[PenstockError], int]] = {
     PenstockError: 500,  # ItemFailed, OutOfMemory, BadOutput and whatever has no line of its own
     NotImplementedHere: 501,
     NotSupported: 501,
+    ListenerFull: 503,
     ModelNotReady: 503,
     WorkerDied: 503,
     RunTimeout: 504,

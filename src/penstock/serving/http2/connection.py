@@ -243,8 +243,9 @@ class Http2Connection:
             del self._cut[next(iter(self._cut))]
 
     def _refuse(self, id: int, code: int) -> None:
-        """Ends a stream that was not opened, or is closed."""
+        """Ends a stream that was not opened, or is closed; what else comes on it is ignored."""
         self.outbox.write(rst_stream(id, code))
+        self._cut_off(id)
         self._trifle()
 
     # ---- what arrives
@@ -357,7 +358,7 @@ class Http2Connection:
             if not stream.space:
                 stream.on_filled()
         else:
-            size = stream.on_data(data)
+            size = stream.on_data(data, size == left and bool(flags & END_STREAM))
         self._target = (stream, flags, left - size)
         self._end_data(stream)
         return size
@@ -412,10 +413,8 @@ class Http2Connection:
         self.last = id
         if self.drained or len(self.streams) >= self._bounds.max_streams:
             self._refuse(id, REFUSED_STREAM)
-            self._cut_off(id)
         elif found is None or (length > 0 and flags & END_STREAM):
             self._refuse(id, PROTOCOL_ERROR)
-            self._cut_off(id)
         else:
             self._trifles -= EXPLAINED
             stream = self.streams[id] = self._open_stream(self, id, found)

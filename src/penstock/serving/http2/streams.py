@@ -46,8 +46,11 @@ class Stream:
     def on_open(self) -> None:
         """The headers are here."""
 
-    def on_data(self, data: memoryview) -> int:
-        """Data in the order of the stream, in pieces of any size. Returns how much was taken; the rest comes again."""
+    def on_data(self, data: memoryview, last: bool) -> int:
+        """Data in the order of the stream, in pieces of any size. Returns how much was taken; the rest comes again.
+
+        After the `last` piece, `on_end` is next.
+        """
         return len(data)
 
     def on_filled(self) -> None:

@@ -94,6 +94,7 @@ class ThriftConnection(asyncio.Protocol):
         self._choked = False  # the client does not read its answer
         self._ending = False
         self.deadline = INF
+        self.unread, self.stuck_s = 0, 0.0
 
     # ---- called by the event loop
 
@@ -147,8 +148,9 @@ class ThriftConnection(asyncio.Protocol):
     def _is_idle(self) -> bool:
         return self._running is None and self._call is None and not self._choked
 
-    def check_writing(self, now: float) -> None:
-        """Does nothing: `deadline` also covers clients that do not read."""
+    def check_writing(self, now: float) -> tuple[int, int]:
+        """Only counts: `deadline` also covers clients that do not read."""
+        return self.transport.get_write_buffer_size(), len(self._arrived)
 
     def close_soon(self) -> None:
         """Closes after the last call that has been sent: Thrift has no way to announce the end."""

@@ -7,6 +7,7 @@ from typing import Final
 from penstock.core.contracts import Backend, Ticket
 from penstock.errors import PenstockError, QueueFull
 from penstock.serving.grpc.calls import Code, GrpcError, code_of, parts_of
+from penstock.serving.http.listener import Listener
 from penstock.serving.http.responses import log_failure
 from penstock.torchserve.http.errors import api_error
 from penstock.torchserve.protocol.api import ApiError, read_error
@@ -49,8 +50,9 @@ def model_of(name: str, version: str, parameter: str = "model_name") -> tuple[st
     return name, version or None
 
 
-async def answer_parts(backend: Backend, model: str, version: str | None, item: Item) -> AsyncGenerator[bytes, None]:
+async def answer_parts(listener: Listener, model: str, version: str | None, item: Item) -> AsyncGenerator[bytes, None]:
     """The parts of the answer, one or more. Raises GrpcError. If the caller leaves, the request is cancelled."""
+    backend = listener.backend
 
     def submit(sink: Sink) -> Ticket:
         try:
@@ -61,16 +63,16 @@ async def answer_parts(backend: Backend, model: str, version: str | None, item: 
             raise submit_error(found) from error
 
     try:
-        async with aclosing(parts_of(submit)) as results:
+        async with aclosing(parts_of(submit, listener.budget)) as results:
             async for result in results:
                 yield _body(result, backend, model, version, item)
     except QueueFull as error:
         raise prediction_error(429, error.message) from error
 
 
-async def whole_answer(backend: Backend, model: str, version: str | None, item: Item) -> bytes:
+async def whole_answer(listener: Listener, model: str, version: str | None, item: Item) -> bytes:
     """The answer with its parts joined. Raises GrpcError."""
-    return b"".join([part async for part in answer_parts(backend, model, version, item)])
+    return b"".join([part async for part in answer_parts(listener, model, version, item)])
 
 
 def log_5xx(model: str, version: str | None, request_id: str, status: int, error: PenstockError) -> None:

@@ -71,11 +71,11 @@ class InferenceService:
 
     async def Predictions(self, request: Any, context: Any) -> Any:
         """The whole answer, also of a handler that sends parts."""
-        return _Prediction(prediction=await whole_answer(self._backend, *_submission(request)))
+        return _Prediction(prediction=await whole_answer(context.owner.listener, *_submission(request)))
 
     async def StreamPredictions(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """One message per part that the handler sends."""
-        async with aclosing(answer_parts(self._backend, *_submission(request))) as parts:
+        async with aclosing(answer_parts(context.owner.listener, *_submission(request))) as parts:
             async for part in parts:
                 yield _Prediction(prediction=part)
 
@@ -95,7 +95,7 @@ class InferenceService:
             model, version, item = _submission(request)
             item.headers = [(id_name, id.encode()), *headers]
             try:
-                async with aclosing(answer_parts(self._backend, model, version, item)) as parts:
+                async with aclosing(answer_parts(context.owner.listener, model, version, item)) as parts:
                     async for part in parts:
                         yield _Prediction(prediction=part, sequence_id=id)
             except GrpcError as error:
@@ -163,7 +163,7 @@ class OpenInferenceService:
                 raise GrpcError(Code.INVALID_ARGUMENT, error.message)
         given = {"id": request.id, "model_name": model, "inputs": _inputs(request)}
         item = Item(json.dumps(given).encode(), self._codec, "application/json", request_id=new_id())
-        body = await whole_answer(self._backend, model, version, item)
+        body = await whole_answer(context.owner.listener, model, version, item)
         try:
             return _infer_response(body, self._quoted)
         except BadOutput as error:

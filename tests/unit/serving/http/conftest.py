@@ -134,6 +134,7 @@ def listen() -> Listen:
             for client in listener.clients:
                 await client.close()
             await server.close(1.0)
+        assert server.listener.budget._parts == 0, "bytes that were counted and never given back"
 
     return run
 
