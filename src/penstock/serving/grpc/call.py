@@ -107,7 +107,8 @@ class GrpcCall(Stream):
         message = self.pop()
         self._replenish()
         if isinstance(message, Compressed):
-            return await unpack(message, self.owner.listener.config.max_body_bytes)
+            listener = self.owner.listener
+            return await unpack(message, listener.backend, listener.config.max_body_bytes)
         return message
 
     def pop(self) -> Any:

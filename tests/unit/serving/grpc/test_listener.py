@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import struct
 import zlib
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 from penstock.errors import BadRequest
 from penstock.serving.grpc import call as call_module
 from penstock.serving.grpc import listener as listener_module
-from penstock.serving.grpc import protocol
+from penstock.serving.grpc import messages, protocol
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.protocol import GrpcConnection
 from penstock.serving.http2 import frames as h2
 from penstock.serving.http2.connection import Http2Connection
 from penstock.serving.http2.frames import frame
 from penstock.serving.http2.streams import RECEIVE_WINDOW
+from support.backend import FakeBuffer
 from support.grpc_site import INFER, LIMIT_S, LIVE, STREAM, request, site
 
 # ---- messages
@@ -121,14 +123,64 @@ async def test_padding_leaves_the_window_to_the_message():
         assert await client.reply(1) == ("0", "", data)
 
 
-async def test_messages_are_unpacked():
-    data = request(100_000)
-    async with site() as found:
+@pytest.mark.parametrize("pack", [zlib.compress, gzip.compress])
+@pytest.mark.parametrize("length", [10, 60_000, 100_000, 3_000_000])
+async def test_messages_are_unpacked_a_large_one_into_shared_memory(length, pack):
+    data, kinds = request(length, seed=7), []
+
+    def keep(call: Any) -> None:
+        kinds.append(type(call.item.payload))
+        call.reply()
+
+    async with site({"echo": keep}) as found:
         client = await found.connect()
-        packed = zlib.compress(data)
-        client.call(1, INFER, ("grpc-encoding", "deflate"))
+        packed = pack(data)
+        client.call(1, INFER, ("grpc-encoding", "gzip" if pack is gzip.compress else "deflate"))
         await client.message(1, packed, flag=1)
         assert await client.reply(1) == ("0", "", data)
+        assert kinds == [FakeBuffer if length > 2**16 else bytes]
+        assert found.backend.used_bytes == 0
+
+
+async def test_what_unpacks_to_a_small_size_may_have_any_ratio_and_more_may_not():
+    async with site() as found:
+        client = await found.connect()
+        for id, size, status in ((1, 900_000, "0"), (3, 3_000_000, "8")):
+            client.call(id, INFER, ("grpc-encoding", "deflate"))
+            await client.message(id, zlib.compress(request(size)), flag=1)
+            answer = await client.reply(id)
+            assert answer[0] == status
+        assert "128 times its size" in answer[1]
+        assert found.backend.used_bytes == 0
+
+
+async def test_unpacked_messages_share_the_memory_of_all_and_are_refused_without_it(wait_until):
+    held: list[Any] = []
+    async with site({"echo": held.append}, pool_bytes=1_000_000) as found:
+        client = await found.connect()
+        for id in range(1, 40, 2):
+            client.call(id, INFER, ("grpc-encoding", "deflate"))
+            await client.message(id, zlib.compress(request(300_000)), flag=1)
+        for status, count in (("8", 17), ("0", 3)):
+            for _ in range(count):
+                end = await client.until(lambda each: each.type == h2.HEADERS and "grpc-status" in each.fields)
+                assert end.fields["grpc-status"] == status, end.fields
+                assert status == "0" or end.fields["grpc-message"].startswith("the memory for messages is full")
+            await wait_until(lambda: len(held) == 3)
+            for call in held:
+                call.reply()
+
+
+async def test_a_call_that_is_reset_while_its_message_is_unpacked_frees_its_memory(monkeypatch, wait_until):
+    monkeypatch.setattr(messages, "STEP", 1000)
+    async with site() as found:
+        client = await found.connect()
+        client.call(1, INFER, ("grpc-encoding", "deflate"))
+        await client.message(1, zlib.compress(request(900_000)), flag=1)
+        await wait_until(lambda: found.backend.used_bytes)
+        client.send(frame(h2.RST_STREAM, 0, 1, bytes(4)))
+        await wait_until(lambda: not found.backend.used_bytes)
+        assert not found.backend.calls
 
 
 BAD = {
@@ -138,6 +190,9 @@ BAD = {
     "not packed": ([("grpc-encoding", "gzip")], (b"x" * 30, 1, True), "13", "the message cannot be unpacked"),
     "packed in part": ([("grpc-encoding", "deflate")], (zlib.compress(bytes(99))[:-3], 1, True), "13", "not complete"),
     "too large": ([], (bytes(2000), 0, True), "8", "larger than max_body_bytes (1000)"),
+    "damaged behind a good begin": (
+        [("grpc-encoding", "gzip")], (gzip.compress(b"abc")[:-8] + bytes(8), 1, True), "13", "cannot be unpacked"
+    ),
     "unpacked too large": ([("grpc-encoding", "deflate")], (zlib.compress(bytes(9999)), 1, True), "8", "larger than"),
 }  # fmt: skip
 
