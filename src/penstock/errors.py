@@ -174,6 +174,10 @@ class BadOutput(ItemFailed):
     code = "bad_output"
 
 
+class WrongRowCount(BadOutput):
+    """A batch came back with another number of rows. Smaller batches may not, so the batch is repeated in halves."""
+
+
 class LoadFailed(PenstockError):
     """The model could not be loaded."""
 

@@ -154,7 +154,8 @@ class Parts(list[Any]):
 
 
 class TensorSpec(Struct, frozen=True, omit_defaults=True):
-    """Name, Open Inference datatype ("FP32", "INT64", "BYTES" ...) and shape; -1 is any size, axis 0 is rows.
+    """Name, Open Inference datatype ("FP32", "INT64", "BYTES" ...) and shape; -1 is any size, axis 0 is rows (except
+    with `rows = "none"`).
 
     A request may omit an `optional` input; the model documents which of them belong together.
     """
@@ -180,7 +181,7 @@ class ModelMetadata(Struct, frozen=True):
     `parameters` are plain values for clients. A `revision` among them identifies weights and settings; every Open
     Inference response of the model carries it. `created`: when it was loaded, in seconds since 1970. `streams`: an
     answer may have any number of parts. `task` is "" or one of `penstock.tasks.TASKS`. `takes_parameters`: clients may
-    send parameters of their own.
+    send parameters of their own. `unbatched`: axis 0 of its tensors is not rows (`rows = "none"`).
     """
 
     name: str
@@ -194,6 +195,7 @@ class ModelMetadata(Struct, frozen=True):
     streams: bool = False
     task: str = ""
     takes_parameters: bool = False
+    unbatched: bool = False
 
 
 class ModelStatus(Struct, frozen=True):
@@ -235,7 +237,7 @@ class Ready(Struct):
     `options` come from `@penstock.model`. `profile` holds (rows, seconds) of the warm-up runs, `max_batch_size` the
     best size of the warm-up, None without one. With a `concurrency` above 1 the worker runs batches concurrently, up to
     that many rows in flight: in `mode` "continuous", the active items of a step model. `metrics` are what the model
-    recorded while it loaded.
+    recorded while it loaded. `coupled`: how the warm-up showed that its rows depend on each other, "" if it did not.
     """
 
     metadata: ModelMetadata
@@ -247,6 +249,7 @@ class Ready(Struct):
     concurrency: int = 1
     mode: Literal["batch", "continuous"] = "batch"
     metrics: list[MetricDelta] = field(default_factory=list)
+    coupled: str = ""
 
 
 class BatchPart(Struct, omit_defaults=True):
@@ -257,8 +260,8 @@ class BatchPart(Struct, omit_defaults=True):
     belong to the items at those places; each place occurs once. `run_s` is the worker's time on the batch, `prepare_s`
     the time of decoding it while another batch ran. `stages_s` are the seconds of preprocessing (with decoding),
     prediction and postprocessing (with encoding); None if they overlap. `oom` is (fewest rows that ran out of memory,
-    most rows that ran). With `error` the whole batch failed and `results` is empty; `started` False then means that it
-    still waited behind another batch.
+    most rows that ran); `miscounted`: they came back as another number of rows instead. With `error` the whole batch
+    failed and `results` is empty; `started` False then means that it still waited behind another batch.
     """
 
     batch_id: int
@@ -272,6 +275,7 @@ class BatchPart(Struct, omit_defaults=True):
     started: bool = True
     metrics: list[MetricDelta] | None = None
     at: list[int] | None = None
+    miscounted: bool = False
 
 
 class MetricDelta(Struct, array_like=True):

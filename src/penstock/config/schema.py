@@ -177,11 +177,17 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = "auto"
     slo_s: Annotated[Seconds | None, doc("target latency of every request: its deadline is arrival + this")] = None
     timeout_s: Annotated[Seconds, doc("longest wait in the queue")] = 30.0
-    max_queue: Annotated[Positive | None, doc("most rows in the queue; by default 16 x instances x max_batch_size")] = (
-        None
-    )
+    max_queue: Annotated[
+        Positive | None,
+        doc("most rows in the queue; by default 16 x instances x max_batch_size, which counts as 64 with rows = none"),
+    ] = None
     rows: Annotated[
-        str, doc('rows of a request: "auto" (Open Inference: axis 0 of the first input; otherwise 1) or "header:NAME"')
+        str,
+        doc(
+            'rows of a request: "auto" ("none" if the model file or the warm-up shows that axis 0 is not rows, else'
+            ' "axis0"), "axis0" (Open Inference: axis 0 of the first input; otherwise 1), "none" (requests run one by'
+            ' one, uncut; see batching.md) or "header:NAME"'
+        ),
     ] = "auto"
     bucket: Annotated[
         str, doc('property that requests of a batch must share: "none", "shape", "content-type" or "header:NAME"')

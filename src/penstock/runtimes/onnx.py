@@ -6,6 +6,7 @@ Functions import onnxruntime when they are called.
 import ctypes
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from penstock.config.schema import OPTIMIZATIONS, PRECISIONS
 from penstock.errors import ConfigError, LoadFailed, describe, not_installed
-from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input
+from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input, cannot_be_rows
 from penstock.runtimes.trt_cache import EngineCache, file_digest
 from penstock.types import DATATYPES, TensorSpec
 
@@ -29,6 +30,9 @@ _DATATYPES: Final = {
     "tensor(string)": "BYTES",
     "tensor(bool)": "BOOL",
 } | {f"tensor({d})": DATATYPES[d] for d in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")}
+
+# names that tf2onnx, PyTorch's and Paddle's exporters invent for sizes which they do not know
+_EXPORTED: Final = re.compile(r"unk__\d+|.*_dim_\d+|.*DynamicDimension.*")
 
 Provider = str | tuple[str, dict[str, Any]]
 
@@ -189,12 +193,14 @@ class OnnxProgram:
     def __init__(self, session: Any) -> None:
         self._session = session
         specs = [_spec(i, "input") for i in session.get_inputs()]
-        self.inputs = tuple(Input(s.name, s.datatype, (-1, *s.shape[1:])) for s in specs)
         self.outputs = tuple(_spec(o, "output") for o in session.get_outputs())
-        fixed = {s.shape[0] for s in specs} - {-1}
-        if len(fixed) > 1:
-            raise LoadFailed(f"the inputs of the graph have {sorted(fixed)} rows on axis 0, expected the same in all")
-        self.rows = (rows := fixed.pop(), rows) if fixed else ANY_ROWS
+        self.unbatched = cannot_be_rows(*([_size(v) for v in s] for s in (session.get_inputs(), session.get_outputs())))
+        sizes = [s.shape[0] for s in specs]
+        firsts = sizes if self.unbatched else [-1] * len(specs)
+        self.inputs = tuple(
+            Input(s.name, s.datatype, (first, *s.shape[1:])) for s, first in zip(specs, firsts, strict=True)
+        )
+        self.rows = (rows := max(sizes), rows) if max(sizes, default=-1) > 0 else ANY_ROWS
         self._names = [o.name for o in self.outputs]
 
     def run(self, arrays: Arrays) -> Arrays:
@@ -207,6 +213,15 @@ class OnnxProgram:
                 raise MemoryError(describe(e)) from e
             raise
         return dict(zip(self._names, found, strict=True))
+
+
+def _size(value: Any) -> int | str | None:
+    """The size of an input or output of a graph on axis 0, see `cannot_be_rows`."""
+    if not value.shape:
+        return None
+    first = value.shape[0]
+    named = isinstance(first, str) and first and not _EXPORTED.fullmatch(first)
+    return first if named or isinstance(first, int) else -1
 
 
 def _spec(value: Any, side: str) -> TensorSpec:

@@ -2,7 +2,8 @@
 
 A request is a dict of input name to array `[rows, ...]` (Open Inference), the same in nested lists (a JSON object), or
 only nested lists if the program has a single input. Lists with one axis less than the input are a single row, whose
-result has no row axis either; so are lists for an input of unknown rank.
+result has no row axis either; so are lists for an input of unknown rank. With `rows = "none"` axis 0 is not rows: each
+request is a call of its own, with outputs of any shape.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from penstock.core.tensors import array_of, has_text
-from penstock.errors import BadOutput, BadRequest, LoadFailed
+from penstock.errors import BadRequest, LoadFailed, WrongRowCount
 from penstock.types import DATATYPES, DTYPES, TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +26,7 @@ _PLAIN: Final = {"b": "BOOL", "i": "INT64", "u": "INT64", "f": "FP32"}  # dataty
 
 
 class Input(Struct, frozen=True):
-    """An input of a program; datatype and shape are None if it declares none. Axis 0 is rows, -1 any size."""
+    """An input of a program; datatype and shape are None if it declares none. -1 is any size, as of rows on axis 0."""
 
     name: str
     datatype: str | None = None
@@ -35,16 +36,48 @@ class Input(Struct, frozen=True):
 
 
 class Program(Protocol):
-    """A model that a runtime has loaded. `rows`: the fewest and most rows of one call."""
+    """A model that a runtime has loaded. `rows`: the fewest and most rows of one call; `unbatched`: axis 0 of its
+    tensors cannot be rows, see `cannot_be_rows`."""
 
     platform: str
     inputs: tuple[Input, ...]
     outputs: tuple[TensorSpec, ...]
     rows: tuple[int, int]
+    unbatched: bool
 
     def run(self, arrays: Arrays) -> Arrays:
         """Output name -> array `[rows, ...]` for all rows. `arrays` are in C order."""
         ...
+
+
+def cannot_be_rows(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    """Whether sizes on axis 0, as a file declares them, show that it is not rows: a fixed one other than 1, or outputs
+    that do not follow the inputs.
+
+    A size is a number, a name, -1 if nothing is known of it, None for a scalar.
+    """
+    known = set(inputs) - {-1}
+    first = known.pop() if known else -1
+    fixed = isinstance(first, int) and first != -1
+    if not inputs or known or (fixed and (first != 1 or -1 in inputs)):
+        return True
+    return any(size not in (first, -1) and not (first == -1 and isinstance(size, str)) for size in outputs)
+
+
+def samples_of(inputs: Sequence[Input], unbatched: bool = False) -> list[Arrays]:
+    """Two different rows for the warm-up, or requests without rows: random floats, else zeros, which are valid as
+    indices and flags; nothing if a size is unknown."""
+    if any(i.datatype in (None, "BYTES") or i.shape is None or -1 in i.shape[1:] for i in inputs):
+        return []
+    shapes = []
+    for i in inputs:
+        first, *others = cast(Any, i.shape)
+        shapes.append((i.name, np.dtype(DTYPES[cast(str, i.datatype)]), (max(1, first * unbatched), *others)))
+    random = np.random.default_rng(0)
+    return [
+        {n: (random.standard_normal(s) if d.kind == "f" else np.zeros(s)).astype(d) for n, d, s in shapes}
+        for _ in range(2)
+    ]
 
 
 class ProgramSettings(Struct, frozen=True):
@@ -76,6 +109,7 @@ class TensorModel:
     def __init__(self, open_program: Callable[[ProgramSettings], Program], settings: ProgramSettings) -> None:
         self._open, self._settings = open_program, settings
         self._program: Program | None = None
+        self._unbatched = False
         self.inputs: tuple[TensorSpec, ...] = ()  # empty unless all are known
         self.outputs: tuple[TensorSpec, ...] = ()
         self.platform = "python"
@@ -93,6 +127,8 @@ class TensorModel:
 
     def _options(self) -> dict[str, Any]:
         """The batching options that the program requires; see `@penstock.model`."""
+        if self._loaded.unbatched:
+            return {"rows": "none"}
         found: dict[str, Any] = {}
         if any(i.shape is None or -1 in i.shape[1:] for i in self._loaded.inputs):
             found["bucket"] = "shape"  # requests of different shapes cannot run in one call
@@ -110,17 +146,17 @@ class TensorModel:
         """Releases the program and its device memory."""
         self._program = None
 
+    def __penstock_unbatch__(self) -> None:
+        self._unbatched = True
+
     def warmup(self) -> list[Arrays]:
-        """One row of zeros; nothing if a size is unknown."""
-        inputs = self._loaded.inputs
-        if not self.inputs or any(i.datatype == "BYTES" or -1 in i.shape[1:] for i in self.inputs):
-            return []
-        return [{i.name: np.zeros((1, *cast(Any, i.shape)[1:]), DTYPES[cast(str, i.datatype)]) for i in inputs}]
+        """Two rows, or requests without rows; nothing if a size is unknown."""
+        return samples_of(self._loaded.inputs, self._unbatched)
 
     def _compile(self) -> None:
         """Compiles for one row and for several, which takes longer than a warm-up may."""
         for rows in (1, 2):
-            for sample in self.warmup():
+            for sample in self.warmup()[:1]:
                 self._run({name: np.repeat(array, rows, axis=0) for name, array in sample.items()}, rows)
 
     # ---- requests
@@ -145,12 +181,12 @@ class TensorModel:
         for name, value in given.items():
             array = _array(specs[name], value)
             rank = None if (shape := specs[name].shape) is None else len(shape)
-            single = not tensors and (rank is None or array.ndim == rank - 1)
+            single = not tensors and (not self._unbatched if rank is None else array.ndim == rank - 1)
             singles.add(single)
             arrays[name] = array[np.newaxis] if single else array
-            _check_shape(specs[name], arrays[name])
+            _check_shape(specs[name], arrays[name], self._unbatched)
         rows = {name: len(array) for name, array in arrays.items()}
-        if len(set(rows.values())) != 1 or len(singles) != 1:
+        if (len(set(rows.values())) != 1 or len(singles) != 1) and not self._unbatched:
             found = ", ".join(f"'{name}' {n}" for name, n in rows.items())
             raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {found}")
         return TensorRequest(arrays, next(iter(rows.values())), singles == {True}, named)
@@ -175,6 +211,8 @@ class TensorModel:
 
     def predict(self, requests: list[TensorRequest]) -> list[Any]:
         """The results: each a dict of output name to array, or the array of the only output. One call per shape."""
+        if self._unbatched:
+            return [self._run_alone(request) for request in requests]
         groups: dict[object, list[int]] = {}
         for i, request in enumerate(requests):
             key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(request.arrays.items()))
@@ -186,6 +224,11 @@ class TensorModel:
                 answers[i] = answer
         return answers
 
+    def _run_alone(self, request: TensorRequest) -> Any:
+        outputs = self._loaded.run({name: np.ascontiguousarray(array) for name, array in request.arrays.items()})
+        request.single = request.single and all(np.shape(array)[:1] == (1,) for array in outputs.values())
+        return _answer(request, outputs)
+
     def _run_together(self, requests: Sequence[TensorRequest]) -> list[Any]:
         first = requests[0].arrays
         rows = sum(r.rows for r in requests)
@@ -196,12 +239,6 @@ class TensorModel:
             for name, array in first.items()
         }
         outputs = self._run(arrays, rows)
-        for name, array in outputs.items():
-            if array.ndim == 0 or len(array) != rows:
-                wrong = BadOutput(
-                    f"output '{name}' has the shape {list(array.shape)} for {rows} rows; expected its axis 0 to be rows"
-                )
-                return [wrong] * len(requests)
         answers = []
         start = 0
         for request in requests:
@@ -210,7 +247,10 @@ class TensorModel:
         return answers
 
     def _run(self, arrays: Arrays, rows: int) -> Arrays:
-        """The outputs of all rows. Splits rows beyond the program's maximum into calls, and pads to its minimum."""
+        """The outputs of all rows. Splits rows beyond the program's maximum into calls, and pads to its minimum.
+
+        Raises WrongRowCount.
+        """
         least, most = self._loaded.rows
         least = max(1, least)
         parts = []
@@ -220,10 +260,21 @@ class TensorModel:
             if count < least:
                 chunk = {n: _padded(a, least) for n, a in chunk.items()}
             outputs = self._loaded.run(chunk)
-            parts.append({n: a[:count] if a.ndim and count < least else a for n, a in outputs.items()})
+            check_rows(outputs, max(count, least))
+            parts.append({n: a[:count] if count < least else a for n, a in outputs.items()})
         if len(parts) == 1:
             return parts[0]
-        return {name: np.concatenate([np.atleast_1d(part[name]) for part in parts]) for name in parts[0]}
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def check_rows(outputs: Arrays, rows: int) -> None:
+    """Raises WrongRowCount unless axis 0 of every output of a call holds its rows."""
+    for name, array in outputs.items():
+        if array.ndim == 0 or len(array) != rows:
+            raise WrongRowCount(
+                f"output '{name}' has the shape {list(array.shape)} for {rows} rows; expected its axis 0 to be rows,"
+                ' or set rows = "none"'
+            )
 
 
 def _padded(array: Array, rows: int) -> Array:
@@ -262,13 +313,12 @@ def _plain(name: str, value: Any) -> Array:
     return array_of(name, value, _PLAIN.get(kind, "FP32"))
 
 
-def _check_shape(spec: Input, array: Array) -> None:
+def _check_shape(spec: Input, array: Array, unbatched: bool) -> None:
     found, expected = array.shape, spec.shape
     if array.ndim == 0:
         raise BadRequest(f"input '{spec.name}': shape {list(found)} has no rows, expected them on axis 0")
     if expected is None:
         return
-    fits = len(found) == len(expected) and all(w in (-1, f) for w, f in zip(expected[1:], found[1:], strict=True))
-    if not fits:
-        shown = [-1, *expected[1:]]
+    shown = [*(expected if unbatched else (-1, *expected[1:]))]
+    if len(found) != len(shown) or any(w not in (-1, f) for w, f in zip(shown, found, strict=True)):
         raise BadRequest(f"input '{spec.name}': shape must be {shown} (-1 is any size), found {list(found)}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.errors import BadOutput, ConfigError, LoadFailed
 from penstock.runtimes import torch as loaders
-from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input
+from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input, cannot_be_rows
 from penstock.types import DATATYPES, TensorSpec
 
 
@@ -30,11 +30,13 @@ class TorchProgram:
         keywords: frozenset[str] = frozenset(),
         outputs: tuple[TensorSpec, ...] = (),
         rows: tuple[int, int] = ANY_ROWS,
+        unbatched: bool = False,
     ) -> None:
         self._torch = loaders.import_torch()
         self._module, self._device, self._keywords = module, device, keywords
         self._dtype = None if precision == "fp32" else loaders.dtype_of(precision)
-        self.inputs, self.outputs, self.platform, self.rows = inputs, outputs, platform, rows
+        self.inputs, self.outputs, self.platform = inputs, outputs, platform
+        self.rows, self.unbatched = rows, unbatched
 
     def run(self, arrays: Arrays) -> Arrays:
         """Raises what the module raises; BadOutput for an output that is not a tensor."""
@@ -106,10 +108,15 @@ def of_exported(program: Any, device: str, *, precision: str = "fp32", optimize:
     values = [nodes.get(name) for name in program.graph_signature.user_inputs]
     arguments, named = program.example_inputs or (values, {})
     names = [*program.graph_signature.user_inputs[: len(arguments)], *named]
-    inputs = [_spec(str(name), value) for name, value in zip(names, values, strict=False)]
+    results = [nodes.get(name) for name in program.graph_signature.user_outputs]
+    unbatched = cannot_be_rows(*([_size(value) for value in side] for side in (values, results)))
+    inputs = [_spec(str(name), value, unbatched) for name, value in zip(names, values, strict=False)]
     if len(names) != len(values) or not all(inputs):
         raise LoadFailed("the exported program takes inputs other than tensors with rows; export one without them")
-    outputs = [_spec(str(name), nodes.get(name)) for name in program.graph_signature.user_outputs]
+    outputs = [
+        _spec(str(name), value, unbatched)
+        for name, value in zip(program.graph_signature.user_outputs, results, strict=True)
+    ]
     if program.call_spec.out_spec.type not in (None, tuple, list):
         outputs = [None]  # a dict names its outputs
     return TorchProgram(
@@ -120,26 +127,33 @@ def of_exported(program: Any, device: str, *, precision: str = "fp32", optimize:
         keywords=frozenset(named),
         outputs=tuple(o for o in outputs if o) if all(outputs) else (),
         rows=_rows_of(program, values),
+        unbatched=unbatched,
     )
 
 
-def _spec(name: str, value: Any) -> TensorSpec | None:
-    """Name, datatype and shape of a tensor with rows in an exported graph; None for any other value."""
+def _size(value: Any) -> int | str | None:
+    """The size of a tensor on axis 0: a number, or the name of an open size; None for any other value."""
+    shape = tuple(getattr(value, "shape", ()))
+    return None if not shape else shape[0] if type(shape[0]) is int else str(shape[0])
+
+
+def _spec(name: str, value: Any, unbatched: bool) -> TensorSpec | None:
+    """Name, datatype and shape of a tensor in an exported graph; None for any other value."""
     shape = tuple(getattr(value, "shape", ()))
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
     datatype = "FP32" if dtype == "bfloat16" else DATATYPES.get(dtype)
     if not shape or datatype is None:
         return None
-    return TensorSpec(name, datatype, (-1, *(n if type(n) is int else -1 for n in shape[1:])))
+    sizes = tuple(n if type(n) is int else -1 for n in shape)
+    return TensorSpec(name, datatype, sizes if unbatched else (-1, *sizes[1:]))
 
 
 def _rows_of(program: Any, values: list[Any]) -> tuple[int, int]:
-    """The fewest and most rows that the graph takes. Raises LoadFailed if its inputs differ."""
+    """The fewest and most rows that the graph takes; any if its inputs differ, which therefore have none."""
     sizes = {str(value.shape[0]): value.shape[0] for value in values}
-    if len(sizes) != 1:
-        found = ", ".join(sizes)
-        raise LoadFailed(f"the inputs of the exported program have {found} rows on axis 0, expected the same in all")
     size = next(iter(sizes.values()))
+    if len(sizes) != 1:
+        return ANY_ROWS
     if type(size) is int:
         return (size, size)
     bounds = program.range_constraints.get(size.node.expr)

@@ -17,6 +17,7 @@ from penstock.types import BatchPart, Item
 from support.files import scores, write_onnx
 
 X = [[1.0, 2, 3, 4], [0, 0, 1, 0]]
+onnx = pytest.importorskip("onnx")
 KINDS = ("net.onnx", "net.ts", "net.pt", "net.pt2")
 
 
@@ -113,10 +114,42 @@ def test_the_shape_of_an_http_request_is_checked(in_folder):
 
 @pytest.mark.parametrize("batching", [BatchingConfig(), BatchingConfig(max_batch_size=2)], ids=["auto", "given"])
 def test_a_graph_of_one_row_limits_the_batch_size(tmp_path, batching):
-    pytest.importorskip("onnx")
     write_onnx(tmp_path / "one.onnx", [1, 4], np.ones((3, 4), np.float32), np.zeros(3, np.float32))
     _, ready = opened(str(tmp_path / "one.onnx"), batching=batching)
     assert ready.options == {"max_batch_size": 1}
+
+
+def write_softmax(path, shape, axis):
+    h, kind = onnx.helper, onnx.TensorProto.FLOAT
+    x, y = (h.make_tensor_value_info(name, kind, shape) for name in "xy")
+    graph = h.make_graph([h.make_node("Softmax", ["x"], ["y"], axis=axis)], "g", [x], [y])
+    onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "rows", "unbatched", "coupled"),
+    [
+        (["n", 3], 0, "auto", True, True),
+        (["n"], 0, "auto", True, True),
+        (["n", 3], 1, "auto", False, False),
+        (["n", 3], 0, "axis0", False, False),
+        (["n", 3], 1, "none", True, False),
+        ([8, 3], 1, "auto", True, False),
+        ([8, 3], 1, "axis0", False, False),
+        ([1, 3], 0, "auto", False, False),
+    ],
+)
+def test_a_worker_says_whether_axis_0_is_rows(tmp_path, shape, axis, rows, unbatched, coupled):
+    path = write_softmax(tmp_path / "softmax.onnx", shape, axis)
+    runner, ready = opened(path, batching=BatchingConfig(rows=rows, max_batch_size=16))
+    assert (ready.metadata.unbatched, bool(ready.coupled)) == (unbatched, coupled)
+    assert runner.metadata == ready.metadata
+    given = np.arange(24, dtype=np.float32).reshape(8, 3) if len(shape) > 1 else np.arange(8, dtype=np.float32)
+    e = np.exp(given - given.max(axis, keepdims=True))
+    (found,) = run(runner, Item({"x": given}))
+    if shape[0] != 1:
+        assert np.allclose(found.body["y"], e / e.sum(axis, keepdims=True), atol=1e-6)
 
 
 def test_a_file_of_unknown_shapes_is_batched_by_shape(in_folder):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadOutput, BadRequest, LoadFailed
-from penstock.runtimes.tensors import ANY_ROWS, Input, ProgramSettings, TensorModel
+from penstock.errors import BadRequest, LoadFailed, WrongRowCount
+from penstock.runtimes.tensors import ANY_ROWS, Input, ProgramSettings, TensorModel, cannot_be_rows
 from penstock.types import TensorSpec
 
 
@@ -17,6 +17,7 @@ class Summing:
     """Sums the elements of each row over all inputs, as INT64, and records the shapes of its calls."""
 
     platform = "sums"
+    unbatched = False
 
     def __init__(self, *inputs: Input, rows: tuple[int, int] = ANY_ROWS, outputs: int = 1) -> None:
         self.inputs = inputs
@@ -170,11 +171,62 @@ def test_the_error_for_an_invalid_request_states_what_was_found_and_expected(inp
 def test_an_output_without_rows_is_an_error():
     made, program = model(X)
     program.run = lambda arrays: {"y0": np.zeros(3)}
-    (wrong,) = answers(made, [1, 2])
-    assert isinstance(wrong, BadOutput)
-    assert "output 'y0' has the shape [3] for 1 rows" in wrong.message
+    with pytest.raises(WrongRowCount, match=r"output 'y0' has the shape \[3\] for 1 rows"):
+        answers(made, [1, 2])
     program.run = lambda arrays: {"y0": np.float32(3)}
-    assert isinstance(answers(made, [1, 2])[0], BadOutput)
+    with pytest.raises(WrongRowCount, match=r"the shape \[\] for 1 rows"):
+        answers(made, [1, 2])
+
+
+def test_calls_of_one_request_that_only_add_up_to_its_rows_are_an_error():
+    made, program = model(X, rows=(1, 1))
+    program.run = lambda arrays: {"y0": np.zeros(int(arrays["x"][0, 0]))}
+    with pytest.raises(WrongRowCount):
+        answers(made, {"x": f32([2, 0], [0, 0])})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "expected"),
+    [
+        ([-1], [-1], False),
+        ([1], [1], False),
+        ([1], [-1], False),  # exporters leave sizes of outputs open
+        (["rows"], ["rows", "rows"], False),
+        ([16], [16], True),
+        ([5, 1], [5], True),
+        ([-1, 1], [-1], True),
+        (["rows", -1], [-1, "rows"], False),
+        ([-1], ["rows"], False),
+        (["q", "k"], ["q"], True),
+        (["rows"], ["found"], True),
+        ([-1], [-1, 3], True),  # a constant
+        ([1], [100], True),  # the best boxes
+        ([-1], [None], True),  # a scalar
+        ([], [1], True),
+    ],
+)
+def test_declared_sizes_tell_whether_axis_0_can_be_rows(inputs, outputs, expected):
+    assert cannot_be_rows(inputs, outputs) is expected
+
+
+def test_without_rows_each_request_is_a_call_and_has_its_outputs_as_they_are():
+    made, program = model(Input("x", "FP32", (5,)), Input("wait", "FP32", (1,)), Input("any", required=False))
+    program.unbatched = True
+    made.load("cpu")
+    made.__penstock_unbatch__()
+    program.run = lambda arrays: {
+        "sum": arrays["x"].sum(),
+        "kept": arrays["x"][arrays["x"] > 1],
+        "constant": np.zeros((2, 3), np.float32),
+        "any": arrays.get("any", np.zeros(0)),
+    }
+    assert made.__penstock_options__ == {"rows": "none"}
+    x = f32(0, 1, 2, 3, 4)
+    one, other = answers(made, {"x": x, "wait": f32(0)}, {"x": (x + 9).tolist(), "wait": 0.5, "any": [[1, 2]]})
+    assert (one["sum"], one["kept"].tolist(), one["constant"].shape) == (10, [2, 3, 4], (2, 3))
+    assert (other["sum"], len(other["kept"]), other["any"].tolist()) == (55, 5, [[1, 2]])
+    with pytest.raises(BadRequest, match=r"'x': shape must be \[5\] .*found \[4\]"):
+        made.preprocess({"x": x[:4], "wait": f32(0)})
 
 
 @pytest.mark.parametrize(
@@ -206,12 +258,15 @@ def test_known_inputs_are_declared_and_used_for_the_warm_up():
     made, _ = model(X, Input("k", "INT64", (-1,)))
     assert made.inputs == (TensorSpec("x", "FP32", (-1, 2)), TensorSpec("k", "INT64", (-1,)))
     assert (made.platform, [o.name for o in made.outputs]) == ("sums", ["y0"])
-    (sample,) = made.warmup()
-    assert {name: (a.shape, str(a.dtype)) for name, a in sample.items()} == {
-        "x": ((1, 2), "float32"),
-        "k": ((1,), "int64"),
-    }
-    assert answers(made, sample)[0]["y0"].tolist() == [0]
+    samples = made.warmup()
+    assert [{name: (a.shape, str(a.dtype)) for name, a in sample.items()} for sample in samples] == [
+        {"x": ((1, 2), "float32"), "k": ((1,), "int64")}
+    ] * 2
+    assert (samples[0]["x"] != samples[1]["x"]).all()
+    assert answers(made, samples[0])[0]["y0"].tolist() == [samples[0]["x"].sum()]
+    fixed, _ = model(Input("x", "FP32", (5, 2)))
+    fixed.__penstock_unbatch__()
+    assert fixed.warmup()[0]["x"].shape == (5, 2)
     for unknown in (ANY, Input("x", "FP32", (-1, -1)), Input("x", "BYTES", (-1, 1))):
         assert model(unknown)[0].warmup() == []
     assert model(X, ANY)[0].inputs == ()

@@ -37,6 +37,10 @@ from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
 
+_MISCOUNTED = (
+    "the batch gave another number of rows and ran again in halves; batches are smaller from now on; set batching.rows"
+    ' = "none" if axis 0 is not rows'
+)
 LATE_S = 0.02  # after a deadline: a worker that keeps deadlines itself knows what was late
 EARLY = (
     16  # requests of one pass that a model with concurrent batches gets at once: the first need not wait for the last
@@ -47,7 +51,7 @@ BRIEF = 10  # after a hang: re-runs may take ten times their prediction, and at 
 class Batcher:
     """Queues the requests of one model version and sends them to its transport in batches.
 
-    Its 21 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
+    Its 22 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
     alone makes it, from seven parts.
     """
 
@@ -76,7 +80,7 @@ class Batcher:
         self._inbox = inbox_of(self._loop)
         self._turn_due, self._fresh = False, 0  # `_fresh`: requests since the last turn
         self._timer = Timer(self._loop, self._turn)
-        self._closed = False
+        self._closed = self._warned = False
         self._emptied: asyncio.Event | None = None  # made by drain()
         self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: no more requests are accepted
         self.on_turn: Callable[[float], None] | None = None  # called with the time after each turn
@@ -306,6 +310,9 @@ class Batcher:
         if self._quarantine.active:
             self._quarantine.survived(call.item for call, entry in zip(calls, entries, strict=True) if not entry.parent)
         self._left(whole, now)
+        if part.miscounted and not self._warned:
+            self._warned = True
+            log.warning("rows_miscounted model=%s rows=%d: %s", self.name, running.dispatch.rows, _MISCOUNTED)
         batch_id, failed = running.dispatch.batch_id, frozenset(running.failed)
         if part.final:
             split = self.scheduler.complete(batch_id, Outcome("ok", part.run_s, failed, part.oom, part.prepare_s), now)

@@ -357,7 +357,7 @@ class Engine:
         status = handle.status()
         served: dict[str, Any] = {
             "instances": status.ready_instances,
-            "max_batch_size": status.max_batch_size,
+            "max_batch_size": 0 if handle.metadata.unbatched else status.max_batch_size,
             "max_request_bytes": min(self._limits.max_body_bytes, self._limits.pool_bytes),
         }
         if handle.mode == "continuous":

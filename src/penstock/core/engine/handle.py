@@ -21,6 +21,7 @@ from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call, EarlyRequest, notify, overriding, reason_of, release
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import (
+    DEFAULT_BATCH,
     bucket_rule,
     check_rules,
     file_stamps,
@@ -38,7 +39,10 @@ from penstock.types import Item, ModelMetadata, ModelStatus, Ready, Sink
 
 log = logging.getLogger("penstock.engine")
 
-_DEFAULT_BATCH = 64
+_COUPLED = (
+    'results depend on other rows, so requests run one by one, uncut; set batching.rows = "none" if that is right,'
+    ' "axis0" if it is not'
+)
 
 
 class ModelHandle:
@@ -152,9 +156,12 @@ class ModelHandle:
         """Raises ConfigError, or any error of a policy."""
         b = self.batching = with_options(self.config.batching, ready.options)
         self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
-        self._custom_rows = b.rows != "auto"
-        size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or _DEFAULT_BATCH
+        self._custom_rows = b.rows not in ("auto", "axis0")
+        size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or DEFAULT_BATCH
         size = size if ready.concurrency == 1 else min(size, ready.concurrency)
+        size = 1 if b.rows == "none" else size
+        if ready.coupled:
+            log.warning("rows_coupled model=%s found=%r: %s", self.name, ready.coupled, _COUPLED)
         make_policy = self._policy or partial(policy_of, b)
         self.mode, self._full_rows = ready.mode, size
         if ready.mode == "continuous":  # requests go one by one, each as soon as a place is free
@@ -244,7 +251,7 @@ class ModelHandle:
     def _wait(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> EarlyRequest:
         """Keeps a request until the first worker is up. Raises QueueFull."""
         config = self.config.batching
-        most = queue_bound(config, self._most_instances, _DEFAULT_BATCH)
+        most = queue_bound(config, self._most_instances, DEFAULT_BATCH)
         if len(self._early) >= most:
             raise QueueFull(f"the queue is full ({most} requests wait for the model to load): try again later")
         early = EarlyRequest(item, sink, budget_s, priority, config.timeout_s)

@@ -21,6 +21,7 @@ from penstock.types import Item, SequenceRequest
 
 MAX_SEQUENCE_ID = 200  # characters
 _QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
+DEFAULT_BATCH = 64
 
 
 def devices_of(config: ModelConfig) -> tuple[str, ...]:
@@ -104,8 +105,13 @@ def next_device(config: ModelConfig, used: Sequence[str]) -> str:
 
 
 def check_rules(config: BatchingConfig) -> None:
-    """Raises ConfigError for an unknown policy or rule."""
+    """Raises ConfigError for an unknown policy or rule, and for rules that exclude each other."""
     rows_rule(config)
+    if config.rows == "none" and config.max_batch_size not in ("auto", 1):
+        raise ConfigError(
+            f'batching.max_batch_size: found {config.max_batch_size} with rows = "none", which runs one request at a'
+            " time; leave it out"
+        )
     bucket_rule(config)
     policy_of(config)
 
@@ -134,7 +140,8 @@ def policy_of(config: BatchingConfig) -> BatchPolicy:
 
 def queue_bound(config: BatchingConfig, instances: int, max_batch_size: int) -> int:
     """The maximum number of queued rows: `max_queue`, or a multiple of the number of instances."""
-    return config.max_queue or _QUEUED_BATCHES * max(1, instances) * max_batch_size
+    size = DEFAULT_BATCH if config.rows == "none" else max_batch_size  # as many requests as of other models
+    return config.max_queue or _QUEUED_BATCHES * max(1, instances) * size
 
 
 # ---- rows and bucket of a request, read before a worker decodes it
@@ -203,12 +210,14 @@ def sequence_of(item: Item) -> SequenceRequest | None:
 
 def rows_rule(config: BatchingConfig) -> Callable[[Item], int]:
     """A function that returns the rows of an item. Raises ConfigError for an unknown rule."""
-    if config.rows == "auto":
+    if config.rows in ("auto", "axis0"):
         return _rows_auto
+    if config.rows == "none":
+        return lambda item: 1
     kind, _, name = config.rows.partition(":")
     if kind == "header" and name:
         return _rows_from_header(name.lower().encode())
-    raise ConfigError(f'batching.rows must be "auto" or "header:NAME", found "{config.rows}"')
+    raise ConfigError(f'batching.rows must be "auto", "axis0", "none" or "header:NAME", found "{config.rows}"')
 
 
 def bucket_rule(config: BatchingConfig) -> Callable[[Item], str] | None:

@@ -28,6 +28,7 @@ from penstock.errors import (
     OutOfMemory,
     PenstockError,
     SequenceLost,
+    WrongRowCount,
     out_of_memory,
 )
 from penstock.types import BatchPart, Headed, Item, ItemResult, Parts
@@ -98,7 +99,8 @@ class BatchRun:
         # per unit: a result, or a PenstockError
         self.outcomes: list[Any] = [v.error if type(v) is Unsent else _NOTHING for v in decoded.values]
         self.live = [u for u, outcome in enumerate(self.outcomes) if outcome is _NOTHING]
-        self.failed_rows: int | None = None  # fewest rows that ran out of memory
+        self.failed_rows: int | None = None  # fewest rows that ran out of memory, or came back as another number
+        self.miscounted = False
         self.ran_rows = 0  # most rows that ran
         self._repeats = len(self.live) > 1 and runner.batching.idempotent
         self._marks: dict[int, list[int]] = {}  # of the parts that the caller of a unit has
@@ -171,8 +173,9 @@ class BatchRun:
 
     def _failed(self, units: list[int], error: BaseException) -> None:
         """Repeats a call in halves, or fails the units that have no outcome yet."""
-        memory = out_of_memory(error)
-        if memory:
+        memory, wrong = out_of_memory(error), isinstance(error, WrongRowCount)
+        self.miscounted |= wrong
+        if memory or wrong:
             rows = self._rows(units)
             self.failed_rows = rows if self.failed_rows is None else min(rows, self.failed_rows)
         batching = self.runner.batching
@@ -261,8 +264,11 @@ class BatchRun:
         outcomes: list[list[Any]] = [[] for _ in self.d.items]
         for u, outcome in enumerate(self.outcomes):
             outcomes[self.d.owners[u]].append(self.finished(u, outcome))
-        oom = None if self.failed_rows is None else (self.failed_rows, self.ran_rows)
-        return BatchPart(self.batch_id, [self.answer(i, found) for i, found in enumerate(outcomes)], oom=oom)
+        # with a wrong count that remains in the smallest call, an item is at fault and not the size
+        at_fault = any(isinstance(outcome, WrongRowCount) for outcome in self.outcomes)
+        oom = None if self.failed_rows is None or at_fault else (self.failed_rows, self.ran_rows)
+        results: list[ItemResult | None] = [self.answer(i, found) for i, found in enumerate(outcomes)]
+        return BatchPart(self.batch_id, results, oom=oom, miscounted=self.miscounted and oom is not None)
 
     def answer(self, i: int, outcomes: list[Any]) -> ItemResult:
         """The answer of item `i` from the finished outcomes of its units."""

@@ -38,14 +38,17 @@ class BatchRunner:
         batching: BatchingConfig,
     ) -> None:
         self.model = model
-        self.batching = batching
-        self._metadata = metadata
         self._item_type = model.types.item_type()
-        extras = {"item_type": self._item_type, "clock": lambda: time.time()}
-        self.codecs = ModelCodecs(metadata, **extras)
+        self._extras = {"item_type": self._item_type, "clock": lambda: time.time()}
+        self.describe(metadata, batching)
         # created by the first coroutine; an async model uses it in its warm-up too
         self._loop: asyncio.AbstractEventLoop | None = getattr(model.loop, "loop", None)
         self._log_limiter = LogLimiter()
+
+    def describe(self, metadata: ModelMetadata, batching: BatchingConfig) -> None:
+        """Sets what is known of the model, from which codecs are made."""
+        self.metadata, self.batching = metadata, batching
+        self.codecs = ModelCodecs(metadata, **self._extras)
 
     def decode(self, items: list[Item]) -> Decoded:
         """The values of the items; an item that cannot be decoded becomes an error."""
@@ -92,10 +95,10 @@ class BatchRunner:
         """Raises NotSupported."""
         model = self.model
         if model.explain is None:
-            raise NotSupported(f"model '{self._metadata.name}' has no method explain(items)")
+            raise NotSupported(f"model '{self.metadata.name}' has no method explain(items)")
         if model.submit is not None or model.states is not None:
             raise NotSupported(
-                f"model '{self._metadata.name}' runs requests concurrently or in sequences: it cannot explain"
+                f"model '{self.metadata.name}' runs requests concurrently or in sequences: it cannot explain"
             )
 
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
@@ -140,8 +143,9 @@ class BatchRunner:
         explained = [u for u in run.live if decoded.owners[u] in decoded.explained]
         predicted = [u for u in run.live if decoded.owners[u] not in decoded.explained] if explained else run.live
         for units in (predicted, explained):
-            if units:
-                run.attempt(units)
+            alone = self.batching.rows == "none"
+            for call in [[u] for u in units] if alone else [units] if units else []:
+                run.attempt(call)
         return run, ready
 
     def close(self) -> None:
@@ -201,7 +205,7 @@ class BatchRunner:
         kind = type(error).__name__
         key = f"{doing} {describe(error)}"
         if self._log_limiter.admits(key):
-            model = self._metadata.name
+            model = self.metadata.name
             log.warning("item_failed model=%s error=%r: its callers get an error\n%s", model, key, text)
         if out_of_memory(error):
             return OutOfMemory("the device ran out of memory on this item alone", detail=text)

@@ -14,7 +14,7 @@ from penstock.core.wire.messages import Pickled
 from penstock.core.worker import nesting
 from penstock.core.worker.devices import threads_of
 from penstock.core.worker.loop import BatchRunner
-from penstock.core.worker.profile import warm_up
+from penstock.core.worker.profile import RowsCoupled, warm_up
 from penstock.core.worker.python_model import PythonModel, is_torch_module
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import LoadFailed, LoadOutOfMemory, PenstockError, describe, out_of_memory
@@ -51,7 +51,15 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         model.begin_loop(batching)
         metadata = model.metadata(spec.name, spec.version, config.task)
         runner = BatchRunner(model, metadata, batching)
-        profile, best = warm_up(runner, batching)
+        coupled = ""
+        try:
+            profile, best = warm_up(runner, batching, config.precision)
+        except RowsCoupled as e:
+            coupled, declared = str(e), {**declared, "rows": "none"}
+            batching = with_options(spec.config.batching, declared)
+            model.unbatch()
+            runner.describe(model.metadata(spec.name, spec.version, config.task), batching)
+            profile, best = warm_up(runner, batching)
     except PenstockError:
         raise
     except SystemExit as e:
@@ -60,7 +68,9 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         text = "".join(traceback.format_exception(e))
         kind = LoadOutOfMemory if out_of_memory(e) else LoadFailed
         raise kind(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
-    return runner, Ready(metadata, shown_device or device, os.getpid(), declared, profile, best, metrics=recorded)
+    ready = Ready(runner.metadata, shown_device or device, os.getpid(), declared, profile, best, metrics=recorded)
+    ready.coupled = coupled
+    return runner, ready
 
 
 def _found(target: Any, spec: WorkerSpec) -> Any:

@@ -1,14 +1,20 @@
-"""The warm-up: runs of growing size before the first request, the first samples of the cost model."""
+"""The warm-up: runs of growing size before the first request, the first samples of the cost model.
+
+The runs of one and of two rows also show whether a row's result depends on the other rows; they cost nothing more.
+"""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.config.schema import BatchingConfig
+from penstock.core.worker.coupling import coupled
 from penstock.core.worker.loop import BatchRunner
-from penstock.errors import LoadFailed, OutOfMemory, PenstockError
+from penstock.errors import LoadFailed, OutOfMemory, PenstockError, WrongRowCount
 from penstock.types import BatchPart, Item
 
 RUNS = 3
+COMPARED = 2  # largest batch in which rows are compared with rows alone
 COLD_RUNS = 2  # the first ones pay for caches, allocators and lazy imports
 MAX_AUTO = 1024
 MIN_GAIN = 1.02
@@ -22,11 +28,18 @@ BUDGET_S = 5.0
 BUDGET_RUNS = 50
 
 
-def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[int, float]], int | None]:
+class RowsCoupled(Exception):
+    """A row's result depends on the other rows; the text says how."""
+
+
+def warm_up(
+    runner: BatchRunner, batching: BatchingConfig, precision: str | None = None
+) -> tuple[list[tuple[int, float]], int | None]:
     """((rows, seconds) of the runs, the best batch size or None). No samples without sample items.
 
     Sizes double up to `max_batch_size`. With "auto" they stop when throughput gains less than 2 % twice, memory runs
-    out, or a batch takes longer than half the SLO. Raises LoadFailed when the model fails on its own samples.
+    out, or a batch takes longer than half the SLO. Raises LoadFailed when the model fails on its own samples, and
+    RowsCoupled, unless the configuration says what the rows are.
     """
     hook = runner.model.warmup
     found = hook() if hook is not None else None
@@ -35,13 +48,21 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
         return [], None
     auto = batching.max_batch_size == "auto"
     largest = MAX_AUTO if batching.max_batch_size == "auto" else batching.max_batch_size
+    largest = 1 if batching.rows == "none" else largest
+    alone: list[Any] = []
     limit_s = batching.slo_s / 2 if batching.slo_s else 0.0
     profile: list[tuple[int, float]] = []
     best, best_rate, without_gain = None, 0.0, 0
     size, started, budget_s = 1, time.monotonic(), 0.0
     while True:
         items = [samples[i % len(samples)] for i in range(size)]
-        runs = [_seconds(runner, items) for _ in range(RUNS)]
+        # the first sample comes first, last and first again: a running sum changes later rows only
+        parts = [_run(runner, items[::step]) for step in (1, -1, 1)]
+        if batching.rows == "auto":
+            results = [part.results[-1 if k == 1 else 0] for k, part in enumerate(parts)]
+            alone = alone or results
+            _check_rows(size, alone, parts, results, precision)
+        runs = [_seconds(part) for part in parts]
         fits = [s for s in runs if s is not None]
         if len(fits) < RUNS:
             return profile[COLD_RUNS:], best  # out of memory: the previous size was the best
@@ -64,14 +85,34 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
     return profile[COLD_RUNS:], best if auto else None
 
 
-def _seconds(runner: BatchRunner, values: list[Any]) -> float | None:
-    """The time of one run, or None if it ran out of memory. Raises LoadFailed."""
+def _check_rows(
+    size: int, alone: Sequence[Any], parts: Sequence[BatchPart], together: Sequence[Any], precision: str | None
+) -> None:
+    """Raises RowsCoupled. `alone` and `together` are results of the same sample."""
+    errors = [_error(part) for part in parts]
+    if size <= COMPARED and (any(part.miscounted for part in parts) or isinstance(errors[0], WrongRowCount)):
+        raise RowsCoupled(f"{size} rows gave another number of rows")
+    compared = 1 < size <= COMPARED and not any(errors)
+    if compared and coupled([r.body for r in alone], [r.body for r in together], precision):
+        raise RowsCoupled("a row has other results beside another")
+
+
+def _run(runner: BatchRunner, values: list[Any]) -> BatchPart:
+    """The final part of one run."""
     parts: list[BatchPart] = []
     runner.run(0, runner.decode([Item(value) for value in values]), parts.append)
-    final = parts[-1]
-    error: PenstockError | None = next((r.error for r in final.results if r is not None and r.error), None)
-    if final.oom is not None or isinstance(error, OutOfMemory):
+    return parts[-1]
+
+
+def _error(part: BatchPart) -> PenstockError | None:
+    return next((r.error for r in part.results if r is not None and r.error), None)
+
+
+def _seconds(part: BatchPart) -> float | None:
+    """The time of a run, or None if it ran out of memory. Raises LoadFailed."""
+    error = _error(part)
+    if part.oom is not None or isinstance(error, OutOfMemory):
         return None
     if error is not None:
         raise LoadFailed(f"the model fails on its own warm-up items: {error.message}", detail=error.detail)
-    return final.run_s
+    return part.run_s

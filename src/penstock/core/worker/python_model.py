@@ -83,7 +83,7 @@ Extra = str | int | Callable[[], int] | None
 class PythonModel:
     """The model behind a target. `load` instantiates a class; a function needs no loading.
 
-    Its 22 attributes are the optional members of a model, looked up once.
+    Its 23 attributes are the optional members of a model, looked up once.
     """
 
     def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:
@@ -113,6 +113,7 @@ class PythonModel:
         self.loop: StepLoop | CallLoop | None = None  # runs in the main thread of a worker process
         self.states: SequenceStates | None = None  # of a model whose `predict` receives sequences
         self.takes_parameters = False  # `predict` receives the parameters of requests
+        self.unbatched = False  # axis 0 is not rows
         self.types = ModelTypes(None, None)
 
     def _not_loaded(self, items: list[Any]) -> Any:
@@ -156,6 +157,8 @@ class PythonModel:
     def begin_loop(self, batching: BatchingConfig) -> None:
         """Prepares a loaded model with sequences, or one that runs several items or batches at the same time; does
         nothing to another model. Raises LoadFailed."""
+        if batching.rows == "none":
+            self.unbatch()
         if batching.max_sequences and not getattr(self._model, "__penstock_sequences__", False):
             self._begin_sequences(batching)
             return
@@ -176,6 +179,12 @@ class PythonModel:
             self.loop = calls = CallLoop(self.predict, batching, self.send_parts_to)
             self.submit, self.soon = calls.submit, calls.soon
             self.concurrency = AUTO if rows == "auto" else rows
+
+    def unbatch(self) -> None:
+        """From now on axis 0 is not rows: a request is passed on uncut, and so is its result."""
+        self.unbatched = True
+        if (hook := getattr(self._model, "__penstock_unbatch__", None)) is not None:
+            hook()
 
     def _begin_sequences(self, batching: BatchingConfig) -> None:
         if self.stepped or self.submit is not None or self.send_parts_to is not None or self.prepare is not None:
@@ -221,6 +230,7 @@ class PythonModel:
             streams=self.stepped or is_generator(getattr(self._model, "predict", None) or self._model),
             task=task or (declared if isinstance(declared, str) and declared in TASKS else ""),
             takes_parameters=self.takes_parameters,
+            unbatched=self.unbatched,
         )
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:

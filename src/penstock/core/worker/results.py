@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from penstock.errors import BadOutput, describe
+from penstock.errors import BadOutput, WrongRowCount, describe
 
 
 def aligned(found: Any, expected: int) -> list[Any]:
-    """The results as a list, one per item. Raises BadOutput."""
+    """The results as a list, one per item. Raises BadOutput; WrongRowCount if it has another length."""
     array = hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0
     if not isinstance(found, (list, tuple)) and (
         not array or hasattr(found, "columns")
@@ -19,5 +19,5 @@ def aligned(found: Any, expected: int) -> list[Any]:
     except Exception as e:
         raise BadOutput(f"predict returned a {type(found).__name__} that cannot be read: {describe(e)}") from None
     if len(results) != expected:
-        raise BadOutput(f"predict returned {len(results)} results for {expected} items, expected one for each item")
+        raise WrongRowCount(f"predict returned {len(results)} results for {expected} items, expected one for each item")
     return results

@@ -77,11 +77,12 @@ class KServeCodec(OipCodec):
     @staticmethod
     def request_content(model: ModelMetadata) -> dict[str, Any]:
         """Rows, or columns, of the model's inputs or of its type."""
-        columns = {spec.name: nested(spec) for spec in model.inputs}
+        whole = model.unbatched
+        columns = {spec.name: nested(spec, unbatched=whole) for spec in model.inputs}
         instance: dict[str, Any] = model.schemas.item
         if columns:
             needed = [spec.name for spec in model.inputs if not spec.optional]
-            row = {spec.name: nested(spec, axis=1) for spec in model.inputs}
+            row = {spec.name: nested(spec, 0 if whole else 1, whole) for spec in model.inputs}
             instance = {"type": "object", "properties": row, "required": needed, "additionalProperties": False}
             if len(row) == 1:
                 instance = {"anyOf": [instance, *row.values()]}
@@ -116,7 +117,12 @@ class KServeCodec(OipCodec):
         instances = _value(rows, binary)
         if not isinstance(instances, list) or not instances:
             raise BadRequest("the instances must be a list of at least one")
-        return (self._arrays(self._named(instances)) if self.inputs else Many(instances)), False
+        if not self.inputs:
+            return Many(instances), False
+        if not self.unbatched:
+            return self._arrays(self._named(instances)), False
+        named = (self._named([each]) for each in instances)
+        return Many([self._arrays({name: only for name, (only,) in one.items()}) for one in named]), False
 
     def _named(self, instances: list[Any]) -> dict[str, list[Any]]:
         """Input name -> its values in all instances, which are objects, or values of the only input."""
@@ -157,10 +163,10 @@ class KServeCodec(OipCodec):
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """Predictions in the format of the request. Raises BadOutput."""
         columns: Any
-        if self.inputs:
+        if self.inputs and (context or not self.unbatched):
             columns = {name: self._cells(name, one) for name, one in named_outputs(value).items()}
             single = len(columns) == 1
-            rows = next(iter(columns.values())) if single else _rows_of(columns)
+            rows = next(iter(columns.values())) if single else columns if context else _rows_of(columns)
             columns = rows if single else columns
         elif isinstance(value, list):
             rows = list(map(_prediction, value))
@@ -211,7 +217,7 @@ class KServeExplainCodec(KServeCodec):
 def _answer_content(key: str, model: ModelMetadata) -> dict[str, Any]:
     result: dict[str, Any] = model.schemas.result
     if model.outputs:
-        row = {spec.name: nested(spec, axis=1) for spec in model.outputs}
+        row = {spec.name: nested(spec, 0 if model.unbatched else 1, model.unbatched) for spec in model.outputs}
         result = next(iter(row.values())) if len(row) == 1 else {"type": "object", "properties": row}
     by_row = {"type": "object", "properties": {key: {"type": "array", "items": result}}, "required": [key]}
     by_column = {"type": "object", "properties": {"outputs": {"type": ["array", "object"]}}, "required": ["outputs"]}

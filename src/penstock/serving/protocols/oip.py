@@ -309,7 +309,7 @@ class OipCodec(Codec):
         known = metadata or ModelMetadata(model, version)
         self.inputs = {spec.name: spec for spec in known.inputs}
         self.outputs = {spec.name: spec.datatype for spec in known.outputs}
-        self.takes_parameters = known.takes_parameters
+        self.takes_parameters, self.unbatched = known.takes_parameters, known.unbatched
         revision = known.parameters.get("revision")
         self.parameters = None if revision is None else {"revision": revision}
 
@@ -369,11 +369,8 @@ class OipCodec(Codec):
         if tensor.datatype != spec.datatype:
             raise BadRequest(f"input '{spec.name}': datatype must be {spec.datatype}, found '{tensor.datatype[:40]}'")
         shape = tensor.shape
-        fits = len(shape) == len(spec.shape) and all(
-            w in (-1, f) for w, f in zip(spec.shape[1:], shape[1:], strict=True)
-        )
-        if not fits:  # axis 0 holds the rows and may have any size
-            wanted = [-1, *spec.shape[1:]]
+        wanted = [*(spec.shape if self.unbatched else (-1, *spec.shape[1:]))]  # rows may be of any number
+        if len(shape) != len(wanted) or any(w not in (-1, f) for w, f in zip(wanted, shape, strict=True)):
             raise BadRequest(f"input '{spec.name}': shape must be {wanted} (-1 is any size), found {shape[:MAX_DIMS]}")
 
     def _check_set(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
@@ -384,7 +381,7 @@ class OipCodec(Codec):
         if missing:
             raise BadRequest(f"input '{missing[0]}' is missing; the model needs {', '.join(needed)}")
         rows = {name: len(array) for name, array in arrays.items()}
-        if len(set(rows.values())) > 1:
+        if len(set(rows.values())) > 1 and not self.unbatched:
             counts = ", ".join(f"'{name[:100]}' {n}" for name, n in list(rows.items())[:4])
             raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {counts}")
 
@@ -406,7 +403,9 @@ class OipCodec(Codec):
                 raise BadRequest(f"unknown output '{name[:100]}' requested; the model returned {', '.join(outputs)}")
             datatype, array = output_array(name, outputs[name], self.outputs.get(name))
             if wanted.classes:
-                datatype, array = "BYTES", top_classes(name, datatype, array, wanted.classes)
+                rows = array.reshape(1, -1) if self.unbatched else array
+                best = top_classes(name, datatype, rows, wanted.classes)
+                datatype, array = "BYTES", best[0] if self.unbatched else best
             tensor = Tensor(name, list(array.shape), datatype)
             if wanted.shared is not None:
                 tensor.parameters = _shared_output(name, to_bytes(name, datatype, array), wanted.shared, item)

@@ -15,12 +15,12 @@ _COUNT: Final = {"type": "integer", "minimum": 0}
 _BINARY: Final = {"binary_data_size": _COUNT}
 
 
-def nested(spec: TensorSpec, axis: int = 0) -> dict[str, Any]:
-    """A tensor as nested lists, from this axis on. Axis 0 is the rows, of any number."""
+def nested(spec: TensorSpec, axis: int = 0, unbatched: bool = False) -> dict[str, Any]:
+    """A tensor as nested lists, from this axis on. Axis 0 is the rows, of any number, unless it is `unbatched`."""
     schema: dict[str, Any] = _BYTES if spec.datatype == "BYTES" else {"type": _CELLS.get(spec.datatype, "integer")}
     for k in range(len(spec.shape) - 1, axis - 1, -1):
         schema = {"type": "array", "items": schema}
-        if k > 0 and (size := spec.shape[k]) >= 0:
+        if (k > 0 or unbatched) and (size := spec.shape[k]) >= 0:
             schema |= {"minItems": size, "maxItems": size}
     return schema
 
@@ -39,7 +39,7 @@ def request_content(model: ModelMetadata) -> dict[str, Any]:
     parameters["additionalProperties"] = model.takes_parameters
     needed = sum(not spec.optional for spec in model.inputs)
     request = {
-        "inputs": _tensors(model.inputs, max(1, needed)),
+        "inputs": _tensors(model.inputs, max(1, needed), model.unbatched),
         "id": _TEXT,
         "outputs": {"type": "array", "items": _object(outputs, "name")},
         "parameters": parameters,
@@ -49,26 +49,27 @@ def request_content(model: ModelMetadata) -> dict[str, Any]:
 
 def response_content(model: ModelMetadata) -> dict[str, Any]:
     """A response in JSON; the binary form has no schema."""
-    response = {"model_name": _TEXT, "model_version": _TEXT, "id": _TEXT, "outputs": _tensors(model.outputs, 0)}
+    response = {"model_name": _TEXT, "model_version": _TEXT, "id": _TEXT}
+    response["outputs"] = _tensors(model.outputs, 0, model.unbatched)
     schema = _object(response, "model_name", "model_version", "outputs")
     return {"application/json": schema, "application/octet-stream": {}}
 
 
-def _tensors(specs: Sequence[TensorSpec], least: int) -> dict[str, Any]:
+def _tensors(specs: Sequence[TensorSpec], least: int, unbatched: bool) -> dict[str, Any]:
     """A list of the declared tensors, or of any."""
-    any_of = [_tensor(spec) for spec in specs]
+    any_of = [_tensor(spec, unbatched) for spec in specs]
     items = any_of[0] if len(any_of) == 1 else {"anyOf": any_of} if any_of else _tensor(None)
     return {"type": "array", "items": items, "minItems": least, **({"maxItems": len(any_of)} if any_of else {})}
 
 
-def _tensor(spec: TensorSpec | None) -> dict[str, Any]:
+def _tensor(spec: TensorSpec | None, unbatched: bool = False) -> dict[str, Any]:
     name: dict[str, Any] = _TEXT
     datatype: dict[str, Any] = {"enum": list(DTYPES)}
     shape: dict[str, Any] = {"items": {"type": "integer", "minimum": 0}, "minItems": 1}
     data: dict[str, Any] = {}
     if spec is not None:
         name, datatype = {"const": spec.name}, {"enum": [spec.datatype]}
-        sizes = [{"const": n} if n >= 0 and k else shape["items"] for k, n in enumerate(spec.shape)]
+        sizes = [{"const": n} if n >= 0 and (k or unbatched) else shape["items"] for k, n in enumerate(spec.shape)]
         shape = {"prefixItems": sizes, "minItems": len(sizes), "maxItems": len(sizes)}
         data = {"items": {"type": [_CELLS.get(spec.datatype, "integer"), "array"]}}  # flat, or nested
     properties = {

@@ -25,17 +25,17 @@ def model_config(
 ) -> dict[str, Any]:
     """The configuration of a loaded version as the JSON form of Triton's message.
 
-    As in Triton, `dims` leave out axis 0, the rows.
+    As in Triton, `dims` leave out axis 0, the rows, and `max_batch_size` is 0 if that is not rows.
     """
-    status = reading.status
+    status, whole = reading.status, metadata.unbatched
     return {
         "name": metadata.name,
         "platform": metadata.platform,
         "backend": _BACKENDS.get(metadata.platform, "python"),
         "version_policy": _version_policy(versions),
-        "max_batch_size": status.max_batch_size,
-        "input": [{**_tensor(spec), "optional": spec.optional} for spec in metadata.inputs],
-        "output": [_tensor(spec) for spec in metadata.outputs],
+        "max_batch_size": 0 if whole else status.max_batch_size,
+        "input": [{**_tensor(spec, whole), "optional": spec.optional} for spec in metadata.inputs],
+        "output": [_tensor(spec, whole) for spec in metadata.outputs],
         "instance_group": _instance_groups(metadata.name, status.devices),
         **_scheduling(batching, status.max_batch_size, reading.max_queue_rows),
         "parameters": {key: {"string_value": _text(value)} for key, value in metadata.parameters.items()},
@@ -50,9 +50,9 @@ def _version_policy(versions: Sequence[str]) -> dict[str, Any]:
     return {"all": {}}
 
 
-def _tensor(spec: TensorSpec) -> dict[str, Any]:
+def _tensor(spec: TensorSpec, whole: bool) -> dict[str, Any]:
     datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
-    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[1:])}
+    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[0 if whole else 1 :])}
 
 
 def _instance_groups(name: str, devices: Sequence[str]) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def _scheduling(batching: BatchingConfig, max_batch_size: int, max_queue: int) -
         oldest = {"max_candidate_sequences": batching.max_sequences, "preferred_batch_size": [max_batch_size]}
         idle = round(batching.sequence_idle_s * _MICROSECONDS)
         return {"sequence_batching": {"max_sequence_idle_microseconds": idle, "oldest": oldest}}
-    if batching.policy == "none":
+    if "none" in (batching.policy, batching.rows):
         return {}
     hold_s = batching.max_hold_s if isinstance(batching.max_hold_s, float | int) else 0.0
     queue_policy = {

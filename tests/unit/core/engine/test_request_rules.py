@@ -14,7 +14,8 @@ INFER = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[3,2],"data":[1,2,3,4
 
 
 def test_rows_of_an_open_inference_request_are_axis_0_of_its_first_input() -> None:
-    assert rows_rule(BatchingConfig())(Item(INFER, codec="oip_json")) == 3
+    for rows, count in (("auto", 3), ("axis0", 3), ("none", 1)):
+        assert rows_rule(BatchingConfig(rows=rows))(Item(INFER, codec="oip_json")) == count
 
 
 def test_a_body_over_64_kib_is_not_looked_into() -> None:

@@ -58,6 +58,13 @@ def test_new_instances_on_cuda_go_over_all_gpus(monkeypatch: pytest.MonkeyPatch)
 def test_the_bound_of_the_queue_follows_the_instances_unless_it_is_given() -> None:
     assert [rules.queue_bound(BatchingConfig(), n, 8) for n in (0, 1, 3)] == [128, 128, 384]
     assert rules.queue_bound(BatchingConfig(max_queue=5), 3, 8) == 5
+    assert rules.queue_bound(BatchingConfig(rows="none"), 2, 1) == rules.queue_bound(BatchingConfig(), 2, 64)
+
+
+def test_batches_of_a_model_without_rows_are_refused():
+    rules.check_rules(BatchingConfig(rows="none", max_batch_size=1))
+    with pytest.raises(ConfigError, match=r'max_batch_size: found 8 with rows = "none", which runs one request at a'):
+        rules.check_rules(BatchingConfig(rows="none", max_batch_size=8))
 
 
 def test_a_gpu_that_the_machine_does_not_have_is_refused_with_the_devices_that_it_has(

@@ -58,7 +58,7 @@ def values(part):
 
 
 def kinds(part):
-    return [type(v) for v in values(part)]
+    return [BadOutput if isinstance(v, BadOutput) else type(v) for v in values(part)]
 
 
 def counting(fails):
@@ -127,6 +127,28 @@ def test_out_of_memory_halves_even_without_retry_split():
     (part,) = run(predict, range(8), retry_split=False)
     assert values(part) == list(range(8))
     assert part.oom == (4, 2)
+
+
+def test_a_batch_of_another_number_of_rows_is_halved_and_its_size_reported():
+    def halved(items):
+        return items if len(items) <= 2 else items[:1]
+
+    (part,) = run(halved, range(8))
+    assert (values(part), part.oom, part.miscounted) == (list(range(8)), (4, 2), True)
+    (part,) = run(halved, range(8), retry_split=False)
+    assert (kinds(part), part.oom, part.miscounted) == ([BadOutput] * 8, None, False)
+
+
+def test_an_item_that_is_lost_alone_says_nothing_about_the_size():
+    (part,) = run(lambda items: [i for i in items if i != 3], range(8))
+    assert kinds(part) == [int] * 3 + [BadOutput] + [int] * 4
+    assert (part.oom, part.miscounted) == (None, False)
+
+
+def test_without_rows_each_item_is_a_call():
+    predict, sizes = counting(lambda items: False)
+    (part,) = run(predict, [1, Item([2, 3], rows=2, many=True)], rows="none")
+    assert (values(part), sizes) == ([10, [20, 30]], [1, 1, 1])
 
 
 def test_the_memory_of_a_failed_call_is_freed_before_the_retry():
