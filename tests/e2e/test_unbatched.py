@@ -99,6 +99,9 @@ def write_files(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         torch.jit.trace(View(), torch.zeros(1, 3)).save(str(folder / "view.pt"))
+    for name, rows in (("scores", "none"), ("mix", "auto")):
+        keys = f'model = "{name}.onnx"\nrows = "{rows}"\nmax_batch = 16'
+        (folder / f"pipe-{name}.toml").write_text(f'[only]\nbackend = "OnnxTensor"\n{keys}\n')
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +120,7 @@ def server(serve_all: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
         "Sums",
         "Spread",
         "Dropout",
-        *(str(folder / name) for name in (*files, "view.pt")),
+        *(str(folder / name) for name in (*files, "view.pt", "pipe-scores.toml", "pipe-mix.toml")),
         *held,
         *more,
         "--set=server.shared_memory=true",
@@ -248,6 +251,13 @@ def test_other_protocols_pass_a_request_on_uncut(server: Any) -> None:
     status, found = server.post("/predictions/scores", json.dumps([1.0] * 15).encode())
     assert status == 400
     assert b"shape must be [16]" in found
+
+
+def test_a_pipeline_with_such_a_model_at_its_entry_has_no_rows(server: Any) -> None:
+    for i, found in enumerate(together(lambda i: infer(server, "pipe-scores", data=np.arange(16) + i))):
+        assert found["result"].tolist() == (np.arange(16) + i).tolist()
+    for i, found in enumerate(together(lambda i: infer(server, "pipe-mix", data=[[i % 7, 1, 2], [0, 1, i % 5]]))):
+        assert np.allclose(found["result"], softmax([[i % 7, 1, 2], [0, 1, i % 5]]), atol=1e-5)
 
 
 def npy(array: Any) -> bytes:

@@ -171,7 +171,7 @@ def check_input(spec: Input, array: Array, normalization: Normalization | None) 
     """Raises BadRequest for an array that the input does not accept."""
     shape = spec.shape
     if shape is not None and (
-        array.ndim != len(shape) or any(n not in (-1, m) for n, m in zip(shape[1:], array.shape[1:], strict=True))
+        array.ndim != len(shape) or any(n not in (-1, m) for n, m in zip(shape, array.shape, strict=True))
     ):
         wrong = True
     elif normalization is not None:
@@ -201,8 +201,11 @@ def dtype_of(spec: Input, array: Array, normalization: Normalization | None) -> 
 
 def _expected(spec: Input) -> str:
     name = "a tensor" if spec.datatype is None else str(np.dtype(DTYPES[spec.datatype]))
-    sides = ["rows", *("any" if n == -1 else str(n) for n in (spec.shape or ())[1:])]
-    return f"{name} [{', '.join(sides)}]" if spec.shape is not None else name
+    if spec.shape is None:
+        return name
+    sides = ["any" if n == -1 else str(n) for n in spec.shape]
+    sides[0] = "rows" if spec.shape[0] == -1 else sides[0]
+    return f"{name} [{', '.join(sides)}]"
 
 
 # ---- one array

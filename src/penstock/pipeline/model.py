@@ -42,7 +42,7 @@ class PipelineModel:
     def __init__(self, file: str, compat: bool = False) -> None:
         """`compat`: the file is in TorchPipe's dialect, in which unknown keys cause warnings."""
         self._file, self._compat = file, compat
-        self._tuned = False
+        self._tuned = self._whole = False
         self.inputs: tuple[TensorSpec, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
         self.parameters: dict[str, Any] = {}
@@ -66,7 +66,13 @@ class PipelineModel:
         models = [n.name for n in graph.nodes.values() if any(map(processes_batches, n.steps))]
         largest = max(sizes[name] for name in models or sizes)
         self.parameters = {"max_batch_size": largest, "pipeline": public_description(graph, sizes)}
-        self.outputs = outputs_of(graph, self._pipeline.metadata())
+        metadata = self._pipeline.metadata()
+        self.outputs = outputs_of(graph, metadata)
+        if self._kind == "tensor" and metadata[graph.entry].unbatched:
+            self.__penstock_options__["rows"] = "none"
+
+    def __penstock_unbatch__(self) -> None:
+        self._whole = True
 
     def predict(self, items: list[Any]) -> list[Any]:
         """The answers, with an exception for each failed item."""
@@ -139,7 +145,7 @@ class PipelineModel:
 
     def _request(self, value: Any) -> PipelineRequest | Exception:
         try:
-            return request_of(value, self._graph, self._kind)
+            return request_of(value, self._graph, self._kind, self._whole)
         except Exception as e:
             return e
 
@@ -188,11 +194,12 @@ def _may_use_gpu(node: Node) -> bool:
 
 
 def outputs_of(graph: Graph, metadata: Mapping[str, ModelMetadata]) -> tuple[TensorSpec, ...]:
-    """The answer's tensors, if the result is the output of a model. `metadata` is by node."""
+    """The answer's tensors, if the result is the rows of a model's output. `metadata` is by node."""
     if (
         graph.answers != (RESULT,)
         or len(graph.outputs) != 1
         or not catalog.is_model(graph.nodes[graph.outputs[0]].steps[-1].op)
+        or metadata[graph.outputs[0]].unbatched
     ):
         return ()
     last = metadata[graph.outputs[0]].outputs
@@ -232,19 +239,21 @@ def public_description(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Any]
 
 
 class PipelineRequest(Struct):
-    """One request: the fields of its items, the node where they begin (None: the entry), and whether they are rows."""
+    """One request: the fields of its items, the node where they begin (None: the entry), and whether they are rows, or
+    one item of named arrays that are `whole`."""
 
     fields: list[Fields]
     node: str | None = None
     rows: bool = False
+    whole: bool = False
 
 
-def request_of(value: Any, graph: Graph, kind: str) -> PipelineRequest:
+def request_of(value: Any, graph: Graph, kind: str, whole: bool = False) -> PipelineRequest:
     """The request in a decoded body. `kind` is the data kind of the entry's first op. Raises BadRequest.
 
-    Named arrays, as in Open Inference, have one item per row; there may be no rows. An object or a form has the fields
-    of one item, and only those that the graph takes from callers, so that callers cannot set fields that ops pass to
-    each other. Any other value is the item's `data`.
+    Named arrays, as in Open Inference, have one item per row, or are one item if they are `whole`; there may be no
+    rows. An object or a form has the fields of one item, and only those that the graph takes from callers, so that
+    callers cannot set fields that ops pass to each other. Any other value is the item's `data`.
     """
     if not isinstance(value, dict):
         return PipelineRequest([{DATA: value}])
@@ -256,7 +265,10 @@ def request_of(value: Any, graph: Graph, kind: str) -> PipelineRequest:
             raise BadRequest(f"{text} {', '.join(graph.takes)}")
     if DATA not in value:
         raise BadRequest(f"found no '{DATA}' among the fields of the request; a pipeline needs it")
-    if all(isinstance(one, np.ndarray) for one in value.values()):
+    arrays = all(isinstance(one, np.ndarray) for one in value.values())
+    if arrays and whole:
+        return PipelineRequest([value], whole=True)
+    if arrays:
         rows = {array.shape[:1] for array in value.values()}
         if len(rows) > 1 or () in rows:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in value.items())
@@ -292,6 +304,8 @@ def answer_of(request: PipelineRequest, outcomes: Sequence[ItemOutcome], outputs
             ended = f" at node '{outcome.node}'" if outcome.node else ""
             raise ItemFailed(f"the item ended{ended} without {' or '.join(outputs)}")
     found = [{name: plain_array(outcome.fields.get(name)) for name in outputs} for outcome in outcomes]
+    if request.whole:
+        return {name: one for output in outputs for name, one in _parts(output, found[0][output]).items()}
     if not request.rows:
         return found[0] if len(outputs) > 1 else found[0][outputs[0]]
     return {name: array for output in outputs for name, array in _joined(output, [one[output] for one in found])}
@@ -304,14 +318,17 @@ def plain_array(value: Any) -> Any:
 
 def _joined(name: str, values: list[Any]) -> list[tuple[str, np.ndarray[Any, Any]]]:
     """The named outputs of all rows: several if each value is a dict or a list of arrays."""
-    first = values[0]
-    if isinstance(first, (list, tuple)) and first and all(hasattr(one, "shape") for one in first):
-        values = [{f"{name}_{i}": one for i, one in enumerate(value)} for value in values]
-    elif not isinstance(first, dict):
-        return [(name, _array(name, values))]
-    if any(not isinstance(value, dict) or value.keys() != values[0].keys() for value in values):
+    parts = [_parts(name, value) for value in values]
+    if any(part.keys() != parts[0].keys() for part in parts):
         raise BadOutput(f"output '{name}' has different parts in different rows")
-    return [(str(key), _array(str(key), [value[key] for value in values])) for key in values[0]]
+    return [(str(key), _array(str(key), [part[key] for part in parts])) for key in parts[0]]
+
+
+def _parts(name: str, value: Any) -> dict[Any, Any]:
+    """The named outputs of one row: several if its value is a dict or a list of arrays."""
+    if isinstance(value, (list, tuple)) and value and all(hasattr(one, "shape") for one in value):
+        return {f"{name}_{i}": one for i, one in enumerate(value)}
+    return value if isinstance(value, dict) else {name: value}
 
 
 def _array(name: str, values: list[Any]) -> np.ndarray[Any, Any]:

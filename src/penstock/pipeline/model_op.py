@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from penstock import metrics
-from penstock.errors import BadOutput, BadRequest, ConfigError
+from penstock.core.worker.coupling import coupled
+from penstock.errors import BadRequest, ConfigError, WrongRowCount
 from penstock.pipeline.collate import (
     PIXELS,
     Collator,
@@ -24,7 +25,7 @@ from penstock.pipeline.ops.base import Array, BatchOp, Fields, found
 from penstock.pipeline.runtimes import ModelFile, Precision, Runtime, cores, open_program, warn_once
 from penstock.runtimes.onnx import PROFILE_ROWS
 from penstock.runtimes.onnx_fuse import RAW, plain_input
-from penstock.runtimes.tensors import ANY_ROWS, Input, Program
+from penstock.runtimes.tensors import ANY_ROWS, Input, Program, check_rows, samples_of
 from penstock.types import DTYPES, TensorSpec
 
 WARMED = 16  # batch sizes that run before the first request, on a GPU
@@ -73,6 +74,8 @@ class ModelOp(BatchOp):
     - `sizes`: the only numbers of rows that run.
     - `input_reorder`: for each position of the data, the index of the model's input: "1, 0" swaps two.
     - `output_reorder`: for each position of the result, the index of the model's output.
+    - `rows`: axis0, or none if axis 0 is not rows: items run one by one, uncut; auto is none where the file or five
+      runs at the start show it.
     """
 
     takes = "tensor"
@@ -93,6 +96,7 @@ class ModelOp(BatchOp):
         sizes: tuple[int, ...] = (),
         input_reorder: tuple[int, ...] = (),
         output_reorder: tuple[int, ...] = (),
+        rows: Literal["auto", "axis0", "none"] = "auto",
     ) -> None:
         """One parameter for each key that a node may set. Raises ConfigError."""
         if 0 in std or not all(np.isfinite([*mean, *std])):
@@ -107,7 +111,8 @@ class ModelOp(BatchOp):
             raise ConfigError(f"threads = {threads}, expected 1 or more")
         idle_threads = threads or cores()
         threads = threads or max(1, cores() // instances)
-        rows = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
+        self._rows = rows
+        sizes_of_calls = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
         models = [model] if isinstance(model, str) else model
         caches = model_cache[: len(models)] if isinstance(model_cache, list) else [model_cache]
         if not models or len(caches) not in (1, len(models)):
@@ -117,7 +122,7 @@ class ModelOp(BatchOp):
         if len(caches) < len(models) and caches[0]:
             caches = [f"{caches[0]}.{place}" for place in range(len(models))]
         self._files = [
-            ModelFile(file, runtime, precision, cache, threads, instances, idle_threads, rows)
+            ModelFile(file, runtime, precision, cache, threads, instances, idle_threads, sizes_of_calls)
             for file, cache in zip(models, caches if len(caches) == len(models) else caches * len(models), strict=True)
         ]
         self._mean_std = (mean, std)
@@ -131,7 +136,8 @@ class ModelOp(BatchOp):
         programs = [one.program for one in opened]
         _check_same(programs, self._files)
         raw = opened[0].raw
-        specs = [plain_input(i) for i in programs[0].inputs]
+        self.unbatched = self._rows == "none" or (self._rows == "auto" and not _may_have_rows(programs[0]))
+        specs = [plain_input(i if self.unbatched else _with_rows(i)) for i in programs[0].inputs]
         inputs = _ordered(specs, self._orders[0], "input_reorder")
         self.outputs = _ordered(programs[0].outputs, self._orders[1], "output_reorder")
         self.inputs = tuple(
@@ -141,8 +147,12 @@ class ModelOp(BatchOp):
         self._known: dict[tuple[Any, ...], tuple[int, _GroupKey]] = {}  # dtypes and shapes -> rows, key
         self._collators = [Collator() for _ in inputs]
         self._programs = {raw: programs}
-        self._limit_rows([program.rows for program in programs])
-        if opened[0].gpu:
+        if not self.unbatched:
+            self._limit_rows([program.rows for program in programs])
+            if self._rows == "auto" and 1 not in (self._most, self.max_rows):
+                self._check_rows()
+        self.max_rows = 1 if self.unbatched else self.max_rows
+        if opened[0].gpu and not self.unbatched:
             self._warm_up()
 
     def _normalizations_of(self, inputs: Sequence[Input]) -> dict[str, Normalization]:
@@ -170,6 +180,27 @@ class ModelOp(BatchOp):
         self._most = min(self._most, most)
         self._least = min(max(self._least, least), self._most)
 
+    def _check_rows(self) -> None:
+        """Has items run one by one from now on if the rows of the model depend on each other."""
+        samples = samples_of(self._signature.inputs)
+        for sample in samples:
+            for name in self._signature.normalizations:
+                sample[name] = (128 + 40 * sample[name]).clip(0, 255).astype(PIXELS)
+        found = "a row has other results beside another"
+        try:
+            one, two = [list(sample.values()) for sample in samples]
+            alone = [ModelOp.__call__(self, [one], [])[0] for _ in range(2)]
+            pairs = [ModelOp.__call__(self, pair, []) for pair in ([one, two], [two, one], [one, two])]
+            if not coupled(alone, [pairs[0][0], pairs[1][1], pairs[2][0]], self._files[0].precision):
+                return
+        except WrongRowCount as e:
+            found = e.message
+        except Exception:  # no samples, or a model that takes no random ones
+            return
+        self.unbatched = True
+        reason = f"{found}: results depend on other rows"
+        warn_once("rows", self._files[0].model, reason, "items run one by one; rows = 'axis0' if that is wrong")
+
     def _warm_up(self) -> None:
         """Runs batches of zeros, because a GPU selects kernels during the first batch of each size."""
         inputs = self._signature.inputs
@@ -194,14 +225,14 @@ class ModelOp(BatchOp):
     def __call__(self, data: list[Any], fields: list[Fields]) -> Sequence[Any]:
         """A result for each item, or BadRequest if it does not fit the model. One call for each shape and dtype."""
         results: list[Any] = [None] * len(data)
-        groups: dict[_GroupKey, list[tuple[int, _ModelItem]]] = {}
+        groups: dict[Any, list[tuple[int, _ModelItem]]] = {}
         for i, value in enumerate(data):
             try:
                 item = self._item(value)
             except BadRequest as e:
                 results[i] = e
             else:
-                groups.setdefault(item.key, []).append((i, item))
+                groups.setdefault(i if self.unbatched else item.key, []).append((i, item))
         for group in groups.values():
             answers = self._run([item for _, item in group])
             for (i, _), result in zip(group, answers, strict=True):
@@ -233,7 +264,7 @@ class ModelOp(BatchOp):
         for spec, array in pairs:
             check_input(spec, array, signature.normalizations.get(spec.name))
         rows = {len(array) for array in arrays}
-        if len(rows) != 1:
+        if len(rows) != 1 and not self.unbatched:
             raise BadRequest(f"found tensors of {sorted(rows)} rows (axis 0), expected the same in all")
         raw = signature.takes_raw and all(a.dtype == PIXELS for s, a in pairs if s.name in signature.normalizations)
         dtypes = tuple(a.dtype for s, a in pairs if s.datatype is None)
@@ -243,31 +274,60 @@ class ModelOp(BatchOp):
         """The results of items with equal keys."""
         raw = group[0].key.raw
         programs = self._programs_for(raw)
+        if self.unbatched:
+            return [self._run_alone(group[0], programs[0])]
         rows = sum(item.rows for item in group)
         least = rows or 1  # without rows, one of padding gives the shapes and types of the outputs
         plan = calls(least, self._sizes) if self._sizes else chunks(least, self._least, self._most)
         total = sum(plan)
         if total > rows:
             metrics.counter("pipeline_padded_rows_total", total - rows, model=Path(self._files[0].model).stem)
-        feeds = {}
-        for i, (spec, collator) in enumerate(zip(self._signature.inputs, self._collators, strict=True)):
-            arrays = [item.arrays[i] for item in group]
-            normalization = self._signature.normalizations.get(spec.name)
-            if raw and normalization is not None:
-                feeds[spec.name + RAW] = collator.batch(arrays, total, PIXELS)
-            else:
-                dtype = dtype_of(spec, arrays[0], normalization)
-                feeds[spec.name] = collator.batch(arrays, total, dtype, normalization)
+        feeds = self._feeds(group, total)
         parts = []
         start = 0
         for size in plan:
             feed = feeds if len(plan) == 1 else {name: a[start : start + size] for name, a in feeds.items()}
             program = next((p for p in programs if p.rows[0] <= size <= p.rows[1]), programs[0])
-            parts.append(_checked_outputs(program.run(feed), size, feeds))
+            outputs = program.run(feed)
+            check_rows(outputs, size)
+            parts.append(_own(outputs, feeds))
             start += size
-        outputs = [np.concatenate(p)[:rows] if len(p) > 1 else p[0][:rows] for p in zip(*parts, strict=True)]
-        order = self._orders[1] or range(len(outputs))
-        return _split([outputs[place] for place in order], group)
+        joined = [np.concatenate(p)[:rows] if len(p) > 1 else p[0][:rows] for p in zip(*parts, strict=True)]
+        order = self._orders[1] or range(len(joined))
+        return _split([joined[place] for place in order], group)
+
+    def _run_alone(self, item: _ModelItem, program: Program) -> Any:
+        """The outputs of an item without rows, as they are."""
+        feeds = self._feeds([item], None)
+        outputs = _own(program.run(feeds), feeds)
+        found = [outputs[place] for place in self._orders[1] or range(len(outputs))]
+        return found[0] if len(found) == 1 else found
+
+    def _feeds(self, group: list[_ModelItem], rows: int | None) -> dict[str, Array]:
+        """The inputs of a call, padded to `rows`; None: each has as many as it has."""
+        feeds = {}
+        for i, (spec, collator) in enumerate(zip(self._signature.inputs, self._collators, strict=True)):
+            arrays = [item.arrays[i] for item in group]
+            total = len(arrays[0]) if rows is None else rows
+            normalization = self._signature.normalizations.get(spec.name)
+            if group[0].key.raw and normalization is not None:
+                feeds[spec.name + RAW] = collator.batch(arrays, total, PIXELS)
+            else:
+                dtype = dtype_of(spec, arrays[0], normalization)
+                feeds[spec.name] = collator.batch(arrays, total, dtype, normalization)
+        return feeds
+
+
+def _may_have_rows(program: Program) -> bool:
+    """Whether axis 0 may be rows: here also if their number is fixed, because an item of a pipeline has rows, which are
+    padded."""
+    shapes = [spec.shape for spec in program.inputs] + [spec.shape for spec in program.outputs]
+    sizes = {shape[0] if shape else None for shape in shapes}
+    return not program.unbatched or (len(sizes) == 1 and None not in sizes)
+
+
+def _with_rows(spec: Input) -> Input:
+    return structs.replace(spec, shape=(-1, *spec.shape[1:])) if spec.shape else spec
 
 
 def _check_same(programs: Sequence[Program], files: Sequence[ModelFile]) -> None:
@@ -284,15 +344,10 @@ def _check_same(programs: Sequence[Program], files: Sequence[ModelFile]) -> None
             )
 
 
-def _checked_outputs(outputs: dict[str, Array], rows: int, feeds: dict[str, Array]) -> list[Array]:
-    """The outputs in order, copied if they share memory with an input. Raises BadOutput if axis 0 is not the rows."""
-    checked = []
-    for name, array in outputs.items():
-        if array.ndim == 0 or len(array) != rows:
-            shape = list(array.shape)
-            raise BadOutput(f"output '{name}' has the shape {shape} for {rows} rows; expected its axis 0 to be rows")
-        checked.append(array.copy() if any(np.may_share_memory(array, feed) for feed in feeds.values()) else array)
-    return checked
+def _own(outputs: dict[str, Array], feeds: dict[str, Array]) -> list[Array]:
+    """The outputs in order, copied if they share memory with an input."""
+    shared = [any(np.may_share_memory(array, feed) for feed in feeds.values()) for array in outputs.values()]
+    return [array.copy() if copy else array for array, copy in zip(outputs.values(), shared, strict=True)]
 
 
 def _split(outputs: list[Array], group: list[_ModelItem]) -> list[Any]:

@@ -21,12 +21,12 @@ from penstock import metrics
 from penstock.core.worker.batch import LogLimiter
 from penstock.errors import (
     ENDS,
-    BadOutput,
     BadRequest,
     ConfigError,
     ItemFailed,
     OutOfMemory,
     PenstockError,
+    WrongRowCount,
     describe,
     out_of_memory,
 )
@@ -136,6 +136,8 @@ class NodeModel:
         first = self._parts[0][0].op if self._parts else None
         self._shared.takes_arrays = isinstance(first, BatchOp) and first.takes == "tensor"
         self.__penstock_options__ = {"max_batch_size": self._size(models)}
+        if any(op.unbatched for op in models):
+            self.__penstock_options__["rows"] = "none"
         for op in models:
             self.inputs = self.inputs or tuple(getattr(op, "inputs", None) or ())
             self.outputs = tuple(getattr(op, "outputs", None) or ()) or self.outputs
@@ -260,7 +262,7 @@ class NodeModel:
             results = op([fields[DATA] for _, fields in given], [fields for _, fields in given])
             if len(results) != n:
                 found = f"{len(results)} results for {n} items"
-                raise BadOutput(f"op '{step.name}' returned {found}, expected one for each item")
+                raise WrongRowCount(f"op '{step.name}' returned {found}, expected one for each item")
         except BaseException as e:
             node = self._node
             if n > 1 and node.idempotent and (node.retry_split or out_of_memory(e)):

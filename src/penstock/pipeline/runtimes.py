@@ -171,12 +171,8 @@ class _CoreSharingProgram:
     """
 
     def __init__(self, narrow: Program, wide: Program, threads: int) -> None:
-        self.platform, self.inputs, self.outputs, self.rows = (
-            narrow.platform,
-            narrow.inputs,
-            narrow.outputs,
-            narrow.rows,
-        )
+        self.platform, self.inputs, self.outputs = narrow.platform, narrow.inputs, narrow.outputs
+        self.rows, self.unbatched = narrow.rows, narrow.unbatched
         self._narrow, self._wide, self._threads = narrow, wide, threads
         self._row_s = 0.0  # moving average of the seconds of a row on one core; at most, if it had several
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed, OutOfMemory
+from penstock.errors import BadRequest, ConfigError, ItemFailed, OutOfMemory, WrongRowCount
 from penstock.pipeline.graph import Node, NodeStep
 from penstock.pipeline.node import MODEL_ROWS, SLICE_ROWS, NodeModel, SharedState, Visit, one_thread, tune_process
 from penstock.pipeline.ops import catalog
@@ -109,10 +109,10 @@ def test_out_of_memory_is_left_for_the_worker_to_split_even_without_retry_split(
 
 def test_a_wrong_number_of_results_is_left_for_the_worker_to_split_unless_the_node_forbids_it(node: Any) -> None:
     steps = NodeStep("Picky"), NodeStep("TooFew", {}, "swap")
-    with pytest.raises(BadOutput):
+    with pytest.raises(WrongRowCount):
         node(*steps).predict(visits("1", "x", "3"))
     found = node(*steps, retry_split=False).predict(visits("1", "x", "3"))
-    assert [type(f) for f in found] == [BadOutput, ItemFailed, BadOutput]
+    assert [type(f) for f in found] == [WrongRowCount, ItemFailed, WrongRowCount]
     assert "1 results for 2 items" in str(found[0])
 
 

@@ -139,7 +139,7 @@ def test_the_threads_of_all_instances_are_in_the_session_that_they_share(net, gp
 class Beside:
     """A program that notes who ran, and runs `during` calls beside its own."""
 
-    platform, inputs, outputs, rows = "", (), (), (1, 9)
+    platform, inputs, outputs, rows, unbatched = "", (), (), (1, 9), False
 
     def __init__(self, name, ran, clock, seconds):
         self.name, self.ran, self.clock, self.seconds = name, ran, clock, seconds

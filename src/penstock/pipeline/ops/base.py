@@ -85,6 +85,7 @@ class BatchOp(Op):
     """An op that processes many items at once: a model."""
 
     max_rows: int | None = None  # most items of one call, known when it is loaded; None: any number
+    unbatched = False  # axis 0 of its tensors is not rows, known when it is loaded
 
     def __call__(self, data: list[Any], fields: list[Fields]) -> Sequence[Any]:
         """A result for each item, in order. An exception as a result fails that item alone.
