@@ -117,12 +117,15 @@ class AppUnderTest:
     # ---- SystemUnderTest
 
     def refusal(self, settings: CandidateSettings) -> str | None:
-        """The model does not load, cannot answer, or answers differently."""
+        """The model does not load, cannot answer, answers differently, or cannot have such batches."""
         found = self._profiles.get(settings)
         if isinstance(found, LoadFailed):
             return f"does not load: {found.message}"
         if why := _failure(found):
             return f"cannot answer: {why}"
+        batch = settings.get("batch")
+        if found.alone and isinstance(batch, int) and batch > 1:
+            return f"its requests run one by one: {found.alone}"
         assert self._expected is not None, "started"
         agreed = agreement(self._profiles.samples, self._expected, found.answers, self._options.tolerance)
         return None if agreed.holds else agreed.text

@@ -72,7 +72,7 @@ class InstanceProfile(Struct):
     `curve`: rows -> median seconds of a batch. `memory_bytes`: memory of the process at the end, excluding shared
     memory; `device_bytes`: the most that PyTorch reserved on the GPU, else 0. `oom_rows`: the size that ran out of
     memory. `error`: the model failed on a request of `bodies`, which ended the timing. `ignores`: those of `LOAD_KEYS`
-    that the model does not accept.
+    that the model does not accept. `alone`: why requests run one by one, "" if they share batches.
     """
 
     curve: dict[int, float] = field(default_factory=dict)
@@ -82,6 +82,7 @@ class InstanceProfile(Struct):
     answers: list[SampleAnswer] = field(default_factory=list)
     error: str = ""
     ignores: list[str] = field(default_factory=list)
+    alone: str = ""
 
 
 class _Failure(Struct):
@@ -177,13 +178,16 @@ def _end_with_parent() -> None:
 
 def profile_here(request: ProfileRequest) -> InstanceProfile:
     """Loads the model in this process and runs it. Raises LoadFailed, TargetNotFound, ConfigError."""
-    # the sizes are timed below with real requests, so the model's own warm-up only covers its first call
-    batching = msgspec.structs.replace(request.config.batching, max_batch_size=1)
+    # the sizes are timed below with real requests: the model's own warm-up only covers its first calls, and shows
+    # whether two rows depend on each other
+    batching = msgspec.structs.replace(request.config.batching, max_batch_size=2)
     config = msgspec.structs.replace(request.config, batching=batching)
     spec = WorkerSpec(request.name, config.version, config, config.target, sys_path=request.sys_path)
-    runner, _ = open_model(spec, request.device)
+    runner, ready = open_model(spec, request.device)
     ignores = [key for key in LOAD_KEYS if key not in runner.model.takes]
     profile = InstanceProfile(ignores=ignores)
+    if ready.metadata.unbatched:
+        profile.alone = ready.coupled or 'rows = "none"'
     profile.answers = [_sample_answer(_run(runner, [sample])) for sample in request.samples]
     _time(runner, request, profile)
     profile.memory_bytes, profile.device_bytes = _memory()
@@ -192,7 +196,7 @@ def profile_here(request: ProfileRequest) -> InstanceProfile:
 
 def _time(runner: BatchRunner, request: ProfileRequest, profile: InstanceProfile) -> None:
     end = time.monotonic() + BUDGET_S
-    for size in request.sizes if request.bodies else ():
+    for size in [n for n in request.sizes if n == 1 or not profile.alone] if request.bodies else ():
         bodies = [request.bodies[i % len(request.bodies)] for i in range(size)]
         runs = []
         for _ in range(RUNS + 1):
@@ -200,6 +204,7 @@ def _time(runner: BatchRunner, request: ProfileRequest, profile: InstanceProfile
             error = next((r.error for r in part.results if r is not None and r.error), None)
             if part.oom is not None or isinstance(error, OutOfMemory):
                 profile.oom_rows = size
+                profile.alone = f"{size} rows give another number of rows" if part.miscounted else ""
                 return
             if error is not None:
                 profile.error = error.message

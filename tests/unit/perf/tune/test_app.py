@@ -158,6 +158,16 @@ def test_a_precision_is_used_only_if_it_loads_and_agrees_with_the_reference(
     assert app.refusal(parse_settings("batch=8,precision=fp32")) is None
 
 
+def test_a_model_whose_requests_run_one_by_one_gets_no_larger_batches(world: World) -> None:
+    texts = ("batch=1,instances=2", "instances=2", "batch=2,instances=1", "batch=8,instances=1")
+    refused = "its requests run one by one: a row has other results beside another"
+    for alone, refusals in (("", [None] * 4), (refused.partition(": ")[2], [None, None, refused, refused])):
+        world.profiles[None] = profile(alone=alone)
+        app = make("batch=1..8,instances=1,2")
+        app.start()
+        assert [app.refusal(parse_settings(text)) for text in texts] == refusals
+
+
 def test_settings_that_do_not_affect_one_instance_share_its_profile(world: World) -> None:
     app = make()
     app.start()

@@ -70,6 +70,29 @@ def test_larger_sizes_are_skipped_after_one_exceeds_the_limit(tmp_path: Path) ->
     assert sorted(found.curve) == [1, 16]
 
 
+COUPLED = """
+    import numpy as np
+
+    class Model:
+        def warmup(self):
+            return [np.ones(2), np.zeros(2)]
+
+        def predict(self, items):
+            x = np.array(items, float).reshape(len(items), -1)
+            return list(x - x.mean(0))
+"""
+PAIRS = "class Model:\n    def predict(self, items):\n        return items[:1]\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"), [(COUPLED, "other results beside another"), (PAIRS, "2 rows give another number of rows")]
+)
+def test_a_model_that_cannot_share_batches_is_timed_alone(tmp_path: Path, source: str, reason: str) -> None:
+    found = profile_instance(order(tmp_path, source, sizes=[1, 2, 4]))
+    assert sorted(found.curve) == [1]
+    assert reason in found.alone
+
+
 def test_the_keys_of_the_configuration_reach_the_model(tmp_path: Path) -> None:
     asked = order(tmp_path, MODEL, samples=[RequestBody(b"1", "application/json")])
     asked.config = ModelConfig(target=asked.config.target, precision="fp16", batching=BatchingConfig(max_batch_size=64))
