@@ -143,7 +143,7 @@ async def unpack(message: Compressed, backend: Backend, most: int) -> Payload:
             raise refused(QueueFull("the memory for messages is full; send again later", retry_after_s=1.0))
         pieces, at = _pieces(data, message.wbits), 0
         while piece := await asyncio.to_thread(next, pieces, b""):  # a thread that outlives the call writes nothing
-            buffer.view[at : at + len(piece)] = piece
+            buffer.view[at : at + len(piece)] = memoryview(piece)
             at += len(piece)
         found, buffer = buffer, None
         return found
@@ -155,7 +155,8 @@ async def unpack(message: Compressed, backend: Backend, most: int) -> Payload:
 
 def _pieces(data: memoryview, wbits: int) -> Iterator[bytes]:
     """The unpacked message, a step at a time. Raises GrpcError if it is damaged or cut."""
-    unzip, step, rest = zlib.decompressobj(wbits), max(STEP, len(data) // 8), data  # each step copies what is left
+    unzip, step = zlib.decompressobj(wbits), max(STEP, len(data) // 8)  # each step copies what is left
+    rest: bytes | memoryview = data
     try:
         while not unzip.eof and (piece := unzip.decompress(rest, step)):
             yield piece
