@@ -41,11 +41,12 @@ async def test_who_does_not_read_is_refused_and_then_dropped_and_others_are_serv
     limits = {"header_timeout_s": 0.2, "write_timeout_s": 30.0, "write_buffer_bytes": 2**26}
     async with listen(backend, max_transit_bytes=1_000_000, **limits) as listener:
         budget = listener.server.listener.budget
-        slow, other = await listener.connect(), await listener.connect()
+        slow = await listener.connect()
         slow.writer.transport.pause_reading()
         slow.post(INFER, b"large")
         await wait_until(lambda: budget.full)
         slow.post(INFER, b"more")
+        other = await listener.connect()  # now, because silence ends a connection soon
         other.post(INFER, b"{}")
         assert (await other.answer()).status == 200
         await wait_until(lambda: listener.server.connections == 1)
