@@ -136,7 +136,8 @@ async def test_before_the_body_ends(site: Site) -> None:
     assert not (site.folder / "reached").exists()
 
 
-async def test_in_the_queue(site: Site) -> None:
+@pytest.mark.parametrize("resets", [True, False])
+async def test_in_the_queue(site: Site, resets: bool) -> None:
     await site.load("gated", max_batch_size=1)
     for _ in range(2):  # one runs, one is ahead of the queue
         await site.post("gated", BODY)
@@ -146,7 +147,10 @@ async def test_in_the_queue(site: Site) -> None:
     waiting = [await site.post("gated", BODY) for _ in range(3)]
     await until(lambda: site.pending("gated") == 5)
     for writer in waiting:
-        writer.transport.abort()
+        if resets:
+            writer.transport.abort()
+        else:
+            writer.close()
     await until(lambda: site.pending("gated") == 2)
     assert site.engine.pool.in_use_bytes == used  # given back at once, while the others still run
     site.open_gate()

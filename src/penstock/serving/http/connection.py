@@ -15,7 +15,6 @@ from penstock.serving.http.context import (
     HALF_CLOSED,
     HEAD,
     IDLE,
-    PROBED,
     STALLED,
     ApiFlavor,
     RequestContext,
@@ -131,7 +130,8 @@ class Connection(asyncio.BufferedProtocol):
             self._between_reads(nbytes)
 
     def eof_received(self) -> bool:
-        """The client sends no more; until `_probe` knows better, it waits for the answers to its whole requests.
+        """The client sends no more: it has left, or waits for the answers to its whole requests. Data tells, which
+        the system of a client that left answers with a reset.
 
         A half-sent request is forgotten. A client that ends in the middle of a stream has left, because nothing can be
         sent there to find out. TLS has no half-closed connections.
@@ -144,7 +144,9 @@ class Connection(asyncio.BufferedProtocol):
         self.phase = IDLE
         self.close_soon()
         self.phase = HALF_CLOSED
-        self.deadline = self.listener.now() + self.listener.clock.sweep_s
+        self.writer.continue_due = False
+        self.writer.probe()
+        self.deadline = INF if self.listener.hangups.watch(self, self.writer.transport) else 0.0
         return True
 
     def _receive_known(self, nbytes: int) -> bool:
@@ -424,8 +426,9 @@ class Connection(asyncio.BufferedProtocol):
                 self.writer.shut()
         elif self.phase == DISCARD:
             self.abort()
-        elif self.phase >= HALF_CLOSED:
-            self._probe()
+        elif self.phase == HALF_CLOSED:  # on systems without epoll, in every sweep
+            if self.writer.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.abort()
         elif self.writer.paused:
             self.deadline = self.listener.clock.body_at  # it is we who do not read: the client is not to blame
         else:
@@ -441,15 +444,6 @@ class Connection(asyncio.BufferedProtocol):
             f"the body of the request did not arrive in time: after {config.body_timeout_s:g} s (limits.body_timeout_s)"
         )
         return f"{late}, it must come at {BODY_RATE} bytes/s or more"
-
-    def _probe(self) -> None:
-        """Drops a half-closed connection whose client has left, which only a reset in answer to data shows."""
-        if self.phase == HALF_CLOSED:
-            self.phase = PROBED
-            self.writer.probe()
-        elif self.writer.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.abort()
-        self.deadline = 0.0  # again in the next sweep
 
     def check_writing(self, now: float) -> tuple[int, int]:
         self.writer.check_writing(now)

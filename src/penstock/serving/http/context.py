@@ -36,10 +36,11 @@ NO_BODY: Final = frozenset({204, 304})
 LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the refusal and not a reset
 STREAM_BACKLOG: Final = 16  # times limits.write_buffer_bytes: unsent bytes at which the reader of a stream is dropped
 QUICK_PER_TURN: Final = 4  # of a connection: 50 connections then cost the others less than 0.1 s
+BEGINNING: Final = b"HTTP/1.1 "  # of every response
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 # phases of the request that is being received; the order matters: from DIRECT on the parser is bypassed
-IDLE, HEAD, BODY, DIRECT, STALLED, DISCARD, HALF_CLOSED, PROBED = range(8)
+IDLE, HEAD, BODY, DIRECT, STALLED, DISCARD, HALF_CLOSED = range(7)
 # reasons why the socket is not read; the connection adds POOL
 PIPELINE, WRITE = 1, 2
 
@@ -296,6 +297,7 @@ class ResponseWriter:
             deque()
         )  # received in one read beyond limits.max_pipelined; not submitted yet
         self.continue_due = False  # the client waits for 100 Continue
+        self.begun = False  # the beginning of the next response was sent
         self.advancing = False
         self.quick = 0  # requests of this turn of the event loop that needed no model
         self.write_at = INF
@@ -445,6 +447,8 @@ class ResponseWriter:
             self.connection.deadline = self.listener.clock.idle_at
 
     def write(self, data: Any) -> None:
+        if self.begun:
+            data, self.begun = data[len(BEGINNING) :], False
         self.transport.write(data)
         if self.paused:
             self.written += len(data)
@@ -502,10 +506,10 @@ class ResponseWriter:
         self.transport.close()
 
     def probe(self) -> None:
-        """Sends an interim response, which a client ignores; the system of a client that left answers with a reset."""
-        first = (self.inflight or self.backlog)[0]
-        if not (first.started or first.old):
-            self.write(CONTINUE)
+        """Sends the beginning of the next response. The system of a client that left answers with a reset, and others
+        notice nothing."""
+        self.write(BEGINNING)
+        self.begun = True
 
     @property
     def unread(self) -> int:

@@ -11,6 +11,7 @@ from msgspec import Struct
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.serving.http.descriptors import none_left
+from penstock.serving.http.hangups import Hangups
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Budget
 from penstock.serving.http.responses import status_line
@@ -246,6 +247,7 @@ class Listener:
         self.clock = Clock(config, self.budget, lambda: self.warn("no_descriptors"))
         self.memory = MemoryQueue(backend)
         self.unpacking = Unpacking(backend)
+        self.hangups = Hangups()
         self.counts = Counters()
         self.idempotency = IdempotencyCache(backend, self.now)
         self.connections: set[Waiting] = set()
@@ -298,6 +300,7 @@ class Listener:
         self.connections.discard(connection)
         if not self.connections:
             self.clock.stop()
+            self.hangups.close()
             self.empty.set()
 
     def start_closing(self, drain_s: float) -> None:

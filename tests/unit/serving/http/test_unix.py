@@ -34,6 +34,26 @@ async def test_it_answers_there_and_takes_the_path_away_with_it(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+async def test_a_client_that_left_is_dropped_and_one_that_only_ended_its_request_is_answered(tmp_path, wait_until):
+    backend = FakeBackend({"m": lambda call: None})
+    http = HttpServer(backend, LimitsConfig())
+    await http.start_unix(str(tmp_path / "s"))
+    clients = [await asyncio.open_unix_connection(str(tmp_path / "s")) for _ in range(2)]
+    for _, writer in clients:
+        writer.write(b"POST /predictions/m HTTP/1.1\r\ncontent-length: 1\r\n\r\n1")
+        await wait_until(lambda: backend.calls)
+        writer.write_eof()
+    await wait_until(lambda: len(backend.calls) == 2)
+    clients[0][1].close()
+    await wait_until(lambda: backend.calls[0].cancelled)
+    backend.calls[1].reply()
+    answer = await asyncio.wait_for(clients[1][0].read(), 10.0)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.endswith(b"\r\n\r\n1")
+    clients[1][1].close()
+    await http.close(1.0)
+
+
 async def test_the_stale_socket_of_a_killed_server_is_replaced(tmp_path):
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as left:
