@@ -6,8 +6,10 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -306,3 +308,27 @@ def test_an_encrypted_key_is_opened_with_its_password_also_after_a_hangup(comman
     server.wait_for("event=reloaded")
     assert fetch(urls["inference"] + "/predictions/m") == ANSWER
     assert server.stop() == 0
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("command", ["serve", "torchserve"])
+def test_every_port_at_all_addresses_is_open_to_both_families(commands: Commands, command: str) -> None:
+    if command == "serve":
+        hosts = [f"--set=server.{name}_host=::" for name in ("management", "metrics")]
+        refused = commands.penstock("serve", "m=app.py:served", *FREE_PORTS, "--host=::", PYTHONPATH=commands.paths)
+        assert refused.process.wait(20) == 2
+        assert "found '::', which other machines can reach" in refused.said()
+        flags = ["--host=::", "--insecure", *hosts]
+        server = commands.penstock("serve", "m=app.py:served", *FREE_PORTS, *flags, PYTHONPATH=commands.paths)
+    else:
+        text = (commands.folder / "config.properties").read_text().replace("127.0.0.1", "[::]")
+        text += "grpc_inference_address=::\ngrpc_management_address=::\n"
+        (commands.folder / "all.properties").write_text(text)
+        server = commands.start_torchserve("--foreground", "--ts-config", "all.properties")
+    urls = [*server.urls().values(), *re.findall(r"gRPC API bind to: (\S+)", server.said())]
+    assert len(urls) == (3 if command == "serve" else 5)
+    for url in urls:
+        assert "//[::]:" in url
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, int(url.rpartition(":")[2])), 10).close()
+    server.close()  # at public addresses it would wait for a balancer

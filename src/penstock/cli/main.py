@@ -3,7 +3,6 @@
 import importlib
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -35,10 +34,6 @@ _COMMANDS = {
 class _LazyGroup(click.Group):
     """A group that imports its commands on use."""
 
-    def main(self, *args: Any, **extra: Any) -> Any:
-        keep_standard_files()  # before anything opens a descriptor
-        return super().main(*args, **extra)
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
 
@@ -62,6 +57,7 @@ class _LazyGroup(click.Group):
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Serve models: requests are gathered into full batches and run on workers."""
+    keep_standard_files()  # before anything opens a descriptor
     ctx.obj = {"download_archive": _download_archive}
 
 

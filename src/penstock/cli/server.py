@@ -231,7 +231,7 @@ class Server:
                 raise
             port = await self._grpc.start(host, 0, key)
             log.warning("event=port_in_use listener=grpc port=%d consequence=listens_on_%d", GRPC_PORT, port)
-        self._note("grpc", host, port, "grpc")
+        self._note("grpc", host or "::", port, "grpc")
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
         """Binds the management and metrics listeners; without a configured port, beside another server's."""

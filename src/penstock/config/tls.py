@@ -1,11 +1,9 @@
-"""PEM files for TLS: the certificate chain and the private key of a server or client.
-
-OpenSSL asks on the terminal for the password of an encrypted key, and the whole process stands still until someone
-types. Every password therefore comes from a file, or there is none and the key is refused.
-"""
+"""PEM files for TLS. OpenSSL asks for the password of an encrypted key on the terminal, and the whole process stands
+still until someone types. Here a password comes from a file, or the key is refused."""
 
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from penstock.config.checks import read_password
@@ -13,10 +11,7 @@ from penstock.errors import ConfigError
 
 
 def refused(key: str, advice: str) -> Callable[[], NoReturn]:
-    """For OpenSSL to call when it needs the password of `key`. Raises ConfigError.
-
-    `advice` says how it is given, if there is a way.
-    """
+    """For OpenSSL to call when it needs a password. Raises ConfigError; `advice` says how it is given, if it can be."""
 
     def no_password() -> NoReturn:
         ways = (advice, f"decrypt it with openssl pkey -in {key} -out decrypted.pem")
@@ -49,9 +44,7 @@ def load_chain(context: ssl.SSLContext, cert: str, key: str | None, password_fil
 
 def refuse_der(path: str, kind: str) -> None:
     """Raises ConfigError for a DER file, with the command that converts it. `kind`: OpenSSL's "x509" or "pkey"."""
-    with open(path, "rb") as file:
-        head = file.read(1)
-    if head == b"\x30":  # ASN.1's SEQUENCE; PEM is text, in which it would be a 0
+    if Path(path).read_bytes()[:1] == b"\x30":  # ASN.1's SEQUENCE; PEM is text, in which it would be a 0
         raise ConfigError(
             f"{path} is a DER file, expected PEM; convert it: openssl {kind} -inform DER -in {path} -out {kind}.pem"
         )

@@ -166,11 +166,6 @@ def python() -> str:
     return found if os.path.exists(found) else sys.executable
 
 
-def _shared(stream: object) -> int | None:
-    """For a worker's output: this process's own, unless it started without. Its descriptor may be any file's then."""
-    return None if stream is not None else subprocess.DEVNULL
-
-
 def launch(
     spec: WorkerSpec, packed: PackedSpec, device: str, pool: SlabPool | None, reply_bytes: int
 ) -> tuple[Child, list[Buffer]]:
@@ -192,8 +187,9 @@ def launch(
             pass_fds=[fd for fd in (theirs.fileno(), pool_fd, reply_fd) if fd >= 0],
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=write_fd if write_fd >= 0 else _shared(sys.__stdout__),
-            stderr=write_fd if write_fd >= 0 else _shared(sys.__stderr__),
+            # where this process started without, the descriptor may be any file's
+            stdout=write_fd if write_fd >= 0 else None if sys.__stdout__ else subprocess.DEVNULL,
+            stderr=write_fd if write_fd >= 0 else None if sys.__stderr__ else subprocess.DEVNULL,
             process_group=0,  # its own group: its children end with it, and Ctrl-C reaches the parent only
         )
         replies = map_read_only(reply_fd, reply_bytes)

@@ -13,9 +13,16 @@ from penstock.serving.http.connection import Connection
 from penstock.serving.http.context import ApiFlavor
 from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.listener import Listener
-from penstock.serving.http.sockets import TlsGate, bind_error, free_path, path_error, stop_accepting
+from penstock.serving.http.sockets import (
+    BACKLOG,
+    TlsGate,
+    bind_error,
+    free_path,
+    listening_sockets,
+    path_error,
+    stop_accepting,
+)
 
-BACKLOG: Final = 2048
 TLS_SHUTDOWN_S: Final = 2.0
 
 
@@ -46,20 +53,20 @@ class SocketServer:
         # an event loop's own TLS server counts a connection only after its handshake: silent ones would be unbounded
         self._gate = TlsGate(listener, connect, self._tls, no_tls) if tls else None
         self._path: str | None = None
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     async def start(self, host: str, port: int, key: str = "server.port") -> tuple[str, int]:
         """Binds and returns the actual address. Raises ConfigError, naming `key`, if it cannot."""
         loop = self._begin(key)
         try:
-            if self._gate is not None:
-                await self._gate.open(host, port, BACKLOG)
-                bound = self._gate.sockets[0].getsockname()
-            else:
-                self._server = await loop.create_server(self._connect, host, port, backlog=BACKLOG, **self._tls)
-                bound = self._server.sockets[0].getsockname()
+            sockets = await listening_sockets(host, port)
         except (OSError, UnicodeError) as exc:
             raise bind_error(host, port, exc, key) from None
+        bound = sockets[0].getsockname()
+        if self._gate is not None:
+            self._gate.open(sockets)
+        else:
+            self._servers = [await loop.create_server(self._connect, sock=s, backlog=BACKLOG) for s in sockets]
         return str(bound[0]), int(bound[1])
 
     async def start_unix(self, path: str, key: str = "the address") -> None:
@@ -67,7 +74,7 @@ class SocketServer:
         loop = self._begin(key)
         free_path(path, key)
         try:
-            self._server = await loop.create_unix_server(self._connect, path, backlog=BACKLOG, **self._tls)
+            self._servers = [await loop.create_unix_server(self._connect, path, backlog=BACKLOG, **self._tls)]
         except (OSError, ValueError) as exc:
             raise path_error(path, exc, key) from None
         self._path = path
@@ -88,8 +95,8 @@ class SocketServer:
         if self._path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-        if self._server is not None:
-            await stop_accepting(self._server, self._connect, self._tls, drain_s)
+        for server in self._servers:
+            await stop_accepting(server, self._connect, self._tls, drain_s)
         if self._gate is not None:
             await self._gate.close(drain_s)
         await listener.drain(max(0.0, end - listener.now()))

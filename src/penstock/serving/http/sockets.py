@@ -10,7 +10,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, cast
 
 from penstock.errors import ConfigError, ListenFailed
@@ -19,6 +19,9 @@ from penstock.serving.http.listener import SILENT_S, Listener
 log = logging.getLogger("penstock.frontends")
 
 HANDSHAKE: Final = b"\x16"  # the first byte of a TLS connection; no HTTP method begins with it
+BACKLOG: Final = 2048
+_NO_FAMILY: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+PORT_TRIES: Final = 10  # a port that is free in one family may be in use in the other
 LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the response and not a reset
 _SO_ATTACH_FILTER: Final = 26  # of Linux
 _NO_SYNS: Final = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 2**32 - 1))
@@ -67,11 +70,50 @@ def bind_error(host: str, port: int, exc: Exception, key: str) -> ConfigError:
             f"cannot listen on {host}:{port}: the port is in use; choose another with {key} (0 takes a free one)"
         )
     reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+    reason = reason.partition(" (while")[0]  # Python's socket repeats the address
     if isinstance(exc, PermissionError):
         return ListenFailed(f"cannot listen on {host}:{port}: {reason.lower()}; choose a port above 1023 with {key}")
     return ListenFailed(
         f"cannot listen on {host}:{port}: {reason.lower()}; choose another address with {key.replace('port', 'host')}"
     )
+
+
+async def listening_sockets(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on every address of `host`, all on the same port. Raises OSError, UnicodeError.
+
+    "::" and "" mean all addresses of both families, as in uvicorn and Go. Each family has a socket of its own: IPv4
+    clients keep their addresses, and a machine without one of the families serves the other.
+    """
+    every = host in ("", "::")
+    kind, loop = socket.SOCK_STREAM, asyncio.get_running_loop()
+    found = await loop.getaddrinfo(None if every else host, port, type=kind, flags=socket.AI_PASSIVE)
+    addresses = dict.fromkeys((family, address) for family, _, _, _, address in found)
+    # the first one is shown, and chooses a free port
+    ordered = sorted(addresses, key=lambda each: each[0] != socket.AF_INET6) if every else list(addresses)
+    for left in reversed(range(1 if port else PORT_TRIES)):
+        try:
+            return _listening(ordered, port)
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE or not left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _listening(addresses: Sequence[tuple[int, Any]], port: int) -> list[socket.socket]:
+    """A socket for each address that this machine has, all on one port. Raises OSError."""
+    sockets: list[socket.socket] = []
+    for family, (host, _, *rest) in addresses:
+        try:
+            sockets.append(socket.create_server((host, port, *rest), family=family, backlog=BACKLOG))
+        except OSError as exc:
+            if exc.errno in _NO_FAMILY and (sockets or family != addresses[-1][0]):
+                continue
+            for each in sockets:
+                each.close()
+            raise
+        sockets[-1].setblocking(False)
+        port = sockets[0].getsockname()[1]
+    return sockets
 
 
 def readable(transport: asyncio.Transport) -> bool:
@@ -150,55 +192,45 @@ class TlsGate:
         self._tls = tls
         self._refusal = refusal
         self._tasks: set[asyncio.Task[None]] = set()
-        self._accepting: set[asyncio.Task[None]] = set()
-        self.sockets: list[socket.socket] = []
+        self._pause: asyncio.TimerHandle | None = None  # in accepting
+        self._sockets: list[socket.socket] = []
         self.waiting = 0  # connections that have not sent a byte yet
 
-    async def open(self, host: str, port: int, backlog: int) -> None:
-        """Listens on every address of `host`. Raises OSError, UnicodeError."""
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        try:
-            for family, kind, protocol, _, address in dict.fromkeys(found):
-                listening = socket.socket(family, kind, protocol)
-                self.sockets.append(listening)
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listening.setblocking(False)
-                listening.bind(address)
-                listening.listen(backlog)
-        except OSError:
-            await self.close()
-            raise
-        self._accepting = {asyncio.get_running_loop().create_task(self._accept(each)) for each in self.sockets}
+    def open(self, sockets: list[socket.socket]) -> None:
+        """Accepts on sockets that listen, which it then owns."""
+        self._sockets = sockets
+        self._pause = None
+        for each in sockets:
+            asyncio.get_running_loop().add_reader(each, self._accept, each)
 
     async def close(self, wait_s: float = 0.0) -> None:
         """Accepts the connections in the queues and no more; drops those that are silent for `SILENT_S` or `wait_s`."""
-        await self._cancel(self._accepting)
-        while self.sockets:
-            for connection in last_accepted(self.sockets.pop()):
+        if self._pause is not None:
+            self._pause.cancel()
+        while self._sockets:
+            asyncio.get_running_loop().remove_reader(self._sockets[-1])
+            for connection in last_accepted(self._sockets.pop()):
                 self._take(connection)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=min(SILENT_S, wait_s))
-        await self._cancel(self._tasks)
-
-    async def _cancel(self, tasks: set[asyncio.Task[None]]) -> None:
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listening)
-            except OSError as exc:
-                self._listener.warn(repr(exc))
-                await asyncio.sleep(PAUSE_S)
-                continue
-            connection.setblocking(False)
-            self._take(connection)
+    def _accept(self, listening: socket.socket) -> None:
+        """Accepts one connection, here and not in a task, whose end would lose what it has just accepted."""
+        try:
+            connection, _ = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as exc:
+            self._listener.warn(repr(exc))
+            for each in self._sockets:
+                asyncio.get_running_loop().remove_reader(each)
+            self._pause = asyncio.get_running_loop().call_later(PAUSE_S, self.open, self._sockets)
+            return
+        connection.setblocking(False)
+        self._take(connection)
 
     def _take(self, connection: socket.socket) -> None:
         if self._listener.full(self.waiting):

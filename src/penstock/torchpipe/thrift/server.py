@@ -15,13 +15,13 @@ from penstock.errors import BadRequest, ModelNotReady, PenstockError
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.listener import INF, Listener
 from penstock.serving.http.responses import log_failure, status_of
-from penstock.serving.http.sockets import TlsGate, bind_error, readable, stop_accepting
+from penstock.serving.http.server import SocketServer
+from penstock.serving.http.sockets import readable
 from penstock.torchpipe.thrift import protocol as thrift
 from penstock.types import Item, ItemResult
 
 log = logging.getLogger("penstock.frontends")
 
-BACKLOG: Final = 2048
 MORE_BYTES: Final = 4096  # for fields after the data of a call
 AHEAD_BYTES: Final = 64 * 1024  # of later calls during a running one; beyond that the socket is not read
 
@@ -36,40 +36,15 @@ class ThriftServer:
         self.model = model
         self.listener = Listener(backend, structs.replace(limits, idle_timeout_s=limits.thrift_idle_timeout_s))
         self.most = limits.max_body_bytes
-        self._tls: dict[str, Any] = (
-            {} if ssl is None else {"ssl": ssl, "ssl_handshake_timeout": limits.header_timeout_s}
-        )
-        self._gate = None if ssl is None else TlsGate(self.listener, self._connection, self._tls, b"")
-        self._server: asyncio.Server | None = None
-
-    def _connection(self) -> ThriftConnection:
-        return ThriftConnection(self)
+        self._server = SocketServer(self.listener, lambda: ThriftConnection(self), b"", ssl)
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """The bound address. Raises ConfigError if it cannot be bound."""
-        self.listener.clock.tick()
-        self.listener.port = key = "server.thrift_port"
-        try:
-            if self._gate is not None:
-                await self._gate.open(host, port, BACKLOG)
-                bound = self._gate.sockets[0].getsockname()
-            else:
-                loop = asyncio.get_running_loop()
-                self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG)
-                bound = self._server.sockets[0].getsockname()
-        except (OSError, UnicodeError) as exc:
-            raise bind_error(host, port, exc, key) from None
-        return str(bound[0]), int(bound[1])
+        return await self._server.start(host, port, "server.thrift_port")
 
     async def close(self, drain_s: float) -> None:
         """Accepts no more connections, answers the calls that have been sent, and drops the rest after `drain_s`."""
-        end = self.listener.now() + drain_s
-        self.listener.start_closing(drain_s)
-        if self._server is not None:
-            await stop_accepting(self._server, self._connection, {}, drain_s)
-        if self._gate is not None:
-            await self._gate.close(drain_s)
-        await self.listener.drain(max(0.0, end - self.listener.now()))
+        await self._server.close(drain_s)
 
     def ready(self) -> bool:
         return not self.listener.closing and self.backend.ready()
