@@ -315,21 +315,21 @@ def test_wrong_starts_are_told_clearly(tmp_path: Path) -> None:
     assert str(port) in message
 
 
-def test_a_second_server_finds_free_ports_for_management_and_metrics(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_second_server_finds_a_free_port_for_management_and_is_told_of_the_one_for_metrics(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Metrics at the default port would be the first server's."""
     with ExitStack() as stack:
         for port in (8081, 8082):
             with contextlib.suppress(OSError):  # taken already
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        server = serve(MODELS, "echo", ports=["--port", "0"])
-        said, output = (
-            server.said(),
-            refused("app.py:echo", "--port", "0", "--set", "server.metrics_port=8082", cwd=tmp_path),
-        )
-    assert "127.0.0.1:8082: the port is in use; choose another with server.metrics_port" in output
-    for listener, default in ("management", 8081), ("metrics", 8082):
-        port = int(server.urls[listener].rpartition(":")[2])
-        assert port != default
-        assert f"event=port_in_use listener={listener} port={default} consequence=listens_on_{port}" in said
+        server = serve(MODELS, "echo", ports=["--port", "0", "--set", "server.metrics_port=0"])
+        said, output = server.said(), refused("app.py:echo", "--port", "0", cwd=tmp_path)
+    told = "127.0.0.1:8082: the port is in use; choose another with server.metrics_port (0 takes a free one)"
+    assert told in output
+    port = int(server.urls["management"].rpartition(":")[2])
+    assert port != 8081
+    assert f"event=port_in_use listener=management port=8081 consequence=listens_on_{port}" in said
     assert server.get("/ping", "management")[0] == server.get("/metrics", "metrics")[0] == 200
     assert server.urls["management"] in server.stop()[1]  # the banner
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.cli")
 
 GRPC_PORT = 8001  # by default
-ADMIN_PORTS = {"management": 8081, "metrics": 8082}  # by default
+MANAGEMENT_PORT = 8081  # by default
 ADMIN_DRAIN_S = 2.0  # for responses in flight when the management and metrics listeners close
 _MAX_ROWS = 5  # of the models table in the banner
 _MAX_ELEMENTS = 64  # of an example input in the banner
@@ -234,7 +234,10 @@ class Server:
         self._note("grpc", host or "::", port, "grpc")
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
-        """Binds the management and metrics listeners; without a configured port, beside another server's."""
+        """Binds the management and metrics listeners; without a configured port, management beside another server's.
+
+        Whoever collects metrics would read the other server's at the default port.
+        """
         s = self._config.server
         limits = replace(self._limits, max_connections=self._most_aside)
         for name, routes, host, port in (
@@ -242,16 +245,15 @@ class Server:
             ("metrics", metrics_routes(self._metrics.scrape, self._records.body), s.metrics_host, s.metrics_port),
         ):
             server = HttpServer(engine, limits, ssl=self._tls, flavor=self._flavor(name, host, routes))
-            key, default = f"server.{name}_port", ADMIN_PORTS[name]
+            key = f"server.{name}_port"
             try:
-                address = await server.start(host, default if port is None else port, key)
+                address = await server.start(host, MANAGEMENT_PORT if port is None else port, key)
             except PortInUse:
                 if port is not None:
                     raise
                 address = await server.start(host, 0, key)
-                log.warning(
-                    "event=port_in_use listener=%s port=%d consequence=listens_on_%d", name, default, address[1]
-                )
+                text = "event=port_in_use listener=%s port=%d consequence=listens_on_%d"
+                log.warning(text, name, MANAGEMENT_PORT, address[1])
             self._note(name, *address)
             self._admin.append(server)
 

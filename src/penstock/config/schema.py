@@ -44,10 +44,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         doc("port of the management listener; 0 selects a free one; by default 8081 or, if in use, a free one"),
     ] = None
     metrics_host: Annotated[str, doc("address of the metrics listener")] = "127.0.0.1"
-    metrics_port: Annotated[
-        Port | None,
-        doc("port of the metrics listener; 0 selects a free one; by default 8082 or, if in use, a free one"),
-    ] = None
+    metrics_port: Annotated[Port, doc("port of the metrics listener; 0 selects a free one")] = 8082
     grpc_host: Annotated[str | None, doc("address of the gRPC listener, by default the inference listener's")] = None
     grpc_port: Annotated[
         Port | None,
