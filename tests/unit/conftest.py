@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock.core import os_threads
 from penstock.core.contracts import BatchRecord, HttpSnapshot, ModelSnapshot, ServerSnapshot
 from penstock.errors import ItemFailed
 from penstock.serving.observe.prometheus import PrometheusObserver
@@ -24,6 +26,12 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def no_cpu_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests count the cores of the machine, also in a container."""
+    monkeypatch.setattr(os_threads, "cpu_quota", lambda root: math.inf)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import importlib.util
+import math
 import os
 import queue
 import socket
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -56,8 +58,39 @@ def start_thread(main: Callable[..., None], *arguments: object, name: str) -> No
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The number of cores that this process may use: its affinity, and the CPU quota of its container, rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return math.ceil(min(cores, cpu_quota(Path("/"))))
+
+
+def cpu_quota(root: Path) -> float:
+    """The CPU time per second that the cgroup of this process and those above it allow; inf without a limit.
+
+    A container may see its own cgroup as the top one, at a path that its system does not have: missing levels are
+    skipped. `root` is the root of the file system.
+    """
+    quotas, cgroups = [math.inf], root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no Linux
+        return math.inf
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = {"", "unified"} if not controllers else {controllers, "cpu"} if "cpu" in controllers.split(",") else ()
+        own = Path(path.lstrip("/"))
+        quotas += [_quota_of(cgroups / name / level) for name in names for level in (own, *own.parents)]
+    return min(quotas)
+
+
+def _quota_of(cgroup: Path) -> float:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # of version 2, and of version 1
+        try:
+            quota, period = map(float, " ".join((cgroup / name).read_text() for name in names).split())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        if quota > 0 and period > 0:  # -1: no limit
+            return quota / period
+    return math.inf
 
 
 def keep_standard_files() -> None:

@@ -8,13 +8,11 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import psutil
-
 from penstock.config.schema import REMOTE, BatchingConfig, ModelConfig
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.codecs import traits_of
 from penstock.core.wire.slabs import Slab
-from penstock.core.worker.devices import expanded, visible_gpus
+from penstock.core.worker.devices import expanded, physical_cores, visible_gpus
 from penstock.errors import BadRequest, ConfigError, describe
 from penstock.plugins import BUILTIN, is_whole_file, resolve
 from penstock.types import Item, SequenceRequest
@@ -34,7 +32,7 @@ def devices_of(config: ModelConfig) -> tuple[str, ...]:
     elif config.transport == "inline":  # it runs in the only event loop
         n = 1
     elif all(d == "cpu" for d in devices):
-        n = max(1, (psutil.cpu_count(logical=False) or 1) // 2)
+        n = max(1, physical_cores() // 2)
     else:
         n = len(devices)
     return tuple(devices[i % len(devices)] for i in range(n))

@@ -23,11 +23,15 @@ def threads_of(spec: WorkerSpec) -> int:
         return spec.config.threads
     if spec.config.instances == "auto" and all(device == "cpu" for device in spec.config.devices):
         return 1
+    return max(1, physical_cores() // spec.instances)
+
+
+def physical_cores() -> int:
+    """The number of physical cores that this process may use."""
     import psutil  # only the parent process needs it
 
     allowed = usable_cores()
-    cores = min(psutil.cpu_count(logical=False) or allowed, allowed)
-    return max(1, cores // spec.instances)
+    return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
 def environment(spec: WorkerSpec, device: str, base: Mapping[str, str]) -> tuple[dict[str, str], str]:

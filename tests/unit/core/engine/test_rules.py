@@ -37,7 +37,7 @@ def config(**keys: Any) -> ModelConfig:
 def test_instances_are_dealt_out_over_the_devices_in_turn(
     monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], devices: list[str]
 ) -> None:
-    monkeypatch.setattr(rules.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(rules, "physical_cores", lambda: 8)
     monkeypatch.setattr(devices_of_machine, "visible_gpus", lambda: 3)
     assert list(rules.devices_of(config(**keys))) == devices
 
