@@ -24,7 +24,15 @@ log = logging.getLogger("penstock.serving")
 _MAX_QUEUE: Final = 10_000  # records
 CLOSE_S: Final = 5.0  # for writing the queue at the end
 _REPORT_S: Final = 60.0  # between two messages that the log cannot be written
+_CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\t\n"}
 _EXTRAS: Final = ("request_id", "model", "version", "slot")
+
+
+class TextFormatter(logging.Formatter):
+    """Escapes control characters, which would command the terminal of a reader or hide what a line says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).translate(_CONTROLS)
 
 
 class _Line(logging.Formatter):
@@ -34,7 +42,7 @@ class _Line(logging.Formatter):
         found = _fields(self, record)
         head = f"{found['time']} {found['level']} {found['logger']} "
         head += "".join(f"{key}={found[key]} " for key in _EXTRAS if key in found)
-        return "\n".join(head + line for line in found["message"].split("\n"))
+        return "\n".join(head + line for line in found["message"].split("\n")).translate(_CONTROLS)
 
 
 class _Json(logging.Formatter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.config.schema import LoggingConfig
 from penstock.errors import ConfigError
 from penstock.serving import logs
 from penstock.serving.logs import ServerLog
+from penstock.torchserve.cli.logs import TorchServeFormatter
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,22 @@ def test_every_line_of_text_has_time_level_and_logger(tmp_path: Path) -> None:
     assert len(others) > 4
     assert all(line[23:].startswith("Z ERROR some.name ") for line in others)
     assert others[-1].endswith(" lines")
+
+
+@pytest.mark.parametrize(
+    "make", [logs._Line, logs.TextFormatter, TorchServeFormatter, lambda: TorchServeFormatter(True)]
+)
+def test_control_characters_of_messages_and_tracebacks_are_escaped(make: Any) -> None:
+    """They would command the terminal of a reader, or overwrite what the line says."""
+    try:
+        raise ValueError("\x1b[2J\rall is well\x00")
+    except ValueError:
+        failed = sys.exc_info()
+    record = logging.makeLogRecord({"name": "n", "msg": "a\x1b]0;b\x07\tc\x9bd\x7f\r\nnext", "exc_info": failed})
+    text = make().format(record)
+    assert r"a\x1b]0;b\x07" + "\t" + r"c\x9bd\x7f\x0d" in text
+    assert r"ValueError: \x1b[2J\x0dall is well\x00" in text
+    assert {c for c in text if not c.isprintable()} == {"\t", "\n"}
 
 
 def test_json_has_one_object_for_each_record_and_level_bounds_them(tmp_path: Path) -> None:

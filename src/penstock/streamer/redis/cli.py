@@ -17,6 +17,7 @@ from penstock.config.targets import devices_list, number_or_auto, split_targets
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError, PenstockError
 from penstock.serving.lifetime import say
+from penstock.serving.logs import TextFormatter
 from penstock.streamer.redis.address import parse_address
 from penstock.streamer.redis.serve import QueueOptions, run_until_stopped, serve_queue
 
@@ -84,6 +85,12 @@ def _listener(command: str, flags: dict[str, Any]) -> MetricsOptions | None:
     return MetricsOptions(host, port, tokens_for(config, "metrics"), announce)
 
 
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
 def _fail(error: PenstockError) -> None:
     click.echo(f"penstock: {error}", err=True)
     if error.detail:
@@ -131,7 +138,7 @@ def worker(
     SIGTERM or SIGINT the worker takes no more requests, answers those that it has taken, hands back what it cannot
     finish within --drain seconds, and ends with status 0.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    _log_to_stderr()
     batching = {"max_batch_size": flags["max_batch_size"]}
     keys = {"instances": flags["workers"], "devices": flags["devices"], "batching": batching}
     try:
@@ -168,7 +175,7 @@ def queue(redis: str, prefixes: tuple[str, ...], **flags: Any) -> None:
     seconds, the workers, and the dead letters. With --metrics-port it serves this state to Prometheus until SIGTERM:
     a scaler can read it there while no worker runs.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    _log_to_stderr()
     from penstock.streamer.redis.metrics import QueueMetrics, serve_queues
 
     try:

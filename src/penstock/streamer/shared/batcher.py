@@ -21,6 +21,7 @@ from penstock.core.transports.process import RECEIVE_BYTES
 from penstock.core.wire.messages import FrameDecoder, WorkerFailed, write
 from penstock.errors import ConfigError, PenstockError, QueueFull, describe
 from penstock.serving.lifetime import runner
+from penstock.serving.logs import TextFormatter
 from penstock.streamer.backend import LocalBackend
 from penstock.streamer.shared.address import check_peer, listening
 from penstock.streamer.shared.messages import VERSION, JoinMessage, Offer, WelcomeMessage, read_offer
@@ -183,8 +184,8 @@ def main(arguments: list[str]) -> None:
         fcntl.flock(alive, fcntl.LOCK_EX)  # until this process ends
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         handler = _LogFile(f"{path}.log", maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
-        form = "%(asctime)s %(process)d %(levelname)s %(name)s %(message)s"
-        logging.basicConfig(level=logging.INFO, format=form, handlers=[handler])
+        handler.setFormatter(TextFormatter("%(asctime)s %(process)d %(levelname)s %(name)s %(message)s"))
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
         try:
             listener = listening(path)
         except ConfigError as e:

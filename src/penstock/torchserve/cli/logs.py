@@ -23,7 +23,7 @@ from msgspec import Struct, field
 from penstock.config.yaml_file import load_yaml
 from penstock.core.os_threads import silence
 from penstock.errors import ConfigError
-from penstock.serving.logs import CLOSE_S, LogFile, LogThread, ToThreads
+from penstock.serving.logs import CLOSE_S, LogFile, LogThread, TextFormatter, ToThreads
 from penstock.torchserve.config.properties import Properties
 
 log = logging.getLogger("penstock.compat")
@@ -47,7 +47,7 @@ _BARE: Final = ("access_log", *_METRICS)  # lines with only time and text
 _LEVEL_NAMES: Final = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
-class TorchServeFormatter(logging.Formatter):
+class TorchServeFormatter(TextFormatter):
     """`2026-01-01T00:00:00,000 [INFO ] main penstock.engine - text`; bare: `2026-01-01T00:00:00,000 - text`.
 
     A worker's output has TorchServe's prefix: `W-9000-name_version-stdout MODEL_LOG`.
