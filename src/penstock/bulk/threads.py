@@ -124,7 +124,7 @@ class CaptionWriter:
             group = [self._queue.get()]
             while not self._queue.empty():
                 group.append(self._queue.get())
-            running = group[-1] is not None
+            running = None not in group  # also if a result came while it was closed
             try:
                 changed = {task.video.name: task for step in group if step is not None and (task := step()) is not None}
                 for task in changed.values():

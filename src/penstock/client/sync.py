@@ -155,12 +155,12 @@ def _end(thread: LoopThread, client: AsyncClient, pid: int) -> None:
     if pid != os.getpid():
         return
     if thread.on_loop():  # a garbage collection there
-        thread.begin(_close_and_stop(client))
+        thread.begin(_close_and_end(thread, client))
     else:
         thread.run(client.close())
         thread.stop()
 
 
-async def _close_and_stop(client: AsyncClient) -> None:
+async def _close_and_end(thread: LoopThread, client: AsyncClient) -> None:
     await client.close()
-    asyncio.get_running_loop().stop()
+    thread.end()

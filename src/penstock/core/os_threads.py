@@ -39,6 +39,11 @@ def new_lock() -> Any:
     return _original("_thread", "allocate_lock")() if patched() else threading.Lock()
 
 
+def new_rlock() -> Any:
+    """A lock that its thread may take again, for what a garbage collection may call."""
+    return _original("_thread", "RLock")() if patched() else threading.RLock()
+
+
 def new_queue() -> Any:
     """A `queue.SimpleQueue` between threads."""
     return _original("queue", "SimpleQueue")() if patched() else queue.SimpleQueue()

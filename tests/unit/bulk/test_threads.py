@@ -53,6 +53,17 @@ def recorder() -> Iterator[Recorder]:
     made.writer.close()
 
 
+def test_a_result_that_comes_while_the_writer_closes_does_not_keep_it_from_ending() -> None:
+    made = Recorder()
+    done: list[int] = []
+    made.writer._queue.put(None)
+    made.writer._queue.put(lambda: done.append(1))
+    made.writer.start()
+    made.writer._thread.join(20)
+    assert not made.writer._thread.is_alive()
+    assert done == [1]
+
+
 def video(name: str = "a.mp4") -> Video:
     return Video(name, name, 1, 2)
 

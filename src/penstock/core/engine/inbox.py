@@ -61,8 +61,7 @@ class RequestInbox:
         elif not self._wake_scheduled and (  # after the append: `allow` looks at the requests after a change
             len(self._requests) > self._room or item.rows > 1 or budget_s is not None or priority
         ):
-            self._wake_scheduled = True
-            self._loop.call_soon_threadsafe(self.drain)
+            self._ring()
 
     def post(self, callback: _Callback) -> None:
         """Calls `callback` on the loop, between what was put before it and what is put after it. Raises RuntimeError if
@@ -71,8 +70,14 @@ class RequestInbox:
         if self._closed:
             self.close()
         elif not self._wake_scheduled:
-            self._wake_scheduled = True
+            self._ring()
+
+    def _ring(self) -> None:
+        self._wake_scheduled = True
+        try:
             self._loop.call_soon_threadsafe(self.drain)
+        except RuntimeError:  # the loop was closed meanwhile
+            self.close()
 
     def close(self) -> None:
         """While the loop runs: refuses the requests that have not reached the backend."""
@@ -98,20 +103,22 @@ class RequestInbox:
         self._wake_scheduled = False  # before the deque is emptied, so that a new request rings again
         submit = self.backend.submit
         # a flood is spread over several passes, so that submitted requests are sent in between
-        for request in islice(self._taken(), A_PASS):
-            if not isinstance(request, tuple):
-                request()
-                continue
-            model, item, caller, budget_s, priority = request
-            try:
-                caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
-            except PenstockError as e:
-                caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
-            except Exception as e:
-                log.exception("submit_failed model=%s: its caller gets an error", model)
-                caller(failed(e))
-        if self._requests:
-            self._wake()
+        try:
+            for request in islice(self._taken(), A_PASS):
+                if not isinstance(request, tuple):
+                    request()
+                    continue
+                model, item, caller, budget_s, priority = request
+                try:
+                    caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
+                except PenstockError as e:
+                    caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
+                except Exception as e:
+                    log.exception("submit_failed model=%s: its caller gets an error", model)
+                    caller(failed(e))
+        finally:  # also if a caller raises: the others behind it have rung before
+            if self._requests:
+                self._wake()
 
     def _wake(self) -> None:
         if not self._wake_scheduled:
@@ -128,7 +135,7 @@ class RequestInbox:
         self._room = min(self._quiet.values(), default=0)
         if len(self._requests) > self._room:  # put meanwhile, under the former number
             self._wake()
-        elif self._room and not self._look_scheduled:
+        if self._room and not self._look_scheduled:  # also then: if the backend refuses these, no turn follows
             self._look_scheduled = True
             self._loop.call_later(LOOK_S, self._look)
 

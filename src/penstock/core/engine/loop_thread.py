@@ -30,6 +30,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._started, self._ended = os_threads.new_lock(), os_threads.new_lock()
+        self._posting, self._ending = os_threads.new_rlock(), False
         self._error: BaseException | None = None
         self._started.acquire()
         self._ended.acquire()
@@ -42,7 +43,6 @@ class LoopThread:
         self._thread = os_threads.thread_id()
         loop = self._loop = os_threads.new_event_loop()
         asyncio.set_event_loop(loop)
-        self.post = loop.call_soon_threadsafe
         try:
             loop.run_until_complete(self.prepare())
         except BaseException as e:
@@ -58,6 +58,13 @@ class LoopThread:
 
     async def prepare(self) -> None:
         """Runs first, on the loop; its error is raised by the constructor."""
+
+    def post(self, callback: Callable[..., object], *arguments: Any) -> None:
+        """Calls `callback` on the loop. Raises RuntimeError after `end`, behind which nothing would be called."""
+        with self._posting:
+            if self._ending:
+                raise RuntimeError("the loop of this thread has ended")
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
     def start(self, coroutine: Coroutine[Any, Any, Any], waiter: SyncWaiter) -> None:
         """On the loop: runs the coroutine as a task, and passes the finished task to the waiter."""
@@ -99,9 +106,15 @@ class LoopThread:
                 "a blocking call was made on the thread that delivers the answers, where it would wait for itself"
             )
 
+    def end(self) -> None:
+        """Ends the loop after what was posted, and cancels what runs then."""
+        with self._posting:
+            self.post(self._loop.stop)
+            self._ending = True
+
     def stop(self) -> None:
-        """Cancels what runs, and ends the loop. Returns when the thread has ended."""
-        self.post(self._loop.stop)
+        """Like `end`; returns when the thread has ended."""
+        self.end()
         self._ended.acquire()
 
 
@@ -143,5 +156,5 @@ def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    tasks.add(loop.create_task(asyncio.sleep(0)))  # tasks that are done: what waits for them is still to be called
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))

@@ -275,8 +275,8 @@ class ConcurrentBatches:
         ended = False
         while not ended:
             self._happened.wait()
+            self._happened.clear()  # before the look at what it stands for: what happens later sets it again
             stopped = self._stopped.wait(NEWS_S)
-            self._happened.clear()
             self.send_news()
             with self._lock:
                 ended = stopped and not self._batches

@@ -83,6 +83,7 @@ class _ThreadSlot(LocalSlot):
         if self._thread is None:
             return
         self._thread.abandoned = True
+        self._thread.batches.put(None)  # it may wait for the next batch
         self._thread = None
         for sent in list(self.sent.values())[:1]:
             for slab in sent.slabs:

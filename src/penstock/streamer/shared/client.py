@@ -184,8 +184,11 @@ class SharedClient:
     def _begin_join(self) -> None:
         if self._closed and not self._calls:
             self._joining = False
-        else:
+            return
+        try:
             os_threads.start_thread(self._join_in_thread, name="penstock-join")
+        except RuntimeError as e:  # the system has no thread left
+            self._on_joined(_not_started(e))
 
     def _join_in_thread(self) -> None:
         """Blocks for as long as a batcher takes to start, or to end before."""
@@ -195,7 +198,7 @@ class SharedClient:
         except PenstockError as e:
             found = e.with_traceback(None)
         except Exception as e:
-            found = ModelNotReady(f"the shared batcher cannot be started: {describe(e)}", detail=repr(e))
+            found = _not_started(e)
         try:
             self._loop.call_soon_threadsafe(self._on_joined, found)
         except RuntimeError:  # the loop was closed meanwhile
@@ -283,6 +286,10 @@ class SharedClient:
     def forget(self) -> None:
         if self._link is not None:
             self._link.forget()
+
+
+def _not_started(error: Exception) -> ModelNotReady:
+    return ModelNotReady(f"the shared batcher cannot be started: {describe(error)}", detail=repr(error))
 
 
 def _only(sink: Sink, result: ItemResult) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
+from penstock.core.transports import concurrent
 from penstock.core.transports.concurrent import ConcurrentBatches
 from penstock.core.wire import messages as frames
 from penstock.core.wire.messages import FromWorker, MessageReader, PartMessage, RunBatch, WorkerNews, write
@@ -18,6 +20,7 @@ from penstock.core.wire.slabs import SlabPool, lease
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.types import Item
+from support.interleavings import Flag, Lock, Run, explore
 
 LIMIT_S = 10.0
 
@@ -50,12 +53,12 @@ class Model:
 
 
 class Stage:
-    def __init__(self) -> None:
+    def __init__(self, pool: SlabPool | None = None) -> None:
         self.model = Model()
         wrapped = PythonModel(self.model)
         wrapped.load("cpu")
         self.runner = BatchRunner(wrapped, wrapped.metadata("m", "1"), BatchingConfig())
-        self.pool = SlabPool(2**16)
+        self.pool = pool or SlabPool(2**16)
         self.writes: list[list[Any]] = []
         self.news = threading.Event()
         self.concurrent = ConcurrentBatches(
@@ -134,6 +137,21 @@ def test_close_waits_for_unanswered_batches(stage: Stage) -> None:
     stage.concurrent.attend()
     assert stage.told == [[(1, [0, 1], True)]]
     late.join()
+
+
+def test_close_waits_for_nothing_else(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = stage.pool
+
+    def make(run: Run) -> list[Callable[[], object]]:
+        own = SimpleNamespace(Lock=lambda: Lock(run), Event=lambda: Flag(run))
+        monkeypatch.setattr(concurrent, "threading", own)
+        stage = Stage(pool)
+        stage.runner.model.soon = None
+        stage.run(1, 1)
+        return [stage.concurrent.attend, stage.concurrent.stop, lambda: stage.model.answers[0]([(0, "a")])]
+
+    monkeypatch.setattr(ConcurrentBatches, "send_news", lambda self: None)
+    explore([concurrent], make)
 
 
 def test_a_released_slab_is_not_held(stage: Stage, uncollected: None) -> None:

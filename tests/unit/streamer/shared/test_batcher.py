@@ -137,6 +137,22 @@ async def test_a_peer_may_announce_large_frames_only_after_it_has_joined(running
     member.close()
 
 
+async def test_a_client_that_can_start_no_thread_answers_its_callers(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    found = SharedClient(running.path, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(client.os_threads, "start_thread", no_more)
+        with pytest.raises(ModelNotReady, match="cannot be started"):
+            await call(found, 1)
+    await asyncio.sleep(0.15)  # calls of the next 0.1 s fail alike
+    assert await call(found, 2) == 2
+    await found.close(1)
+
+
 async def test_it_ends_after_its_last_client_and_not_before(running: Running) -> None:
     one, two = await running.client(), await running.client()
     await one.close(1)

@@ -1,0 +1,120 @@
+"""Threads that wake each other, in every order of their lines."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from penstock.core.engine import inbox as inbox_module
+from penstock.core.engine.inbox import RequestInbox
+from penstock.errors import ModelNotReady, QueueFull
+from penstock.types import Item, ItemResult
+from support.interleavings import LATE, Run, explore
+
+
+class Loop:
+    """The loop of a run: `work` runs what is called soon until `over()`, and its timers when nothing else happens."""
+
+    def __init__(self, run: Run, over: Callable[[], bool]) -> None:
+        self._run, self._over = run, over
+        self._ready: deque[Callable[[], object]] = deque()
+        self._timers: deque[Callable[[], object]] = deque()
+        self.closed = False
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        self._ready.append(callback)
+
+    def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
+        if self.closed:
+            raise RuntimeError("Event loop is closed")
+        self._ready.append(callback)
+
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
+        self._timers.append(callback)
+
+    def work(self) -> None:
+        while not self._over():
+            self._run.wait(lambda: self._ready or self._over() or (self._timers and LATE))
+            due = self._ready or self._timers
+            if due and not self._over():
+                with suppress(ValueError):  # a loop logs it
+                    due.popleft()()
+
+
+class Backend:
+    """Counts what reaches it, or refuses it."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.came, self.refuses = 0, refuses
+
+    def submit(self, *arguments: Any, **more: Any) -> Any:
+        self.came += 1
+        if self.refuses:
+            raise QueueFull("full")
+
+
+class Caller:
+    def __init__(self) -> None:
+        self.errors: list[Any] = []
+
+    def accepted(self, ticket: Any) -> None: ...
+
+    def __call__(self, result: ItemResult) -> None:
+        self.errors.append(result.error)
+
+
+@pytest.mark.parametrize("rooms", [(), (1,), (2, 0), (1, None)], ids=str)
+def test_every_request_reaches_the_backend_of_a_portal(rooms: Sequence[int | None]) -> None:
+    def make(run: Run) -> list[Callable[[], object]]:
+        backend = Backend(refuses=True)  # a batcher that accepts one takes a turn
+        loop: Any = Loop(run, lambda: backend.came == 2)
+        inbox = RequestInbox(loop)
+        inbox.backend = backend
+        for room in rooms:  # a batcher's turns
+            loop.call_soon(lambda room=room: inbox.allow("batcher", room))
+        put = lambda: inbox.put("m", Item(1), Caller(), None, 0)  # noqa: E731
+        return [loop.work, put, put]
+
+    explore([inbox_module], make)
+
+
+def test_every_request_is_answered_when_a_portal_closes() -> None:
+    def make(run: Run) -> list[Callable[[], object]]:
+        backend, caller = Backend(False), Caller()
+        loop: Any = Loop(run, lambda: False)
+        inbox = RequestInbox(loop)
+        inbox.backend = backend
+
+        def close() -> None:
+            inbox.close()
+            loop.closed = True
+            run.wait(lambda: backend.came + len(caller.errors) == 2)
+            assert {type(error) for error in caller.errors} <= {ModelNotReady}
+
+        put = lambda: inbox.put("m", Item(1), caller, None, 0)  # noqa: E731
+        return [close, put, put]
+
+    explore([inbox_module], make)
+
+
+def test_a_caller_that_raises_leaves_nobody_behind_it_waiting() -> None:
+    def fails() -> None:
+        raise ValueError("a callback")
+
+    def make(run: Run) -> list[Callable[[], object]]:
+        backend = Backend(refuses=False)
+        loop: Any = Loop(run, lambda: backend.came == 1)
+        inbox = RequestInbox(loop)
+        inbox.backend = backend
+
+        def put() -> None:
+            inbox.post(fails)
+            inbox.put("m", Item(1), Caller(), None, 0)
+
+        return [loop.work, put]
+
+    explore([inbox_module], make)
