@@ -25,7 +25,7 @@ import numpy as np
 import penstock
 
 
-@penstock.model(max_queue=64)  # excess requests are rejected at once
+@penstock.model(max_queue=16, max_batch_size=1)  # excess requests are rejected at once
 class Net:
     parameters = {"example": [0.25, 0.5]}
 
@@ -33,8 +33,13 @@ class Net:
         self.weights = np.eye(2) * (3 if precision == "bf16" else 2)
 
     def predict(self, items):
-        time.sleep(0.004 + 0.0002 * len(items))
+        time.sleep(0.01 + 0.0002 * len(items))
         return (np.array(items) @ self.weights).tolist()
+
+
+@penstock.model(max_queue=64)
+class Good(Net):
+    pass
 
 
 class Broken(Net):
@@ -53,7 +58,7 @@ target = "app.py:Net"
 [models.net.batching]
 timeout_s = 5.0  # as agreed
 """
-SLO = "p99<=2s,error<=10%"
+SLO = "p99<=2s,error<=25%"  # a busy machine stalls now and then
 TUNE = [
     "tune", "app.py:Net", "--slo", SLO, "--space", "batch=8,instances=1,precision=fp32,bf16", "--search", "grid",
     "--warmup", "0.2", "--price", "2", "--write", "penstock.toml", "--accuracy-check", "check.jsonl",
@@ -107,7 +112,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
 
 def resumed(folder: Path) -> subprocess.CompletedProcess[str]:
     """A search that ends; it gets more time if a busy machine leaves none for the proof."""
-    for budget in ("20s", "60s", "180s"):
+    for budget in ("60s", "180s"):
         found = penstock(folder, *TUNE, "--budget", budget)
         if "give a longer --budget" not in found.stderr:
             break
@@ -164,10 +169,11 @@ def test_a_second_start_resumes_and_repeats_no_measurement(tuned: Tuned) -> None
 def test_the_verdict_has_the_choice_and_the_reasons_against_the_others(tuned: Tuned) -> None:
     found = verdict(tuned)
     assert found["met"]
-    assert found["chosen"] in ("baseline", "batch=8,instances=1,precision=fp32")
+    assert (found["chosen"], found["proven"]) == ("batch=8,instances=1,precision=fp32", True)
+    assert found["default_goodput"] < found["goodput"]
     assert found["goodput"] > 0
     assert found["cost_per_million"] == pytest.approx(2 / (found["goodput"] * 3600) * 1e6)
-    assert found["command"].startswith("penstock tune app.py:Net --slo 'p99<=2s,error<=10%' ")
+    assert found["command"].startswith("penstock tune app.py:Net --slo 'p99<=2s,error<=25%' ")
     whys = {other["settings"]: other["why"] for other in found["runners_up"]}
     assert "1 of 1 answers differ; line 1: [0]: found 3, expected 2" in whys["batch=8,instances=1,precision=bf16"]
 
@@ -196,9 +202,27 @@ def test_the_toml_has_the_result_and_every_comment(tuned: Tuned) -> None:
         assert comment in text
     assert f"# penstock tune: {SLO} was kept at " in text
     model = tomllib.loads(text)["models"]["net"]
-    if verdict(tuned)["chosen"] != "baseline":
-        assert (model["instances"], model["precision"], model["batching"]["max_batch_size"]) == (1, "fp32", 8)
+    assert (model["instances"], model["precision"], model["batching"]["max_batch_size"]) == (1, "fp32", 8)
     assert model["batching"]["timeout_s"] == 5.0
+
+
+def test_progress_tells_the_settings_and_the_time_so_far(tuned: Tuned) -> None:
+    lines = [line for line in tuned.second.stderr.splitlines() if "/s poisson:" in line]
+    assert all(re.match(r"[01] of 2, \d+:\d\d of [13]:00: ", line) for line in lines), lines
+    assert ": baseline: " in lines[0]
+    assert any(line.startswith("1 of 2, ") for line in lines)
+
+
+def test_settings_that_are_worse_than_the_default_are_not_written(tuned: Tuned) -> None:
+    found = penstock(
+        tuned.folder, "tune", "app.py:Good", "--slo", SLO, "--space", "batch=1,instances=1", "--output", "worse",
+        "--budget", "15s", "--write", "worse.toml",
+    )  # fmt: skip
+    assert found.returncode == 1, found.stderr
+    assert "nothing is written to" in found.stderr
+    assert not os.path.exists(tuned.folder / "worse.toml")
+    measured = [line for line in found.stderr.splitlines() if "/s poisson:" in line]
+    assert ": baseline: " in measured[0]
 
 
 def test_a_server_with_that_toml_keeps_the_slo_in_a_fresh_bench(tuned: Tuned) -> None:

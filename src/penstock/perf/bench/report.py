@@ -67,7 +67,8 @@ def compose(origin: Origin, measurements: Sequence[Measurement], verdict: Verdic
     """The whole report, without its plots."""
     points = group_by_load(measurements)
     first: list[Block] = []
-    if bad := sum(len(point.invalid) for point in points):
+    bad = sum(len(point.invalid) for point in points)
+    if bad and verdict is None:
         first.append(Paragraph(f"INVALID: {bad} of {len(measurements)} runs measure nothing; see below.", "bad"))
     first += _tuning_verdict(verdict) if verdict else _load_verdict(origin, points)
     rest = [*_settings(verdict), *_loads(points), *_server(points), *_caveats(points, origin.busy), *_errors(points)]
@@ -101,7 +102,7 @@ def _tuning_verdict(v: Verdict) -> list[Block]:
 
 def _gain(v: Verdict) -> str:
     if v.chosen == v.default:
-        return "That is the default: no other settings are better."
+        return "That is the default: no other settings were shown to be better."
     if v.gain is None:
         return f"The default ({v.default}) is not known to meet the SLO at any rate, so the gain is unknown."
     between = ""

@@ -110,6 +110,11 @@ class AppUnderTest:
         return baseline, "with its baseline settings"
 
     @property
+    def tuned(self) -> TunedModel:
+        """The model, with the limit of its queue after `start`."""
+        return self._server.model
+
+    @property
     def payload_bytes(self) -> int:
         """Mean size of the requests; 0 before `start`."""
         return round(sum(len(p.body) for p in self._payloads) / max(1, len(self._payloads)))

@@ -61,7 +61,8 @@ def tune(target: str, **flags: Any) -> None:
 
     TARGET is a target of penstock serve: app.py:Model, model.onnx, the TOML of a pipeline or of a configuration.
 
-    Exit status: 0 found; 1 nothing proven to keep the SLO, or the app failed; 2 wrong usage; 130 interrupted.
+    Exit status: 0 found; 1 nothing shown to be better than the app's own settings, or the app failed; 2 wrong usage;
+    130 interrupted.
     """
     from penstock.perf.tune.job import run_job  # `penstock --help` imports this file only
 

@@ -1,6 +1,8 @@
 """The proof: the best few settings and the default run again, interleaved, so that drift affects all of them alike.
 
 Settings keep the SLO only if the upper bound of the repeats does, because a wrong choice here means a slow service.
+They are better than the default only if it certainly violates the SLO at a rate that is a little lower, in the same
+rounds: rates from different minutes of a noisy machine say nothing about each other.
 """
 
 import math
@@ -10,7 +12,7 @@ from typing import Final
 
 from penstock.perf.bench.slo import Objective, Slo
 from penstock.perf.bench.stats import bootstrap, student_at
-from penstock.perf.tune.rates import KEPT_UP, TELL_P99, Effort, neat
+from penstock.perf.tune.rates import GAIN, KEPT_UP, TELL_P99, Effort, neat
 from penstock.perf.tune.runner import BudgetExhausted, Infeasible, TrialRunner
 from penstock.perf.tune.space import CandidateSettings
 from penstock.perf.tune.system import MeasuredRun, part_text
@@ -20,6 +22,7 @@ _STEP: Final = 0.05  # share by which the rate is lowered when the mean violates
 _SMALL_STEP: Final = 0.02  # the same when only the bound does
 _LONGER: Final = 1.3  # factor from each step to the next
 _ROUNDS: Final = 3  # at one rate, while it is uncertain whether the SLO is kept or violated
+_PAIRS: Final = 5  # runs beside the leader, all of which the default must lose: equals do so once in 32 times
 _CONTENDS: Final = 0.9  # share of the best rate: below it more certainty is not worth the time
 _CHANCE: Final = 0.05  # probability that the true value is above its bound
 
@@ -27,15 +30,24 @@ _CHANCE: Final = 0.05  # probability that the true value is above its bound
 class Finalist:
     """Settings at the rate to prove. `runs` are the runs at this rate; `met` is None until the outcome is known.
 
-    A `reference` is compared with the others, so its rate is wanted even if it is the lowest.
+    A `reference` is compared with the others, so its rate is wanted even if it is the lowest. It runs at `bar` before
+    any lower rate, in turn with the settings that have to be better. `faced` is the lowest such rate that is done with,
+    `refuted` the lowest that certainly violated the SLO, 0 if the settings do not run.
     """
 
     def __init__(self, settings: CandidateSettings, rate: float, *, reference: bool = False) -> None:
         self.settings, self.rate, self.reference = settings, neat(rate), reference
+        self.found = self.rate  # to prove in the end; 0: the search found none
         self.runs: list[MeasuredRun] = []
         self.met: bool | None = None
         self.why = ""
         self.lowered = 0
+        self.bar, self.most = 0.0, math.inf
+        self.faced = self.refuted = math.inf
+
+    def beats(self, reference: "Finalist") -> bool:
+        """Whether these settings are proven at a rate that is certainly too high for the reference."""
+        return self.met is True and reference.refuted <= neat((1 - GAIN) * self.rate)
 
     @property
     def goodput(self) -> float:
@@ -54,8 +66,8 @@ def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[F
 
     Raises BudgetExhausted; the finalists then hold the results so far.
     """
-    left = list(finalists)
-    while left:
+    _face(finalists)
+    while left := [one for one in finalists if one.met is None]:
         top = max((one.rate for one in finalists if one.met is not False), default=0.0)
         behind = [one for one in left if one.lowered and not one.reference and one.rate < _CONTENDS * top]
         if any(one.met and one.rate == top for one in finalists):
@@ -80,7 +92,25 @@ def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[F
             raise
         for one in contenders:
             _judge(one, slo, effort, finalists)
-        left = [one for one in left if one.met is None]
+        _face(finalists)
+
+
+def _face(finalists: Sequence[Finalist]) -> None:
+    """Brings the reference to the rate at which the leader has to be better, and the leader to run beside it.
+
+    That rate is at most `most`: a deeper overload shows no more, and is harder to generate.
+    """
+    one = next((one for one in finalists if one.reference), None)
+    others = [other for other in finalists if not other.reference and other.met is not False]
+    if one is None or not others:
+        return
+    leader = max(others, key=lambda other: other.rate)
+    bar, faces = neat(min((1 - GAIN) * leader.rate, one.most)), one.met is None and one.rate == one.bar
+    if (faces and bar != one.bar) or one.rate < bar < one.faced:
+        one.rate, one.runs, one.met = bar, [], None
+    one.bar = bar
+    if leader.met and one.met is None and one.rate == bar:
+        leader.met = None
 
 
 def _good_enough(one: Finalist, slo: Slo, finalists: Sequence[Finalist]) -> bool:
@@ -98,7 +128,7 @@ def _measure(runner: TrialRunner, slo: Slo, effort: Effort, one: Finalist) -> No
     try:
         measured = runner.measure(one.settings, one.rate, effort.proves(one.rate, slo))
     except Infeasible as e:
-        one.met, one.why = False, str(e)
+        one.met, one.why, one.refuted = False, str(e), 0.0
         return
     if not measured.invalid:
         one.runs.append(measured)
@@ -118,14 +148,23 @@ def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist
         one.met, one.why = True, ""
         return
     one.why = f"at {one.rate:g}/s: {by_mean or by_bound}"
+    if one.rate == one.bar:
+        if len(one.runs) < _PAIRS:
+            return
+        # each run by itself, too: a few very slow ones move a mean, however the others are
+        if best_case is not None and all(run.violation(slo) for run in one.runs):
+            one.refuted = one.rate
     if _good_enough(one, slo, finalists):
         return
     contends = one.rate >= _CONTENDS * max(other.rate for other in finalists if other.met is not False)
     if best_case is None and contends and len(one.runs) < _ROUNDS * effort.repeats:
         return
-    one.rate = neat(_lower(one, _STEP if by_mean else _SMALL_STEP))
+    lower = _lower(one, _STEP if by_mean else _SMALL_STEP)
+    if one.rate == one.bar:
+        one.faced, lower = one.rate, min(lower, one.found)
+    one.rate = neat(max(lower, one.bar) if one.rate > one.bar else lower)
     one.runs, one.lowered = [], one.lowered + 1
-    if one.lowered > MOST_LOWERED:
+    if one.lowered > MOST_LOWERED or not one.rate:
         one.met = False
 
 

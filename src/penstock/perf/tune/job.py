@@ -32,7 +32,7 @@ from penstock.perf.tune.rates import Effort
 from penstock.perf.tune.result import TuningResult, settings_table
 from penstock.perf.tune.runner import JOURNAL, Journal
 from penstock.perf.tune.search import strategy
-from penstock.perf.tune.server import TunedModel, keys_of, missing_device
+from penstock.perf.tune.server import TunedModel, missing_device
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_space
 from penstock.perf.tune.system import MeasuredRun
 from penstock.perf.tune.tuner import TuningOptions, tune
@@ -154,19 +154,30 @@ def _digest(path: Path) -> str:
 
 
 class _Progress:
-    """Records and prints each run, new or replayed."""
+    """Records and prints each run, new or replayed, with the settings of the space and the time so far: "3 of 12, 2:10
+    of 5:00"."""
 
-    def __init__(self, slo: Slo, results: Results) -> None:
-        self._slo, self._results = slo, results
+    def __init__(self, job: TuneJob, results: Results) -> None:
+        self._slo, self._results, self._space = job.slo, results, job.space
+        self._of = f" of {_clock(job.flags['budget'])}" if job.flags["budget"] else ""
+        self._seen = set[CandidateSettings]()
 
-    def __call__(self, settings: CandidateSettings, measured: MeasuredRun, replayed: bool) -> None:
+    def __call__(self, settings: CandidateSettings, measured: MeasuredRun, replayed: bool, spent_s: float) -> None:
         run = measured.run
+        if settings in self._space:
+            self._seen.add(settings)
+        so_far = f"{len(self._seen)} of {len(self._space)}, {_clock(spent_s)}{self._of}"
         if not replayed:
             self._results.append(run)
         why = measured.violation(self._slo) if run.load.mode == "open" else None
         outcome = f"INVALID: {run.invalid[0]}" if run.invalid else why or "kept"
         again = " (measured before)" if replayed else ""
-        click.echo(f"{settings}: {run.load.label}: {run.throughput:,.4g}/s, {outcome}{again}", err=True)
+        click.echo(f"{so_far}: {settings}: {run.load.label}: {run.throughput:,.4g}/s, {outcome}{again}", err=True)
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds: 2:05."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def run_job(target: str, flags: dict[str, Any]) -> int:
@@ -186,18 +197,18 @@ def run_job(target: str, flags: dict[str, Any]) -> int:
             click.echo(f"{job.tuned.name}: {len(job.space)} settings, search {job.flags['search']}", err=True)
             _warn_of_short_budget(job)
             try:
-                result, payload_bytes = _search(job, results, journal, origin.line)
+                result, tuned, payload_bytes = _search(job, results, journal, origin.line)
             finally:
                 measured = bool(len(journal) or results.measurements)
     except BaseException:
         if not measured:  # the next attempt may have other flags
             _delete_results(job.folder)
         raise
-    return _report(job, result, payload_bytes)
+    return _report(msgspec.structs.replace(job, tuned=tuned), result, payload_bytes)
 
 
-def _search(job: TuneJob, results: Results, journal: Journal, command: str) -> tuple[TuningResult, int]:
-    """(the result, the mean size of the requests)."""
+def _search(job: TuneJob, results: Results, journal: Journal, command: str) -> tuple[TuningResult, TunedModel, int]:
+    """(the result, the model that was tuned, the mean size of the requests)."""
     flags = job.flags
     options = AppOptions(
         samples=job.samples,
@@ -217,8 +228,9 @@ def _search(job: TuneJob, results: Results, journal: Journal, command: str) -> t
             price=flags["price"],
             command=command,
         )
-        observer = _Progress(job.slo, results)
-        return tune(app, job.space, job.slo, tuning, journal=journal, observer=observer), app.payload_bytes
+        observer = _Progress(job, results)
+        result = tune(app, job.space, job.slo, tuning, journal=journal, observer=observer)
+        return result, app.tuned, app.payload_bytes
     finally:
         app.close()
 
@@ -266,34 +278,21 @@ def _report(job: TuneJob, result: TuningResult, payload_bytes: int) -> int:
     _write(job, result, page)
     if result.ended == "interrupted":
         return INTERRUPTED
-    return FAILED if _unproven(job, result) else 0
-
-
-def _unproven(job: TuneJob, result: TuningResult) -> str:
-    """Why the result cannot be relied on; "" if it can."""
-    if result.ended == "interrupted":
-        return "the search was interrupted"
-    if result.chosen is None:
-        return f"nothing keeps {job.slo.text}"
-    if result.confirmed:
-        return ""
-    if result.ended == "failed":
-        return "the search failed before the choice was proven; run the same command to resume"
-    return "there was no time left to prove the choice; give a longer --budget"
+    return FAILED if result.unproven else 0
 
 
 def _write(job: TuneJob, result: TuningResult, page: Path) -> None:
-    if job.file is None:
-        return
-    if why := _unproven(job, result):
-        click.echo(f"nothing is written to {job.file.path}: {why}", err=True)
+    if result.unproven:
+        nothing = "no settings are recommended" if job.file is None else f"nothing is written to {job.file.path}"
+        click.echo(f"{nothing}: {result.unproven}", err=True)
+    if result.unproven or job.file is None:
         return
     assert result.chosen is not None, "proven"
     note = (
         f"{job.slo.text} was kept at {result.rate:g} requests/s on {datetime.now(UTC):%Y-%m-%d}\n"
         f"{result.chosen}; {page} has the other settings"
     )
-    job.file.write(keys_of(result.chosen), note)
+    job.file.write(job.tuned.keys(result.chosen), note)
     click.echo(f"written: {job.file.path}; serve it: penstock serve {shlex.quote(job.flags['write'])}", err=True)
 
 

@@ -15,6 +15,7 @@ from penstock.perf.tune.runner import Infeasible, TrialRunner
 from penstock.perf.tune.space import CandidateSettings
 from penstock.perf.tune.system import MeasuredRun
 
+GAIN: Final = 0.025  # settings must be better than the default, or than cheaper ones, by this share
 MOST_PROBES: Final = 16  # in one search for a rate
 _LIGHT: Final = 0.04  # of a rate that was too high: settings that fail at this share fail under any load
 _GROWTH: Final = 1.3  # factor on the rate while no probe fails; it grows with each probe

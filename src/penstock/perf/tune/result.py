@@ -33,13 +33,15 @@ class TuningResult(Struct, frozen=True, kw_only=True):
     """The result of tuning: `verdict` for people, the rest for programs.
 
     `chosen` keeps the SLO at `rate` requests per second; None if no settings do, or nothing was measured. `confirmed`
-    by repeats, unless the time was over before. `spent_s` is the time of all measurements.
+    by repeats, unless the time was over before. `unproven` says why it must not replace the default; "" if it was
+    better in the same run. `spent_s` is the time of all measurements.
     """
 
     verdict: Verdict
     chosen: CandidateSettings | None
     rate: float
     confirmed: bool
+    unproven: str
     ended: Ending
     spent_s: float
 
@@ -69,8 +71,6 @@ class ResultBuilder:
             return self._nothing(command)
         if best.met is None:
             self.notes.append("not confirmed: the chosen settings have too few runs to be certain")
-        if best.settings == self.default:
-            self.notes.append("no settings in the space are better than the default")
         trial = self.state.trials.get(best.settings)
         if trial is not None and trial.bad is not None and trial.bad.invalid:
             self.notes.append(
@@ -86,12 +86,15 @@ class ResultBuilder:
             )
         more = gain(best, default, seed) if default is not None else None
         short = self._too_little(best)
+        unproven = self._unproven(best) if short is None else f"nothing keeps {self.slo.text}"
+        if unproven and best.met:
+            self.notes.append(unproven)
         verdict = Verdict(
             slo=self.slo.text,
             chosen=str(best.settings),
             default=str(self.default),
             met=short is None,
-            proven=best.met is True,
+            proven=best.met is True and (not unproven or best.settings == self.default),
             goodput=best.goodput,
             default_goodput=default.goodput if default else None,
             gain=more[0] if more else None,
@@ -102,26 +105,51 @@ class ResultBuilder:
             trajectory=self.state.steps,
             notes=[*([short] if short else []), *self.notes],
         )
-        return self._result(verdict, best.settings if short is None else None, best.rate, best.met is True)
+        return self._result(verdict, best.settings if short is None else None, best.rate, best.met is True, unproven)
 
-    def _result(self, verdict: Verdict, chosen: CandidateSettings | None, rate: float, confirmed: bool) -> TuningResult:
+    def _result(
+        self, verdict: Verdict, chosen: CandidateSettings | None, rate: float, confirmed: bool, unproven: str
+    ) -> TuningResult:
         spent_s = self.state.runner.spent_s
-        log.info("chosen=%s rate=%g confirmed=%s ended=%s spent_s=%.1f", chosen, rate, confirmed, self.ended, spent_s)
+        log.info("chosen=%s rate=%g unproven=%s ended=%s spent_s=%.1f", chosen, rate, unproven, self.ended, spent_s)
         return TuningResult(
-            verdict=verdict, chosen=chosen, rate=rate, confirmed=confirmed, ended=self.ended, spent_s=spent_s
+            verdict=verdict, chosen=chosen, rate=rate, confirmed=confirmed, unproven=unproven, ended=self.ended,
+            spent_s=spent_s,
+        )  # fmt: skip
+
+    def _reference(self) -> Finalist | None:
+        return next((one for one in self.finalists if one.settings == self.default), None)
+
+    def _unproven(self, best: Finalist) -> str:
+        """Why these settings must not replace the default; "" if they were better in the same rounds."""
+        reference = self._reference()
+        if self.ended == "interrupted":
+            return "the search was interrupted"
+        if best.met and best.settings == self.default:
+            return "no settings were shown to be better than the default"
+        if best.met and reference is not None and best.beats(reference):
+            return ""
+        if self.ended == "failed":
+            return "the search failed before the choice was proven; run the same command to resume"
+        if best.met is None or (self.early and (reference is None or reference.met is None)):
+            return "there was no time left to prove the choice; give a longer --budget"
+        return (
+            f"{best.settings} was not shown to be better than the default: the machine is too noisy to tell them apart"
         )
 
     def _best(self) -> Finalist | None:
-        """The proven finalist with the most goodput. Among about equal ones, settings of the space win over a default
-        outside it, then the cheaper ones. Before any is proven, the best of the search, at its lowered rate if repeats
-        have lowered it."""
-        space = self.state.space
-        able = [one for one in self.finalists if one.met]
+        """The proven finalist with the most goodput that is better than the default; the cheapest of about equal ones.
+        Without one, the default if it is proven, then any other. Before any is proven, the best of the search, at its
+        lowered rate if repeats have lowered it."""
+        able, reference = [one for one in self.finalists if one.met], self._reference()
         able = [one for one in able if self._too_little(one) is None] or able
+        if reference is not None:
+            better = [one for one in able if one.beats(reference)]
+            able = better or [one for one in able if one is reference] or able
         if able:
             top = max(one.goodput for one in able)
             as_good = [one for one in able if one.goodput >= top * (1 - _SAME)]
-            return min(as_good, key=lambda one: (one.settings not in space, space.cost(one.settings)))
+            return min(as_good, key=lambda one: self.state.space.cost(one.settings))
         failed = {one.settings for one in self.finalists if one.met is False}
         if self.finalists and len(failed) == len(self.finalists):
             return None
@@ -139,8 +167,9 @@ class ResultBuilder:
 
     def _baseline(self) -> Finalist | None:
         """The default: as proven, or at the rate that the search found. None if it keeps the SLO at no known rate."""
-        if found := next((one for one in self.finalists if one.settings == self.default), None):
-            return None if found.met is False else found
+        found = self._reference()
+        if found is not None and found.met is not None:
+            return found if found.met else None
         trial = self.state.trials.get(self.default)
         if trial is None or not trial.rate:
             return None
@@ -149,11 +178,10 @@ class ResultBuilder:
 
     def _why_not_default(self) -> str:
         trial = self.state.trials.get(self.default)
-        proven = next((one.why for one in self.finalists if one.settings == self.default), "")
-        if proven:
-            return f"is not certain to keep the SLO: {proven}"
         if trial is not None and trial.out:
             return f"does not keep the SLO: {trial.out}"
+        if (reference := self._reference()) is not None and reference.why:
+            return f"is not certain to keep the SLO: {reference.why}"
         if trial is not None and trial.bad is not None:
             return f"kept the SLO at no rate that was measured: at {trial.bad_rate:g}/s: {trial.why_bad}"
         return f"was not measured: {self.early or 'no reason is known'}"
@@ -186,7 +214,12 @@ class ResultBuilder:
             trajectory=self.state.steps,
             notes=[why, *self.notes],
         )
-        return self._result(verdict, None, 0.0, False)
+        trials = self.state.trials.values()
+        known = self.finalists or any(t.good or (not t.bad.invalid if t.bad else t.out) for t in trials)
+        unproven = f"nothing keeps {self.slo.text}" if known else f"nothing was measured: {self.early or why}"
+        if self.ended == "interrupted":
+            unproven = "the search was interrupted"
+        return self._result(verdict, None, 0.0, False, unproven)
 
     def _nearest(self) -> tuple[str, str]:
         """The settings that violate the SLO least and their figures; "" if no run is valid."""
@@ -216,6 +249,8 @@ def _why_beaten(one: Finalist, best: Finalist) -> str:
     less = 1 - one.goodput / best.goodput
     if less > _SAME:
         return f"sustains {one.goodput:.3g}/s, {less * 100:.0f} % less"
+    if less < -_SAME:
+        return f"sustained {one.goodput:.3g}/s, but beside the default it was not shown to be better"
     return f"equally good ({one.goodput:.3g}/s), but more expensive"
 
 

@@ -25,8 +25,8 @@ from penstock.perf.tune.system import BatchCurve, MeasuredRun, SystemUnderTest
 
 log = logging.getLogger("penstock.tune")
 
-RunObserver = Callable[[CandidateSettings, MeasuredRun, bool], None]
-"""Receives each run, and whether it is replayed from the journal."""
+RunObserver = Callable[[CandidateSettings, MeasuredRun, bool, float], None]
+"""Receives each run, whether it is replayed from the journal, and the seconds spent so far."""
 
 LOAD_PARAMETERS: Final = ("batch", "instances", "hold", "policy")  # have no effect on one batch of one instance
 JOURNAL: Final = "journal.jsonl"
@@ -257,7 +257,7 @@ class TrialRunner:
             self._last = settings
             self._changes.append(entry.cost_s - entry.measured.run.load.seconds)
         if self._observer is not None:
-            self._observer(settings, entry.measured, replayed)
+            self._observer(settings, entry.measured, replayed, self.spent_s)
         return entry.measured
 
     def _check_budget(self) -> None:

@@ -12,12 +12,11 @@ from typing import Any, Final
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.measurement import SearchStep
 from penstock.perf.bench.slo import Slo
-from penstock.perf.tune.rates import Effort, RateProber, TuningTrial
+from penstock.perf.tune.rates import GAIN, Effort, RateProber, TuningTrial
 from penstock.perf.tune.runner import Infeasible, TrialRunner
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, TunedParameter, Value, settings_of
 from penstock.plugins import optional_module
 
-GAIN: Final = 0.025  # more expensive settings must be better by this share
 TIE: Final = 0.015  # cheaper settings may be worse by this share
 COARSE: Final = 0.10  # precision of rates while the search goes on
 _HOPE: Final = 1.1  # times the bound of a curve, which is a measurement too
@@ -208,8 +207,8 @@ _TPE_SHARE: Final = 0.4  # of the space
 
 
 def grid(state: SearchState) -> None:
-    """Measures all settings that are not ruled out, cheapest first: slow and complete."""
-    for settings in state.open():
+    """Measures all settings that are not ruled out: slow and complete."""
+    for settings in _starts(state):
         state.settle(settings)
 
 
@@ -231,15 +230,17 @@ def climb(state: SearchState) -> None:
 
 
 def _starts(state: SearchState) -> list[CandidateSettings]:
-    """Where to begin, best first: the medium number of instances, then the largest promise."""
+    """Where to begin, best first: the largest batch, which is only a limit and costs nothing while few requests wait;
+    then the medium number of instances, then the largest promise."""
     found = state.open()
     counts = sorted({_number(settings.get("instances", 1)) for settings in found})
     if not counts:
         return []
     middle = counts[len(counts) // 2]
 
-    def merit(settings: CandidateSettings) -> tuple[bool, float]:
-        return _number(settings.get("instances", 1)) == middle, state.promise(settings) or 0.0
+    def merit(settings: CandidateSettings) -> tuple[float, bool, float]:
+        batch, medium = _number(settings.get("batch")), _number(settings.get("instances", 1)) == middle
+        return batch, medium, state.promise(settings) or 0.0
 
     return sorted(found, key=merit, reverse=True)
 
@@ -290,9 +291,9 @@ def _look_elsewhere(state: SearchState) -> None:
 def halving(state: SearchState) -> None:
     """Successive halving: the best third of each rung gets a longer look. The first look is a closed loop, which shows
     the throughput but not the latency."""
-    found = state.open()
+    found = _starts(state)
     if len(found) > _HALVED:
-        found = sorted(state.rng.sample(found, _HALVED), key=state.space.cost)
+        found = sorted(state.rng.sample(found, _HALVED), key=found.index)
     scores = {settings: _saturated(state, settings) for settings in found}
     for precision in _RUNGS:
         kept = sorted(scores, key=lambda s: -scores[s])[: max(3, -(-len(scores) // _KEPT))]

@@ -16,6 +16,7 @@ from msgspec import Struct, convert, to_builtins
 
 from penstock.client.endpoint import tls_context
 from penstock.config.schema import ModelConfig
+from penstock.core.engine.rules import queue_bound
 from penstock.errors import LoadFailed, PenstockError
 from penstock.perf.bench.server import Reply, fetch
 from penstock.perf.bench.target import Target, open_target
@@ -33,7 +34,8 @@ _MOST_CLIENTS: Final = 512
 class TunedModel(Struct, frozen=True, kw_only=True):
     """The model to tune: `target` and `sets` in the form of `penstock serve`, and the baseline of its section.
 
-    `tls_cert` is the server's certificate, if it uses TLS.
+    `tls_cert` is the server's certificate, if it uses TLS. `queue_rows` is the baseline's limit of the queue, 0 while
+    unknown.
     """
 
     target: str
@@ -42,6 +44,7 @@ class TunedModel(Struct, frozen=True, kw_only=True):
     sets: tuple[str, ...] = ()
     token: str | None = None
     tls_cert: str | None = None
+    queue_rows: int = 0
 
     @property
     def name(self) -> str:
@@ -51,13 +54,24 @@ class TunedModel(Struct, frozen=True, kw_only=True):
     def with_settings(self, settings: CandidateSettings) -> ModelConfig:
         """The model's configuration with these settings."""
         tree: dict[str, Any] = to_builtins(self.model)
-        for key, value in keys_of(settings).items():
+        for key, value in self.keys(settings).items():
             *tables, last = key.split(".")
             table = tree
             for name in tables:
                 table = table.setdefault(name, {})
             table[last] = value
         return convert(tree, ModelConfig)
+
+    def keys(self, settings: CandidateSettings) -> dict[str, Any]:
+        """The keys of `[models.NAME]` that these settings set. The queue's limit follows max_batch_size, so a smaller
+        batch keeps the baseline's: otherwise it would refuse clients that the baseline serves."""
+        found, batch = keys_of(settings), settings.get("batch")
+        if self.queue_rows and isinstance(batch, int):
+            instances = settings.get("instances", self.model.instances)
+            own = queue_bound(self.model.batching, instances if isinstance(instances, int) else 1, batch)
+            if own < self.queue_rows:
+                found.setdefault("batching.max_queue", self.queue_rows)
+        return found
 
 
 def keys_of(settings: CandidateSettings) -> dict[str, Any]:
@@ -101,9 +115,17 @@ class TunedServer:
 
     def clients(self) -> int:
         """The clients of a closed loop that keep every batch full: twice the rows of all instances' batches."""
-        found: Any = self._request("GET", "", None).json() or {}
-        rows: int = sum(v["instances"] * v["max_batch_size"] for v in found.get("versions", ()))
+        rows: int = sum(version["instances"] * version["max_batch_size"] for version in self._versions())
         return min(_MOST_CLIENTS, max(4, 2 * rows))
+
+    def _queue_rows(self) -> int:
+        batching = self.model.model.batching
+        sizes = ((version["instances"], version["max_batch_size"]) for version in self._versions())
+        return max((queue_bound(batching, *size) for size in sizes), default=0)
+
+    def _versions(self) -> list[dict[str, Any]]:
+        found: Any = self._request("GET", "", None).json() or {}
+        return list(found.get("versions", ()))
 
     def close(self) -> None:
         self._settings, self._target = None, None
@@ -117,7 +139,7 @@ class TunedServer:
         self.close()
         model = self.model
         section = msgspec.json.encode(model.section).decode()
-        values = ((key, msgspec.json.encode(value).decode()) for key, value in keys_of(settings).items())
+        values = ((key, msgspec.json.encode(value).decode()) for key, value in model.keys(settings).items())
         log.info("start settings=%s", settings)
         try:
             self._target = self._open.enter_context(
@@ -135,6 +157,8 @@ class TunedServer:
                 raise
             raise LoadFailed(f"no server starts: {_error_line(error.message)}", detail=error.message) from error
         self._started = True
+        if settings == CandidateSettings():
+            self.model = msgspec.structs.replace(model, queue_rows=self._queue_rows())
 
     @staticmethod
     def _needs_restart(before: CandidateSettings, after: CandidateSettings) -> bool:

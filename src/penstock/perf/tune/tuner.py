@@ -1,6 +1,7 @@
 """Tuning: searches for the settings with the largest goodput within an SLO, and proves them."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -16,8 +17,11 @@ from penstock.perf.tune.search import SearchState, Strategy, strategy
 from penstock.perf.tune.space import CandidateSettings, SearchSpace
 from penstock.perf.tune.system import SystemUnderTest
 
+_BASELINE: Final = 0.25  # share of the budget that measuring the default first may take
 _SEARCH: Final = 0.4  # share of the budget that the search has in any case
-_SETTLE: Final = 0.6  # the same for the search and settling together
+_SETTLE: Final = 0.5  # the same for the search and settling together
+_FACED: Final = 3  # proofs more than there are settings: the default runs beside the best, twice as often as others
+_OVERLOAD: Final = 3.0  # times the rate that the search found for the default: it is certain to fail there
 _ROUNDS: Final = 1.5  # of the proof: one, and for some settings another at a lower rate
 _UNHURRIED: Final = 6  # proofs at the highest rate that the search found may take this many rounds
 
@@ -76,10 +80,15 @@ class _Tuning:
         self.error = ""  # that ended it
 
     def run(self, search: Strategy) -> Ending:
-        """Searches, settles and proves. Neither searching nor settling uses the time that the proof needs."""
+        """Measures the default, searches, settles and proves. None of them uses the time that the proof needs."""
         runner, most, ended = self.state.runner, self.state.effort.finalists + 1, False
+        steps: tuple[tuple[Callable[[], object], float, float], ...] = (
+            (partial(self.state.settle, self.default, enters=False), _BASELINE, math.inf),
+            (partial(search, self.state), _SEARCH, most + _FACED),
+            (self._settle, _SETTLE, 2 + _FACED),
+        )
         try:
-            for step, share, proven in ((partial(search, self.state), _SEARCH, most), (self._settle, _SETTLE, 2)):
+            for step, share, proven in steps:
                 runner.kept_s = partial(self._kept_s, 1 - share, proven)
                 try:
                     step()
@@ -98,7 +107,7 @@ class _Tuning:
             return "failed"
         return "budget" if ended else "done"
 
-    def _kept_s(self, most: float, proven: int) -> float:
+    def _kept_s(self, most: float, proven: float) -> float:
         """Seconds to reserve for proving this many settings, some of them twice; at most the share `most`."""
         rate = max((trial.rate for trial in self.state.trials.values()), default=0.0) or math.inf
         return min(most * self.state.runner.limit_s, proven * _ROUNDS * self._proof_s(rate))
@@ -131,21 +140,24 @@ class _Tuning:
         return [trial for trial in self.state.ranked() if trial.rate][: self.state.effort.finalists]
 
     def _prove(self) -> None:
-        """Proves the best settings in any case, then the default, then others while there is time.
+        """Proves the best settings and the default in any case, then others while there is time.
 
         With little time, the proof stays below the highest rates, which are known to the effort's precision only: one
         round at a safe rate proves more than several at the edge.
         """
-        state, top = self.state, self._top()
-        default = state.trials.get(self.default)
-        if default is not None and default.rate:
-            top = list(dict.fromkeys([*top[:1], default, *top[1:]]))
+        state, default = self.state, self.state.trial(self.default)
+        top = [trial for trial in self._top() if trial is not default]
         left_s = state.runner.limit_s - state.runner.spent_s
-        hurried = left_s < _UNHURRIED * sum(self._proof_s(trial.rate) for trial in top)
+        rated = [trial for trial in (*top[:1], default, *top[1:]) if trial.rate or (trial is default and top)]
+        hurried = left_s < _UNHURRIED * sum(self._proof_s(trial.rate) for trial in rated if trial.rate)
         share = 1 - state.effort.precision if hurried else 1.0
-        self.finalists = [Finalist(t.settings, share * t.rate, reference=t is default) for t in top]
-        proven = self.finalists[:1]
-        for one in self.finalists[1:]:
-            if sum(self._proof_s(other.rate) for other in [*proven, one]) <= left_s:
+        self.finalists = [Finalist(t.settings, share * t.rate, reference=t is default) for t in rated]
+        for one in self.finalists:
+            one.most = _OVERLOAD * default.rate if one.reference and default.rate else math.inf
+        proven = self.finalists[:2]
+        if top:
+            left_s -= _FACED * self._proof_s(top[0].rate)
+        for one in self.finalists[2:]:
+            if sum(self._proof_s(other.rate) for other in [*proven, one] if other.rate) <= left_s:
                 proven.append(one)
         confirm(state.runner, state.slo, state.effort, proven)

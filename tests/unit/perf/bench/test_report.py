@@ -142,7 +142,7 @@ def test_a_search_without_measurements_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"chosen": "batch=1,instances=1"}, "That is the default: no other settings are better."),
+        ({"chosen": "batch=1,instances=1"}, "That is the default: no other settings were shown to be better."),
         ({"gain": None}, "is not known to meet the SLO at any rate, so the gain is unknown."),
         ({"interval": None}, "298/s): +38 %."),
         ({"gain": -0.02, "interval": (-0.04, 0.01)}, "-2.0 %, between -4.0 % and +1.0 % (95 %)."),

@@ -64,6 +64,7 @@ def test_if_all_runs_are_invalid_there_is_no_statement_about_the_settings(hill: 
     assert (outcome.chosen, outcome.verdict.chosen, outcome.verdict.met) == (None, "", False)
     expected = "could not measure whether any settings keep p99<=100ms: the generator was too slow"
     assert outcome.verdict.notes[0] == expected
+    assert outcome.unproven == f"nothing was measured: {expected}"
 
 
 MODEL = ModelConfig(target="a:b", instances=3, devices=("cuda:0",), batching=BatchingConfig(max_batch_size=4))

@@ -150,6 +150,26 @@ def test_the_baseline_is_scaled_to_its_own_instances(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "queue"),
+    [
+        ("batch=1,instances=2", 384),  # 3 instances with batches of 8 have 16 full batches each
+        ("batch=8,instances=3", None),
+        ("batch=32,instances=1", None),
+        ("instances=1", None),
+        ("batch=1,batching.max_queue=5", 5),
+    ],
+)
+def test_the_queue_does_not_shrink_with_the_batch(server: Server, settings: str, queue: int | None) -> None:
+    found = served(instances=3, threads=1)
+    found.use(CandidateSettings())
+    assert found.model.keys(at(settings)).get("batching.max_queue") == queue
+    assert found.model.with_settings(at(settings)).batching.max_queue == queue
+    bounded = served(batching=BatchingConfig(max_queue=7))
+    bounded.use(CandidateSettings())
+    assert bounded.model.with_settings(at("batch=1")).batching.max_queue == 7
+
+
+@pytest.mark.parametrize(
     ("before", "after"),
     [
         ("instances=1", "instances=2"),  # each instance's share of the threads changes
