@@ -280,13 +280,18 @@ class ErrorList:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the most similar known word, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    known = list(known)
+    close = [k for k in known if k.lower() == word.lower()] or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs an extra from a checkout: Penstock is on no package index."""
-    return f"pip install '.[{extra}]'"
+    """The command that installs what an extra brings, from wherever Penstock came: it is on no package index."""
+    from importlib.metadata import distributions  # only messages need it
+
+    needs = [need.partition(";") for found in distributions(name="penstock") for need in found.requires or ()]
+    of_extra = dict.fromkeys(f"'{need.strip()}'" for need, _, when in needs if f"{extra!r}" in when.replace('"', "'"))
+    return f"pip install {' '.join(of_extra) or extra}"
 
 
 def not_installed(what: str, extra: str, error: ImportError) -> LoadFailed:

@@ -112,7 +112,9 @@ class BulkJob:
         for name in notes.duplicates[:5]:
             self.reporter.note(f"named twice, captioned once: {name}")
         if not videos:
-            raise ConfigError(f"there is no video in {', '.join(map(valid_text, self.options.inputs))}")
+            hint = f"; images are captioned one by one: curl -T FILE http://HOST:PORT/predictions/{options.model}"
+            where = ", ".join(map(valid_text, options.inputs)) + hint * bool(notes.skipped)
+            raise ConfigError(f"there is no video in {where}")
         return videos
 
     def servers(self) -> list[ServerInfo]:

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import re
+import socket
 import stat
 from collections.abc import Collection, Mapping
 from typing import Final
@@ -308,6 +309,11 @@ def check_bind(config: Config, insecure: bool = False) -> None:
         ("grpc_host", "inference", server.grpc_host),
     ):
         if host is not None and not is_loopback(host) and not tokens_for(config, listener):
+            try:
+                socket.getaddrinfo(host.strip("[]"), None)
+            except (OSError, UnicodeError) as e:
+                why = "Unix sockets are for penstock torchserve and clients" if host.startswith("unix:") else e
+                raise ConfigError(f"server.{key}: found {host!r}, which is no address of this machine: {why}") from None
             raise ConfigError(
                 f"server.{key}: found {host!r}, which other machines can reach, while nothing guards the {listener}"
                 f" listener; set auth.token_file (--token-file) or auth.{listener}_token_file, or server.tls_client_ca,"

@@ -204,8 +204,21 @@ def _child(kind: Any, name: str, path: Path, source: str) -> Any:
     known = _kinds(kind)
     if name not in known:
         where = f"{'.'.join(path)}: unknown key" if path else "unknown section"
-        raise ConfigError(f"{source}: {where} {name!r}{nearest(name, known) or '; known are ' + ', '.join(known)}")
+        other = " or ".join(_keys_named(name, Config))
+        hint = f"; did you mean {other}?" if other else nearest(name, known)
+        dotted = f'; for a name with a dot write models."{path[1]}.{name}"' if path[:-1] == ("models",) else ""
+        raise ConfigError(f"{source}: {where} {name!r}{hint or '; known are ' + ', '.join(known) + dotted}")
     return known[name]
+
+
+def _keys_named(name: str, kind: Any, before: str = "") -> list[str]:
+    """Every key of this name in a table and the tables below it, with the path to it."""
+    kind = bare(kind)
+    if get_origin(kind) is dict:
+        return _keys_named(name, get_args(kind)[1], f"{before}NAME.")
+    tables = [(f"{before}{key}", child) for key, child in _kinds(kind).items()] if is_table(kind) else []
+    here = [key for key, _ in tables if key == f"{before}{name}"]
+    return here + [found for key, child in tables for found in _keys_named(name, child, f"{key}.")]
 
 
 def _check(value: Any, kind: Any, path: Path, source: str, errors: ErrorList) -> None:

@@ -20,7 +20,7 @@ ONE_NODE_KEYS: Final = {"backend", "ops", "model"}  # above all tables: the file
 def read(path: str | os.PathLike[str]) -> tuple[Tree, str]:
     """The tables of a file, and its text. Raises ConfigError for a missing, unreadable or malformed file."""
     try:
-        text = Path(path).read_bytes().decode()
+        text = Path(path).read_bytes().decode("utf-8-sig")  # an editor on Windows may write a byte order mark
         return tomllib.loads(text), text
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; expected a TOML file") from None

@@ -145,7 +145,7 @@ def test_without_pytorch_the_extra_is_named(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(LoadFailed, match=r"pip install '\.\[torch\]'"):
+    with pytest.raises(LoadFailed, match=r"pip install 'torch"):
         loaders.import_torch()
 
 

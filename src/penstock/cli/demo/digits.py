@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import penstock
+from penstock.errors import install_hint
 from penstock.types import TensorSpec
 
 Array = NDArray[np.float32]
@@ -158,7 +159,7 @@ def opencv() -> Any:
         import cv2
     except ImportError:
         raise penstock.PenstockError(
-            "images need OpenCV, which is not installed: pip install '.[image]'; JSON input works without it"
+            f"images need OpenCV, which is not installed: {install_hint('image')}; JSON input works without it"
         ) from None
     return cv2
 

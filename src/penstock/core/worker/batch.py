@@ -198,7 +198,7 @@ class BatchRun:
         alive = set(units)
         try:
             for step in steps:
-                self.emit_step(units, aligned(step, len(units)), alive)
+                self.emit_step(units, aligned(step, len(units), "yielded"), alive)
         finally:
             close = getattr(steps, "close", None)
             if close is not None:

@@ -85,7 +85,7 @@ class CallLoop:
                 return
             async with aclosing(found) as steps:
                 async for step in steps:
-                    call.deliver(zip(places, aligned(step, len(places)), strict=True))
+                    call.deliver(zip(places, aligned(step, len(places), "yielded"), strict=True))
             call.answer([(place, Step(done=True)) for place in places])
             return
         except (*ENDS, asyncio.CancelledError):

@@ -1,6 +1,5 @@
 """Request and response bodies: JSON, text and forms. An error names the position of an invalid byte."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ ERROR_CODE: Final = "x-error-code"  # header of every error: not every protocol'
 PART_TYPE: Final = "x-part-type"  # header of a stream of events: the content type of its first part
 BASE64: Final = b"base64"  # name of a server-sent event whose data is base64, because only text fits into an event
 BLANKS: Final = b" \t"  # around the value of a header, to which they do not belong (RFC 9110, section 5.5)
+BOM: Final = b"\xef\xbb\xbf"  # Windows programs begin files with it; RFC 8259, section 8.1, allows to ignore it
 MAX_FIELDS: Final = 1000  # of a form; more is an attack on the parser
 MAX_COUNTED: Final = 2**17  # elements of a list that the server process counts, in 13 ms
 MAX_COUNTED_BYTES: Final = 8 * 2**20  # JSON without many elements is skipped at more than 1 GB/s
@@ -38,6 +38,8 @@ def decode_json(body: bytes | memoryview, type: Any = Any) -> Any:
     except msgspec.ValidationError as exc:
         raise BadRequest(f"the JSON body has the wrong form: {exc}") from None
     except msgspec.DecodeError as exc:
+        if body[:3] == BOM:
+            return decode_json(body[3:], type)
         found = str(exc)
         truncated = _POSITION.search(found) is None  # msgspec says the same of a first half without a second one
         if half := _HALF.search(body) if truncated or "surrogate" in found else None:
@@ -123,20 +125,15 @@ def _hook(value: Any) -> Any:
     return tolist()
 
 
-def _has_nan(value: Any) -> bool:
+def _nan_in(value: Any) -> str | None:
+    """Where lists, dicts and numbers hold NaN or infinity, such as ".scores[3]"; None if they hold neither."""
     if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, dict):
-        return any(map(_has_nan, value.values()))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(map(_has_nan, value))
-    if hasattr(value, "tolist"):
-        return _has_nan(value.tolist())
-    if hasattr(value, "model_dump"):
-        return _has_nan(value.model_dump())
-    if isinstance(value, msgspec.Struct):
-        return _has_nan(msgspec.structs.astuple(value))
-    return dataclasses.is_dataclass(value) and any(_has_nan(getattr(value, f.name)) for f in dataclasses.fields(value))
+        return None if math.isfinite(value) else ""
+    named = isinstance(value, dict)
+    for key, each in value.items() if named else enumerate(value) if isinstance(value, (list, tuple)) else ():
+        if (found := _nan_in(each)) is not None:
+            return f".{key}{found}" if named else f"[{key}]{found}"
+    return None
 
 
 def encode_json(value: Any) -> bytes:
@@ -144,8 +141,8 @@ def encode_json(value: Any) -> bytes:
     try:
         body = msgspec.json.encode(value, enc_hook=_hook)
         # msgspec writes NaN as null, so only an output with a null needs the search
-        if b"null" in body and _has_nan(value):
-            raise BadOutput("the model returned NaN or infinity, which JSON cannot hold")
+        if b"null" in body and (at := _nan_in(msgspec.to_builtins(value, enc_hook=_hook))) is not None:
+            raise BadOutput(f"the model returned NaN or infinity at ${at:.100}, which JSON cannot hold")
     except UnicodeEncodeError:
         raise BadOutput(HALF_PAIR) from None
     except RecursionError:

@@ -165,10 +165,10 @@ def _written(vector: Any, encoding: str | None) -> list[float] | str:
         array = np.asarray(vector, "<f4")
     except (TypeError, ValueError, RuntimeError):
         raise BadOutput(f"the model returned a {type(vector).__name__}, which is no vector") from None
-    if array.ndim != 1 or not array.size or not np.isfinite(array).all():
-        raise BadOutput(
-            f"the model returned an array of shape {list(array.shape)[:8]}, expected finite numbers [length]"
-        )
+    if array.ndim != 1 or not array.size:
+        raise BadOutput(f"the model returned an array of shape {list(array.shape)[:8]}, expected numbers [length]")
+    if not np.isfinite(array).all():
+        raise BadOutput(f"the model returned NaN or infinity at place {np.isfinite(array).argmin()} of an embedding")
     if encoding == "base64":
         return b64encode(array.tobytes()).decode()
     numbers: list[float] = array.tolist()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from penstock.errors import describe
+from penstock.errors import describe, install_hint
 from penstock.torchserve.ts.util import (
     check_valid_pt2_backend,
     list_classes_from_module,
@@ -345,7 +345,7 @@ def call_model(model: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
 
 def captum() -> Any:
     """The module `captum.attr`, which explains answers. Raises ImportError with the extra to install."""
-    return require("captum.attr", "explanations need Captum: pip install '.[explain]'")
+    return require("captum.attr", f"explanations need Captum: {install_hint('explain')}")
 
 
 def target_class(target: Any) -> Any:

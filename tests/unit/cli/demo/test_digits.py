@@ -125,7 +125,7 @@ def test_without_opencv_images_name_the_extra_and_json_works(
 ) -> None:
     png = encode(heldout["images"][0])
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(PenstockError, match=r"pip install '\.\[image\]'"):
+    with pytest.raises(PenstockError, match=r"pip install 'opencv-python-headless"):
         digits.preprocess(png)
     assert answer(digits, heldout["images"][0].tolist())["digit"] == heldout["labels"][0]
 
