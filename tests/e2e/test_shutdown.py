@@ -134,7 +134,8 @@ async def test_sighup_reloads_tokens_models_and_the_log_level_and_loses_no_reque
     tokens.write_text("old\n")
     tokens.chmod(0o600)
     app = tmp_path / "app.py"
-    app.write_text("def which(items):\n    return ['one' for _ in items]\n")
+    app.write_text("from helper import NUMBER\n\ndef which(items):\n    return [NUMBER for _ in items]\n")
+    (tmp_path / "helper.py").write_text("NUMBER = 'one'\n")
     config = '[auth]\ninference_token_file = "tokens"\n[models.which]\ntarget = "app.py:which"\n'
     toml.write_text(config + f'[logging]\nfile = "{log}"\n')
     server = serve(None, "penstock.toml")
@@ -142,25 +143,36 @@ async def test_sighup_reloads_tokens_models_and_the_log_level_and_loses_no_reque
     def ask(token: str) -> tuple[int, bytes]:
         return server.post("/predictions/which", b"1", authorization=f"Bearer {token}")
 
+    async def said(words: str) -> None:
+        async with asyncio.timeout(20):
+            while words not in log.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
     assert (ask("old"), ask("new")[0]) == ((200, b"one"), 401)
-    app.write_text("def which(items):\n    return ['two' for _ in items]\n")
+    (tmp_path / "helper.py").write_text("NUMBER = 'the second'\n")
     tokens.write_text("old\nnew\n")
-    toml.write_text(config + f'[logging]\nfile = "{log}"\nlevel = "warning"\n')
     server.process.send_signal(signal.SIGHUP)
     statuses = set()
     async with asyncio.timeout(20):
-        while (answer := await asyncio.to_thread(ask, "old")) != (200, b"two"):
+        while (answer := await asyncio.to_thread(ask, "old")) != (200, b"the second"):
             statuses.add(answer[0])
     assert statuses <= {200}
-    assert ask("new") == (200, b"two")
+    assert ask("new") == (200, b"the second")
+    await said("event=reloaded models=which/1 also=tokens,tls_files,log_level")
+    server.process.send_signal(signal.SIGHUP)
+    await said("event=reloaded models=none_changed also=tokens")
+    (tmp_path / "helper.py").write_text("NUMBER = 'three'\n")
+    toml.write_text(config + f'[logging]\nfile = "{log}"\nlevel = "warning"\n')
+    server.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(ask, "new") != (200, b"three"):
+            pass
     toml.write_text("[models.which]\ntargte = 1\n")  # a wrong file changes nothing
     tokens.write_text("third\n")
     server.process.send_signal(signal.SIGHUP)
-    async with asyncio.timeout(20):
-        while "event=reload_failed" not in log.read_text():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await said("event=reload_failed")
     assert "did you mean 'target'" in log.read_text()
-    assert ask("new") == (200, b"two")
+    assert ask("new") == (200, b"three")
     assert server.stop()[0] == 0
     assert "event=draining" not in log.read_text(), "the level is warning"
 

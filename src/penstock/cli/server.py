@@ -190,8 +190,8 @@ class Server:
             if self._grpc is not None and grpc_tls is not None:
                 self._grpc.reload_tls(grpc_tls)
         self._logs.set_level(config.logging.level)
-        if self._management is not None:
-            await self._management.reload(config.models)
+        loaded = [] if self._management is None else await self._management.reload(config.models)
+        log.info("event=reloaded models=%s also=tokens,tls_files,log_level", ",".join(loaded) or "none_changed")
 
     # ---- listeners
 

@@ -98,20 +98,23 @@ class Management:
         self.check_open()
         await self._change(self._in_turn(model, partial(self._set_traffic, model, weights)))
 
-    async def reload(self, models: Mapping[str, ModelConfig]) -> None:
+    async def reload(self, models: Mapping[str, ModelConfig]) -> list[str]:
         """Loads the versions again whose section in `models` or whose files have changed, without losing a request.
 
-        A version that does not load answers as before. Other new and removed sections are not applied.
+        A version that does not load answers as before. Other new and removed sections are not applied. Returns the
+        loaded versions.
         """
         wanted = {(model.name or section, model.version): model for section, model in models.items()}
-        changes = []
+        changes, names = [], []
         for handle in self._engine.handles():
             config = wanted.pop((handle.name, handle.version), handle.config)
             if config != handle.config or file_stamps(config, self._sys_path) != handle.files:
                 changes.append(self._change(self._in_turn(handle.name, partial(self._put, handle.name, config), True)))
+                names.append(f"{handle.name}/{handle.version}")
         for name, version in wanted:
             log.warning("event=not_reloaded model=%s version=%s reason=new_section hint=restart", name, version)
-        await asyncio.gather(*changes, return_exceptions=True)
+        failed = await asyncio.gather(*changes, return_exceptions=True)
+        return [name for name, error in zip(names, failed, strict=True) if error is None]
 
     async def _change(self, change: Coroutine[Any, Any, None]) -> None:
         """Completes the change, even if the caller leaves meanwhile."""

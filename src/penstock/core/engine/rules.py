@@ -6,6 +6,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.config.schema import REMOTE, BatchingConfig, ModelConfig
@@ -53,11 +54,14 @@ def check_devices(config: ModelConfig, where: str = "") -> None:
             raise ConfigError(f"{where}devices: found {device}, but this machine has {', '.join(there)}")
 
 
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.*([\w.]*)[ \t]+)?import\b([\w., \t]*)", re.MULTILINE)
+
+
 def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[int, int, int]]:
     """{path: (inode, size, time of the last change in ns)} of the files that a model's section names.
 
     Target, weights and options may name files, and so may the texts of a target in TOML, which is a pipeline. A module
-    is looked up in `folders`.
+    is looked up in `folders`; what a module imports from its own folder belongs to it.
     """
     where, colon, _ = config.target.rpartition(":")
     where = config.target if is_whole_file(config.target) or not colon else where
@@ -67,6 +71,14 @@ def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[
             at = os.path.dirname(os.path.abspath(file.name))
             for name in _names(tomllib.load(file)):
                 paths += [os.path.normpath(os.path.join(at, os.path.expanduser(name))), *_modules(name, folders)]
+    paths = [path for path in map(os.path.expanduser, paths) if os.path.isfile(path)]
+    root = [os.path.dirname(path) or "." for path in paths[:1]]
+    for path in paths:  # which grows: a module imports others beside it, or beside the first one
+        text = Path(path).read_text(errors="replace") if path.endswith(".py") else ""
+        for package, names in _IMPORT.findall(text):
+            asked = [package, *(f"{package}.{name}".strip(".") for name in re.findall(r"[\w.]+", names))]
+            beside = [file for name in asked if name for file in _modules(name, [os.path.dirname(path) or ".", *root])]
+            paths += [file for file in beside if os.path.isfile(file) and file not in paths]
     paths += [value for value in (config.weights, *config.options.values()) if isinstance(value, str)]
     found = {}
     for path in paths:

@@ -85,6 +85,28 @@ def test_a_gpu_that_the_machine_does_not_have_is_refused_with_the_devices_that_i
             check_devices(ModelConfig(target="m", devices=(device,)))
 
 
+def test_the_stamps_of_a_model_cover_the_modules_of_its_folder_that_it_imports(tmp_path: Path) -> None:
+    files = {
+        "app.py": "import os\nimport helper, other as o\nfrom parts import first\nif 1:\n    from parts.third import x",
+        "helper.py": "from deeper import (\n    a,\n)\nimport app",
+        "deeper.py": "import missing",
+        "other.py": "not python (",
+        "parts/__init__.py": "from .second import *",
+        "parts/first.py": "from . import fourth\nimport helper",
+        "parts/second.py": "",
+        "parts/third.py": "",
+        "parts/fourth.py": "",
+        "unrelated.py": "",
+        "parts/unrelated.py": "",
+    }
+    (tmp_path / "parts").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    expected = {f"{tmp_path}/{name}" for name in files if "unrelated" not in name}
+    assert set(file_stamps(ModelConfig(target=f"{tmp_path}/app.py:f"), [])) == expected
+    assert set(file_stamps(ModelConfig(target="app:f"), [str(tmp_path)])) == expected
+
+
 def test_the_stamps_of_a_model_cover_all_files_that_it_names_and_those_of_its_pipeline(
     tmp_path: Path,
 ) -> None:
