@@ -16,6 +16,12 @@ from penstock.plugins import is_pipeline_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # flags whose name differs from their key
 
+_INSTEAD = {
+    "--reload": "On SIGHUP the server loads changed files again: kill -HUP PID.",
+    "--model-store": "Write --set server.model_store=FOLDER, or penstock torchserve.",
+    **dict.fromkeys(("--log-level", "--debug", "--verbose"), "Write --set logging.level=debug."),
+}
+
 
 def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[str, ...]) -> Config:
     """The Config from TARGETs, flags, `--set` and the environment. Raises ConfigError."""
@@ -82,7 +88,19 @@ def _set_compat(pipelines: list[dict[str, Any]]) -> None:
         model["options"] = {**model.get("options", {}), "compat": True}
 
 
-@click.command()
+class _Serve(click.Command):
+    """A command that says what to write instead of options that other servers have."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as e:
+            if e.option_name not in _INSTEAD:
+                raise
+            raise click.NoSuchOption(e.option_name, f"{e.message} {_INSTEAD[e.option_name]}", ctx=ctx) from None
+
+
+@click.command(cls=_Serve)
 @click.argument("targets", nargs=-1, metavar="TARGET...")
 @click.option(
     "--instances",

@@ -34,13 +34,10 @@ def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[
         if spec.endswith(".py"):
             spec = f"{spec}:{only_model(spec)}"
         module, colon, attribute = spec.rpartition(":")
-        if is_whole_file(spec):
+        if is_whole_file(spec) and "://" not in spec:
             attribute = Path(spec).stem
-        elif not colon or not module or not attribute:
-            raise ConfigError(
-                f"TARGET '{target}' must be app.py, app.py:obj, pkg.mod:obj, a model ({', '.join(MODEL_FILES)})"
-                " or a .toml file, of a configuration or a pipeline"
-            )
+        elif not colon or not module or not attribute or "://" in spec:
+            raise ConfigError(f"TARGET '{target}' {_why_not(spec)}")
         name = given if equals else re.sub(r"[^a-z0-9_-]+", "-", attribute.lower())
         if name in models:
             raise ConfigError(f"two models are named '{name}'; name one with NAME={spec}")
@@ -50,6 +47,27 @@ def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[
             spec = f"{Path(module).resolve()}:{attribute}"
         models[name] = {"target": spec}
     return toml, models
+
+
+def _why_not(spec: str) -> str:
+    """Why a text is no TARGET, and what to write instead."""
+    path, file = Path(spec), Path(spec.rstrip(":") if spec.endswith(".py:") else f"{spec}.py")
+    module, _, name = spec.rpartition(".")
+    forms = f"app.py, app.py:obj, pkg.mod:obj, a model ({', '.join(MODEL_FILES)}) or a .toml file"
+    if "://" in spec:
+        return "is a URL; download the file and name that"
+    if path.is_dir():
+        return "is a folder; name a file in it, such as app.py or model.onnx"
+    if path.suffix in (".mar", ".war"):
+        store = f"--model-store {path.parent} --models {path.name}"
+        return f"is an archive of TorchServe; write penstock torchserve --start --foreground {store}"
+    if file.is_file() or Path(f"{module.replace('.', '/')}.py").is_file():
+        return f"names no object; did you mean {file if file.is_file() else f'{module}:{name}'}?"
+    if path.is_file():
+        return f"is a {path.suffix} file, which no runtime opens; load it in a class, and name that ({forms})"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec):
+        return f"is no file; a class loads a model of a hub: write penstock serve app.py:Model --model {spec}"
+    return f"must be {forms}, of a configuration or a pipeline"
 
 
 def only_model(file: str) -> str:

@@ -93,20 +93,15 @@ class ModelTypes:
 def check_takes_items(predict: Any) -> None:
     """Raises LoadFailed if a function cannot be called with a list of items, or declares that it takes one item."""
     try:
-        signature = inspect.signature(predict)
-    except (TypeError, ValueError):  # some functions are not written in Python
-        return
-    try:
-        signature.bind([])
+        inspect.signature(predict).bind([])
     except TypeError as e:
-        raise LoadFailed(f"predict{signature} does not take the items of a batch ({e}): write predict(items)") from None
+        raise LoadFailed(f"predict does not take the items of a batch ({e}): write predict(items)") from None
+    except ValueError:  # some functions are not written in Python
+        return
     kind = _argument(predict)
     if kind in _SCALARS or is_struct(kind):
-        found, name = next(iter(signature.parameters)), kind.__name__
-        raise LoadFailed(
-            f"predict({found}: {name}) takes one item, but it gets all items of a batch: write predict(items:"
-            f" list[{name}]), which returns a list of as many results"
-        )
+        right = f"predict(items: list[{kind.__name__}])"
+        raise LoadFailed(f"predict takes one {kind.__name__}, but it gets all items of a batch: write {right} -> list")
 
 
 def is_struct(kind: Any) -> bool:

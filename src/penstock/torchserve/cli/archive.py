@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,17 @@ class Abbreviating(click.Command):
             return matches[0] + equals + value if len(name) > 2 and name not in flags and len(matches) == 1 else word
 
         return super().parse_args(ctx, [expand(word) if word.startswith("--") else word for word in args])
+
+
+def warn_of_namesake() -> None:
+    """Says that pip replaced the command of a package of the same name, if TorchServe's is installed too."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    name = os.path.basename(sys.argv[0])
+    if name.startswith("torch"):  # as a console script
+        with suppress(PackageNotFoundError):
+            text = f"{name}: this is Penstock's command, which replaced that of {name} {version(name)}: uninstall one"
+            click.echo(f"{text} of the two packages, and install the other one again", err=True)
 
 
 @contextmanager
@@ -72,10 +83,7 @@ def archive(export_path: str, archive_format: Any, force: bool, **contents: str)
     """
     from penstock.torchserve.archive.pack import ArchiveContents, pack
 
+    warn_of_namesake()
     logging.basicConfig(format="%(levelname)s - %(message)s")
     with exit_on_error():
         pack(ArchiveContents(**contents), Path(export_path or os.getcwd()), archive_format, force=force)
-
-
-if __name__ == "__main__":
-    archive()

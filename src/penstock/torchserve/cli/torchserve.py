@@ -19,6 +19,7 @@ from penstock._version import __version__
 from penstock.core.os_threads import keep_standard_files
 from penstock.errors import ConfigError, Conflict, PenstockError
 from penstock.torchserve.admin.snapshots import last_snapshot
+from penstock.torchserve.cli.archive import warn_of_namesake
 from penstock.torchserve.cli.pid_file import ALREADY_RUNNING, PidFile, pid_path, running_pid, stop
 from penstock.torchserve.config.properties import Properties, load_properties
 
@@ -29,6 +30,7 @@ CONTAINER_INITS: Final = ("catatonit", "docker-init", "dumb-init", "tini")
 def main(words: Sequence[str] | None = None) -> NoReturn:
     keep_standard_files()  # before anything opens a descriptor: the log would be the PID file
     given = list(sys.argv[1:] if words is None else words)
+    warn_of_namesake()
     try:
         code = _run(parser().parse_args(given), given)
     except PenstockError as error:
@@ -167,7 +169,3 @@ def _check_paths(args: argparse.Namespace, env: Mapping[str, str]) -> None:
     folder = env.get("TEMP")
     if folder and not os.path.isdir(folder):
         raise ConfigError(f"Invalid temp directory: {folder}, please check TEMP environment variable.")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from penstock.torchserve.cli.archive import Abbreviating, exit_on_error
+from penstock.torchserve.cli.archive import Abbreviating, exit_on_error, warn_of_namesake
 
 
 @click.command(cls=Abbreviating, context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,6 +23,7 @@ def archive(workflow_name: str, spec_file: str, handler: str, extra_files: str, 
     """
     from penstock.torchserve.archive.pack import WorkflowContents, pack_workflow
 
+    warn_of_namesake()
     logging.basicConfig(format="%(levelname)s - %(message)s")
     with exit_on_error():
         contents = WorkflowContents(workflow_name, spec_file, handler, extra_files)

@@ -84,13 +84,13 @@ class AsyncOne:
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        (NoItems, r"predict\(\) does not take the items of a batch \(too many .*\): write predict\(items\)"),
-        (two_needed, r"predict\(items, others\) does not take .*missing a required argument: 'others'"),
-        (one_text, r"predict\(text: str\) takes one item, .*: write predict\(items: list\[str\]\)"),
-        (one_file, r"predict\(data: bytes\) takes one item"),
-        (one_struct, r"predict\(item: Item\) takes one item"),
-        (OneNumber, r"predict\(x: float\) takes one item"),
-        (AsyncOne, r"predict\(text: str\) takes one item"),
+        (NoItems, r"predict does not take the items of a batch \(too many .*\): write predict\(items\)"),
+        (two_needed, r"predict does not take .*missing a required argument: 'others'"),
+        (one_text, r"predict takes one str, .*: write predict\(items: list\[str\]\)"),
+        (one_file, r"predict takes one bytes"),
+        (one_struct, r"predict takes one Item"),
+        (OneNumber, r"predict takes one float"),
+        (AsyncOne, r"predict takes one str"),
     ],
 )
 def test_a_predict_that_does_not_take_a_batch_is_refused(target, told):
