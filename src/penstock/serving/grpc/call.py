@@ -108,7 +108,7 @@ class GrpcCall(Stream):
         self._replenish()
         if isinstance(message, Compressed):
             listener = self.owner.listener
-            return await unpack(message, listener.backend, listener.config.max_body_bytes)
+            return await unpack(message, listener.unpacking, listener.config.max_body_bytes)
         return message
 
     def pop(self) -> Any:
@@ -304,11 +304,11 @@ class GrpcCall(Stream):
         """A whole message is here."""
         method = self.head.method
         assert method is not None
-        wbits = ENCODINGS.get(self.head.encoding)
+        coding = ENCODINGS.get(self.head.encoding)
         error = None
-        if flag and wbits is None and self.head.encoding != b"identity":
+        if flag and coding is None and self.head.encoding != b"identity":
             error = GrpcError(Code.UNIMPLEMENTED, "found another grpc-encoding, expected identity, gzip or deflate")
-        elif flag > 1 or (flag and wbits is None):
+        elif flag > 1 or (flag and coding is None):
             error = GrpcError(Code.INTERNAL, "found a compressed message, but grpc-encoding names no compression")
         elif self.messages and not method.client_streaming:
             error = GrpcError(Code.INTERNAL, "found a second message, expected one")
@@ -316,7 +316,7 @@ class GrpcCall(Stream):
             free(payload)
             self.fail(error)
             return
-        message = Compressed(payload, wbits) if flag and wbits else payload
+        message = Compressed(payload, coding) if flag and coding else payload
         self.messages.append(message)
         self._untaken += size_of(message)
         if method.client_streaming:

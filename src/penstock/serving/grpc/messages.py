@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from struct import Struct as Packing
 from typing import Any, Final, NamedTuple
 
 from penstock.core.contracts import Backend, Buffer
-from penstock.errors import PayloadTooLarge, QueueFull
+from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 from penstock.serving.grpc.calls import Code, GrpcError, refused
-from penstock.serving.http.intake import BIG_BYTES
+from penstock.serving.http.intake import BIG_BYTES, aligned
+from penstock.serving.http.unpacking import Unpacking
 
 PREFIX: Final = Packing(">BI")  # of a message: whether it is compressed, and its length
-ENCODINGS: Final = {b"gzip": 31, b"deflate": 15}  # zlib's wbits
-ALIGNMENT: Final = 64
-MAX_RATIO: Final = 128  # of an unpacked message to the packed one: text and padded tensors reach 20 to 100 ...
-FREE_BYTES: Final = 2**20  # ... and a mask of zeros 1000, which is welcome up to this size
-STEP: Final = 2**20  # unpacked in a thread before the event loop has its turn
+ENCODINGS: Final = {b"gzip": "gzip", b"deflate": "deflate"}
 
 Payload = bytes | Buffer
 
@@ -27,7 +22,7 @@ class Compressed(NamedTuple):
     """A message that is not unpacked yet."""
 
     payload: Payload
-    wbits: int
+    coding: str
 
 
 class MessageReader:
@@ -80,7 +75,10 @@ class MessageReader:
     def reserve(self) -> bool:
         """Gets memory for a large message; False while there is none. Raises GrpcError if there will never be."""
         begun = len(self.part)
-        buffer = allocate(self._backend, begun + self.missing)
+        try:
+            buffer = aligned(self._backend, begun + self.missing)
+        except PayloadTooLarge as error:
+            raise GrpcError(Code.RESOURCE_EXHAUSTED, error.message) from None
         if buffer is None:
             return False
         buffer.view[:begun] = self.part
@@ -102,18 +100,6 @@ class MessageReader:
             buffer.release()
 
 
-def allocate(backend: Backend, length: int) -> Buffer | None:
-    """Memory for a large message; None while there is none. Raises GrpcError if there will never be."""
-    before = -length % ALIGNMENT  # the last tensor commonly ends the message: aligned, no worker copies it
-    try:
-        buffer = backend.allocate(length + before)
-    except PayloadTooLarge as error:
-        raise GrpcError(Code.RESOURCE_EXHAUSTED, error.message) from None
-    if buffer is not None:
-        buffer.skip(before)
-    return buffer
-
-
 def size_of(message: Payload | Compressed) -> int:
     payload = message.payload if isinstance(message, Compressed) else message
     return len(payload) if isinstance(payload, bytes) else len(payload.view)
@@ -125,54 +111,11 @@ def free(message: Payload | Compressed) -> None:
         payload.release()
 
 
-async def unpack(message: Compressed, backend: Backend, most: int) -> Payload:
-    """The message as it was, at most `most` bytes. Raises GrpcError.
-
-    It is unpacked twice: first to measure it, so that a large one is never anywhere but in shared memory.
-    """
-    payload = message.payload
-    data = memoryview(payload) if isinstance(payload, bytes) else payload.view
-    most = min(most, max(MAX_RATIO * len(data), FREE_BYTES))
-    buffer: Buffer | None = None
+async def unpack(message: Compressed, unpacking: Unpacking, most: int) -> Payload:
+    """The message as it was, at most `most` bytes. Raises GrpcError."""
     try:
-        length = await asyncio.to_thread(_measure, data, message.wbits, most)
-        if length <= BIG_BYTES:
-            return b"".join(_pieces(data, message.wbits))
-        buffer = allocate(backend, length)
-        if buffer is None:
-            raise refused(QueueFull("the memory for messages is full; send again later", retry_after_s=1.0))
-        pieces, at = _pieces(data, message.wbits), 0
-        while piece := await asyncio.to_thread(next, pieces, b""):  # a thread that outlives the call writes nothing
-            buffer.view[at : at + len(piece)] = memoryview(piece)
-            at += len(piece)
-        found, buffer = buffer, None
-        return found
-    finally:
-        if buffer is not None:
-            buffer.release()
-        free(message)  # here, because who waits for the memory belongs to the event loop
-
-
-def _pieces(data: memoryview, wbits: int) -> Iterator[bytes]:
-    """The unpacked message, a step at a time. Raises GrpcError if it is damaged or cut."""
-    unzip, step = zlib.decompressobj(wbits), max(STEP, len(data) // 8)  # each step copies what is left
-    rest: bytes | memoryview = data
-    try:
-        while not unzip.eof and (piece := unzip.decompress(rest, step)):
-            yield piece
-            rest = unzip.unconsumed_tail
-    except zlib.error as error:
-        raise GrpcError(Code.INTERNAL, f"the message cannot be unpacked: {error}") from None
-    if not unzip.eof:
-        raise GrpcError(Code.INTERNAL, "the compressed message is not complete")
-
-
-def _measure(data: memoryview, wbits: int, most: int) -> int:
-    """The length of the unpacked message. Raises GrpcError."""
-    length = 0
-    for piece in _pieces(data, wbits):
-        length += len(piece)
-        if length > most:
-            bound = f"limits.max_body_bytes, or {MAX_RATIO} times its size"
-            raise GrpcError(Code.RESOURCE_EXHAUSTED, f"unpacked, the message is larger than {most} bytes: {bound}")
-    return length
+        return await unpacking.unpack(message.payload, message.coding, most)
+    except (PayloadTooLarge, QueueFull) as error:
+        raise refused(error) from None
+    except BadRequest as error:
+        raise GrpcError(Code.INTERNAL, f"the message cannot be unpacked: {error.message}") from None

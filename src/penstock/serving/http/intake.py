@@ -8,6 +8,17 @@ from penstock.errors import PayloadTooLarge, QueueFull
 from penstock.serving.http.responses import ListenerFull
 
 BIG_BYTES: Final = 64 * 1024  # larger bodies go into a Buffer
+ALIGNMENT: Final = 64
+
+
+def aligned(backend: Backend, length: int) -> Buffer | None:
+    """Memory whose end is aligned: there is the last tensor, which no worker has to copy then. None while there is
+    none. Raises PayloadTooLarge if there will never be."""
+    before = -length % ALIGNMENT
+    buffer = backend.allocate(length + before)
+    if buffer is not None:
+        buffer.skip(before)
+    return buffer
 
 
 class Budget:
@@ -92,9 +103,7 @@ class Intake:
         size = min(max(need, 2 * self._filled, 4 * BIG_BYTES), self.max_body_bytes)
         larger = self.backend.allocate(size)
         if larger is None:  # waiting while holding a Buffer could deadlock
-            raise QueueFull(
-                "the memory for request bodies is full; send again later, or with a Content-Length and no coding"
-            )
+            raise QueueFull("the memory for request bodies is full; send again later, or send a Content-Length")
         larger.view[: self._filled] = self._small if self._buffer is None else self._buffer.view[: self._filled]
         if self._buffer is not None:
             self._buffer.release()

@@ -1,30 +1,30 @@
-"""Bodies in a content coding, unpacked before they wait in a queue.
+"""Bodies and messages in a content coding, unpacked before they wait in a queue.
 
 A packed body may become a thousand times as long. It is unpacked in the server process, because only then does every
 bound count what it really takes: `limits.max_body_bytes`, the pool of shared memory, and the bytes of a queue. The
-worker, the codecs and whatever looks at bodies know nothing of codings. A piece takes the event loop microseconds: all
-but the first are unpacked in a thread, without the interpreter. Few bodies are unpacked at once; the others wait as
-they came. A body that unpacks to more than `MOST_RATIO` times its size is refused.
+worker, the codecs and whatever looks at bodies know nothing of codings. A small body costs the event loop a fraction of
+a millisecond. A large one is unpacked twice in a thread, without the interpreter: it is measured first, so that it is
+never anywhere but in shared memory, of which it takes no more than it needs. Few are unpacked at once; the others wait
+as they came. A body that unpacks to more than `MOST_RATIO` times its size is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Final
 
-from penstock.core.contracts import Backend
-from penstock.errors import BadRequest, Cancelled, PayloadTooLarge
-from penstock.serving.http.intake import BIG_BYTES, Intake
+from penstock.core.contracts import Backend, Buffer
+from penstock.errors import BadRequest, Cancelled, PayloadTooLarge, QueueFull
+from penstock.serving.http.intake import BIG_BYTES, aligned
 from penstock.serving.protocols.codings import CONTENT_ENCODING, unpacker
 from penstock.types import Headers
 
-MOST_RATIO: Final = 200  # as Apache's DeflateInflateRatioLimit; text and tensors of data have 2 to 20
-FREE_BYTES: Final = 2**20  # any ratio is fine up to here
-PIECE_BYTES: Final = 256 * 1024  # 0.5 to 1 ms of a core
+MOST_RATIO: Final = 200  # as Apache's DeflateInflateRatioLimit; text and padded tensors reach 20 to 100 ...
+FREE_BYTES: Final = 2**20  # ... and a mask of zeros 1000, which is welcome up to this size
+PIECE_BYTES: Final = 2**20  # 2 to 4 ms of a core, in a thread
 AT_ONCE: Final = 2
-_TOO_DENSE: Final = f"the body unpacks to more than {MOST_RATIO} times its size; send it without Content-Encoding"
 PACKED: Final = (CONTENT_ENCODING, b"content-length")  # headers that describe a packed body
 
 
@@ -35,53 +35,77 @@ class Unpacking:
         self._backend = backend
         self._turns = asyncio.Semaphore(AT_ONCE)
 
-    async def unpack(self, payload: Any, coding: str, most: int, left: Callable[[], bool] = lambda: False) -> Any:
-        """The body of at most `most` bytes: `bytes` or a Buffer, as `payload`, which is freed.
+    async def unpack(
+        self, payload: bytes | Buffer, coding: str, most: int, left: Callable[[], bool] = lambda: False
+    ) -> bytes | Buffer:
+        """The body of at most `most` bytes, in a Buffer if it is large. `payload` is freed.
 
         Raises BadRequest if the stream is damaged or truncated, or if anything follows it, PayloadTooLarge, QueueFull
         while the pool is full, and Cancelled once the client has `left`.
         """
-        data = payload if isinstance(payload, bytes) else payload.view
-        intake = Intake(self._backend, most)
-        intake.begin(0, most)
+        data = memoryview(payload if isinstance(payload, bytes) else payload.view)
         try:
-            await self._fill(intake, data, coding, left)
-            return intake.take()
-        except zlib.error as error:
-            raise BadRequest(f"the body is not a valid {coding} stream: {error}") from None
+            found = _pieces(data, coding, BIG_BYTES)
+            first = next(found, b"")
+            if next(found, None) is None:
+                _check(len(first), most, len(data))
+                return first
+            async with self._turns:
+                if left():
+                    raise Cancelled("the client has left")
+                return await self._unpack_large(data, coding, most)
         finally:
-            intake.release()
             if not isinstance(payload, bytes):
                 payload.release()
 
-    async def _fill(self, intake: Intake, data: bytes | memoryview, coding: str, left: Callable[[], bool]) -> None:
-        stream, loop = unpacker(data[:2], coding), asyncio.get_running_loop()
-        free, at = max(FREE_BYTES, MOST_RATIO * len(data)), BIG_BYTES
-        rest = bytes(data[:at])  # a thread never reads memory that may be freed
-        piece = stream.decompress(rest, BIG_BYTES)
-        if stream.eof:
-            intake.add(piece)
-        else:
-            async with self._turns:
-                while True:
-                    free -= len(piece)
-                    if free < 0:
-                        raise PayloadTooLarge(_TOO_DENSE)
-                    intake.add(piece)
-                    if stream.eof or left():
-                        break
-                    rest = stream.unconsumed_tail
-                    if not rest:
-                        rest, at = bytes(data[at : at + BIG_BYTES]), at + BIG_BYTES
-                    piece = await loop.run_in_executor(None, stream.decompress, rest, PIECE_BYTES)
-                    if not (rest or piece or stream.eof):
-                        raise BadRequest(
-                            f"the {coding} stream of the body is truncated: it ends after {len(data)} bytes"
-                        )
-        if left():
-            raise Cancelled("the client has left")
-        if extra := len(stream.unused_data) + max(0, len(data) - at):
-            raise BadRequest(f"{extra} bytes follow the {coding} stream; send exactly one")
+    async def _unpack_large(self, data: memoryview, coding: str, most: int) -> bytes | Buffer:
+        buffer = aligned(self._backend, await asyncio.to_thread(_measure, data, coding, most))
+        if buffer is None:
+            raise QueueFull("the memory for large bodies is full; send again later, or uncompressed", retry_after_s=1.0)
+        try:
+            pieces, at = _pieces(data, coding, PIECE_BYTES), 0
+            while piece := await asyncio.to_thread(next, pieces, b""):  # a thread that outlives the call writes nothing
+                buffer.view[at : at + len(piece)] = memoryview(piece)
+                at += len(piece)
+        except BaseException:
+            buffer.release()
+            raise
+        return buffer
+
+
+def _pieces(data: memoryview, coding: str, most: int) -> Iterator[bytes]:
+    """The unpacked body in pieces of at most `most` bytes. Raises BadRequest."""
+    stream, at = unpacker(data[:2], coding), 0
+    try:
+        while not stream.eof:
+            rest = stream.unconsumed_tail
+            if not rest:
+                rest, at = bytes(data[at : at + BIG_BYTES]), at + BIG_BYTES
+            if piece := stream.decompress(rest, most):
+                yield piece
+            elif not (rest or stream.eof):
+                raise BadRequest(f"the {coding} stream of the body is truncated: it ends after {len(data)} bytes")
+    except zlib.error as error:
+        raise BadRequest(f"the body is not a valid {coding} stream: {error}") from None
+    if extra := len(stream.unused_data) + max(0, len(data) - at):
+        raise BadRequest(f"{extra} bytes follow the {coding} stream; send exactly one")
+
+
+def _measure(data: memoryview, coding: str, most: int) -> int:
+    """The size of the unpacked body. Raises BadRequest, PayloadTooLarge."""
+    size = 0
+    for piece in _pieces(data, coding, PIECE_BYTES):
+        size += len(piece)
+        _check(size, most, len(data))
+    return size
+
+
+def _check(size: int, most: int, packed: int) -> None:
+    if size > max(FREE_BYTES, MOST_RATIO * packed):
+        raise PayloadTooLarge(f"unpacked, the body has more than {MOST_RATIO} times its size; send it uncompressed")
+    if size > most:
+        key = " (limits.max_body_bytes)" if most > BIG_BYTES else ""
+        raise PayloadTooLarge(f"unpacked, the body is larger than {most} bytes{key}")
 
 
 def unpacked_headers(headers: Headers) -> Headers:

@@ -14,9 +14,10 @@ import pytest
 from penstock.errors import BadRequest
 from penstock.serving.grpc import call as call_module
 from penstock.serving.grpc import listener as listener_module
-from penstock.serving.grpc import messages, protocol
+from penstock.serving.grpc import protocol
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.protocol import GrpcConnection
+from penstock.serving.http import unpacking
 from penstock.serving.http2 import frames as h2
 from penstock.serving.http2.connection import Http2Connection
 from penstock.serving.http2.frames import frame
@@ -150,7 +151,7 @@ async def test_what_unpacks_to_a_small_size_may_have_any_ratio_and_more_may_not(
             await client.message(id, zlib.compress(request(size)), flag=1)
             answer = await client.reply(id)
             assert answer[0] == status
-        assert "128 times its size" in answer[1]
+        assert "200 times its size" in answer[1]
         assert found.backend.used_bytes == 0
 
 
@@ -165,14 +166,14 @@ async def test_unpacked_messages_share_the_memory_of_all_and_are_refused_without
             for _ in range(count):
                 end = await client.until(lambda each: each.type == h2.HEADERS and "grpc-status" in each.fields)
                 assert end.fields["grpc-status"] == status, end.fields
-                assert status == "0" or end.fields["grpc-message"].startswith("the memory for messages is full")
+                assert status == "0" or end.fields["grpc-message"].startswith("the memory for large bodies is full")
             await wait_until(lambda: len(held) == 3)
             for call in held:
                 call.reply()
 
 
 async def test_a_call_that_is_reset_while_its_message_is_unpacked_frees_its_memory(monkeypatch, wait_until):
-    monkeypatch.setattr(messages, "STEP", 1000)
+    monkeypatch.setattr(unpacking, "PIECE_BYTES", 1000)
     async with site() as found:
         client = await found.connect()
         client.call(1, INFER, ("grpc-encoding", "deflate"))
@@ -188,7 +189,7 @@ BAD = {
     "another encoding": ([("grpc-encoding", "snappy")], (b"x", 1, True), "12", "grpc-encoding"),
     "no encoding": ([], (b"x", 1, True), "13", "grpc-encoding names no compression"),
     "not packed": ([("grpc-encoding", "gzip")], (b"x" * 30, 1, True), "13", "the message cannot be unpacked"),
-    "packed in part": ([("grpc-encoding", "deflate")], (zlib.compress(bytes(99))[:-3], 1, True), "13", "not complete"),
+    "packed in part": ([("grpc-encoding", "deflate")], (zlib.compress(bytes(99))[:-3], 1, True), "13", "truncated"),
     "too large": ([], (bytes(2000), 0, True), "8", "larger than max_body_bytes (1000)"),
     "damaged behind a good begin": (
         [("grpc-encoding", "gzip")], (gzip.compress(b"abc")[:-8] + bytes(8), 1, True), "13", "cannot be unpacked"
