@@ -168,8 +168,12 @@ class GrpcConnection(asyncio.BufferedProtocol):
         return GrpcCall(connection, id, head, self)
 
     def check(self, head: CallHead) -> None:
-        if self.listener.budget.full and (len(self._http2.streams) > 1 or self._http2.outbox.unsent_bytes):
-            raise refused(self.listener.budget.refusal())
+        budget, unsent = self.listener.budget, self._http2.outbox.unsent_bytes
+        if unsent > self.unread:  # since the last sweep
+            budget.sweep(budget.swept + unsent - self.unread)
+            self.unread = unsent
+        if budget.full and (unsent or len(self._http2.streams) > 1):
+            raise refused(budget.refusal())
         self._shared.dispatcher.check(head)
 
     def start(self, call: GrpcCall) -> None:

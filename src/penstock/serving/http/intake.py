@@ -31,16 +31,17 @@ class Budget:
     def __init__(self, most: int) -> None:
         self.most = most
         self.full = False
-        self._parts = self._swept = 0
+        self.swept = 0
+        self._parts = 0
 
     def count(self, more: int) -> None:
         """Adds parts of requests, or subtracts them."""
         self._parts += more
-        self.full = self._parts + self._swept > self.most
+        self.full = self._parts + self.swept > self.most
 
     def sweep(self, found: int) -> None:
         """Replaces what the last sweep found."""
-        self._swept = found
+        self.swept = found
         self.count(0)
 
     def refusal(self) -> ListenerFull:
