@@ -375,7 +375,7 @@ def test_a_long_header_block_ends_its_turn() -> None:
     turns = 1
     while server.turns():
         turns += 1
-    assert turns == 5
+    assert turns == 10
 
 
 def test_a_client_may_ping_after_each_answer_as_that_of_go_does() -> None:

@@ -61,7 +61,6 @@ EXPLAINED: Final = 4  # ... and so many more for each stream that was opened and
 PREMATURE_S: Final = 0.01  # a stream that was reset within this time had no use: it explains nothing
 TURN: Final = 512  # work of one call of `receive`, in units of about 3 us: 32 whole calls, or 64 that are rejected
 CALL: Final = 8  # units for the begin of a call, and for its end
-BLOCK_BYTES_PER_UNIT: Final = 64  # of a header block, which Python decodes
 MAX_CUT: Final = 1024  # streams that were ended before the client had: it may still send what it began
 _DRAINED: Final = b"drained?"  # in a PING: its answer comes after all streams that the client began before it
 _DRAIN: Final = goaway(MAX_WINDOW, NO_ERROR) + frame(PING, 0, 0, _DRAINED)
@@ -178,6 +177,7 @@ class Http2Connection:
                 break
             self._frame(kind, flags, id, data[at : at + HEAD_BYTES + size])
             at += HEAD_BYTES + size
+            self.turn, self._reader.work = self.turn - self._reader.work, 0
         if self._credit < CONNECTION_WINDOW // 2:
             self.outbox.write(window_update(0, CONNECTION_WINDOW - self._credit))
             self._credit = CONNECTION_WINDOW
@@ -397,7 +397,7 @@ class Http2Connection:
             self.partial_head = id
             self._block = (id, flags, bytearray(block))
             return
-        self.turn -= CALL + len(block) // BLOCK_BYTES_PER_UNIT
+        self.turn -= CALL
         stream = self.streams.get(id)
         if stream is not None:
             self._trailers(stream, flags, self._reader.decode(block))

@@ -19,7 +19,6 @@ _OF_CONNECT: Final = frozenset({b":method", b":authority"})
 _OF_CONNECTION: Final = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
 _PORTS: Final = {b"http": b":80", b"https": b":443"}
 _is_name: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
-_is_value: Final = re.compile(rb"(?![ \t])[^\0\r\n]*(?<![ \t])").fullmatch
 _is_method: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+").fullmatch
 _is_scheme: Final = re.compile(rb"[A-Za-z][A-Za-z0-9+.\-]*").fullmatch
 _is_path: Final = re.compile(rb"/[^\0-\x20\x7f]*").fullmatch
@@ -50,6 +49,11 @@ def request_length(headers: Headers) -> int | None:
 def are_trailers(headers: Headers) -> bool:
     """Whether these fields may follow the content of a request."""
     return all(_is_field(name, value) for name, value in headers)
+
+
+def _is_value(value: bytes) -> bool:
+    # a regular expression would take 12 times as long, and a block of 90 bytes may stand for 60 KB of values
+    return not (b"\n" in value or b"\r" in value or b"\0" in value) and value.strip(b" \t") == value
 
 
 def _is_field(name: bytes, value: bytes) -> bool:

@@ -38,6 +38,8 @@ MAX_WINDOW: Final = 2**31 - 1
 KNOWN_BLOCKS: Final = 64
 KNOWN_BYTES: Final = 2**15  # of all decoded blocks that a connection remembers: a block of 4 KiB may stand for 64 KiB
 EMPTY_TABLE: Final = b"\x20"
+CODED_PER_UNIT: Final = 16  # bytes of a block; Huffman's code costs most, 0.6 us a byte
+DECODED_PER_UNIT: Final = 256  # bytes of its fields, which are checked and may be base64
 FIELD_BYTES: Final = 32  # added to the size of each field, as in RFC 7541 section 4.1
 _SETTING: Final = Packing(">HI")
 _WORD: Final = Packing(">I")
@@ -115,16 +117,16 @@ class HeaderReader(Generic[T]):
         self._read = read
         self._known: dict[bytes, tuple[T | None, int]] = {}
         self._known_bytes = 0
+        self.work = 0  # of decoding since somebody set it to 0, in the units of a connection's turn
 
     def read(self, block: bytes) -> tuple[T | None, int]:
         """What a request says, None if it is malformed, and the length of its content. Raises Http2Error."""
         known = self._known.get(block)
         if known is not None:
             return known
-        headers, changed = self._decode(block)
+        headers, size, changed = self._decode(block)
         length = request_length(headers)
         found = (None, NO_LENGTH) if length is None else (self._read(headers), length)
-        size = len(block) + sum([FIELD_BYTES + len(name) + len(value) for name, value in headers])
         if not changed and size <= KNOWN_BYTES // 4:
             if len(self._known) >= KNOWN_BLOCKS or self._known_bytes + size > KNOWN_BYTES:
                 self._forget()
@@ -136,8 +138,8 @@ class HeaderReader(Generic[T]):
         """The headers of any block. Raises Http2Error."""
         return self._decode(block)[0]
 
-    def _decode(self, block: bytes) -> tuple[Headers, bool]:
-        """The headers, and whether the table has changed, which the known blocks do not survive.
+    def _decode(self, block: bytes) -> tuple[Headers, int, bool]:
+        """The headers, their size, and whether the table has changed, which the known blocks do not survive.
 
         Raises Http2Error: after a bad block the tables of both sides differ, and the connection is useless.
         """
@@ -154,7 +156,9 @@ class HeaderReader(Generic[T]):
         changed = changed or (size, count) != (table.maxsize, len(table.dynamic_entries))
         if changed:
             self._forget()
-        return headers, changed
+        size = len(block) + sum([FIELD_BYTES + len(name) + len(value) for name, value in headers])
+        self.work += len(block) // CODED_PER_UNIT + size // DECODED_PER_UNIT
+        return headers, size, changed
 
     def _forget(self) -> None:
         self._known.clear()
