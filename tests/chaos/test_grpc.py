@@ -29,6 +29,9 @@ SOURCE = """
     def echo(items):
         return items
 
+    def large(items):
+        return [{"n": np.zeros([1, 60_000], np.uint8)} for _ in items]
+
     class Parts:
         async def predict(self, items):
             for n in range(20):
@@ -146,6 +149,7 @@ HEAD = b"".join(
         (b"te", b"trailers"),
     )
 )
+NO_METHOD = HEAD.replace(b"ServerLive", b"ServerGone")
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
 
 
@@ -161,6 +165,8 @@ FLOODS = {
     "empty data": lambda n: frame(0, 0, 1) * 100,
     "continuation": lambda n: b"" if n else frame(1, 0, 1, HEAD) + frame(9, 0, 1, header(b"x-a", bytes(100))) * 20_000,
     "garbage": lambda n: b"\xff" * 4096,
+    "rejected calls": lambda n: b"".join(frame(1, 5, k, NO_METHOD) for k in odd(n)),
+    "pings and windows": lambda n: (frame(6, 0, 0, bytes(8)) + frame(8, 0, 0, struct.pack(">I", 1))) * 100,
 }  # fmt: skip
 
 
@@ -206,6 +212,58 @@ async def test_a_flood_leaves_the_server_to_the_others(
             going = False
             await asyncio.gather(*attacks)
         await served(infer, 10)
+
+
+def call(id: int, *more: bytes, message: bytes = b"", flag: int = 0, length: int = 0, end: int = 1) -> bytes:
+    """A call of ModelInfer with further fields of HPACK, and its message or, with `length`, a part of one."""
+    fields = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", INFER), (b"content-type", b"application/grpc"))
+    block = b"".join([*(header(*each) for each in fields), *more])
+    begin = struct.pack(">BI", flag, length or len(message)) + message
+    return frame(1, 4, id, block) + (frame(0, end, id, begin) if message else b"")
+
+
+INFER = SERVICE.encode() + b"ModelInfer"
+STREAMS = range(1, 801, 2)
+GZIP = header(b"grpc-encoding", b"gzip")
+BOMB = gzip.compress(bytes(60_000_000))
+LARGE = request("large")
+NO_WINDOW = frame(4, 0, 0, struct.pack(">HI", 4, 0))
+FIRST_OF_TABLE = b"\x40\x05x-bin\x7f\xd9\x1c" + b"A" * 3800  # a literal that the table keeps, and then byte \xbe
+# what a connection sends: calls that occupy memory of the server for as long as they can
+HOARDS = {
+    "parts of messages": PREFACE + b"".join(call(n, message=bytes(50_000), length=60_000, end=0) for n in STREAMS),
+    "metadata": PREFACE
+    + call(1, FIRST_OF_TABLE)
+    + b"".join(call(n, b"\xbe" * 15, header(b"x-n", b"%d" % n)) for n in STREAMS[1:150]),
+    "packed messages": PREFACE + b"".join(call(n, GZIP, message=BOMB, flag=1) for n in STREAMS[:8]),
+    "answers": PREFACE + NO_WINDOW + b"".join(call(n, message=LARGE) for n in STREAMS[:100]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hoard", HOARDS)
+async def test_what_clients_occupy_is_bounded_and_others_are_served(
+    guarded: Callable[..., Any], chaos: SimpleNamespace, hoard: str
+) -> None:
+    sets = "--set", "limits.max_transit_bytes=33554432", "--set", "models.large.batching.max_queue=100000"
+    server = guarded(SOURCE, "echo", "large", *sets, ports=PORTS)
+    host, port = server.urls["grpc"].removeprefix("grpc://").split(":")
+    async with channel(server) as found, contextlib.AsyncExitStack() as senders:
+        infer = found.unary_unary(SERVICE + "ModelInfer")
+        await infer(request("echo"))
+        before, most = chaos.anonymous_bytes(server), 0
+        for n in range(chaos.count(30, 100)):
+            reader, writer = await asyncio.open_connection(host, int(port), limit=2**12)
+            senders.callback(writer.close)
+            if hoard == "answers":
+                writer.transport.pause_reading()
+            else:
+                drain = asyncio.ensure_future(reader.read(2**30))
+                senders.callback(drain.cancel)
+            writer.write(HOARDS[hoard])
+            await asyncio.sleep(0.1)
+            assert Response.FromString(await infer(request("echo", str(n)), timeout=30)).id == str(n)
+            most = max(most, chaos.anonymous_bytes(server) - before)
+        assert most < 128 * 2**20
 
 
 async def test_a_message_that_unpacks_beyond_the_bound_is_refused(
