@@ -18,6 +18,7 @@ from penstock.serving.http2.connection import Http2Connection
 from penstock.serving.http2.frames import NO_ERROR, PING, HeaderReader, Http2Error, frame
 from penstock.serving.http2.streams import Outbox
 
+CALLS_PER_TURN: Final = 32  # that begin when a client has read its answers: a thousand may wait
 CALL_BYTES: Final = 3072  # of memory, about: a call that waits for its message
 LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the reason and not a reset
 _HTTP1: Final = b"gRPC needs HTTP/2; send HTTP/1.1 requests to the inference port\n"
@@ -191,10 +192,13 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._shared.dispatcher.start(call, self.listener)
 
     def _start_more(self) -> None:
-        while self._backlog and self._http2.outbox.unsent_bytes <= UNREAD_BYTES:
+        for _ in range(CALLS_PER_TURN):
+            if not self._backlog or self._http2.outbox.unsent_bytes > UNREAD_BYTES:
+                return
             call = self._backlog.popleft()
             if not (call.closed or call.last):
                 self._shared.dispatcher.start(call, self.listener)
+        asyncio.get_running_loop().call_soon(self._start_more)
 
     def settle(self) -> None:
         """Closes a draining connection after its last call."""

@@ -34,15 +34,17 @@ from penstock.serving.http2.frames import (
     PADDED,
     PING,
     PREFACE,
-    PRIORITIZED,
     PRIORITY,
     PROTOCOL_ERROR,
+    RECEIVE_FRAME,
     REFUSED_STREAM,
     SETTINGS,
     STREAM_CLOSED,
     WINDOW_UPDATE,
     HeaderReader,
     Http2Error,
+    block_of,
+    check_size,
     frame,
     goaway,
     parse_frame,
@@ -53,7 +55,6 @@ from penstock.serving.http2.frames import (
 from penstock.serving.http2.streams import RECEIVE_WINDOW, Outbox, Stream
 from penstock.types import Headers
 
-RECEIVE_FRAME: Final = 2**20  # larger frames cost less each; their data is not gathered
 CONNECTION_WINDOW: Final = 2**30  # what waits is bounded by the windows of the streams
 DIRECT_BYTES: Final = 2**16
 MAX_TRIFLES: Final = 2048  # resets, pings, settings and other frames without data between two calls of `tick` ...
@@ -165,7 +166,7 @@ class Http2Connection:
                 self._data(id, flags, size - 1 - padding, size)
                 self._skip = padding
                 continue
-            self._check_size(kind, size)
+            check_size(kind, size, self._bounds.max_header_bytes)
             if kind > CONTINUATION:  # it may be long, and is ignored
                 if self.partial_head:
                     raise Http2Error(PROTOCOL_ERROR, f"found a frame of kind {kind}, expected CONTINUATION")
@@ -282,7 +283,7 @@ class Http2Connection:
     def _frame(self, kind: int, flags: int, id: int, whole: memoryview) -> None:
         """Any frame but data. hyperframe parses those that are not on the path of every call."""
         if kind == HEADERS:
-            self._headers(id, flags, bytes(self._block_of(id, flags, whole[HEAD_BYTES:])))
+            self._headers(id, flags, bytes(block_of(id, flags, whole[HEAD_BYTES:])))
         elif kind == WINDOW_UPDATE and len(whole) == HEAD_BYTES + 4 and not self.partial_head:
             self._window_update(id, int.from_bytes(whole[HEAD_BYTES:], "big") & MAX_WINDOW)
         elif kind == PRIORITY and len(whole) != HEAD_BYTES + 5 and id in self.streams and not self.partial_head:
@@ -291,30 +292,6 @@ class Http2Connection:
             raise Http2Error(FRAME_SIZE_ERROR, "found an acknowledgement of SETTINGS with a payload")
         else:
             self._control(flags, parse_frame(whole))
-
-    def _block_of(self, id: int, flags: int, payload: memoryview) -> memoryview:
-        """The header block in a HEADERS frame, without padding and priority."""
-        before = (1 if flags & PADDED else 0) + (5 if flags & PRIORITIZED else 0)
-        if len(payload) < before:
-            raise Http2Error(FRAME_SIZE_ERROR, f"found HEADERS of {len(payload)} bytes, expected {before} or more")
-        end = len(payload) - (payload[0] if flags & PADDED else 0)
-        if end < before:
-            raise Http2Error(PROTOCOL_ERROR, "found more padding than the frame has room for")
-        if flags & PRIORITIZED and int.from_bytes(payload[before - 5 : before - 1], "big") & MAX_WINDOW == id:
-            raise Http2Error(PROTOCOL_ERROR, f"stream {id} depends on itself")
-        return payload[before:end]
-
-    def _check_size(self, kind: int, size: int) -> None:
-        """Bounds the bytes gathered before they are parsed."""
-        if kind > CONTINUATION:
-            if size > RECEIVE_FRAME:
-                raise Http2Error(FRAME_SIZE_ERROR, f"found a frame of {size} bytes, at most {RECEIVE_FRAME} are taken")
-        elif kind in (HEADERS, CONTINUATION):
-            most = max(DEFAULT_FRAME, self._bounds.max_header_bytes)
-            if size > most:
-                raise Http2Error(ENHANCE_YOUR_CALM, f"found a frame of {size} bytes, at most {most} are taken")
-        elif size > DEFAULT_FRAME:
-            raise Http2Error(FRAME_SIZE_ERROR, f"found a frame of {size} bytes, at most {DEFAULT_FRAME} are taken")
 
     def _data(self, id: int, flags: int, size: int, counted: int) -> None:
         """The head of a DATA frame with `size` bytes of data, and with its padding `counted` bytes."""

@@ -35,6 +35,7 @@ HEAD_BYTES: Final = HEAD.size
 DEFAULT_WINDOW: Final = 2**16 - 1
 DEFAULT_FRAME: Final = 2**14
 MAX_WINDOW: Final = 2**31 - 1
+RECEIVE_FRAME: Final = 2**20  # larger frames cost less each; their data is not gathered
 KNOWN_BLOCKS: Final = 64
 KNOWN_BYTES: Final = 2**15  # of all decoded blocks that a connection remembers: a block of 4 KiB may stand for 64 KiB
 EMPTY_TABLE: Final = b"\x20"
@@ -103,6 +104,32 @@ def parse_frame(data: memoryview) -> Frame:
     except HyperframeError as error:
         raise Http2Error(PROTOCOL_ERROR, str(error)) from None
     return found
+
+
+def check_size(kind: int, size: int, most_headers: int) -> None:
+    """Bounds the bytes gathered before they are parsed."""
+    if kind > CONTINUATION:
+        if size > RECEIVE_FRAME:
+            raise Http2Error(FRAME_SIZE_ERROR, f"found a frame of {size} bytes, at most {RECEIVE_FRAME} are taken")
+    elif kind in (HEADERS, CONTINUATION):
+        most = max(DEFAULT_FRAME, most_headers)
+        if size > most:
+            raise Http2Error(ENHANCE_YOUR_CALM, f"found a frame of {size} bytes, at most {most} are taken")
+    elif size > DEFAULT_FRAME:
+        raise Http2Error(FRAME_SIZE_ERROR, f"found a frame of {size} bytes, at most {DEFAULT_FRAME} are taken")
+
+
+def block_of(id: int, flags: int, payload: memoryview) -> memoryview:
+    """The header block in a HEADERS frame, without padding and priority."""
+    before = (1 if flags & PADDED else 0) + (5 if flags & PRIORITIZED else 0)
+    if len(payload) < before:
+        raise Http2Error(FRAME_SIZE_ERROR, f"found HEADERS of {len(payload)} bytes, expected {before} or more")
+    end = len(payload) - (payload[0] if flags & PADDED else 0)
+    if end < before:
+        raise Http2Error(PROTOCOL_ERROR, "found more padding than the frame has room for")
+    if flags & PRIORITIZED and int.from_bytes(payload[before - 5 : before - 1], "big") & MAX_WINDOW == id:
+        raise Http2Error(PROTOCOL_ERROR, f"stream {id} depends on itself")
+    return payload[before:end]
 
 
 class HeaderReader(Generic[T]):

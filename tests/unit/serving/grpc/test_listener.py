@@ -7,6 +7,7 @@ import gc
 import gzip
 import struct
 import zlib
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -358,6 +359,31 @@ async def test_no_call_begins_while_too_much_is_unread(monkeypatch):
         client.send(h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}), h2.window_update(0, 2**20))
         assert (await client.reply(7))[0] == "0"
         assert len(found.backend.calls) == 3
+
+
+async def test_calls_that_waited_begin_in_several_turns_of_the_event_loop(monkeypatch, wait_until):
+    monkeypatch.setattr(protocol, "UNREAD_BYTES", 50_000)
+    loop, begun = asyncio.get_running_loop(), []
+    async with site({"echo": lambda call: call.reply(), "count": lambda call: None}) as found:
+        client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
+        client.call(1, INFER)
+        await client.message(1, request(60_000))
+        await client.until(lambda each: each.type == h2.HEADERS)
+        for id in range(3, 403, 2):
+            client.call(id, INFER)
+            await client.message(id, request(10, "count"))
+        client.send(frame(h2.PING, 0, 0, bytes(8)))
+        await client.until(lambda each: each.type == h2.PING)
+
+        def watch() -> None:
+            begun.append(len(found.backend.calls))
+            if begun[-1] < 201:
+                loop.call_soon(watch)
+
+        watch()
+        client.send(h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}), h2.window_update(0, 2**20))
+        await wait_until(lambda: begun[-1] == 201)
+        assert max(after - before for before, after in pairwise(begun)) <= 64
 
 
 async def test_calls_that_are_reset_before_they_begin_do_not_pile_up(monkeypatch):

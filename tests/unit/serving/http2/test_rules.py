@@ -10,8 +10,8 @@ import pytest
 from hyperframe.frame import Frame
 
 from penstock.serving.http2 import frames as h2
-from penstock.serving.http2.connection import RECEIVE_FRAME, Http2Connection
-from penstock.serving.http2.frames import HeaderReader, Http2Error, frame
+from penstock.serving.http2.connection import Http2Connection
+from penstock.serving.http2.frames import RECEIVE_FRAME, HeaderReader, Http2Error, frame
 from penstock.serving.http2.streams import Outbox, Stream
 
 BOUNDS = SimpleNamespace(max_streams=20, max_header_bytes=2**16)
