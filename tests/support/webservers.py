@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -35,7 +34,7 @@ def served(
         process = subprocess.Popen(
             [part.replace("{socket}", address).replace("{port}", port) for part in command],
             cwd=folder,
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env={**os.environ, **environment},
             stdout=said,
             stderr=said,
             start_new_session=True,

@@ -159,8 +159,11 @@ def _script(main: Any) -> tuple[str, str]:
 
 
 def python() -> str:
-    """The interpreter, even if `sys.executable` is a server with Python built in."""
-    if "python" in os.path.basename(sys.executable) or "pypy" in os.path.basename(sys.executable):
+    """The interpreter of this environment. `sys.executable` of a server with Python built in, such as uWSGI, is the
+    server, or the Python outside of the virtual environment."""
+    folder, name = os.path.split(sys.executable)
+    outside = sys.prefix != sys.base_prefix and not folder.startswith(sys.prefix)
+    if not outside and ("python" in name or "pypy" in name):
         return sys.executable
     found = os.path.join(sys.prefix, "bin", "python3")
     return found if os.path.exists(found) else sys.executable

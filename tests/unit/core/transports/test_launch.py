@@ -57,6 +57,10 @@ def test_where_python_is_built_into_a_server_its_own_interpreter_runs_the_worker
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3").touch()
     assert python() == str(tmp_path / "bin" / "python3")
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3.11")
+    assert python() == str(tmp_path / "bin" / "python3")  # of the virtual environment
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    assert python() == "/usr/bin/python3.11"
 
 
 @pytest.fixture
