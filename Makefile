@@ -17,7 +17,7 @@ demo-captions: $(VENV)/.captions
 
 # tests that measure time or memory run alone; of the others, four run at a time, because most wait for servers
 ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers) $(patsubst %,tests/e2e/test_%.py,bench benchmark_suite tune)
-test: $(VENV)/.dev redis-server
+test: $(VENV)/.dev redis-server clients
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest $(ALONE)
 
@@ -55,10 +55,17 @@ protos: $(VENV)/.dev
 	$(PROTOC) -I $(PROTOS) --descriptor_set_out=$(PROTOS)/descriptors.binpb $(PROTOS)/*.proto
 	$(PROTOC) -I $(TS_PROTOS) -I $(PROTOS) --descriptor_set_out=$(TS_PROTOS)/descriptors.binpb $(TS_PROTOS)/*.proto health.proto reflection.proto
 
-.PHONY: wrk redis-server h2load java
+.PHONY: wrk redis-server h2load java clients
 java:
 	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq default-jre-headless; } \
 	|| { echo "java 17 or newer is missing: install it with 'apt-get install default-jre-headless' as root"; exit 1; }
+
+# the programs of tests/clients, as PROGRAM:PACKAGE; without one that is missing, its tests are skipped
+CLIENTS = javac:default-jdk-headless curl:curl node:nodejs nginx:nginx-light h2load:nghttp2-client
+clients:
+	@missing=$$(for both in $(CLIENTS); do command -v $${both%:*} >/dev/null || echo $${both#*:}; done); \
+	[ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; } \
+	|| echo "tests of these clients are skipped:" $$missing
 
 PACKAGE_h2load = nghttp2-client
 wrk redis-server h2load: package = $(or $(PACKAGE_$@),$@)
