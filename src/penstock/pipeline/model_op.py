@@ -191,7 +191,7 @@ class ModelOp(BatchOp):
             one, two = [list(sample.values()) for sample in samples]
             alone = [ModelOp.__call__(self, [one], [])[0] for _ in range(2)]
             pairs = [ModelOp.__call__(self, pair, []) for pair in ([one, two], [two, one], [one, two])]
-            if not coupled(alone, [pairs[0][0], pairs[1][1], pairs[2][0]], self._files[0].precision):
+            if not coupled(alone, [pairs[0][0], pairs[1][1], pairs[2][0]]):
                 return
         except WrongRowCount as e:
             found = e.message

@@ -9,6 +9,7 @@ request is a call of its own, with outputs of any shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Protocol, cast
 
 import numpy as np
@@ -65,8 +66,11 @@ def cannot_be_rows(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
 
 
 def samples_of(inputs: Sequence[Input], unbatched: bool = False) -> list[Arrays]:
-    """Two different rows for the warm-up, or requests without rows: random floats, else zeros, which are valid as
-    indices and flags; nothing if a size is unknown."""
+    """Two rows for the warm-up, or requests without rows; nothing if a size is unknown.
+
+    Floats are random, with other means, as a model that joins rows may only see their mean. Other numbers are zeros,
+    which are valid as indices and flags.
+    """
     if any(i.datatype in (None, "BYTES") or i.shape is None or -1 in i.shape[1:] for i in inputs):
         return []
     shapes = []
@@ -75,8 +79,8 @@ def samples_of(inputs: Sequence[Input], unbatched: bool = False) -> list[Arrays]
         shapes.append((i.name, np.dtype(DTYPES[cast(str, i.datatype)]), (max(1, first * unbatched), *others)))
     random = np.random.default_rng(0)
     return [
-        {n: (random.standard_normal(s) if d.kind == "f" else np.zeros(s)).astype(d) for n, d, s in shapes}
-        for _ in range(2)
+        {n: (random.normal(mean, size=s) if d.kind == "f" else np.zeros(s)).astype(d) for n, d, s in shapes}
+        for mean in (0, 2)
     ]
 
 
@@ -111,6 +115,7 @@ class TensorModel:
         self._program: Program | None = None
         self._unbatched = False
         self.inputs: tuple[TensorSpec, ...] = ()  # empty unless all are known
+        self._whole_inputs: tuple[TensorSpec, ...] = ()  # with their sizes on axis 0
         self.outputs: tuple[TensorSpec, ...] = ()
         self.platform = "python"
 
@@ -120,9 +125,11 @@ class TensorModel:
         self.platform, self.outputs = program.platform, program.outputs
         known = [i for i in program.inputs if i.datatype is not None and i.shape is not None]
         if len(known) == len(program.inputs):
-            self.inputs = tuple(TensorSpec(i.name, cast(str, i.datatype), cast(Any, i.shape)) for i in known)
+            specs = [(i.name, cast(str, i.datatype), cast(Any, i.shape)) for i in known]
+            self.inputs = tuple(TensorSpec(n, d, (-1, *shape[1:])) for n, d, shape in specs)
+            self._whole_inputs = tuple(TensorSpec(*spec) for spec in specs)
         self.__penstock_options__ = self._options()
-        if self._settings.optimize == "compile":
+        if self._settings.optimize == "compile" and not program.unbatched:
             self._compile()
 
     def _options(self) -> dict[str, Any]:
@@ -147,7 +154,7 @@ class TensorModel:
         self._program = None
 
     def __penstock_unbatch__(self) -> None:
-        self._unbatched = True
+        self._unbatched, self.inputs = True, self._whole_inputs
 
     def warmup(self) -> list[Arrays]:
         """Two rows, or requests without rows; nothing if a size is unknown."""
@@ -157,7 +164,8 @@ class TensorModel:
         """Compiles for one row and for several, which takes longer than a warm-up may."""
         for rows in (1, 2):
             for sample in self.warmup()[:1]:
-                self._run({name: np.repeat(array, rows, axis=0) for name, array in sample.items()}, rows)
+                with suppress(WrongRowCount):  # the warm-up reports it
+                    self._run({name: np.repeat(array, rows, axis=0) for name, array in sample.items()}, rows)
 
     # ---- requests
 

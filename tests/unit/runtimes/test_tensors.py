@@ -265,7 +265,9 @@ def test_known_inputs_are_declared_and_used_for_the_warm_up():
     assert (samples[0]["x"] != samples[1]["x"]).all()
     assert answers(made, samples[0])[0]["y0"].tolist() == [samples[0]["x"].sum()]
     fixed, _ = model(Input("x", "FP32", (5, 2)))
+    assert fixed.inputs == (TensorSpec("x", "FP32", (-1, 2)),)
     fixed.__penstock_unbatch__()
+    assert fixed.inputs == (TensorSpec("x", "FP32", (5, 2)),)
     assert fixed.warmup()[0]["x"].shape == (5, 2)
     for unknown in (ANY, Input("x", "FP32", (-1, -1)), Input("x", "BYTES", (-1, 1))):
         assert model(unknown)[0].warmup() == []
@@ -277,6 +279,15 @@ def test_a_compiled_program_runs_once_while_it_is_loaded():
         program = Summing(*inputs)
         TensorModel(lambda settings, program=program: program, ProgramSettings(optimize="compile")).load("cpu")
         assert [call["x"][0] for call in program.calls] == calls
+
+
+def test_a_program_that_has_no_rows_is_not_compiled_for_several():
+    program = Summing(X)
+    program.run = lambda arrays: {"y0": np.zeros(0)}
+    compiled = TensorModel(lambda settings: program, ProgramSettings(optimize="compile"))
+    compiled.load("cpu")
+    program.unbatched, program.run = True, None
+    compiled.load("cpu")
 
 
 def test_strings_are_a_single_row_of_bytes():

@@ -53,7 +53,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         runner = BatchRunner(model, metadata, batching)
         coupled = ""
         try:
-            profile, best = warm_up(runner, batching, config.precision)
+            profile, best = warm_up(runner, batching)
         except RowsCoupled as e:
             coupled, declared = str(e), {**declared, "rows": "none"}
             batching = with_options(spec.config.batching, declared)

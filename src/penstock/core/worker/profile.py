@@ -32,9 +32,7 @@ class RowsCoupled(Exception):
     """A row's result depends on the other rows; the text says how."""
 
 
-def warm_up(
-    runner: BatchRunner, batching: BatchingConfig, precision: str | None = None
-) -> tuple[list[tuple[int, float]], int | None]:
+def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[int, float]], int | None]:
     """((rows, seconds) of the runs, the best batch size or None). No samples without sample items.
 
     Sizes double up to `max_batch_size`. With "auto" they stop when throughput gains less than 2 % twice, memory runs
@@ -61,7 +59,7 @@ def warm_up(
         if batching.rows == "auto":
             results = [part.results[-1 if k == 1 else 0] for k, part in enumerate(parts)]
             alone = alone or results
-            _check_rows(size, alone, parts, results, precision)
+            _check_rows(size, alone, parts, results)
         runs = [_seconds(part) for part in parts]
         fits = [s for s in runs if s is not None]
         if len(fits) < RUNS:
@@ -85,15 +83,13 @@ def warm_up(
     return profile[COLD_RUNS:], best if auto else None
 
 
-def _check_rows(
-    size: int, alone: Sequence[Any], parts: Sequence[BatchPart], together: Sequence[Any], precision: str | None
-) -> None:
+def _check_rows(size: int, alone: Sequence[Any], parts: Sequence[BatchPart], together: Sequence[Any]) -> None:
     """Raises RowsCoupled. `alone` and `together` are results of the same sample."""
     errors = [_error(part) for part in parts]
     if size <= COMPARED and (any(part.miscounted for part in parts) or isinstance(errors[0], WrongRowCount)):
         raise RowsCoupled(f"{size} rows gave another number of rows")
     compared = 1 < size <= COMPARED and not any(errors)
-    if compared and coupled([r.body for r in alone], [r.body for r in together], precision):
+    if compared and coupled([r.body for r in alone], [r.body for r in together]):
         raise RowsCoupled("a row has other results beside another")
 
 

@@ -16,12 +16,12 @@ from penstock.core.worker.python_model import PythonModel
 from penstock.types import ModelMetadata, Response
 
 RANDOM = np.random.default_rng(5)
-ROWS = RANDOM.standard_normal((2, 256)).astype(np.float32)
+ROWS = RANDOM.normal(np.array([[0.0], [2.0]]), size=(2, 256)).astype(np.float32)
 WEIGHTS = RANDOM.standard_normal((256, 64)).astype(np.float32)
 COUNT = itertools.count()
 
 
-def warmed(predict: Any, precision: str | None = None, **batching: Any) -> int:
+def warmed(predict: Any, **batching: Any) -> int:
     """The number of calls of the warm-up. Raises RowsCoupled."""
     calls = []
 
@@ -32,7 +32,7 @@ def warmed(predict: Any, precision: str | None = None, **batching: Any) -> int:
     model = PythonModel(SimpleNamespace(predict=noted, warmup=lambda: ROWS))
     model.load("cpu")
     config = BatchingConfig(**{"max_batch_size": 4, **batching})
-    warm_up(BatchRunner(model, ModelMetadata("m", "1"), config), config, precision)
+    warm_up(BatchRunner(model, ModelMetadata("m", "1"), config), config)
     return len(calls)
 
 
@@ -46,6 +46,7 @@ COUPLED = {
     "batch norm in training mode": lambda x: (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5),
     "running sum": lambda x: np.cumsum(x, 0),
     "running sum from the end": lambda x: np.cumsum(x[::-1], 0)[::-1],
+    "layer norm over the whole batch": lambda x: (x - x.mean()) / x.std(),
     "rows in another order": lambda x: x[::-1],
     "the largest of the batch": lambda x: np.maximum(x, x.max(0)),
     "in half precision": lambda x: softmax(x).astype(np.float16),
@@ -55,8 +56,8 @@ COUPLED = {
 }
 INDEPENDENT = {
     "a matrix product": lambda x: x @ WEIGHTS,
-    "other sums in batches": lambda x: x + (len(x) > 1) * 2e-3 * RANDOM.standard_normal(256),
-    "in half precision": lambda x: ((x + (len(x) > 1) * 2e-2) @ WEIGHTS).astype(np.float16),
+    "other sums in batches": lambda x: x + (len(x) > 1) * 2e-2 * RANDOM.standard_normal(256),
+    "in half precision": lambda x: ((x + (len(x) > 1) * 5e-2) @ WEIGHTS).astype(np.float16),
     "zeros with noise": lambda x: x * (1e-8 if len(x) > 1 else 0),
     "dropout": lambda x: x * (RANDOM.random(x.shape) > 0.5),
     "a sampler": lambda x: RANDOM.standard_normal(x.shape),
@@ -84,17 +85,8 @@ def test_rows_that_depend_on_each_other_are_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_results_that_vary_for_other_reasons_are_no_coupling(name: str) -> None:
-    for _ in range(10):
+    for _ in range(20):
         assert warmed(INDEPENDENT[name]) == 9, "no run more than the profile needs"
-
-
-def test_a_precision_of_the_model_widens_the_tolerance() -> None:
-    def nearly(x: Any) -> Any:
-        return x + (len(x) > 1) * 0.1
-
-    with pytest.raises(RowsCoupled):
-        warmed(nearly)
-    warmed(nearly, "bf16")
 
 
 def test_tensors_of_pytorch_are_compared() -> None:
