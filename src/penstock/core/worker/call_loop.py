@@ -40,6 +40,7 @@ class CallLoop:
         self._predict = predict
         self.silence_s = EARLY * batching.run_timeout_s  # the longest time of a batch without a part or an answer
         self._idempotent, self._retry_split = batching.idempotent, batching.retry_split
+        self.alone = False  # each value is a call of its own
 
     def submit(self, values: list[Any], budgets_s: list[float | None], answer: Answer) -> Callable[[], None]:
         """Begins a batch and returns a function that cancels it; see `PythonModel.submit`."""
@@ -71,6 +72,10 @@ class CallLoop:
 
     async def attempt(self, call: _Call, places: list[int], values: list[Any]) -> None:
         """Predicts these values; after an error in halves, if no part was sent and the configuration allows it."""
+        if self.alone and len(places) > 1:
+            for place, value in zip(places, values, strict=True):
+                await self.attempt(call, [place], [value])
+            return
         streamed = call.parts
         try:
             if self._send_parts_to is not None:

@@ -177,12 +177,15 @@ class PythonModel:
             from penstock.core.worker.call_loop import AUTO, CallLoop  # other models do not need asyncio
 
             self.loop = calls = CallLoop(self.predict, batching, self.send_parts_to)
+            calls.alone = self.unbatched
             self.submit, self.soon = calls.submit, calls.soon
             self.concurrency = AUTO if rows == "auto" else rows
 
     def unbatch(self) -> None:
         """From now on axis 0 is not rows: a request is passed on uncut, and so is its result."""
         self.unbatched = True
+        if self.loop is not None and not isinstance(self.loop, StepLoop):
+            self.loop.alone = True
         if (hook := getattr(self._model, "__penstock_unbatch__", None)) is not None:
             hook()
 

@@ -80,6 +80,23 @@ def test_coroutines_overlap(begin: Callable[..., Caller]) -> None:
     assert caller.found == {n: [-n] for n in (1, 2, 3, 4)}
 
 
+def test_without_rows_each_item_is_a_call(begin: Callable[..., Caller]) -> None:
+    sizes: list[int] = []
+
+    async def predict(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        if items == [2]:
+            raise ValueError
+        return items
+
+    caller = begin(predict)
+    caller.loop.alone = True
+    caller.begin(1, 2, 3)
+    caller.until(lambda: len(caller.found) == 3)
+    assert ([caller.found[n] for n in (1, 3)], sizes) == ([[1], [3]], [1, 1, 1])
+    assert isinstance(caller.found[2][0], ValueError)
+
+
 def counted(items: list[int]) -> Iterator[list[int | None]]:
     for n in range(1, max(items) + 1):
         yield [n if n <= item else None for item in items]
