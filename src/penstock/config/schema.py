@@ -3,7 +3,7 @@
 `docs/configuration.md` is generated from the meanings; a test keeps it up to date.
 """
 
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 
@@ -22,6 +22,10 @@ Bytes = Annotated[int, Meta(ge=1, le=2**46)]  # half of what a process can addre
 Seconds = Annotated[float, Meta(gt=0, le=MOST)]
 Hold = Annotated[float, Meta(ge=0, le=MOST)]
 Amount = Annotated[float, Meta(ge=0, le=MOST)]
+if TYPE_CHECKING:
+    Target = Any
+else:
+    Target = str  # in a file; a program may give the class or function itself
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # of PyTorch and ONNX models
 OPTIMIZATIONS = ("none", "optimize_for_inference", "compile")
@@ -306,7 +310,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """`[models.NAME]`: one model."""
 
     target: Annotated[
-        str,
+        Target,
         doc(
             "model to load: app.py:Model, pkg.mod:Model, a file .onnx, .pt, .pth, .pt2, .ts (see models.md), or the"
             " .toml of a pipeline (see pipelines.md)"

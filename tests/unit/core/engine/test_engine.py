@@ -63,8 +63,7 @@ async def test_infer_gives_the_result_and_raises_the_items_own_error(transport: 
 
 async def test_a_configuration_may_hold_the_target_itself(transport: str) -> None:
     async with Engine() as engine:
-        found: Any = double
-        await engine.load("double", ModelConfig(target=found, transport=transport))
+        await engine.load("double", ModelConfig(target=double, transport=transport))
         assert await engine.infer("double", 21) == 42
 
 
