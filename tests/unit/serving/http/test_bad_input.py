@@ -265,9 +265,10 @@ async def test_a_running_request_is_not_timed_out_by_the_listener(listen, wait_u
 async def test_a_full_pool_pauses_reading_without_a_timer_until_memory_is_freed(listen, wait_until):
     backend = FakeBackend({"m": hold}, pool_bytes=300_000)
     async with listen(backend, **SHORT) as listener:
-        first, second = await listener.connect(), await listener.connect()
+        first = await listener.connect()
         first.post("/predictions/m", b"1" * 200_000)
         await wait_until(lambda: backend.calls)
+        second = await listener.connect()
         second.post("/predictions/m", b"2" * 200_000)
         await wait_until(lambda: backend.waiting)
         await asyncio.sleep(0.4)  # longer than the body timer
