@@ -31,6 +31,13 @@ HEADS = st.sampled_from(
         ("GET", "/v2/health/live", ()),
         ("GET", "/ping", ("Connection: keep-alive", "Accept: */*")),
         ("GET", "/v2/models/none/ready", ()),
+        (
+            "POST",
+            "/predictions/echo",
+            ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AA"),
+        ),
+        ("GET", "/ping", ("Upgrade: TLS/1.0", "Connection: upgrade")),
+        ("POST", "/predictions/echo", ("X-Priority: 1 ", "Content-Type: text/plain ")),
         ("GET", "/predictions/echo", ()),
         ("POST", "/ping", ()),
         ("POST", "/nowhere", ()),
