@@ -386,6 +386,16 @@ def test_a_client_may_ping_after_each_answer_as_that_of_go_does() -> None:
         assert server.receive(call + PING + h2.window_update(0, 1)) == -1
 
 
+@pytest.mark.parametrize("drip", [h2.window_update(1, 1), h2.window_update(1, 1) + PING, h2.settings({4: 1})])
+def test_windows_that_let_one_byte_go_explain_nothing(drip: bytes) -> None:
+    server = Server()
+    server.receive(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}) + headers(Encoder(), 1))
+    server.connection.outbox.send(server.connection.streams[1], (bytes(9000),))
+    codes = [server.receive(drip + (h2.settings({4: 0}) if drip[3] == h2.SETTINGS else b"")) for _ in range(1100)]
+    codes += [server.receive(drip) for _ in range(1100)]
+    assert h2.ENHANCE_YOUR_CALM in codes
+
+
 def test_a_client_may_ping_after_each_part_of_a_long_answer() -> None:
     server = Server()
     server.receive(opened(h2.window_update(0, 2**20), h2.window_update(1, 2**20)))

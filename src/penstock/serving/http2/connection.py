@@ -15,7 +15,6 @@ from penstock.serving.http2.frames import (
     ACK,
     CONTINUATION,
     DATA,
-    DEFAULT_FRAME,
     DEFAULT_WINDOW,
     END_HEADERS,
     END_STREAM,
@@ -59,6 +58,7 @@ CONNECTION_WINDOW: Final = 2**30  # what waits is bounded by the windows of the 
 DIRECT_BYTES: Final = 2**16
 MAX_TRIFLES: Final = 2048  # resets, pings, settings and other frames without data between two calls of `tick` ...
 EXPLAINED: Final = 4  # ... and so many more for each stream that was opened and each DATA frame that was sent
+USEFUL_BYTES: Final = 2**10  # a smaller window lets data drip, which explains nothing
 PREMATURE_S: Final = 0.01  # a stream that was reset within this time had no use: it explains nothing
 TURN: Final = 512  # work of one call of `receive`, in units of about 3 us: 32 whole calls, or 64 that are rejected
 CALL: Final = 8  # units for the begin of a call, and for its end
@@ -459,42 +459,21 @@ class Http2Connection:
             self._headers(id, first_flags | END_HEADERS, bytes(block))
 
     def _window_update(self, id: int, more: int) -> None:
-        outbox = self.outbox
+        outbox, sent = self.outbox, self.outbox.sent
         self._trifle()
         if id == 0:
-            if not more:
-                raise Http2Error(PROTOCOL_ERROR, "WINDOW_UPDATE adds nothing")
-            outbox.window += more
-            if outbox.window > MAX_WINDOW:
-                raise Http2Error(FLOW_CONTROL_ERROR, "the window of the connection is above 2^31-1")
-            outbox.flush()
-            return
-        stream = self._known(id)
-        if stream is None:
-            return
-        stream.window += more
-        if not more or stream.window > MAX_WINDOW:
-            self._breach(stream, FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR)
-        elif stream.unsent:
-            outbox.send(stream, (), stream.last)
+            outbox.widen(more)
+        elif (stream := self._known(id)) is not None:
+            stream.window += more
+            if not more or stream.window > MAX_WINDOW:
+                self._breach(stream, FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR)
+            elif stream.unsent:
+                outbox.send(stream, (), stream.last)
+        if more < USEFUL_BYTES:
+            outbox.sent = sent
 
     def _settings(self, values: dict[int, int]) -> None:
-        outbox = self.outbox
-        if values.get(frames.SettingsFrame.ENABLE_PUSH, 0) > 1:
-            raise Http2Error(PROTOCOL_ERROR, "ENABLE_PUSH is neither 0 nor 1")
-        if not DEFAULT_FRAME <= (size := values.get(MAX_FRAME_SIZE, outbox.max_frame)) < 2**24:
-            raise Http2Error(PROTOCOL_ERROR, f"MAX_FRAME_SIZE is {size}, expected 2^14 to 2^24-1")
-        outbox.max_frame = size
-        initial = values.get(INITIAL_WINDOW_SIZE, outbox.initial_window)
-        if initial > MAX_WINDOW:
-            raise Http2Error(FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE is above 2^31-1")
-        more, outbox.initial_window = initial - outbox.initial_window, initial
-        if not more:
-            return
-        self._trifle(len(self.streams) // 16)
-        for stream in list(self.streams.values()):
-            stream.window += more
-            if stream.window > MAX_WINDOW:
-                raise Http2Error(FLOW_CONTROL_ERROR, f"the window of stream {stream.id} is above 2^31-1")
-            if stream.unsent:
-                outbox.send(stream, (), stream.last)
+        sent = self.outbox.sent
+        if self.outbox.configure(values, self.streams.values()):
+            self._trifle(len(self.streams) // 16)
+        self.outbox.sent = sent

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from penstock.serving.http2.fields import NO_LENGTH
-from penstock.serving.http2.frames import DEFAULT_FRAME, DEFAULT_WINDOW, data_head, rst_stream, window_update
+from penstock.serving.http2.frames import (
+    DEFAULT_FRAME,
+    DEFAULT_WINDOW,
+    ENABLE_PUSH,
+    FLOW_CONTROL_ERROR,
+    INITIAL_WINDOW_SIZE,
+    MAX_FRAME_SIZE,
+    MAX_WINDOW,
+    PROTOCOL_ERROR,
+    Http2Error,
+    data_head,
+    rst_stream,
+    window_update,
+)
 
 WRITE_BYTES: Final = 2**18  # passed on at once, before the transport can say that it is full
 NO_SPACE: Final = memoryview(b"")
@@ -105,6 +118,33 @@ class Outbox:
                 self.unsent_bytes += len(part)
         stream.last = last
         self._flush(stream)
+
+    def widen(self, more: int) -> None:
+        """The client accepts more bytes over all streams. Raises Http2Error."""
+        self.window += more
+        if not more:
+            raise Http2Error(PROTOCOL_ERROR, "WINDOW_UPDATE adds nothing")
+        if self.window > MAX_WINDOW:
+            raise Http2Error(FLOW_CONTROL_ERROR, "the window of the connection is above 2^31-1")
+        self.flush()
+
+    def configure(self, values: dict[int, int], streams: Iterable[Stream]) -> bool:
+        """Applies the client's settings. Whether the windows of the open streams changed. Raises Http2Error."""
+        if values.get(ENABLE_PUSH, 0) > 1:
+            raise Http2Error(PROTOCOL_ERROR, "ENABLE_PUSH is neither 0 nor 1")
+        if not DEFAULT_FRAME <= (size := values.get(MAX_FRAME_SIZE, self.max_frame)) < 2**24:
+            raise Http2Error(PROTOCOL_ERROR, f"MAX_FRAME_SIZE is {size}, expected 2^14 to 2^24-1")
+        initial = values.get(INITIAL_WINDOW_SIZE, self.initial_window)
+        if initial > MAX_WINDOW:
+            raise Http2Error(FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE is above 2^31-1")
+        more, self.initial_window, self.max_frame = initial - self.initial_window, initial, size
+        for stream in list(streams) if more else ():
+            stream.window += more
+            if stream.window > MAX_WINDOW:
+                raise Http2Error(FLOW_CONTROL_ERROR, f"the window of stream {stream.id} is above 2^31-1")
+            if stream.unsent:
+                self.send(stream, (), stream.last)
+        return bool(more)
 
     def flush(self) -> None:
         """Sends what the transport or a window held back."""
