@@ -4,6 +4,8 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import json
+import os
 import sys
 import sysconfig
 import threading
@@ -150,12 +152,26 @@ def candidates(owner: Any) -> list[str]:
     )
 
 
-FILE_MODULE = "penstock_target_"
+FILE_MODULE = f"{__name__}."
+__path__: list[str] = []  # the modules of files that cannot have their own names are below this one
+_FILES = "_PENSTOCK_FILES"  # in the environment: where these files are
+
+
+class _FileFinder:
+    """Finds such a module in a process that did not load its file, such as one of a model's spawn pool."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        file = json.loads(os.environ.get(_FILES, "{}")).get(name)
+        return importlib.util.spec_from_file_location(name, file) if file else None
+
+
+sys.meta_path.append(_FileFinder)
 
 
 def module_name(file: Path) -> str:
     """A unique module name for a file."""
-    return f"{FILE_MODULE}{file.stem}_{zlib.crc32(bytes(str(file), 'utf-8')):08x}"
+    return f"{FILE_MODULE}{file.stem.replace('.', '_')}_{zlib.crc32(bytes(str(file), 'utf-8')):08x}"
 
 
 def _own_name(file: Path) -> bool:
@@ -178,13 +194,18 @@ def _from_file(where: str, path: str, name: str) -> ModuleType:
         if module is not None and getattr(module, "__file__", None) == str(file):
             return module
     name = name or (file.stem if _own_name(file) else module_name(file))
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
+    folder = str(file.parent)
+    if file.stem in sys.stdlib_module_names:  # a process that the model spawns must find Python's own module first
+        sys.path[:] = [*(path for path in sys.path if path != folder), folder]
+    elif folder not in sys.path:
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise TargetNotFound(f"target '{where}:{path}': {where} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if name.startswith(FILE_MODULE):
+        os.environ[_FILES] = json.dumps({**json.loads(os.environ.get(_FILES, "{}")), name: str(file)})
     try:
         spec.loader.exec_module(module)
     except BaseException as e:

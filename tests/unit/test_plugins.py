@@ -95,7 +95,7 @@ def test_a_file_has_its_own_name_unless_that_is_anothers(tmp_path, monkeypatch):
         found = load_object(f"{file}:Model")
         assert found is load_object(f"{file}:Model")
         names.append(found.__module__.rpartition("_")[0])
-    taken = "penstock_target_"
+    taken = "penstock.plugins."
     assert names == ["penstock_test", taken + "penstock_test_own", taken + "this", taken + "not-a-name"]
     assert "this" not in sys.modules  # the standard library has one
     del sys.modules["penstock_test_own"]
