@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from penstock import RedisStreamer
+from penstock.torchserve.cli.pid_file import running_pid
 from support.captioner import FakeCaptioner
 from support.videos import make_clip
 
@@ -205,6 +206,8 @@ class Commands:
     def close(self) -> None:
         for started in self._started:
             started.close()
+        if (left := running_pid(str(self.folder / "tmp" / ".model_server.pid"))) is not None:
+            os.kill(left, signal.SIGKILL)
 
 
 def fetch(url: str) -> Any:
@@ -237,6 +240,17 @@ def test_a_command_answers_and_ends_well(commands: Commands, command: str, surro
     answer, status = getattr(commands, command)(**SURROUNDINGS[surroundings])
     assert answer == (3 if command == "caption" else ANSWER)
     assert status == 0, commands.said()
+
+
+@pytest.mark.parametrize("command", ["serve", "torchserve"])
+def test_a_server_with_too_few_descriptors_says_so(commands: Commands, command: str) -> None:
+    if command == "serve":
+        server = commands.penstock("serve", "app.py:served", *FREE_PORTS, before="ulimit -n 20")
+    else:
+        server = commands.start_torchserve("--foreground", before="ulimit -n 20")
+    assert server.process.wait(20) != 0
+    assert "the process may open 20 files, expected at least 32: raise the limit (ulimit -n)" in server.said()
+    assert "Traceback" not in server.said()
 
 
 @pytest.mark.parametrize("shell", ["<&-", ">&-", "2>&-", "> /dev/full", "2> /dev/full"])
@@ -332,3 +346,57 @@ def test_every_port_at_all_addresses_is_open_to_both_families(commands: Commands
         for address in ("127.0.0.1", "::1"):
             socket.create_connection((address, int(url.rpartition(":")[2])), 10).close()
     server.close()  # at public addresses it would wait for a balancer
+
+
+def test_a_server_in_the_background_leaves_its_pid_alone_without_standard_files(commands: Commands) -> None:
+    """Its log would be the next file that it opens: the one with its PID."""
+    file, log = commands.folder / "tmp" / ".model_server.pid", commands.folder / "background" / "ts_log.log"
+    starting = commands.start_torchserve("--start", shell="<&- >&- 2>&-", LOG_LOCATION=str(log.parent))
+    assert starting.process.wait(20) == 0
+    end = time.monotonic() + 30
+    while "Inference API bind to: " not in (said := log.read_text() if log.exists() else ""):
+        assert time.monotonic() < end, said
+        time.sleep(0.01)
+    assert re.fullmatch(r"\d+\n", file.read_text())
+    elsewhere = commands.start_torchserve("--stop", TMPDIR=str(commands.folder))
+    assert elsewhere.process.wait(20) == 0
+    assert f"No server has {commands.folder}/.model_server.pid. Stop a server with the TMPDIR" in elsewhere.said()
+    stopping = commands.start_torchserve("--stop", shell="> /dev/full")
+    stopping.process.wait(60)
+    assert not file.exists()
+
+
+SPAWNING = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+
+def double(point):
+    return Point(2 * point.x)
+
+
+class Model:
+    def predict(self, items):
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(1) as pool, ProcessPoolExecutor(1, mp_context=context) as executor:
+            return [[pool.map(double, [Point(1)])[0].x, executor.submit(double, Point(2)).result().x] for _ in items]
+"""
+
+
+@pytest.mark.parametrize("transport", ["process", "thread"])
+def test_a_model_in_a_file_of_any_name_spawns_processes(commands: Commands, tmp_path: Path, transport: str) -> None:
+    """Some names cannot be imported, or are Python's own."""
+    targets = []
+    for number, name in enumerate(("app.py", "my-model.py", "my.model.py", "json.py")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / name).write_text(SPAWNING)
+        targets.append(f"m{number}={tmp_path / str(number) / name}:Model")
+    sets = [f"--set=models.m{number}.transport={transport}" for number in range(len(targets))]
+    url = commands.penstock("serve", *targets, *FREE_PORTS, *sets).urls()["inference"]
+    for number in range(len(targets)):
+        assert fetch(f"{url}/predictions/m{number}") == [2, 4]

@@ -15,10 +15,13 @@ import queue
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     import asyncio
@@ -118,6 +121,14 @@ def silence(stream: Any) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def temporary_folder(advice: str) -> str:
+    """The directory for temporary files. Raises ConfigError, which ends with `advice`, if there is none to write to."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        raise ConfigError(f"no directory for temporary files can be written; set {advice}") from None
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -7,9 +7,12 @@ import resource
 import sys
 from typing import Final
 
+from penstock.errors import ConfigError
+
 log = logging.getLogger("penstock.frontends")
 
 RESERVED: Final = 256  # for workers, files and libraries
+LEAST: Final = 32  # with fewer, a server with one model fails while it starts
 MARGIN: Final = 8  # descriptors that accepting leaves to the others
 SIDE_SHARE: Final = 16  # a side port gets this fraction of the connections, if not all fit
 FEW: Final = 1000  # connections of inference; to allow fewer deserves a warning
@@ -29,10 +32,13 @@ def raise_limit(wanted: int) -> int:
 def share_connections(wanted: int, main: int, side: int) -> tuple[int, int]:
     """The most connections of each of `main` inference ports and of each of `side` other ports: at most `wanted`.
 
-    The sum fits into the descriptors of the process, so that a flood on one port leaves room on the others.
+    The sum fits into the descriptors of the process, so that a flood on one port leaves room on the others. Raises
+    ConfigError for too few to start.
     """
     needed = wanted * (main + side) + RESERVED
     limit = raise_limit(needed)
+    if limit < LEAST:
+        raise ConfigError(f"the process may open {limit} files, expected at least {LEAST}: raise the limit (ulimit -n)")
     if limit >= needed:
         return wanted, wanted
     room = limit - min(RESERVED, limit // 2)

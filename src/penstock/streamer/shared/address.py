@@ -11,7 +11,6 @@ import re
 import socket
 import stat
 import struct
-import tempfile
 from typing import Any, Final
 
 from penstock.core import os_threads
@@ -35,7 +34,10 @@ def socket_path(shared: str) -> str:
     if os.path.isabs(shared):
         path = os.path.normpath(shared)
     elif _NAME.fullmatch(shared):
-        root = os.environ.get(DIRECTORY_VARIABLE) or f"{tempfile.gettempdir()}/penstock-{os.geteuid()}"
+        root = os.environ.get(DIRECTORY_VARIABLE)
+        if not root:
+            advice = f"{DIRECTORY_VARIABLE} to a directory of your own for the socket"
+            root = f"{os_threads.temporary_folder(advice)}/penstock-{os.geteuid()}"
         path = os.path.join(os.path.abspath(root), f"{shared}.sock")
     else:
         raise ConfigError(
@@ -60,7 +62,9 @@ def _check_directory(directory: str) -> None:
             pass
         found = os.lstat(directory)
     except OSError as e:
-        raise ConfigError(f"the directory {directory} for the socket cannot be made: {e.strerror}") from e
+        raise ConfigError(
+            f"the directory {directory} for the socket cannot be made: {e.strerror}; set {DIRECTORY_VARIABLE}"
+        ) from e
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"{directory}, for the socket, is not a directory: remove it, or set {DIRECTORY_VARIABLE}")
     if found.st_uid != os.geteuid():

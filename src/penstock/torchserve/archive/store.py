@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from msgspec import Struct
 
+from penstock.core.os_threads import temporary_folder
 from penstock.errors import ArchiveError, ConfigError
 from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, UrlForbidden
 from penstock.torchserve.archive.manifest import (
@@ -133,8 +133,10 @@ class ModelStore:
                 re.compile(pattern)
             except re.error as e:
                 raise ConfigError(f"allowed_urls: {pattern!r} is not a regular expression: {e}") from None
-        default = Path(tempfile.gettempdir()).resolve() / f"penstock-{os.getuid()}" / "models"
-        self.cache = _private_folder(cache or default)
+        if cache is None:
+            folder = Path(temporary_folder("TMPDIR to a folder for the unpacked models")).resolve()
+            cache = folder / f"penstock-{os.getuid()}" / "models"
+        self.cache = _private_folder(cache)
         self.limits = limits
 
     def names(self) -> list[str]:

@@ -11,21 +11,22 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import Final
 
+from penstock.core.os_threads import temporary_folder
 from penstock.errors import ConfigError, Conflict
 
 SERVER_MODULE: Final = "penstock.torchserve.cli.server"
 JAVA_SERVER: Final = "org.pytorch.serve.ModelServer"  # TorchServe's process, which uses the same file
 ALREADY_RUNNING: Final = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
+NOT_RUNNING: Final = "TorchServe is not currently running."
 STOP_S: Final = 60.0
 
 
 def pid_path() -> str:
     """`.model_server.pid` in the temporary folder (TMPDIR, TEMP, TMP, else /tmp)."""
-    return os.path.join(tempfile.gettempdir(), ".model_server.pid")
+    return os.path.join(temporary_folder("TMPDIR to a folder for the PID file"), ".model_server.pid")
 
 
 class PidFile:
@@ -104,7 +105,7 @@ def stop(path: str, wait_s: float = STOP_S) -> str:
     pid = running_pid(path)
     if pid is None:
         _remove_orphan(path)
-        return "TorchServe is not currently running."
+        return NOT_RUNNING
     try:
         ended = _terminate(pid, wait_s)
     except OSError:

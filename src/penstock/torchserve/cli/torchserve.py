@@ -20,7 +20,7 @@ from penstock.core.os_threads import keep_standard_files
 from penstock.errors import ConfigError, Conflict, PenstockError
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.cli.archive import warn_of_namesake
-from penstock.torchserve.cli.pid_file import ALREADY_RUNNING, PidFile, pid_path, running_pid, stop
+from penstock.torchserve.cli.pid_file import ALREADY_RUNNING, NOT_RUNNING, PidFile, pid_path, running_pid, stop
 from penstock.torchserve.config.properties import Properties, load_properties
 
 TORCHSERVE_VERSION: Final = "0.12.0"
@@ -55,7 +55,9 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         return 0
     path = pid_path()
     if args.stop:
-        print(stop(path))
+        print(said := stop(path))
+        if said == NOT_RUNNING:
+            print(f"No server has {path}. Stop a server with the TMPDIR with which it was started.", file=sys.stderr)
         return 0
     if running_pid(path) is not None:
         raise Conflict(ALREADY_RUNNING)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.streamer.shared import address
 from penstock.streamer.shared.address import connected, listening, socket_path
+from penstock.torchserve.archive.store import ModelStore
+from penstock.torchserve.cli.pid_file import pid_path
 
 
 @pytest.fixture
@@ -27,8 +30,28 @@ def test_a_name_is_a_socket_in_a_directory_for_this_user_alone(folder: Path, mon
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert socket_path(f"{folder}/./x") == f"{folder}/x"
     monkeypatch.delenv("PENSTOCK_RUNTIME_DIR")
-    monkeypatch.setattr(address.tempfile, "gettempdir", lambda: str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     assert socket_path("bert") == f"{folder}/penstock-{os.geteuid()}/bert.sock"
+
+
+def test_a_machine_without_a_writable_folder_is_told_which_variable_names_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write_text("a file is there")
+    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", f"{folder}/x")
+    with pytest.raises(ConfigError, match=r"/x for the socket cannot be made: .*; set PENSTOCK_RUNTIME_DIR"):
+        socket_path("bert")
+    monkeypatch.delenv("PENSTOCK_RUNTIME_DIR")
+
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(ConfigError, match="no directory for temporary files can be written; set PENSTOCK_RUNTIME_DIR"):
+        socket_path("bert")
+    for other in (pid_path, lambda: ModelStore(None)):
+        with pytest.raises(ConfigError, match="no directory for temporary files can be written; set TMPDIR"):
+            other()
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../a", ".hidden", "-x", "a b", "ä", "x" * 65, "a\0"])

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from penstock.cli.main import main as penstock
 from penstock.errors import ConfigError
 from penstock.torchserve.cli import torchserve
-from penstock.torchserve.cli.pid_file import PidFile
+from penstock.torchserve.cli.pid_file import PidFile, pid_path
 from penstock.torchserve.cli.torchserve import ServerOptions, parser, resolve_options
 
 
@@ -115,6 +115,10 @@ def test_a_running_server_is_reported_first(folder: Path, capsys: pytest.Capture
 
 def test_stopping_without_a_server_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert output_of(capsys, "--stop") == (0, "TorchServe is not currently running.\n")
+    with pytest.raises(SystemExit):
+        torchserve.main(["--stop"])
+    told = f"No server has {pid_path()}. Stop a server with the TMPDIR with which it was started.\n"
+    assert capsys.readouterr().err == told
 
 
 # ---- which file
