@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 from penstock.perf.bench.server import ServerProcess
@@ -26,16 +27,18 @@ def run(line: str, url: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_a_server_that_has_learned_nothing_yet_is_named(tmp_path: Path) -> None:
+def test_a_server_that_saw_batches_of_one_size_only_is_named(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text("def rank(items: list) -> list:\n    return items\n")
     with ServerProcess(["app.py:rank"], cwd=tmp_path) as server:
         url = server.urls["inference"]
+        for _ in range(20):
+            urllib.request.urlopen(f"{url}/predictions/rank", data=b'"a"', timeout=60).close()
         words = ["plan", "--arrivals", "poisson:10", "--slo", "p99<=1s", "--cost", url]
         done = subprocess.run(
             [sys.executable, "-m", "penstock.cli.main", *words], capture_output=True, text=True, timeout=60, check=False
         )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"penstock: {url} has not learned what a batch of rank costs; send it some load")
+    assert done.stderr.startswith(f"penstock: {url} has not learned what a batch of rank costs, which takes")
 
 
 def test_every_command_of_the_page_on_planning_works(tmp_path: Path) -> None:

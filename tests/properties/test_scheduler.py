@@ -96,6 +96,53 @@ def test_arrivals_within_the_quiet_rows_cause_no_event(name: str) -> None:
     assert quiet > 300
 
 
+@given(
+    knee=st.just(0.0) | st.integers(0, 100).map(lambda n: n + 0.318),  # no whole multiple: rounding must not decide
+    b=st.floats(1e-5, 0.01),
+    seen=st.integers(1, 64),
+    rows=st.integers(1, 64),
+    slots=st.integers(1, 4),
+    slack=st.none() | st.floats(1.5, 10.0),  # predictions have a margin of 15 %
+)
+@settings(max_examples=200, deadline=None)
+def test_batches_are_not_smaller_because_their_sizes_never_varied(
+    knee: float, b: float, seen: int, rows: int, slots: int, slack: float | None
+) -> None:
+    """The same bursts go to a scheduler that knows a + b*n and to one that saw one size only. `slack` is the time of
+    each burst, as a multiple of what one batch of it takes."""
+    a = knee * b
+
+    def served(sizes: list[int]) -> tuple[int, int]:
+        """(rows of the first batch of the last burst, rows that were dropped)."""
+        scheduler = Scheduler(Adaptive(0.0), max_batch_size=64, max_queue=1000, max_queue_bytes=1000)
+        scheduler.prime([(n, a + b * n) for n in sizes for _ in range(96 // len(sizes))])
+        now, dropped = 0.0, 0
+        for slot in range(slots):
+            scheduler.slot_up(slot, now)
+        for burst in range(5):
+            until_s = {} if slack is None else {"deadline_s": now + slack * (a + b * rows)}
+            for k in range(rows):
+                scheduler.offer(Entry(id=burst * rows + k, arrival_s=now, **until_s), now)
+            first = 0
+            while scheduler.queued_rows or not first:
+                events = scheduler.poll(now)
+                sent = [event for event in events if isinstance(event, Dispatch)]
+                dropped += len(events) - len(sent)
+                if not sent:
+                    break
+                first = first or len(sent[0].entries)
+                for batch in sent:
+                    taken_s = a + b * len(batch.entries)
+                    scheduler.complete(batch.batch_id, Outcome("ok", run_s=taken_s), now + taken_s)
+                now += max(a + b * len(batch.entries) for batch in sent)
+            now += 10 * (a + 64 * b)
+        return first, dropped
+
+    (known, lost), (constant, also_lost) = served([1, 4, 16, 64]), served([seen])
+    assert constant >= known
+    assert also_lost <= lost
+
+
 samples = st.tuples(
     st.integers(min_value=-2, max_value=10**6),
     st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.floats(min_value=0, max_value=100)),

@@ -59,6 +59,7 @@ def own_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 TOLD = {
     "ready": True,
+    "fitted": True,
     "a_s": 0.005,
     "b_s": 0.0002,
     "held_s": 1.5,

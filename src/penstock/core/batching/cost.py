@@ -6,18 +6,21 @@ READY_SAMPLES = 6  # after the skipped ones: fewer samples predict noise
 _FORGET = 0.995  # share of its weight that a size keeps per sample of any size
 _MAX_WEIGHT = 30.0
 _STRAGGLER = 3.0  # times the mean of its size: counts in `ratio`, is clipped in the mean
+_SPREAD = 0.2  # variance of the sizes, from which on a line through their times says what its parts are
 _UPPER = 0.97  # the quantile of measured / predicted that `ratio` follows
 
 
 class Cost:
     """Binned, forgetting least squares for t(n) = a + b*n seconds.
 
-    One bin per power of two keeps what was learned about other sizes while the load stays at one size. While only one
-    size was seen, t is proportional: without a set-up cost nothing is held. a >= 0 and b > 0 always. `ratio` is a
-    running upper quantile of measured / predicted, from 1 to 2.
+    One bin per power of two keeps what was learned about other sizes while the load stays at one size. While sizes do
+    not vary (`fitted` is false), a = 0 is no knowledge, and without a set-up cost nothing is held. t is then the least
+    that is possible, in proportion up to the `most` rows that were seen and no more above, so that no batch is smaller
+    because others were. a >= 0 and b > 0 always. `ratio` is a running upper quantile of measured / predicted, from 1 to
+    2.
     """
 
-    __slots__ = ("_bins", "_seen", "a", "b", "ratio", "ready")
+    __slots__ = ("_bins", "_seen", "a", "b", "fitted", "most", "ratio", "ready")
 
     def __init__(self) -> None:
         self._bins: dict[int, list[float]] = {}  # bit length of n -> [mean n, mean seconds, weight]
@@ -26,14 +29,16 @@ class Cost:
         self.b = 1e-9
         self.ratio = 1.15
         self.ready = False
+        self.fitted = False
+        self.most = _ANY  # while not fitted, the mean rows of a batch
 
     def t(self, n: float) -> float:
         """Predicted mean seconds of a batch of n rows."""
-        return self.a + self.b * n
+        return self.a + self.b * (n if n < self.most else self.most)
 
     def high(self, n: float) -> float:
         """Seconds that about 97 % of the batches of n rows stay under."""
-        return (self.a + self.b * n) * self.ratio
+        return self.t(n) * self.ratio
 
     @property
     def knee(self) -> float:
@@ -88,7 +93,9 @@ class Cost:
             xx += d * (n - x)
             xy += d * (seconds - y)
         per_row = max(y / x, 1e-12)
-        if xx > 0.2 * weight:
+        self.fitted = xx > _SPREAD * weight
+        self.most = _ANY if self.fitted else x
+        if self.fitted:
             self.b = max(1e-6 * per_row, xy / xx)
             self.a = y - self.b * x
             if self.a >= 0:
@@ -96,4 +103,5 @@ class Cost:
         self.a, self.b = 0.0, per_row
 
 
+_ANY = float("inf")
 _NONE: list[float] = []

@@ -159,6 +159,7 @@ class Scheduler:
             "b_s": cost.b,
             "upper_ratio": cost.ratio,
             "ready": cost.ready,
+            "fitted": cost.fitted,
             "handover_s": self._slots.handover_s,
             "max_batch_size": self.max_batch_size,
             "ceiling": self._ceiling,

@@ -205,8 +205,8 @@ def _of_server(url: str, flags: dict[str, Any]) -> CostCurve:
         a, b = found["penstock_cost_fixed_seconds"][-1], found["penstock_cost_row_seconds"][-1]
     except KeyError:
         raise ConfigError(
-            f"{url} has not learned what a batch of {target.model} costs; send it some load, for instance"
-            f" `penstock bench {url} --duration 10s`, and plan again"
+            f"{url} has not learned what a batch of {target.model} costs, which takes batches of different sizes; send"
+            f" load that varies, for instance `penstock bench {url} --concurrency 1,8,64`, and plan again"
         ) from None
     source = f"{target.model} at {url}: {seconds(a)} + {seconds(b)} x rows"
     memory = found.get("penstock_worker_resident_bytes")

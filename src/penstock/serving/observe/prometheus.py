@@ -105,8 +105,8 @@ _GAUGES: tuple[tuple[Family, Callable[[ModelSnapshot], float]], ...] = (
     (_gauge("penstock_workers_up", "Workers that are up."), lambda m: m.status.ready_instances),
 )
 _STATE = _gauge("penstock_model_state", "1 for the current state of a model version, 0 for the others.", "state")
-_COST_A = _gauge("penstock_cost_fixed_seconds", "Learned: a of a + b*n seconds for a batch of n rows.")
-_COST_B = _gauge("penstock_cost_row_seconds", "Learned: b of a + b*n seconds for a batch of n rows.")
+_COST_A = _gauge("penstock_cost_fixed_seconds", "Learned: a of a + b*n seconds for a batch of n rows, once sizes vary.")
+_COST_B = _gauge("penstock_cost_row_seconds", "Learned: b of a + b*n seconds for a batch of n rows, once sizes vary.")
 _HOLDS = _counter("penstock_holds_total", "Holds of an idle worker that waited for more requests.", "kind")
 _HELD = _counter("penstock_held_seconds_total", "Time for which idle workers were held for more requests.")
 _POOL_USED = Family("penstock_pool_used_bytes", "gauge", (), "Shared memory in use for large payloads.")
@@ -273,11 +273,11 @@ class PrometheusObserver(Observer):
 
 
 def _write_gauges(page: Page, now: ServerSnapshot) -> None:
-    """Writes the snapshot. A model without a learned cost has no cost samples."""
+    """Writes the snapshot. A model whose batches had one size only has no cost samples: a line needs two."""
     for family, value in _GAUGES:
         page.write(family, ((_key(m), value(m)) for m in now.models))
     page.write(_STATE, (((*_key(m), s), int(m.status.state == s)) for m in now.models for s in _STATES))
-    learned = [m for m in now.models if m.scheduler.get("ready")]
+    learned = [m for m in now.models if m.scheduler.get("ready") and m.scheduler.get("fitted")]
     page.write(_COST_A, ((_key(m), _number(m.scheduler, "a_s")) for m in learned))
     page.write(_COST_B, ((_key(m), _number(m.scheduler, "b_s")) for m in learned))
     holds = [(m, m.scheduler.get("holds_by_kind")) for m in now.models]  # a user's own policy may lack it

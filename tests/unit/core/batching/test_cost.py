@@ -30,7 +30,11 @@ def test_the_first_two_samples_are_thrown_away_and_six_more_are_needed() -> None
 
 def test_one_size_claims_no_set_up_cost() -> None:
     cost = learned([(8, 2.0)] * 20)
+    assert cost.ready
+    assert not cost.fitted
     assert (cost.a, cost.b) == pytest.approx((0.0, 0.25))
+    assert [cost.t(n) for n in (1, 8, 64)] == pytest.approx([0.25, 2.0, 2.0]), "what is possible at least"
+    assert cost.high(64) == pytest.approx(2.0 * cost.ratio)
 
 
 def test_a_falling_line_becomes_a_proportional_one() -> None:

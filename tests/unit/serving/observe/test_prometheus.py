@@ -102,11 +102,14 @@ def test_the_page_shows_the_current_state(busy: Callable[..., PrometheusObserver
     assert found["penstock_http_requests_total", (("status", "4xx"),)] == 3
 
 
-def test_a_model_that_has_learned_nothing_claims_no_cost(reading: Callable[..., ServerSnapshot]) -> None:
-    found = samples(PrometheusObserver(lambda: reading(scheduler={}, http=False)))
+@pytest.mark.parametrize("told", [{}, {"ready": True, "fitted": False, "a_s": 0.0, "b_s": 0.01}])
+def test_a_model_that_has_learned_nothing_claims_no_cost(
+    reading: Callable[..., ServerSnapshot], told: dict[str, object]
+) -> None:
+    found = samples(PrometheusObserver(lambda: reading(scheduler=told, http=False)))
     assert found["penstock_queue_requests", M] == 3
     names = {name for name, _ in found}
-    assert "penstock_cost_row_seconds" not in names
+    assert not names & {"penstock_cost_fixed_seconds", "penstock_cost_row_seconds"}
     assert "penstock_http_connections" not in names
 
 

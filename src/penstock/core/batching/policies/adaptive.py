@@ -164,7 +164,7 @@ class Adaptive:
             return None if wait else Take(rows, until_s, reason="ahead")
         if wait:
             return wait
-        if view.idle > 1:
+        if view.idle > 1 and bucket.rows <= cost.most:  # more rows than ever before teach what they cost together
             parts = min(view.idle, max(1, int(bucket.rows / max(1.0, cost.knee))))
             if parts > 1:
                 return Take(ceil(rows / parts), until_s, reason="spread")

@@ -71,7 +71,7 @@ class Linger:
         wait_s = max(0.0, at_s - now - view.ahead_s)
         if at_s >= due:
             return False
-        return not view.cost.ready or min(more, most - rows) * view.cost.a > rows * wait_s
+        return not view.cost.fitted or min(more, most - rows) * view.cost.a > rows * wait_s
 
     def _slice(self, view: View) -> int:
         """Rows of one time slice, or of one idle slot's share of the waiting rows."""
@@ -92,7 +92,7 @@ class Linger:
         if not cost.ready:
             return due
         last = min(head.deadline_s, head.expires_s) - cost.high(rows)
-        return min(due, last, min(view.held_s, now) + view.ahead_s + cost.a)
+        return min(due, last, min(view.held_s, now) + view.ahead_s + cost.a) if cost.fitted else min(due, last)
 
     def explain(self) -> dict[str, object]:
         """Keys: the base policy's keys, wait_s, and lingered (how often a batch was held)."""
