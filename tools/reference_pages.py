@@ -14,12 +14,12 @@ from msgspec import inspect
 
 from penstock.config.load import RESERVED
 from penstock.config.schema import SECTIONS
-from penstock.config.toml import expected
 from penstock.pipeline.describe import default_of, first_line
 from penstock.pipeline.keys import NODE, PIPELINE, Key
 from penstock.pipeline.ops.base import Op
 from penstock.pipeline.ops.catalog import ALIASES, BUILTIN, NOT_HERE, find
 from penstock.pipeline.ops.parameters import OpParameter, parameters_of
+from penstock.values import expected
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -133,7 +133,7 @@ def with_tables(page: str) -> str:
 
 
 def _keys(keys: Mapping[str, Key]) -> str:
-    rows = [(f"`{name}`", key.expected, key.default, key.doc) for name, key in keys.items()]
+    rows = [(f"`{name}`", expected(key.type), key.default, key.doc) for name, key in keys.items()]
     return _markdown(("key", "takes", "default", "meaning"), rows)
 
 

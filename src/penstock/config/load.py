@@ -7,7 +7,6 @@ called "penstock".
 """
 
 import logging
-import math
 import os
 import re
 import tomllib
@@ -20,9 +19,9 @@ import msgspec
 from penstock.config import toml
 from penstock.config.checks import check_config
 from penstock.config.schema import AuthConfig, Config, ModelConfig
-from penstock.config.toml import bare, expected, found, is_table
 from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.plugins import is_whole_file
+from penstock.values import bare, convert, expected
 
 log = logging.getLogger("penstock.config")
 
@@ -143,7 +142,7 @@ def _env_path(name: str) -> Path:
 def _warn_single_underscore(name: str) -> None:
     for section, kind in _kinds(Config).items():
         key = name.removeprefix(f"{ENV_PREFIX}{section.upper()}_").lower()
-        if is_table(kind) and key in _kinds(kind):
+        if _is_table(kind) and key in _kinds(kind):
             right = f"{ENV_PREFIX}{section.upper()}__{key.upper()}"
             log.warning("variable=%s ignored=true hint=%s (two underscores after the section)", name, right)
 
@@ -186,6 +185,11 @@ def toml_value(text: str) -> Any:
     return parsed["v"] if set(parsed) == {"v"} else text  # otherwise it holds more than one value
 
 
+def _is_table(kind: Any) -> bool:
+    """Whether a key of this type is a table of named keys, such as `[server]`."""
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
 def _kinds(table: Any) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(table)}
 
@@ -199,7 +203,7 @@ def _child(kind: Any, name: str, path: Path, source: str) -> Any:
                 " expected at most 128 letters, digits, '.', '_' and '-', starting with a letter or digit"
             )
         return get_args(kind)[1]
-    if not is_table(kind):
+    if not _is_table(kind):
         raise ConfigError(f"{source}: {'.'.join(path)} is not a table; it takes {expected(kind)}")
     known = _kinds(kind)
     if name not in known:
@@ -216,7 +220,7 @@ def _keys_named(name: str, kind: Any, before: str = "") -> list[str]:
     kind = bare(kind)
     if get_origin(kind) is dict:
         return _keys_named(name, get_args(kind)[1], f"{before}NAME.")
-    tables = [(f"{before}{key}", child) for key, child in _kinds(kind).items()] if is_table(kind) else []
+    tables = [(f"{before}{key}", child) for key, child in _kinds(kind).items()] if _is_table(kind) else []
     here = [key for key, _ in tables if key == f"{before}{name}"]
     return here + [found for key, child in tables for found in _keys_named(name, child, f"{key}.")]
 
@@ -224,28 +228,13 @@ def _keys_named(name: str, kind: Any, before: str = "") -> list[str]:
 def _check(value: Any, kind: Any, path: Path, source: str, errors: ErrorList) -> None:
     """Adds to `errors` each key of `value` that is unknown or has an invalid value."""
     plain = bare(kind)
-    if (is_table(plain) or get_origin(plain) is dict) and isinstance(value, dict):
+    if (_is_table(plain) or get_origin(plain) is dict) and isinstance(value, dict):
         for name, child in value.items():
             with errors:
                 _check(child, _child(plain, name, path, source), (*path, name), source, errors)
     else:
         with errors:
-            _check_value(value, kind, path, source)
-
-
-def _check_value(value: Any, kind: Any, path: Path, source: str) -> None:
-    """Raises ConfigError for an invalid value."""
-    try:
-        leaf = msgspec.convert(value, kind)
-        numbers = leaf if isinstance(leaf, tuple) else (leaf,)
-        if all(math.isfinite(n) for n in numbers if isinstance(n, float)):
-            return
-        index = None
-    except msgspec.ValidationError as error:
-        index = re.search(r"at `\$\[(\d+)\]`", str(error))
-    wrong = value[int(index[1])] if index and isinstance(value, (list, tuple)) else value
-    key = ".".join(path) + (f"[{index[1]}]" if index else "")
-    raise ConfigError(f"{source}: {key}: found {found(wrong)}, expected {expected(kind)}")
+            convert(value, kind, f"{source}: {'.'.join(path)}")
 
 
 def _check_targets(merged: Tree, layers: list[tuple[str, Tree]], errors: ErrorList) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from msgspec import UNSET, Struct
 
-from penstock.config.toml import found
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check
 from penstock.pipeline.convert import to_toml
@@ -18,6 +17,7 @@ from penstock.pipeline.graph import Graph
 from penstock.pipeline.load import NO_NODES, load_graph, parse_graph
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.steps import StepChain, Target, importable, steps_of
+from penstock.values import found
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.config.toml import found
 from penstock.errors import ConfigError
 from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import FAN_OUTS, SCOPES, SEQUENCES, Expression, parse, text_of
+from penstock.values import found
 
 ENGINES = ("PipelineV3", "BaselineSchedule", "Schedule", "ScheduleV3", "SortSchedule", "ScoreSchedule", "Batching")
 """TorchPipe's schedulers. All of them mean the only scheduler here."""

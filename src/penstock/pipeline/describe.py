@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from penstock.config.toml import found
 from penstock.errors import ConfigError
 from penstock.pipeline.engine import GPU_WAIT_S
 from penstock.pipeline.fields import OPEN, Kinds, edges_of, fields_of
@@ -16,8 +15,9 @@ from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.lower import builtin_op, files_of, op_class
 from penstock.pipeline.ops.catalog import canonical, find, names
-from penstock.pipeline.ops.parameters import OpParameter, describe_type, parameters_of
+from penstock.pipeline.ops.parameters import OpParameter, parameters_of
 from penstock.pipeline.placement import placed
+from penstock.values import expected, found
 
 _HEAD = ("node", "ops", "instances", "batch", "wait", "device")
 _LONGEST, _WIDTH = 60, 76
@@ -122,7 +122,7 @@ def op_text(name: str) -> str:
     name = canonical(name)
     cls = find(name)
     text = (inspect.getdoc(cls) or "").partition("\n\n- `")[0]
-    rows = [f"  {p.name} = {default_of(p)}   {describe_type(p.type)}: {p.doc}" for p in parameters_of(cls).values()]
+    rows = [f"  {p.name} = {default_of(p)}   {expected(p.type)}: {p.doc}" for p in parameters_of(cls).values()]
     return "\n".join([f"{name}: {cls.takes} -> {cls.gives}", "", text, "", *rows])
 
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from penstock.config.toml import found
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError
 from penstock.pipeline.compat import with_backend
 from penstock.pipeline.keys import Key, TomlSource
+from penstock.values import found
 
 KeyState = Literal["used", "accepted", "ignored", "rewritten", "not supported"]
 

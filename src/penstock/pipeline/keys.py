@@ -4,59 +4,41 @@ docs/pipelines.md shows the tables. A test keeps both equal.
 """
 
 import logging
-import math
 import re
 from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from penstock.config.toml import found
 from penstock.errors import ConfigError
-from penstock.pipeline.ops.parameters import convert, describe_type
+from penstock.values import convert
 
 log = logging.getLogger("penstock.pipeline")
 
 Names = tuple[str, ...]
-Numbers = tuple[int, ...]
+Size = Annotated[int, Meta(ge=1, le=65536)]
+Instances = Annotated[int, Meta(ge=1, le=1024)]
+# the bounds below only catch typing errors
+Count = Annotated[int, Meta(ge=1, le=2**31)]
+Bytes = Annotated[int, Meta(ge=1, le=2**50)]
+Wait = Annotated[float, Meta(ge=0, le=3.6e6)]  # ms
+Deadline = Annotated[float, Meta(ge=0.001, le=8.64e7)]  # ms
+RunTime = Annotated[float, Meta(ge=0.001, le=86400)]  # s
 
-_NO_BOUND = 1e6  # larger bounds only catch typing errors, so messages leave them out
 _HEAD = re.compile(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*(\"[^\"]+\"|'[^']+'|[\w.-]+)\s*=")
 
 
 class Key(Struct, frozen=True):
-    """One key: its type, its meaning, its default in words, and the bounds of its number or list of numbers."""
+    """One key: its type with the bounds of its numbers, its meaning, and its default in words."""
 
     type: Any
     doc: str
     default: str = ""
-    least: float | None = None
-    most: float | None = None
 
     def read(self, value: Any) -> Any:
         """The value as the key's type. Numbers may be strings. Raises ConfigError: found, expected."""
-        try:
-            read = convert(value, self.type, "")
-        except ConfigError:
-            read = None
-        numbers = [n for n in (read if isinstance(read, tuple) else (read,)) if isinstance(n, int | float)]
-        bounds = (-math.inf if self.least is None else self.least, math.inf if self.most is None else self.most)
-        if read is None or not all(math.isfinite(n) and bounds[0] <= n <= bounds[1] for n in numbers):
-            raise ConfigError(f"found {found(value)}, expected {self.expected}")
-        return read
-
-    @property
-    def expected(self) -> str:
-        """The accepted values, in words."""
-        if self.type == Numbers:
-            return f"whole numbers from {self.least:g} to {self.most:g}, in a list"
-        words = describe_type(self.type)
-        if self.least is None or self.most is None:
-            return words
-        if self.most >= _NO_BOUND:
-            return f"{words}, {self.least:g} or more"
-        return f"{words} from {self.least:g} to {self.most:g}"
+        return convert(value, self.type, loose=True)
 
 
 NODE: Final = {
@@ -69,22 +51,22 @@ NODE: Final = {
         " default = 0}` a default",
         "all fields of the previous node",
     ),
-    "instances": Key(int, "how many copies run at the same time, each in its own thread", "1", 1, 1024),
-    "max_batch": Key(int, "most items in one call", "8 with a model (1 with `compat`)", 1, 65536),
-    "min_batch": Key(int, "smallest batch of the model's engine; smaller batches are padded", "1", 1, 65536),
-    "sizes": Key(Numbers, "batch sizes of the model's engine; other batches are padded", "any", 1, 65536),
-    "wait_ms": Key(float, "longest wait of the oldest item for a fuller batch", "0 on the CPU, 2 on a GPU", 0, 3.6e6),
+    "instances": Key(Instances, "how many copies run at the same time, each in its own thread", "1"),
+    "max_batch": Key(Size, "most items in one call", "8 with a model (1 with `compat`)"),
+    "min_batch": Key(Size, "smallest batch of the model's engine; smaller batches are padded", "1"),
+    "sizes": Key(tuple[Size, ...], "batch sizes of the model's engine; other batches are padded", "any"),
+    "wait_ms": Key(Wait, "longest wait of the oldest item for a fuller batch", "0 on the CPU, 2 on a GPU"),
     "bucket": Key(Names, "fields that are equal within a batch, with `.shape` or `.dtype`", "shape and dtype"),
-    "pad_to": Key(Numbers, "sizes to which the sides of the model's input are padded with zeros", "none", 1, 65536),
+    "pad_to": Key(tuple[Size, ...], "sizes to which the sides of the model's input are padded with zeros", "none"),
     "device": Key(
         str,
         "`cpu`, `cuda`, `cuda:1`, or `auto`: a GPU that the model can use, otherwise the CPU",
         "auto with a model file",
     ),
-    "queue": Key(int, "most items that wait for the node", "2 x instances x max_batch", 1, 2**31),
-    "queue_bytes": Key(int, "most bytes that wait for the node", "64 MiB", 1, 2**50),
-    "deadline_ms": Key(float, "an item fails if the node has not answered it after this time", "none", 0.001, 8.64e7),
-    "run_timeout_s": Key(float, "a batch that runs longer fails, and its instance is replaced", "60", 0.001, 86400),
+    "queue": Key(Count, "most items that wait for the node", "2 x instances x max_batch"),
+    "queue_bytes": Key(Bytes, "most bytes that wait for the node", "64 MiB"),
+    "deadline_ms": Key(Deadline, "an item fails if the node has not answered it after this time", "none"),
+    "run_timeout_s": Key(RunTime, "a batch that runs longer fails, and its instance is replaced", "60"),
     "retry_split": Key(bool, "a batch whose call raised is run again in halves", "true"),
     "idempotent": Key(bool, "items may be run more than once", "true"),
     "on_error": Key(Literal["fail", "skip"], "`skip`: an item that fails here continues unchanged", "fail"),
@@ -117,7 +99,7 @@ NODE: Final = {
     "gather": Key(
         Names, "the fields of the children that become lists of the item, in the order of the elements", "result"
     ),
-    "max_fanout": Key(int, "most elements of one item; an item with more fails", "any", 1, 2**31),
+    "max_fanout": Key(Count, "most elements of one item; an item with more fails", "any"),
     "on_item_error": Key(
         Literal["null", "drop", "fail_parent"],
         "a child that fails: the item fails (`fail_parent`), its values are None (`null`), or it is left out (`drop`)",
@@ -149,7 +131,7 @@ PIPELINE: Final = {
     "entry": Key(str, "the node where an item begins unless it names one", "the only node that no `next` names"),
     "compat": Key(bool | Literal["torchpipe"], "unknown keys cause warnings instead of errors", "false"),
     "trace": Key(bool, "each answer includes the item's path", "false"),
-    "in_flight": Key(int, "most items inside at once", "the sum of what nodes and queues hold", 1, 2**31),
+    "in_flight": Key(Count, "most items inside at once", "the sum of what nodes and queues hold"),
     "inputs": Key(Names, "the fields that callers send", "data"),
     "outputs": Key(Names, "the fields that callers receive", "result"),
 }

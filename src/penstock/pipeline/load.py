@@ -11,7 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from penstock.config import toml
-from penstock.config.toml import ONE_NODE_KEYS, SERVER_TABLES, found
+from penstock.config.toml import ONE_NODE_KEYS, SERVER_TABLES
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline import filters
 from penstock.pipeline.check import check_structure, entry_of, linked
@@ -45,6 +45,7 @@ from penstock.pipeline.lower import (
 )
 from penstock.pipeline.ops.base import RESULT
 from penstock.pipeline.ops.parameters import parameters_of
+from penstock.values import found
 
 MAX_BATCH, MAX_BATCH_COMPAT, MAX_BATCH_OF_USERS = 8, 1, 64
 
@@ -252,9 +253,8 @@ class NodeReader:
         try:
             yield
         except ConfigError as e:
-            named = (
-                key for key in keys if re.search(rf"(^|: ){re.escape(parameter_name(key))}( is| =| and)", e.message)
-            )
+            verbs = "( is| =| and|: found)"
+            named = (key for key in keys if re.search(rf"(^|: ){re.escape(parameter_name(key))}{verbs}", e.message))
             key = next(named, next((key for key in _STEPS if key in table), ""))
             raise self._source.error(node, key, e.message) from None
 

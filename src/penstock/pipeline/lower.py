@@ -13,13 +13,13 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from penstock.config.toml import found
 from penstock.errors import ConfigError
 from penstock.pipeline import filters
 from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops.base import BatchOp, Op
 from penstock.pipeline.ops.catalog import ALIASES, BUILTIN, canonical, class_of, find
 from penstock.pipeline.ops.parameters import check_params, make_op, parameters_of, takes_any
+from penstock.values import found
 
 _NAME = re.compile(r"[\w.:/-]+")  # an op, or the target in its brackets: pkg.mod:Class, app/post.py:Boxes
 _DEPTH = 20

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from penstock.config.toml import found
 from penstock.errors import ConfigError
 from penstock.pipeline.lower import TARGET
+from penstock.values import found
 
 Color = Literal["rgb", "bgr", "gray"]
 Target = str | type[Any] | Callable[..., Any]

@@ -147,7 +147,7 @@ def test_ops_are_listed_and_told() -> None:
     status, out, _ = said("ops", "resizemat")
     assert status == 0
     assert out.startswith("ResizeMat: mat -> mat\n")
-    assert "resize_h = (must be set)   whole number" in out
+    assert "resize_h = (must be set)   a whole number" in out
     assert said("ops", "ResizMat")[0] == 2
 
 

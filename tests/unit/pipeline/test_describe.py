@@ -10,10 +10,11 @@ import pytest
 
 from penstock.pipeline.check import check
 from penstock.pipeline.describe import ops_text
-from penstock.pipeline.keys import NODE, PIPELINE
+from penstock.pipeline.keys import NODE, PIPELINE, Size
 from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.ops.catalog import find
 from penstock.pipeline.ops.parameters import make_op
+from penstock.values import bare
 from reference_pages import BEGIN, END, tables, with_tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "pipelines.md"
@@ -53,7 +54,7 @@ VALUES = {
     "ops": ["DecodeMat"],
     "require": "any",
 }
-KINDS: dict[object, Any] = {bool: False, int: 3, float: 3.5, str: "text", tuple[int, ...]: [9], tuple[str, ...]: ["x"]}
+KINDS: dict[object, Any] = {bool: False, int: 3, float: 3.5, str: "text", tuple[Size, ...]: [9], tuple[str, ...]: ["x"]}
 
 
 @pytest.mark.parametrize("key", [*NODE])
@@ -63,7 +64,7 @@ def test_every_key_of_a_node_is_read(key: str) -> None:
     plain: dict[str, Any] = (
         FAN_OUT if key in of_each else {"when": "x"} if key == "else" else {} if key in ("ops", "backend") else model
     )
-    changed = {**plain, key: VALUES.get(key, KINDS.get(NODE[key].type))}
+    changed = {**plain, key: VALUES.get(key, KINDS.get(bare(NODE[key].type)))}
     tables = {"pipeline": {"entry": "first"}, "first": {"next": "node"}, "last": {}, "other": {}}
     nodes = [parse_graph({**tables, "node": t}, name="t", folder="/").nodes["node"] for t in (plain, changed)]
     assert nodes[0] != nodes[1]

@@ -523,8 +523,8 @@ def test_keys_are_texts_as_in_a_file(means):
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"runtime": "tensort"}, "runtime is 'tensort'.*'tensorrt'"),
-        ({"precision": "fp8"}, "precision is 'fp8'.*'fp16'"),
+        ({"runtime": "tensort"}, "runtime: found the string 'tensort'.*\"tensorrt\""),
+        ({"precision": "fp8"}, "precision: found the string 'fp8'.*\"fp16\""),
         ({"std": "1, 0, 1"}, "no std of 0"),
         ({"mean": "nan"}, "expected numbers"),
         ({"min_batch": 5, "max_batch": 4}, "min_batch 5, max_batch 4"),

@@ -12,8 +12,8 @@ from typing import Final
 from msgspec import Struct, ValidationError, convert, structs
 
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.config.toml import expected
 from penstock.errors import ConfigError, nearest
+from penstock.values import expected
 
 Value = bool | int | float | str
 

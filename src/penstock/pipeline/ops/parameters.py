@@ -7,18 +7,16 @@ import inspect
 import re
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from msgspec import Struct
 
 from penstock.errors import ConfigError, PenstockError, nearest
 from penstock.pipeline.ops.base import Op
 from penstock.plugins import raised_at
+from penstock.values import convert
 
 REQUIRED: Any = inspect.Parameter.empty
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off"}
-_SPLIT = re.compile(r"[,\s]+")
 _DOC = re.compile(r"^\s*- `(\w+)`: (.+?)(?=^\s*- `|^\s*$|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -81,7 +79,7 @@ def check_params(cls: type[Op], params: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise ConfigError(f"{name} needs {' and '.join(missing)}, not found: set it in the node")
     return {
-        key: convert(value, known[key].type, f"{name}: {key}") if key in known else value
+        key: convert(value, known[key].type, f"{name}: {key}", loose=True) if key in known else value
         for key, value in params.items()
     }
 
@@ -95,74 +93,3 @@ def make_op(cls: type[Op], params: Mapping[str, Any]) -> Op:
         raise
     except (TypeError, ValueError) as e:
         raise ConfigError(f"{cls.__name__}: {e}{raised_at(e)}") from e
-
-
-def convert(value: Any, type_: Any, where: str) -> Any:
-    """The value as `type_`: a scalar, a tuple, a Literal, or a union of those. Raises ConfigError: found, expected."""
-    fits, result = _convert(value, type_)
-    if not fits:
-        raise ConfigError(f"{where} is {value!r} ({type(value).__name__}), expected {describe_type(type_)}")
-    return result
-
-
-def _convert(value: Any, type_: Any) -> tuple[bool, Any]:
-    """Whether the value fits, and the converted value."""
-    origin = get_origin(type_)
-    if type_ is Any:
-        return True, value
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return type(None) in get_args(type_), None
-        tried = (_convert(value, arm) for arm in get_args(type_) if arm is not type(None))
-        return next((found for found in tried if found[0]), (False, None))
-    if origin is Literal:
-        text = value.strip().lower() if isinstance(value, str) else value
-        return next(((True, choice) for choice in get_args(type_) if text == choice), (False, None))
-    if origin is tuple:
-        return _convert_tuple(value, get_args(type_)[0])
-    if isinstance(origin or type_, type) and (origin or type_) in (dict, list):
-        return isinstance(value, origin or type_), value
-    return _convert_scalar(value, type_)
-
-
-def _convert_tuple(value: Any, item: Any) -> tuple[bool, Any]:
-    if isinstance(value, str):
-        value = [part for part in _SPLIT.split(value.strip()) if part]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        return False, None
-    found = [_convert(v, item) for v in value]
-    return all(fits for fits, _ in found), tuple(v for _, v in found)
-
-
-def _convert_scalar(value: Any, type_: Any) -> tuple[bool, Any]:
-    text = value.strip() if isinstance(value, str) else value
-    if type_ is bool:
-        word = str(text).lower()
-        return word in _TRUE | _FALSE, word in _TRUE
-    if type_ is str:
-        return isinstance(text, str | int | float), str(text)
-    if isinstance(text, bool):
-        return False, None
-    try:
-        if type_ is float:
-            return True, float(text)
-        if type_ is int:
-            return float(text) == int(float(text)), int(float(text))
-    except (TypeError, ValueError, OverflowError):
-        return False, None
-    return isinstance(value, type_), value
-
-
-def describe_type(type_: Any) -> str:
-    """A type in the words of a configuration file: "whole number", "numbers with commas", "one of 'rgb', 'bgr'"."""
-    origin, args = get_origin(type_), get_args(type_)
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe_type(arm) for arm in args if arm is not type(None))
-    if origin is Literal:
-        return f"one of {', '.join(map(repr, args))}"
-    if origin is tuple:
-        return f"{describe_type(args[0])}s with commas between"
-    words = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "table", list: "array"}
-    return words.get(origin or type_) or str(getattr(type_, "__name__", type_))

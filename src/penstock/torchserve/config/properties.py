@@ -10,11 +10,11 @@ from msgspec import Meta, Struct, ValidationError, convert, field, structs
 
 from penstock.config.checks import is_loopback
 from penstock.config.schema import Count, Port, Positive
-from penstock.config.toml import bare, expected
 from penstock.errors import ConfigError, nearest
 from penstock.torchserve.config.addresses import ListenerAddress, parse_address
 from penstock.torchserve.config.files import Property, parse_properties
 from penstock.torchserve.protocol.api import Group
+from penstock.values import bare, expected
 
 log = logging.getLogger("penstock.config")
 

@@ -10,7 +10,6 @@ from penstock.pipeline.ops.parameters import (
     REQUIRED,
     OpParameter,
     check_params,
-    convert,
     make_op,
     parameters_of,
     takes_any,
@@ -72,69 +71,6 @@ def test_an_op_with_keywords_takes_any_key():
     assert not takes_any(Base)
     assert not takes_any(Bare)
     assert make_op(Open, {"target": "a", "other": "1"}).values == ("a", {"other": "1"})
-
-
-@pytest.mark.parametrize(
-    ("value", "type_", "expected"),
-    [
-        ("224", int, 224),
-        (" 7 ", int, 7),
-        (3.0, int, 3),
-        ("1e2", float, 100.0),
-        (5, float, 5.0),
-        ("1", bool, True),
-        ("TRUE", bool, True),
-        (0, bool, False),
-        ("off", bool, False),
-        (224, str, "224"),
-        ("text", str, "text"),
-        ("123.675, 116.28,103.53", tuple[float, ...], (123.675, 116.28, 103.53)),
-        ([1, "2"], tuple[int, ...], (1, 2)),
-        (114, tuple[float, ...], (114.0,)),
-        ("a,b", tuple[str, ...], ("a", "b")),
-        ("", tuple[str, ...], ()),
-        (" RGB ", Literal["rgb", "bgr"], "rgb"),
-        (2, Literal[1, 2], 2),
-        (None, int | None, None),
-        ("4", int | None, 4),
-        ("auto", int | Literal["auto"], "auto"),
-        ([1], list, [1]),
-        ({"a": 1}, dict[str, int], {"a": 1}),
-        (object, Any, object),
-    ],
-)
-def test_values_are_converted_as_texts_of_toml_need_it(value, type_, expected):
-    found = convert(value, type_, "an op: key")
-    assert found == expected
-    assert type(found) is type(expected)
-
-
-@pytest.mark.parametrize(
-    ("value", "type_", "expected"),
-    [
-        ("a", int, "whole number"),
-        (1.5, int, "whole number"),
-        (True, int, "whole number"),
-        ("inf", int, "whole number"),
-        ("nan", int, "whole number"),
-        ([], int, "whole number"),
-        ("x", float, "number"),
-        (None, float, "number"),
-        ("perhaps", bool, "true or false"),
-        (2, bool, "true or false"),
-        (None, str, "text"),
-        ("1,x", tuple[float, ...], "numbers with commas between"),
-        (None, tuple[int, ...], "whole numbers with commas between"),
-        ("hsv", Literal["rgb", "bgr"], "one of 'rgb', 'bgr'"),
-        ("x", int | Literal["auto"], "whole number or one of 'auto'"),
-        ("x", list, "array"),
-        ([], dict[str, int], "table"),
-    ],
-)
-def test_a_bad_value_is_reported_with_the_expected_type(value, type_, expected):
-    with pytest.raises(ConfigError) as caught:
-        convert(value, type_, "an op: key")
-    assert caught.value.message == f"an op: key is {value!r} ({type(value).__name__}), expected {expected}"
 
 
 def test_an_unknown_key_is_reported_with_the_nearest():

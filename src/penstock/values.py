@@ -1,0 +1,151 @@
+"""Values from loose text, and values in words: "found X, expected Y" is written here. Pure."""
+
+import math
+import re
+import types
+from contextlib import suppress
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec import ValidationError, inspect
+
+from penstock.errors import ConfigError, PenstockError
+
+_WORDS: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+_SPLIT: Final = re.compile(r"[,\s]+")
+_ELEMENT: Final = re.compile(r"at `\$\[(\d+)\]`")  # in a message of msgspec
+
+
+def bare(kind: Any) -> Any:
+    """The type without its annotations."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+# ---- reading
+
+
+def convert(
+    value: Any, kind: Any, where: str = "", *, loose: bool = False, error: type[PenstockError] = ConfigError
+) -> Any:
+    """The value as a type that msgspec knows. Raises `error`: where, found, expected; also for infinity and NaN.
+
+    With `loose`, text may stand for numbers ("224"), for booleans ("on") and for tuples ("0.5, 0.25"), as in TOML files
+    for TorchPipe; any class is a type, and a number without bounds may be infinite or NaN.
+    """
+    element = None
+    try:
+        read = _loosened(value, kind) if loose else msgspec.convert(value, kind)
+        numbers = read if isinstance(read, tuple) else (read,)
+        if (loose and kind is bare(kind)) or all(math.isfinite(n) for n in numbers if isinstance(n, float)):
+            return read
+    except ValidationError as invalid:
+        element = _ELEMENT.search(str(invalid))
+    if element and isinstance(value, list | tuple):
+        value, where = value[int(element[1])], f"{where}[{element[1]}]"
+    raise error(f"{where}{': ' if where else ''}found {found(value)}, expected {expected(kind)}")
+
+
+def _loosened(value: Any, kind: Any) -> Any:
+    plain = bare(kind)
+    origin, args = get_origin(plain), get_args(plain)
+    text = value.strip() if isinstance(value, str) else value
+    if plain is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        for arm in args:
+            with suppress(ValidationError):
+                return _loosened(value, arm)
+    elif origin is Literal:
+        word = text.lower() if isinstance(text, str) else text
+        if word in args:
+            return word
+    elif origin is tuple:
+        if isinstance(text, str):
+            text = [part for part in _SPLIT.split(text) if part]
+        elif isinstance(text, int | float) and not isinstance(text, bool):
+            text = [text]
+        if isinstance(text, list | tuple):
+            return tuple(_loosened(part, args[0]) for part in text)
+    elif plain is bool:
+        if (word := str(text).lower()) in _WORDS:
+            return _WORDS[word]
+    elif plain is str:
+        if isinstance(text, str | int | float):
+            return str(text)
+    elif plain in (int, float):
+        with suppress(TypeError, ValueError, OverflowError):
+            number = float("true" if isinstance(text, bool) else text)
+            if plain is float or number.is_integer():
+                return msgspec.convert(plain(number), kind)
+    elif isinstance(value, origin or plain):
+        return value
+    raise ValidationError
+
+
+# ---- words
+
+
+def found(value: Any) -> str:
+    """The value in TOML notation, or its type and size."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() if value.bit_length() > 128:
+            return "a huge number"
+        case int() | float():
+            return f"{value}"
+        case str():
+            return f"the string {value!r}" if len(value) <= 60 else f"a string of {len(value)} characters"
+        case list() | tuple():
+            return f"a list of {len(value)}"
+        case dict():
+            return "a table"
+        case None:
+            return "nothing"
+    return f"a {type(value).__name__} ({shorten(str(value))})"
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """At most that many characters of the text; "..." stands for what is left out."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def expected(kind: Any) -> str:
+    """The values of a type, such as "a whole number from 0 to 65535"; `Meta(title=...)` has other words for it."""
+    try:
+        return _words(inspect.type_info(kind))
+    except TypeError:  # a union with a class, as a parameter of an op may have it
+        return " or ".join(expected(arm) for arm in get_args(kind)) or str(getattr(kind, "__name__", kind))
+
+
+def _words(info: inspect.Type) -> str:
+    match info:
+        case inspect.Metadata():
+            return (info.extra_json_schema or {}).get("title") or _words(info.type)
+        case inspect.UnionType():
+            # None is an absent key: TOML has no notation for it.
+            return " or ".join(_words(t) for t in info.types if not isinstance(t, inspect.NoneType))
+        case inspect.LiteralType():
+            return " or ".join(f'"{value}"' if isinstance(value, str) else f"{value}" for value in info.values)
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType():
+            return "a whole number" + _bounds(info)
+        case inspect.FloatType():
+            return "a number" + _bounds(info)
+        case inspect.VarTupleType() | inspect.ListType():
+            least = f" of {info.min_length} or more" if info.min_length else ""
+            each = "" if isinstance(info.item_type, inspect.AnyType) else f", each {_words(info.item_type)}"
+            return f"a list{least}{each}"
+        case inspect.DictType() | inspect.StructType():
+            return "a table"
+        case inspect.CustomType():
+            return f"a {info.cls.__name__}"
+    return "a string"
+
+
+def _bounds(info: inspect.IntType | inspect.FloatType) -> str:
+    most = "" if info.le is None else f" to {info.le:.16g}"
+    if info.ge is not None:
+        return f" from {info.ge:g}{most}"
+    return "" if info.gt is None else f" above {info.gt:g}" + (f", up{most}" if most else "")
