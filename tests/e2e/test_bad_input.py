@@ -6,6 +6,9 @@ import io
 import json
 import re
 import socket
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +43,12 @@ MODELS = """
 
         def predict(self, items):
             return [{"sum": item["x"].sum(axis=1)} for item in items]
+
+    def joined(items: list[list[str]]):
+        return ["".join(item) for item in items]
+
+    def unfit(item: str) -> str:
+        return item
 """
 LIMIT = 300_000
 FLAGS = [
@@ -57,7 +66,7 @@ CHUNKED = (
 
 @pytest.fixture(scope="module")
 def server(serve_all: Callable[..., Any]) -> Any:
-    return serve_all(MODELS, "echo", "gated", "short", "Sums", *FLAGS)
+    return serve_all(MODELS, "echo", "gated", "short", "Sums", "joined", *FLAGS)
 
 
 @pytest.fixture(autouse=True)
@@ -338,3 +347,26 @@ def test_an_item_without_a_result_fails_alone(server: Any) -> None:
     assert kept == (200, b"kept")
     assert lost[0] == 500
     assert b"0 results for 1 item" in lost[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (b'["a","b"]', 200, b"ab"),
+        (b'["a",1]', 400, b"the item does not fit: Expected `str`, got `int` - at `$[1]`"),
+        (b'{"a":1}', 400, b"the item does not fit: Expected `array`, got `object`"),
+        (b"null", 400, b"the item does not fit: Expected `array`, got `null`"),
+        (b'\xef\xbb\xbf["a"]', 200, b"a"),
+    ],
+)
+def test_an_item_of_another_type_never_reaches_predict(server: Any, body: bytes, status: int, told: bytes) -> None:
+    found, answer = server.post("/predictions/joined", body, content_type="application/json")
+    assert (found, told in answer) == (status, True), answer
+
+
+def test_a_predict_of_one_item_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(textwrap.dedent(MODELS))
+    command = [sys.executable, "-m", "penstock", "serve", "app.py:unfit", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 1
+    assert "predict takes one str, but it gets all items of a batch: write predict(items: list[str])" in done.stderr
