@@ -33,6 +33,7 @@ from penstock.errors import (
     WorkerDied,
 )
 from penstock.serving.protocols.bodies import BASE64, ERROR_CODE, JSON, PART_TYPE
+from penstock.serving.protocols.codings import UnsupportedCoding
 from penstock.types import ItemResult
 
 log = logging.getLogger("penstock.frontends")
@@ -153,6 +154,8 @@ def error_result(error: PenstockError, error_body: Callable[[PenstockError], byt
         headers.append(("retry-after", str(max(1, math.ceil(error.retry_after_s or 1.0)))))
     elif status == 401:
         headers.append(("www-authenticate", "Bearer"))
+    elif isinstance(error, UnsupportedCoding):  # and on no other 415 (RFC 9110, section 12.5.3)
+        headers.append(("accept-encoding", "gzip, deflate"))
     elif isinstance(error, MethodNotAllowed):
         headers.append(("allow", error.allow))
     return ItemResult(body=error_body(error), content_type=JSON, status=status, headers=headers)

@@ -22,12 +22,16 @@ _WBITS: Final = {"gzip": 31, "deflate": 15}
 _RAW: Final = -15
 
 
+class UnsupportedCoding(UnsupportedType):
+    """The body has a content coding other than those of `CODINGS`."""
+
+
 def content_coding(value: bytes) -> str:
-    """The coding that a Content-Encoding names. Raises UnsupportedType."""
+    """The coding that a Content-Encoding names. Raises UnsupportedCoding."""
     known = CODINGS.get(value.lower())
     if known is None and value.lower() not in (b"", b"identity"):
         found = value[:40].decode("latin-1")
-        raise UnsupportedType(f"found Content-Encoding '{found}', expected gzip, deflate or identity")
+        raise UnsupportedCoding(f"found Content-Encoding '{found}', expected gzip, deflate or identity")
     return known or ""
 
 
