@@ -10,6 +10,7 @@ from penstock.core.contracts import Backend, Buffer
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 from penstock.serving.grpc.calls import Code, GrpcError, refused
 from penstock.serving.http.intake import BIG_BYTES, aligned
+from penstock.serving.http.responses import ListenerFull
 from penstock.serving.http.unpacking import Unpacking
 
 PREFIX: Final = Packing(">BI")  # of a message: whether it is compressed, and its length
@@ -115,7 +116,7 @@ async def unpack(message: Compressed, unpacking: Unpacking, most: int) -> Payloa
     """The message as it was, at most `most` bytes. Raises GrpcError."""
     try:
         return await unpacking.unpack(message.payload, message.coding, most)
-    except (PayloadTooLarge, QueueFull) as error:
+    except (PayloadTooLarge, QueueFull, ListenerFull) as error:
         raise refused(error) from None
     except BadRequest as error:
         raise GrpcError(Code.INTERNAL, f"the message cannot be unpacked: {error.message}") from None

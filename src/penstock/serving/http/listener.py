@@ -246,7 +246,7 @@ class Listener:
         self.budget = Budget(config.max_transit_bytes)
         self.clock = Clock(config, self.budget, lambda: self.warn("no_descriptors"))
         self.memory = MemoryQueue(backend)
-        self.unpacking = Unpacking(backend)
+        self.unpacking = Unpacking(backend, self.budget)
         self.hangups = Hangups()
         self.counts = Counters()
         self.idempotency = IdempotencyCache(backend, self.now)

@@ -11,13 +11,14 @@ as they came. A body that unpacks to more than `MOST_RATIO` times its size is re
 from __future__ import annotations
 
 import asyncio
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Final
 
 from penstock.core.contracts import Backend, Buffer
 from penstock.errors import BadRequest, Cancelled, PayloadTooLarge, QueueFull
-from penstock.serving.http.intake import BIG_BYTES, aligned
+from penstock.serving.http.intake import BIG_BYTES, Budget, aligned
 from penstock.serving.protocols.codings import CONTENT_ENCODING, unpacker
 from penstock.types import Headers
 
@@ -31,8 +32,9 @@ PACKED: Final = (CONTENT_ENCODING, b"content-length")  # headers that describe a
 class Unpacking:
     """Unpacks bodies into the memory of `backend`."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, budget: Budget | None = None) -> None:
         self._backend = backend
+        self._budget = budget or Budget(sys.maxsize)
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def unpack(
@@ -41,7 +43,7 @@ class Unpacking:
         """The body of at most `most` bytes, in a Buffer if it is large. `payload` is freed.
 
         Raises BadRequest if the stream is damaged or truncated, or if anything follows it, PayloadTooLarge, QueueFull
-        while the pool is full, and Cancelled once the client has `left`.
+        while the pool is full, ListenerFull, and Cancelled once the client has `left`.
         """
         data = memoryview(payload if isinstance(payload, bytes) else payload.view)
         try:
@@ -50,10 +52,17 @@ class Unpacking:
             if next(found, None) is None:
                 _check(len(first), most, len(data))
                 return first
-            async with self._turns:
-                if left():
-                    raise Cancelled("the client has left")
-                return await self._unpack_large(data, coding, most)
+            held = len(data) if isinstance(payload, bytes) else 0
+            self._budget.count(held)
+            try:
+                if self._budget.full:
+                    raise self._budget.refusal()
+                async with self._turns:
+                    if left():
+                        raise Cancelled("the client has left")
+                    return await self._unpack_large(data, coding, most)
+            finally:
+                self._budget.count(-held)
         finally:
             if not isinstance(payload, bytes):
                 payload.release()

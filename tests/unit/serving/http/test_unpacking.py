@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
+from penstock.serving.http.intake import Budget
+from penstock.serving.http.responses import ListenerFull
 from penstock.serving.http.unpacking import FREE_BYTES, MOST_RATIO, Unpacking
 from support.backend import FakeBackend, FakeBuffer
 
@@ -46,6 +48,22 @@ def unpack(packed: bytes, form: str = "gzip", most: int = 2**24, backend: FakeBa
     assert found[0] == found[1]
     assert backend.used_bytes == 0
     return found[0]
+
+
+async def test_packed_bodies_that_wait_for_their_turn_count_in_the_budget(wait_until):
+    backend, budget = FakeBackend(), Budget(100_000)
+    unpacking = Unpacking(backend, budget)
+    packed = gzip.compress(random.Random(1).randbytes(70_000))
+    await unpacking._turns.acquire()
+    await unpacking._turns.acquire()
+    waiting = asyncio.ensure_future(unpacking.unpack(packed, "gzip", 2**20))
+    await wait_until(lambda: budget._parts == len(packed))
+    with pytest.raises(ListenerFull):
+        await unpacking.unpack(packed, "gzip", 2**20)
+    assert await unpacking.unpack(gzip.compress(b"small"), "gzip", 2**20) == b"small"
+    waiting.cancel()
+    await wait_until(lambda: waiting.done())
+    assert budget._parts == 0
 
 
 @pytest.mark.parametrize("form", FORMS)
