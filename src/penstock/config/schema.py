@@ -120,8 +120,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     body_timeout_s: Annotated[
         Seconds,
         doc(
-            "longest time for a request's body to arrive. Over HTTP, every 16 KiB that arrive give back a second: an"
-            " upload at 16 KiB/s or more may take as long as it needs"
+            "longest time for a request's body to arrive. Over HTTP and gRPC, every 16 KiB that arrive give back a"
+            " second: an upload at 16 KiB/s or more may take as long as it needs"
         ),
     ] = 30.0
     idle_timeout_s: Annotated[Seconds, doc("longest silence of a kept-alive connection")] = 75.0

@@ -70,6 +70,7 @@ class GrpcCall(Stream):
         self.owner = owner
         self.on_cancel: Callable[[], object] | None = None  # ends the work for a client that left
         self.messages: deque[Any] = deque()  # received and not taken
+        self.seen = 0  # bytes that had been received at the last sweep
         self._untaken = 0  # bytes of `messages`
         self._held = 0  # bytes in the budget of the listener
         self._begun = False  # the headers of the response were sent
@@ -297,7 +298,7 @@ class GrpcCall(Stream):
             raise refused(budget.refusal())
 
     def _expect(self) -> None:
-        """Bounds the time for what the client still has to send; its next piece does not move the end."""
+        """Bounds the time for what the client still has to send; a steady message has more, see `Clock.extended`."""
         self.owner.receiving.setdefault(self, self.owner.listener.clock.body_at)
 
     def _take(self, flag: int, payload: Any) -> None:

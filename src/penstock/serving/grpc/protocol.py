@@ -236,7 +236,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
             return self.transport.get_write_buffer_size(), 0
         self._http2.tick()
         limit_s = self.listener.config.body_timeout_s
-        for call, at in list(self.receiving.items()):
+        for call, until in list(self.receiving.items()):
+            more, call.seen = call.received - call.seen, call.received
+            at = self.receiving[call] = self.listener.clock.extended(until, more)
             if at <= now:
                 text = f"the message did not arrive within {limit_s:g} s (limits.body_timeout_s)"
                 call.fail(GrpcError(Code.DEADLINE_EXCEEDED, text))

@@ -349,7 +349,7 @@ class Http2Connection:
         """The client has sent everything."""
         self.turn -= CALL
         stream.ended = True
-        if stream.length != NO_LENGTH and stream.length != stream.granted - stream.credit:
+        if stream.length != NO_LENGTH and stream.length != stream.received:
             self._breach(stream, PROTOCOL_ERROR)
         else:
             stream.on_end()

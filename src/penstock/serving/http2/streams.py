@@ -78,6 +78,11 @@ class Stream:
     def on_closed(self) -> None:
         """The client has reset the stream, or left."""
 
+    @property
+    def received(self) -> int:
+        """Bytes of data that have come, without padding."""
+        return self.granted - self.credit
+
     def grant(self, more: int) -> None:
         """Lets the client send more."""
         self.credit += more

@@ -18,6 +18,7 @@ from penstock.serving.grpc import listener as listener_module
 from penstock.serving.grpc import protocol
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.protocol import GrpcConnection
+from penstock.serving.http import listener as http_listener
 from penstock.serving.http import unpacking
 from penstock.serving.http2 import frames as h2
 from penstock.serving.http2.connection import Http2Connection
@@ -443,6 +444,19 @@ async def test_a_message_that_drips_ends_its_call_after_a_fixed_time(path, lengt
         finally:
             task.cancel()
         assert found.backend.used_bytes == 0
+
+
+async def test_a_message_that_comes_steadily_may_take_longer(monkeypatch):
+    monkeypatch.setattr(http_listener, "BODY_RATE", 1000)
+    data = request(2000)
+    whole = struct.pack(">BI", 0, len(data)) + data
+    async with site(body_timeout_s=0.4) as found:
+        client = await found.connect()
+        client.call(1, INFER)
+        for at in range(0, len(whole), 100):
+            client.send(frame(h2.DATA, at + 100 >= len(whole), 1, whole[at : at + 100]))
+            await asyncio.sleep(0.04)
+        assert (await client.reply(1))[0] == "0"
 
 
 async def test_each_message_of_a_stream_has_its_own_time():
