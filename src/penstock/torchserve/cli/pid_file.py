@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from penstock.config.load import RESERVED
 from penstock.core.os_threads import temporary_folder
 from penstock.errors import ConfigError, Conflict
 
@@ -62,7 +63,11 @@ class PidFile:
         toolkit finds the server among all processes.
         """
         command = [sys.executable, "-m", module, JAVA_SERVER, *arguments]
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(self._handle,))
+        # descriptors that these variables name are this process's: the child would write to whatever has their number
+        env = {name: value for name, value in os.environ.items() if name not in RESERVED}
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(self._handle,), env=env
+        )
         self._write(child.pid)
         os.close(self._handle)
         child.returncode = 0  # the child outlives this process, so nothing waits for it
