@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct, structs
@@ -26,7 +26,7 @@ from penstock.pipeline.runtimes import ModelFile, Precision, Runtime, cores, ope
 from penstock.runtimes.onnx import PROFILE_ROWS
 from penstock.runtimes.onnx_fuse import RAW, plain_input
 from penstock.runtimes.tensors import ANY_ROWS, Input, Program, check_rows, samples_of
-from penstock.types import DTYPES, TensorSpec
+from penstock.types import TensorSpec
 
 WARMED = 16  # batch sizes that run before the first request, on a GPU
 MOST_KNOWN = 1024  # combinations of dtypes and shapes whose check is cached
@@ -180,15 +180,19 @@ class ModelOp(BatchOp):
         self._most = min(self._most, most)
         self._least = min(max(self._least, least), self._most)
 
-    def _check_rows(self) -> None:
-        """Has items run one by one from now on if the rows of the model depend on each other."""
+    def _samples(self) -> list[list[Array]]:
+        """Two rows, with pixels for inputs that are normalized; nothing if a size is unknown."""
         samples = samples_of(self._signature.inputs)
         for sample in samples:
             for name in self._signature.normalizations:
                 sample[name] = (128 + 40 * sample[name]).clip(0, 255).astype(PIXELS)
+        return [list(sample.values()) for sample in samples]
+
+    def _check_rows(self) -> None:
+        """Has items run one by one from now on if the rows of the model depend on each other."""
         found = "a row has other results beside another"
         try:
-            one, two = [list(sample.values()) for sample in samples]
+            one, two = self._samples()
             alone = [ModelOp.__call__(self, [one], [])[0] for _ in range(2)]
             pairs = [ModelOp.__call__(self, pair, []) for pair in ([one, two], [two, one], [one, two])]
             if not coupled(alone, [pairs[0][0], pairs[1][1], pairs[2][0]]):
@@ -202,20 +206,11 @@ class ModelOp(BatchOp):
         warn_once("rows", self._files[0].model, reason, "items run one by one; rows = 'axis0' if that is wrong")
 
     def _warm_up(self) -> None:
-        """Runs batches of zeros, because a GPU selects kernels during the first batch of each size."""
-        inputs = self._signature.inputs
-        if any(i.datatype in (None, "BYTES") or i.shape is None or -1 in i.shape[1:] for i in inputs):
-            return
+        """Runs batches of random numbers, because a GPU selects kernels during the first batch of each size."""
         most = self._most if self._most < ANY_ROWS[1] else self._least
-        for rows in self._sizes or {*range(self._least, min(most, WARMED) + 1), most}:
-            arrays = [
-                np.zeros(
-                    (rows, *cast(Any, i.shape)[1:]),
-                    PIXELS if i.name in self._signature.normalizations else DTYPES[cast(str, i.datatype)],
-                )
-                for i in inputs
-            ]
-            self([arrays if len(arrays) > 1 else arrays[0]], [{}])
+        for sample in self._samples()[:1]:
+            for rows in self._sizes or {*range(self._least, min(most, WARMED) + 1), most}:
+                ModelOp.__call__(self, [[np.repeat(array, rows, axis=0) for array in sample]], [])
 
     def unload(self) -> None:
         self._programs.clear()
@@ -274,7 +269,7 @@ class ModelOp(BatchOp):
         """The results of items with equal keys."""
         raw = group[0].key.raw
         programs = self._programs_for(raw)
-        if self.unbatched:
+        if self.unbatched and group[0].rows >= self._least:
             return [self._run_alone(group[0], programs[0])]
         rows = sum(item.rows for item in group)
         least = rows or 1  # without rows, one of padding gives the shapes and types of the outputs

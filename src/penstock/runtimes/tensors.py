@@ -233,6 +233,8 @@ class TensorModel:
         return answers
 
     def _run_alone(self, request: TensorRequest) -> Any:
+        if request.rows < self._loaded.rows[0] and not self._loaded.unbatched:
+            return self._run_together([request])[0]  # padded
         outputs = self._loaded.run({name: np.ascontiguousarray(array) for name, array in request.arrays.items()})
         request.single = request.single and all(np.shape(array)[:1] == (1,) for array in outputs.values())
         return _answer(request, outputs)

@@ -407,6 +407,14 @@ def test_a_graph_that_couples_rows_runs_items_one_by_one_with_one_warning(write,
     assert np.allclose(alone, together) is not bool(keys)
 
 
+def test_a_graph_of_fixed_rows_that_couples_them_pads_each_item(write, caplog):
+    x, y = (("x", KINDS.FLOAT, [4, 3]), ("y", KINDS.FLOAT, [4, 3]))
+    op = loaded(write([x], [y], [("ReduceMax", ["x"], ["m"]), ("Sub", ["x", "m"], ["y"])]))
+    assert (op.unbatched, op.max_rows) == (True, 1)
+    a, b, whole = np.array([[1, 2, 3]], np.float32), np.array([[5, 0, 0]], np.float32), np.eye(4, 3, dtype=np.float32)
+    assert [found.tolist() for found in run(op, a, b, whole)] == [(i - i.max()).tolist() for i in (a, b, whole)]
+
+
 def test_out_of_memory_applies_to_the_whole_batch(means, monkeypatch):
     def raises(self, arrays):
         raise MemoryError("no")

@@ -290,6 +290,13 @@ def test_a_program_that_has_no_rows_is_not_compiled_for_several():
     compiled.load("cpu")
 
 
+def test_a_request_alone_is_padded_to_the_fewest_rows():
+    made, program = model(X, rows=(4, 8))
+    made.__penstock_unbatch__()
+    assert [found.tolist() for found in answers(made, [1, 2], [[3, 4]] * 5)] == [3, [7] * 5]
+    assert [call["x"][0] for call in program.calls] == [4, 5]
+
+
 def test_strings_are_a_single_row_of_bytes():
     made, _ = model(Input("t", "BYTES", (-1,)))
     request = made.preprocess("hé")
