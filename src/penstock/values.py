@@ -3,13 +3,14 @@
 import math
 import re
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec import ValidationError, inspect
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, nearest
 
 _WORDS: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 _SPLIT: Final = re.compile(r"[,\s]+")
@@ -25,7 +26,7 @@ def bare(kind: Any) -> Any:
 
 
 def convert(
-    value: Any, kind: Any, where: str = "", *, loose: bool = False, error: type[PenstockError] = ConfigError
+    value: Any, kind: Any, where: str = "", *, loose: bool = False, error: Callable[[str], PenstockError] = ConfigError
 ) -> Any:
     """The value as a type that msgspec knows. Raises `error`: where, found, expected; also for infinity and NaN.
 
@@ -42,7 +43,9 @@ def convert(
         element = _ELEMENT.search(str(invalid))
     if element and isinstance(value, list | tuple):
         value, where = value[int(element[1])], f"{where}[{element[1]}]"
-    raise error(f"{where}{': ' if where else ''}found {found(value)}, expected {expected(kind)}")
+    choices = get_args(bare(kind)) if get_origin(bare(kind)) is Literal and isinstance(value, str) else ()
+    hint = nearest(value, map(str, choices)) if choices else ""
+    raise error(f"{where}{': ' if where else ''}found {found(value)}, expected {expected(kind)}{hint}")
 
 
 def _loosened(value: Any, kind: Any) -> Any:

@@ -6,12 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
-from textwrap import shorten
 
 from msgspec import Struct
 
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.traversal import Hop
+from penstock.values import shorten
 
 _SAMPLE = re.compile(r"^(?:\w+_)?(pipeline_\w+)\{([^}]*)\} ([^\s#]+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -63,9 +63,9 @@ def _lines(graph: Graph, name: str, loads: Mapping[str, NodeLoad]) -> list[str]:
     """The text in a node's box."""
     node = graph.nodes[name]
     ops = f"alias of {node.alias_of}" if node.alias_of else ", ".join(step.op for step in node.steps)
-    lines = [name, shorten(ops or f"each of {node.each.split if node.each else 'nothing'}", 36, placeholder=" ...")]
+    lines = [name, shorten(ops or f"each of {node.each.split if node.each else 'nothing'}", 36)]
     if node.when:
-        lines.append(shorten(f"when {node.when}", 36, placeholder=" ..."))
+        lines.append(shorten(f"when {node.when}", 36))
     if (load := loads.get(node.alias_of or name)) is not None:
         batch = "no batch" if load.batch is None else f"batch {load.batch:.1f}"
         lines.append(f"queue {load.queue:g}, {batch}, busy {load.busy:.2f} of {node.instances}")

@@ -29,6 +29,7 @@ from penstock.perf.bench.measurement import (
 )
 from penstock.perf.bench.slo import parse_slo
 from penstock.plugins import optional_module
+from penstock.values import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -170,7 +171,7 @@ def _short(text: str, most: int = 44) -> str:
     text = " ".join(text.split())
     if len(text) > most and all("=" in part for part in text.split(",")):
         text = ", ".join(part.partition("=")[2] for part in text.split(","))
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return shorten(text, most)
 
 
 # ---- the plots

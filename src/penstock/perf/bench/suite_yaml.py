@@ -7,15 +7,15 @@ hardware. Source: the suite's guide and `benchmarks/auto_benchmark.py` of TorchS
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal
 
-from msgspec import Meta, Struct, ValidationError, convert, structs
+from msgspec import Meta, Struct, structs
 
 from penstock.config.yaml_file import load_yaml
 from penstock.errors import ConfigError, nearest
+from penstock.values import convert, found
 
 _TEMPLATE: Final = ("ts_version", "models", "hardware", "metrics_cmd", "report_cmd")
 _IGNORED: Final = {
@@ -48,20 +48,19 @@ _Text = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=1)]
 _Counts = _Count | Annotated[list[_Count], Meta(min_length=1)]
 _Device = Literal["cpu"] | _Gpus
-_COUNTS: Final = "a whole number from 1, or a list of them"
 _DEVICES: Final = "cpu, gpus: all, or gpus: N from 1, or a list of them"
-_KINDS: Final[dict[str, tuple[Any, str]]] = {
-    "url": (_Text, "a string"),
-    "input": (_Text, "a string"),
-    "content_type": (_Text, "a string"),
-    "workers": (_Counts, _COUNTS),
-    "batch_size": (_Counts, _COUNTS),
-    "concurrency": (_Counts, _COUNTS),
-    "requests": (_Count, "a whole number from 1"),
-    "batch_delay": (Annotated[int, Meta(ge=0)], "a whole number from 0"),
-    "processors": (_Device | Annotated[list[_Device], Meta(min_length=1)], _DEVICES),
-    "benchmark_engine": (Literal["ab", "locust", "penstock"], "ab or locust or penstock"),
-    "exec_env": (Literal["local", "docker"], "local or docker"),
+_KINDS: Final[dict[str, Any]] = {
+    "url": _Text,
+    "input": _Text,
+    "content_type": _Text,
+    "workers": _Counts,
+    "batch_size": _Counts,
+    "concurrency": _Counts,
+    "requests": _Count,
+    "batch_delay": Annotated[int, Meta(ge=0)],
+    "processors": Annotated[_Device | Annotated[list[_Device], Meta(min_length=1)], Meta(title=_DEVICES)],
+    "benchmark_engine": Literal["ab", "locust", "penstock"],
+    "exec_env": Literal["local", "docker"],
 }
 _LISTS: Final = ("workers", "batch_size", "concurrency", "processors")
 _KEYS: Final = (*_KINDS, *(key for key in _IGNORED if key not in _TEMPLATE))
@@ -154,11 +153,11 @@ def _template(file: YamlFile, notes: dict[str, None]) -> list[SuiteCase]:
             notes.setdefault(f"{key} is ignored: {_IGNORED[key]}")
     hardware = file.data.get("hardware") or "cpu"
     if hardware not in ("cpu", "gpu"):
-        raise file.error(("hardware",), _shown(hardware), "cpu or gpu")
-    found: list[SuiteCase] = []
+        raise file.error(("hardware",), found(hardware), "cpu or gpu")
+    cases: list[SuiteCase] = []
     for index, name in enumerate(file.data["models"]):
         if not isinstance(name, str):
-            raise file.error(("models", index), _shown(name), "the name of a YAML file")
+            raise file.error(("models", index), found(name), "the name of a YAML file")
         places = [file.path.parent / name, file.path.parent / "models_config" / name, Path(name)]
         path = next((place for place in places if place.is_file()), None)
         if path is None:
@@ -166,27 +165,27 @@ def _template(file: YamlFile, notes: dict[str, None]) -> list[SuiteCase]:
         for case in _models(YamlFile(path), notes):
             processors = tuple(p for p in case.processors if bool(p.gpus) == (hardware == "gpu"))
             if processors:
-                found.append(structs.replace(case, processors=processors))
+                cases.append(structs.replace(case, processors=processors))
             else:
                 notes.setdefault(f"{case.text} is left out: {file.path} wants {hardware}, which it does not list")
-    if not found:
+    if not cases:
         raise file.error(("hardware",), hardware, "one that a model of the template lists among its processors")
-    return found
+    return cases
 
 
 def _models(file: YamlFile, notes: dict[str, None]) -> list[SuiteCase]:
-    found: list[SuiteCase] = []
+    cases: list[SuiteCase] = []
     for model, modes in file.data.items():
         if not isinstance(modes, dict) or not modes:
-            raise file.error((model,), _kind(modes), f"modes of the model {model}, for instance eager_mode:")
+            raise file.error((model,), found(modes), f"modes of the model {model}, for instance eager_mode:")
         for mode, keys in modes.items():
             if not isinstance(keys, dict):
-                raise file.error((model, mode), _kind(keys), f"the keys of {mode}, for instance url:")
+                raise file.error((model, mode), found(keys), f"the keys of {mode}, for instance url:")
             if str(keys.get("url")).endswith(".war"):
                 notes.setdefault(f"{model} {mode} is left out: workflows are not supported")
             else:
-                found.append(_case(file, (model, mode), keys, notes))
-    return found
+                cases.append(_case(file, (model, mode), keys, notes))
+    return cases
 
 
 def _case(file: YamlFile, at: tuple[str, str], keys: Mapping[str, Any], notes: dict[str, None]) -> SuiteCase:
@@ -213,16 +212,11 @@ def _case(file: YamlFile, at: tuple[str, str], keys: Mapping[str, Any], notes: d
 
 def _value(file: YamlFile, at: tuple[str, str], key: str, value: Any) -> Any:
     """The value of a key of a mode; a list becomes a tuple without duplicates. Raises ConfigError if it is invalid."""
-    kind, expected = _KINDS[key]
-    try:
-        found = convert(value, kind)
-    except ValidationError:
-        hint = nearest(value, get_args(kind)) if get_origin(kind) is Literal and isinstance(value, str) else ""
-        raise file.error((*at, key), f"{'.'.join(at)}: {key}: {_shown(value)}", expected + hint) from None
+    read = convert(value, _KINDS[key], f"{file.where((*at, key))}: {'.'.join(at)}: {key}")
     if key == "processors":
-        gpus = [each.gpus if isinstance(each, _Gpus) else 0 for each in _listed(found)]
-        found = [Processor("all" if number == "all" else int(number)) for number in gpus]
-    return tuple(dict.fromkeys(_listed(found))) if key in _LISTS else found
+        gpus = [each.gpus if isinstance(each, _Gpus) else 0 for each in _listed(read)]
+        read = [Processor("all" if number == "all" else int(number)) for number in gpus]
+    return tuple(dict.fromkeys(_listed(read))) if key in _LISTS else read
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -236,7 +230,7 @@ class YamlFile:
         self.path = path
         data, self._root = load_yaml(path, str(path))
         if not isinstance(data, dict) or not data:
-            raise ConfigError(f"{path}: found {_kind(data)}, expected Model_name: eager_mode: url: ...")
+            raise ConfigError(f"{path}: found {found(data)}, expected Model_name: eager_mode: url: ...")
         self._check(self._root, set())
         self.data: dict[str, Any] = data
 
@@ -276,14 +270,3 @@ class YamlFile:
                 raise ConfigError(f"{where}: duplicate key {name!r}; remove one")
             keys.add(name)
             self._check(value, seen)
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "nothing"
-    return "keys" if isinstance(value, dict) else "a list" if isinstance(value, list) else _shown(value)
-
-
-def _shown(value: object) -> str:
-    """The value, shortened for an error; nested lists may be endless."""
-    return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:100]

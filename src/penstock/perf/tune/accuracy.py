@@ -19,6 +19,7 @@ from msgspec import UNSET, Struct
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.payload import JSON, content_type_of
 from penstock.perf.tune.profiler import RequestBody, SampleAnswer
+from penstock.values import shorten
 
 TOLERANCE: Final = 0.01
 _EXPECTED: Final = "expected.jsonl"
@@ -265,5 +266,4 @@ def _as_float(number: float) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = f"{value:g}" if isinstance(value, float) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shorten(f"{value:g}" if isinstance(value, float) else repr(value))

@@ -9,6 +9,7 @@ from penstock.pipeline.ops.base import BOX, Array, Fields, MatOp, as_mat
 from penstock.pipeline.ops.data import field
 from penstock.pipeline.ops.mat import cv2
 from penstock.pipeline.ops.resize import MAX_PIXELS, check_size, sized
+from penstock.values import shorten
 
 
 def box_numbers(fields: Fields, op: str, shape: tuple[int, ...], words: str) -> Array:
@@ -26,8 +27,7 @@ def box_numbers(fields: Fields, op: str, shape: tuple[int, ...], words: str) -> 
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]} ..."
+    return shorten(repr(value), 80)
 
 
 def cropped(image: Array, fields: Fields, op: str) -> Array:

@@ -17,6 +17,7 @@ from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, Download
 from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
 from penstock.torchserve.config.properties import Properties
 from penstock.torchserve.protocol.api import ApiError
+from penstock.values import found
 
 MAX_CONCURRENT: Final = 16  # archives opened at the same time, each on a thread; TorchServe has a similar limit
 _KINDS: Final = {
@@ -137,14 +138,14 @@ def read_yaml(folder: Path, name: str) -> dict[str, Any]:
         message = f"{name}: the manifest names it, but the archive has no such file"
         raise ApiError("InvalidModelException", message)
     try:
-        found, _ = load_yaml(folder / name, name)
+        table, _ = load_yaml(folder / name, name)
     except ConfigError as e:
         raise ApiError("InvalidModelException", e.message) from None
-    if found is None:
+    if table is None:
         return {}
-    if not isinstance(found, dict):
-        raise ApiError("InvalidModelException", f"{name}: found a {type(found).__name__}, expected keys with values")
-    return {str(key): value for key, value in found.items()}
+    if not isinstance(table, dict):
+        raise ApiError("InvalidModelException", f"{name}: found {found(table)}, expected keys with values")
+    return {str(key): value for key, value in table.items()}
 
 
 def api_error(error: ArchiveError) -> ApiError:

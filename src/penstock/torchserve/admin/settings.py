@@ -15,7 +15,6 @@ As in TorchServe, a value of the wrong type is ignored with a warning.
 """  # noqa: E501
 
 import logging
-import reprlib
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, Final, Literal
@@ -25,6 +24,7 @@ from msgspec.structs import fields
 
 from penstock.config.schema import Count, Positive
 from penstock.torchserve.protocol.api import ApiError
+from penstock.values import found
 
 log = logging.getLogger("penstock.compat")
 
@@ -148,7 +148,7 @@ def _valid(model: str, source: str, values: Mapping[str, Any]) -> dict[str, Any]
                 value.lower() if key == "parallelType" and isinstance(value, str) else value, TYPES[key]
             )
         except ValidationError:
-            bad.append(f"{key}={reprlib.repr(value):.40}")  # YAML aliases can turn 1 KB into GB
+            bad.append(f"{key}={found(value)}")
     if "maxWorkers" in good and good["maxWorkers"] < good.get("minWorkers", 0):
         bad.append(f"maxWorkers={good.pop('maxWorkers')}")
     if bad:

@@ -5,12 +5,13 @@ Source: `ts/configs/metrics.yaml` and `docs/metrics.md` of TorchServe 0.12.0.
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from penstock.config.yaml_file import load_yaml
 from penstock.errors import ConfigError, nearest
+from penstock.values import convert, found
 
 log = logging.getLogger("penstock.observe")
 
@@ -81,28 +82,28 @@ def read_config(path: str) -> MetricsConfig:
     """The configuration in a metrics.yaml. Raises ConfigError, which names the file and the line or key."""
     document, _ = load_yaml(path, f"metrics_config={path}")
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: found {_kind(document)}, expected the keys dimensions, ts_metrics, model_metrics")
+        raise ConfigError(f"{path}: found {found(document)}, expected the keys dimensions, ts_metrics, model_metrics")
     keys = ("dimensions", "ts_metrics", "model_metrics")
     for key in document:
         if key not in keys:
             raise ConfigError(f"{path}: found the key {key!r}, expected {', '.join(keys)}{nearest(str(key), keys)}")
     server, models = (_section(path, key, document.get(key)) for key in ("ts_metrics", "model_metrics"))
     for name, default in SERVER_METRICS.items():
-        found = server.get(name)
-        if found is not None and len(found.dimensions) != len(default[2]):
+        own = server.get(name)
+        if own is not None and len(own.dimensions) != len(default[2]):
             raise ConfigError(
-                f"{path}: ts_metrics.{found.kind}: {name}: found the dimensions {list(found.dimensions)}, expected"
+                f"{path}: ts_metrics.{own.kind}: {name}: found the dimensions {list(own.dimensions)}, expected"
                 f" {len(default[2])}, such as {list(default[2])}"
             )
     return MetricsConfig(server, models)
 
 
 def _section(path: str, section: str, kinds: Any) -> dict[str, MetricDefinition]:
-    found: dict[str, MetricDefinition] = {}
+    read: dict[str, MetricDefinition] = {}
     if kinds is None:
-        return found
+        return read
     if not isinstance(kinds, dict):
-        raise ConfigError(f"{path}: {section}: found {_kind(kinds)}, expected {', '.join(KINDS)}")
+        raise ConfigError(f"{path}: {section}: found {found(kinds)}, expected {', '.join(KINDS)}")
     for kind, metrics in kinds.items():
         where = f"{path}: {section}.{kind}"
         if kind not in KINDS:
@@ -110,33 +111,25 @@ def _section(path: str, section: str, kinds: Any) -> dict[str, MetricDefinition]
         if metrics is None:
             continue
         if not isinstance(metrics, list):
-            raise ConfigError(f"{where}: found {_kind(metrics)}, expected a list of name, unit and dimensions")
+            raise ConfigError(f"{where}: found {found(metrics)}, expected a list of name, unit and dimensions")
         for i, metric in enumerate(metrics):
             definition = _metric(f"{where}[{i}]", kind, metric)
-            if definition.name in found:
+            if definition.name in read:
                 log.warning("%s[%d]: %s is defined twice; consequence=the last one counts", where, i, definition.name)
-            found[definition.name] = definition
-    return found
+            read[definition.name] = definition
+    return read
 
 
 def _metric(where: str, kind: str, metric: Any) -> MetricDefinition:
     keys = ("name", "unit", "dimensions")
     if not isinstance(metric, dict):
-        raise ConfigError(f"{where}: found {_kind(metric)}, expected name, unit and dimensions")
+        raise ConfigError(f"{where}: found {found(metric)}, expected name, unit and dimensions")
     for key in (*keys, *metric):
         if key not in metric:
             raise ConfigError(f"{where}: found no {key}, expected name, unit and dimensions")
         if key not in keys:
             raise ConfigError(f"{where}: found the key {key!r}, expected {', '.join(keys)}{nearest(str(key), keys)}")
-    name, unit, dimensions = (metric[key] for key in keys)
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}.name: found {name!r}, expected a string")
-    if not isinstance(unit, str):
-        raise ConfigError(f"{where}.unit: found {unit!r}, expected a string such as Count or ms")
-    if not isinstance(dimensions, list) or not all(isinstance(d, str) for d in dimensions):
-        raise ConfigError(f"{where}.dimensions: found {str(dimensions)[:100]}, expected a list of strings")
-    return MetricDefinition(name, kind, unit, tuple(dimensions))
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:50]!r}"
+    name = convert(metric["name"], Annotated[str, Meta(min_length=1)], f"{where}.name")
+    unit = convert(metric["unit"], str, f"{where}.unit")
+    dimensions = convert(metric["dimensions"], tuple[str, ...], f"{where}.dimensions")
+    return MetricDefinition(name, kind, unit, dimensions)

@@ -8,12 +8,16 @@ where a JSON body has a number, raise ApiError, which states what was found and 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from functools import partial
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
 
 from penstock.errors import BadRequest
 from penstock.serving.protocols.bodies import decode_json, split_type
 from penstock.torchserve.archive.manifest import RUNTIMES
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest, WorkflowRequest
+from penstock.values import convert, found, shorten
 
 Query = Mapping[str, list[str]]  # as urllib.parse.parse_qs gives it, blank values kept
 Warn = Callable[[str], None]
@@ -25,7 +29,7 @@ _LEAST: Final = {
 }  # fmt: skip
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")  # int() itself refuses more digits
-_SHOWN: Final = 40  # characters of an invalid value that a message shows
+_SHOWN: Final = 40  # characters of an invalid name that a message shows
 
 
 def read_registration(query: Query, content_type: str, body: bytes | memoryview, warn: Warn) -> RegisterRequest:
@@ -93,13 +97,8 @@ def read_weights(body: bytes | memoryview) -> dict[str, float]:
     example = '{"1.0": 9, "2.0": 1}'
     weights: dict[str, float] = {}
     for version, weight in _object(body, example).items():
-        valid = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight <= MAX_INT
-        if not valid:
-            raise ApiError(
-                "BadRequestException",
-                f"the weight of version {_cut(version)} is {_cut(weight)}, expected a number from 0 to {MAX_INT}",
-            )
-        weights[version] = float(weight)
+        where = f"the weight of version '{shorten(version)}'"
+        weights[version] = convert(weight, Annotated[float, Meta(ge=0, le=MAX_INT)], where, error=_bad_request)
     if not math.fsum(weights.values()) > 0.0:
         raise ApiError("BadRequestException", f"no version has a weight above 0; expected an object such as {example}")
     return weights
@@ -113,6 +112,8 @@ def unknown_parameters(query: Query, known: Iterable[str]) -> list[str]:
 
 # ---- values
 
+_bad_request = partial(ApiError, "BadRequestException")
+
 
 def _first(query: Query) -> dict[str, str]:
     return {name: values[0] for name, values in query.items() if values}
@@ -120,19 +121,17 @@ def _first(query: Query) -> dict[str, str]:
 
 def _object(body: bytes | memoryview, example: str) -> dict[str, Any]:
     try:
-        found = decode_json(body)
+        value = decode_json(body)
     except BadRequest as exc:
         raise ApiError("BadRequestException", f"{exc.message}; expected an object such as {example}") from None
-    if not isinstance(found, dict):
-        raise ApiError("BadRequestException", f"the JSON body is {_cut(found)}, expected an object such as {example}")
-    return found
+    if not isinstance(value, dict):
+        raise _bad_request(f"the JSON body: found {found(value)}, expected an object such as {example}")
+    return value
 
 
 def _text(name: str, value: Any) -> str | None:
     """The string; None if missing or empty."""
-    if value is not None and not isinstance(value, str):
-        raise _invalid(name, value, "text")
-    return value or None
+    return convert(value, str | None, name, error=_bad_request) or None
 
 
 def _boolean(name: str, value: Any) -> bool | None:
@@ -160,7 +159,7 @@ def _integer(name: str, value: Any, minimum: int, warn: Warn, *, strict: bool = 
         raise _invalid(name, value, expected)
     used = 0 if small and minimum == 0 else None
     instead = "the default" if used is None else used
-    warn(f"parameter={name} found={_cut(value)} expected={expected} used={instead}")
+    warn(f"parameter={name} found={found(value)} expected={expected} used={instead}")
     return used
 
 
@@ -176,15 +175,4 @@ def _whole(value: Any) -> int | None:
 
 
 def _invalid(name: str, value: Any, expected: str) -> ApiError:
-    return ApiError("BadRequestException", f"{name} is {_cut(value)}, expected {expected}")
-
-
-def _cut(value: Any) -> str:
-    """The value as a message shows it, truncated: a quoted string, a number, or the name of its type."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= _SHOWN else value[:_SHOWN] + "...")
-    if isinstance(value, (bool, type(None))):
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 128):
-        return repr(value)
-    return {int: "a huge number", list: "a list", dict: "an object"}.get(type(value), type(value).__name__)
+    return _bad_request(f"{name}: found {found(value)}, expected {expected}")

@@ -17,6 +17,7 @@ from penstock.pipeline.graph import Graph, Node, NodeInput, cycle_in
 from penstock.pipeline.ops.base import RESULT
 from penstock.torchserve.archive.manifest import check_model_name
 from penstock.torchserve.protocol.api import ApiError
+from penstock.values import found
 
 log = logging.getLogger("penstock.compat")
 
@@ -67,7 +68,7 @@ class WorkflowSpec(Struct, frozen=True):
 def make_workflow(name: str, source: Any) -> WorkflowSpec:
     """The workflow in the value of a YAML file. Raises ApiError: InvalidWorkflowException, InvalidDAGException."""
     if not isinstance(source, Mapping):
-        raise invalid(f"found {_kind(source)}, expected the keys models and dag")
+        raise invalid(f"found {found(source)}, expected the keys models and dag")
     if unknown := [str(key)[:100] for key in source if key not in ("models", "dag")]:
         log.warning("workflow=%s unknown_keys=%s consequence=they_have_no_effect", name, unknown[:10])
     settings, models = _models(source.get("models") or {})
@@ -78,14 +79,14 @@ def make_workflow(name: str, source: Any) -> WorkflowSpec:
             model = check_model_name(f"{name}__{node}")
         except ArchiveError as e:
             raise invalid(f"dag: {e.message}") from None
-        found = models.get(node)
-        if found is None:
+        own = models.get(node)
+        if own is None:
             one = NodeSettings(
                 max_batch_delay=0, retry_attempts=settings.retry_attempts, timeout_ms=settings.timeout_ms
             )
             nodes[node] = WorkflowNode(node, model, one)
         else:
-            nodes[node] = WorkflowNode(node, model, found[0], found[1])
+            nodes[node] = WorkflowNode(node, model, own[0], own[1])
     return WorkflowSpec(name, settings, nodes, _graph(name, nodes, dag), dag)
 
 
@@ -93,19 +94,19 @@ def invalid(message: str) -> ApiError:
     return ApiError("InvalidWorkflowException", f"workflow specification: {message}")
 
 
-def _models(found: Any) -> tuple[NodeSettings, dict[str, tuple[NodeSettings, str]]]:
+def _models(source: Any) -> tuple[NodeSettings, dict[str, tuple[NodeSettings, str]]]:
     """The settings for all models, and the settings and URL of each."""
-    if not isinstance(found, Mapping):
-        raise invalid(f"models: found {_kind(found)}, expected models by name")
+    if not isinstance(source, Mapping):
+        raise invalid(f"models: found {found(source)}, expected models by name")
     keys = [each.encode_name for each in fields(NodeSettings)]
-    common = {key: value for key, value in found.items() if key in keys}
+    common = {key: value for key, value in source.items() if key in keys}
     models: dict[str, tuple[NodeSettings, str]] = {}
-    for name, own in found.items():
+    for name, own in source.items():
         if name in keys:
             continue
         if not isinstance(own, Mapping) or not isinstance(name, str):
             hint = nearest(str(name), keys)
-            raise invalid(f"models: {str(name)[:100]}: found {_kind(own)}, expected a model's keys{hint}")
+            raise invalid(f"models: {str(name)[:100]}: found {found(own)}, expected a model's keys{hint}")
         url = own.get("url")
         if not isinstance(url, str) or not url:
             raise invalid(f"models: {name[:100]}: found no url, expected the archive's name or URL")
@@ -123,16 +124,16 @@ def _settings(where: str, values: Mapping[str, Any]) -> NodeSettings:
         raise invalid(f"{where}: {e}") from None
 
 
-def _dag(found: Any) -> dict[str, list[str]]:
-    if not isinstance(found, Mapping):
-        raise invalid(f"dag: found {_kind(found)}, expected nodes, each with a list of the nodes after it")
+def _dag(source: Any) -> dict[str, list[str]]:
+    if not isinstance(source, Mapping):
+        raise invalid(f"dag: found {found(source)}, expected nodes, each with a list of the nodes after it")
     dag: dict[str, list[str]] = {}
-    for name, after in found.items():
+    for name, after in source.items():
         after = [] if after is None else after
         if not isinstance(name, str) or not isinstance(after, list):
-            raise invalid(f"dag: {str(name)[:100]}: found {_kind(after)}, expected a list of the nodes after it")
+            raise invalid(f"dag: {str(name)[:100]}: found {found(after)}, expected a list of the nodes after it")
         if wrong := next((each for each in after if not isinstance(each, str | None)), None):
-            raise invalid(f"dag: {name[:100]}: found {_kind(wrong)}, expected names of nodes")
+            raise invalid(f"dag: {name[:100]}: found {found(wrong)}, expected names of nodes")
         dag[name] = list(dict.fromkeys(each for each in after if each and each.strip()))
     return dag
 
@@ -147,8 +148,8 @@ def _graph(workflow: str, nodes: Mapping[str, WorkflowNode], dag: Mapping[str, l
             before[after].append(name)
     starts = [name for name in nodes if not before[name]]
     if len(starts) != 1:
-        found = f"found {', '.join(starts) or 'none'}"
-        raise ApiError("InvalidDAGException", f"DAG should have only one start node; {found}")
+        named = ", ".join(starts) or "none"
+        raise ApiError("InvalidDAGException", f"DAG should have only one start node; found {named}")
     made: dict[str, Node] = {}
     for name in nodes:
         taken = before[name] if len(before[name]) > 1 else ()
@@ -157,7 +158,3 @@ def _graph(workflow: str, nodes: Mapping[str, WorkflowNode], dag: Mapping[str, l
     if cycle := cycle_in(made):
         raise ApiError("InvalidDAGException", f"Not a valid DAG: {cycle}")
     return Graph(workflow, made, starts[0])
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
