@@ -113,7 +113,9 @@ def test_a_key_may_have_a_value_for_each_op_of_a_sequence() -> None:
     steps = graph({"a": {"backend": text, **keys}}).nodes["a"].steps
     params = [step.params for step in steps]
     assert params == [{"resize_h": 1, "resize_w": 3}, {"resize_h": 2, "resize_w": 3}, {}, {"color": "rgb"}]
-    assert "resize_h is '1|2'" in refused({"a": {"backend": text, "resize_h": "1|2", "resize_w": 3, "color": "rgb"}})
+    assert "resize_h: found the string '1|2'" in refused(
+        {"a": {"backend": text, "resize_h": "1|2", "resize_w": 3, "color": "rgb"}}
+    )
 
 
 def test_a_sequence_is_divided_after_each_call() -> None:
