@@ -224,12 +224,7 @@ SHORT = ["batching.timeout_s=0.05", "batching.max_batch_size=1", "batching.max_q
 PHASES: dict[str, tuple[str, list[str], Callable[..., Awaitable[None]], float]] = {
     # model, its settings, what is done, how much of it in half an hour: seconds or requests
     "lone": ("echo", ["instances=3"], lone, 600.0),
-    "expired": (
-        "slow",
-        ["batching.timeout_s=0.05", "batching.max_batch_size=1", "batching.max_queue=4096"],
-        expired,
-        EXPIRED,
-    ),
+    "expired": ("slow", SHORT, expired, EXPIRED),
     "http": ("parts", [], streams("inference", 1), ABORTED),
     "grpc": ("parts", [], streams("grpc", {"x": np.zeros((1, 1))}), ABORTED),
 }

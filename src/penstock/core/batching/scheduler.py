@@ -20,9 +20,8 @@ LAST_SLOT_S = 5.0
 """How long, at most, requests that were in a death leave the last slot to others that wait: most workers restart in
 that time, and a second death would leave no slot. With a short `horizon_s` it is an eighth of that."""
 KILLERS = 16
-"""After a request has died alone for the second time, for so many times that patience (a minute), the next death is
-probably the work of another such request. What was in it then runs again on the slot that died, so that it costs no
-other one, and waits for this slot up to twice the patience."""
+"""For so many times that patience (a minute) after a request died alone for the second time, a death is probably the
+work of another one. What was in it waits for the slot that died, up to twice the patience, and spares the others."""
 KEPT = 8
 """One part in this many of the queue is reserved for the most urgent class, so that a bulk job cannot fill it all."""
 

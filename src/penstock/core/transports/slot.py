@@ -35,10 +35,9 @@ class Sent(Struct):
 class WorkerHistory:
     """What the workers of a slot have done, and the pauses before it starts the next one.
 
-    There is no pause after the death of a worker if workers of the slot have answered batches: one bad request is no
-    reason to wait. After `deaths` in `window_s`, pauses double from 0.1 s to the time of a load, or to 1 s if that is
-    less: each of many bad requests may be another one, and good ones wait for this worker. After failed loads, and
-    deaths of workers that were never asked, pauses double to 30 s.
+    There is no pause after the death of a worker if workers of the slot have answered batches. After `deaths` in
+    `window_s` pauses double from 0.1 s to the time of a load, at most 1 s: each of many bad requests may be another
+    one, and good ones wait. After failed loads, and deaths of workers that were never asked, they double to 30 s.
     """
 
     def __init__(self, config: RestartConfig, max_requests: int | None) -> None:

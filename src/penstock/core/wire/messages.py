@@ -55,8 +55,7 @@ def frame_of(head: bytes, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
 class FrameDecoder:
     """Decodes the frames in a stream of bytes that may be split anywhere. Unusable after a FrameError.
 
-    `max_bytes` bounds one frame, and may change between frames. Memory grows with what arrives, not with what a frame
-    announces, so that a broken peer cannot exhaust it with a few bytes.
+    `max_bytes` bounds one frame. Memory grows with what arrives, not with what a broken peer announces.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:

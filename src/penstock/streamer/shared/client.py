@@ -188,7 +188,7 @@ class SharedClient:
         try:
             os_threads.start_thread(self._join_in_thread, name="penstock-join")
         except RuntimeError as e:  # the system has no thread left
-            self._on_joined(_not_started(e))
+            self._on_joined(ModelNotReady(f"no thread can be started to join the shared batcher: {e}"))
 
     def _join_in_thread(self) -> None:
         """Blocks for as long as a batcher takes to start, or to end before."""
@@ -198,7 +198,7 @@ class SharedClient:
         except PenstockError as e:
             found = e.with_traceback(None)
         except Exception as e:
-            found = _not_started(e)
+            found = ModelNotReady(f"the shared batcher cannot be started: {describe(e)}", detail=repr(e))
         try:
             self._loop.call_soon_threadsafe(self._on_joined, found)
         except RuntimeError:  # the loop was closed meanwhile
@@ -286,10 +286,6 @@ class SharedClient:
     def forget(self) -> None:
         if self._link is not None:
             self._link.forget()
-
-
-def _not_started(error: Exception) -> ModelNotReady:
-    return ModelNotReady(f"the shared batcher cannot be started: {describe(error)}", detail=repr(error))
 
 
 def _only(sink: Sink, result: ItemResult) -> None:

@@ -146,7 +146,7 @@ async def test_a_client_that_can_start_no_thread_answers_its_callers(
     found = SharedClient(running.path, None)
     with monkeypatch.context() as patch:
         patch.setattr(client.os_threads, "start_thread", no_more)
-        with pytest.raises(ModelNotReady, match="cannot be started"):
+        with pytest.raises(ModelNotReady, match="no thread can be started"):
             await call(found, 1)
     await asyncio.sleep(0.15)  # calls of the next 0.1 s fail alike
     assert await call(found, 2) == 2
