@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.dashboards import Dashboards
+
 APP = """
     import os, time
 
@@ -167,3 +169,10 @@ def test_tokens_guard_metrics_and_records(serve: Callable[..., Any], tmp_path: A
         assert server.get(path, "metrics")[0] == 401
         assert server.get(path, "metrics", authorization="Bearer wrong")[0] == 401
         assert server.get(path, "metrics", authorization="Bearer open-sesame-0123456789")[0] == 200
+
+
+def test_every_expression_of_dashboard_and_alerts_is_answered(server: Any) -> None:
+    assert post(server, {}) == 200
+    assert post(server, {"bad": True}) == 500
+    page = server.get("/metrics", "metrics")[1].decode()
+    assert Dashboards("penstock").unanswered(page) == []

@@ -325,7 +325,8 @@ class ModelSnapshot(Struct):
 
 
 class HttpSnapshot(Struct):
-    """The state of the inference listener; `answers` counts responses by status // 100."""
+    """The state of the inference listener; `answers` counts responses by status // 100, those of health checks that
+    are not ready by 0."""
 
     connections: int
     refused: int

@@ -191,8 +191,13 @@ class RequestContext(RequestOptions):
     def _log(self, status: int, error: PenstockError) -> None:
         """Logs a 5xx, except of a health check, whose answer is the news."""
         route = self.route
-        if status >= 500 and route is not None and route.template.answer is None:
+        if status >= 500 and route is not None and not self._answers_at_once:
             log_failure((route.model, route.version), self.request_id, status, error)
+
+    @property
+    def _answers_at_once(self) -> bool:
+        """Whether the route needs no model, like a health check."""
+        return self.route is not None and self.route.template.answer is not None
 
     def fail(self, error: PenstockError) -> None:
         """Answers with an error, without a model."""
@@ -253,7 +258,8 @@ class RequestContext(RequestOptions):
         self._end(writer)
 
     def _head(self, writer: ResponseWriter, result: ItemResult, content_type: str, framing: bytes | None) -> bytes:
-        writer.listener.counts.other[result.status // 100] += 1
+        # 0: a health check that says "not ready", which is its job and no error
+        writer.listener.counts.other[0 if result.status >= 500 and self._answers_at_once else result.status // 100] += 1
         if result.status in NO_BODY:
             content_type = ""
         lines = self.head_lines(writer, result, content_type)

@@ -223,7 +223,7 @@ class MemoryQueue:
 
 
 class Counters:
-    """Responses by status // 100, and refused connections."""
+    """Responses by status // 100 (0: a health check's 5xx), and refused connections."""
 
     def __init__(self) -> None:
         self.plain = 0  # plain responses, all with status 200

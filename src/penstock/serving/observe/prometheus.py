@@ -28,6 +28,7 @@ MAX_SERIES = 10_000  # of custom metrics
 MAX_GONE = 100  # unloaded versions whose counters are still shown
 SHOWN_S = 3600.0  # for this time after the unload
 _STATES = ("LOADING", "READY", "IDLE", "FAILED", "DRAINING")
+_CLASSES = {0: "unready", 2: "2xx", 4: "4xx", 5: "5xx"}  # of responses that are shown before the first
 WORKER_STATES = ("ready", "died", "failed", "leaking", "replaced", "removed")
 _MODEL = ("model", "version")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -43,7 +44,7 @@ class _Model:
         self.ahead = 0
         self.restarts = 0
         self.answered: dict[str, int] = dict.fromkeys(("ok", "failed"), 0)
-        self.rejected: dict[str, int] = {}
+        self.rejected: dict[str, int] = {"queue_full": 0}
         self.batches: dict[str, int] = dict.fromkeys(("ok", "died", "lost"), 0)
         self.failed: dict[str, int] = {}
         self.workers: dict[str, int] = dict.fromkeys(WORKER_STATES, 0)
@@ -119,7 +120,10 @@ _REFUSED = Family(
     "penstock_http_connections_refused_total", "counter", (), "Connections refused because of limits.max_connections."
 )
 _ANSWERS = Family(
-    "penstock_http_requests_total", "counter", ("status",), "Responses of the inference listener by status class."
+    "penstock_http_requests_total",
+    "counter",
+    ("status",),
+    "Responses of the inference listener by status class, health checks that are not ready apart.",
 )
 _BUILD = Family("penstock_build_info", "gauge", ("version", "python"), "1, with the versions as labels.")
 
@@ -295,7 +299,8 @@ def _write_gauges(page: Page, now: ServerSnapshot) -> None:
     if now.http is not None:
         page.write(_CONNECTIONS, [((), now.http.connections)])
         page.write(_REFUSED, [((), now.http.refused)])
-        page.write(_ANSWERS, (((f"{status}xx",), n) for status, n in sorted(now.http.answers.items())))
+        answers = {**dict.fromkeys(_CLASSES, 0), **now.http.answers}
+        page.write(_ANSWERS, (((_CLASSES.get(kind) or f"{kind}xx",), n) for kind, n in sorted(answers.items())))
     page.write(_BUILD, [((__version__, platform.python_version()), 1)])
 
 

@@ -205,7 +205,7 @@ class TorchServeMetrics(Observer):
         self._last_answers = now.answers
         for kind, n in now.answers.items():
             if n > before.get(kind, 0):
-                self._add(f"Requests{kind}XX", _HOST, n - before.get(kind, 0))
+                self._add(f"Requests{kind or 5}XX", _HOST, n - before.get(kind, 0))
         for key, n in now.requests.items():
             self._add("ts_inference_requests_total", key, n, ("", *key))
         self._batches += self._unloaded.expired(self._clock())

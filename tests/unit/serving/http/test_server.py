@@ -480,6 +480,19 @@ async def test_a_token_is_needed_except_for_health(listen):
         assert (await client.answer()).status == 401
 
 
+async def test_a_health_check_that_is_not_ready_is_no_server_error(listen):
+    backend = FakeBackend({"m": lambda call: call.reply(b"", "", status=503)})
+    backend.is_ready = False
+    async with listen(backend) as listener:
+        client = await listener.connect()
+        for path in ("/ping", "/readyz", "/v2/health/ready", "/v2/models/m/ready"):
+            client.get(path)
+            assert (await client.answer()).status == 503
+        client.post("/predictions/m", b"")
+        assert (await client.answer()).status == 503
+        assert listener.server.listener.counts.responses() == {0: 4, 5: 1}
+
+
 async def test_a_stream_is_sent_in_chunks_without_delay(listen, wait_until):
     async with listen(FakeBackend({"m": hold})) as listener:
         client = await listener.connect()

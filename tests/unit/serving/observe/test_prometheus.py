@@ -100,6 +100,7 @@ def test_the_page_shows_the_current_state(busy: Callable[..., PrometheusObserver
     assert found["penstock_http_connections", ()] == 9
     assert found["penstock_http_connections_refused_total", ()] == 1
     assert found["penstock_http_requests_total", (("status", "4xx"),)] == 3
+    assert found["penstock_http_requests_total", (("status", "unready"),)] == 0
 
 
 @pytest.mark.parametrize("told", [{}, {"ready": True, "fitted": False, "a_s": 0.0, "b_s": 0.01}])
