@@ -168,7 +168,8 @@ class Commands:
 
     def start_torchserve(self, *flags: str, **surroundings: Any) -> Started:
         surroundings["PYTHONPATH"] = self.paths
-        command = ("-m", "penstock.torchserve.cli.torchserve", "--ncs", "--disable-token-auth")
+        program = "from penstock.torchserve.cli.torchserve import main; main()"
+        command = ("-c", program, "--ncs", "--disable-token-auth")
         return self.start(*command, *flags, **surroundings)
 
     def torchserve(self, **surroundings: str) -> tuple[Any, int]:

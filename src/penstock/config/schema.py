@@ -369,7 +369,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     trust: Annotated[Literal["none", "pickle"], doc('"pickle" allows a model file to run code when it is loaded')] = (
         "none"
     )
-    env: Annotated[dict[str, str], doc("environment variables of the workers")] = field(default_factory=dict)
+    env: Annotated[dict[str, str], doc("environment variables of the workers, such as a PYTHONPATH of their own")] = (
+        field(default_factory=dict)
+    )
     batching: Annotated[BatchingConfig, doc("see `[models.NAME.batching]`")] = field(default_factory=BatchingConfig)
     restart: Annotated[RestartConfig, doc("see `[models.NAME.restart]`")] = field(default_factory=RestartConfig)
     autoscale: Annotated[AutoscaleConfig, doc("see `[models.NAME.autoscale]`")] = field(default_factory=AutoscaleConfig)
