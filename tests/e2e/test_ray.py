@@ -25,8 +25,11 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
+    import argparse
     import os
     import time
+
+    argparse.ArgumentParser().parse_args()  # an actor has no arguments, whatever Ray's process has
 
     def halves(items):
         time.sleep(0.02)
