@@ -27,6 +27,7 @@ from penstock.perf.bench.document import (
 from penstock.perf.bench.measurement import (
     STAGES,
     Figure,
+    Load,
     LoadPoint,
     Measurement,
     Verdict,
@@ -126,7 +127,10 @@ def _load_verdict(origin: Origin, points: Sequence[LoadPoint]) -> list[Block]:
     else:
         if met:
             rate = number(best.median(goodput))
-            first = Paragraph(f"SLO {origin.slo} met up to {rate} good responses/s ({best.name}).", "good")
+            lighter = [point for point in valid if point.met is False and _lighter(point.load, best.load)]
+            where, mark = ("at", "") if lighter else ("up to", "good")
+            but = f", but missed at a lower load ({lighter[0].name})" if lighter else ""
+            first = Paragraph(f"SLO {origin.slo} met {where} {rate} good responses/s ({best.name}){but}.", mark)
         elif any(point.met is False for point in valid):
             first = Paragraph(f"No measured load met SLO {origin.slo}.", "bad")
         else:
@@ -136,17 +140,21 @@ def _load_verdict(origin: Origin, points: Sequence[LoadPoint]) -> list[Block]:
     return [first, *([BulletList(bullets)] if bullets else []), *_reproduce(origin.line)]
 
 
+def _lighter(one: Load, other: Load) -> bool:
+    return one.mode == other.mode and (one.rate, one.concurrency) < (other.rate, other.concurrency)
+
+
 def _missed(point: LoadPoint) -> str:
-    """The missed objectives with their median and the number of repeats that missed them."""
+    """The missed objectives with the number of repeats that missed them, and the median of these."""
     found = []
     for text in dict.fromkeys(result.text for run in point.runs for result in run.slo):
         results = [result for run in point.runs for result in run.slo if result.text == text]
-        values = [result.value for result in results if result.value is not None]
-        if (count := sum(result.met is False for result in results)) and values:
+        values = [result.value for result in results if result.value is not None and result.met is False]
+        if values:
             show = percent if text.startswith("error") else number if text.startswith("throughput") else seconds
-            often = f" in {count} of {len(results)}" if len(results) > 1 else ""
+            often = f" in {len(values)} of {len(results)}" if len(results) > 1 else ""
             found.append(f"{text} is {show(statistics.median(values))}{often}")
-    return ", ".join(found)
+    return ", ".join(found) or f"{percent(max(run.error_share for run in point.runs))} errors"
 
 
 def _reproduce(command: str) -> list[Block]:

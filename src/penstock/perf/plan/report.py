@@ -112,7 +112,8 @@ def facts(report: PlanReport) -> list[tuple[str, str]]:
     found += [("instances", f"{plan.instances:,}"), ("batching.max_batch_size", f"{plan.batch}")]
     if plan.limit is not None:
         room = percent(plan.limit.rate / plan.chosen.offered - 1)
-        found.append(("head-room", f"{number(plan.limit.rate)}/s within the SLO, {room} above the peak"))
+        down = f" with {plan.failures} down" if plan.failures else ""
+        found.append(("head-room", f"{number(plan.limit.rate)}/s within the SLO{down}, {room} above the peak"))
     found += [("with instances down", _degraded(plan)), ("full batches", f"{number(plan.full_rate)} requests/s")]
     if plan.limit is not None:
         rate, busy, wait = number(plan.limit.per_instance), percent(plan.limit.busy), seconds(plan.limit.wait_s)
@@ -239,7 +240,7 @@ def _utilisation(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
     axes.set_xlabel(name)
     axes.set_ylabel("%")
     note = "All arrivals on the planned instances. Instances that are always busy still have room in their batches."
-    return "Utilisation over the day", note
+    return "Utilisation over time", note
 
 
 def _day_tail(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
@@ -252,7 +253,7 @@ def _day_tail(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
         _slo_mark(axes, report)
     axes.set_xlabel(name)
     seconds_axis(axes, [y for _, y in known], "p99 latency")
-    return "p99 over the day", "By time of arrival; times with fewer than 100 requests are left out."
+    return "p99 over time", "By time of arrival; times with fewer than 100 requests are left out."
 
 
 def _scaling(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
@@ -269,7 +270,7 @@ def _scaling(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
     axes.set_xlabel(name)
     axes.set_ylabel("instances")
     start = seconds(scaling.start_s)
-    return "Autoscaling over the day", f"[models.NAME.autoscale] with the SLO; an instance takes {start} to start."
+    return "Autoscaling over time", f"[models.NAME.autoscale] with the SLO; an instance takes {start} to start."
 
 
 _PLOTS: Final = (_cost_slo, _tail_instances, _utilisation, _day_tail, _scaling)

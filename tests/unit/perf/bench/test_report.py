@@ -12,8 +12,8 @@ import pytest
 from msgspec import structs
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.document import Report, TableBlock, markdown
-from penstock.perf.bench.measurement import Latency, Measurement, RunnerUp, ServerStats, Verdict
+from penstock.perf.bench.document import Paragraph, Report, TableBlock, markdown, percent, seconds
+from penstock.perf.bench.measurement import Latency, Measurement, RunnerUp, ServerStats, Verdict, p99
 from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.report import compose, publish
 from penstock.perf.bench.results import Results
@@ -172,6 +172,29 @@ def test_an_slo_that_no_load_meets_is_reported(make_measurement: Make) -> None:
     text = lines(compose(ORIGIN, [make_measurement(rate=500.0, base_s=0.2, slo=SLO) for _ in range(3)]))
     assert text[2] == "**No measured load met SLO p99<=100ms.**"
     assert text[4].endswith("in 3 of 3")
+
+
+def test_a_missed_objective_has_the_value_of_the_repeats_that_missed_it(make_measurement: Make) -> None:
+    runs = [make_measurement(rate=500.0, base_s=base_s, slo=SLO) for base_s in (0.02, 0.02, 0.2)]
+    text = lines(compose(ORIGIN, [*runs, make_measurement(rate=800.0, base_s=0.01, most=5000.0, slo=SLO)]))
+    value = p99(runs[2])
+    assert value is not None
+    assert value > 0.1
+    assert text[4] == f"- missed, 500/s poisson: p99<=100ms is {seconds(value)} in 1 of 3"
+    assert text[2].startswith("SLO p99<=100ms met at ")
+    assert text[2].endswith("(800/s poisson), but missed at a lower load (500/s poisson).")
+
+
+def test_errors_that_the_slo_does_not_name_are_the_reason(make_measurement: Make) -> None:
+    run = make_measurement(clients=8, slo="p99<=9s", errors={"503": 400})
+    assert f"- missed, 8 clients: {percent(run.error_share)} errors" in lines(compose(ORIGIN, [run]))
+
+
+def test_a_tuning_with_a_result_says_nothing_red_of_invalid_runs(make_measurement: Make) -> None:
+    bad = make_measurement(rate=900.0, invalid=["the generator used 0.97 of a core"])
+    report = compose(ORIGIN, [bad, make_measurement(rate=100.0)], VERDICT)
+    assert not [block for block in report.verdict if isinstance(block, Paragraph) and block.mark == "bad"]
+    assert "- the generator used 0.97 of a core (900/s poisson)" in markdown(report)
 
 
 def test_each_missed_objective_is_reported_in_its_unit(make_measurement: Make) -> None:

@@ -53,6 +53,11 @@ def test_a_plan_names_instances_batch_target_memory_and_price() -> None:
     assert "keeps p99<=120ms" in result.stdout.splitlines()[-1]
 
 
+def test_the_head_room_says_for_how_many_instances_it_holds() -> None:
+    result = run("--arrivals", "poisson:600", *COST, *SHORT, "--slo", "p99<=120ms", "--failures", "1")
+    assert re.search(r"^head-room +\d+/s within the SLO with 1 down, ", result.stdout, re.M)
+
+
 def test_the_json_has_the_same_numbers() -> None:
     plan = planned("--arrivals", "poisson:600", "--slo", "p99<=120ms", "--price", "2.5")
     assert plan["met"]
@@ -189,7 +194,7 @@ def test_the_folder_has_a_page_with_plots_and_the_numbers(trace: str, tmp_path: 
     pytest.importorskip("matplotlib")
     titles = re.findall(r"<figcaption><strong>(.*?)\.</strong>", page)
     assert titles == [
-        "Cost against SLO", "p99 against instances", "Utilisation over the day", "p99 over the day",
-        "Autoscaling over the day",
+        "Cost against SLO", "p99 against instances", "Utilisation over time", "p99 over time",
+        "Autoscaling over time",
     ]  # fmt: skip
     assert page.count("<svg") == len(titles)
