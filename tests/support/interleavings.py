@@ -1,8 +1,8 @@
 """Runs a few threads in every order of their lines, to find a wake-up that gets lost.
 
 One thread runs at a time, and changes are possible before each line of the `watched` modules. `explore` tries all
-orders with at most `changes` unforced ones: almost all races need one or two. What blocks must be a `Flag` or `Lock` of
-the run. When all threads that are left wait, a wake-up was lost, and `Stuck` is raised.
+orders with at most `changes` unforced ones: almost all races need one or two. What blocks must be a `Flag`, `Lock` or
+`Queue` of the run. When all threads that are left wait, a wake-up was lost, and `Stuck` is raised.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,12 +143,39 @@ class Lock:
     def __init__(self, run: Run) -> None:
         self._run, self._held = run, False
 
+    def acquire(self, blocking: bool = True) -> bool:
+        self._run.wait(lambda: not (blocking and self._held))
+        taken, self._held = not self._held, True
+        return taken
+
+    def release(self) -> None:
+        assert self._held
+        self._held = False
+
     def __enter__(self) -> None:
-        self._run.wait(lambda: not self._held)
-        self._held = True
+        self.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._held = False
+        self.release()
+
+
+class Queue:
+    """A `queue.SimpleQueue` of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._items: deque[Any] = deque()
+
+    def empty(self) -> bool:
+        self._run.wait(lambda: True)
+        return not self._items
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+
+    def get(self) -> Any:
+        self._run.wait(lambda: self._items)
+        return self._items.popleft()
 
 
 def explore(
