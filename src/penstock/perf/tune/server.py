@@ -115,17 +115,12 @@ class TunedServer:
 
     def clients(self) -> int:
         """The clients of a closed loop that keep every batch full: twice the rows of all instances' batches."""
-        rows: int = sum(version["instances"] * version["max_batch_size"] for version in self._versions())
-        return min(_MOST_CLIENTS, max(4, 2 * rows))
+        return min(_MOST_CLIENTS, max(4, 2 * sum(instances * rows for instances, rows in self._sizes())))
 
-    def _queue_rows(self) -> int:
-        batching = self.model.model.batching
-        sizes = ((version["instances"], version["max_batch_size"]) for version in self._versions())
-        return max((queue_bound(batching, *size) for size in sizes), default=0)
-
-    def _versions(self) -> list[dict[str, Any]]:
+    def _sizes(self) -> list[tuple[int, int]]:
+        """(instances, max_batch_size) of each version."""
         found: Any = self._request("GET", "", None).json() or {}
-        return list(found.get("versions", ()))
+        return [(version["instances"], version["max_batch_size"]) for version in found.get("versions", ())]
 
     def close(self) -> None:
         self._settings, self._target = None, None
@@ -158,7 +153,8 @@ class TunedServer:
             raise LoadFailed(f"no server starts: {_error_line(error.message)}", detail=error.message) from error
         self._started = True
         if settings == CandidateSettings():
-            self.model = msgspec.structs.replace(model, queue_rows=self._queue_rows())
+            bounds = [queue_bound(model.model.batching, *size) for size in self._sizes()]
+            self.model = msgspec.structs.replace(model, queue_rows=max(bounds, default=0))
 
     @staticmethod
     def _needs_restart(before: CandidateSettings, after: CandidateSettings) -> bool:
