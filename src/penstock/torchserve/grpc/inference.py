@@ -16,6 +16,7 @@ from penstock.core.contracts import Backend
 from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.serving.grpc.calls import Code, GrpcError
 from penstock.serving.protocols.oip import unsupported
+from penstock.serving.protocols.oip_grpc import CONTENTS
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.grpc.calls import (
@@ -34,16 +35,6 @@ from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Item
 
 CODEC: Final = "torchserve_inputs"
-CONTENTS: Final = {
-    "BOOL": "bool_contents",
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    "INT64": "int64_contents",
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}  # datatype -> the field with its values; FP16 and BF16 have none
 
 _Prediction: Final = message_class(f"{INFERENCE}.PredictionResponse")
 _Status: Final = message_class("google.rpc.Status")
