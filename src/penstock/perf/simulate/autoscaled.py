@@ -15,7 +15,7 @@ from penstock.core.batching.autoscale import AutoscaleLimits, Autoscaler, LoadRe
 from penstock.core.batching.entry import INF
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.engine.rules import policy_of
-from penstock.perf.simulate.simulator import UNBOUNDED, OpenLoop, ServiceTime, Simulation, SimulationSettings
+from penstock.perf.simulate.simulator import OpenLoop, ServiceTime, Simulation, SimulationSettings, primed
 
 _TICK: Final = -1  # events of a slot's start are below it
 _STEP_S: Final = 0.5  # of a clairvoyant's plan
@@ -51,15 +51,7 @@ def simulate_scaling(
     policy: ScalingPolicy | None = None,
 ) -> ScalingResult:
     """The result of scaling by `policy`, an Autoscaler by default. An instance is up `start_s` after the decision."""
-    scheduler = Scheduler(
-        policy_of(BatchingConfig()),
-        max_batch_size=settings.max_batch_size,
-        max_queue=UNBOUNDED,
-        max_queue_bytes=UNBOUNDED,
-        depth=settings.depth,
-        horizon_s=settings.slo_s or 30.0,
-    )
-    scheduler.prime(service.profile(settings.max_batch_size))
+    scheduler = primed(service, policy_of(BatchingConfig()), settings)
     return ScalingSimulation(service, scheduler, settings, limits, policy or Autoscaler(limits), start_s).scale(load)
 
 

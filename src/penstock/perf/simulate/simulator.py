@@ -98,6 +98,13 @@ def simulate(
 
 def simulated(service: ServiceTime, policy: BatchPolicy, load: OpenLoop, settings: SimulationSettings) -> Simulation:
     """The simulation of `policy` under a load after its end, with each batch and each answer."""
+    simulation = Simulation(service, primed(service, policy, settings), settings)
+    simulation.run(load)
+    return simulation
+
+
+def primed(service: ServiceTime, policy: BatchPolicy, settings: SimulationSettings) -> Scheduler:
+    """A scheduler without bounds that has seen a warm-up of the service."""
     scheduler = Scheduler(
         policy,
         max_batch_size=settings.max_batch_size,
@@ -107,9 +114,7 @@ def simulated(service: ServiceTime, policy: BatchPolicy, load: OpenLoop, setting
         horizon_s=settings.slo_s or 30.0,
     )
     scheduler.prime(service.profile(settings.max_batch_size))
-    simulation = Simulation(service, scheduler, settings)
-    simulation.run(load)
-    return simulation
+    return scheduler
 
 
 class Simulation:
