@@ -3,7 +3,7 @@
 import math
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
@@ -13,6 +13,10 @@ from msgspec import ValidationError, inspect
 from penstock.errors import ConfigError, PenstockError, nearest
 
 _WORDS: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+SIZE_UNITS = {"B": 1} | {f"{k}B": 1000**n for n, k in enumerate("KMGT", 1)}
+SIZE_UNITS |= {f"{k}iB": 1024**n for n, k in enumerate("KMGT", 1)}
+_QUANTITY: Final = re.compile(r"(\d{0,100}\.?\d{1,100}(?:e[-+]?\d{1,2})?) ?([A-Za-z%]*)", re.ASCII)
 _SPLIT: Final = re.compile(r"[,\s]+")
 _ELEMENT: Final = re.compile(r"at `\$\[(\d+)\]`")  # in a message of msgspec
 
@@ -46,6 +50,12 @@ def convert(
     choices = get_args(bare(kind)) if get_origin(bare(kind)) is Literal and isinstance(value, str) else ()
     hint = nearest(value, map(str, choices)) if choices else ""
     raise error(f"{where}{': ' if where else ''}found {found(value)}, expected {expected(kind)}{hint}")
+
+
+def quantity(text: str, units: Mapping[str, float]) -> float | None:
+    """The number of a text such as "40GiB" or "1.5 ms", times its unit; None without a number or with another unit."""
+    match = _QUANTITY.fullmatch(text.strip())
+    return float(match[1]) * units[match[2]] if match and match[2] in units else None
 
 
 def _loosened(value: Any, kind: Any) -> Any:

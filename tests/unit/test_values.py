@@ -9,7 +9,7 @@ import pytest
 from msgspec import Meta
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.values import convert, expected, found, shorten
+from penstock.values import SIZE_UNITS, TIME_UNITS, convert, expected, found, quantity, shorten
 
 
 @pytest.mark.parametrize(
@@ -124,3 +124,25 @@ def test_the_values_of_a_type_are_told_in_words(kind: Any, words: str) -> None:
 
 def test_a_shortened_text_has_at_most_so_many_characters() -> None:
     assert [shorten("abcdef", most) for most in (5, 6)] == ["ab...", "abcdef"]
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "number"),
+    [
+        ("40GiB", SIZE_UNITS, 40 * 2**30),
+        (" 1.5 MB ", SIZE_UNITS, 1_500_000),
+        ("1e3B", SIZE_UNITS, 1000),
+        ("40", SIZE_UNITS, None),
+        ("40 gib", SIZE_UNITS, None),
+        ("GiB", SIZE_UNITS, None),
+        ("-1GiB", SIZE_UNITS, None),
+        ("1e999GiB", SIZE_UNITS, None),
+        ("9" * 500 + "GiB", SIZE_UNITS, None),
+        ("5ms", TIME_UNITS, 0.005),
+        (".5s", TIME_UNITS, 0.5),
+        ("5%", {"": 1.0, "%": 0.01}, 0.05),
+        ("0.05", {"": 1.0, "%": 0.01}, 0.05),
+    ],
+)
+def test_a_quantity_is_a_number_times_its_unit(text: str, units: dict[str, float], number: float | None) -> None:
+    assert quantity(text, units) == number

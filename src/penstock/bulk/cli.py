@@ -19,6 +19,7 @@ from penstock.bulk.types import Sampling
 from penstock.client.endpoint import read_token
 from penstock.config.targets import number_or_auto
 from penstock.errors import ConfigError, PenstockError
+from penstock.values import quantity
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 PATH = click.Path(path_type=Path)
@@ -28,8 +29,8 @@ def size_bytes(_: click.Context, parameter: click.Parameter, value: str | None) 
     """The bytes of a size flag: `64Mi`, `500M`, `1000000`."""
     if value is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.lower())
-    if found is None or (size := int(float(found[1]) * UNITS[found[2] or ""])) < 1:
+    size = int(quantity(value.lower().removesuffix("b"), UNITS) or 0)
+    if size < 1:
         raise click.BadParameter(f"expected a size such as 64Mi, 500M or 1000000, found '{value}'", param=parameter)
     return size
 

@@ -21,6 +21,7 @@ from penstock.config.schema import (
 )
 from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.types import DTYPES, TensorSpec
+from penstock.values import SIZE_UNITS, quantity
 
 log = logging.getLogger("penstock.config")
 
@@ -31,8 +32,6 @@ _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _TENSOR = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
 _HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B)", re.ASCII)
-_UNITS = {"B": 1} | {f"{k}{i}B": (1024 if i else 1000) ** n for n, k in enumerate("KMGT", 1) for i in ("", "i")}
 # GPUs are cuda here; GPU and GPU.0 are names of OpenVINO
 _DEVICE = re.compile(
     r"(?!gpu$|(?i:gpu|cuda):(?<!cuda:))[A-Za-z][A-Za-z0-9._-]*(:([0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,100}))?"
@@ -195,8 +194,7 @@ def device_budgets(devices: Mapping[str, int | str]) -> dict[str, int]:
     for device, value in devices.items():
         if not _DEVICE.fullmatch(device) or device == "cuda":
             raise ConfigError(f"devices: found {device[:100]!r}, expected for example cpu or cuda:0")
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        found[device] = int(float(match[1]) * _UNITS[match[2]]) if match else value if isinstance(value, int) else 0
+        found[device] = value if isinstance(value, int) else int(quantity(value, SIZE_UNITS) or 0)
         if found[device] < 1:
             raise ConfigError(f'devices.{device}: found {value!r}, expected bytes above 0 such as "40GiB" or "800MB"')
     return found

@@ -1,7 +1,6 @@
 """Shared by the commands that measure: flags, exit statuses, signals and the event loop."""
 
 import asyncio
-import re
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
@@ -10,6 +9,7 @@ import click
 
 from penstock.core.os_threads import new_event_loop
 from penstock.errors import PenstockError
+from penstock.values import quantity
 
 T = TypeVar("T")
 
@@ -24,21 +24,18 @@ def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> 
     """Parses a duration: `90`, `90s`, `10m`, `1.5h`."""
     if value is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value.strip(), re.ASCII)
-    if found is None or float(found[1]) <= 0:
+    found = quantity(value, _UNITS)
+    if not found:
         raise click.BadParameter(f"expected a time over 0 such as 30, 30s, 10m or 1h, found '{value}'", param=parameter)
-    return float(found[1]) * _UNITS[found[2]]
+    return found
 
 
 def warmup(_: click.Context, parameter: click.Parameter, value: str) -> float | None:
     """Parses a warm-up: None for auto, else seconds."""
     if value == "auto":
         return None
-    try:
-        found = float(value.removesuffix("s"))
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < 3600:
+    found = quantity(value, {"": 1.0, "s": 1.0})
+    if found is None or found >= 3600:
         raise click.BadParameter(f"expected auto or seconds from 0, found '{value}'", param=parameter)
     return found
 

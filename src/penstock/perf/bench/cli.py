@@ -15,6 +15,7 @@ import click
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.cli import FAILED, INTERRUPTED, USAGE, exit_code, run_async, seconds, warmup
+from penstock.values import quantity
 
 if TYPE_CHECKING:
     from penstock.perf.bench.compare import Comparison
@@ -280,11 +281,8 @@ def _run_suite(session: SuiteSession, notes: Sequence[str]) -> int:
 
 def _share(_: click.Context, parameter: click.Parameter, value: str) -> float:
     """Parses a share: `5%`, `0.05`."""
-    try:
-        found = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < 1:
+    found = quantity(value, {"": 1.0, "%": 0.01})
+    if found is None or found >= 1:
         raise click.BadParameter(f"expected a share such as 5% or 0.05, found '{value}'", param=parameter)
     return found
 

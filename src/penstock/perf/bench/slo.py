@@ -7,8 +7,8 @@ from msgspec import Struct
 
 from penstock.errors import ConfigError
 from penstock.perf.bench.measurement import Measurement, ObjectiveResult
+from penstock.values import TIME_UNITS
 
-_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _TAIL: Final = ("p99", "p99.9", "max")
 _NAMES: Final = ("mean", "p50", "p75", "p90", "p95", *_TAIL, "error", "throughput")  # latencies in ascending strictness
 _OBJECTIVE: Final = re.compile(r"\s*([a-z0-9.]+)\s*(<=|<|>=|>)\s*([0-9]*\.?[0-9]+)\s*(us|ms|s|%|/s|)\s*", re.ASCII)
@@ -90,10 +90,10 @@ def _objective(text: str) -> Objective:
     at_least = sign in (">=", ">")
     if at_least != (name == "throughput"):
         raise ConfigError(f"{where}: {name} takes {'<=' if at_least else '>='}")
-    units = ("%", "") if name == "error" else ("/s", "") if name == "throughput" else tuple(_SECONDS)
+    units = ("%", "") if name == "error" else ("/s", "") if name == "throughput" else tuple(TIME_UNITS)
     if unit not in units:
         raise ConfigError(f"{where}: expected {' or '.join(u or 'no unit' for u in units)}")
-    limit = float(number) * (0.01 if unit == "%" else _SECONDS.get(unit, 1.0))
+    limit = float(number) * (0.01 if unit == "%" else TIME_UNITS.get(unit, 1.0))
     if limit <= 0 and name != "error":
         raise ConfigError(f"{where}: the limit must be over 0")
     return Objective(name, limit, at_least, text.strip())

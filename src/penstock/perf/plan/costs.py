@@ -26,6 +26,7 @@ from penstock.perf.simulate.simulator import ServiceTime
 from penstock.perf.tune.runner import JOURNAL, curves, single_instance
 from penstock.perf.tune.space import parse_settings
 from penstock.perf.tune.system import BatchCurve
+from penstock.values import SIZE_UNITS, quantity
 
 Points = Sequence[tuple[float, float]]
 
@@ -218,15 +219,10 @@ def _of_server(url: str, flags: dict[str, Any]) -> CostCurve:
 
 def parse_memory(text: str) -> int:
     """Bytes of "800MiB", "2GiB" or "1.5GB". Raises ConfigError."""
-    units = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
-    unit = next((unit for unit in units if text.endswith(unit)), "")
-    try:
-        found = float(text.removesuffix(unit)) * units[unit]
-    except (KeyError, ValueError):
-        found = math.nan
-    if not 0 < found < math.inf:
+    found = int(quantity(text, SIZE_UNITS) or 0)
+    if found < 1:
         raise ConfigError(f'memory "{text}": expected a size over 0 with GiB, MiB, GB or MB, for instance 2GiB')
-    return int(found)
+    return found
 
 
 def memory_text(count: int | None) -> str:

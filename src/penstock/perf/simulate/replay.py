@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
@@ -23,6 +22,7 @@ from penstock.perf.bench.measurement import Latency, Load, Measurement, Objectiv
 from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulate
 from penstock.perf.tune.space import parse_space
+from penstock.values import TIME_UNITS, quantity
 
 TIMEOUT_S: Final = 30.0  # the configuration's default; here no request expires
 DEPTH: Final = 2  # process workers receive one batch ahead
@@ -31,8 +31,6 @@ SECONDS: Final = 30.0
 HEADER: Final = (
     "policy", "instances", "batch", "answered/s", "p50 ms", "p99 ms", "p99.9 ms", "mean batch", "busy", "SLO",
 )  # fmt: skip
-_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)", re.ASCII)
-_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class PolicyChoice(Struct, frozen=True):
@@ -99,10 +97,10 @@ class ReplayResult(Struct, frozen=True, kw_only=True):
 
 def parse_duration(text: str) -> float:
     """Seconds of "5ms", "200us" or "0.1s". Raises ConfigError."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
+    seconds = quantity(text, TIME_UNITS)
+    if seconds is None:
         raise ConfigError(f'"{text}" is no time; expected a number with us, ms or s, for instance 5ms')
-    return float(found[1]) * _UNITS[found[2]]
+    return seconds
 
 
 def parse_cost(text: str) -> tuple[float, float]:

@@ -41,7 +41,7 @@ def test_durations_and_costs_are_read() -> None:
     assert parse_cost("0ms,4ms") == pytest.approx((0.0, 0.004))
 
 
-@pytest.mark.parametrize("text", ["", "5", "5ms", "5ms,1", "5ms,1ms,1ms", "-5ms,1ms", "0ms,0ms", "5 ms,1ms"])
+@pytest.mark.parametrize("text", ["", "5", "5ms", "5ms,1", "5ms,1ms,1ms", "-5ms,1ms", "0ms,0ms", "5 m s,1ms"])
 def test_an_invalid_cost_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"5ms|no policy"):
         parse_cost(text)
