@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Protocol
 
@@ -64,8 +65,8 @@ class RequestInbox:
             self._ring()
 
     def post(self, callback: _Callback) -> None:
-        """Calls `callback` on the loop, between what was put before it and what is put after it. Raises RuntimeError if
-        the loop is closed."""
+        """Calls `callback` on the loop, between what was put before it and what is put after it; does nothing if the
+        loop is closed: it has ended all requests."""
         self._requests.append(callback)
         if self._closed:
             self.close()
@@ -80,13 +81,14 @@ class RequestInbox:
             self.close()
 
     def close(self) -> None:
-        """While the loop runs: refuses the requests that have not reached the backend."""
+        """Refuses the requests that have not reached the backend."""
         self._closed = True
         for request in self._taken():
             if isinstance(request, tuple):
                 request[2](ItemResult(error=ModelNotReady("the portal is closed")))
             else:
-                self._loop.call_soon_threadsafe(request)
+                with suppress(RuntimeError):  # the loop is closed; a request behind this one still needs its answer
+                    self._loop.call_soon_threadsafe(request)
 
     def _taken(self) -> Iterator[_Request | _Callback]:
         """Yields each request to one thread only."""

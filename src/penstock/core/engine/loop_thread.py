@@ -136,12 +136,6 @@ class PortalThread(LoopThread):
         self.inbox.drain()
         super().start(coroutine, waiter)
 
-    def post_if_open(self, callback: Callable[[], None]) -> None:
-        try:
-            self.inbox.post(callback)
-        except RuntimeError:  # the loop is closed: nothing is left to cancel
-            pass
-
     def close(self, drain_s: float, waiter: SyncWaiter) -> None:
         """Closes the backend, then the loop. Returns when the thread has ended."""
         self.post(self.start, self.backend.close(drain_s), waiter)

@@ -159,7 +159,7 @@ class Portal:
     def post(self, callback: Callable[[], None]) -> None:
         """Calls `callback` on the portal's own thread; does nothing if the portal is closed or not started."""
         if self._loop_thread is not None and self._pid == os.getpid():
-            self._loop_thread.post_if_open(callback)
+            self._loop_thread.inbox.post(callback)
 
     def _put(self, model: str, item: Item, convert: Convert, budget_s: float | None, priority: int) -> Future:
         life = self._alive()
@@ -186,7 +186,7 @@ class Portal:
         finally:
             if not answered:  # or interrupted: a late answer must not wake the thread's next call
                 self._waiters.waiter = None
-                life.post_if_open(waiter.leave)
+                life.inbox.post(waiter.leave)
         if not answered:
             raise DeadlineExceeded(f"there was no answer within {timeout_s:g} s")
         value, waiter.value = waiter.value, None

@@ -169,10 +169,7 @@ class Future(concurrent.futures.Future[Any]):
             return True
         if not super().cancel():
             return False
-        try:
-            self._post(self.leave)
-        except RuntimeError:  # the closed loop has ended all its requests
-            pass
+        self._post(self.leave)
         return True
 
     def accepted(self, ticket: Revocable) -> None:

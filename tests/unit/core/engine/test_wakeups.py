@@ -95,7 +95,10 @@ def test_every_request_is_answered_when_a_portal_closes() -> None:
             run.wait(lambda: backend.came + len(caller.errors) == 2)
             assert {type(error) for error in caller.errors} <= {ModelNotReady}
 
-        put = lambda: inbox.put("m", Item(1), caller, None, 0)  # noqa: E731
+        def put() -> None:
+            inbox.post(lambda: None)  # another caller leaves
+            inbox.put("m", Item(1), caller, None, 0)
+
         return [close, put, put]
 
     explore([inbox_module], make)
