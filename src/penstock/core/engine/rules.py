@@ -54,7 +54,7 @@ def check_devices(config: ModelConfig, where: str = "") -> None:
             raise ConfigError(f"{where}devices: found {device}, but this machine has {', '.join(there)}")
 
 
-_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.*([\w.]*)[ \t]+)?import\b([\w., \t]*)", re.MULTILINE)
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.*([\w.]*)[ \t]+)?import\b([ \t]*\([^)]*\)|[\w., \t]*)", re.MULTILINE)
 
 
 def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[int, int, int]]:
@@ -74,7 +74,9 @@ def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[
     paths = [path for path in map(os.path.expanduser, paths) if os.path.isfile(path)]
     root = [os.path.dirname(path) or "." for path in paths[:1]]
     for path in paths:  # which grows: a module imports others beside it, or beside the first one
-        text = Path(path).read_text(errors="replace") if path.endswith(".py") else ""
+        text = ""
+        with contextlib.suppress(OSError):  # loading the model says what is wrong with it
+            text = Path(path).read_text(errors="replace") if path.endswith(".py") else ""
         for package, names in _IMPORT.findall(text):
             asked = [package, *(f"{package}.{name}".strip(".") for name in re.findall(r"[\w.]+", names))]
             beside = [file for name in asked if name for file in _modules(name, [os.path.dirname(path) or ".", *root])]

@@ -85,17 +85,24 @@ def test_a_gpu_that_the_machine_does_not_have_is_refused_with_the_devices_that_i
             check_devices(ModelConfig(target="m", devices=(device,)))
 
 
-def test_the_stamps_of_a_model_cover_the_modules_of_its_folder_that_it_imports(tmp_path: Path) -> None:
+def unreadable(path: Path, **_: Any) -> str:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_the_stamps_of_a_model_cover_the_modules_of_its_folder_that_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {
         "app.py": "import os\nimport helper, other as o\nfrom parts import first\nif 1:\n    from parts.third import x",
         "helper.py": "from deeper import (\n    a,\n)\nimport app",
         "deeper.py": "import missing",
         "other.py": "not python (",
         "parts/__init__.py": "from .second import *",
-        "parts/first.py": "from . import fourth\nimport helper",
+        "parts/first.py": "from . import (\n    fourth,  # the last one\n    fifth as f,\n)\nimport helper",
         "parts/second.py": "",
         "parts/third.py": "",
         "parts/fourth.py": "",
+        "parts/fifth.py": "",
         "unrelated.py": "",
         "parts/unrelated.py": "",
     }
@@ -105,6 +112,8 @@ def test_the_stamps_of_a_model_cover_the_modules_of_its_folder_that_it_imports(t
     expected = {f"{tmp_path}/{name}" for name in files if "unrelated" not in name}
     assert set(file_stamps(ModelConfig(target=f"{tmp_path}/app.py:f"), [])) == expected
     assert set(file_stamps(ModelConfig(target="app:f"), [str(tmp_path)])) == expected
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    assert set(file_stamps(ModelConfig(target="app:f"), [str(tmp_path)])) == {f"{tmp_path}/app.py"}
 
 
 def test_the_stamps_of_a_model_cover_all_files_that_it_names_and_those_of_its_pipeline(
