@@ -274,7 +274,7 @@ class Batcher:
             if result is None:
                 continue
             if not result.final:
-                if not call.streamed and running.dispatch.concurrent:
+                if self.scheduler.sequences is not None and running.dispatch.concurrent and not call.streamed:
                     self.scheduler.streams(entry)
                     self.wake()
                 call.streamed = True

@@ -264,9 +264,9 @@ class BatchRun:
         outcomes: list[list[Any]] = [[] for _ in self.d.items]
         for u, outcome in enumerate(self.outcomes):
             outcomes[self.d.owners[u]].append(self.finished(u, outcome))
-        # with a wrong count that remains in the smallest call, an item is at fault and not the size
-        at_fault = any(isinstance(outcome, WrongRowCount) for outcome in self.outcomes)
-        oom = None if self.failed_rows is None or at_fault else (self.failed_rows, self.ran_rows)
+        oom = None if self.failed_rows is None else (self.failed_rows, self.ran_rows)
+        if oom and any(isinstance(outcome, WrongRowCount) for outcome in self.outcomes):
+            oom = None  # a wrong count remains in the smallest call: an item is at fault, and not the size
         results: list[ItemResult | None] = [self.answer(i, found) for i, found in enumerate(outcomes)]
         return BatchPart(self.batch_id, results, oom=oom, miscounted=self.miscounted and oom is not None)
 
