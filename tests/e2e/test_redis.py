@@ -152,6 +152,16 @@ def test_the_broker_may_use_tls_and_both_sides_check_certificates(
             streamer.predict(["a"])
 
 
+def test_an_encrypted_key_without_its_password_is_an_error_of_the_address(certificates: dict[str, Path]) -> None:
+    key = certificates["client.key"]
+    locked = key.with_name("locked.key")
+    subprocess.run(["openssl", "pkey", "-in", key, "-aes128", "-passout", "pass:one", "-out", locked], check=True)
+    broker = f"rediss://localhost:1?ssl_certfile={certificates['client.pem']}&ssl_keyfile={locked}"
+    ways = f"the key {locked} is encrypted: .* ssl_password, or decrypt it with openssl pkey -in {locked} -out"
+    with RedisStreamer(broker) as streamer, pytest.raises(ConfigError, match=ways):
+        streamer.predict(["a"])
+
+
 @pytest.fixture
 def held_port() -> Iterator[Callable[[], int]]:
     """Ports that only a program with SO_REUSEADDR can take, as Redis does."""

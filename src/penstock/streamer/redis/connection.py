@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from penstock.config.tls import refused
 from penstock.errors import BrokerUnavailable, ConfigError, PenstockError, QueueFull, describe, install_hint
@@ -97,6 +98,8 @@ class RedisConnection:
         """Penstock's error for an error of the client library or the system."""
         import redis.exceptions as theirs
 
+        if isinstance(error.__cause__, ConfigError):  # of a function that the library called
+            error = error.__cause__
         if isinstance(error, (PenstockError, asyncio.CancelledError)):
             return error
         where = f"the Redis broker at {self.address.name}"
@@ -169,7 +172,9 @@ def _new_connection(address: BrokerAddress, key: str) -> tuple[Any, NodeFinder]:
         raise ConfigError(f"the Redis broker needs the package redis: {install_hint('redis')}") from None
     tls: dict[str, Any] = {}
     if address.url.startswith("rediss:"):
-        password = refused("in ssl_keyfile", "give its password as the parameter ssl_password")
+        given = dict(parse_qsl(urlsplit(address.url).query))
+        key = given.get("ssl_keyfile") or given.get("ssl_certfile", "")
+        password = refused(key, "give its password as the parameter ssl_password")
         tls = {"ssl_check_hostname": True, "ssl_password": password}
     try:
         pool: Any = ConnectionPool.from_url(
