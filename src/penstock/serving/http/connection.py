@@ -184,7 +184,7 @@ class Connection(asyncio.BufferedProtocol):
                 end: int = stopped.args[0]
             head = self.head.without_offer(self.parser.get_method(), self.parser.get_http_version())
             self.parser = httptools.HttpRequestParser(self)
-            self.read_bytes = len(head)
+            self.read_bytes = max(self.read_bytes, len(head))
             self.parser.feed_data(head)
             data = data[end:]
 

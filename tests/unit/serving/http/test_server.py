@@ -290,6 +290,9 @@ async def test_the_head_of_an_offer_is_bounded_and_framed_as_any_other(listen):
             assert (await client.answer()).status == status
             assert await client.closed()
         assert listener.backend.calls == []
+        client = await listener.connect()
+        client.send(offering("h2c", b"Content-Length: 0") + b"GET /ping HTTP/1.1\r\nX: %b\r\n\r\n" % (b"h" * 1000))
+        assert [(await client.answer()).status for _ in range(2)] == [200, 431]
 
 
 @pytest.mark.parametrize("target", ["/predictions/echo", "example.org:443"])
