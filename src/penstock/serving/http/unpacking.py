@@ -47,11 +47,12 @@ class Unpacking:
         """
         data = memoryview(payload if isinstance(payload, bytes) else payload.view)
         try:
-            found = _pieces(data, coding, BIG_BYTES)
-            first = next(found, b"")
-            if next(found, None) is None:
-                _check(len(first), most, len(data))
-                return first
+            if len(data) <= BIG_BYTES:  # a longer one may hold much work and few bytes
+                found = _pieces(data, coding, BIG_BYTES)
+                first = next(found, b"")
+                if next(found, None) is None:
+                    _check(len(first), most, len(data))
+                    return first
             held = len(data) if isinstance(payload, bytes) else 0
             self._budget.count(held)
             try:
@@ -68,7 +69,10 @@ class Unpacking:
                 payload.release()
 
     async def _unpack_large(self, data: memoryview, coding: str, most: int) -> bytes | Buffer:
-        buffer = aligned(self._backend, await asyncio.to_thread(_measure, data, coding, most))
+        size = await asyncio.to_thread(_measure, data, coding, most)
+        if not size:
+            return b""
+        buffer = aligned(self._backend, size)
         if buffer is None:
             raise QueueFull("the memory for large bodies is full; send again later, or uncompressed", retry_after_s=1.0)
         try:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
-from penstock.serving.http.intake import Budget
+from penstock.serving.http.intake import BIG_BYTES, Budget
 from penstock.serving.http.responses import ListenerFull
 from penstock.serving.http.unpacking import FREE_BYTES, MOST_RATIO, Unpacking
 from support.backend import FakeBackend, FakeBuffer
@@ -127,6 +127,17 @@ def test_a_damaged_stream_and_bytes_after_it_are_refused():
     for more in (1, 300_000):
         with pytest.raises(BadRequest, match=rf"{more} bytes follow the gzip stream; send exactly one"):
             unpack(packed + bytes(more))
+
+
+async def test_a_large_body_of_empty_blocks_leaves_the_loop_its_turns():
+    blocks = b"\x78\x9c" + b"\x00\x00\x00\xff\xff" * (BIG_BYTES // 5)  # much to read, nothing to write
+    unpacking = Unpacking(FakeBackend())
+    body = asyncio.ensure_future(unpacking.unpack(blocks, "deflate", 2**20))
+    await asyncio.sleep(0)
+    assert not body.done()
+    with pytest.raises(BadRequest, match="truncated"):
+        await body
+    assert await unpacking.unpack(blocks + zlib.compress(b"")[2:], "deflate", 2**20) == b""
 
 
 async def test_answers_keep_their_order_and_the_loop_its_turns(listen):
