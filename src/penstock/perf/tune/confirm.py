@@ -66,7 +66,7 @@ def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[F
 
     Raises BudgetExhausted; the finalists then hold the results so far.
     """
-    _face(finalists)
+    _face(slo, finalists)
     while left := [one for one in finalists if one.met is None]:
         top = max((one.rate for one in finalists if one.met is not False), default=0.0)
         behind = [one for one in left if one.lowered and not one.reference and one.rate < _CONTENDS * top]
@@ -92,10 +92,10 @@ def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[F
             raise
         for one in contenders:
             _judge(one, slo, effort, finalists)
-        _face(finalists)
+        _face(slo, finalists)
 
 
-def _face(finalists: Sequence[Finalist]) -> None:
+def _face(slo: Slo, finalists: Sequence[Finalist]) -> None:
     """Brings the reference to the rate at which the leader has to be better, and the leader to run beside it.
 
     That rate is at most `most`: a deeper overload shows no more, and is harder to generate.
@@ -109,7 +109,7 @@ def _face(finalists: Sequence[Finalist]) -> None:
     if (faces and bar != one.bar) or one.rate < bar < one.faced:
         one.rate, one.runs, one.met = bar, [], None
     one.bar = bar
-    if leader.met and one.met is None and one.rate == bar:
+    if leader.met and one.met is None and one.rate == bar and not _good_enough(one, slo, finalists):
         leader.met = None
 
 

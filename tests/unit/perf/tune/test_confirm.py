@@ -180,6 +180,16 @@ def test_a_reference_far_behind_needs_to_keep_the_slo_only_on_the_mean(hill: Any
     assert rate < 89.9
 
 
+def test_a_reference_that_is_not_refuted_at_its_bar_ends_the_proof(hill: Any) -> None:
+    """At its highest rate, far below the leader's, it keeps the SLO on the mean but not with certainty."""
+    able = {A: 1000, B: 100}
+    bench, leader, other = hill(lambda settings: able[settings]), Finalist(A, 850), Finalist(B, 30, reference=True)
+    other.most = 89.9
+    proven(bench, leader, other, limit_s=20_000)
+    assert (leader.met, other.met, other.rate, leader.beats(other)) == (True, True, 89.9, False)
+    assert len(other.runs) <= 9
+
+
 def test_repeats_that_agree_by_chance_are_no_proof(hill: Any) -> None:
     bench = hill(lambda _: 1e9, base_s=0.09)  # of 400 answers each, 3 are late
     assert violated(SLO, [bench.measure(A, 40, 10, seed) for seed in range(3)], 0) is None
