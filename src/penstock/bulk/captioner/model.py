@@ -8,16 +8,17 @@ previous one is captioned.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from penstock.bulk.captioner.requests import MAX_ROWS, CaptionRequest, read_request
 from penstock.config.schema import PRECISIONS
 from penstock.core.wire.messages import Unsent
 from penstock.errors import ConfigError, PenstockError, not_installed
 from penstock.types import TensorSpec
+from penstock.values import convert
 
 if TYPE_CHECKING:
     from penstock.bulk.captioner.feed import DeviceBatch, DeviceFeed
@@ -73,12 +74,10 @@ class TransformersCaptioner:
         if not name or not isinstance(name, str):
             raise ConfigError(f"option model: found {model!r}, expected a folder or a name at the Hugging Face Hub")
         for option, value, least in (("max_new_tokens", max_new_tokens, 1), ("min_new_tokens", min_new_tokens, 0)):
-            if type(value) is not int or not least <= value <= 4096:
-                raise ConfigError(f"option {option}: found {value!r}, expected a whole number from {least} to 4096")
+            convert(value, Annotated[int, Meta(ge=least, le=4096)], f"option {option}")
         if min_new_tokens > max_new_tokens:
             raise ConfigError(f"option min_new_tokens: found {min_new_tokens}, more than max_new_tokens")
-        if not isinstance(prompt, str):
-            raise ConfigError(f"option prompt: found {prompt!r}, expected a string")
+        convert(prompt, str, "option prompt")
         self._model, self._prompt = name, prompt
         self._tokens = (min_new_tokens, max_new_tokens)
         self._random = bool(random_weights)
@@ -90,10 +89,8 @@ class TransformersCaptioner:
         self, device: str, precision: str = "fp32", optimize: str = "none", trust: str = "none", threads: int = 0
     ) -> None:
         """`threads` are the network's on a CPU; 0 keeps the default. Raises LoadFailed, ConfigError."""
-        if precision not in PRECISIONS:
-            raise ConfigError(f"precision: found '{precision}', expected one of {', '.join(PRECISIONS)}")
-        if optimize not in _OPTIMIZATIONS:
-            raise ConfigError(f"optimize: found '{optimize}', expected one of {', '.join(_OPTIMIZATIONS)}")
+        convert(precision, Literal[PRECISIONS], "precision")
+        convert(optimize, Literal[_OPTIMIZATIONS], "optimize")
         try:
             from penstock.bulk.captioner.feed import DeviceFeed
             from penstock.bulk.captioner.files import ModelSource, find, revision

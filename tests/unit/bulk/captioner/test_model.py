@@ -293,8 +293,8 @@ def test_an_unsent_item_passes_through_unchanged(captioner: TransformersCaptione
         ({"model": ""}, "option model: found '', expected a folder or a name"),
         ({"model": 5}, "option model: found 5"),
         ({"max_new_tokens": 0}, "option max_new_tokens: found 0, expected a whole number from 1"),
-        ({"max_new_tokens": "12"}, "option max_new_tokens: found '12'"),
-        ({"max_new_tokens": True}, "option max_new_tokens: found True"),
+        ({"max_new_tokens": "12"}, "option max_new_tokens: found the string '12'"),
+        ({"max_new_tokens": True}, "option max_new_tokens: found true"),
         ({"min_new_tokens": -1}, "option min_new_tokens: found -1"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "option min_new_tokens: found 9, more than max_new_tokens"),
         ({"prompt": 1}, "option prompt: found 1"),
@@ -307,7 +307,10 @@ def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
-    [({"precision": "int8"}, "precision: found 'int8'"), ({"optimize": "optimize_for_inference"}, "optimize: found")],
+    [
+        ({"precision": "int8"}, "precision: found the string 'int8'"),
+        ({"optimize": "optimize_for_inference"}, "optimize: found"),
+    ],
 )
 def test_invalid_configuration_keys_are_rejected(keys: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
