@@ -7,12 +7,13 @@ sagemaker-inference 1.10 and sagemaker-pytorch-inference 2.0.
 
 import re
 from collections.abc import Mapping
-from typing import Final, overload
+from typing import Annotated, Final, overload
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from penstock.config.schema import MOST
 from penstock.errors import ConfigError
+from penstock.values import convert, found
 
 _ROUTE: Final = re.compile(r"/[^{}?#\s]*")
 _MODEL_SETTINGS: Final = {  # of TorchServe, by variable; in ms and s
@@ -62,16 +63,15 @@ def _number(env: Mapping[str, str], name: str, default: int | None, most: int = 
     text = env.get(name, "")
     if not text:
         return default
-    if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= most:
-        raise ConfigError(f"{name}: found {text!r}, expected a whole number from 1 to {most}")
-    return int(text)
+    number: int = convert(text, Annotated[int, Meta(ge=1, le=most)], name, loose=True)
+    return number
 
 
 def sagemaker(env: Mapping[str, str]) -> SageMaker:
     """Raises ConfigError."""
     multi_model = env.get("SAGEMAKER_MULTI_MODEL", "false").lower()
     if multi_model not in ("true", "false"):
-        raise ConfigError(f"SAGEMAKER_MULTI_MODEL: found {multi_model!r}, expected true or false")
+        raise ConfigError(f"SAGEMAKER_MULTI_MODEL: found {found(multi_model)}, expected true or false")
     megabytes = _number(env, "SAGEMAKER_MAX_PAYLOAD_IN_MB", None)
     return SageMaker(
         port=_number(env, "SAGEMAKER_BIND_TO_PORT", 8080, most=65535),

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.ops.base import DATA, RESULT, Fields
+from penstock.values import convert
 
 Filter = Callable[[Fields], str]
 """Takes a copy of an item's fields, which it may change for the node, and returns one of OUTCOMES."""
@@ -56,10 +57,7 @@ def _has_key(key: str = "key") -> Filter:
 
 
 def _compare_long_key(compare_target: str, key: str = "key") -> Filter:
-    try:
-        expected = int(compare_target)
-    except ValueError:
-        raise ConfigError(f"compare_target: found '{compare_target}', expected a whole number") from None
+    expected = convert(compare_target, int, "compare_target", loose=True)
 
     def decide(fields: Fields) -> str:
         try:

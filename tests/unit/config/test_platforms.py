@@ -46,7 +46,9 @@ def test_sagemakers_variables_are_read() -> None:
     ],
 )
 def test_a_wrong_variable_is_named(name: str, value: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: found '{value}', expected {expected}"):
+    with pytest.raises(
+        ConfigError, match=f"{name}: found (the string .{value}.|a string of 5000 characters), expected {expected}"
+    ):
         sagemaker({name: value})
 
 
@@ -61,7 +63,7 @@ def test_vertex_tells_port_routes_and_artifacts() -> None:
     ("change", "message"),
     [
         ({"AIP_HTTP_PORT": ""}, "Vertex AI sets AIP_HTTP_PORT, but the environment has no such variable"),
-        ({"AIP_HTTP_PORT": "http"}, "AIP_HTTP_PORT: found 'http', expected a whole number from 1 to 65535"),
+        ({"AIP_HTTP_PORT": "http"}, "AIP_HTTP_PORT: found the string 'http', expected a whole number from 1 to 65535"),
         ({"AIP_HEALTH_ROUTE": "health"}, "AIP_HEALTH_ROUTE: found 'health', expected a path such as /predict"),
         ({"AIP_PREDICT_ROUTE": "/a?b"}, r"AIP_PREDICT_ROUTE: found '/a\?b', expected a path"),
         ({"AIP_PREDICT_ROUTE": "/{model}"}, r"AIP_PREDICT_ROUTE: found '/\{model\}', expected a path"),

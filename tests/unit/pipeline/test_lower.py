@@ -81,7 +81,7 @@ def test_steps_after_a_filter_run_if_it_admits_them(backend: str, expected: list
         ("HasKey[A,B,C]", "HasKey takes one or two ops in brackets"),
         ("HasKey(name=x)[Identity]", "filter HasKey: found name, expected key"),
         ("CompareLongKey(key=x)[Identity]", "filter CompareLongKey: found key, expected compare_target and key"),
-        ("CompareLongKey(compare_target=x)[Identity]", "compare_target: found 'x', expected a whole number"),
+        ("CompareLongKey(compare_target=x)[Identity]", "compare_target: found the string 'x', expected a whole number"),
         ("S[Identity,(or)S[Identity,HasKey[Identity]]]", "cannot contain other filters"),
     ],
 )

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
-from msgspec import Struct, ValidationError, convert, structs
+from msgspec import Struct, structs
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import ConfigError, nearest
-from penstock.values import expected
+from penstock.values import convert
 
 Value = bool | int | float | str
 
@@ -240,7 +240,4 @@ def _check_value(name: str, value: Value) -> None:
         return
     table, _, key = KEYS.get(name, name).rpartition(".")
     kind = {f.name: f.type for f in structs.fields(BatchingConfig if table else ModelConfig)}[key]
-    try:
-        convert((value,) if key == "devices" else value, kind)
-    except ValidationError:
-        raise ConfigError(f"space: {name}={shown(value)}: expected {expected(kind)}") from None
+    convert((value,) if key == "devices" else value, kind, f"space: {name}")

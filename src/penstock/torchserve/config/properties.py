@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, get_args
 
-from msgspec import Meta, Struct, ValidationError, convert, field, structs
+from msgspec import Meta, Struct, field, structs
 
 from penstock.config.checks import is_loopback
 from penstock.config.schema import Count, Port, Positive
@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.torchserve.config.addresses import ListenerAddress, parse_address
 from penstock.torchserve.config.files import Property, parse_properties
 from penstock.torchserve.protocol.api import Group
-from penstock.values import bare, expected
+from penstock.values import bare, convert
 
 log = logging.getLogger("penstock.config")
 
@@ -66,7 +66,7 @@ class Properties(_IgnoredProperties, frozen=True, kw_only=True):
     model_store: str | None = None
     workflow_store: str | None = None  # None: the model store
     load_models: list[str] = field(default_factory=list)
-    models: Models = field(default_factory=dict)
+    models: Annotated[Models, Meta(title="{name: {version: {key: value}}}")] = field(default_factory=dict)
     model_snapshot: dict[str, Any] | None = None
     default_workers_per_model: Count = 0
     default_response_timeout: Positive = 120  # s
@@ -260,13 +260,10 @@ def _value(text: str, kind: Any, where: str) -> Any:
     if plain is str:
         return text
     if plain == Models or dict[str, Any] in get_args(plain):
-        return _json(text, plain, where)
+        return _json(text, kind, where)
     if str in get_args(plain):
         return text or None
-    try:
-        return convert(text, kind, strict=False)
-    except ValidationError:
-        raise ConfigError(f"{where}: found {text[:100]!r}, expected {expected(kind)}") from None
+    return convert(text, kind, where, loose=True)
 
 
 def _boolean(text: str, where: str) -> bool:
@@ -284,7 +281,4 @@ def _json(text: str, kind: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: not valid JSON: {error}; expected {{...}}, with a \\ at the end of continued lines"
         ) from None
-    try:
-        return convert(value, kind)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {error}; expected {{name: {{version: {{key: value}}}}}}") from None
+    return convert(value, kind, where)

@@ -61,7 +61,7 @@ def run(*words: str) -> Result:
         (["app.py:Net", "--space", "batsh=1"], "there is no parameter 'batsh'; did you mean 'batch'?"),
         (["app.py:Net", "--space", "batch="], "'batch' has an empty value"),
         (["app.py:Net", "--space", ""], "space: '' names no parameter; expected for instance"),
-        (["app.py:Net", "--space", "instances=0"], "space: instances=0: expected a whole number from 1 to 4096"),
+        (["app.py:Net", "--space", "instances=0"], "space: instances: found 0, expected a whole number from 1 to 4096"),
         (["app.py:Net", "--space", "device=cuda"], "device=cuda: this machine has no GPU"),
         (["app.py:Net", "--set", 'models.net.devices=["cuda"]'], "device=cuda: this machine has no GPU"),
         (["app.py:Net", "--accuracy-check", "no.jsonl"], "--accuracy-check no.jsonl: no such file"),

@@ -36,7 +36,7 @@ def test_a_multi_model_endpoint_starts_without_models_and_may_load_them() -> Non
             "SageMaker calls 0.0.0.0:8080 without a token: allow it with --insecure, or with PENSTOCK_SERVER__INSECURE",
         ),
         ({"PENSTOCK_SERVER__INSECURE": "true"}, "found no folder {base}/model; SageMaker unpacks model.tar.gz there"),
-        ({"SAGEMAKER_BIND_TO_PORT": "x"}, "SAGEMAKER_BIND_TO_PORT: found 'x', expected a whole number"),
+        ({"SAGEMAKER_BIND_TO_PORT": "x"}, "SAGEMAKER_BIND_TO_PORT: found the string 'x', expected a whole number"),
     ],
 )
 def test_an_endpoint_that_cannot_start_says_what_to_do(tmp_path: Path, env: dict[str, str], message: str) -> None:

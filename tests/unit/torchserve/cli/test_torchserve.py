@@ -98,7 +98,7 @@ def test_a_malformed_file_keeps_the_server_from_starting(folder: Path, capsys: p
     (folder / "config.properties").write_text("model_store=store\njob_queue_size=many\n")
     status, out = output_of(capsys, "--start", "--ts-config", "config.properties")
     assert status == 1
-    assert out.startswith("config.properties:2: job_queue_size: found 'many', expected a whole number")
+    assert out.startswith("config.properties:2: job_queue_size: found the string 'many', expected a whole number")
 
 
 def test_an_invalid_temporary_folder_is_reported() -> None:

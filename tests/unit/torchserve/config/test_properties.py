@@ -148,15 +148,21 @@ def test_lists_lose_blanks_and_empty_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        ("job_queue_size=many", "job_queue_size: found 'many', expected a whole number from 1 to 2147483647"),
-        ("job_queue_size=", "job_queue_size: found '', expected a whole number"),
-        ("number_of_gpu=two", "number_of_gpu: found 'two', expected a whole number from 0 to 2147483647"),
-        ("max_request_size=1.5", "max_request_size: found '1.5', expected a whole number"),
-        ("grpc_inference_port=70700", "grpc_inference_port: found '70700', expected a whole number from 0 to 65535"),
-        ("metrics_mode=loud", 'metrics_mode: found \'loud\', expected "legacy" or "log" or "prometheus"'),
-        ("token_expiration_min=nan", "token_expiration_min: found 'nan'"),
+        (
+            "job_queue_size=many",
+            "job_queue_size: found the string 'many', expected a whole number from 1 to 2147483647",
+        ),
+        ("job_queue_size=", "job_queue_size: found the string '', expected a whole number"),
+        ("number_of_gpu=two", "number_of_gpu: found the string 'two', expected a whole number from 0 to 2147483647"),
+        ("max_request_size=1.5", "max_request_size: found the string '1.5', expected a whole number"),
+        (
+            "grpc_inference_port=70700",
+            "grpc_inference_port: found the string '70700', expected a whole number from 0 to 65535",
+        ),
+        ("metrics_mode=loud", 'metrics_mode: found the string \'loud\', expected "legacy" or "log" or "prometheus"'),
+        ("token_expiration_min=nan", "token_expiration_min: found the string 'nan'"),
         ("models={", "models: not valid JSON"),
-        ('models={"a": 1}', "models: Expected `object`, got `int`"),
+        ('models={"a": 1}', "models: found a table, expected {name: {version: {key: value}}}"),
         ("inference_address=ftp://x:1", "inference_address: found 'ftp://x:1', expected http://host:port"),
         ("metrics_address=http://x:99999", "metrics_address: found port 99999"),
         ("management_address=unix:", "management_address: found 'unix:', expected a path"),
@@ -187,7 +193,7 @@ def test_a_number_that_torchserve_ignores_means_the_default(
     key, _, value = line.partition("=")
     assert getattr(properties, key) == default
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert f":1: {key}: found '{value}'" in caplog.text
+    assert f":1: {key}: found the string '{value}'" in caplog.text
     assert "used=the default" in caplog.text
 
 
@@ -257,7 +263,9 @@ def test_the_environment_wins_only_if_the_file_allows_it(tmp_path: Path) -> None
 
 def test_a_wrong_value_of_the_environment_names_the_variable(tmp_path: Path) -> None:
     path = write_file(tmp_path, "enable_envvars_config=true")
-    with pytest.raises(ConfigError, match="environment variable TS_JOB_QUEUE_SIZE: job_queue_size: found 'x'"):
+    with pytest.raises(
+        ConfigError, match="environment variable TS_JOB_QUEUE_SIZE: job_queue_size: found the string 'x'"
+    ):
         load_properties(path, env={"TS_JOB_QUEUE_SIZE": "x"})
 
 
