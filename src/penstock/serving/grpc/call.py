@@ -115,8 +115,8 @@ class GrpcCall(Stream):
     def pop(self) -> Any:
         """The first message that is here."""
         message = self.messages.popleft()
-        self._untaken -= size_of(message)
-        if self._held:
+        if self._held or self.messages or not self.ended:  # not of the usual call, whose one message is here
+            self._untaken -= size_of(message)
             self.count()
         return message
 

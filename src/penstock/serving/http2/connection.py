@@ -33,6 +33,7 @@ from penstock.serving.http2.frames import (
     PADDED,
     PING,
     PREFACE,
+    PRIORITIZED,
     PRIORITY,
     PROTOCOL_ERROR,
     RECEIVE_FRAME,
@@ -178,7 +179,8 @@ class Http2Connection:
                 break
             self._frame(kind, flags, id, data[at : at + HEAD_BYTES + size])
             at += HEAD_BYTES + size
-            self.turn, self._reader.work = self.turn - self._reader.work, 0
+            if self._reader.work:
+                self.turn, self._reader.work = self.turn - self._reader.work, 0
         if self._credit < CONNECTION_WINDOW // 2:
             self.outbox.write(window_update(0, CONNECTION_WINDOW - self._credit))
             self._credit = CONNECTION_WINDOW
@@ -283,7 +285,8 @@ class Http2Connection:
     def _frame(self, kind: int, flags: int, id: int, whole: memoryview) -> None:
         """Any frame but data. hyperframe parses those that are not on the path of every call."""
         if kind == HEADERS:
-            self._headers(id, flags, bytes(block_of(id, flags, whole[HEAD_BYTES:])))
+            payload = whole[HEAD_BYTES:]
+            self._headers(id, flags, bytes(block_of(id, flags, payload) if flags & (PADDED | PRIORITIZED) else payload))
         elif kind == WINDOW_UPDATE and len(whole) == HEAD_BYTES + 4 and not self.partial_head:
             self._window_update(id, int.from_bytes(whole[HEAD_BYTES:], "big") & MAX_WINDOW)
         elif kind == PRIORITY and len(whole) != HEAD_BYTES + 5 and id in self.streams and not self.partial_head:
