@@ -262,9 +262,10 @@ class Scheduler:
             return self._queue.answered(entries, outcome.failed)
         self.running_rows -= batch.rows
         died = outcome.kind == "died"
+        before = [e.deaths for e in entries]
         again, ended = self._queue.lose(entries, died, self._idempotent)
         if died:
-            if self._idempotent and len(again) < len(entries):
+            if not again and len(before) == 1 and before[0]:
                 self._killer_s = now
             for e in again:
                 e.died_on, e.died_s = batch.slot, now

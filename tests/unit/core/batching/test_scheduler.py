@@ -350,6 +350,15 @@ def test_after_a_killer_what_was_in_a_death_waits_for_the_slot_that_died_and_spa
     assert b.sent[0].slot == 1
 
 
+def test_a_part_of_a_request_that_nobody_wants_is_no_killer(bench: Make) -> None:
+    b = bench(slots=2, max_batch_size=2)
+    b.offer(1, rows=6, divisible=True)
+    assert b.poll() == [[1], [1]]
+    assert not b.scheduler.cancel(1, b.now)
+    b.complete(1, "died")
+    assert not b.scheduler.killers(b.now)
+
+
 def test_a_piece_that_kills_its_worker_is_retried_item_by_item(bench: Make) -> None:
     b = bench(slots=1, max_batch_size=8)
     b.offer(*range(8))
