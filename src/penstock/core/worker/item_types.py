@@ -9,6 +9,7 @@ import re
 import threading
 import types
 import typing
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -40,11 +41,10 @@ class ItemType:
         self._class = kind if inspect.isclass(kind) and not typing.is_typeddict(kind) else None
         self._validate = _adapter(kind).validate_python if _of_pydantic(kind) else None
         if self._validate is None:
-            with _first_use:
-                try:
-                    msgspec.convert(None, kind)
-                except msgspec.ValidationError:
-                    pass
+            # msgspec analyses a type such as dict[str, int] in each call, but the fields of a struct once
+            self._holder = msgspec.defstruct("Holder", [("item", kind)])
+            with _first_use, suppress(msgspec.ValidationError):
+                msgspec.convert({"item": None}, self._holder)
 
     def subclass(self, base: type[T]) -> type[T] | None:
         """The first class below `base` in the type."""
@@ -57,9 +57,10 @@ class ItemType:
         try:
             if self._validate is not None:
                 return self._validate(value)
-            return msgspec.convert(value, self._kind, strict=not lax, from_attributes=True)
+            holder: Any = msgspec.convert({"item": value}, self._holder, strict=not lax, from_attributes=True)
+            return holder.item
         except msgspec.ValidationError as e:
-            found = str(e)
+            found = str(e).replace(" - at `$.item`", "").replace("- at `$.item", "- at `$")
         except ValueError as e:  # of pydantic
             found = _first_error(e)
         raise BadRequest(f"the item does not fit: {found}")
@@ -112,7 +113,8 @@ def is_struct(kind: Any) -> bool:
 
 def is_plain(kind: Any) -> bool:
     """Whether a type is one of JSON's, such as `dict[str, list[int]]`."""
-    return (typing.get_origin(kind) or kind) in _PLAIN and all(map(is_plain, typing.get_args(kind)))
+    known = any((typing.get_origin(kind) or kind) is plain for plain in _PLAIN)  # an annotation may have no hash
+    return known and all(map(is_plain, typing.get_args(kind)))
 
 
 def has_fields(kind: Any) -> bool:

@@ -59,6 +59,12 @@ def tables(items: list[dict[str, int | None]]) -> Any: ...
 def files(items: list[bytes]) -> Any: ...
 def pixels(items: list[Pixels]) -> np.ndarray[Any, Any]: ...
 def unknown(items: list[OnlyForTypeCheckers]) -> list[OnlyForTypeCheckers]: ...
+def odd(items: Any) -> Any: ...
+
+
+odd.__annotations__ = {"items": list[[int]]}  # type: ignore[valid-type]
+
+
 def bare(items): ...
 
 
@@ -106,6 +112,7 @@ VILLA = Villa.model_json_schema()
         (Tensors(), {}, ref("House")),
         (pixels, {}, {}),
         (unknown, {}, {}),
+        (odd, {}, {}),
         (bare, {}, {}),
         (sys.getsizeof, {}, {}),
         (object(), {}, {}),
@@ -165,8 +172,9 @@ def test_items_are_converted(model: Any, value: Any, lax: bool, expected: Any) -
 def test_a_wrong_field_is_named(model: Any, value: Any, message: str) -> None:
     kind = ModelTypes(None, model).item_type()
     assert kind is not None
-    with pytest.raises(BadRequest, match=message):
+    with pytest.raises(BadRequest, match=message) as caught:
         kind.convert(value, False)
+    assert "$.item" not in str(caught.value)
 
 
 async def test_requests_are_converted_and_objects_of_the_program_are_not() -> None:
