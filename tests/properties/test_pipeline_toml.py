@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -125,6 +125,7 @@ ANY_TABLES = st.dictionaries(
 
 @settings(deadline=None, max_examples=300)
 @given(tables=ANY_TABLES, compat=st.booleans())
+@example(tables={"a": {"backend": False, "preprocessor": []}}, compat=False)
 def test_any_tables_are_a_graph_or_an_error_that_says_where(tables: dict[str, Any], compat: bool) -> None:
     try:
         graph = parse_graph(tables, name="nets", folder=FOLDER, compat=compat)

@@ -65,7 +65,8 @@ def _around(table: dict[str, Any], node: str, source: TomlSource) -> dict[str, A
             continue
         if "backend" not in table:
             raise source.error(node, key, "needs 'backend' in the same table, because it becomes one of its ops")
-        pair = (op, table["backend"]) if key in PRE_KEYS else (table["backend"], op)
+        backend = str(table["backend"])  # as every key that is a text
+        pair = (op, backend) if key in PRE_KEYS else (backend, op)
         table["backend"] = f"Sequential[{','.join(pair)}]"
     return table
 
