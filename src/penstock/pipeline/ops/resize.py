@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from penstock.errors import BadRequest, ConfigError
+from penstock.errors import BadRequest, ConfigError, PenstockError
 from penstock.pipeline.ops.base import Array, BatchOp, Fields, MatOp, as_mat, found
 from penstock.pipeline.ops.data import field
 from penstock.pipeline.ops.mat import cv2
@@ -16,14 +16,14 @@ MAX_SIDE = 1 << 20
 MAX_PIXELS = 100 << 20
 
 
-def check_size(op: str, **sides: int) -> None:
-    """Raises ConfigError if a side is not 1 to 2**20, or their product exceeds 100 Mi pixels."""
+def check_size(op: str, error: type[PenstockError] = ConfigError, /, **sides: int) -> None:
+    """Raises `error` if a side is not 1 to 2**20, or their product exceeds 100 Mi pixels."""
     for name, side in sides.items():
         if not 1 <= side <= MAX_SIDE:
-            raise ConfigError(f"{op}: {name} = {side}, expected 1 to {MAX_SIDE}")
+            raise error(f"{op}: {name} = {side}, expected 1 to {MAX_SIDE}")
     if math.prod(sides.values()) > MAX_PIXELS:
         named = " and ".join(f"{name} = {side}" for name, side in sides.items())
-        raise ConfigError(f"{op}: {named} are {math.prod(sides.values())} pixels, expected at most {MAX_PIXELS}")
+        raise error(f"{op}: {named} are {math.prod(sides.values())} pixels, expected at most {MAX_PIXELS}")
 
 
 def sized(mat: Array, height: int, width: int) -> Array:
@@ -212,21 +212,15 @@ class FixHResizePadMat(MatOp):
 
 def size_in(fields: Fields, op: str, *names: str) -> tuple[int, int]:
     """Height and width from two fields. Raises BadRequest: missing, not 1 to 2**20, or over 100 Mi pixels in all."""
-    sides = []
+    sides = {}
     for name in names:
         value = field(fields, name, op)
         try:
-            side = int(value)
+            sides[name] = int(value)
         except (TypeError, ValueError, OverflowError):
-            side = 0
-        if not 1 <= side <= MAX_SIDE:
-            raise BadRequest(f"{op} found {name} = {value!r}, expected 1 to {MAX_SIDE}")
-        sides.append(side)
-    height, width = sides
-    if height * width > MAX_PIXELS:
-        raise BadRequest(
-            f"{op} found {names[0]} = {height} and {names[1]} = {width}, expected at most {MAX_PIXELS} pixels"
-        )
+            raise BadRequest(f"{op}: {name} = {value!r}, expected 1 to {MAX_SIDE}") from None
+    check_size(op, BadRequest, **sides)
+    height, width = sides.values()
     return height, width
 
 

@@ -196,12 +196,14 @@ def test_an_item_may_set_its_own_size(rgb):
 
 @pytest.mark.parametrize("value", [0, -3, 2**21, "x", None, float("nan"), float("inf"), [1, 2]])
 def test_an_invalid_size_in_an_item_is_an_error(rgb, value):
-    with pytest.raises(BadRequest, match=r"DynamicResizeMat found resize_h = .*, expected 1 to 1048576"):
+    with pytest.raises(BadRequest, match=r"DynamicResizeMat: resize_h = .*, expected 1 to 1048576"):
         DynamicResizeMat()(rgb, {"resize_h": value, "resize_w": 4})
 
 
 def test_an_item_may_not_request_a_size_beyond_memory(rgb):
-    with pytest.raises(BadRequest, match="found resize_h = 1000000 and resize_w = 1000000, expected at most"):
+    with pytest.raises(
+        BadRequest, match="resize_h = 1000000 and resize_w = 1000000 are 1000000000000 pixels, expected at most"
+    ):
         DynamicResizeMat()(rgb, {"resize_h": 10**6, "resize_w": 10**6})
 
 
