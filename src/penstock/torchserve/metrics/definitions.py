@@ -4,7 +4,7 @@ Source: `ts/configs/metrics.yaml` and `docs/metrics.md` of TorchServe 0.12.0.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
@@ -81,12 +81,7 @@ def default_config() -> MetricsConfig:
 def read_config(path: str) -> MetricsConfig:
     """The configuration in a metrics.yaml. Raises ConfigError, which names the file and the line or key."""
     document, _ = load_yaml(path, f"metrics_config={path}")
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: found {found(document)}, expected the keys dimensions, ts_metrics, model_metrics")
-    keys = ("dimensions", "ts_metrics", "model_metrics")
-    for key in document:
-        if key not in keys:
-            raise ConfigError(f"{path}: found the key {key!r}, expected {', '.join(keys)}{nearest(str(key), keys)}")
+    _check_keys(document, ("dimensions", "ts_metrics", "model_metrics"), path)
     server, models = (_section(path, key, document.get(key)) for key in ("ts_metrics", "model_metrics"))
     for name, default in SERVER_METRICS.items():
         own = server.get(name)
@@ -98,21 +93,23 @@ def read_config(path: str) -> MetricsConfig:
     return MetricsConfig(server, models)
 
 
+def _check_keys(value: Any, keys: Sequence[str], where: str) -> None:
+    """Raises ConfigError unless the value is a table with no other keys."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: found {found(value)}, expected the keys {', '.join(keys)}")
+    for key in value:
+        if key not in keys:
+            raise ConfigError(f"{where}: found the key {key!r}, expected {', '.join(keys)}{nearest(str(key), keys)}")
+
+
 def _section(path: str, section: str, kinds: Any) -> dict[str, MetricDefinition]:
     read: dict[str, MetricDefinition] = {}
     if kinds is None:
         return read
-    if not isinstance(kinds, dict):
-        raise ConfigError(f"{path}: {section}: found {found(kinds)}, expected {', '.join(KINDS)}")
+    _check_keys(kinds, KINDS, f"{path}: {section}")
     for kind, metrics in kinds.items():
         where = f"{path}: {section}.{kind}"
-        if kind not in KINDS:
-            raise ConfigError(f"{where}: found an unknown kind of metrics, expected {', '.join(KINDS)}")
-        if metrics is None:
-            continue
-        if not isinstance(metrics, list):
-            raise ConfigError(f"{where}: found {found(metrics)}, expected a list of name, unit and dimensions")
-        for i, metric in enumerate(metrics):
+        for i, metric in enumerate(convert(metrics, list[Any] | None, where) or ()):
             definition = _metric(f"{where}[{i}]", kind, metric)
             if definition.name in read:
                 log.warning("%s[%d]: %s is defined twice; consequence=the last one counts", where, i, definition.name)
@@ -122,13 +119,10 @@ def _section(path: str, section: str, kinds: Any) -> dict[str, MetricDefinition]
 
 def _metric(where: str, kind: str, metric: Any) -> MetricDefinition:
     keys = ("name", "unit", "dimensions")
-    if not isinstance(metric, dict):
-        raise ConfigError(f"{where}: found {found(metric)}, expected name, unit and dimensions")
-    for key in (*keys, *metric):
+    _check_keys(metric, keys, where)
+    for key in keys:
         if key not in metric:
             raise ConfigError(f"{where}: found no {key}, expected name, unit and dimensions")
-        if key not in keys:
-            raise ConfigError(f"{where}: found the key {key!r}, expected {', '.join(keys)}{nearest(str(key), keys)}")
     name = convert(metric["name"], Annotated[str, Meta(min_length=1)], f"{where}.name")
     unit = convert(metric["unit"], str, f"{where}.unit")
     dimensions = convert(metric["dimensions"], tuple[str, ...], f"{where}.dimensions")
