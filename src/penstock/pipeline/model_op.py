@@ -185,7 +185,7 @@ class ModelOp(BatchOp):
         samples = samples_of(self._signature.inputs)
         for sample in samples:
             for name in self._signature.normalizations:
-                sample[name] = (128 + 40 * sample[name]).clip(0, 255).astype(PIXELS)
+                sample[name] = (255 * sample[name]).astype(PIXELS)
         return [list(sample.values()) for sample in samples]
 
     def _check_rows(self) -> None:

@@ -68,8 +68,8 @@ def cannot_be_rows(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
 def samples_of(inputs: Sequence[Input], unbatched: bool = False) -> list[Arrays]:
     """Two rows for the warm-up, or requests without rows; nothing if a size is unknown.
 
-    Floats are random, with other means, as a model that joins rows may only see their mean. Other numbers are zeros,
-    which are valid as indices and flags.
+    Floats are random, with other means, as a model that joins rows may only see their mean; from 0 to 1, where also
+    indices, pixels and probabilities are valid. Other numbers are zeros, which are valid as indices and flags.
     """
     if any(i.datatype in (None, "BYTES") or i.shape is None or -1 in i.shape[1:] for i in inputs):
         return []
@@ -79,8 +79,8 @@ def samples_of(inputs: Sequence[Input], unbatched: bool = False) -> list[Arrays]
         shapes.append((i.name, np.dtype(DTYPES[cast(str, i.datatype)]), (max(1, first * unbatched), *others)))
     random = np.random.default_rng(0)
     return [
-        {n: (random.normal(mean, size=s) if d.kind == "f" else np.zeros(s)).astype(d) for n, d, s in shapes}
-        for mean in (0, 2)
+        {n: (random.uniform(low, low + 0.25, s) if d.kind == "f" else np.zeros(s)).astype(d) for n, d, s in shapes}
+        for low in (0, 0.7)
     ]
 
 

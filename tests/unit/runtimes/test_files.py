@@ -152,6 +152,17 @@ def test_a_worker_says_whether_axis_0_is_rows(tmp_path, shape, axis, rows, unbat
         assert np.allclose(found.body["y"], e / e.sum(axis, keepdims=True), atol=1e-6)
 
 
+def test_a_model_whose_floats_are_indices_is_warmed_up(tmp_path):
+    h, kind = onnx.helper, onnx.TensorProto
+    x, y = (h.make_tensor_value_info(name, kind.FLOAT, ["n", 50]) for name in "xy")
+    table = h.make_tensor("table", kind.FLOAT, [1], [2.0])
+    nodes = [h.make_node("Cast", ["x"], ["i"], to=kind.INT64), h.make_node("Gather", ["table", "i"], ["y"])]
+    model = h.make_model(h.make_graph(nodes, "g", [x], [y], [table]), opset_imports=[h.make_opsetid("", 17)])
+    model.ir_version = 8
+    onnx.save(model, tmp_path / "table.onnx")
+    assert opened(str(tmp_path / "table.onnx"))[1].profile
+
+
 def test_a_file_of_unknown_shapes_is_batched_by_shape(in_folder):
     _, ready = opened("net.ts")
     assert ready.options == {"bucket": "shape"}
