@@ -12,7 +12,7 @@ from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.calls import UNREAD_BYTES, Code, GrpcError, refused
 from penstock.serving.grpc.dispatch import CallDispatcher
 from penstock.serving.grpc.head import CallHead, read_head
-from penstock.serving.http.listener import INF, Listener
+from penstock.serving.http.listener import INF, LINGER_S, Listener
 from penstock.serving.http.sockets import readable
 from penstock.serving.http2.connection import Http2Connection
 from penstock.serving.http2.frames import NO_ERROR, PING, HeaderReader, Http2Error, frame
@@ -20,7 +20,6 @@ from penstock.serving.http2.streams import Outbox
 
 CALLS_PER_TURN: Final = 32  # that begin when a client has read its answers: a thousand may wait
 CALL_BYTES: Final = 3072  # of memory, about: a call that waits for its message
-LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the reason and not a reset
 _HTTP1: Final = b"gRPC needs HTTP/2; send HTTP/1.1 requests to the inference port\n"
 _HTTP1_ANSWER: Final = (
     b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n%b"
@@ -216,11 +215,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         elif readable(self.transport):
             self.deadline = 0.0  # in the next sweep: what has arrived comes first
         elif self._http2.begun < 2 or self._begun:
-            limit_s = self.listener.config.header_timeout_s
-            text = (
-                f"the rest of a preface, frame or header block took more than {limit_s:g} s (limits.header_timeout_s)"
-            )
-            self._fail(Http2Error(NO_ERROR, text))
+            limit = f"{self.listener.config.header_timeout_s:g} s (limits.header_timeout_s)"
+            self._fail(Http2Error(NO_ERROR, f"the rest of a preface, frame or header block took more than {limit}"))
         elif not self._http2.streams:
             self._fail(Http2Error(NO_ERROR, "connection idle"))
         elif self._pinged:

@@ -437,13 +437,10 @@ class Connection(asyncio.BufferedProtocol):
     def _late(self) -> str:
         config = self.listener.config
         if self.phase == HEAD:
-            return (
-                f"the head of the request did not arrive within {config.header_timeout_s:g} s (limits.header_timeout_s)"
-            )
-        late = (
-            f"the body of the request did not arrive in time: after {config.body_timeout_s:g} s (limits.body_timeout_s)"
-        )
-        return f"{late}, it must come at {BODY_RATE} bytes/s or more"
+            limit = f"{config.header_timeout_s:g} s (limits.header_timeout_s)"
+            return f"the head of the request did not arrive within {limit}"
+        limit = f"{config.body_timeout_s:g} s (limits.body_timeout_s), it must come at {BODY_RATE} bytes/s or more"
+        return f"the body of the request did not arrive in time: after {limit}"
 
     def check_writing(self, now: float) -> tuple[int, int]:
         self.writer.check_writing(now)

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 
 from penstock.core.contracts import Ticket
 from penstock.errors import PenstockError
-from penstock.serving.http.listener import INF, SILENT_S, Listener
+from penstock.serving.http.listener import INF, LINGER_S, SILENT_S, Listener
 from penstock.serving.http.responses import (
     SSE,
     error_result,
@@ -33,7 +33,6 @@ log = logging.getLogger("penstock.frontends")
 
 JOINED_BYTES: Final = 16 * 1024  # below it head and body are joined and leave in one write
 NO_BODY: Final = frozenset({204, 304})
-LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the refusal and not a reset
 STREAM_BACKLOG: Final = 16  # times limits.write_buffer_bytes: unsent bytes at which the reader of a stream is dropped
 QUICK_PER_TURN: Final = 4  # of a connection: 50 connections then cost the others less than 0.1 s
 BEGINNING: Final = b"HTTP/1.1 "  # of every response
@@ -299,9 +298,7 @@ class ResponseWriter:
         self.connection: Receiver = connection
         self.paused = 0
         self.inflight: deque[RequestContext] = deque()
-        self.backlog: deque[RequestContext] = (
-            deque()
-        )  # received in one read beyond limits.max_pipelined; not submitted yet
+        self.backlog: deque[RequestContext] = deque()  # came in one read beyond limits.max_pipelined
         self.continue_due = False  # the client waits for 100 Continue
         self.begun = False  # the beginning of the next response was sent
         self.advancing = False

@@ -28,7 +28,7 @@ class Budget:
     request that comes whole, and what is in shared memory, costs nothing here.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = sys.maxsize) -> None:
         self.most = most
         self.full = False
         self.swept = 0
@@ -54,7 +54,7 @@ class Intake:
 
     def __init__(self, backend: Backend, max_body_bytes: int, budget: Budget | None = None) -> None:
         self.backend = backend
-        self.budget = budget or Budget(sys.maxsize)
+        self.budget = budget or Budget()
         self.most = self.max_body_bytes = max_body_bytes
         self.length = 0
         self.begun = False

@@ -25,6 +25,7 @@ INF: Final = float("inf")
 RECEIVE_BYTES: Final = BIG_BYTES  # so that a body that belongs in a Buffer is never read whole into this one
 SWEEP_S: Final = 0.5
 SILENT_S: Final = 0.5  # silence after which a closing listener closes a connection: its client may be sending now
+LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the refusal and not a reset
 WARN_S: Final = 60.0
 # bytes/s of a body below which its time runs out. Kestrel has 240 and Apache 500; here a large body holds shared memory
 # from its beginning, and a body that arrives within limits.body_timeout_s has no lowest rate.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, cast
 
 from penstock.errors import ConfigError, ListenFailed
-from penstock.serving.http.listener import SILENT_S, Listener
+from penstock.serving.http.listener import LINGER_S, SILENT_S, Listener
 
 log = logging.getLogger("penstock.frontends")
 
@@ -22,7 +22,6 @@ HANDSHAKE: Final = b"\x16"  # the first byte of a TLS connection; no HTTP method
 BACKLOG: Final = 2048
 _NO_FAMILY: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 PORT_TRIES: Final = 10  # a port that is free in one family may be in use in the other
-LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the response and not a reset
 _SO_ATTACH_FILTER: Final = 26  # of Linux
 _NO_SYNS: Final = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 2**32 - 1))
 PAUSE_S: Final = 1.0  # pause in accepting when the system has no room for another connection

@@ -11,7 +11,6 @@ as they came. A body that unpacks to more than `MOST_RATIO` times its size is re
 from __future__ import annotations
 
 import asyncio
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -34,7 +33,7 @@ class Unpacking:
 
     def __init__(self, backend: Backend, budget: Budget | None = None) -> None:
         self._backend = backend
-        self._budget = budget or Budget(sys.maxsize)
+        self._budget = budget or Budget()
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def unpack(
