@@ -145,7 +145,7 @@ async def check_an_exception_as_result_fails_its_item(make: MakeTransport) -> No
 async def check_invalid_results_are_named(make: MakeTransport) -> None:
     async with TransportHarness(make) as harness:
         found, *others = await harness.values(("length", 4), 2, 3)
-        assert type(found) is BadOutput
+        assert isinstance(found, BadOutput)
         assert "returned 4 results for 1 items" in found.message
         assert others == [2, 3]
         (found,) = await harness.values(("instead", {"a": 1}))

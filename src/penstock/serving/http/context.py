@@ -391,8 +391,11 @@ class ResponseWriter:
         most = listener.most_of(context.route)
         try:
             payload = await listener.unpacking.unpack(context.payload, context.coding, most, lambda: not context.writer)
-        except PenstockError as error:
+        except Exception as error:
             context.payload = b""
+            if not isinstance(error, PenstockError):
+                log.exception("event=bug where=unpack consequence=answered_500")
+                error = PenstockError("internal error")
             context.fail(error.with_traceback(None))
             return
         context.payload, context.headers = payload, unpacked_headers(context.headers)
