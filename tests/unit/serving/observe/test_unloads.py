@@ -52,10 +52,13 @@ async def test_load_and_unload_rounds_leave_a_bounded_number_of_objects_and_samp
         assert MAX_GONE < ROUNDS
         before, *pages = await rounds("a", engine)
         after, *pages_after = await rounds("b", engine)
-        grown = {name: n for name, n in (after - before).items() if n > 0.8 * ROUNDS and name not in TIMER_TYPES}
+        last, *_ = await rounds("c", engine)
+        # what grows once may belong to a thread that an earlier test has left
+        least = (after - before) & (last - after)
+        grown = {name: n for name, n in least.items() if n > 0.8 * ROUNDS and name not in TIMER_TYPES}
         assert grown == {}, "one for each round"
         assert [size < 1.02 * size_before for size, size_before in zip(pages_after, pages, strict=True)] == [True] * 2
-        assert b'model="b149"' in native.render()
+        assert b'model="c149"' in native.render()
         now_s += SHOWN_S
         assert b'model="' not in native.render()
         assert b'model_name="' not in await torchserve.scrape()
