@@ -10,7 +10,7 @@ import pytest
 from sklearn.datasets import load_sample_images
 
 from penstock.runtimes.onnx import OnnxProgram, open_session
-from penstock.runtimes.tensors import ANY_ROWS
+from penstock.runtimes.tensor_model import ANY_ROWS
 
 cv2 = pytest.importorskip("cv2")
 pytest.importorskip("onnxruntime")

@@ -21,7 +21,7 @@ from penstock.client.endpoint import (
     check_token_privacy,
     parse_url,
 )
-from penstock.client.tensors import raw_inputs
+from penstock.client.inputs import raw_inputs
 from penstock.client.transport import Attempt, Parts
 from penstock.errors import (
     BadRequest,

@@ -153,7 +153,7 @@ class HttpTransport:
     def infer(
         self, call: Call, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None
     ) -> Attempt[InferResponse]:
-        from penstock.client.tensors import raw_inputs  # NumPy
+        from penstock.client.inputs import raw_inputs  # NumPy
         from penstock.serving.protocols.oip import HEADER_LENGTH
         from penstock.serving.protocols.oip_binary import decode_answer, encode_request
 

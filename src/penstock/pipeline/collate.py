@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from penstock.core.tensors import MOST_PARTS
+from penstock.core.arrays import MOST_PARTS
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
-from penstock.runtimes.tensors import Input
+from penstock.runtimes.tensor_model import Input
 from penstock.types import DTYPES
 
 PIXELS = np.dtype(np.uint8)

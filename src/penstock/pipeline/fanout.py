@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from penstock.core.tensors import nbytes_of
+from penstock.core.arrays import nbytes_of
 from penstock.errors import BadRequest, DeadlineExceeded, ItemFailed, PenstockError
 from penstock.pipeline.engine import Backpressure
 from penstock.pipeline.graph import Each, Graph, outside, route

@@ -10,10 +10,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
 from penstock.core.engine.waiters import Future
-from penstock.core.tensors import nbytes_of
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 from penstock.pipeline.graph import Graph, check_runnable
 from penstock.pipeline.ops.base import DATA, Fields

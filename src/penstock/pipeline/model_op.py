@@ -25,7 +25,7 @@ from penstock.pipeline.ops.base import Array, BatchOp, Fields, found
 from penstock.pipeline.runtimes import ModelFile, Precision, Runtime, cores, open_program, warn_once
 from penstock.runtimes.onnx import PROFILE_ROWS
 from penstock.runtimes.onnx_fuse import RAW, plain_input
-from penstock.runtimes.tensors import ANY_ROWS, Input, Program, check_rows, samples_of
+from penstock.runtimes.tensor_model import ANY_ROWS, Input, Program, check_rows, samples_of
 from penstock.types import TensorSpec
 
 WARMED = 16  # batch sizes that run before the first request, on a GPU

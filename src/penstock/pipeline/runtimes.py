@@ -18,7 +18,7 @@ from penstock.core.os_threads import usable_cores
 from penstock.errors import ConfigError, LoadFailed
 from penstock.pipeline.collate import Normalization
 from penstock.runtimes import onnx, onnx_fuse
-from penstock.runtimes.tensors import Arrays, Input, Program
+from penstock.runtimes.tensor_model import Arrays, Input, Program
 
 log = logging.getLogger("penstock.pipeline")
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from penstock.core.arrays import MOST_PARTS, nbytes_of
 from penstock.core.engine.calls import Call
-from penstock.core.tensors import MOST_PARTS, nbytes_of
 from penstock.errors import BadRequest, ItemFailed, PenstockError, describe
 from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo, shape_of

@@ -11,7 +11,7 @@ from penstock.config.checks import input_specs
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.python_model import is_torch_module
 from penstock.errors import ConfigError
-from penstock.runtimes.tensors import Program, ProgramSettings, TensorModel
+from penstock.runtimes.tensor_model import Program, ProgramSettings, TensorModel
 
 
 def file_model(path: str, config: ModelConfig, threads: int) -> TensorModel:

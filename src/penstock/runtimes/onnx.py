@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.config.schema import OPTIMIZATIONS, PRECISIONS
 from penstock.errors import ConfigError, LoadFailed, describe, not_installed
-from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input, cannot_be_rows
+from penstock.runtimes.tensor_model import ANY_ROWS, Arrays, Input, cannot_be_rows
 from penstock.runtimes.trt_cache import EngineCache, file_digest
 from penstock.types import DATATYPES, TensorSpec
 

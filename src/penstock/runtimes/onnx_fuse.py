@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import LoadFailed, describe
-from penstock.runtimes.tensors import Input
+from penstock.runtimes.tensor_model import Input
 
 Array = np.ndarray[Any, Any]
 RAW = "__uint8"  # suffix of a changed input

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.errors import BadOutput, ConfigError, LoadFailed
 from penstock.runtimes import torch as loaders
-from penstock.runtimes.tensors import ANY_ROWS, Arrays, Input, cannot_be_rows
+from penstock.runtimes.tensor_model import ANY_ROWS, Arrays, Input, cannot_be_rows
 from penstock.types import DATATYPES, TensorSpec
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from penstock.backoff import Backoff
 from penstock.config.schema import LimitsConfig, ModelConfig
+from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Observer, Ticket
 from penstock.core.engine.engine import Engine
-from penstock.core.tensors import nbytes_of
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 from penstock.streamer.base import ChunkingBackend
 from penstock.types import Item, ItemResult, Sink

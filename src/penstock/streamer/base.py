@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Self
 
+from penstock.core.arrays import nbytes_of
 from penstock.core.batching.entry import INF
 from penstock.core.contracts import Ticket
 from penstock.core.engine.portal import Portal
 from penstock.core.engine.waiters import Future
-from penstock.core.tensors import nbytes_of
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
 from penstock.streamer.exceptions import error_for_caller, raise_for_caller
 from penstock.types import Item, ItemResult, Sink

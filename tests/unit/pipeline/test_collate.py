@@ -17,7 +17,7 @@ from penstock.pipeline.collate import Collator, Normalization, PadTo, calls, chu
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.node import NodeModel, Visit
 from penstock.pipeline.ops.base import BatchOp, Fields
-from penstock.runtimes.tensors import Input
+from penstock.runtimes.tensor_model import Input
 
 FLOAT = np.dtype(np.float32)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core.tensors import nbytes_of
+from penstock.core.arrays import nbytes_of
 from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
 from penstock.pipeline.collate import shape_of
 from penstock.pipeline.graph import Graph, NodeStep

@@ -16,7 +16,7 @@ from penstock.pipeline.collate import normalizations
 from penstock.pipeline.model_op import ModelOp
 from penstock.pipeline.runtimes import OPENVINO, ModelFile, cores, open_program, resolve
 from penstock.runtimes import onnx as loaders
-from penstock.runtimes.tensors import Input
+from penstock.runtimes.tensor_model import Input
 from support.files import write_onnx
 
 ort = pytest.importorskip("onnxruntime")

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import ConfigError, LoadFailed
 from penstock.runtimes import onnx as loaders
-from penstock.runtimes.tensors import ANY_ROWS, Input
+from penstock.runtimes.tensor_model import ANY_ROWS, Input
 from penstock.runtimes.trt_cache import SIDECAR
 from penstock.types import TensorSpec
 from support.files import scores, write_onnx

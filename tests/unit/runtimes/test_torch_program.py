@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import BadOutput, LoadFailed
 from penstock.runtimes import torch as loaders
-from penstock.runtimes.tensors import ANY_ROWS, Input
+from penstock.runtimes.tensor_model import ANY_ROWS, Input
 from penstock.runtimes.torch_program import of_exported, of_module
 from penstock.types import TensorSpec
 from support.files import scores

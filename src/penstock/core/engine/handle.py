@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import structs
 
 from penstock.config.schema import AutoscaleConfig, BatchingConfig, with_options
+from penstock.core.arrays import nbytes_of
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.none import Unbatched
 from penstock.core.batching.residency import ResidentModel
@@ -31,7 +32,6 @@ from penstock.core.engine.rules import (
     sequence_of,
 )
 from penstock.core.engine.upkeep import Upkeep
-from penstock.core.tensors import nbytes_of
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import Conflict, ModelNotReady, PenstockError, QueueFull

@@ -19,8 +19,8 @@ from msgspec.msgpack import Ext
 
 from penstock.core.codecs import traits_of
 from penstock.core.wire.exceptions import read_error, write_error
+from penstock.core.wire.pickles import dumps
 from penstock.core.wire.slabs import Slab, SlabPool
-from penstock.core.wire.tensors import dumps
 from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.types import BatchPart, Item, ItemResult, MetricDelta, Ready
 

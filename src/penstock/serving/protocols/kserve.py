@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
+from penstock.core.arrays import array_of
 from penstock.core.contracts import Backend
-from penstock.core.tensors import array_of
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON, decode_json, encode_json, is_countable, raw_list
 from penstock.serving.protocols.oip import OipCodec, Tensor, named_outputs

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
-from penstock.core.tensors import as_array, has_text, objects
+from penstock.core.arrays import as_array, has_text, objects
 from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.serving.protocols.bodies import decode_json
 from penstock.types import DATATYPES, DTYPES, SIZES

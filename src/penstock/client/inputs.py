@@ -1,4 +1,4 @@
-"""Arrays and tensors of `infer`. A torch tensor is recognised without an import of torch."""
+"""Inputs of `infer` as tensors: arrays and torch tensors, the latter recognised without an import of torch."""
 
 from __future__ import annotations
 

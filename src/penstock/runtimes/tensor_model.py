@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, cast
 import numpy as np
 from msgspec import Struct, structs
 
-from penstock.core.tensors import array_of, has_text
+from penstock.core.arrays import array_of, has_text
 from penstock.errors import BadRequest, LoadFailed, WrongRowCount
 from penstock.types import DATATYPES, DTYPES, TensorSpec
 

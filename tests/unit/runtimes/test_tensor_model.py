@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadRequest, LoadFailed, WrongRowCount
-from penstock.runtimes.tensors import ANY_ROWS, Input, ProgramSettings, TensorModel, cannot_be_rows
+from penstock.runtimes.tensor_model import ANY_ROWS, Input, ProgramSettings, TensorModel, cannot_be_rows
 from penstock.types import TensorSpec
 
 
