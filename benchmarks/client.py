@@ -26,7 +26,7 @@ import uvloop
 
 import penstock
 from penstock.perf.bench.server import ServerProcess
-from penstock.serving.protocols.oip_binary import encode_arrays
+from penstock.serving.protocols.oip_messages import encode_arrays
 
 VALUE = {"id": 12345, "text": "a small request of 50 bytes"}
 TENSOR = np.ones((1, 150_000), np.float32)

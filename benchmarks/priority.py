@@ -21,7 +21,7 @@ import uvloop
 
 from penstock.client.endpoint import Endpoint
 from penstock.perf.bench.load import Samples, closed_loop, http_request, open_loop
-from penstock.serving.protocols.oip_binary import encode_arrays
+from penstock.serving.protocols.oip_messages import encode_arrays
 
 BODY = b"[12345]"  # a list, so that the model can tell it from Open Inference
 RATE = 5.0

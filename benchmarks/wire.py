@@ -14,10 +14,9 @@ import numpy as np
 from metrics_cost import cost
 
 from penstock.core.contracts import Codec
-from penstock.serving.protocols.oip import HEADER_LENGTH
-from penstock.serving.protocols.oip_binary import OipBinaryCodec, decode_answer, encode_request
-from penstock.serving.protocols.oip_json import OipJsonCodec
-from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
+from penstock.serving.protocols.oip import OipJsonCodec
+from penstock.serving.protocols.oip_binary import OipBinaryCodec, OipNpyCodec, write_npy_head
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH, decode_answer, encode_request
 from penstock.types import Item, ModelMetadata, TensorSpec
 
 ROWS = 64
@@ -59,7 +58,7 @@ def calls() -> dict[str, tuple[Callable[[], object], int]]:
     """The measured calls, and their number in a run."""
     codec: Codec = OipBinaryCodec("captioner", "1", METADATA)
     binary, compressed = item(*frames()), item(*jpegs())
-    file = Item(memoryview(write_head("UINT8", FRAMES.shape) + FRAMES.tobytes()))
+    file = Item(memoryview(write_npy_head("UINT8", FRAMES.shape) + FRAMES.tobytes()))
     tensor = {
         "name": "frames",
         "shape": [1, *FRAMES.shape[1:]],

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.core.engine.waiters import Future as Future
     from penstock.core.worker.python_model import model as model
     from penstock.pipeline.builder import Pipeline as Pipeline
-    from penstock.serving.protocols.oip_binary import InferResponse as InferResponse
+    from penstock.serving.protocols.oip_messages import InferResponse as InferResponse
     from penstock.streamer.local import Streamer as Streamer
     from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
     from penstock.streamer.model import ManagedModel as ManagedModel

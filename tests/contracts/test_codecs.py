@@ -10,14 +10,19 @@ import pytest
 
 from penstock.serving.protocols.kserve import KServeCodec, KServeExplainCodec
 from penstock.serving.protocols.native import NativeCodec
-from penstock.serving.protocols.oip_binary import OipBinaryCodec, encode_request
-from penstock.serving.protocols.oip_coded import CodedBinaryCodec, CodedJsonCodec, CodedNpyCodec
-from penstock.serving.protocols.oip_grpc import OipGrpcCodec
-from penstock.serving.protocols.oip_json import OipJsonCodec
-from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
+from penstock.serving.protocols.oip import OipJsonCodec
+from penstock.serving.protocols.oip_binary import (
+    CodedBinaryCodec,
+    CodedJsonCodec,
+    CodedNpyCodec,
+    OipBinaryCodec,
+    OipNpyCodec,
+    write_npy_head,
+)
+from penstock.serving.protocols.oip_grpc import OipGrpcCodec, open_inference
+from penstock.serving.protocols.oip_messages import encode_request
 from penstock.serving.protocols.openai_embeddings import EmbeddingsCodec
 from penstock.serving.protocols.openai_text import ChatCodec, CompletionsCodec
-from penstock.serving.protocols.protobuf import open_inference
 from penstock.tasks import Embedding, TextPart
 from penstock.testing.codecs import check_codec
 from penstock.torchpipe.thrift.protocol import ThriftCodec
@@ -77,7 +82,7 @@ CODECS = {
     "oip_grpc": (lambda: OipGrpcCodec("m", "1", KNOWN), [Item(MESSAGE, "oip_grpc")], VALUES[:3]),
     "oip_npy": (
         lambda: OipNpyCodec("m", "1", KNOWN),
-        [Item(write_head("FP32", (2, 2)) + bytes(16), "oip_npy", "application/x-npy")],
+        [Item(write_npy_head("FP32", (2, 2)) + bytes(16), "oip_npy", "application/x-npy")],
         VALUES,
     ),
     "oip_json_coded": (
@@ -94,7 +99,7 @@ CODECS = {
         lambda: CodedNpyCodec("m", "1", KNOWN),
         [
             Item(
-                write_head("FP32", (2, 2)) + bytes(16),
+                write_npy_head("FP32", (2, 2)) + bytes(16),
                 "oip_npy_coded",
                 "application/x-npy",
                 headers=CODED,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.serving.protocols.oip_binary import encode_arrays
+from penstock.serving.protocols.oip_messages import encode_arrays
 
 MODELS = """
     import os

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.serving.protocols.oip_binary import InferResponse, decode_answer, encode_request
+from penstock.serving.protocols.oip_messages import InferResponse, decode_answer, encode_request
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "video_captioning"
 COUNT = 40

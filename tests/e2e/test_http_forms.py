@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from penstock.serving.protocols.oip_binary import encode_arrays
+from penstock.serving.protocols.oip_messages import encode_arrays
 
 SOURCE = """
     import numpy as np

@@ -14,8 +14,7 @@ import numpy as np
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
-from penstock.serving.protocols.oip import HEADER_LENGTH
-from penstock.serving.protocols.oip_binary import decode_answer, encode_arrays
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH, decode_answer, encode_arrays
 
 PATIENCE_S = 60.0
 

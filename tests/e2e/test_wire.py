@@ -15,8 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.serving.protocols.oip import HEADER_LENGTH
-from penstock.serving.protocols.oip_binary import decode_answer, encode_arrays, encode_request
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH, decode_answer, encode_arrays, encode_request
 
 MODELS = """
     import time

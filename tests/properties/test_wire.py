@@ -17,15 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip import HEADER_LENGTH
-from penstock.serving.protocols.oip_binary import (
-    OipBinaryCodec,
-    decode_answer,
-    encode_arrays,
-    encode_request,
-)
-from penstock.serving.protocols.oip_json import OipJsonCodec
-from penstock.serving.protocols.oip_npy import OipNpyCodec, write_head
+from penstock.serving.protocols.oip import OipJsonCodec
+from penstock.serving.protocols.oip_binary import OipBinaryCodec, OipNpyCodec, write_npy_head
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH, decode_answer, encode_arrays, encode_request
 from penstock.types import DTYPES, Item, ItemResult, ModelMetadata, TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -156,7 +150,7 @@ def valid_requests(canary: bytes) -> list[tuple[Any, bytes, int]]:
         found.append((OipBinaryCodec("m", "1"), b"".join([head, *buffers]), len(head)))
     tensor = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [[1, 2], [3, 4.5]]}
     found.append((OipJsonCodec("m", "1"), json.dumps({"inputs": [tensor]}).encode(), 0))
-    found.append((OipNpyCodec("m", "1"), write_head("FP32", (2, 3)) + bytes(24), 0))
+    found.append((OipNpyCodec("m", "1"), write_npy_head("FP32", (2, 3)) + bytes(24), 0))
     found.append((OipNpyCodec("m", "1"), b"\x93NUMPY\1\0\x46\0{'descr': '|O', 'fortran_order': False}" + canary, 0))
     return found
 

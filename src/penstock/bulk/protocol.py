@@ -26,8 +26,7 @@ from penstock.errors import (
     QueueFull,
     Unauthorized,
 )
-from penstock.serving.protocols.oip import HEADER_LENGTH
-from penstock.serving.protocols.oip_binary import Buffer, encode_request
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH, Buffer, encode_request
 
 OUTPUTS = ("caption", "frame_index")
 

@@ -10,7 +10,7 @@ from penstock.config.schema import Config
 from penstock.errors import ConfigError
 from penstock.plugins import is_model_file
 from penstock.serving.protocols import native
-from penstock.serving.protocols.oip_json import error_body
+from penstock.serving.protocols.oip_routes import error_body
 from penstock.serving.protocols.route import Template
 from penstock.serving.protocols.routes import PING
 

@@ -27,10 +27,9 @@ from penstock.core.engine.management import Management
 from penstock.core.engine.rules import check_devices
 from penstock.errors import ConfigError, PenstockError, install_hint
 from penstock.serving.http.admin import management_routes, metrics_routes
-from penstock.serving.http.auth import make_ssl_context, replace_ssl_context
+from penstock.serving.http.auth import OriginPolicy, make_ssl_context, replace_ssl_context
 from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.flavor import NativeFlavor
-from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.sockets import PortInUse
 from penstock.serving.http.triton import triton_routes
@@ -215,7 +214,7 @@ class Server:
         if s.grpc_port == 0:
             return
         try:
-            from penstock.serving.grpc.server import make_grpc_listener
+            from penstock.serving.grpc.inference import make_grpc_listener
         except ModuleNotFoundError as error:
             if s.grpc_port is None:
                 return

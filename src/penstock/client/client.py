@@ -19,7 +19,7 @@ from penstock.errors import BadRequest, ConfigError, PenstockError, not_installe
 
 if TYPE_CHECKING:
     from penstock.client.grpc import GrpcTransport
-    from penstock.serving.protocols.oip_binary import InferResponse
+    from penstock.serving.protocols.oip_messages import InferResponse
 
 T = TypeVar("T")
 ApiName = Literal["penstock", "torchserve", "triton"]

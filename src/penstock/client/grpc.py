@@ -37,9 +37,8 @@ from penstock.errors import (
     Unauthorized,
 )
 from penstock.serving.protocols.bodies import ERROR_CODE
-from penstock.serving.protocols.oip_binary import InferResponse
-from penstock.serving.protocols.oip_grpc import decode_infer, decode_stream_infer, encode_infer
-from penstock.serving.protocols.protobuf import open_inference
+from penstock.serving.protocols.oip_grpc import decode_infer, decode_stream_infer, encode_infer, open_inference
+from penstock.serving.protocols.oip_messages import InferResponse
 
 SERVICE: Final = "/inference.GRPCInferenceService/"
 FINAL: Final = "triton_final_response"

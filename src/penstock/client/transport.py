@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.serving.protocols.bodies import JSON
 
 if TYPE_CHECKING:
-    from penstock.serving.protocols.oip_binary import InferResponse
+    from penstock.serving.protocols.oip_messages import InferResponse
 
 T = TypeVar("T")
 Attempt = Callable[[float], Awaitable[T]]  # sends the request once; the argument is the time on the loop's clock
@@ -154,8 +154,7 @@ class HttpTransport:
         self, call: Call, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None
     ) -> Attempt[InferResponse]:
         from penstock.client.inputs import raw_inputs  # NumPy
-        from penstock.serving.protocols.oip import HEADER_LENGTH
-        from penstock.serving.protocols.oip_binary import decode_answer, encode_request
+        from penstock.serving.protocols.oip_messages import HEADER_LENGTH, decode_answer, encode_request
 
         path = self._api.infer(model, call.version)
         head, buffers = encode_request(

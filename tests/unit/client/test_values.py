@@ -31,7 +31,7 @@ from penstock.errors import (
 )
 from penstock.serving.http.responses import error_result, stream_part, stream_start, stream_type
 from penstock.serving.protocols.native import NativeCodec
-from penstock.serving.protocols.oip_json import error_body as oip_error_body
+from penstock.serving.protocols.oip_routes import error_body as oip_error_body
 from penstock.serving.protocols.route import error_body
 from penstock.types import DATATYPES, Item, ItemResult
 

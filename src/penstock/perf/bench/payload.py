@@ -12,8 +12,7 @@ from msgspec import Struct
 from penstock.errors import ConfigError
 from penstock.perf.bench.load import Check, http_request
 from penstock.perf.bench.target import Target
-from penstock.serving.protocols.oip import HEADER_LENGTH, NPY
-from penstock.serving.protocols.oip_binary import encode_request
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH, NPY, encode_request
 from penstock.serving.protocols.oip_tensors import to_bytes
 from penstock.types import DTYPES, TensorSpec
 

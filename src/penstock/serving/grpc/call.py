@@ -13,8 +13,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import quote
 
 from penstock.serving.grpc.calls import Code, GrpcError, refused
-from penstock.serving.grpc.head import CallHead
-from penstock.serving.grpc.messages import ENCODINGS, PREFIX, Compressed, MessageReader, free, size_of, unpack
+from penstock.serving.grpc.messages import ENCODINGS, PREFIX, CallHead, Compressed, MessageReader, free, size_of, unpack
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.listener import Listener
 from penstock.serving.http2.frames import (

@@ -8,9 +8,9 @@ from typing import Any, Final
 from google.protobuf import json_format
 
 from penstock.errors import BadRequest
-from penstock.serving.protocols.protobuf import open_inference
+from penstock.serving.protocols.oip_grpc import open_inference
 from penstock.serving.triton.extensions import TritonExtensions
-from penstock.serving.triton.shared_memory import NO_CUDA
+from penstock.serving.triton.settings import NO_CUDA
 
 GUARDS: Final = dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload", "LogSettings"), "management")
 

@@ -7,22 +7,27 @@ those that `batching.rows` and `batching.bucket` name. A call's deadline is the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Final
 
 from msgspec import Struct
 
 from penstock._version import __version__
+from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend, Ticket
 from penstock.errors import BadRequest, PenstockError
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.calls import AnswerParts, Code, GrpcError, code_of
+from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService, ReflectionService
+from penstock.serving.grpc.extensions import GUARDS, ExtensionCalls
+from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.http.flavor import parse_priority, parse_request_id
 from penstock.serving.http.responses import NotImplementedHere, log_failure, status_of
 from penstock.serving.protocols.bodies import ERROR_CODE
-from penstock.serving.protocols.oip_grpc import field_of, read_head
-from penstock.serving.protocols.oip_json import EXTENSIONS
-from penstock.serving.protocols.protobuf import open_inference
+from penstock.serving.protocols.oip_grpc import field_of, open_inference, read_head
+from penstock.serving.protocols.oip_routes import EXTENSIONS
+from penstock.serving.triton.extensions import TritonExtensions
 from penstock.types import Item, ItemResult, Sink, TensorSpec
 
 NAME: Final = "inference.GRPCInferenceService"
@@ -306,3 +311,36 @@ class _InferStream:
     def _end_with(self, error: Exception) -> None:
         self._error = error
         self._parts.wake()
+
+
+GUARD: Final = "inference"
+
+Authorize = Callable[[str, bytes | None], None]
+
+
+def make_grpc_listener(
+    backend: Backend,
+    triton: TritonExtensions,
+    limits: LimitsConfig,
+    check: Authorize,
+    tls: ssl.SSLContext | None = None,
+) -> GrpcListener:
+    """A listener that is not started. `check` receives a guard ("inference" or "management") and the value of the
+    metadata key `authorization`; it raises Unauthorized or Forbidden."""
+
+    def authorize(guard: str, authorization: bytes | None) -> None:
+        try:
+            check(guard, authorization)
+        except PenstockError as error:
+            raise failure(error) from None
+
+    protos = open_inference()
+    service = OpenInferenceService(backend, limits.max_pipelined, limits.grpc_idle_timeout_s)
+    health = HealthService(protos, [NAME], backend.ready)
+    services = [
+        GrpcService(NAME, [service, ExtensionCalls(triton)], GUARD, GUARDS, raw=RAW_CALLS, direct=DIRECT_CALLS),
+        GrpcService(HealthService.NAME, [health]),
+        GrpcService(ReflectionService.NAME, [ReflectionService(protos, [NAME, HealthService.NAME])], GUARD),
+    ]
+    dispatcher = CallDispatcher(protos, services, authorize, failure)
+    return GrpcListener(backend, dispatcher, GrpcLimits(limits), tls, service.drain)

@@ -1,16 +1,95 @@
 """The management and metrics APIs of the native server, as route tables of a `HttpServer`."""
 
 import re
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import Struct
 
 from penstock.core.contracts import Backend, ManagementBackend
-from penstock.errors import BadRequest, Forbidden, PenstockError, nearest
-from penstock.serving.protocols import admin
+from penstock.errors import BadRequest, Forbidden, ModelNotFound, PenstockError, nearest
+from penstock.serving.http import admin
 from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.route import HttpRequest, Serve, Template, error_body
 from penstock.serving.protocols.routes import PING
-from penstock.types import ItemResult
+from penstock.types import ItemResult, ModelStatus
+
+T = TypeVar("T")
+
+
+class _Scale(Struct, forbid_unknown_fields=True):
+    instances: int
+
+
+class _Default(Struct, forbid_unknown_fields=True):
+    version: str
+
+
+# ---- responses
+
+
+def models_body(statuses: Sequence[ModelStatus]) -> bytes:
+    """`{"models": [...]}`: every version of every model, sorted by name."""
+    return msgspec.json.encode({"models": _sorted(statuses)})
+
+
+def model_body(statuses: Sequence[ModelStatus], name: str) -> bytes:
+    """`{"name", "versions": [...]}` of a model. Raises ModelNotFound."""
+    versions = [s for s in statuses if s.name == name]
+    if not versions:
+        raise ModelNotFound(f"no model '{name[:100]}' is loaded{nearest(name[:100], {s.name for s in statuses})}")
+    return changed_body(versions, name)
+
+
+def changed_body(statuses: Sequence[ModelStatus], name: str) -> bytes:
+    """`model_body` without the check: a change may have unloaded the last version."""
+    return msgspec.json.encode({"name": name, "versions": _sorted([s for s in statuses if s.name == name])})
+
+
+def version_body(statuses: Sequence[ModelStatus], name: str, version: str, statistics: Mapping[str, object]) -> bytes:
+    """The status of a version; "batching" holds the state of its scheduler. Raises ModelNotFound."""
+    model_body(statuses, name)
+    found = [s for s in statuses if (s.name, s.version) == (name, version)]
+    if not found:
+        versions = ", ".join(dict.fromkeys(s.version for s in statuses if s.name == name))
+        raise ModelNotFound(f"model '{name[:100]}' has no version '{version[:100]}'; it has {versions}")
+    return msgspec.json.encode({**msgspec.structs.asdict(found[0]), "batching": statistics})
+
+
+def _sorted(statuses: Sequence[ModelStatus]) -> list[ModelStatus]:
+    return sorted(statuses, key=lambda s: (s.name, s.version))
+
+
+# ---- requests; every reader raises BadRequest
+
+
+def read_keys(body: bytes) -> dict[str, Any]:
+    """The keys of `[models.NAME]`."""
+    return _read(body, dict[str, Any], '{"target": "app.py:Model"}')
+
+
+def read_instances(body: bytes) -> int:
+    """The number in `{"instances": n}`."""
+    return _read(body, _Scale, '{"instances": 2}').instances
+
+
+def read_version(body: bytes) -> str:
+    """The version in `{"version": v}`."""
+    return _read(body, _Default, '{"version": "2"}').version
+
+
+def read_weights(body: bytes) -> dict[str, float]:
+    """The weights by version, such as `{"1": 0.9, "2": 0.1}`."""
+    return _read(body, dict[str, float], '{"1": 0.9, "2": 0.1}')
+
+
+def _read(body: bytes, kind: type[T], example: str) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise BadRequest(f"the body is invalid: {e}; expected, for example, {example}") from None
+
 
 MOST_BATCHES: Final = 1000  # in one response of /debug/batches
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -14,9 +14,8 @@ from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
 from penstock.serving.http.context import STREAM_BACKLOG, RequestOptions
 from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route, inference_table, read_special
 from penstock.serving.http.idempotency import IdempotencyCache
-from penstock.serving.http.intake import BIG_BYTES, Intake
+from penstock.serving.http.intake import BIG_BYTES, Intake, Unpacking, unpacked_headers
 from penstock.serving.http.responses import SSE, error_result, sse_event, stream_part, stream_start, stream_type
-from penstock.serving.http.unpacking import Unpacking, unpacked_headers
 from penstock.serving.protocols.bodies import BLANKS
 from penstock.serving.protocols.route import Route, Terms, error_body, name_model
 from penstock.serving.protocols.routes import error_body_of

@@ -25,8 +25,7 @@ from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.listener import BODY_RATE, INF, KNOWN_HEADS, Listener, RequestHead
 from penstock.serving.http.responses import HeadTooLarge, MalformedHttp, MethodNotAllowed, RequestTimeout
 from penstock.serving.http.sockets import readable
-from penstock.serving.protocols.bodies import BLANKS
-from penstock.serving.protocols.codings import ACCEPT_ENCODING, accepted_coding
+from penstock.serving.protocols.bodies import ACCEPT_ENCODING, BLANKS, accepted_coding
 from penstock.serving.protocols.route import Route
 
 log = logging.getLogger("penstock.frontends")

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 
 from penstock.core.contracts import Ticket
 from penstock.errors import PenstockError
+from penstock.serving.http.intake import unpacked_headers
 from penstock.serving.http.listener import INF, LINGER_S, SILENT_S, Listener
 from penstock.serving.http.responses import (
     SSE,
@@ -24,7 +25,6 @@ from penstock.serving.http.responses import (
     stream_start,
     stream_type,
 )
-from penstock.serving.http.unpacking import unpacked_headers
 from penstock.serving.protocols.route import HttpRequest, Route, Serve, name_model
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Headers, Item, ItemResult

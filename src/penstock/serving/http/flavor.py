@@ -7,12 +7,10 @@ from typing import Final
 from urllib.parse import unquote
 
 from penstock.errors import BadRequest, DeadlineExceeded, Forbidden
-from penstock.serving.http import docs_page
-from penstock.serving.http.auth import check_token
+from penstock.serving.http.auth import OriginPolicy, check_token
 from penstock.serving.http.context import RequestContext, RequestOptions
 from penstock.serving.http.idempotency import parse_key
-from penstock.serving.http.openapi import openapi_route
-from penstock.serving.http.origins import OriginPolicy
+from penstock.serving.http.openapi import DOCS_ROUTES, openapi_route
 from penstock.serving.http.responses import (
     ExpectationFailed,
     MethodNotAllowed,
@@ -20,7 +18,7 @@ from penstock.serving.http.responses import (
     RouteNotFound,
     status_line,
 )
-from penstock.serving.protocols.codings import ACCEPT_ENCODING, CONTENT_ENCODING, content_coding
+from penstock.serving.protocols.bodies import ACCEPT_ENCODING, CONTENT_ENCODING, content_coding
 from penstock.serving.protocols.route import HttpRequest, Route, RouteTable, Template, remember
 from penstock.serving.protocols.routes import TEMPLATES
 from penstock.types import ItemResult
@@ -141,7 +139,7 @@ def split_target(target: bytes) -> tuple[bytes, bytes]:
 def inference_table(guarded: Callable[[], bool], further: Sequence[Template] = (), *, page: bool = True) -> RouteTable:
     """The routes of the inference API, with the `page` /docs or without, after `further` routes that /openapi.json does
     not describe. `guarded`: whether they require a token."""
-    routes = (*further, *TEMPLATES, openapi_route(TEMPLATES, guarded), *(docs_page.ROUTES if page else ()))
+    routes = (*further, *TEMPLATES, openapi_route(TEMPLATES, guarded), *(DOCS_ROUTES if page else ()))
     return RouteTable(routes, hint="; /openapi.json lists them")
 
 

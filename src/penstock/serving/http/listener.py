@@ -10,12 +10,10 @@ from msgspec import Struct
 
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
-from penstock.serving.http.descriptors import none_left
-from penstock.serving.http.hangups import Hangups
+from penstock.serving.http.descriptors import Hangups, none_left
 from penstock.serving.http.idempotency import IdempotencyCache
-from penstock.serving.http.intake import BIG_BYTES, Budget
+from penstock.serving.http.intake import BIG_BYTES, Budget, Unpacking
 from penstock.serving.http.responses import status_line
-from penstock.serving.http.unpacking import Unpacking
 from penstock.serving.protocols.route import Route
 from penstock.types import Headers
 

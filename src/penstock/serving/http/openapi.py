@@ -1,9 +1,12 @@
-"""The OpenAPI document of the inference API: the routes of every loaded model, with its schemas and all statuses."""
+"""The OpenAPI document of the inference API: its routes for every loaded model; and the page /docs that shows it."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -13,8 +16,8 @@ from penstock._version import __version__
 from penstock.core.contracts import Backend, Codec
 from penstock.errors import PenstockError
 from penstock.plugins import resolve
-from penstock.serving.http.responses import REASONS
-from penstock.serving.protocols import oip_json, openai
+from penstock.serving.http.responses import REASONS, RouteNotFound
+from penstock.serving.protocols import oip_routes, openai
 from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.route import Route, Template, error_body
 from penstock.types import ItemResult, ModelMetadata
@@ -26,7 +29,7 @@ _MODEL: Final = (404, 503)  # the model is unknown or not ready
 _INFER: Final = (409, 410, 413, 415, 422, 429, 500, 503, 504)
 _ERRORS: Final[dict[Any, tuple[str, dict[str, Any]]]] = {  # format of errors -> its name and the schema of "error"
     error_body: ("NativeError", {"type": "object", "properties": {"code": _TEXT, "message": _TEXT}}),
-    oip_json.error_body: ("ProtocolError", _TEXT),
+    oip_routes.error_body: ("ProtocolError", _TEXT),
     openai.error_body: ("OpenAIError", openai.schema_of(openai.Error)),
 }
 _HEADERS: Final = {
@@ -153,3 +156,51 @@ def _parameters() -> dict[str, Any]:
         name: {"name": name, "in": "header", "description": text, "schema": schema}
         for name, (text, schema) in _HEADERS.items()
     }
+
+
+# The page is Swagger UI if the extra `swagger` is installed, otherwise a plain page with the same operations. The files
+# come from the package `flask-swagger-ui`, whose code is not imported; nothing is loaded from other hosts.
+_PACKAGE: Final = "flask_swagger_ui"
+_OWN: Final = Path(__file__).parent / "static"
+_HTML: Final = "text/html; charset=utf-8"
+_FILES: Final = {"docs.js": "text/javascript", "swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
+_PAGE_HEADERS: Final = [
+    (
+        "content-security-policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+]
+
+
+def _page(backend: Backend, route: Route) -> ItemResult:
+    return ItemResult(_read("docs.html"), _HTML, headers=_PAGE_HEADERS)
+
+
+def _file(backend: Backend, route: Route) -> ItemResult:
+    name = route.names["file"]
+    if name not in _FILES:
+        raise RouteNotFound("no route has this path")
+    return ItemResult(_read(name), _FILES[name], headers=[*_PAGE_HEADERS, ("cache-control", "max-age=3600")])
+
+
+@cache
+def _read(name: str) -> bytes:
+    """A file of the page. Raises RouteNotFound for one of Swagger UI that is not installed."""
+    for folder in (_OWN, _installed()):
+        if folder is not None and (folder / name).is_file():
+            return (folder / name).read_bytes()
+    raise RouteNotFound("Swagger UI is not installed: install the extra 'swagger'")
+
+
+def _installed() -> Path | None:
+    spec = importlib.util.find_spec(_PACKAGE)
+    return Path(spec.origin).parent / "dist" if spec is not None and spec.origin else None
+
+
+DOCS_ROUTES: Final = (
+    Template("/docs", "The routes as a web page", answer=_page, open=True),
+    Template("/docs/{file}", "A file of this web page", answer=_file, open=True),
+)

@@ -32,8 +32,7 @@ from penstock.errors import (
     UnsupportedType,
     WorkerDied,
 )
-from penstock.serving.protocols.bodies import BASE64, ERROR_CODE, JSON, PART_TYPE
-from penstock.serving.protocols.codings import UnsupportedCoding
+from penstock.serving.protocols.bodies import BASE64, ERROR_CODE, JSON, PART_TYPE, UnsupportedCoding
 from penstock.types import ItemResult
 
 log = logging.getLogger("penstock.frontends")

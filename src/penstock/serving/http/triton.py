@@ -10,10 +10,10 @@ from msgspec import Struct
 from penstock.errors import BadRequest
 from penstock.serving.http.admin import route
 from penstock.serving.protocols.bodies import JSON, decode_json
-from penstock.serving.protocols.oip_json import error_body
+from penstock.serving.protocols.oip_routes import error_body
 from penstock.serving.protocols.route import HttpRequest, Serve, Template
 from penstock.serving.triton.extensions import TritonExtensions
-from penstock.serving.triton.shared_memory import NO_CUDA, SharedMemory
+from penstock.serving.triton.settings import NO_CUDA, SharedMemory
 from penstock.types import ItemResult
 
 GUARD: Final = "management"  # of the routes that change the server

@@ -10,7 +10,6 @@ from typing import Any, Final, Protocol
 
 from hyperframe import frame as frames
 
-from penstock.serving.http2.fields import NO_LENGTH, are_trailers
 from penstock.serving.http2.frames import (
     ACK,
     CONTINUATION,
@@ -30,6 +29,7 @@ from penstock.serving.http2.frames import (
     MAX_HEADER_LIST_SIZE,
     MAX_WINDOW,
     NO_ERROR,
+    NO_LENGTH,
     PADDED,
     PING,
     PREFACE,
@@ -43,6 +43,7 @@ from penstock.serving.http2.frames import (
     WINDOW_UPDATE,
     HeaderReader,
     Http2Error,
+    are_trailers,
     block_of,
     check_size,
     frame,

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
-from penstock.serving.http2.fields import NO_LENGTH
 from penstock.serving.http2.frames import (
     DEFAULT_FRAME,
     DEFAULT_WINDOW,
@@ -15,6 +14,7 @@ from penstock.serving.http2.frames import (
     INITIAL_WINDOW_SIZE,
     MAX_FRAME_SIZE,
     MAX_WINDOW,
+    NO_LENGTH,
     PROTOCOL_ERROR,
     Http2Error,
     data_head,

@@ -22,10 +22,10 @@ from penstock.core.arrays import array_of
 from penstock.core.contracts import Backend
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON, decode_json, encode_json, is_countable, raw_list
-from penstock.serving.protocols.oip import OipCodec, Tensor, named_outputs
-from penstock.serving.protocols.oip_json import error_body
-from penstock.serving.protocols.oip_schema import nested
-from penstock.serving.protocols.oip_tensors import output_array
+from penstock.serving.protocols.oip import OipCodec, named_outputs
+from penstock.serving.protocols.oip_messages import Tensor
+from penstock.serving.protocols.oip_routes import error_body
+from penstock.serving.protocols.oip_tensors import nested, output_array
 from penstock.serving.protocols.route import POST, Route, Template
 from penstock.tasks import plain_result
 from penstock.types import Item, ItemResult, Many, ModelMetadata, Parts

@@ -1,281 +1,89 @@
-"""The Open Inference Protocol v2 with the binary tensor extension: its messages, and the base of its codecs.
-
-The data of a tensor is part of the JSON, or follows it as bytes: then `parameters.binary_data_size` of the tensor is
-their number. A request asks for binary outputs one by one (`parameters.binary_data` of an output) or for all of them
-(`parameters.binary_data_output`). The form of its own inputs does not matter.
-
-Source: the Open Inference Protocol's REST API, and Triton's binary tensor data extension.
-"""
+"""Open Inference Protocol v2: the base of its codecs, and the codec of pure JSON."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw, Struct
 
 from penstock.core.contracts import Codec
 from penstock.core.wire.regions import read_region, write_region
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.bodies import JSON, decode_json
+from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.native import BYTES, encode_response
+from penstock.serving.protocols.oip_messages import (
+    ADVICE,
+    HEADER_BYTES,
+    HEADER_LENGTH,
+    NO_DATA,
+    NO_PARAMETERS,
+    TYPED,
+    OipRequest,
+    OipResponse,
+    OpenRequest,
+    RequestParameters,
+    SharedTensor,
+    Tensor,
+    TensorParameters,
+    array_of_tensor,
+    decode_request,
+    refusal,
+    sequence_of_json,
+    split_parameters,
+    split_sections,
+    write_head,
+)
 from penstock.serving.protocols.oip_tensors import (
     MAX_DIMS,
-    Error,
     check_form,
-    from_bytes,
-    from_json,
     output_array,
+    request_content,
+    response_content,
     to_bytes,
     to_json,
     top_classes,
 )
-from penstock.types import SIZES, Headers, Item, ItemResult, ModelMetadata, Response, SequenceRequest
+from penstock.types import SIZES, Item, ItemResult, ModelMetadata, Response, SequenceRequest
 
 if TYPE_CHECKING:
     import numpy as np
 
-HEADER_LENGTH: Final = "Inference-Header-Content-Length"
-NPY: Final = "application/x-npy"
-HEADER_BYTES: Final = 64 * 1024  # largest JSON before binary tensors: the server process reads it for the rows
-ALIGNMENT: Final = 64  # of the first binary tensor; spaces pad the JSON
-_HEADER_NAME: Final = HEADER_LENGTH.lower().encode()
-TYPED: Final = "application/grpc+proto; contents=typed"
-_NO_DATA: Final = Raw(b"")
+_PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # first bytes of a pickle
 
 
-class SharedTensor(Struct, omit_defaults=True):
-    """The place of a tensor in a registered region of shared memory; no region for a tensor in the body."""
-
-    shared_memory_region: str | None = None
-    shared_memory_byte_size: Annotated[int, Meta(ge=0)] | None = None
-    shared_memory_offset: Annotated[int, Meta(ge=0)] = 0
-
-
-class TensorParameters(SharedTensor, omit_defaults=True):
-    """Parameters of a tensor. `binary_data_size` is None for data in the JSON or in shared memory."""
-
-    binary_data_size: Annotated[int, Meta(ge=0)] | None = None
-
-
-class InputParameters(TensorParameters, forbid_unknown_fields=True):
-    """Parameters of an input."""
-
-
-class Tensor(Struct, omit_defaults=True):
-    """An output of a response."""
-
-    name: str
+class _PeekInput(Struct):
     shape: list[int]
-    datatype: str
-    data: Raw = _NO_DATA
-    parameters: TensorParameters | None = None
-
-    @property
-    def binary_bytes(self) -> int | None:
-        """The size of its binary data; None for data in the JSON."""
-        return None if self.parameters is None else self.parameters.binary_data_size
+    name: str = ""
+    datatype: str = ""
 
 
-class InputTensor(Tensor, omit_defaults=True):
-    """An input of a request."""
-
-    parameters: InputParameters | None = None
+class _Peek(Struct):
+    inputs: list[_PeekInput]
 
 
-class OutputParameters(SharedTensor, omit_defaults=True, forbid_unknown_fields=True):
-    """Parameters of a requested output. `classification`: only the largest values of each row, this many."""
-
-    binary_data: bool | None = None
-    classification: Annotated[int, Meta(ge=0)] = 0
+_peek = msgspec.json.Decoder(_Peek)
 
 
-class RequestedOutput(Struct, omit_defaults=True):
-    """An output that the client requests."""
+def peek_json(head: bytes | memoryview, body_bytes: int) -> tuple[int, str] | None:
+    """(rows, shape key) of the JSON `head` of a body of `body_bytes`; None for malformed or longer JSON.
 
-    name: str
-    parameters: OutputParameters | None = None
-
-
-class RequestParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Parameters of a request. `binary_data_output` is the default for all outputs. The server process reads `timeout`
-    in microseconds and `priority` from 1, the highest; 0 is the default. `sequence_*` are for models with
-    `max_sequences`, as in Triton's sequence extension."""
-
-    binary_data_output: bool | None = None
-    timeout: Annotated[int, Meta(ge=0)] = 0
-    priority: Annotated[int, Meta(ge=0)] = 0
-    sequence_id: int | str | None = None
-    sequence_start: bool | None = None
-    sequence_end: bool | None = None
-
-
-class OipRequest(Struct, omit_defaults=True):
-    """The JSON of a request; unknown keys are ignored, unknown parameters are refused."""
-
-    inputs: list[InputTensor]
-    id: str | None = None
-    outputs: list[RequestedOutput] | None = None
-    parameters: RequestParameters | None = None
-
-
-class OpenRequest(OipRequest):
-    """A request to a model that takes parameters of its own."""
-
-    parameters: dict[str, Any] | None = None  # type: ignore[assignment]
-
-
-R = TypeVar("R", bound=OipRequest)
-_UNKNOWN_PARAMETER: Final = re.compile(r"unknown field `(.*)` - at `\$\.?(.*?)\.?parameters`")
-_ADVICE: Final = {
-    "timeout": "send the header x-deadline-ms",
-    "priority": "send the header x-priority",
-    "classification": "request the whole output and select the largest values",
-    "sequence": "every request of this model is independent of the others",
-    "shared_memory": "send tensors in the body",
-}  # by the beginning of the parameter's name
-_SUPPORTED: Final = (
-    "a request takes binary_data_output, timeout and priority, an input binary_data_size, a requested output"
-    " binary_data and classification; a model takes others in predict(items, parameters)"
-)
-_NO_PARAMETERS: Final = OutputParameters()
-
-
-def unsupported(name: str, place: str = "") -> BadRequest | None:
-    """The error for a parameter of the protocol or of Triton that this server does not support; None for others."""
-    advice = next((text for start, text in _ADVICE.items() if name.startswith(start)), None)
-    return None if advice is None else _refusal(name, place, advice)
-
-
-def _refusal(name: str, place: str, advice: str) -> BadRequest:
-    return BadRequest(f"parameter '{name[:100]}'{place and f' of {place[:40]}'} is not supported; {advice}")
-
-
-def decode_request(head: bytes | memoryview, kind: type[R]) -> R:
-    """The JSON of a request. Raises BadRequest, also for parameters that would have no effect."""
-    try:
-        request: R = decode_json(head, kind)
-    except BadRequest as error:
-        raise _explained(error) from None
-    return request
-
-
-def convert_request(values: dict[str, Any], kind: type[R]) -> R:
-    """The request with the fields of a JSON request. Raises BadRequest as `decode_request` does."""
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise _explained(BadRequest(f"the request has the wrong form: {error}")) from None
-
-
-def split_parameters(values: dict[str, Any]) -> tuple[RequestParameters, dict[str, Any]]:
-    """(the parameters of the protocol, the others). Raises BadRequest."""
-    known = {name: value for name, value in values.items() if name in RequestParameters.__struct_fields__}
-    try:
-        parameters = msgspec.convert(known, RequestParameters)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"the request has the wrong form: {error} in its parameters") from None
-    return parameters, {name: value for name, value in values.items() if name not in known}
-
-
-def _explained(error: BadRequest) -> BadRequest:
-    """The error for an unknown parameter, with advice; other errors as they are."""
-    if found := _UNKNOWN_PARAMETER.search(error.message):
-        name, place = found.groups()
-        return unsupported(name, place) or _refusal(name, place, _SUPPORTED)
-    return error
-
-
-class _SequenceParameters(Struct):
-    sequence_id: int | str | None = None
-    sequence_start: bool | None = None
-    sequence_end: bool | None = None
-
-
-class _SequenceHead(Struct):
-    parameters: _SequenceParameters | None = None
-
-
-def sequence_of_json(head: bytes | memoryview) -> SequenceRequest | None:
-    """The sequence that the JSON of a request names. Raises BadRequest."""
-    found = decode_json(head, _SequenceHead).parameters
-    if found is None or not found.sequence_id:
+    Rows are axis 0 of the first input, 1 if there are more rows than bytes. The key holds names, datatypes and shapes
+    without axis 0, such as "x:FP32:3x224x224".
+    """
+    if len(head) > HEADER_BYTES:
         return None
-    return SequenceRequest(str(found.sequence_id), bool(found.sequence_start), bool(found.sequence_end))
-
-
-class OipResponse(Struct, omit_defaults=True):
-    """The JSON of a response."""
-
-    model_name: str
-    model_version: str
-    outputs: list[Tensor]
-    id: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-def header_length(headers: Headers | None) -> int | None:
-    """The length of the JSON at the start of a body; None without the header. Raises BadRequest."""
-    for name, value in headers or ():
-        if len(name) == len(_HEADER_NAME) and name.lower() == _HEADER_NAME:
-            return parse_length(value)
-    return None
-
-
-def parse_length(value: bytes) -> int:
-    """The value of the header `HEADER_LENGTH`. Raises BadRequest."""
-    if value.isdigit() and len(value) < 10 and 1 <= (length := int(value)) <= HEADER_BYTES:
-        return length
-    raise BadRequest(
-        f"header {HEADER_LENGTH} must be a whole number from 1 to {HEADER_BYTES}, the length of the JSON before"
-        f" the tensors, found '{value[:40].decode('latin-1')}'"
-    )
-
-
-def split_sections(tensors: Sequence[Tensor], rest: memoryview, kind: str, error: Error) -> list[memoryview | None]:
-    """The bytes of each tensor, None for data in the JSON. The slices fill `rest` exactly. Raises `error`."""
-    found: list[memoryview | None] = []
-    at = 0
-    for tensor in tensors:
-        size = tensor.binary_bytes
-        if size is None:
-            found.append(None)
-            continue
-        if size > len(rest) - at:
-            raise error(
-                f"{kind} '{tensor.name[:100]}': binary_data_size is {size}, but only {len(rest) - at} bytes remain"
-                " after the JSON"
-            )
-        found.append(rest[at : at + size])
-        at += size
-    if at != len(rest):
-        raise error(f"{len(rest)} bytes follow the JSON, but the binary_data_size of every {kind} adds up to {at}")
-    return found
-
-
-def array_of_tensor(tensor: Tensor, data: memoryview | None, kind: str, error: Error) -> np.ndarray[Any, Any]:
-    """The tensor as an array. `data` is None for data in the JSON. Raises `error`."""
-    what = f"{kind} '{tensor.name[:100]}'"
-    check_form(what, tensor.datatype, tensor.shape, error)
-    if data is None:
-        if tensor.data is _NO_DATA:
-            raise error(f"{what}: missing required field `data`, and no parameters.binary_data_size is given")
-        return from_json(what, tensor.datatype, tensor.shape, tensor.data, error)
-    if tensor.data is not _NO_DATA:
-        raise error(f"{what}: both `data` and parameters.binary_data_size are given")
-    return from_bytes(what, tensor.datatype, tensor.shape, data, error)
-
-
-def write_head(message: OipRequest | OipResponse) -> bytes:
-    """The JSON before binary tensors, padded to a multiple of `ALIGNMENT`."""
-    head = msgspec.json.encode(message)
-    return head + b" " * (-len(head) % ALIGNMENT)
-
-
-# ---- codecs
+    try:
+        inputs = _peek.decode(head).inputs
+    except (msgspec.DecodeError, ValueError, RecursionError):  # the worker reports the error
+        return None
+    if not inputs:
+        return None
+    rows = inputs[0].shape[0] if inputs[0].shape else 1
+    keys = (f"{i.name}:{i.datatype}:{'x'.join(map(str, i.shape[1:]))}" for i in inputs)
+    return rows if 1 <= rows <= body_bytes else 1, ";".join(sorted(keys))
 
 
 class Selection(Struct):
@@ -347,11 +155,11 @@ class OipCodec(Codec):
         """Raises BadRequest for parameters that had no effect."""
         for name in ("sequence_id", "sequence_start", "sequence_end") if item.sequence is None else ():
             if getattr(found, name):
-                raise _refusal(name, "", _ADVICE["sequence"])
+                raise refusal(name, "", ADVICE["sequence"])
         if self.came_late(item):
             for name in ("timeout", "priority"):
                 if getattr(found, name):
-                    raise _refusal(name, "", f"the body is too large to read it in time: {_ADVICE[name]}")
+                    raise refusal(name, "", f"the body is too large to read it in time: {ADVICE[name]}")
 
     def _rows(self, arrays: dict[str, np.ndarray[Any, Any]], item: Item) -> dict[str, np.ndarray[Any, Any]]:
         """The rows of this item. Raises BadRequest for missing inputs or different numbers of rows."""
@@ -459,7 +267,7 @@ class OipCodec(Codec):
             return OipContext(request.id, None, binary)
         selected = []
         for output in request.outputs:
-            asked = output.parameters or _NO_PARAMETERS
+            asked = output.parameters or NO_PARAMETERS
             own = binary if asked.binary_data is None else asked.binary_data
             shared = asked if is_shared(asked, f"output '{output.name[:100]}'") else None
             selected.append(Selection(output.name, own, asked.classification, shared))
@@ -493,7 +301,7 @@ def is_shared(place: SharedTensor | None, what: str) -> TypeGuard[SharedTensor]:
 def _shared_input(tensor: Tensor, place: SharedTensor) -> memoryview:
     """The bytes of an input in shared memory. Raises BadRequest."""
     what, size = f"input '{tensor.name[:100]}'", place.shared_memory_byte_size
-    if tensor.data is not _NO_DATA or tensor.binary_bytes is not None:
+    if tensor.data is not NO_DATA or tensor.binary_bytes is not None:
         raise BadRequest(f"{what}: found data and parameters.shared_memory_region; send one of them")
     check_form(what, tensor.datatype, tensor.shape, BadRequest)
     needed = None if tensor.datatype == "BYTES" else math.prod(tensor.shape) * SIZES[tensor.datatype]
@@ -524,3 +332,33 @@ def named_outputs(value: Any) -> dict[str, Any]:
 def _key(tensor: Tensor) -> tuple[str, str, list[int], bool]:
     """The properties of an output that must agree between parts."""
     return tensor.name, tensor.datatype, tensor.shape[1:], tensor.binary_bytes is None
+
+
+class OipJsonCodec(OipCodec):
+    """Codec of `/v2/models/{m}/infer` for pure JSON bodies; the content type does not matter."""
+
+    request_content = staticmethod(request_content)
+    response_content = staticmethod(response_content)
+
+    @staticmethod
+    def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
+        """(rows, shape key) of up to 64 KiB of JSON."""
+        return peek_json(body, len(body)) if len(body) <= HEADER_BYTES else None
+
+    @staticmethod
+    def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:
+        """The sequence of up to 64 KiB of JSON. Raises BadRequest."""
+        return sequence_of_json(body) if len(body) <= HEADER_BYTES else None
+
+    def came_late(self, item: Item) -> bool:
+        """Of a large body the server process reads no parameters."""
+        return len(item.payload) > HEADER_BYTES
+
+    def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
+        """The whole body. Raises BadRequest for other formats, because a JSON error would be misleading."""
+        payload = item.payload
+        if bytes(payload[:2]) in _PICKLES:
+            raise BadRequest("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
+        if item.content_type.startswith("application/octet-stream") and bytes(payload[:1]) != b"{":
+            raise BadRequest(f"the body is not JSON; binary tensors need the header {HEADER_LENGTH}")
+        return payload, memoryview(b"")

@@ -1,39 +1,148 @@
-"""Open Inference Protocol v2 with binary tensors: the codec of the server, and functions for clients."""
+"""The Open Inference codecs for binary tensors, NumPy's file format, and compressed responses.
+
+NumPy's file format holds one tensor without a name. It can also hold pickled objects: their dtype is refused, and this
+code has no pickle loader. Source: numpy.lib.format, versions 1.0 to 3.0.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.bodies import decode_json
-from penstock.serving.protocols.oip import (
+from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding, compress, header_of
+from penstock.serving.protocols.oip import OipCodec, OipContext, OipJsonCodec, named_outputs, peek_json
+from penstock.serving.protocols.oip_messages import (
     HEADER_BYTES,
     HEADER_LENGTH,
-    InputParameters,
-    InputTensor,
-    OipCodec,
-    OipRequest,
-    OipResponse,
-    RequestedOutput,
-    array_of_tensor,
+    NPY,
+    Tensor,
     header_length,
     sequence_of_json,
-    split_sections,
-    write_head,
 )
-from penstock.serving.protocols.oip_json import peek_json
-from penstock.serving.protocols.oip_tensors import length_of, output_array, to_bytes
-from penstock.types import SIZES, Item, SequenceRequest
+from penstock.serving.protocols.oip_tensors import check_form, from_bytes, output_array, to_bytes
+from penstock.types import Item, ItemResult, Response, SequenceRequest
 
 if TYPE_CHECKING:
     import numpy as np
 
-Buffer = bytes | bytearray | memoryview
-MAX_ANSWER_HEAD_BYTES: Final = 64 * 2**20  # JSON of a response, which may hold all tensors
+MAX_HEAD_BYTES: Final = 10_000  # the limit of NumPy's own reader
+_MAGIC: Final = b"\x93NUMPY"
+_DTYPES: Final = {
+    "b1": "BOOL", "u1": "UINT8", "u2": "UINT16", "u4": "UINT32", "u8": "UINT64", "i1": "INT8", "i2": "INT16",
+    "i4": "INT32", "i8": "INT64", "f2": "FP16", "f4": "FP32", "f8": "FP64",
+}  # fmt: skip
+_DESCRS: Final = {datatype: f"{'|' if name[1] == '1' else '<'}{name}" for name, datatype in _DTYPES.items()}
+# a Python literal with three keys; a pattern reads it, because evaluation of a crafted literal can be expensive
+_DICT: Final = re.compile(
+    r"\{(?:'descr':\s*'([^']*)'|'fortran_order':\s*(True|False)|'shape':\s*\(([0-9,\s]*)\)|[,\s])*\}\s*"
+)
+
+
+class NpyHead(Struct):
+    """The header of an array; the elements begin at byte `start`."""
+
+    datatype: str
+    shape: list[int]
+    fortran: bool
+    start: int
+
+
+def read_npy_head(body: bytes | memoryview) -> NpyHead:
+    """The header of an array. Raises BadRequest for an invalid header or an unsupported dtype."""
+    begin = bytes(body[:12])
+    wide = begin[6:7] in (b"\2", b"\3")
+    start = 12 if wide else 10
+    if not begin.startswith(_MAGIC) or begin[6:7] not in (b"\1", b"\2", b"\3") or len(begin) < start:
+        raise BadRequest("the body is not an array in the format of numpy.save, version 1 to 3")
+    size = int.from_bytes(begin[8:start], "little")
+    if size > MAX_HEAD_BYTES or size > len(body) - start:
+        raise BadRequest(f"the head of the array has {size} bytes, expected at most {MAX_HEAD_BYTES}, inside the body")
+    found = _DICT.fullmatch(str(body[start : start + size], "latin-1"))
+    if found is None or None in found.groups():
+        raise BadRequest("the head of the array is invalid: expected descr, fortran_order and shape")
+    descr, order, dims = found.groups()
+    datatype = _DTYPES.get(descr.lstrip("<|"))
+    if datatype is None:
+        raise BadRequest(f"the array has the dtype '{descr[:40]}', expected one of {', '.join(_DESCRS.values())}")
+    sizes = [n.strip() for n in dims.split(",") if n.strip()]
+    if any(len(n) > 18 or not n.isdigit() for n in sizes):
+        raise BadRequest(f"the shape of the array is ({dims[:80]}), expected whole numbers")
+    shape = [int(n) for n in sizes]
+    check_form("the array", datatype, shape, BadRequest)
+    return NpyHead(datatype, shape, order == "True", start + size)
+
+
+def read_npy(head: NpyHead, body: memoryview) -> np.ndarray[Any, Any]:
+    """The array of a body with this header. Raises BadRequest if it has another length."""
+    import numpy as np
+
+    data = body[head.start :]
+    if head.fortran:
+        return np.ascontiguousarray(from_bytes("the array", head.datatype, head.shape[::-1], data).T)
+    return from_bytes("the array", head.datatype, head.shape, data)
+
+
+def write_npy_head(datatype: str, shape: Sequence[int]) -> bytes:
+    """The header of an array in C order, version 1.0, padded so that the elements are aligned to 64 bytes."""
+    dims = "".join(f"{n}, " for n in shape)
+    text = f"{{'descr': '{_DESCRS[datatype]}', 'fortran_order': False, 'shape': ({dims}), }}".encode()
+    text += b" " * (-(10 + len(text) + 1) % 64) + b"\n"
+    return _MAGIC + b"\1\0" + len(text).to_bytes(2, "little") + text
+
+
+class OipNpyCodec(OipCodec):
+    """Codec of `/v2/models/{m}/infer` for one array: the model's first declared input, or "input_0"."""
+
+    reads_headers = True
+
+    @staticmethod
+    def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
+        """(rows, 1 if there are none or more than bytes; shape key); None for a malformed header."""
+        try:
+            head = read_npy_head(body)
+        except BadRequest:
+            return None
+        rows = head.shape[0] if 1 <= head.shape[0] <= len(body) else 1
+        return rows, f":{head.datatype}:{'x'.join(map(str, head.shape[1:]))}"
+
+    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
+        """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
+        body = memoryview(item.payload)
+        head = read_npy_head(body)
+        name = next(iter(self.inputs), "input_0")
+        self._check(Tensor(name, head.shape, head.datatype))
+        return self._rows({name: read_npy(head, body)}, item), OipContext()
+
+    def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
+        """An array if the client accepts it and the model has one output that is not BYTES; otherwise JSON."""
+        pairs = item.headers or ()
+        accepted = any(name.lower() == b"accept" and b"application/x-npy" in kind.lower() for name, kind in pairs)
+        if not accepted or isinstance(value, Response):
+            return super().encode(value, item, context)
+        outputs = named_outputs(value)
+        if len(outputs) == 1:
+            [(name, output)] = outputs.items()
+            datatype, array = output_array(name, output, self.outputs.get(name))
+            if datatype in _DESCRS:
+                body = b"".join([write_npy_head(datatype, array.shape), to_bytes(name, datatype, array)])
+                return ItemResult(body=body, content_type=NPY)
+        return super().encode(value, item, context)
+
+    def join(self, parts: list[ItemResult]) -> ItemResult:
+        """One array with the rows of all parts. Raises BadOutput if the parts differ."""
+        if len(parts) == 1 or any(part.error is not None or part.content_type != NPY for part in parts):
+            return super().join(parts)
+        heads = [read_npy_head(part.body) for part in parts]
+        first = heads[0]
+        if any((h.datatype, h.shape[1:]) != (first.datatype, first.shape[1:]) for h in heads):
+            raise BadOutput("the array differs between the parts of a split request")
+        shape = [sum(h.shape[0] for h in heads), *first.shape[1:]]
+        bodies = [memoryview(part.body)[h.start :] for part, h in zip(parts, heads, strict=True)]
+        return ItemResult(body=b"".join([write_npy_head(first.datatype, shape), *bodies]), content_type=NPY)
 
 
 class OipBinaryCodec(OipCodec):
@@ -68,84 +177,42 @@ class OipBinaryCodec(OipCodec):
         return body[:length], body[length:]
 
 
-# ---- clients
+_SSE: Final = b"text/event-stream"
 
 
-class InferResponse(Struct):
-    """A whole response: output name -> array; BYTES outputs are object arrays of bytes."""
+class CodedBody(OipCodec):
+    """Goes before the codec of a format: compresses whole responses.
 
-    model_name: str
-    model_version: str
-    outputs: dict[str, np.ndarray[Any, Any]]
-    id: str | None = None
-    parameters: dict[str, Any] = {}
-
-
-def encode_request(
-    inputs: Sequence[tuple[str, str, tuple[int, ...], Buffer | Sequence[bytes]]],
-    *,
-    outputs: Sequence[str] | None = None,
-    binary_outputs: bool = False,
-    id: str | None = None,
-    parameters: Mapping[str, Any] | None = None,
-) -> tuple[bytes, list[Buffer]]:
-    """(JSON of a request, buffers to send after it). The length of the JSON is the value of `HEADER_LENGTH`.
-
-    An input is (name, datatype, shape, data): little-endian elements in C order, which are not copied, or the elements
-    of a BYTES tensor. `outputs` selects outputs, by default all. `parameters` are further ones of the request. Raises
-    ValueError if data and shape disagree.
+    A request that was split has a response without coding, because its parts are joined in the server process.
     """
-    tensors: list[InputTensor] = []
-    buffers: list[Buffer] = []
-    for name, datatype, shape, data in inputs:
-        if isinstance(data, (bytes, bytearray, memoryview)):
-            parts: list[Buffer] = [data if isinstance(data, bytes) else memoryview(data).cast("B")]
-            fits = datatype == "BYTES" or len(parts[0]) == math.prod(shape) * SIZES[datatype]
-        else:
-            parts = [part for cell in data for part in (length_of(cell), cell)]
-            fits = datatype == "BYTES" and len(data) == math.prod(shape)
-        if not fits:
-            raise ValueError(f"input '{name}': {datatype} of shape {list(shape)} does not match its data")
-        size = sum(len(part) for part in parts)
-        tensors.append(InputTensor(name, list(shape), datatype, parameters=InputParameters(binary_data_size=size)))
-        buffers += parts
-    selected = None if outputs is None else [RequestedOutput(output) for output in outputs]
-    every: Any = {**({"binary_data_output": True} if binary_outputs else {}), **(parameters or {})}
-    return write_head(OipRequest(tensors, id, selected, every or None)), buffers
+
+    reads_headers = True
+
+    def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
+        """As of the format."""
+        value, context = super().decode(item)
+        if item.stop < 0 and _SSE not in header_of(item.headers, b"accept"):
+            context.coding = accepted_coding(header_of(item.headers, ACCEPT_ENCODING))
+        return value, context
+
+    def encode(self, value: Any, item: Item, context: OipContext) -> ItemResult:
+        """As of the format, in the coding that the client demands."""
+        result = super().encode(value, item, context)
+        return compress(result, context.coding) if context.coding else result
+
+    def encode_part(self, value: Any, item: Item, context: OipContext, first: bool) -> ItemResult:
+        """As of the format, without coding, as all that follows in the stream."""
+        context.coding = ""
+        return super().encode_part(value, item, context, first)
 
 
-def encode_arrays(
-    arrays: dict[str, np.ndarray[Any, Any]], *, binary_outputs: bool = False, id: str | None = None
-) -> tuple[bytes, list[Buffer]]:
-    """`encode_request` for arrays. Raises BadOutput for a dtype without a datatype."""
-    inputs = []
-    for name, value in arrays.items():
-        datatype, array = output_array(name, value, None)
-        inputs.append((name, datatype, array.shape, to_bytes(name, datatype, array)))
-    return encode_request(inputs, binary_outputs=binary_outputs, id=id)
+class CodedJsonCodec(CodedBody, OipJsonCodec):
+    """JSON."""
 
 
-def decode_answer(body: bytes | memoryview, header_length: int | None) -> InferResponse:
-    """The response in a body. `header_length` is the value of its header; None: the whole body is JSON.
-
-    Binary outputs are views of the body. Raises BadOutput for an invalid response.
-    """
-    view = memoryview(body)
-    length = len(view) if header_length is None else header_length
-    if not 0 < length <= min(len(view), MAX_ANSWER_HEAD_BYTES):
-        raise BadOutput(f"the response has {len(view)} bytes, but its header gives {length} bytes of JSON")
-    try:
-        head: OipResponse = decode_json(view[:length], OipResponse)
-    except BadRequest as exc:
-        raise BadOutput(f"the response does not follow the Open Inference Protocol: {exc.message}") from None
-    return response_of(head, split_sections(head.outputs, view[length:], "output", BadOutput))
+class CodedBinaryCodec(CodedBody, OipBinaryCodec):
+    """Binary tensors. `HEADER_LENGTH` counts bytes without coding."""
 
 
-def response_of(head: OipResponse, sections: Sequence[memoryview | None]) -> InferResponse:
-    """The response with the bytes of each output; None for data in the JSON. Raises BadOutput."""
-    outputs: dict[str, np.ndarray[Any, Any]] = {}
-    for tensor, data in zip(head.outputs, sections, strict=True):
-        if tensor.name in outputs:
-            raise BadOutput(f"output '{tensor.name[:100]}' is given twice")
-        outputs[tensor.name] = array_of_tensor(tensor, data, "output", BadOutput)
-    return InferResponse(head.model_name, head.model_version, outputs, head.id, head.parameters or {})
+class CodedNpyCodec(CodedBody, OipNpyCodec):
+    """NumPy's file format."""

@@ -7,28 +7,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any, Final
 
 import msgspec
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from msgspec import Struct
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip import (
+from penstock.serving.protocols.oip import OipCodec, OipContext
+from penstock.serving.protocols.oip_messages import (
     TYPED,
+    InferResponse,
     InputParameters,
-    OipCodec,
-    OipContext,
     OipRequest,
     OipResponse,
     Tensor,
     TensorParameters,
     convert_request,
+    response_of,
 )
-from penstock.serving.protocols.oip_binary import InferResponse, response_of
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes, length_of
-from penstock.serving.protocols.protobuf import open_inference
 from penstock.types import DTYPES, Item, ItemResult, Response, SequenceRequest
+
+
+class ProtoSet:
+    """The .proto files in the folders `protos` of packages.
+
+    They live in a pool of their own, so that a program that loads the same files elsewhere keeps its own classes.
+    """
+
+    def __init__(self, *packages: str) -> None:
+        self.pool = descriptor_pool.DescriptorPool()
+        for package in packages:
+            data = resources.files(package).joinpath("protos", "descriptors.binpb").read_bytes()
+            for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
+                self.pool.AddSerializedFile(file.SerializeToString())
+
+    def message(self, name: str) -> Any:
+        """The class of a message, by its full name."""
+        return message_factory.GetMessageClass(self.pool.FindMessageTypeByName(name))
+
+    def service(self, name: str) -> Any:
+        """The descriptor of a service, by its full name."""
+        return self.pool.FindServiceByName(name)
+
+
+@cache
+def open_inference() -> ProtoSet:
+    """The Open Inference Protocol (package `inference`) and the standard health service."""
+    return ProtoSet(__package__)
+
 
 RAW: Final = "application/grpc+proto"
 SHARED: Final = "shared_memory_region"

@@ -16,8 +16,7 @@ from msgspec import Raw, Struct, structs
 from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON, decode_json, is_countable
-from penstock.serving.protocols.openai import check_task, count_inputs, inference, schema_of, wrong
-from penstock.serving.protocols.openai_messages import (
+from penstock.serving.protocols.openai import (
     MAX_TEXTS,
     Answer,
     AnswerPart,
@@ -32,6 +31,11 @@ from penstock.serving.protocols.openai_messages import (
     Controls,
     Delta,
     TextUsage,
+    check_task,
+    count_inputs,
+    inference,
+    schema_of,
+    wrong,
 )
 from penstock.tasks import ChatMessage, TextPart, TextRequest
 from penstock.types import Item, ItemResult, Many, ModelMetadata, Parts

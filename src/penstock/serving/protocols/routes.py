@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.serving.protocols import kserve, native, oip_json, openai, openai_embeddings, openai_text
+from penstock.serving.protocols import kserve, native, oip_routes, openai, openai_embeddings, openai_text
 from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.route import READINESS, Route, Template, error_body
 from penstock.types import ItemResult
@@ -30,19 +30,19 @@ PING: Final = Template(
 )
 TEMPLATES: Final = (
     *native.ROUTES,
-    *oip_json.ROUTES,
+    *oip_routes.ROUTES,
     *kserve.ROUTES,
     *openai.ROUTES,
     *openai_text.ROUTES,
     *openai_embeddings.ROUTES,
     PING,
-    Template("/healthz", "Whether the server is alive", answer=oip_json.live, open=True, response=oip_json.Live),
+    Template("/healthz", "Whether the server is alive", answer=oip_routes.live, open=True, response=oip_routes.Live),
     Template(
         "/readyz",
         "Whether every model can answer",
-        answer=oip_json.ready,
+        answer=oip_routes.ready,
         open=True,
-        response=oip_json.Ready,
+        response=oip_routes.Ready,
         statuses=READINESS,
     ),
 )
@@ -52,5 +52,5 @@ def error_body_of(route: Route | None, target: bytes) -> Callable[[PenstockError
     """The error format of a route; without a route, the format of the neighbouring routes."""
     if route is not None:
         return route.template.error_body
-    neighbours = {b"/v1/": openai.error_body, b"/v2/": oip_json.error_body}
+    neighbours = {b"/v1/": openai.error_body, b"/v2/": oip_routes.error_body}
     return neighbours.get(target[:4], error_body)

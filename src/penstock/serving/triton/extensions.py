@@ -10,8 +10,7 @@ from penstock.core.contracts import ManagementBackend
 from penstock.core.engine.engine import Engine
 from penstock.serving.logs import ServerLog
 from penstock.serving.triton.repository import ModelRepository
-from penstock.serving.triton.settings import LogSettings, trace_setting
-from penstock.serving.triton.shared_memory import SharedMemory
+from penstock.serving.triton.settings import LogSettings, SharedMemory, trace_setting
 from penstock.serving.triton.statistics import ModelStatistics
 
 

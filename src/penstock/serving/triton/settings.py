@@ -1,11 +1,20 @@
-"""Triton's trace and logging extensions: the log level can be changed; traces do not exist."""
+"""Triton's extensions for trace settings, log settings and system shared memory.
+
+The log level can be changed; traces do not exist. Regions of shared memory are POSIX objects that clients registered.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import stat
+import tempfile
 from collections.abc import Mapping
 from typing import Any, Final
 
-from penstock.errors import BadRequest, nearest
+from penstock.core.wire.regions import TABLE_VARIABLE, Region, publish
+from penstock.errors import BadRequest, Conflict, Forbidden, nearest
 from penstock.serving.logs import ServerLog
 
 TRACE_OFF: Final[Mapping[str, Any]] = {
@@ -80,3 +89,88 @@ def _level_of(settings: Mapping[str, Any]) -> str:
             " log_verbose_level above 0 needs log_info"
         )
     return _LEVELS[1 + first]
+
+
+FOLDER: Final = "/dev/shm"
+MOST_REGIONS: Final = 1024
+NO_CUDA: Final = "CUDA shared memory is not supported; register system shared memory, or send tensors in the request"
+_KEY: Final = re.compile(r"/?(?!\.\.?$)[^/\0]{1,255}")
+
+
+class SharedMemory:
+    """The registered regions. One descriptor each stays open until the region is unregistered.
+
+    `most_bytes`: of one tensor.
+    """
+
+    def __init__(self, enabled: bool, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._regions: dict[str, Region] = {}
+        self._folder = tempfile.mkdtemp(prefix="penstock-") if enabled else None
+        if self._folder is not None:
+            os.environ[TABLE_VARIABLE] = self._table
+            publish(self._table, most_bytes, {})
+
+    @property
+    def _table(self) -> str:
+        assert self._folder is not None
+        return os.path.join(self._folder, "regions")
+
+    def status(self, name: str) -> list[dict[str, Any]]:
+        """Name, key, offset and byte_size of a region, or with an empty name of all. Raises BadRequest."""
+        if name and name not in self._regions:
+            raise BadRequest(f"no region of shared memory has the name '{name[:100]}'")
+        found = [self._regions[name]] if name else self._regions.values()
+        return [{"name": r.name, "key": r.key, "offset": r.offset, "byte_size": r.byte_size} for r in found]
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Raises Forbidden unless `server.shared_memory` is set, BadRequest, and Conflict for a known name."""
+        if self._folder is None:
+            raise Forbidden("shared memory is off: set shared_memory = true in [server]")
+        if not 0 < len(name) <= 255:
+            raise BadRequest(f"the name of a region has 1 to 255 characters, found {len(name)}")
+        if name in self._regions:
+            raise Conflict(f"the region '{name}' is registered already; unregister it first")
+        if len(self._regions) >= MOST_REGIONS:
+            raise Conflict(f"{MOST_REGIONS} regions are registered, the most there can be; unregister one first")
+        fd = _open(key, offset, byte_size)
+        self._change({**self._regions, name: Region(name, key, offset, byte_size, os.getpid(), fd)})
+
+    def unregister(self, name: str) -> None:
+        """Forgets a region, or with an empty name all of them. An unknown region is no error, as in Triton."""
+        gone = [self._regions[name]] if name in self._regions else [] if name else list(self._regions.values())
+        if gone:
+            self._change({n: region for n, region in self._regions.items() if region not in gone})
+        for region in gone:
+            os.close(region.fd)
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self.unregister("")
+            os.environ.pop(TABLE_VARIABLE, None)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _change(self, regions: dict[str, Region]) -> None:
+        publish(self._table, self._most_bytes, regions)
+        self._regions = regions
+
+
+def _open(key: str, offset: int, byte_size: int) -> int:
+    """The descriptor of the object. Raises BadRequest unless it holds these bytes."""
+    if not _KEY.fullmatch(key):
+        raise BadRequest(f"key '{key[:100]}' must be the name of a POSIX shared memory object, such as /tensors")
+    if offset < 0 or byte_size < 1:
+        raise BadRequest(f"offset {offset} and byte_size {byte_size} must be at least 0 and 1")
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(os.path.join(FOLDER, key.removeprefix("/")), flags)
+    except OSError as error:
+        raise BadRequest(f"the shared memory object '{key[:100]}' cannot be opened: {error.strerror}") from None
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or offset + byte_size > found.st_size:
+        os.close(fd)
+        raise BadRequest(
+            f"{byte_size} bytes from {offset} are not inside the shared memory object '{key[:100]}', which has"
+            f" {found.st_size if stat.S_ISREG(found.st_mode) else 0} bytes"
+        )
+    return fd

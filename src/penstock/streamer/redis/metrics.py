@@ -14,8 +14,8 @@ from penstock.core.contracts import Backend
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.admin import METRICS_TYPE, route
+from penstock.serving.http.auth import OriginPolicy
 from penstock.serving.http.flavor import NativeFlavor
-from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.server import HttpServer
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.text import Family, Page

@@ -6,9 +6,8 @@ from typing import cast
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
 from penstock.serving.grpc.calls import Code, GrpcError
-from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService
+from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService, ReflectionService
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
-from penstock.serving.grpc.reflection import ReflectionService
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config.properties import ListenerConfig
 from penstock.torchserve.grpc.calls import log_5xx, management_error

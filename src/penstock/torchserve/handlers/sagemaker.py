@@ -21,7 +21,7 @@ from penstock.config.platforms import sagemaker
 from penstock.errors import BadRequest, LoadFailed, out_of_memory
 from penstock.plugins import load_object
 from penstock.runtimes.torch import import_torch, load_module
-from penstock.serving.protocols.oip_npy import read_array, read_head
+from penstock.serving.protocols.oip_binary import read_npy, read_npy_head
 from penstock.torchserve.handlers.entry import LIBRARY
 from penstock.torchserve.protocol.api import error_body
 from penstock.torchserve.protocol.codec import media_type
@@ -179,7 +179,7 @@ def _input(body: Any, content_type: str) -> Any:
         elif kind == CSV:
             array = np.genfromtxt(io.StringIO(body), np.float32, delimiter=",")
         else:
-            array = read_array(read_head(body), memoryview(body)).copy()  # torch refuses read-only memory
+            array = read_npy(read_npy_head(body), memoryview(body)).copy()  # torch refuses read-only memory
     except (ValueError, TypeError, RecursionError):
         raise BadRequest(f"the body is not the array of numbers that {kind} announces") from None
     if importlib.util.find_spec("torch") is None:

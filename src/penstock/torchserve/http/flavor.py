@@ -10,10 +10,10 @@ from typing import Final, cast
 from urllib.parse import parse_qs, unquote
 
 from penstock.errors import PenstockError
+from penstock.serving.http.auth import OriginPolicy
 from penstock.serving.http.connection import Connection
 from penstock.serving.http.context import RequestContext, ResponseWriter
 from penstock.serving.http.flavor import check_framing, split_target
-from penstock.serving.http.origins import OriginPolicy
 from penstock.serving.http.responses import REASONS, MethodNotAllowed, RouteNotFound, status_line
 from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.torchserve.admin.administrator import Administrator

@@ -6,8 +6,8 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.engine.rules import bucket_rule, rows_rule
 from penstock.core.wire.slabs import SlabPool
 from penstock.errors import BadRequest, ConfigError
-from penstock.serving.protocols.oip_binary import encode_request
-from penstock.serving.protocols.oip_npy import write_head
+from penstock.serving.protocols.oip_binary import write_npy_head
+from penstock.serving.protocols.oip_messages import encode_request
 from penstock.types import Item
 
 INFER = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[3,2],"data":[1,2,3,4,5,6]}]}'
@@ -60,7 +60,7 @@ def test_rows_and_shape_of_binary_tensors_of_any_size_are_read(in_slab):
 
     def item(rows, side, codec):
         if codec == "oip_npy":
-            head, buffers = write_head("UINT8", (rows, side)), [bytes(rows * side)]
+            head, buffers = write_npy_head("UINT8", (rows, side)), [bytes(rows * side)]
         else:
             head, buffers = encode_request([("x", "UINT8", (rows, side), bytes(rows * side))])
         body = b"".join([head, *buffers])

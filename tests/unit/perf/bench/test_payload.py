@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.perf.bench import payload
 from penstock.perf.bench.payload import HOW_MANY, check_of, payloads, request_of
 from penstock.perf.bench.target import Target
-from penstock.serving.protocols.oip_json import OipJsonCodec
+from penstock.serving.protocols.oip import OipJsonCodec
 from penstock.types import Item, ModelMetadata, TensorSpec
 
 IMAGE = TensorSpec("image", "FP32", (-1, 3, 64, 64))

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from penstock.errors import ConfigError
 from penstock.perf.tune.accuracy import AccuracySample, agreement, difference, expected_answers, read_samples
 from penstock.perf.tune.profiler import RequestBody, SampleAnswer
-from penstock.serving.protocols.oip_npy import NPY
+from penstock.serving.protocols.oip_binary import NPY
 
 JSON = "application/json"
 

@@ -15,8 +15,7 @@ import pytest
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import LoadFailed
 from penstock.perf.tune.profiler import ProfileRequest, RequestBody, profile_instance
-from penstock.serving.protocols.oip import HEADER_LENGTH
-from penstock.serving.protocols.oip_binary import encode_request
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH, encode_request
 
 MODEL = """
 import time

@@ -15,11 +15,10 @@ import pytest
 from penstock.errors import BadRequest
 from penstock.serving.grpc import call as call_module
 from penstock.serving.grpc import listener as listener_module
-from penstock.serving.grpc import protocol
 from penstock.serving.grpc.call import GrpcCall
-from penstock.serving.grpc.protocol import GrpcConnection
+from penstock.serving.grpc.listener import GrpcConnection
+from penstock.serving.http import intake
 from penstock.serving.http import listener as http_listener
-from penstock.serving.http import unpacking
 from penstock.serving.http2 import frames as h2
 from penstock.serving.http2.connection import Http2Connection
 from penstock.serving.http2.frames import frame
@@ -175,7 +174,7 @@ async def test_unpacked_messages_share_the_memory_of_all_and_are_refused_without
 
 
 async def test_a_call_that_is_reset_while_its_message_is_unpacked_frees_its_memory(monkeypatch, wait_until):
-    monkeypatch.setattr(unpacking, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(intake, "PIECE_BYTES", 1000)
     async with site() as found:
         client = await found.connect()
         client.call(1, INFER, ("grpc-encoding", "deflate"))
@@ -345,7 +344,7 @@ async def test_a_client_that_reads_nothing_is_dropped():
 
 
 async def test_no_call_begins_while_too_much_is_unread(monkeypatch):
-    monkeypatch.setattr(protocol, "UNREAD_BYTES", 50_000)
+    monkeypatch.setattr(listener_module, "UNREAD_BYTES", 50_000)
     async with site() as found:
         client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
         client.call(1, INFER)
@@ -363,7 +362,7 @@ async def test_no_call_begins_while_too_much_is_unread(monkeypatch):
 
 
 async def test_calls_that_waited_begin_in_several_turns_of_the_event_loop(monkeypatch, wait_until):
-    monkeypatch.setattr(protocol, "UNREAD_BYTES", 50_000)
+    monkeypatch.setattr(listener_module, "UNREAD_BYTES", 50_000)
     loop, begun = asyncio.get_running_loop(), []
     async with site({"echo": lambda call: call.reply(), "count": lambda call: None}) as found:
         client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
@@ -388,7 +387,7 @@ async def test_calls_that_waited_begin_in_several_turns_of_the_event_loop(monkey
 
 
 async def test_calls_that_are_reset_before_they_begin_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(protocol, "UNREAD_BYTES", 50_000)
+    monkeypatch.setattr(listener_module, "UNREAD_BYTES", 50_000)
     monkeypatch.setattr(listener_module, "MAX_STREAMS", 10)
     async with site() as found:
         client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))

@@ -11,8 +11,8 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.errors import Forbidden
 from penstock.serving.http.admin import management_routes
+from penstock.serving.http.auth import KNOWN, OriginPolicy
 from penstock.serving.http.flavor import NativeFlavor
-from penstock.serving.http.origins import KNOWN, OriginPolicy
 from penstock.serving.http.server import HttpServer
 from support.backend import FakeBackend
 

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
-from penstock.serving.http.intake import BIG_BYTES, Budget
+from penstock.serving.http.intake import BIG_BYTES, FREE_BYTES, MOST_RATIO, Budget, Unpacking
 from penstock.serving.http.responses import ListenerFull
-from penstock.serving.http.unpacking import FREE_BYTES, MOST_RATIO, Unpacking
 from support.backend import FakeBackend, FakeBuffer
 
 

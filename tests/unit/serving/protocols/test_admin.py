@@ -7,7 +7,7 @@ import json
 import pytest
 
 from penstock.errors import ModelNotFound
-from penstock.serving.protocols.admin import model_body, models_body
+from penstock.serving.http.admin import model_body, models_body
 from penstock.types import ModelStatus
 
 STATUSES = [ModelStatus(name, version, "READY", 2, 1, 8, ("cpu",), 3) for name, version in ("b1", "a2", "a1")]

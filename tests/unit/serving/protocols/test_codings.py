@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from penstock.errors import UnsupportedType
-from penstock.serving.protocols.codings import accepted_coding, compress, content_coding
+from penstock.serving.protocols.bodies import accepted_coding, compress, content_coding
 from penstock.types import ItemResult
 
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip import HEADER_LENGTH, parse_length
-from penstock.serving.protocols.oip_binary import (
-    OipBinaryCodec,
+from penstock.serving.protocols.oip import OipJsonCodec
+from penstock.serving.protocols.oip_binary import OipBinaryCodec
+from penstock.serving.protocols.oip_messages import (
+    HEADER_LENGTH,
     decode_answer,
     encode_arrays,
     encode_request,
+    parse_length,
 )
-from penstock.serving.protocols.oip_json import OipJsonCodec
 from penstock.types import Item, ItemResult, ModelMetadata, TensorSpec
 
 CODEC = OipBinaryCodec("m", "1")

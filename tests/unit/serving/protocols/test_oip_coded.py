@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from penstock.core.codecs import traits_of
 from penstock.plugins import resolve
-from penstock.serving.protocols.oip_binary import encode_request
-from penstock.serving.protocols.oip_json import read_terms
-from penstock.serving.protocols.oip_npy import NPY, write_head
+from penstock.serving.protocols.oip_binary import NPY, write_npy_head
+from penstock.serving.protocols.oip_messages import encode_request
+from penstock.serving.protocols.oip_routes import read_terms
 from penstock.types import Item, ModelMetadata, SequenceRequest
 
 UNPACK = {"gzip": gzip.decompress, "deflate": zlib.decompress}
@@ -24,7 +24,9 @@ ASKED = {"timeout": 2_000_000, "sequence_id": 7, "sequence_start": True}
 
 def plain(codec: str, rows: int = 3, parameters: dict[str, Any] | None = ASKED) -> Item:
     if codec == "oip_npy":
-        return Item(write_head("FP32", (rows, 2)) + bytes(8 * rows), codec, NPY, headers=[(b"Accept", NPY.encode())])
+        return Item(
+            write_npy_head("FP32", (rows, 2)) + bytes(8 * rows), codec, NPY, headers=[(b"Accept", NPY.encode())]
+        )
     if codec == "oip_binary":
         head, buffers = encode_request([("x", "FP32", (rows, 2), bytes(8 * rows))], parameters=parameters)
         length = (b"Inference-Header-Content-Length", b"%d" % len(head))

@@ -13,10 +13,10 @@ from hypothesis.extra.numpy import arrays
 
 from penstock.errors import BadRequest
 from penstock.serving.protocols import oip_grpc
-from penstock.serving.protocols.oip_binary import OipBinaryCodec, decode_answer, encode_arrays
-from penstock.serving.protocols.oip_grpc import OipGrpcCodec, read_head
+from penstock.serving.protocols.oip_binary import OipBinaryCodec
+from penstock.serving.protocols.oip_grpc import OipGrpcCodec, open_inference, read_head
+from penstock.serving.protocols.oip_messages import decode_answer, encode_arrays
 from penstock.serving.protocols.oip_tensors import from_bytes, output_array, to_bytes
-from penstock.serving.protocols.protobuf import open_inference
 from penstock.types import Item
 
 Request = open_inference().message("inference.ModelInferRequest")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip_npy import NPY, OipNpyCodec, read_head, write_head
+from penstock.serving.protocols.oip_binary import NPY, OipNpyCodec, read_npy_head, write_npy_head
 from penstock.types import Item, ModelMetadata, Response, TensorSpec
 
 CODEC = OipNpyCodec("m", "1")
@@ -142,5 +142,5 @@ def test_rows_and_shape_are_peeked_from_the_head():
 
 
 def test_a_written_head_can_be_read():
-    assert read_head(write_head("FP16", (3, 4))).shape == [3, 4]
-    assert len(write_head("BOOL", (3,))) % 64 == 0
+    assert read_npy_head(write_npy_head("FP16", (3, 4))).shape == [3, 4]
+    assert len(write_npy_head("BOOL", (3,))) % 64 == 0

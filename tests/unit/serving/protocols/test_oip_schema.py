@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from penstock.errors import BadRequest
 from penstock.serving.protocols.kserve import KServeCodec
-from penstock.serving.protocols.oip_json import OipJsonCodec
+from penstock.serving.protocols.oip import OipJsonCodec
 from penstock.types import Item, ModelMetadata, TensorSpec
 
 SPECS = (TensorSpec("x", "FP32", (2, 3)), TensorSpec("wait", "FP32", (1,)))

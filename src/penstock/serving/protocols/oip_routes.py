@@ -1,4 +1,4 @@
-"""Open Inference Protocol v2 in JSON: codec and routes."""
+"""Open Inference Protocol v2 over HTTP: the routes, and what the server process reads of a request."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final
@@ -8,96 +8,27 @@ from msgspec import Meta, Struct
 
 from penstock._version import __version__
 from penstock.core.contracts import Backend
-from penstock.errors import BadRequest, PenstockError, UnsupportedType
-from penstock.serving.protocols.bodies import JSON
-from penstock.serving.protocols.codings import ACCEPT_ENCODING, accepted_coding
-from penstock.serving.protocols.oip import (
-    HEADER_BYTES,
+from penstock.errors import PenstockError, UnsupportedType
+from penstock.serving.protocols.bodies import ACCEPT_ENCODING, JSON, accepted_coding
+from penstock.serving.protocols.oip_messages import (
     HEADER_LENGTH,
-    OipCodec,
     header_length,
     parse_length,
-    sequence_of_json,
 )
-from penstock.serving.protocols.oip_schema import request_content, response_content
 from penstock.serving.protocols.route import READINESS, Route, Template, Terms
-from penstock.types import Item, ItemResult, SequenceRequest, TensorSpec
+from penstock.types import Item, ItemResult, TensorSpec
 
-PEEK_BYTES: Final = HEADER_BYTES
-CODED: Final = "_coded"  # ends the names of the codecs in oip_coded.py
+CODED: Final = "_coded"  # ends the names of the codecs that compress responses
 _LENGTH_HEADER: Final = HEADER_LENGTH.lower().encode()
 EXTENSIONS: Final = (
     "binary_tensor_data", "classification", "logging", "model_configuration", "model_repository", "parameters",
     "schedule_policy", "sequence", "statistics", "system_shared_memory", "trace",
 )  # fmt: skip
-_PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # first bytes of a pickle
-
-
-class _PeekInput(Struct):
-    shape: list[int]
-    name: str = ""
-    datatype: str = ""
-
-
-class _Peek(Struct):
-    inputs: list[_PeekInput]
-
-
-_peek = msgspec.json.Decoder(_Peek)
-
-
-def peek_json(head: bytes | memoryview, body_bytes: int) -> tuple[int, str] | None:
-    """(rows, shape key) of the JSON `head` of a body of `body_bytes`; None for malformed or longer JSON.
-
-    Rows are axis 0 of the first input, 1 if there are more rows than bytes. The key holds names, datatypes and shapes
-    without axis 0, such as "x:FP32:3x224x224".
-    """
-    if len(head) > PEEK_BYTES:
-        return None
-    try:
-        inputs = _peek.decode(head).inputs
-    except (msgspec.DecodeError, ValueError, RecursionError):  # the worker reports the error
-        return None
-    if not inputs:
-        return None
-    rows = inputs[0].shape[0] if inputs[0].shape else 1
-    keys = (f"{i.name}:{i.datatype}:{'x'.join(map(str, i.shape[1:]))}" for i in inputs)
-    return rows if 1 <= rows <= body_bytes else 1, ";".join(sorted(keys))
 
 
 def error_body(error: PenstockError) -> bytes:
     """`{"error": "..."}` without the detail of the error."""
     return msgspec.json.encode({"error": error.message})
-
-
-class OipJsonCodec(OipCodec):
-    """Codec of `/v2/models/{m}/infer` for pure JSON bodies; the content type does not matter."""
-
-    request_content = staticmethod(request_content)
-    response_content = staticmethod(response_content)
-
-    @staticmethod
-    def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
-        """(rows, shape key) of up to 64 KiB of JSON."""
-        return peek_json(body, len(body)) if len(body) <= PEEK_BYTES else None
-
-    @staticmethod
-    def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:
-        """The sequence of up to 64 KiB of JSON. Raises BadRequest."""
-        return sequence_of_json(body) if len(body) <= PEEK_BYTES else None
-
-    def came_late(self, item: Item) -> bool:
-        """Of a large body the server process reads no parameters."""
-        return len(item.payload) > PEEK_BYTES
-
-    def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
-        """The whole body. Raises BadRequest for other formats, because a JSON error would be misleading."""
-        payload = item.payload
-        if bytes(payload[:2]) in _PICKLES:
-            raise BadRequest("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
-        if item.content_type.startswith("application/octet-stream") and bytes(payload[:1]) != b"{":
-            raise BadRequest(f"the body is not JSON; binary tensors need the header {HEADER_LENGTH}")
-        return payload, memoryview(b"")
 
 
 # ---- what the server process reads of a request
