@@ -59,9 +59,10 @@ class Item(Struct, omit_defaults=True):
     `codec` determines the `payload`: any Python value for "object" (in-process callers), else the request body as
     `bytes`, a read-only `memoryview`, or a `wire.slabs.Slab` if it is large. `rows` is its share of the batch. `many`
     (codec "object" only): the payload is a list of `rows` separate items, which the model receives one by one, and the
-    result is the list of their results. `budget_s`: seconds left until the deadline when it was sent; set only for
-    models that run batches concurrently. `arrived_s`: when it was handed over, on the clock of `time.monotonic`, if it
-    did not reach the event loop at once. `behind_s`: how much later it may be served than others that arrive with it.
+    result is the list of their results. `budget_s`: seconds until its deadline when it is submitted or sent; None
+    without one. `priority`: its class; 0 is the most urgent. `arrived_s`: when it was handed over, on the clock of
+    `time.monotonic`, if it did not reach the event loop at once. `behind_s`: how much later it may be served than
+    others that arrive with it.
     `sequence`: for models with `max_sequences`. `ended`: ids of sequences of the instance that ended since its last
     batch, of which it drops the state; set on the first item of a batch.
     `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`.
@@ -77,6 +78,7 @@ class Item(Struct, omit_defaults=True):
     start: int = 0  # part of a split item: rows [start, stop); stop < 0 means all
     stop: int = -1
     budget_s: float | None = None
+    priority: int = 0
     arrived_s: float | None = None
     behind_s: float = 0.0
     sequence: SequenceRequest | None = None

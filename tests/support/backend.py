@@ -37,11 +37,10 @@ class FakeBuffer:
 class Call:
     """One submitted request. `reply` answers it."""
 
-    def __init__(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> None:
+    def __init__(self, item: Item, sink: Sink) -> None:
         self.item = item
         self.sink = sink
-        self.budget_s = budget_s
-        self.priority = priority
+        self.budget_s, self.priority = item.budget_s, item.priority
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -75,28 +74,19 @@ class FakeBackend:
         self.refuse: PenstockError | None = None
         self.is_ready = True
 
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Call:
+    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Call:
         """Runs the model's function in the loop's next pass."""
         try:
             self._find(model, version)
             if self.refuse is not None:
                 raise self.refuse
-            if budget_s is not None and budget_s <= 0:
+            if item.budget_s is not None and item.budget_s <= 0:
                 raise DeadlineExceeded("the deadline had passed")
         except PenstockError:
             if isinstance(item.payload, FakeBuffer):
                 item.payload.release()
             raise
-        call = Call(item, sink, budget_s, priority)
+        call = Call(item, sink)
         self.calls.append(call)
         asyncio.get_running_loop().call_soon(self.models[model], call)
         return call

@@ -57,17 +57,8 @@ class Buffer(Protocol):
 class Submitter(Protocol):
     """Accepts requests."""
 
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Ticket:
-        """Queues one item. Raises ModelNotFound, ModelNotReady, QueueFull, DeadlineExceeded (`budget_s` <= 0).
+    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
+        """Queues one item. Raises ModelNotFound, ModelNotReady, QueueFull, DeadlineExceeded (`item.budget_s` <= 0).
 
         Takes ownership of `item.payload`, also when it raises: the engine releases a Buffer.
         """

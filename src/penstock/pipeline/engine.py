@@ -101,14 +101,14 @@ class NodeEngine:
             slice_s=None if self.shared.model else SLICE_S,
         )
 
-    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int, bucket: str, nbytes: int) -> Call:
+    def submit(self, item: Item, sink: Sink, bucket: str, nbytes: int) -> Call:
         """Queues an item whose `data` has `nbytes` bytes. Raises ModelNotReady, DeadlineExceeded."""
         if self.batcher is None or self.handle.state != "READY":  # the handle rejects it, or waits for an instance
-            call = self.handle.submit(item, sink, budget_s, priority)
+            call = self.handle.submit(item, sink)
             assert isinstance(call, Call), "a node is no resident model"
             return call
         self.row_bytes += (nbytes - self.row_bytes) * (0.1 if self.row_bytes else 1.0)
-        return self.batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
+        return self.batcher.submit(item, sink, bucket, nbytes)
 
     def wake(self) -> None:
         """Lets the node form batches again, because there may be room after it."""

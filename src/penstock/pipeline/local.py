@@ -89,7 +89,8 @@ class LocalPipeline:
     ) -> SubmittedItems:
         """Submits one item without a future, which costs less. Calls `done` on the pipeline's own thread."""
         submitted = SubmittedItems(done, self._portal)
-        self._portal.submit_item("", Item(NewItem(fields, node)), submitted, budget_s=budget_s, priority=priority)
+        item = Item(NewItem(fields, node), budget_s=budget_s, priority=priority)
+        self._portal.submit_item("", item, submitted)
         return submitted
 
     def start_many(
@@ -101,8 +102,8 @@ class LocalPipeline:
     ) -> SubmittedItems:
         """Submits several items and calls `done` once, with all outcomes in order, or one if all were rejected."""
         submitted = SubmittedItems(lambda found: done(found if isinstance(found, list) else [found]), self._portal)
-        item = Item(_new_items(many), rows=len(many), many=True)
-        self._portal.submit_item("", item, submitted, budget_s=budget_s)
+        item = Item(_new_items(many), rows=len(many), many=True, budget_s=budget_s)
+        self._portal.submit_item("", item, submitted)
         return submitted
 
     def statistics(self) -> dict[str, object]:
@@ -289,27 +290,19 @@ class PipelineBackend:
         """Most items inside at once."""
         return self.runner.width
 
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Ticket:
+    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
         """See `PortalBackend.submit`. The answer's body is an ItemOutcome, or a list of them. Raises QueueFull."""
         if len(self._queue) >= MAX_WAITING or self.waiting_bytes >= MAX_WAITING_BYTES:
             found = f"{len(self._queue)} items ({self.waiting_bytes} bytes)"
             raise QueueFull(f"{found} wait for room in the pipeline: try again later")
         if not item.many:
-            waiting = _WaitingItem(self, item.payload, lambda o: sink(ItemResult(o)), budget_s, priority)
+            waiting = _WaitingItem(self, item.payload, lambda o: sink(ItemResult(o)), item.budget_s, item.priority)
             self._queue.append(waiting)
             self.pump()
             return waiting
         many = _ManyItems(len(item.payload), sink)
-        tickets = [_WaitingItem(self, new, many.done(i), budget_s, priority) for i, new in enumerate(item.payload)]
+        terms = item.budget_s, item.priority
+        tickets = [_WaitingItem(self, new, many.done(i), *terms) for i, new in enumerate(item.payload)]
         many.tickets = tickets
         self._queue.extend(tickets)
         self.pump()

@@ -255,13 +255,12 @@ class RunningNode:
         """Queues an item. Raises ModelNotReady, DeadlineExceeded."""
         visit = TraversalVisit(self, traversal, fields, swap)
         data = fields.get(RESULT if swap else DATA)
-        budget_s = traversal.budget_s(self.node.deadline_s)
         bucket = self._bucket(fields, data)
         nbytes = 0 if data is traversal.shared else nbytes_of(data)
-        item = Item(visit)
+        item = Item(visit, budget_s=traversal.budget_s(self.node.deadline_s), priority=traversal.priority)
         if traversal.behind_s:
             item.behind_s = traversal.behind_s
-        visit.call = self.engine.submit(item, visit, budget_s, traversal.priority, bucket, nbytes)
+        visit.call = self.engine.submit(item, visit, bucket, nbytes)
         traversal.visits.add(visit)
 
     def _bucket(self, fields: Fields, data: Any) -> str:

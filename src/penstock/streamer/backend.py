@@ -101,17 +101,17 @@ class LocalBackend(ChunkingBackend, Observer):
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
-    def submit_within_bounds(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
+    def submit_within_bounds(self, item: Item, sink: Sink) -> Ticket:
         """Submits to the engine, or keeps the request until the model is loaded."""
         if self._loaded:
-            return self._engine.submit(self._name, None, item, sink, budget_s=budget_s, priority=priority)
+            return self._engine.submit(self._name, None, item, sink)
         self._retry_if_due()
         nbytes, most = nbytes_of(item.payload), self.max_queue_bytes
         if self._pending_rows + item.rows > self.max_queue or self._pending_bytes + nbytes > most:
             items = f"{self._pending_rows} of {self.max_queue} items, {self._pending_bytes} of {most} bytes"
             found = f"{items} wait for the model to load"
             raise QueueFull(f"the queue is full ({found}): try again later")
-        request = _PendingRequest(self._forget_pending, item, sink, budget_s, priority)
+        request = _PendingRequest(self._forget_pending, item, sink)
         self._pending[request] = None
         self._pending_rows += item.rows
         self._pending_bytes += nbytes
@@ -150,15 +150,13 @@ class LocalBackend(ChunkingBackend, Observer):
 class _PendingRequest:
     """Ticket of a request that waits for the model to load."""
 
-    def __init__(
-        self, forget: Callable[[_PendingRequest], None], item: Item, sink: Sink, budget_s: float | None, priority: int
-    ) -> None:
+    def __init__(self, forget: Callable[[_PendingRequest], None], item: Item, sink: Sink) -> None:
         self.item = item
-        self._forget, self._sink, self._priority = forget, sink, priority
+        self._forget, self._sink = forget, sink
         self._ticket: Ticket | None = None
         self._timer: asyncio.TimerHandle | None = None
-        if budget_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(budget_s, self._expire)
+        if item.budget_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(item.budget_s, self._expire)
 
     def cancel(self) -> None:
         self._stop_waiting()
@@ -167,12 +165,13 @@ class _PendingRequest:
 
     def release(self, engine: Engine, name: str, error: PenstockError | None) -> None:
         """Submits the request to the engine, or answers it with `error`."""
-        budget_s = None if self._timer is None else self._timer.when() - asyncio.get_running_loop().time()
+        if self._timer is not None:
+            self.item.budget_s = self._timer.when() - asyncio.get_running_loop().time()
         self._stop_waiting()
         try:
             if error is not None:
                 raise error
-            self._ticket = engine.submit(name, None, self.item, self._sink, budget_s=budget_s, priority=self._priority)
+            self._ticket = engine.submit(name, None, self.item, self._sink)
         except PenstockError as e:
             self._sink(ItemResult(error=e.with_traceback(None)))
 

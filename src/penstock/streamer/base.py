@@ -145,7 +145,7 @@ def _convert(result: ItemResult, return_exceptions: bool) -> list[Any]:
 
 # ---- calls larger than the queue
 
-Submit = Callable[[Item, Sink, float | None, int], Ticket]
+Submit = Callable[[Item, Sink], Ticket]
 
 
 class ChunkingBackend:
@@ -158,26 +158,17 @@ class ChunkingBackend:
         """Waits until the backend can answer requests. Raises the error that prevents it."""
         raise NotImplementedError
 
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Ticket:
+    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
         rows, most = item.rows, self.max_queue_bytes
         if rows > self.max_queue:
             rows = self.max_queue // 2
         if most < INF and rows > 1 and (nbytes := nbytes_of(item.payload)) > most:
             rows = min(rows, int(item.rows * most / 2 / nbytes))
         if rows < item.rows:
-            return ChunkedCall(self.submit_within_bounds, item, sink, max(1, rows), budget_s, priority)
-        return self.submit_within_bounds(item, sink, budget_s, priority)
+            return ChunkedCall(self.submit_within_bounds, item, sink, max(1, rows))
+        return self.submit_within_bounds(item, sink)
 
-    def submit_within_bounds(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
+    def submit_within_bounds(self, item: Item, sink: Sink) -> Ticket:
         """Submits a call of at most `max_queue` items."""
         raise NotImplementedError
 
@@ -189,16 +180,14 @@ class ChunkedCall:
     queue, the call waits for a chunk in flight, and fails only if it has none.
     """
 
-    def __init__(
-        self, submit: Submit, item: Item, sink: Sink, chunk_rows: int, budget_s: float | None, priority: int
-    ) -> None:
+    def __init__(self, submit: Submit, item: Item, sink: Sink, chunk_rows: int) -> None:
         """Raises what `submit` raises for the first chunk."""
         self._submit = submit
         self._values: list[Any] = item.payload
         self._sink = sink
         self._chunk_rows = chunk_rows
-        self._deadline_s = None if budget_s is None else time.monotonic() + budget_s
-        self._priority = priority
+        self._deadline_s = None if item.budget_s is None else time.monotonic() + item.budget_s
+        self._priority = item.priority
         self._next = 0  # index of the first unsent item
         self._in_flight: dict[int, Ticket] = {}  # by index of the chunk's first item
         self._results: dict[int, list[Any]] = {}
@@ -216,9 +205,9 @@ class ChunkedCall:
             start = self._next
             values = self._values[start : start + self._chunk_rows]
             budget_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
-            item = Item(values, rows=len(values), many=True)
+            item = Item(values, rows=len(values), many=True, budget_s=budget_s, priority=self._priority)
             try:
-                self._in_flight[start] = self._submit(item, partial(self._receive, start), budget_s, self._priority)
+                self._in_flight[start] = self._submit(item, partial(self._receive, start))
             except QueueFull:
                 if not self._in_flight:
                     raise

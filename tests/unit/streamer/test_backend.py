@@ -65,8 +65,8 @@ class Caller:
         return result.body
 
 
-def many(*values: int) -> Item:
-    return Item(list(values), rows=len(values), many=True)
+def many(*values: int, budget_s: float | None = None) -> Item:
+    return Item(list(values), rows=len(values), many=True, budget_s=budget_s)
 
 
 async def test_requests_wait_for_the_model_and_run_in_order(backend: LocalBackend, model: Gated) -> None:
@@ -89,7 +89,7 @@ async def test_requests_that_wait_for_the_model_are_bounded_and_keep_their_deadl
 ) -> None:
     first, late, gone = Caller(), Caller(), Caller()
     backend.submit("m", None, many(1, 2, 3, 4), first)
-    backend.submit("m", None, many(5, 6), late, budget_s=0.01)
+    backend.submit("m", None, many(5, 6, budget_s=0.01), late)
     leaving = backend.submit("m", None, many(7, 8), gone)
     with pytest.raises(QueueFull, match="8 of 8 items, 0 of "):
         backend.submit("m", None, many(9), Caller())
@@ -97,7 +97,7 @@ async def test_requests_that_wait_for_the_model_are_bounded_and_keep_their_deadl
         await late.body()
     leaving.cancel()
     again = Caller()
-    backend.submit("m", None, many(10, 11, 12, 13), again, budget_s=10)
+    backend.submit("m", None, many(10, 11, 12, 13, budget_s=10), again)
     model.gate.set()
     assert await first.body() == [2, 4, 6, 8]
     assert await again.body() == [20, 22, 24, 26]

@@ -19,14 +19,14 @@ class Queue:
         self.cancelled: list[int] = []
         self.refuse: PenstockError | None = None
 
-    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Any:
+    def submit(self, item: Item, sink: Sink) -> Any:
         if self.refuse is not None:
             raise self.refuse
         assert item.many
         assert item.rows == len(item.payload)
         first = item.payload[0]
         self.waiting[first] = (item, sink)
-        self.budgets.append(budget_s)
+        self.budgets.append(item.budget_s)
         queue = self
 
         class Ticket:
@@ -50,8 +50,8 @@ def queue() -> Queue:
 def call(queue: Queue) -> Callable[..., tuple[ChunkedCall, list[ItemResult]]]:
     def make(count: int = 10, rows: int = 4, budget_s: float | None = None) -> tuple[ChunkedCall, list[ItemResult]]:
         answers: list[ItemResult] = []
-        item = Item(list(range(count)), rows=count, many=True)
-        return ChunkedCall(queue.submit, item, answers.append, rows, budget_s, 0), answers
+        item = Item(list(range(count)), rows=count, many=True, budget_s=budget_s)
+        return ChunkedCall(queue.submit, item, answers.append, rows), answers
 
     return make
 

@@ -88,11 +88,11 @@ class Batcher:
 
     # ---- requests
 
-    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int, bucket: str, nbytes: int) -> Call:
+    def submit(self, item: Item, sink: Sink, bucket: str, nbytes: int) -> Call:
         """Queues one item. Raises the reason for a rejection, which the caller reports to observers."""
         now = time.monotonic() if item.arrived_s is None else item.arrived_s
-        config = self._config
-        budget = budget_s if budget_s is not None else INF
+        config, priority = self._config, item.priority
+        budget = INF if item.budget_s is None else item.budget_s
         if budget <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         if self._quarantine.active:
@@ -122,8 +122,8 @@ class Batcher:
             self._break()
             raise PenstockError("internal error") from None
         self._waiting[entry.id] = call
-        if budget_s is not None:
-            call.timer = self._loop.call_later(budget_s, self._late, call)
+        if item.budget_s is not None:
+            call.timer = self._loop.call_later(item.budget_s, self._late, call)
         self._fresh += 1
         if not self._turn_due:
             self._turn_due = True

@@ -78,16 +78,16 @@ class EarlyRequest:
     `label` is the Call's.
     """
 
-    def __init__(self, item: Item, sink: Sink, budget_s: float | None, priority: int, timeout_s: float | None) -> None:
+    def __init__(self, item: Item, sink: Sink, timeout_s: float | None) -> None:
         self.label = ""
         self._call: Call | EarlyRequest | None = None
-        self._item, self._sink, self._priority = item, sink, priority
-        self._deadline_s = None if budget_s is None else time.monotonic() + budget_s
+        self._item, self._sink = item, sink
+        self._began_s = time.monotonic()
         self._ended = False
         self.on_end: Callable[[EarlyRequest, str], None] = lambda request, reason: None  # "": it was forwarded
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
-            wait_s = timeout_s if budget_s is None else min(budget_s, timeout_s)
+            wait_s = timeout_s if item.budget_s is None else min(item.budget_s, timeout_s)
             late = DeadlineExceeded("the request waited too long for its model to load")
             self._timer = asyncio.get_running_loop().call_later(wait_s, self.fail, late)
 
@@ -98,12 +98,13 @@ class EarlyRequest:
         elif self._end("cancelled"):
             release(self._item)
 
-    def forward(self, submit: Callable[[Item, Sink, float | None, int], Call | EarlyRequest]) -> None:
+    def forward(self, submit: Callable[[Item, Sink], Call | EarlyRequest]) -> None:
         """Submits the request, or answers it with the error."""
         if self._end():
-            left_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
+            if self._item.budget_s is not None:
+                self._item.budget_s -= time.monotonic() - self._began_s
             try:
-                self._call = submit(self._item, self._sink, left_s, self._priority)
+                self._call = submit(self._item, self._sink)
                 self._call.label = self.label
             except PenstockError as e:
                 self._sink(ItemResult(error=self.error(e)))

@@ -248,16 +248,7 @@ class Engine:
 
     # ---- requests
 
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Call | EarlyRequest:
+    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Call | EarlyRequest:
         """Queues one item; see `Backend.submit`."""
         registry = self._registry
         try:
@@ -268,7 +259,7 @@ class Engine:
             if handle.sequences is not None and version is None:
                 item.sequence = sequence_of(item)
                 handle = registry.holder(handle, item.sequence)
-            return handle.submit(item, sink, budget_s, priority)
+            return handle.submit(item, sink)
         except BaseException:
             release(item)
             raise
@@ -284,7 +275,8 @@ class Engine:
         sequence: SequenceRequest | None = None,
     ) -> Any:
         """The result of the model for `payload`. Raises the error of the item or of `submit`."""
-        return await self._ask(model, version, Item(payload, sequence=sequence), budget_s, priority)
+        item = Item(payload, budget_s=budget_s, priority=priority, sequence=sequence)
+        return await self._ask(model, version, item)
 
     async def infer_many(
         self,
@@ -298,14 +290,12 @@ class Engine:
         """The result of the model for each payload, in order; an exception for an item that failed."""
         if not payloads:
             return []
-        item = Item(list(payloads), rows=len(payloads), many=True)
-        result: list[Any] = await self._ask(model, version, item, budget_s, priority)
+        item = Item(list(payloads), rows=len(payloads), many=True, budget_s=budget_s, priority=priority)
+        result: list[Any] = await self._ask(model, version, item)
         return result
 
-    async def _ask(self, model: str, version: str | None, item: Item, budget_s: float | None, priority: int) -> Any:
-        return await result_of(
-            lambda sink: self.submit(model, version, item, sink, budget_s=budget_s, priority=priority)
-        )
+    async def _ask(self, model: str, version: str | None, item: Item) -> Any:
+        return await result_of(lambda sink: self.submit(model, version, item, sink))
 
     async def stream(
         self,
@@ -319,8 +309,8 @@ class Engine:
     ) -> AsyncIterator[Any]:
         """Yields the parts of a streaming model's answer. Leaving the loop early cancels the request."""
         parts: asyncio.Queue[ItemResult] = asyncio.Queue()
-        item = Item(payload, sequence=sequence)
-        call = self.submit(model, version, item, parts.put_nowait, budget_s=budget_s, priority=priority)
+        item = Item(payload, budget_s=budget_s, priority=priority, sequence=sequence)
+        call = self.submit(model, version, item, parts.put_nowait)
         try:
             while True:
                 part = await parts.get()

@@ -214,7 +214,7 @@ class ModelHandle:
 
     # ---- requests
 
-    def submit(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call | EarlyRequest:
+    def submit(self, item: Item, sink: Sink) -> Call | EarlyRequest:
         """Queues one item. Raises ModelNotReady, QueueFull, DeadlineExceeded, BadRequest."""
         if self._arrival_observers:
             notify(self._arrival_observers, "on_arrival", self.name, self.version)
@@ -224,7 +224,7 @@ class ModelHandle:
                 if self.state == "IDLE" and self.on_wanted is not None:
                     self.on_wanted()
                     if batcher is None:
-                        return self._wait(item, sink, budget_s, priority)
+                        return self._wait(item, sink)
                 self._refuse(batcher)
                 assert batcher is not None
             if item.codec != OBJECT and (self._custom_rows or traits_of(item.codec).peek is not None):
@@ -243,18 +243,18 @@ class ModelHandle:
                     nbytes = 0
             if self._request_observers:
                 notify(self._request_observers, "on_request", self.name, self.version, item.rows, nbytes)
-            return batcher.submit(item, sink, budget_s, priority, bucket, nbytes)
+            return batcher.submit(item, sink, bucket, nbytes)
         except Exception as e:
             notify(self._observers, "on_reject", self.name, self.version, reason_of(e))
             raise
 
-    def _wait(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> EarlyRequest:
+    def _wait(self, item: Item, sink: Sink) -> EarlyRequest:
         """Keeps a request until the first worker is up. Raises QueueFull."""
         config = self.config.batching
         most = queue_bound(config, self._most_instances, DEFAULT_BATCH)
         if len(self._early) >= most:
             raise QueueFull(f"the queue is full ({most} requests wait for the model to load): try again later")
-        early = EarlyRequest(item, sink, budget_s, priority, config.timeout_s)
+        early = EarlyRequest(item, sink, config.timeout_s)
         early.on_end = self._early_ended
         self._early[early] = None
         return early
@@ -273,9 +273,9 @@ class ModelHandle:
         finally:
             self._arrival_observers = known
 
-    def _submit_early(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call | EarlyRequest:
+    def _submit_early(self, item: Item, sink: Sink) -> Call | EarlyRequest:
         try:
-            return self.submit(item, sink, budget_s, priority)
+            return self.submit(item, sink)
         except BaseException:
             release(item)
             raise

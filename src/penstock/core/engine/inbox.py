@@ -29,7 +29,7 @@ class Caller(Protocol):
     def __call__(self, result: ItemResult) -> None: ...
 
 
-_Request = tuple[str, Item, Caller, float | None, int]  # model, item, caller, budget_s, priority
+_Request = tuple[str, Item, Caller]  # model, item, caller
 _Callback = Callable[[], object]
 
 
@@ -53,14 +53,14 @@ class RequestInbox:
 
     # ---- called by any thread
 
-    def put(self, model: str, item: Item, caller: Caller, budget_s: float | None, priority: int) -> None:
+    def put(self, model: str, item: Item, caller: Caller) -> None:
         if self._room:
             item.arrived_s = time.monotonic()
-        self._requests.append((model, item, caller, budget_s, priority))
+        self._requests.append((model, item, caller))
         if self._closed:  # checked after the append: either we see it, or `close` sees the request
             self.close()
         elif not self._wake_scheduled and (  # after the append: `allow` looks at the requests after a change
-            len(self._requests) > self._room or item.rows > 1 or budget_s is not None or priority
+            len(self._requests) > self._room or item.rows > 1 or item.budget_s is not None or item.priority
         ):
             self._ring()
 
@@ -110,9 +110,9 @@ class RequestInbox:
                 if not isinstance(request, tuple):
                     request()
                     continue
-                model, item, caller, budget_s, priority = request
+                model, item, caller = request
                 try:
-                    caller.accepted(submit(model, None, item, caller, budget_s=budget_s, priority=priority))
+                    caller.accepted(submit(model, None, item, caller))
                 except PenstockError as e:
                     caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
                 except Exception as e:

@@ -131,12 +131,13 @@ class Portal:
         life = self._alive()
         life.not_on_loop()
         waiter = self._waiter()
-        result: ItemResult = self._wait(life, waiter, timeout_s, model, _many(items), waiter, budget_s, priority)
+        item = _many(items, budget_s, priority)
+        result: ItemResult = self._wait(life, waiter, timeout_s, model, item, waiter)
         return every_item(result) if return_exceptions else all_items(result)
 
     def submit(self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0) -> Future:
         """A future for the result of one item."""
-        return self._put(model, Item(item), the_item, budget_s, priority)
+        return self._put(model, Item(item, budget_s=budget_s, priority=priority), the_item)
 
     def submit_many(
         self,
@@ -148,23 +149,21 @@ class Portal:
         convert: Convert = all_items,
     ) -> Future:
         """A future for the results of `items`, in order, converted by `convert`."""
-        return self._put(model, _many(items), convert, budget_s, priority)
+        return self._put(model, _many(items, budget_s, priority), convert)
 
-    def submit_item(
-        self, model: str, item: Item, caller: Caller, *, budget_s: float | None = None, priority: int = 0
-    ) -> None:
+    def submit_item(self, model: str, item: Item, caller: Caller) -> None:
         """Queues one item; `caller` is called on the portal's own thread."""
-        self._alive().inbox.put(model, item, caller, budget_s, priority)
+        self._alive().inbox.put(model, item, caller)
 
     def post(self, callback: Callable[[], None]) -> None:
         """Calls `callback` on the portal's own thread; does nothing if the portal is closed or not started."""
         if self._loop_thread is not None and self._pid == os.getpid():
             self._loop_thread.inbox.post(callback)
 
-    def _put(self, model: str, item: Item, convert: Convert, budget_s: float | None, priority: int) -> Future:
+    def _put(self, model: str, item: Item, convert: Convert) -> Future:
         life = self._alive()
         future = _future_class()(life.inbox.post, convert)
-        life.inbox.put(model, item, future, budget_s, priority)
+        life.inbox.put(model, item, future)
         return future
 
     def _waiter(self) -> SyncWaiter:
@@ -283,8 +282,8 @@ _PARENTS: list[Any] = []
 _FORKING = os_threads.new_lock()
 
 
-def _many(items: Sequence[Any]) -> Item:
-    return Item(list(items), rows=len(items), many=True)
+def _many(items: Sequence[Any], budget_s: float | None, priority: int) -> Item:
+    return Item(list(items), rows=len(items), many=True, budget_s=budget_s, priority=priority)
 
 
 def _future_class() -> type[Future]:

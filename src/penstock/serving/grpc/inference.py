@@ -69,12 +69,10 @@ class _Request(Struct):
     version: str | None
     id: str
     item: Item
-    budget_s: float | None
-    priority: int
     empty_final: bool  # the client wants a last response without outputs
 
     def submit(self, backend: Backend, sink: Sink) -> Ticket:
-        return backend.submit(self.model, self.version, self.item, sink, budget_s=self.budget_s, priority=self.priority)
+        return backend.submit(self.model, self.version, self.item, sink)
 
     def log(self, error: PenstockError) -> None:
         """Logs a failure of the server, as HTTP does."""
@@ -177,11 +175,10 @@ class OpenInferenceService:
         if priority == 0:
             priority = parse_priority(values.get(b"x-priority", b"0")) + 1
         id = parse_request_id(values.get(b"x-request-id", b""))
-        item = Item(payload, CODEC, request_id=id, headers=call.metadata)
         empty_final = bool(head.parameters.get("triton_enable_empty_final_response"))
         budget_s = _budget_s(head.parameters.get("timeout"), call.time_remaining())
-        version = head.model_version or None
-        return _Request(head.model_name, version, head.id, item, budget_s, priority - 1, empty_final)
+        item = Item(payload, CODEC, request_id=id, headers=call.metadata, budget_s=budget_s, priority=priority - 1)
+        return _Request(head.model_name, head.model_version or None, head.id, item, empty_final)
 
 
 def _add_specs(found: Any, specs: tuple[TensorSpec, ...]) -> None:

@@ -17,7 +17,7 @@ from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake, Unpacking, unpacked_headers
 from penstock.serving.http.responses import SSE, error_result, sse_event, stream_part, stream_start, stream_type
 from penstock.serving.protocols.bodies import BLANKS
-from penstock.serving.protocols.route import Route, Terms, error_body, name_model
+from penstock.serving.protocols.route import Route, error_body, name_model
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Item, ItemResult
 
@@ -132,9 +132,10 @@ class InferenceApp:
         codec = call.codec or template.codec
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
         submit = partial(self.idempotency.submit, call.key) if call.key else self.backend.submit
-        terms = (None if template.read_terms is None else template.read_terms(item)) or Terms()
-        budget_s, priority = terms.applied(call.budget_s, call.priority)
-        call.ticket = submit(route.model, route.version, item, call.sink, budget_s=budget_s, priority=priority)
+        item.budget_s, item.priority = call.budget_s, call.priority
+        if template.read_terms is not None and (terms := template.read_terms(item)) is not None:
+            terms.apply(item)
+        call.ticket = submit(route.model, route.version, item, call.sink)
         try:
             gone = asyncio.ensure_future(_until_gone(receive))
             try:

@@ -424,16 +424,14 @@ class ResponseWriter:
                 context.route = route = name_model(route, context.payload)
             codec, kind = context.codec or template.codec, context.content_type
             item = Item(context.payload, codec, kind, 1, False, context.request_id, context.headers)
-            backend, sink = self.listener.backend, context.on_result
-            terms = None if template.read_terms is None else template.read_terms(item)
-            if context.plain and terms is None:
-                context.ticket = backend.submit(route.model, route.version, item, sink)
-            else:
-                submit = partial(self.listener.idempotency.submit, context.key) if context.key else backend.submit
-                budget_s, priority = context.budget_s, context.priority
-                if terms is not None:
-                    budget_s, priority = terms.applied(budget_s, priority)
-                context.ticket = submit(route.model, route.version, item, sink, budget_s=budget_s, priority=priority)
+            submit = self.listener.backend.submit
+            if not context.plain:
+                item.budget_s, item.priority = context.budget_s, context.priority
+                if context.key:
+                    submit = partial(self.listener.idempotency.submit, context.key)
+            if template.read_terms is not None and (terms := template.read_terms(item)) is not None:
+                terms.apply(item)
+            context.ticket = submit(route.model, route.version, item, context.on_result)
         except PenstockError as error:
             self._count_quick()
             context.fail(error)

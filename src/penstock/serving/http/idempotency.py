@@ -116,18 +116,8 @@ class IdempotencyCache:
         self._kept: dict[_Key, _Kept] = {}  # oldest first
         self.kept_bytes = 0
 
-    def submit(
-        self,
-        key: bytes,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Ticket:
-        """`Backend.submit`, and its parameters, with a key, unless a request with it runs or was answered recently.
+    def submit(self, key: bytes, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
+        """`Backend.submit` with a key, unless a request with it runs or was answered recently.
 
         Raises KeyReused if the body differs.
         """
@@ -137,7 +127,7 @@ class IdempotencyCache:
         self._expire()
         found = self._shared.get(full) or self._kept.get(full)
         if found is None:
-            return self._run(full, fingerprint, item, sink, budget_s, priority)
+            return self._run(full, fingerprint, item, sink)
         if not isinstance(payload, bytes):
             payload.release()
         if found.fingerprint != fingerprint:
@@ -150,15 +140,11 @@ class IdempotencyCache:
         sink(found.result)
         return _Answered()
 
-    def _run(
-        self, key: _Key, fingerprint: tuple[int, int], item: Item, sink: Sink, budget_s: float | None, priority: int
-    ) -> Ticket:
+    def _run(self, key: _Key, fingerprint: tuple[int, int], item: Item, sink: Sink) -> Ticket:
         shared = self._shared[key] = _Shared(self, key, fingerprint)
         caller = shared.join(sink)
         try:
-            shared.ticket = self._backend.submit(
-                key[2], key[3], item, shared.on_result, budget_s=budget_s, priority=priority
-            )
+            shared.ticket = self._backend.submit(key[2], key[3], item, shared.on_result)
         except BaseException:
             self.forget(key, shared)
             raise

@@ -51,11 +51,12 @@ class Terms(Struct, frozen=True):
     budget_s: float | None = None
     priority: int | None = None
 
-    def applied(self, budget_s: float | None, priority: int) -> tuple[float | None, int]:
-        """Those of the headers, where the body says nothing; of two deadlines the earlier one."""
+    def apply(self, item: Item) -> None:
+        """Sets them on an item that has those of the headers; of two deadlines the earlier one counts."""
         if self.budget_s is not None:
-            budget_s = self.budget_s if budget_s is None else min(budget_s, self.budget_s)
-        return budget_s, priority if self.priority is None else self.priority
+            item.budget_s = self.budget_s if item.budget_s is None else min(item.budget_s, self.budget_s)
+        if self.priority is not None:
+            item.priority = self.priority
 
 
 class Template(Struct, frozen=True):

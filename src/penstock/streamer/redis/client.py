@@ -107,7 +107,7 @@ class BrokerClient(ChunkingBackend):
         self._session_timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def submit_within_bounds(self, item: Item, sink: Sink, budget_s: float | None, priority: int) -> Ticket:
+    def submit_within_bounds(self, item: Item, sink: Sink) -> Ticket:
         """Sends one item, or each value of a `many` as its own entry. Raises BadRequest, ModelNotReady,
         QueueFull, DeadlineExceeded.
 
@@ -115,7 +115,7 @@ class BrokerClient(ChunkingBackend):
         """
         if self._closed:
             raise ModelNotReady("the streamer is closed")
-        wait_s = self._timeout_s if budget_s is None else budget_s
+        wait_s = self._timeout_s if item.budget_s is None else item.budget_s
         if wait_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         values = item.payload if item.many else [item.payload]
@@ -124,8 +124,8 @@ class BrokerClient(ChunkingBackend):
             sink,
             item,
             ends_s=self._loop.time() + wait_s,
-            due=budget_s is not None,
-            priority=min(max(priority, 0), 255),
+            due=item.budget_s is not None,
+            priority=min(max(item.priority, 0), 255),
             on_abandoned=self._requests.abandon,
         )
         self._requests.add(call, values)

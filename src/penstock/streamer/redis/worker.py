@@ -210,10 +210,10 @@ class BrokerWorker:
             self._counts["expired"] += 1
             self._writer.fail(lease, DeadlineExceeded("the deadline passed while the request waited in the broker"))
             return
-        budget_s = left_s if header.due else None
         try:
-            item = Item(payload, self._codec)
-            self._backend.submit(self._model, None, item, lease, budget_s=budget_s, priority=header.priority)
+            budget_s = left_s if header.due else None
+            item = Item(payload, self._codec, budget_s=budget_s, priority=header.priority)
+            self._backend.submit(self._model, None, item, lease)
         except (ModelNotReady, QueueFull):  # no instance is ready any more
             self._writer.release(lease)
         except PenstockError as e:

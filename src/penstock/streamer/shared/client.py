@@ -74,28 +74,20 @@ class SharedClient:
 
     # ---- calls
 
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Ticket:
+    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
         """See Submitter. A value that cannot be pickled fails alone. Raises PayloadTooLarge for a call above 1 GiB."""
-        self._check(budget_s)
+        self._check(item.budget_s)
         sealed = [seal_item(value) for value in (item.payload if item.many else [item.payload])]
         nbytes = sum(each.nbytes for each in sealed if isinstance(each, Sealed))
         if nbytes > MAX_CALL_BYTES:
             raise PayloadTooLarge(f"a call of {nbytes} bytes, expected at most {MAX_CALL_BYTES}: make several calls")
         if not item.many:
             sink = partial(_only, sink)
-        call = SharedCall(self._abandon, sink, Item(sealed, rows=len(sealed), many=True), nbytes, priority)
-        if budget_s is not None:
-            call.expires_s = self._loop.time() + budget_s
-            call.timer = self._loop.call_later(budget_s + LATE_S, self._expire, call)
+        sent = Item(sealed, rows=len(sealed), many=True, priority=item.priority)
+        call = SharedCall(self._abandon, sink, sent, nbytes)
+        if item.budget_s is not None:
+            call.expires_s = self._loop.time() + item.budget_s
+            call.timer = self._loop.call_later(item.budget_s + LATE_S, self._expire, call)
         return self._put(call)
 
     def _check(self, budget_s: float | None) -> None:

@@ -36,10 +36,8 @@ MAX_FREE: Final = 16  # read reply places that wait for the next call to be repo
 class SharedCall:
     """Ticket of one call. `slabs`: its memory, until the batcher has answered."""
 
-    def __init__(
-        self, abandon: Callable[[SharedCall], None], sink: Sink, item: Item | None, nbytes: int = 0, priority: int = 0
-    ) -> None:
-        self.item, self.priority, self.nbytes = item, priority, nbytes
+    def __init__(self, abandon: Callable[[SharedCall], None], sink: Sink, item: Item | None, nbytes: int = 0) -> None:
+        self.item, self.nbytes = item, nbytes
         self.sink: Sink | None = sink
         self.rows = 0 if item is None else item.rows
         self.asks = ""
@@ -93,10 +91,11 @@ class BatcherLink:
         item = call.item
         if item is not None:
             left_s = None if call.expires_s is None else call.expires_s - self._loop.time()
-            item = Item(put_values(outbox, item.payload), rows=item.rows, many=True, budget_s=left_s)
+            payload = put_values(outbox, item.payload)
+            item = Item(payload, rows=item.rows, many=True, budget_s=left_s, priority=item.priority)
         call.slabs = outbox.slabs
         free, self._free = self._free, []
-        self._send(write(CallMessage(call.id, item, call.priority, free, call.asks), outbox.buffers))
+        self._send(write(CallMessage(call.id, item, free, call.asks), outbox.buffers))
 
     def abandon(self, call_id: int) -> None:
         self._send(write(AbandonBatch(call_id)))

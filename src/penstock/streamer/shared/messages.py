@@ -133,7 +133,6 @@ class CallMessage(Struct, array_like=True, tag="call"):
 
     id: int
     item: Item | None
-    priority: int
     free: list[int]
     asks: str = ""
 

@@ -168,7 +168,6 @@ class Session:
             return
         item = message.item
         assert item is not None
-        budget_s, item.budget_s = item.budget_s, None
         try:
             if self._rows >= batcher.max_rows:
                 raise QueueFull(f"{self._rows} items of this process are in flight: try again later")
@@ -176,8 +175,7 @@ class Session:
             self._rows += item.rows
             self._calls[call_id] = _NO_TICKET, item.rows  # an answer may come at once
             sink = partial(self._answer, call_id)
-            submit = batcher.backend.submit
-            ticket = submit(batcher.model, None, item, sink, budget_s=budget_s, priority=message.priority)
+            ticket = batcher.backend.submit(batcher.model, None, item, sink)
             if call_id in self._calls:
                 self._calls[call_id] = ticket, item.rows
         except PenstockError as e:

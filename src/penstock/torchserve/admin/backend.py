@@ -36,16 +36,7 @@ class ModelsBackend:
         self._models = models
         self._requests: dict[tuple[str, str], int] = {}
 
-    def submit(
-        self,
-        model: str,
-        version: str | None,
-        item: Item,
-        sink: Sink,
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-    ) -> Ticket:
+    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
         """Queues one item. Without a version, the default or the traffic split decides. While the first workers load,
         the item waits for them. A name that begins with WORKFLOW is a workflow's; "" is the only model of the start."""
         if WORKFLOW in model:
@@ -64,14 +55,14 @@ class ModelsBackend:
             if found.loading:
                 if len(found.pending) >= found.spec.settings.job_queue_size:
                     raise no_worker(model, version, "the queue for the first worker is full")
-                request = PendingRequest(item, sink, budget_s, priority, (model, version))
+                request = PendingRequest(item, sink, (model, version))
                 found.pending.append(request)
                 return request
         except BaseException:
             release(item)
             raise
         try:
-            call = self._engine.submit(model, found.version, item, sink, budget_s=budget_s, priority=priority)
+            call = self._engine.submit(model, found.version, item, sink)
             call.label = label
             return call
         except PenstockError as e:

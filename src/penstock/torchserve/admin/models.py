@@ -26,10 +26,8 @@ MAX_SHOWN = 100  # characters of a client's name that a message shows
 class PendingRequest(EarlyRequest):
     """A request that waits for the first worker, as in TorchServe's queue; `target` is its model and version."""
 
-    def __init__(
-        self, item: Item, sink: Sink, budget_s: float | None, priority: int, target: tuple[str, str | None]
-    ) -> None:
-        super().__init__(item, sink, budget_s, priority, None)
+    def __init__(self, item: Item, sink: Sink, target: tuple[str, str | None]) -> None:
+        super().__init__(item, sink, None)
         self._target = target
         self.label = target[1] or UNVERSIONED
 

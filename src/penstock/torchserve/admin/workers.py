@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from msgspec import structs
 
 from penstock.config.schema import AutoscaleConfig, ModelConfig
-from penstock.core.engine.calls import Call, EarlyRequest
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.worker.devices import visible_gpus
@@ -15,7 +15,6 @@ from penstock.torchserve.admin.model_spec import ModelSpec
 from penstock.torchserve.admin.models import ModelVersion
 from penstock.torchserve.admin.settings import ModelSettings
 from penstock.torchserve.protocol.api import ApiError
-from penstock.types import Item, Sink
 
 
 def usable_gpus(limit: int | None, environment: Mapping[str, str] = os.environ, found: int | None = None) -> int:
@@ -152,13 +151,9 @@ class WorkerManager:
 
     def _forward_pending(self, version: ModelVersion) -> None:
         """Submits the requests that waited for the first worker; without a worker they fail."""
-
-        def submit(item: Item, sink: Sink, budget_s: float | None, priority: int) -> Call | EarlyRequest:
-            return self._engine.submit(version.name, version.version, item, sink, budget_s=budget_s, priority=priority)
-
         pending, version.pending = version.pending, []
         for request in pending:
-            request.forward(submit)
+            request.forward(partial(self._engine.submit, version.name, version.version))
 
     async def _retire(self, version: ModelVersion) -> None:
         handle, version.handle = version.handle, None

@@ -61,7 +61,8 @@ class RunningWorkflow:
         if self._closed:
             release(item)
             raise no_worker(self._name, None)
-        given = msgspec.structs.replace(item, payload=bytes(getattr(payload, "view", payload)))  # attempts share it
+        body = bytes(getattr(payload, "view", payload))  # attempts share it
+        given = msgspec.structs.replace(item, payload=body, budget_s=None, priority=0)  # each node has its own limit
         release(item)
         self.in_flight += 1
 
@@ -122,9 +123,7 @@ class ServedNode:
         self.models = models
         self.handle = self
 
-    def submit(
-        self, item: Item, sink: Sink, budget_s: float | None, priority: int, bucket: str, nbytes: int
-    ) -> Attempts:
+    def submit(self, item: Item, sink: Sink, bucket: str, nbytes: int) -> Attempts:
         """Begins the first attempt. Raises ItemFailed if the model takes no request."""
         attempts = Attempts(self, item.payload, sink)
         attempts.begin()

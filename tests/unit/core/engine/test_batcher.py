@@ -15,7 +15,7 @@ from penstock.types import Item, ItemResult
 
 
 def submit(batcher: Batcher, sink: Any, payload: Any = b"x", budget_s: float | None = None, rows: int = 1) -> Any:
-    return batcher.submit(Item(payload, rows=rows), sink, budget_s, 0, "", len(payload) if payload else 0)
+    return batcher.submit(Item(payload, rows=rows, budget_s=budget_s), sink, "", len(payload) if payload else 0)
 
 
 async def turns() -> None:
@@ -191,9 +191,9 @@ async def test_a_slab_is_given_back_when_its_request_is_answered_cancelled_or_re
         assert payload is not None
         return Item(payload)
 
-    batcher.submit(slab(), caller(), None, 0, "", 100_000)
+    batcher.submit(slab(), caller(), "", 100_000)
     await turns()
-    call = batcher.submit(slab(), caller(), None, 0, "", 100_000)
+    call = batcher.submit(slab(), caller(), "", 100_000)
     assert pool.in_use_bytes >= 200_000
     call.cancel()
     transport.answer()
@@ -358,7 +358,7 @@ async def test_drain_returns_when_the_last_answer_is_out(make_batcher, transport
 async def test_drain_ends_when_the_last_caller_leaves_the_queue(make_batcher, transport, caller) -> None:
     batcher = make_batcher()
     batcher.scheduler.slot_down(0, 0.0)
-    call = batcher.submit(Item("a"), caller(), None, 0, "", 0)
+    call = batcher.submit(Item("a"), caller(), "", 0)
     draining = asyncio.create_task(batcher.drain(5.0))
     await asyncio.sleep(0)
     call.cancel()
@@ -370,14 +370,14 @@ async def test_an_unsendable_batch_fails_and_the_next_one_runs(make_batcher, tra
     batcher = make_batcher()
     send, transport.send = transport.send, None
     lost = caller()
-    batcher.submit(Item("a"), lost, None, 0, "", 0)
+    batcher.submit(Item("a"), lost, "", 0)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert lost.answer.error.code == "internal"
     assert "dispatch_failed" in caplog.text
     transport.send = send
     good = caller()
-    batcher.submit(Item("b"), good, None, 0, "", 0)
+    batcher.submit(Item("b"), good, "", 0)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     transport.answer()
@@ -390,7 +390,7 @@ async def test_a_broken_scheduler_answers_every_caller_and_reports(make_batcher,
     told: list[bool] = []
     batcher.on_broken = lambda: told.append(True)
     waits = caller()
-    batcher.submit(Item("a"), waits, None, 0, "", 0)
+    batcher.submit(Item("a"), waits, "", 0)
 
     def poll(now: float) -> list[object]:
         raise KeyError("a bug")
@@ -505,7 +505,7 @@ async def test_a_suspect_runs_apart_until_a_worker_survives_it(make_batcher, tra
 async def test_the_row_that_kills_its_worker_fails_alone_in_a_request_of_many(make_batcher, transport, caller) -> None:
     batcher = make_batcher(max_batch_size=4)
     sink = caller()
-    batcher.submit(Item(["a", "bad", "b"], rows=3, many=True), sink, None, 0, "", 1)
+    batcher.submit(Item(["a", "bad", "b"], rows=3, many=True), sink, "", 1)
     await turns()
     while transport.sent:
         item = transport.sent[0][0].items[0]
@@ -525,7 +525,7 @@ async def test_without_leave_to_run_again_a_death_is_the_result_of_the_items_tha
 ) -> None:
     batcher = make_batcher(max_batch_size=2, idempotent=False)
     sink = caller()
-    batcher.submit(Item(["a", "b", "c"], rows=3, many=True), sink, None, 0, "", 1)
+    batcher.submit(Item(["a", "b", "c"], rows=3, many=True), sink, "", 1)
     await turns()
     await died(batcher, transport)
     transport.answer(results=[ItemResult(["c"])])

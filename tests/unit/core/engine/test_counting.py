@@ -68,7 +68,7 @@ class Bench:
         self.accepted = 0
 
     def submit(self, sink: Any, **keys: Any) -> Any:
-        call = self.batcher.submit(Item(b"x", **keys), sink, None, 0, "", 1)
+        call = self.batcher.submit(Item(b"x", **keys), sink, "", 1)
         self.accepted += 1
         return call
 
@@ -232,14 +232,14 @@ async def test_a_partial_result_does_not_answer_the_whole_request(bench, caller)
 
 
 @pytest.mark.parametrize(
-    ("error", "reason", "item", "budget_s"),
+    ("error", "reason", "item"),
     [
-        (BadRequest, "bad_request", Item(b"x", rows=0), None),
-        (BadRequest, "bad_request", Item(b"x", rows=1000), None),
-        (DeadlineExceeded, "expired", Item(b"x"), 0.0),
+        (BadRequest, "bad_request", Item(b"x", rows=0)),
+        (BadRequest, "bad_request", Item(b"x", rows=1000)),
+        (DeadlineExceeded, "expired", Item(b"x", budget_s=0.0)),
     ],
 )
-async def test_a_request_that_is_refused_has_come_and_is_counted_by_its_reason(error, reason, item, budget_s) -> None:
+async def test_a_request_that_is_refused_has_come_and_is_counted_by_its_reason(error, reason, item) -> None:
     ledger = Ledger()
     async with Engine(observers=[ledger]) as engine:
         batching = BatchingConfig(max_batch_size=4, max_queue=8)
@@ -247,7 +247,7 @@ async def test_a_request_that_is_refused_has_come_and_is_counted_by_its_reason(e
             "m", ModelConfig(target="", transport="inline", batching=batching), target=lambda items: items
         )
         with pytest.raises(error):
-            engine.submit("m", None, item, lambda result: None, budget_s=budget_s)
+            engine.submit("m", None, item, lambda result: None)
         assert (ledger.arrivals, ledger.reasons) == (1, Counter({reason: 1}))
 
 
@@ -274,7 +274,7 @@ async def test_an_unready_model_counts_refused_requests() -> None:
     async with Engine(observers=[ledger]) as engine:
         handle = engine.prepare("m", ModelConfig(target="", transport="inline"), target=lambda items: items)
         with pytest.raises(ModelNotReady):
-            handle.submit(Item(b"x"), lambda result: None, None, 0)
+            handle.submit(Item(b"x"), lambda result: None)
         assert (ledger.arrivals, ledger.reasons) == (1, Counter(model_not_ready=1))
 
 

@@ -43,7 +43,7 @@ async def passes(count: int = 5) -> None:
 async def test_a_flood_of_requests_leaves_passes_of_the_loop_to_others() -> None:
     backend, inbox = new_inbox()
     for n in range(3 * A_PASS):
-        inbox.put("m", Item(n), Silent(), None, 0)
+        inbox.put("m", Item(n), Silent())
     seen = []
     while backend.submitted < 3 * A_PASS:
         await asyncio.sleep(0)
@@ -63,7 +63,7 @@ async def test_the_error_of_a_refused_request_does_not_keep_its_item() -> None:
     item, keeper = Item(np.zeros(1)), Keeper()
     gone = weakref.ref(item.payload)
     _, inbox = new_inbox(Full())
-    inbox.put("m", item, keeper, None, 0)
+    inbox.put("m", item, keeper)
     del item
     await passes()
     assert isinstance(keeper.result.error, QueueFull)
@@ -76,23 +76,23 @@ async def test_requests_that_change_nothing_wait_without_a_wake_up() -> None:
     inbox.allow(busy, 2)
     inbox.allow(busier, 9)
     for n in range(2):
-        inbox.put("m", Item(n), Silent(), None, 0)
+        inbox.put("m", Item(n), Silent())
     await passes()
     assert backend.submitted == 0
-    inbox.put("m", Item(2), Silent(), None, 0)
+    inbox.put("m", Item(2), Silent())
     await passes()
     assert backend.submitted == 3
-    for item, budget_s, priority in ((Item([1, 2], rows=2, many=True), None, 0), (Item(1), 5.0, 0), (Item(1), None, 1)):
+    for item in (Item([1, 2], rows=2, many=True), Item(1, budget_s=5.0), Item(1, priority=1)):
         before = backend.submitted
-        inbox.put("m", item, Silent(), budget_s, priority)
+        inbox.put("m", item, Silent())
         await passes()
         assert backend.submitted == before + 1, "several rows, a deadline or a low class"
-    inbox.put("m", Item(3), Silent(), None, 0)
+    inbox.put("m", Item(3), Silent())
     inbox.allow(busy, 0)
     await passes()
     assert backend.submitted == 7, "what was put before a batcher became idle"
     inbox.allow(busy, None)
-    inbox.put("m", Item(4), Silent(), None, 0)
+    inbox.put("m", Item(4), Silent())
     await passes()
     assert backend.submitted == 7, "a batcher that has ended does not count"
 
@@ -102,7 +102,7 @@ async def test_a_request_waits_at_most_a_moment_for_another_reason_to_run() -> N
     for _ in range(2):
         inbox.allow(backend, 100)
         before = time.monotonic()
-        inbox.put("m", item := Item(1), Silent(), None, 0)
+        inbox.put("m", item := Item(1), Silent())
         assert before <= item.arrived_s <= time.monotonic()
         await asyncio.wait_for(backend.came.wait(), 10)
         backend.came.clear()
@@ -113,8 +113,8 @@ async def test_a_callback_keeps_its_place_among_the_requests() -> None:
     inbox.allow(backend, 100)
     seen: list[int] = []
     for _ in range(2):
-        inbox.put("m", Item(1), Silent(), None, 0)
+        inbox.put("m", Item(1), Silent())
         inbox.post(lambda: seen.append(backend.submitted))
-    inbox.put("m", Item(1), Silent(), None, 0)
+    inbox.put("m", Item(1), Silent())
     await passes()
     assert (seen, backend.submitted) == ([1, 2], 3)

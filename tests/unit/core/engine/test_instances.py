@@ -99,7 +99,7 @@ class Stage:
     def ask(self) -> list[ItemResult]:
         """Submits a request; its answer comes into the list."""
         answer: list[ItemResult] = []
-        self.handle.submit(Item(1), answer.append, None, 0)
+        self.handle.submit(Item(1), answer.append)
         return answer
 
     def answer(self) -> int:

@@ -353,7 +353,7 @@ def test_a_request_that_meets_the_close_is_refused_and_not_forgotten() -> None:
     inbox = portal._loop_thread.inbox
     portal.close()
     refused: list[Any] = []
-    inbox.put("m", Item(1), refused.append, None, 0)  # its thread looked before the close, and comes after it
+    inbox.put("m", Item(1), refused.append)  # its thread looked before the close, and comes after it
     assert [r.error.code for r in refused] == ["model_not_ready"]
     with pytest.raises(ModelNotReady):
         portal.statistics("m")

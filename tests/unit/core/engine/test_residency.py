@@ -248,7 +248,7 @@ async def test_requests_that_left_take_no_place_and_no_memory(monkeypatch: pytes
         slab = engine.allocate(100)
         assert isinstance(slab, Slab)
         engine.submit("m", None, Item(1), answers["cancelled"].append).cancel()
-        engine.submit("m", None, Item(2), answers["late"].append, budget_s=0.05)
+        engine.submit("m", None, Item(2, budget_s=0.05), answers["late"].append)
         engine.submit("m", None, Item(slab), answers["slab"].append)
         await until(lambda: bool(answers["late"]))
         assert handle.pending == 1

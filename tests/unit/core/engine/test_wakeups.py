@@ -76,7 +76,7 @@ def test_every_request_reaches_the_backend_of_a_portal(rooms: Sequence[int | Non
         inbox.backend = backend
         for room in rooms:  # a batcher's turns
             loop.call_soon(lambda room=room: inbox.allow("batcher", room))
-        put = lambda: inbox.put("m", Item(1), Caller(), None, 0)  # noqa: E731
+        put = lambda: inbox.put("m", Item(1), Caller())  # noqa: E731
         return [loop.work, put, put]
 
     explore([inbox_module], make)
@@ -97,7 +97,7 @@ def test_every_request_is_answered_when_a_portal_closes() -> None:
 
         def put() -> None:
             inbox.post(lambda: None)  # another caller leaves
-            inbox.put("m", Item(1), caller, None, 0)
+            inbox.put("m", Item(1), caller)
 
         return [close, put, put]
 
@@ -116,7 +116,7 @@ def test_a_caller_that_raises_leaves_nobody_behind_it_waiting() -> None:
 
         def put() -> None:
             inbox.post(fails)
-            inbox.put("m", Item(1), Caller(), None, 0)
+            inbox.put("m", Item(1), Caller())
 
         return [loop.work, put]
 

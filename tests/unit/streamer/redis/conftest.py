@@ -68,8 +68,8 @@ class Asker:
         """A future of the answer. Raises what `submit` raises."""
         answer: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
         many = isinstance(value, list)
-        item = Item(value, rows=len(value), many=True) if many else Item(value)
-        call = self.client.submit("model", None, item, answer.set_result, **keywords)
+        item = Item(value, rows=len(value), many=True, **keywords) if many else Item(value, **keywords)
+        call = self.client.submit("model", None, item, answer.set_result)
         answer.call = call
         return answer
 

@@ -100,7 +100,7 @@ async def receive(sock: Any) -> bytes:
 def a_call(number: int, value: Any) -> list[Any]:
     outbox = MessageWriter(None)
     item = Item(put_values(outbox, [seal(value)]), many=True)
-    return write(CallMessage(number, item, 0, []), outbox.buffers)
+    return write(CallMessage(number, item, []), outbox.buffers)
 
 
 async def test_a_peer_that_has_not_joined_takes_a_few_kilobytes_at_most(running: Running) -> None:

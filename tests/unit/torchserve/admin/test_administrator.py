@@ -661,8 +661,8 @@ async def test_a_pending_request_can_be_cancelled(server: ServerSetup, admin: Ad
 async def test_a_pending_request_can_expire(server: ServerSetup, admin: Administrator) -> None:
     go = await loading(server, admin)
     shown: list[Any] = []
-    item = Item(b"", codec="torchserve", headers=[])
-    server.components.backend.submit("m", None, item, shown.append, budget_s=0.02)
+    item = Item(b"", codec="torchserve", headers=[], budget_s=0.02)
+    server.components.backend.submit("m", None, item, shown.append)
     await asyncio.sleep(0.05)
     go()
     await server.until(lambda: bool(shown))
