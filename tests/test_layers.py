@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("backoff", "errors", "types", "tasks", "plugins", "metrics", "values", "_version"),
     ("config",),
-    ("core.contracts", "core.os_threads", "core.import_alias", "core.arrays"),
+    ("core.contracts", "core.os_threads", "core.import_alias", "core.arrays", "core.readings"),
     ("core.codecs",),
     ("core.batching", "core.wire"),
     ("core.worker",),

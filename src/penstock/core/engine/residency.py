@@ -7,14 +7,12 @@ import math
 import os
 import time
 from collections.abc import Coroutine, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from penstock.backoff import Backoff
 from penstock.core.batching.residency import Residency, ResidentModel
+from penstock.core.readings import private_bytes
 from penstock.errors import ConfigError, LoadFailed, LoadOutOfMemory, ModelNotReady, PenstockError, describe
 
 if TYPE_CHECKING:
@@ -278,9 +276,5 @@ def _resident(handle: "ModelHandle", budgets: Mapping[str, int]) -> ResidentMode
 
 def _measured(handle: "ModelHandle") -> dict[str, int]:
     """The memory of the workers on the CPU: what each has for itself, without what it shares with the server."""
-    total = 0
-    for pid in handle.instances.pids().values():
-        if pid != os.getpid():
-            with suppress(psutil.Error):  # the worker has just died
-                total += int(psutil.Process(pid).memory_full_info().uss)
+    total = sum(private_bytes(pid) for pid in handle.instances.pids().values() if pid != os.getpid())
     return {"cpu": total} if total and set(handle.instances.devices()) == {"cpu"} else {}

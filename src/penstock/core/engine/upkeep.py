@@ -4,13 +4,12 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
-import psutil
 from msgspec import Struct, field
 
 from penstock.config.schema import ModelConfig
 from penstock.core.engine.instances import Instances
+from penstock.core.readings import resident_bytes
 
 log = logging.getLogger("penstock.engine")
 
@@ -76,7 +75,7 @@ class Upkeep:
         self,
         config: ModelConfig,
         instances: Instances,
-        read: Callable[[int], int] = lambda pid: int(psutil.Process(pid).memory_info().rss),
+        read: Callable[[int], int] = resident_bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._instances, self._read, self._clock = config, instances, read, clock
@@ -96,8 +95,8 @@ class Upkeep:
             self._replace(slot, usage, f"requests={requests} max_requests={most}", now_s)
         if now_s >= usage.check_at_s and pid not in (0, os.getpid()):
             first, usage.check_at_s = not usage.check_at_s, now_s + CHECK_S
-            with suppress(psutil.Error):  # the worker has just died
-                self._check_memory(slot, usage, self._read(pid), now_s, first)
+            if nbytes := self._read(pid):  # 0: the worker has just died
+                self._check_memory(slot, usage, nbytes, now_s, first)
 
     def _replace(self, slot: int, usage: _Usage, why: str, now_s: float) -> None:
         if now_s >= usage.replace_at_s:

@@ -17,9 +17,9 @@ from msgspec import Struct, field
 
 from penstock._version import __version__
 from penstock.core.os_threads import usable_cores
+from penstock.core.readings import Gpus
 from penstock.errors import plain
 from penstock.perf.bench.measurement import SCHEMA
-from penstock.serving.observe.system import Gpus
 
 MACHINE: Final = ("cpu", "cores", "memory_gib", "gpus")  # the facts that figures depend on
 _LIBRARIES: Final = ("penstock", "uvloop", "httptools", "msgspec")

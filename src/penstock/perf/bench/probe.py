@@ -16,12 +16,12 @@ from typing import Any, Final
 import psutil
 from msgspec import Struct, field
 
+from penstock.core.readings import GpuReading, Gpus, cpu_s, resident_bytes
 from penstock.errors import PenstockError
 from penstock.perf.bench.figures import enough
 from penstock.perf.bench.measurement import Gpu, ServerStats
 from penstock.perf.bench.server import fetch
 from penstock.perf.bench.target import Target
-from penstock.serving.observe.system import GpuReading, Gpus
 
 EVERY_S: Final = 0.5
 FETCH_S: Final = 5.0
@@ -240,22 +240,13 @@ class ServerProbe:
                 self._readings.append(reading.result())
 
     def _sample_memory(self) -> None:
-        total = 0
-        for process in self._processes:
-            with suppress(psutil.Error):  # it has ended
-                total += process.memory_info().rss
-        if total:
+        if total := sum(map(resident_bytes, self._processes)):
             self.memory.append((time.perf_counter() - self._start_s, total))
 
 
 def _cpu_s(processes: Iterable[psutil.Process]) -> float:
     """The CPU time of the processes and of their ended children, so that a dead worker still counts."""
-    total = 0.0
-    for process in processes:
-        with suppress(psutil.Error):
-            times = process.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return total
+    return sum(cpu_s(process, children=True) for process in processes)
 
 
 def _merge_gpus(readings: list[list[GpuReading]]) -> list[Gpu]:

@@ -13,6 +13,7 @@ import psutil
 from msgspec import Struct
 
 from penstock.client.endpoint import Unreachable
+from penstock.core.readings import Gpus
 from penstock.core.worker.devices import expanded
 from penstock.errors import ConfigError, LoadFailed, PenstockError
 from penstock.perf.bench.measurement import Load, Measurement
@@ -27,7 +28,6 @@ from penstock.perf.tune.server import TunedModel, TunedServer
 from penstock.perf.tune.space import CandidateSettings, SearchSpace
 from penstock.perf.tune.system import BatchCurve, MeasuredRun
 from penstock.serving.http.flavor import resolve
-from penstock.serving.observe.system import Gpus
 from penstock.serving.protocols.route import RouteTable
 from penstock.serving.protocols.routes import TEMPLATES
 

@@ -242,9 +242,9 @@ def _sample_answer(parts: list[BatchPart]) -> SampleAnswer:
 
 def _memory() -> tuple[int, int]:
     """(bytes of this process alone, most bytes that PyTorch reserved on the GPU)."""
-    import psutil  # after the model, so that its load time excludes this import
+    from penstock.core.readings import private_bytes  # psutil after the model: its load time excludes this import
 
-    held = psutil.Process().memory_full_info().uss
+    held = private_bytes(os.getpid())
     torch: Any = sys.modules.get("torch")
     device = 0
     if torch is not None and torch.cuda.is_initialized():

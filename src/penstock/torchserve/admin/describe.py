@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-import psutil
 from msgspec import to_builtins
 
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import Engine, result_of
 from penstock.core.engine.instances import WorkerSnapshot
+from penstock.core.readings import Gpus, resident_bytes
 from penstock.errors import ModelNotFound, ModelNotReady, QueueFull
-from penstock.serving.observe.system import Gpus
 from penstock.torchserve.admin.models import ModelVersion
 from penstock.torchserve.admin.settings import SEQUENCE_KEYS
 from penstock.torchserve.admin.workers import DeviceAllocator
@@ -34,7 +33,7 @@ class ModelDescriber:
         self._engine = engine
         self._devices = devices
         self._ids = itertools.count(first_id)
-        self._gpus: Gpus | None = None
+        self._gpus = Gpus()
 
     def number(self, version: ModelVersion) -> list[WorkerSnapshot]:
         """The version's workers, each with an id in `version.worker_ids`. Call this after every change of workers."""
@@ -108,7 +107,6 @@ class ModelDescriber:
         """The usage of each GPU by device name, read on a thread because the driver may be slow."""
 
         def read() -> dict[str, str]:
-            self._gpus = self._gpus or Gpus()
             return {
                 f"cuda:{index}": f"gpuId::{index} utilization.gpu [%]::{busy:.0%} memory.used [MiB]::{used >> 20} MiB"
                 for (index, _), busy, used, _ in self._gpus.read()
@@ -124,15 +122,8 @@ def _worker(worker: WorkerSnapshot, number: int, usage: dict[str, str]) -> dict[
         "id": str(number),
         "startTime": since.replace("+00:00", "Z"),
         "status": "READY" if worker.up else "UNLOADING",
-        "memoryUsage": _resident_bytes(worker.pid),
+        "memoryUsage": resident_bytes(worker.pid) if worker.pid else 0,
         "pid": worker.pid,
         "gpu": gpu,
         "gpuUsage": usage.get(worker.device, "failed to obtained gpu usage") if gpu else "N/A",
     }
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        return int(psutil.Process(pid).memory_info().rss) if pid else 0
-    except psutil.Error:  # the process just ended
-        return 0

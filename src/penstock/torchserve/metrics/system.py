@@ -13,7 +13,7 @@ from typing import Final
 import psutil
 from msgspec import Struct
 
-from penstock.serving.observe.system import Gpus
+from penstock.core.readings import Gpus
 
 log = logging.getLogger("penstock.observe")
 
@@ -44,7 +44,7 @@ class SystemProbe:
 
     def __init__(self) -> None:
         psutil.cpu_percent()
-        self._gpus: Gpus | None = None
+        self._gpus = Gpus()
 
     async def measure(self) -> list[SystemMetric]:
         """All system metrics, read on a thread."""
@@ -61,8 +61,6 @@ class SystemProbe:
             ("MemoryUsed", memory.used / _MIB),
             ("MemoryUtilization", memory.percent),
         ]
-        if self._gpus is None:
-            self._gpus = Gpus()
         measured = [SystemMetric(name, ("Host",), float(value)) for name, value in found]
         for (index, _), busy, used, total in self._gpus.read():
             where = ("Host", index)

@@ -9,12 +9,12 @@ import pytest
 
 from penstock.client.endpoint import Unreachable, parse_url
 from penstock.core.contracts import BatchRecord
+from penstock.core.readings import GpuReading
 from penstock.perf.bench import probe as module
 from penstock.perf.bench.probe import MetricsPage, ServerProbe, between, read_page
 from penstock.perf.bench.server import Reply
 from penstock.perf.bench.target import Target
 from penstock.serving.observe.prometheus import PrometheusObserver
-from penstock.serving.observe.system import GpuReading
 
 
 def shown(observer: PrometheusObserver, model: str = "m") -> MetricsPage:

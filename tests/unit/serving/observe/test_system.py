@@ -3,15 +3,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from types import ModuleType
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.contracts import ServerSnapshot
-from penstock.serving.observe.system import Gpus, SystemMetrics
+from penstock.serving.observe.system import SystemMetrics
 from penstock.serving.observe.text import Page
 
 
@@ -55,36 +53,3 @@ def test_a_gpu_is_shown(one_gpu: ModuleType, reading: Callable[..., ServerSnapsh
     assert found["penstock_gpu_utilization_ratio"] == [(labels, 0.25)]
     assert found["penstock_gpu_memory_used_bytes"] == [(labels, 3)]
     assert found["penstock_gpu_memory_bytes"] == [(labels, 8)]
-
-
-def test_without_library_or_driver_there_are_no_gpus(
-    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, reading: Callable[..., ServerSnapshot]
-) -> None:
-    def fail() -> None:
-        raise RuntimeError("no driver")
-
-    monkeypatch.setattr(one_gpu, "nvmlInit", fail)
-    assert Gpus().read() == []
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert Gpus().read() == []
-    assert not any("gpu" in name for name in shown(SystemMetrics(), reading()))
-
-
-def test_a_driver_that_hangs_is_waited_for_once_and_not_for_long(
-    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    answers = threading.Event()
-    rates = one_gpu.nvmlDeviceGetUtilizationRates
-
-    def hang(handle: int) -> object:
-        answers.wait(30)
-        return rates(handle)
-
-    monkeypatch.setattr(one_gpu, "nvmlDeviceGetUtilizationRates", hang)
-    gpus = Gpus(limit_s=0.05)
-    assert gpus.read() == gpus.read() == []
-    assert caplog.text.count("gpus=silent") == 1
-    answers.set()
-    assert gpus._query is not None
-    gpus._query.join(10)
-    assert [labels for labels, *_ in gpus.read()] == [("0", "Card 9000")]

@@ -1,0 +1,97 @@
+"""Readings of processes and GPUs: memory, CPU time, utilization.
+
+Metrics pages, upkeep, TorchServe's descriptions and the bench share them. Only server processes load this module,
+because it loads psutil.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import psutil
+
+log = logging.getLogger("penstock.core")
+
+GpuReading = tuple[tuple[str, str], float, int, int]
+
+
+def resident_bytes(process: int | psutil.Process) -> int:
+    """Resident memory of a process; 0 once it has ended."""
+    try:
+        return int((psutil.Process(process) if isinstance(process, int) else process).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that a process shares with no other; 0 once it has ended."""
+    try:
+        return int(psutil.Process(pid).memory_full_info().uss)
+    except psutil.Error:
+        return 0
+
+
+def cpu_s(process: psutil.Process, children: bool = False) -> float:
+    """CPU time of a process, with `children` also of those that have ended; 0.0 once it has ended itself."""
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    own = times.user + times.system
+    return float(own + times.children_user + times.children_system if children else own)
+
+
+class Gpus:
+    """The NVIDIA GPUs of this machine; none without nvidia-ml-py.
+
+    A driver may hang, so a daemon thread queries it. A reader waits at most `limit_s` for it, and no new query starts
+    before the last one has ended.
+    """
+
+    def __init__(self, limit_s: float = 5.0) -> None:
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._nvml: Any = None
+        self._handles: list[tuple[tuple[str, str], Any]] = []
+        self._opened = False
+        self._query: threading.Thread | None = None
+        self._result: list[GpuReading] = []
+
+    def read(self) -> list[GpuReading]:
+        """((index, name), utilization, used bytes, total bytes) of each GPU; empty while the driver hangs."""
+        with self._lock:
+            if self._query is not None and self._query.is_alive():
+                return []
+            self._query = threading.Thread(target=self._run_query, name="penstock-gpus", daemon=True)
+            self._query.start()
+            self._query.join(self._limit_s)
+            if not self._query.is_alive():
+                return self._result
+        log.warning("gpus=silent limit_s=%g consequence=no_metrics_of_gpus_until_the_driver_answers", self._limit_s)
+        return []
+
+    def _run_query(self) -> None:
+        if not self._opened:
+            self._open()
+            self._opened = True
+        self._result = list(self._read())
+
+    def _open(self) -> None:
+        with suppress(Exception):  # the library, the driver or the GPU is missing
+            pynvml = import_module("pynvml")
+            self._nvml = pynvml
+            pynvml.nvmlInit()
+            for i in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+                name = pynvml.nvmlDeviceGetName(handle)
+                self._handles.append(((str(i), name.decode() if isinstance(name, bytes) else name), handle))
+
+    def _read(self) -> Iterator[GpuReading]:
+        for labels, handle in self._handles:
+            with suppress(Exception):  # a failed GPU must not hide the others
+                busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+                yield labels, busy, int(memory.used), int(memory.total)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import ModuleType
+
+import psutil
+import pytest
+
+from penstock.core.readings import Gpus, cpu_s, private_bytes, resident_bytes
+
+
+def test_a_process_has_memory_and_cpu_time_until_it_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = psutil.Process(child.pid)
+        assert resident_bytes(child.pid) > 0
+        assert 2**20 < private_bytes(os.getpid()) < resident_bytes(os.getpid())
+        child.kill()
+        child.wait()
+        assert resident_bytes(process) == resident_bytes(child.pid) == private_bytes(child.pid) == cpu_s(process) == 0
+    assert 0 < cpu_s(psutil.Process()) <= cpu_s(psutil.Process(), children=True)
+
+
+def test_without_library_or_driver_there_are_no_gpus(one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(one_gpu, "nvmlInit", fail)
+    assert Gpus().read() == []
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Gpus().read() == []
+
+
+def test_a_driver_that_hangs_is_waited_for_once_and_not_for_long(
+    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+    rates = one_gpu.nvmlDeviceGetUtilizationRates
+
+    def hang(handle: int) -> object:
+        answers.wait(30)
+        return rates(handle)
+
+    monkeypatch.setattr(one_gpu, "nvmlDeviceGetUtilizationRates", hang)
+    gpus = Gpus(limit_s=0.05)
+    assert gpus.read() == gpus.read() == []
+    assert caplog.text.count("gpus=silent") == 1
+    answers.set()
+    deadline = time.monotonic() + 10
+    while not (found := gpus.read()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [labels for labels, *_ in found] == [("0", "Card 9000")]
