@@ -31,6 +31,7 @@ LAYERS = (
     ("streamer", "pipeline", "bulk", "perf", "ray"),
     ("torchserve",),
     ("torchpipe",),
+    ("platforms",),
     ("cli", "testing", "__main__"),
 )
 ROW = {entry: row for row, entries in enumerate(LAYERS) for entry in entries}

@@ -6,7 +6,9 @@ import asyncio
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -53,6 +55,27 @@ def own_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         file = getattr(sys.modules[name], "__file__", None) or ""
         if name == "ts" or name.startswith("ts.") or file.startswith(str(tmp_path_factory.getbasetemp())):
             del sys.modules[name]
+
+
+@pytest.fixture
+def make_handler(tmp_path: Path, own_process: None) -> Callable[..., Any]:
+    """`make_handler("def handle(data, context): ...")` writes the handler's file and makes the model of it."""
+
+    import msgspec
+
+    from penstock.torchserve.handlers.handler import HandlerModel, HandlerSetup
+
+    def make(source: str, *, handler: str = "my_handler.py", load: bool = True, **setup: Any) -> HandlerModel:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "my_handler.py").write_text(textwrap.dedent(source))
+        setup = {"model_name": "m", "model_dir": str(folder), "handler": handler, **setup}
+        model = HandlerModel(None, setup=msgspec.to_builtins(msgspec.convert(setup, HandlerSetup)))
+        if load:
+            model.load("cpu")
+        return model
+
+    return make
 
 
 # ---- metrics

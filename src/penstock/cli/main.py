@@ -22,7 +22,7 @@ _COMMANDS = {
     "plan": "penstock.perf.plan.cli:plan",
     "pipeline": "penstock.pipeline.cli:pipeline",
     "queue": "penstock.streamer.redis.cli:queue",
-    "sagemaker": "penstock.torchserve.cli.sagemaker:sagemaker",
+    "sagemaker": "penstock.platforms.sagemaker:sagemaker",
     "serve": "penstock.cli.serve:serve",
     "simulate": "penstock.perf.simulate.cli:simulate",
     "torchserve": "penstock.torchserve.cli.torchserve:torchserve",

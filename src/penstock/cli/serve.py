@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from penstock.cli.platform import vertex_targets, with_platform
 from penstock.config.checks import check_bind
 from penstock.config.load import load_config
 from penstock.config.schema import Config
 from penstock.config.targets import devices_list, number_or_auto, read_options, split_targets
 from penstock.errors import ConfigError, PenstockError
+from penstock.platforms.native import vertex_targets, with_platform
 from penstock.plugins import is_pipeline_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # flags whose name differs from their key

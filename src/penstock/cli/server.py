@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from penstock._version import __version__
-from penstock.cli.platform import platform_routes
 from penstock.config.checks import LISTENERS, device_budgets, is_loopback, thrift_model, tokens_for
 from penstock.config.schema import Config
 from penstock.core.contracts import HttpSnapshot, ServerSnapshot
@@ -26,6 +25,7 @@ from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
 from penstock.core.engine.rules import check_devices
 from penstock.errors import ConfigError, PenstockError, install_hint
+from penstock.platforms.native import platform_routes
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import OriginPolicy, make_ssl_context, replace_ssl_context
 from penstock.serving.http.descriptors import share_connections

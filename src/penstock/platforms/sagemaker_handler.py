@@ -17,8 +17,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
-from penstock.config.platforms import sagemaker
 from penstock.errors import BadRequest, LoadFailed, out_of_memory
+from penstock.platforms import read_sagemaker
 from penstock.plugins import load_object
 from penstock.runtimes.torch import import_torch, load_module
 from penstock.serving.protocols.oip_binary import read_npy, read_npy_head
@@ -26,7 +26,7 @@ from penstock.torchserve.handlers.entry import LIBRARY
 from penstock.torchserve.protocol.api import error_body
 from penstock.torchserve.protocol.codec import media_type
 
-log = logging.getLogger("penstock.models")
+log = logging.getLogger("penstock.platforms")
 
 Step = Callable[..., Any]  # receives the context, then its arguments
 
@@ -50,7 +50,7 @@ class SageMaker:
 
     def initialize(self, context: Any) -> None:
         """Loads the script and the model. Raises LoadFailed, and the errors of the script."""
-        environment = sagemaker(os.environ)
+        environment = read_sagemaker(os.environ)
         self._context_of: Any = load_object(f"{LIBRARY}.context:context_of")
         self._default_accept = environment.default_accept
         model_dir = context.system_properties["model_dir"]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import LoadFailed, OutOfMemory
-from penstock.torchserve.cli.sagemaker import HANDLER
+from penstock.platforms.sagemaker import HANDLER
 from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
 
 Make = Callable[..., Any]

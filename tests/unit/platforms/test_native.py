@@ -6,9 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.main import main
-from penstock.cli.platform import platform_routes, vertex_targets, with_platform
 from penstock.config.schema import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError
+from penstock.platforms.native import platform_routes, vertex_targets, with_platform
 
 VERTEX = {"AIP_HTTP_PORT": "8085", "AIP_HEALTH_ROUTE": "/health", "AIP_PREDICT_ROUTE": "/predict"}
 MODEL = ModelConfig(target="app.py:Model")

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config.platforms import sagemaker, vertex
 from penstock.errors import ConfigError
+from penstock.platforms import read_sagemaker, read_vertex
 
 VERTEX = {"AIP_HTTP_PORT": "8085", "AIP_HEALTH_ROUTE": "/health", "AIP_PREDICT_ROUTE": "/v1/endpoints/1:predict"}
 
 
 def test_sagemakers_variables_have_its_toolkits_defaults() -> None:
-    found = sagemaker({})
+    found = read_sagemaker({})
     assert (found.port, found.model_dir, found.program, found.default_accept) == (
         8080,
         "/opt/ml/model",
@@ -21,7 +21,7 @@ def test_sagemakers_variables_have_its_toolkits_defaults() -> None:
 
 
 def test_sagemakers_variables_are_read() -> None:
-    found = sagemaker(
+    found = read_sagemaker(
         {
             "SAGEMAKER_BIND_TO_PORT": "8090",
             "SAGEMAKER_MULTI_MODEL": "true",
@@ -49,14 +49,14 @@ def test_a_wrong_variable_is_named(name: str, value: str, expected: str) -> None
     with pytest.raises(
         ConfigError, match=f"{name}: found (the string .{value}.|a string of 5000 characters), expected {expected}"
     ):
-        sagemaker({name: value})
+        read_sagemaker({name: value})
 
 
 def test_vertex_tells_port_routes_and_artifacts() -> None:
-    found = vertex({**VERTEX, "AIP_STORAGE_URI": "gs://bucket/model"})
+    found = read_vertex({**VERTEX, "AIP_STORAGE_URI": "gs://bucket/model"})
     assert (found.port, found.health_route, found.predict_route) == (8085, "/health", "/v1/endpoints/1:predict")
     assert found.storage_uri == "gs://bucket/model"
-    assert vertex(VERTEX).storage_uri == ""
+    assert read_vertex(VERTEX).storage_uri == ""
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_vertex_tells_port_routes_and_artifacts() -> None:
 )
 def test_a_wrong_variable_of_vertex_is_named(change: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        vertex({**VERTEX, **change})
+        read_vertex({**VERTEX, **change})

@@ -1,13 +1,13 @@
-"""`server.platform`: what `penstock serve` does on Vertex AI and SageMaker: its targets, its address and its routes."""
+"""`server.platform`: the targets, the address and the routes of `penstock serve` on Vertex AI and SageMaker."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from penstock.config.platforms import sagemaker, vertex
 from penstock.config.schema import Config
 from penstock.errors import ConfigError
+from penstock.platforms import read_sagemaker, read_vertex
 from penstock.plugins import is_model_file
 from penstock.serving.protocols import native
 from penstock.serving.protocols.oip_routes import error_body
@@ -19,7 +19,7 @@ CONFIGURATION = "penstock.toml"
 
 def vertex_targets(env: Mapping[str, str]) -> tuple[str, ...]:
     """The TARGET in the folder AIP_STORAGE_URI: penstock.toml, or the only model file. Raises ConfigError."""
-    uri = vertex(env).storage_uri
+    uri = read_vertex(env).storage_uri
     if "://" in uri:
         raise ConfigError(
             f"AIP_STORAGE_URI: found {uri}, which Penstock does not download; name a TARGET in the image, such as"
@@ -49,11 +49,11 @@ def with_platform(config: Config, env: Mapping[str, str]) -> Config:
         raise ConfigError(
             f"server.platform: {platform} calls one model, found {', '.join(sorted(names))}; name one of them"
         )
-    if platform == "sagemaker" and sagemaker(env).multi_model:
+    if platform == "sagemaker" and read_sagemaker(env).multi_model:
         raise ConfigError(
             "SAGEMAKER_MULTI_MODEL: the models are loaded later: start `penstock sagemaker serve` instead"
         )
-    port = vertex(env).port if platform == "vertex" else sagemaker(env).port
+    port = read_vertex(env).port if platform == "vertex" else read_sagemaker(env).port
     return replace(config, server=replace(config.server, host="0.0.0.0", port=port, grpc_port=0))
 
 
@@ -61,7 +61,7 @@ def platform_routes(config: Config, env: Mapping[str, str]) -> Sequence[Template
     """The routes that the platform calls, besides /ping."""
     model = next((model.name or section for section, model in config.models.items()), "")
     if config.server.platform == "vertex":
-        routes = vertex(env)
+        routes = read_vertex(env)
         return (
             replace(PING, path=routes.health_route),
             Template(routes.predict_route, "Predict on Vertex AI", codec="kserve", model=model, error_body=error_body),

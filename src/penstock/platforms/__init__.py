@@ -1,6 +1,7 @@
-"""Settings that managed platforms put in a container's environment: SageMaker and Vertex AI.
+"""Managed platforms, SageMaker and Vertex AI: the settings that they put in a container's environment.
 
-Every variable of a platform is read here. A wrong value is a ConfigError that names the variable.
+Every variable of a platform is read here, in servers and in workers. A wrong value is a ConfigError that names the
+variable. `native` adapts `penstock serve`; `sagemaker` and `sagemaker_handler` replace the toolkits of SageMaker.
 Source: "Use your own inference code" (SageMaker), "Custom container requirements" (Vertex AI), and the parameters of
 sagemaker-inference 1.10 and sagemaker-pytorch-inference 2.0.
 """
@@ -25,8 +26,8 @@ _MODEL_SETTINGS: Final = {  # of TorchServe, by variable; in ms and s
 }
 
 
-class SageMaker(Struct, frozen=True, kw_only=True):
-    """The environment of a SageMaker endpoint. Times are in seconds; `settings` configure TorchServe's models."""
+class SageMakerEnvironment(Struct, frozen=True, kw_only=True):
+    """The environment of a SageMaker endpoint. `settings` configure TorchServe's models, in its units."""
 
     port: int
     multi_model: bool
@@ -45,7 +46,7 @@ class SageMaker(Struct, frozen=True, kw_only=True):
         return f"{self.base_dir}/models" if self.multi_model else f"{self.base_dir}/model"
 
 
-class Vertex(Struct, frozen=True, kw_only=True):
+class VertexEnvironment(Struct, frozen=True, kw_only=True):
     """The environment of a Vertex AI endpoint. `storage_uri` is "" for a model without artifacts."""
 
     port: int
@@ -67,13 +68,13 @@ def _number(env: Mapping[str, str], name: str, default: int | None, most: int = 
     return number
 
 
-def sagemaker(env: Mapping[str, str]) -> SageMaker:
+def read_sagemaker(env: Mapping[str, str]) -> SageMakerEnvironment:
     """Raises ConfigError."""
     multi_model = env.get("SAGEMAKER_MULTI_MODEL", "false").lower()
     if multi_model not in ("true", "false"):
         raise ConfigError(f"SAGEMAKER_MULTI_MODEL: found {found(multi_model)}, expected true or false")
     megabytes = _number(env, "SAGEMAKER_MAX_PAYLOAD_IN_MB", None)
-    return SageMaker(
+    return SageMakerEnvironment(
         port=_number(env, "SAGEMAKER_BIND_TO_PORT", 8080, most=65535),
         multi_model=multi_model == "true",
         base_dir=env.get("SAGEMAKER_BASE_DIR") or "/opt/ml",
@@ -87,7 +88,7 @@ def sagemaker(env: Mapping[str, str]) -> SageMaker:
     )
 
 
-def vertex(env: Mapping[str, str]) -> Vertex:
+def read_vertex(env: Mapping[str, str]) -> VertexEnvironment:
     """Raises ConfigError."""
     missing = [name for name in ("AIP_HTTP_PORT", "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE") if not env.get(name)]
     if missing:
@@ -102,7 +103,7 @@ def vertex(env: Mapping[str, str]) -> Vertex:
         raise ConfigError(
             f"AIP_PREDICT_ROUTE: found {routes[1]!r}, which is AIP_HEALTH_ROUTE too; expected another path"
         )
-    return Vertex(
+    return VertexEnvironment(
         port=_number(env, "AIP_HTTP_PORT", 8080, most=65535),
         health_route=routes[0],
         predict_route=routes[1],

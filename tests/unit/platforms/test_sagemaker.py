@@ -6,13 +6,13 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.main import main
-from penstock.config.platforms import sagemaker
-from penstock.torchserve.cli.sagemaker import properties_of
+from penstock.platforms import read_sagemaker
+from penstock.platforms.sagemaker import properties_of
 
 
 def test_one_model_is_served_from_the_folder_of_the_platform(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    found = properties_of(sagemaker({"SAGEMAKER_BASE_DIR": str(tmp_path), "SAGEMAKER_TS_BATCH_SIZE": "4"}), True)
+    found = properties_of(read_sagemaker({"SAGEMAKER_BASE_DIR": str(tmp_path), "SAGEMAKER_TS_BATCH_SIZE": "4"}), True)
     assert found.load_models == [f"model={tmp_path}/model"]
     assert found.models == {"model": {"1.0": {"batchSize": 4}}}
     assert found.inference_address == found.management_address == "http://0.0.0.0:8080"
@@ -22,7 +22,7 @@ def test_one_model_is_served_from_the_folder_of_the_platform(tmp_path: Path) -> 
 
 
 def test_a_multi_model_endpoint_starts_without_models_and_may_load_them() -> None:
-    found = properties_of(sagemaker({"SAGEMAKER_MULTI_MODEL": "true", "SAGEMAKER_MAX_PAYLOAD_IN_MB": "1"}), True)
+    found = properties_of(read_sagemaker({"SAGEMAKER_MULTI_MODEL": "true", "SAGEMAKER_MAX_PAYLOAD_IN_MB": "1"}), True)
     assert found.load_models == []
     assert found.enable_model_api
     assert (found.default_workers_per_model, found.max_request_size) == (1, 2**20)

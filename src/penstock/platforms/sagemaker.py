@@ -8,13 +8,12 @@ from typing import Any, Final
 
 import click
 
-from penstock.config.platforms import SageMaker
-from penstock.config.platforms import sagemaker as read_environment
 from penstock.errors import ConfigError, PenstockError
+from penstock.platforms import SageMakerEnvironment, read_sagemaker
 from penstock.torchserve.cli.torchserve import ServerOptions
 from penstock.torchserve.config.properties import Properties
 
-HANDLER: Final = "penstock.torchserve.handlers.sagemaker"
+HANDLER: Final = "penstock.platforms.sagemaker_handler"
 MODEL: Final = "model"
 
 
@@ -36,7 +35,7 @@ def serve(insecure: bool) -> None:
     A model is a folder with TorchScript in model.pt, or with code/inference.py.
     """
     try:
-        environment = read_environment(os.environ)
+        environment = read_sagemaker(os.environ)
         options = ServerOptions(properties=properties_of(environment, insecure), snapshots=False)
         install_requirements(environment)
         from penstock.torchserve.cli.server import run
@@ -50,7 +49,7 @@ def serve(insecure: bool) -> None:
     sys.exit(code)
 
 
-def properties_of(environment: SageMaker, insecure: bool) -> Properties:
+def properties_of(environment: SageMakerEnvironment, insecure: bool) -> Properties:
     """The configuration of the server. Raises ConfigError."""
     if not insecure:
         raise ConfigError(
@@ -88,7 +87,7 @@ def properties_of(environment: SageMaker, insecure: bool) -> Properties:
     )
 
 
-def install_requirements(environment: SageMaker) -> None:
+def install_requirements(environment: SageMakerEnvironment) -> None:
     """Installs the packages of `code/requirements.txt`, if it exists, for the workers. Raises InstallFailed."""
     file = Path(environment.model_dir, "code", "requirements.txt")
     if not file.is_file():
