@@ -50,6 +50,24 @@ for copy in sys.argv[1:]:
 """
 
 
+WITHOUT_TORCHPIPE = """
+from penstock.errors import ConfigError
+from penstock.pipeline.check import check
+from penstock.pipeline.load import parse_graph
+
+def graph(**keys):
+    check(parse_graph({"a": {"ops": ["Identity"]} | keys}, name="t", folder="/"))
+
+graph(ops=["DecodeMat", {"op": "ResizeMat", "resize_h": 2, "resize_w": 3}, "Copy[data_format:kept]"], max_batch=4)
+for keys in ({"ops": ["S[Identity]"]}, {"ops": ["cp[a:b]"]}, {"filter": "HasKey"}, {"instance_num": 2}):
+    try:
+        graph(**keys)
+    except ConfigError:
+        continue
+    raise AssertionError(f"without TorchPipe's package nothing knows {keys}")
+"""
+
+
 def remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
@@ -90,3 +108,9 @@ def test_without_a_subsystem_everything_else_works(subsystem: str, copies: dict[
             remove(tests / "unit" / folder / f"test_{file}")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/unit"]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(src)}, cwd=tmp_path, check=True)
+
+
+@pytest.mark.slow
+def test_torchpipes_dialect_is_deleted_with_its_package(copies: dict[str, Path]) -> None:
+    env = {**os.environ, "PYTHONPATH": str(copies["torchpipe"])}
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCHPIPE], env=env, check=True, cwd="/")

@@ -17,8 +17,9 @@ from penstock.config.schema import SECTIONS
 from penstock.pipeline.describe import default_of, first_line
 from penstock.pipeline.keys import NODE, PIPELINE, Key
 from penstock.pipeline.ops.base import Op
-from penstock.pipeline.ops.catalog import ALIASES, BUILTIN, NOT_HERE, find
+from penstock.pipeline.ops.catalog import BUILTIN, find
 from penstock.pipeline.ops.parameters import OpParameter, parameters_of
+from penstock.torchpipe.ops import ALIASES, NOT_HERE, OPS
 from penstock.values import expected
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -140,7 +141,7 @@ def _keys(keys: Mapping[str, Key]) -> str:
 def _ops() -> str:
     rows = []
     known: dict[type[Op], str] = {}
-    for name in (name for name in BUILTIN if name not in ALIASES):
+    for name in (name for name in (*BUILTIN, *OPS) if name not in ALIASES):
         cls = find(name)
         first = known.setdefault(cls, name)
         params = ", ".join(_parameter(p) for p in parameters_of(cls).values()) if first == name else ""

@@ -45,6 +45,10 @@ BUILTIN: dict[str, dict[str, str]] = {
         "module": "penstock.runtimes.files:module_model",
         "pipeline": "penstock.pipeline.model:PipelineModel",
     },
+    # further notations of pipelines' files
+    "dialect": {
+        "torchpipe": "penstock.torchpipe.dialect:DIALECT",
+    },
     "policy": {
         "adaptive": "penstock.core.batching.policies.adaptive:Adaptive",
         "fixed": "penstock.core.batching.policies.fixed:Fixed",

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from penstock.errors import ConfigError
 from penstock.pipeline.convert import to_toml
-from penstock.pipeline.dialect import TORCHPIPE
+from penstock.pipeline.dialect import parse
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph
-from penstock.pipeline.lower import parse
+from penstock.torchpipe.dialect import TORCHPIPE
 
 FOLDER = "/srv/nets"
 MILLISECONDS = st.floats(0.001, 1e6) | st.integers(1, 10_000)

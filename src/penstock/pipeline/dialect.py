@@ -1,236 +1,174 @@
-"""TorchPipe's TOML dialect: its keys, and the translation of a table to native keys.
+"""Expressions of ops, and Dialect: what another notation of pipelines' files adds to the native one.
 
-docs/migrate-from-torchpipe.md shows the table of keys. A test keeps both equal.
+Expressions are the values of `backend`: `A[B]` is A around B, `A[B, C]` A around both, `A(k=v)[B]` gives A a parameter,
+`(f)A` puts the filter f before A. White space is ignored. Positions count from 1 in the original text.
 """
 
+from __future__ import annotations
+
 import re
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError
-from penstock.pipeline.compat import with_backend
-from penstock.pipeline.keys import Key, TomlSource
-from penstock.values import found
+from penstock.pipeline.keys import TomlSource
+from penstock.plugins import BUILTIN, load_object
 
-KeyState = Literal["used", "accepted", "ignored", "rewritten", "not supported"]
+_NAME = re.compile(r"[\w.:/-]+")  # an op, or the target in its brackets: pkg.mod:Class, app/post.py:Boxes
+_DEPTH = 20  # brackets; only typing errors and attacks have more
 
 
-class TorchPipeKey(Struct, frozen=True):
-    """A key of TorchPipe's files.
-
-    "accepted" keys are kept, but a graph that has them does not run yet. "ignored" keys change no result and cause a
-    warning. "rewritten" keys become others before they are read (`compat`). "not supported" keys cause an error with
-    the reason `why`.
-    """
+class Expression(Struct, frozen=True):
+    """One name with its filter, parameters and arguments. `filter` is empty if there is none."""
 
     name: str
-    state: KeyState
-    why: str
+    args: tuple[Expression, ...] = ()
+    params: dict[str, str] = field(default_factory=dict)
+    filter: str = ""
+    position: int = 1
 
 
-def _keys(state: KeyState, *rows: tuple[str, str]) -> list[TorchPipeKey]:
-    """The keys of rows: names with spaces between, and the reason."""
-    return [TorchPipeKey(name, state, why) for names, why in rows for name in names.split()]
+def parse(text: str) -> Expression:
+    """The tree of an expression. Raises ConfigError: what was found, at which character, what was expected."""
+    return _Parser(text).whole()
 
 
-_TORCHPIPE = [
-    *_keys(
-        "used",
-        ("backend next map filter or instance_num max min batching_timeout device_id node_name", ""),
-        ("model model::cache precision mean std input_reorder output_reorder", ""),  # of ops, as those that follow
-        ("color data_format resize_h resize_w split_size", ""),
-        ("jump split merge", ""),
-    ),
-    *_keys(
-        "ignored",
-        ("model::timingcache", "kept next to the engine"),
-        ("max_workspace_size weight_budget_percentage allocator", "left to the runtime"),
-        ("log_level Logger::path Logger::level", "see logging"),
-        ("priority", "the runtime controls its streams"),
-        ("force_range range", "batches are formed from the items that wait"),
-        ("fake_instance_num", "`max` and `min` give the sizes of batches"),
-        ("number_factor", "batches have one shape without sorting"),
-        ("request_size", "each row of a tensor counts"),
-        ("calibrate_input calibrate_cache", "int8 engines are built from quantized ONNX files"),
-        ("precision::fp16 precision::output::fp16", "the node has one precision"),
-        ("opt save_engine", "left to the runtime; see model::cache"),
-    ),
-    *_keys(
-        "rewritten",
-        ("Interpreter::backend PipelineV3::backend Schedule::backend scheduler node_entrypoint entrypoint", ""),
-        ("preprocessor pre_processor batch_process postprocessor post_processor model_type", ""),
-        ("precision::fp32 precision::output::fp32 force_layer_norm_pattern_fp32", ""),
-        ("instances_grp active_instances_grp borrow_from", ""),
-    ),
-    *_keys(
-        "not supported",
-        ("Interpreter::env", "set environment variables before the server starts"),
-        ("register_config", "it is of C++ backends; name a Python one in `backend`"),
-        ("cal_request_size_method", "each row of a tensor counts; other weights need C++"),
-        ("contiguous_batching restart", "serve language models as separate models"),
-    ),
-]  # fmt: skip
-TORCHPIPE = {key.name: key for key in _TORCHPIPE}
-"""All known keys of TorchPipe's files, by name."""
-
-NO_EFFECT = {
-    "Interpreter::env": ("Logger", "FileLogger", "SpdLogger"),
-    "cal_request_size_method": ("CalTorchBatchSize", "AddRequestSizeTensor"),
-    "contiguous_batching": (0, "0", False),
-}
-"""Values of keys that are not supported otherwise: they name what happens anyway."""
-
-TASK_KEYS = {
-    name.upper(): name
-    for name in (
-        "context", "cpu_result", "data", "event", "node_name", "request", "request_size", "restart", "result", "tmp",
-    )
-} | {"BOX": "_box", "DEFAULT_NAME": "_default_node_name", "INFO": "_info", "STACK": "_stack"}  # fmt: skip
-"""Field names by the middle part of TorchPipe's constants: `TASK_DATA_KEY` is `data`."""
-
-_TASK_KEY = re.compile(r"\bTASK_([A-Z_]+?)_KEY\b")
-_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?")
-_MAP_PART = re.compile(r"([^\[\],]*)\[([^\[\]]*)\]")
-_RENAMED = {
-    "instance_num": "instances",
-    "batching_timeout": "wait_ms",
-    "jump": "body",
-    "split": "each",
-    "merge": "gather",
-}
+def text_of(expression: Expression) -> str:
+    """The expression as text again, without white space."""
+    guard = f"({expression.filter})" if expression.filter else ""
+    params = ",".join(f"{key}={value}" for key, value in expression.params.items())
+    args = ",".join(map(text_of, expression.args))
+    return f"{guard}{expression.name}{f'({params})' if params else ''}{f'[{args}]' if args else ''}"
 
 
-def native_table(table: dict[str, Any], node: str, source: TomlSource) -> dict[str, Any]:
-    """The table with native keys instead of TorchPipe's. Other keys stay. Raises ConfigError."""
-    given: dict[str, Any] = {}
-    table = {key: _of_groups(key, value, node, source) for key, value in table.items()}
-    for key, value in with_backend(table, node, source).items():
-        known = TORCHPIPE.get(key)
-        if known is not None and value in NO_EFFECT.get(key, ()):
-            source.warn(node, key, f"is ignored: {known.why}")
-            continue
-        if known is not None and known.state == "not supported":
-            raise source.error(node, key, f"is not supported: {known.why}")
-        if known is None and key.endswith("::backend"):
-            outer = key.removesuffix("::backend")
-            raise source.error(node, key, f'is not supported: write backend = "{outer}[{value}]"')
-        if known is not None and known.state == "ignored":
-            source.warn(node, key, f"has no meaning here and is ignored: {known.why}")
-            continue
-        if key == "node_name" and value == node:  # TorchPipe's parse_toml writes it
-            continue
-        given[key] = _with_field_names(value, node, key, source)
-    native: dict[str, Any] = {}
-    for key, value in given.items():
-        known_before = set(native)
-        try:
-            _add(native, key, value, given)
-        except ConfigError as e:
-            raise source.error(node, key, e.message) from None
-        for name in native.keys() - known_before - {key}:
-            source.renamed(node, name, key)
-        if key == "device_id" and native["device"] == "cpu":
-            source.warn(node, key, "there is no GPU: the node runs on the CPU")
-    return native
+class _Parser:
+    def __init__(self, text: str) -> None:
+        places = [(c, i) for i, c in enumerate(text, 1) if not c.isspace()]
+        self._source = text
+        self._text = "".join(c for c, _ in places)
+        self._places = [i for _, i in places] + [len(text) + 1]
+        self._at = 0
+
+    def whole(self) -> Expression:
+        found = self._expression(0)
+        if self._at < len(self._text):
+            raise self._error("the end")
+        return found
+
+    def _expression(self, depth: int) -> Expression:
+        if depth > _DEPTH:
+            raise self._error(f"brackets at most {_DEPTH} deep")
+        position = self._places[self._at]
+        guard = ""
+        if self._next("("):
+            guard = self._name("the name of a filter")
+            self._expect(")", "')' after the filter")
+        name = self._name("a name")
+        params = self._params() if self._next("(") else {}
+        args: list[Expression] = []
+        if self._next("["):
+            args.append(self._expression(depth + 1))
+            while self._next(","):
+                args.append(self._expression(depth + 1))
+            self._expect("]", "',' or ']'")
+        return Expression(name, tuple(args), params, guard, position)
+
+    def _params(self) -> dict[str, str]:
+        """`k=v, k=v)`. A part without "=" continues the previous value, as in `mean=1,2,3`."""
+        end = self._text.find(")", self._at)
+        if end < 0:
+            self._at = len(self._text)
+            raise self._error("')' after the parameters")
+        params: dict[str, str] = {}
+        key = ""
+        for part in self._text[self._at : end].split(","):
+            name, equals, value = part.partition("=")
+            if equals and name in params:
+                raise self._error(f"'{name}' once")
+            if not (name if equals else key):
+                raise self._error("a parameter such as resize_h=224")
+            key, params[name if equals else key] = (name, value) if equals else (key, f"{params[key]},{part}")
+            self._at += len(part) + 1
+        return params
+
+    def _name(self, expected: str) -> str:
+        match = _NAME.match(self._text, self._at)
+        if match is None:
+            raise self._error(expected)
+        self._at = match.end()
+        return match[0]
+
+    def _next(self, char: str) -> bool:
+        if not self._text.startswith(char, self._at):
+            return False
+        self._at += 1
+        return True
+
+    def _expect(self, char: str, expected: str) -> None:
+        if not self._next(char):
+            raise self._error(expected)
+
+    def _error(self, expected: str) -> ConfigError:
+        found = f"'{self._text[self._at]}'" if self._at < len(self._text) else "the end"
+        where = f"at character {self._places[self._at]} of '{self._source[:200]}'"
+        return ConfigError(f"{where}: found {found}, expected {expected}")
 
 
-def _of_groups(key: str, value: Any, node: str, source: TomlSource) -> Any:
-    """The value of a node whose instances are groups, as in `model = "1.onnx&4.onnx"`: each runs other batch sizes.
+class OpDraft(Struct):
+    """An op before the node's keys are added: its own parameters, and the filter before it.
 
-    Each instance here has all of them.
+    Keys may have one value for each of the `places` in a sequence, as in `color = "rgb|bgr"`; the op is in `place`.
     """
-    if not isinstance(value, str) or "&" not in value or key not in TORCHPIPE:
-        return value
-    groups = ["".join(group.split()) if key == "backend" else group.strip() for group in value.split("&")]
-    match key:
-        case "model" | "model::cache":
-            return groups
-        case "max" | "min":
-            return ";".join(groups)
-        case "instance_num" | "batching_timeout" if all(_NUMBER.fullmatch(group) for group in groups):
-            return max(groups, key=float)
-    if len(set(groups)) > 1:
-        varied = "model, model::cache, max, min, instance_num and batching_timeout"
-        raise source.error(node, key, f"found {found(value)}: groups of a node ('&') may have other {varied} only")
-    return groups[0]
+
+    op: str
+    params: dict[str, Any]
+    filter: str = ""
+    place: int = 0
+    places: int = 1
+
+    def own(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys with the values for this op."""
+        found = {}
+        for key, value in keys.items():
+            parts = value.split("|") if isinstance(value, str) and self.places > 1 else []
+            if len(parts) != self.places:
+                found[key] = value
+            elif part := parts[self.place].strip():
+                found[key] = part
+        return found
 
 
-def _with_field_names(value: Any, node: str, key: str, source: TomlSource) -> Any:
-    """The value with field names instead of TASK_..._KEY."""
-    if not isinstance(value, str):
-        return value
+class Dialect(Struct, frozen=True):
+    """What a dialect adds. The native notation works without any; the package of a dialect may be deleted.
 
-    def field(match: re.Match[str]) -> str:
-        if match[1] not in TASK_KEYS:
-            known = ", ".join(f"TASK_{name}_KEY" for name in sorted(TASK_KEYS))
-            raise source.error(node, key, f"found {match[0]}, expected one of {known}")
-        return TASK_KEYS[match[1]]
-
-    return _TASK_KEY.sub(field, value)
-
-
-def _add(native: dict[str, Any], key: str, value: Any, given: dict[str, Any]) -> None:
-    match key:
-        case "max" | "min":
-            entries = _batch(key, value)
-        case "map":
-            entries = {"inputs": map_inputs(value)}
-        case "device_id":
-            entries = {"device": _device(value)}
-        case "or":
-            entries = {"filter": "or"} if Key(bool, "").read(value) else {}
-        case _:
-            entries = {_RENAMED.get(key, key): value}
-    for name in entries:
-        if name in native or (name != key and name in given):
-            raise ConfigError(f"is another spelling of '{name}', which is also set; remove one of them")
-    native.update(entries)
-
-
-def _batch(key: str, value: Any) -> dict[str, Any]:
-    """The native keys for `max` and `min`.
-
-    The value is a number, or a shape `4x3x224x224` whose first number is the batch's. `;` separates instances, and `,`
-    the inputs of the model, which must agree.
+    - `keys`: its known keys. `used_keys` are proposed for misspelled ones.
+    - `tables`: returns the nodes' tables in the native structure; `table`: one table with native keys.
+    - `flatten`: returns the ops of an expression that is more than one op, otherwise None.
+    - `place`: sets the places of a `backend`'s ops, for keys with one value for each of them.
+    - `fan_out`: returns the ops that are left when those which fan out have become values of the node's keys.
+    - `ops`, `filters`: further ones, by name. `filter_names` has all spellings by their lower case.
+    - `absent_ops`: why an op is not available, by its name in lower case.
     """
-    instances = [{_first(shape, value) for shape in part.split(",")} for part in str(value).split(";")]
-    if any(len(inputs) > 1 for inputs in instances):
-        raise ConfigError(f"found {found(value)}, expected the same batch for each input of the model")
-    sizes = sorted({size for inputs in instances for size in inputs})
-    if key == "min":
-        return {"min_batch": sizes[0]}
-    return {"max_batch": sizes[-1]} | ({"sizes": sizes} if len(sizes) > 1 else {})
+
+    keys: frozenset[str] = frozenset()
+    used_keys: tuple[str, ...] = ()
+    tables: Callable[[dict[str, dict[str, Any]], TomlSource], dict[str, dict[str, Any]]] = lambda tables, source: tables
+    table: Callable[[dict[str, Any], str, TomlSource], dict[str, Any]] = lambda table, node, source: table
+    flatten: Callable[[Expression], list[OpDraft] | None] = lambda expression: None
+    place: Callable[[Expression, list[OpDraft]], None] = lambda expression, drafts: None
+    fan_out: Callable[[list[OpDraft], dict[str, Any]], list[OpDraft]] = lambda drafts, values: drafts
+    ops: Mapping[str, str] = {}
+    absent_ops: Mapping[str, str] = {}
+    filters: Mapping[str, Callable[..., Callable[[dict[str, Any]], str]]] = {}
+    filter_names: Mapping[str, str] = {}
 
 
-def _first(shape: str, value: Any) -> int:
-    numbers = shape.strip().split("x")
-    if not all(n.strip().isdecimal() for n in numbers) or int(numbers[0]) < 1:
-        raise ConfigError(f"found {found(value)}, expected a whole number, 1 or more, or a shape such as 4x3x224x224")
-    return int(numbers[0])
-
-
-def _device(value: Any) -> str:
-    text = str(value).strip()
-    if not text.isdecimal():
-        raise ConfigError(f"found {found(value)}, expected the number of a GPU, such as 0")
-    return f"cuda:{text}" if visible_gpus() else "cpu"
-
-
-def map_inputs(value: Any) -> dict[str, str]:
-    """`src[srckey:dstkey,...],...` as `{dstkey: "src.srckey"}`; without a node name, as `{dstkey: ".srckey"}`."""
-    text = "".join(str(value).split())
-    parts = _MAP_PART.findall(text)
-    if not parts or ",".join(f"{node}[{pairs}]" for node, pairs in parts) != text.strip(","):
-        raise ConfigError(f"found {found(value)}, expected for instance prep[result:data,box:box]")
-    inputs: dict[str, str] = {}
-    for node, pairs in parts:
-        for pair in filter(None, pairs.split(",")):
-            source, colon, name = pair.partition(":")
-            if not colon or not source or not name or ":" in name or "|" in pair:
-                raise ConfigError(f"found '{pair}', expected a pair such as result:data")
-            if name in inputs:
-                raise ConfigError(f"found the field '{name}' twice; each may come from one place")
-            inputs[name] = f"{node}.{source}"
-    return inputs
+@cache
+def dialect() -> Dialect:
+    """TorchPipe's dialect, or one that adds nothing if its package is not there."""
+    known = BUILTIN.get("dialect", {})
+    found: Any = load_object(known["torchpipe"]) if known else Dialect()
+    return found  # type: ignore[no-any-return]

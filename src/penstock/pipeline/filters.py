@@ -1,17 +1,15 @@
-"""Filters decide for an item whether a node, or one of its steps, runs it. Programs may register more.
+"""Filters decide for an item whether a node, or one of its steps, runs it. Dialects and programs add them.
 
 A filter is written as its name, or with parameters: `HasKey(key=box)`.
 """
 
 import inspect
-import operator
-import random
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
-from penstock.errors import BadRequest, ConfigError
+from penstock.errors import ConfigError
+from penstock.pipeline.dialect import dialect
 from penstock.pipeline.ops.base import DATA, RESULT, Fields
-from penstock.values import convert
 
 Filter = Callable[[Fields], str]
 """Takes a copy of an item's fields, which it may change for the node, and returns one of OUTCOMES."""
@@ -23,10 +21,6 @@ At a step, the item leaves the node for every outcome between "skip" and "error"
 """
 
 
-def _always(outcome: str) -> Callable[[], Filter]:
-    return lambda: lambda fields: outcome
-
-
 def swap(fields: Fields) -> str:
     """Makes the previous result the data. Without a result the item ends."""
     if fields.get(RESULT) is None:
@@ -35,62 +29,7 @@ def swap(fields: Fields) -> str:
     return "run"
 
 
-def _half_chance() -> Filter:
-    return lambda fields: random.choice(("run", "skip"))
-
-
-def _target(target: str) -> Filter:
-    return lambda fields: swap(fields) if str(fields.get("target", target)) == target else "skip"
-
-
-def _swap_and_copy(name: str) -> Callable[[], Filter]:
-    def decide(fields: Fields) -> str:
-        if (outcome := swap(fields)) == "run":
-            fields[name] = fields[DATA]
-        return outcome
-
-    return lambda: decide
-
-
-def _has_key(key: str = "key") -> Filter:
-    return lambda fields: swap(fields) if key in fields else "skip"
-
-
-def _compare_long_key(compare_target: str, key: str = "key") -> Filter:
-    expected = convert(compare_target, int, "compare_target", loose=True)
-
-    def decide(fields: Fields) -> str:
-        try:
-            found = operator.index(fields[key])
-        except KeyError:
-            raise BadRequest(f"the filter CompareLongKey found no field '{key}'") from None
-        except TypeError:
-            kind = type(fields[key]).__name__
-            raise BadRequest(f"the filter CompareLongKey found a {kind} as '{key}', expected a whole number") from None
-        return swap(fields) if found == expected else "skip"
-
-    return decide
-
-
-BRANCHES: Final = {"haskey": "HasKey", "comparelongkey": "CompareLongKey"}
-"""Filters that are also TorchPipe's backends around one or two others: `HasKey[A,B]` runs A or B."""
-
-BUILTIN: Final[dict[str, Callable[..., Filter]]] = {
-    **{outcome: _always(outcome) for outcome in OUTCOMES[1:]},
-    "half_chance": _half_chance,
-    "Target": _target,
-    "result2key_1": _swap_and_copy("key_1"),
-    "result2other": _swap_and_copy("other"),
-    "HasKey": _has_key,
-    "CompareLongKey": _compare_long_key,
-}
-"""Besides `run`, `swap` and `or`, which nodes follow themselves."""
-
-_SPELLINGS = {name.lower(): name for name in BUILTIN} | {
-    "continue": "run", "run": "run", "swap": "swap", "or": "or", "serialskip": "serial_skip",
-    "subgraphskip": "subgraph_skip",
-}  # fmt: skip
-
+_NODES_OWN = {"run": "run", "swap": "swap", "or": "or"}  # which nodes follow themselves
 _registered: dict[str, Callable[[dict[str, str]], Filter]] = {}
 
 
@@ -102,12 +41,14 @@ def register(name: str, make: Callable[[dict[str, str]], Filter]) -> None:
 def canonical(text: str) -> str:
     """The listed spelling of a built-in filter. Other names stay."""
     name, bracket, params = text.partition("(")
-    return (name if name in _registered else _SPELLINGS.get(name.lower(), name)) + bracket + params
+    if name not in _registered:
+        name = {**_NODES_OWN, **dialect().filter_names}.get(name.lower(), name)
+    return name + bracket + params
 
 
 def is_known(text: str) -> bool:
     """Whether a filter of this name is built in or registered."""
-    return (name := text.partition("(")[0]) in _registered or name in BUILTIN
+    return (name := text.partition("(")[0]) in _registered or name in dialect().filters
 
 
 def may_skip_others(text: str) -> bool:
@@ -123,7 +64,7 @@ def completed(text: str, keys: Mapping[str, Any], free: Iterable[str] = ()) -> t
     name, given = _parsed(canonical(text))
     if not is_known(name):
         return canonical(text), set()
-    names = set(free) if name in _registered else set(inspect.signature(BUILTIN[name]).parameters)
+    names = set(free) if name in _registered else set(inspect.signature(dialect().filters[name]).parameters)
     taken = (names & keys.keys()) - given.keys()
     params = given | {key: str(keys[key]) for key in sorted(taken)}
     if name not in _registered:
@@ -139,7 +80,7 @@ def made(text: str) -> Filter | None:
     name, params = _parsed(text)
     if name in _registered:
         return _registered[name](params)
-    return _made(name, params) if name in BUILTIN else None
+    return _made(name, params) if name in dialect().filters else None
 
 
 def _parsed(text: str) -> tuple[str, dict[str, str]]:
@@ -156,8 +97,8 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _made(name: str, params: Mapping[str, str]) -> Filter:
-    known = inspect.signature(BUILTIN[name]).parameters
+    known = inspect.signature(dialect().filters[name]).parameters
     if params.keys() - known.keys() or any(p.default is p.empty and key not in params for key, p in known.items()):
         listed, expected = ", ".join(params) or "no parameters", " and ".join(known) or "none"
         raise ConfigError(f"filter {name}: found {listed}, expected {expected}")
-    return BUILTIN[name](**params)
+    return dialect().filters[name](**params)

@@ -15,9 +15,8 @@ from penstock.config.toml import ONE_NODE_KEYS, SERVER_TABLES
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline import filters
 from penstock.pipeline.check import check_structure, entry_of, linked
-from penstock.pipeline.compat import with_calls, with_instances
 from penstock.pipeline.conditions import check_condition, is_target
-from penstock.pipeline.dialect import TORCHPIPE, native_table
+from penstock.pipeline.dialect import OpDraft, dialect
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput
 from penstock.pipeline.keys import (
     EACH,
@@ -31,10 +30,7 @@ from penstock.pipeline.keys import (
     TomlSource,
 )
 from penstock.pipeline.lower import (
-    FAN_OUT,
-    FAN_OUTS,
     TARGET,
-    OpDraft,
     drafts_of,
     has_model,
     op_class,
@@ -90,11 +86,11 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
     folder = os.path.abspath(folder)
     name = settings.get("name", name)
     nodes = _tables_of_nodes(tables, re.sub(r"[^A-Za-z0-9_-]", "_", name), source)
-    nodes = with_calls(with_instances(nodes, source))
+    nodes = dialect().tables(nodes, source)
     given = tables[_GLOBAL] if isinstance(tables.get(_GLOBAL), dict) else {}
     plain = {k: v for k, v in tables.items() if not isinstance(v, dict)} | given
     single = not nodes.keys() & tables.keys()
-    reader = NodeReader(source, {} if single else native_table(plain, "", source), folder, compat)
+    reader = NodeReader(source, {} if single else dialect().table(plain, "", source), folder, compat)
     reader.check_defaults()
     read: dict[str, Node] = {}
     for node, table in nodes.items():
@@ -102,7 +98,7 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
         if of:
             read[node] = _alias(node, table, read[of], source, folder)
         else:
-            read[node] = reader.read(node, native_table(table, node, source))
+            read[node] = reader.read(node, dialect().table(table, node, source))
     reader.check_unused()
     made = linked(read, source, compat=compat)
     entry = entry_of(made, settings.get("entry"), source, compat=compat)
@@ -171,7 +167,7 @@ def _aliased(name: str, table: Mapping[str, Any], nodes: Mapping[str, Any]) -> s
 
 def _alias(name: str, table: Mapping[str, Any], of: Node, source: TomlSource, folder: str) -> Node:
     """A node that shares the instances of another at its own place in the graph."""
-    keys = native_table({k: v for k, v in table.items() if k != "backend"}, name, source)
+    keys = dialect().table({k: v for k, v in table.items() if k != "backend"}, name, source)
     own = NodeReader(source, {}, folder, False).read(name, keys)
     return replace(of, alias_of=of.name, **{key: getattr(own, key) for key in PLACE})
 
@@ -197,7 +193,7 @@ class NodeReader:
     def check_unused(self) -> None:
         """Raises ConfigError for a default that no op accepts. In TorchPipe's dialect it warns."""
         for key in self._defaults:
-            if key in self._used or key in NODE or key in TORCHPIPE:
+            if key in self._used or key in NODE or key in dialect().keys:
                 continue
             message = f"unknown key: no op of this file has it{nearest(key, NODE)}"
             if not self._compat:
@@ -211,7 +207,10 @@ class NodeReader:
         keys = {k: v for k, v in self._defaults.items() if not (has_steps and k in _STEPS)} | dict(table)
         values = {key: self._value(name, key, keys[key]) for key in NODE if key in keys}
         with self._locating(name, keys, table):
-            drafts = self._drafts(keys, values)
+            drafts = drafts_of(keys)
+            for draft in drafts:
+                draft.params = rooted(draft.params, self._folder)
+            drafts = dialect().fan_out(drafts, values)
             model = has_model(drafts)
             if model:
                 self._set_model_defaults(keys, values, drafts)
@@ -257,26 +256,6 @@ class NodeReader:
             named = (key for key in keys if re.search(rf"(^|: ){re.escape(parameter_name(key))}{verbs}", e.message))
             key = next(named, next((key for key in _STEPS if key in table), ""))
             raise self._source.error(node, key, e.message) from None
-
-    def _drafts(self, keys: Mapping[str, Any], values: dict[str, Any]) -> list[OpDraft]:
-        """The node's ops. Of MapReduce and Jump, which must be the last, the keys of a fan-out remain."""
-        drafts = drafts_of(keys)
-        for draft in drafts:
-            draft.params = rooted(draft.params, self._folder)
-        if not (found := [draft for draft in drafts if draft.op.lower() in FAN_OUTS]):
-            return drafts
-        op, params = found[0].op, found[0].params
-        if found[0] is not drafts[-1]:
-            raise ConfigError(f"{op} must be the last op of its node; write the ops after it in the next node")
-        if found[0].filter not in ("", "swap", "run"):
-            raise ConfigError(f"{op} cannot have the filter '{found[0].filter}' here; write it as a node with a filter")
-        if values.setdefault("body", params.get("body")) != params.get("body", values["body"]) or not values["body"]:
-            raise ConfigError(f"{op} needs 'jump', the node where the items begin, once")
-        if op.lower() == FAN_OUT:
-            values.setdefault("each", "data")
-        else:
-            values.pop("each", None), values.pop("gather", None)
-        return drafts[:-1] or [OpDraft("Identity", {})]
 
     def _set_model_defaults(self, keys: dict[str, Any], values: dict[str, Any], drafts: list[OpDraft]) -> None:
         """Sets `max_batch` by dialect, and `device` for model files."""
@@ -352,7 +331,7 @@ class NodeReader:
     def _reject_unknown(self, node: str, key: str, drafts: list[OpDraft]) -> None:
         """Raises ConfigError for a key that no op accepts. In TorchPipe's dialect it warns."""
         of_ops = [name for draft in drafts for name in parameters_of(op_class(draft.op, draft.params))]
-        known = [*NODE, *of_ops, *(k.name for k in TORCHPIPE.values() if k.state in ("used", "accepted"))]
+        known = [*NODE, *of_ops, *dialect().used_keys]
         ops = ", ".join(dict.fromkeys(draft.op for draft in drafts)) or "none"
         hint = nearest(key, known) or f" (ops of this node: {ops})"
         if not self._compat:

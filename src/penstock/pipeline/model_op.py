@@ -80,6 +80,7 @@ class ModelOp(BatchOp):
 
     takes = "tensor"
     gives = "tensor"
+    model_file = True
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ from penstock.core.worker.devices import visible_gpus
 from penstock.errors import LoadFailed
 from penstock.pipeline.graph import AUTO, Graph, Node
 from penstock.pipeline.lower import files_of
-from penstock.pipeline.model_op import ModelOp
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp, Op
 from penstock.pipeline.runtimes import cores
@@ -36,7 +35,7 @@ def _limited(node: Node) -> Node:
     if node.device != "cpu" or node.instances <= most:
         return node
     ops = [catalog.find(step.op) for step in node.steps]
-    if not all(computes(op) or issubclass(op, ModelOp) for op in ops):
+    if not all(computes(op) or op.model_file for op in ops):
         return node
     log.info("node=%s instances=%d of=%d hint=the CPU has no more cores", node.name, most, node.instances)
     return replace(node, instances=most)

@@ -10,10 +10,10 @@ import pytest
 
 from penstock.config.toml import is_pipeline
 from penstock.errors import ConfigError
-from penstock.pipeline import dialect
 from penstock.pipeline.convert import to_toml
 from penstock.pipeline.graph import Each, Graph, NodeInput, NodeStep, outside
 from penstock.pipeline.load import load_graph, parse_graph, read_tables
+from penstock.torchpipe import dialect
 
 PUBLISHED = """\
 batching_timeout = 5

@@ -10,17 +10,19 @@ import pytest
 
 import penstock.torchpipe as torchpipe
 from penstock.errors import ConfigError
-from penstock.pipeline.compat import ENGINES
-from penstock.pipeline.dialect import TORCHPIPE
-from penstock.pipeline.filters import BRANCHES, BUILTIN, canonical
+from penstock.pipeline.dialect import parse
+from penstock.pipeline.filters import canonical
 from penstock.pipeline.graph import NODE_FILTERS
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph
-from penstock.pipeline.lower import FAN_OUTS, SEQUENCES, flatten, parse
-from penstock.pipeline.lower import SCOPES as WRAPPERS
+from penstock.pipeline.lower import flatten
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.parameters import parameters_of
+from penstock.torchpipe.dialect import TORCHPIPE
+from penstock.torchpipe.expressions import ENGINES, FAN_OUTS, SEQUENCES
+from penstock.torchpipe.expressions import SCOPES as WRAPPERS
 from penstock.torchpipe.naming import INSTEAD
+from penstock.torchpipe.ops import BRANCHES, FILTERS, NOT_HERE, OPS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migrate-from-torchpipe.md").read_text()
 TESTS = Path(__file__).parents[2]
@@ -65,7 +67,7 @@ def test_every_key_is_there_in_the_state_that_the_code_has() -> None:
     for key in TORCHPIPE.values():
         assert found[key.name] in OF_CODE[key.state], key.name
     of_ops = {p for name in catalog.names() for p in parameters_of(catalog.find(name))}
-    of_ops |= {p for make in BUILTIN.values() for p in inspect.signature(make).parameters}
+    of_ops |= {p for make in FILTERS.values() for p in inspect.signature(make).parameters}
     coded = set(TORCHPIPE)
     for name in found.keys() - coded - {"&", "\\|"}:
         assert (found[name] == "works") == (name in of_ops or name in NODE), name
@@ -73,8 +75,8 @@ def test_every_key_is_there_in_the_state_that_the_code_has() -> None:
 
 def test_every_backend_is_there_and_works_if_the_catalog_has_it() -> None:
     found = rows("Backends")
-    here = {*catalog.BUILTIN, *catalog.ALIASES} - PENSTOCKS_OWN
-    assert here | catalog.NOT_HERE.keys() | SCOPES | {*BRANCHES.values()} <= found.keys()
+    here = {*catalog.BUILTIN, *OPS} - PENSTOCKS_OWN
+    assert here | NOT_HERE.keys() | SCOPES | {*BRANCHES.values()} <= found.keys()
     for name, state in found.items():
         ours = here | SCOPES | {*ENGINES, *BRANCHES.values()}
         assert (state in ("works", "differently")) == (name in ours or name.lower() in FAN_OUTS), name
@@ -92,7 +94,7 @@ def test_scopes_and_sequences_have_no_effect(scope: str) -> None:
 def test_every_filter_that_runs_is_there() -> None:
     found = rows("Filters")
     listed = {canonical(name) for name, state in found.items() if state == "works"}
-    assert listed == {*NODE_FILTERS, *BUILTIN, "register_filter"} - {*BRANCHES.values()}
+    assert listed == {*NODE_FILTERS, *FILTERS, "register_filter"} - {*BRANCHES.values()}
 
 
 def test_every_name_is_there_and_those_without_a_counterpart_are_never() -> None:
@@ -111,7 +113,7 @@ def test_every_method_of_an_event_is_there() -> None:
     assert methods == set(re.findall(r"`(\w+)`", row)) - {"Event"}
 
 
-@pytest.mark.parametrize("name", sorted(catalog.NOT_HERE))
+@pytest.mark.parametrize("name", sorted(NOT_HERE))
 def test_a_backend_that_is_not_here_is_refused_with_a_replacement(name: str) -> None:
     with pytest.raises(ConfigError, match=f"TorchPipe's op '{name}' is not available: "):
         catalog.canonical(name)

@@ -37,6 +37,7 @@ class Op:
     takes: ClassVar[str] = "any"
     gives: ClassVar[str] = "any"
     brackets: ClassVar[str] = ""  # the parameter that text in brackets sets, as in Python[pkg.mod:Class]
+    model_file: ClassVar[bool] = False  # whether it runs the file in its parameter `model`
     wraps: ClassVar[bool] = False  # whether its brackets contain ops that run before it, as in Result2Key[X]
 
     def load(self, device: str) -> None:

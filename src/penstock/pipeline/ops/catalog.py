@@ -5,11 +5,11 @@ import inspect
 from typing import Any
 
 from penstock.errors import ConfigError, install_hint
+from penstock.pipeline.dialect import dialect
 from penstock.pipeline.ops.base import BatchOp, ItemOp, Op, check_kinds
 from penstock.plugins import load_object
 
 _HOMES = {
-    "borrow": "BorrowReplay",
     "crop": "CropMat CropResizeMat PerspectiveTransformMat PerspectiveTransformMats",
     "data": "Add AddInt Copy CopySplit Identity Keep KeyA2KeyB Move Remove Result2Key Result2Other Sleep",
     "decode": "DecodeMat DecodeTensor",
@@ -24,50 +24,16 @@ _HOMES = {
 }
 _MODELS = "Model OnnxTensor OpenvinoTensor TensorrtTensor TorchScriptTensor"
 
-BUILTIN = (
-    {name: f"penstock.pipeline.ops.{home}:{name}" for home, listed in _HOMES.items() for name in listed.split()}
-    | {"C10Exception": "penstock.pipeline.ops.data:Raise", "RuntimeError": "penstock.pipeline.ops.data:Raise"}
-    | {"OpenvinoMat": "penstock.pipeline.model_mat:OpenvinoMat"}
-    | dict.fromkeys(_MODELS.split(), "penstock.pipeline.model_op:ModelOp")
-)
+BUILTIN = {name: f"penstock.pipeline.ops.{home}:{name}" for home, listed in _HOMES.items() for name in listed.split()}
+BUILTIN |= dict.fromkeys(_MODELS.split(), "penstock.pipeline.model_op:ModelOp")
 """The location of each op, "module:Class"."""
-
-ALIASES = {"cp": "Copy", "Del": "Remove", "Empty": "Identity", "mv": "Move", "rm": "Remove"}
-"""TorchPipe's other names of ops."""
-
-_GPU = "needs a GPU library that Penstock does not use; use"
-_LLM = "serve language models as separate models, not as nodes"
-_NONE = "not needed"
-
-NOT_HERE = {
-    "CalTorchBatchSize": "rows are counted on the tensor's first axis",
-    "CreateTensor": "it is one of TorchPipe's own tests; write a Python op",
-    "CvtColorNvTensor": f"{_GPU} CvtColorTensor",
-    "LastBatchTensor": _LLM,
-    "LoadTensor": "write a Python op that reads the file during load",
-    "LoadTensors": "write a Python op that reads the files during load",
-    "PPLCopyMakeBorderTensor": f"{_GPU} ResizePadTensor",
-    "PPLCropTensor": f"{_GPU} CropTensor",
-    "PPLResizePadTensor": f"{_GPU} ResizePadTensor",
-    "PPLResizeTensor": f"{_GPU} ResizeTensor",
-    "PPLRotateTensor": f"{_GPU} a Python op",
-    "PPLWarpAffineTensor": f"{_GPU} PerspectiveTransformMat or a Python op",
-    "Remote": "it is not finished in TorchPipe either; serve the other model, and call it from a Python op",
-    "RemoveV0": "write Remove[a,b]",
-    "ResizeNvTensor": f"{_GPU} ResizeTensor",
-    "ResizeTensorV1": f"{_GPU} ResizeTensor",
-    "SaveTensor": "write a Python op that saves with numpy.save",
-    "SubProcess": "a worker process holds the whole pipeline: use --workers",
-    "Tensor2NvTensor": f"{_NONE}: tensors are arrays",
-}
-"""TorchPipe's ops that are not available, with a replacement. Stream scopes are removed earlier."""
 
 _registered: dict[str, type[Op]] = {}
 
 
 def _known() -> dict[str, str]:
     """The names of all ops by their lower case. Registered ones override others."""
-    return {name.lower(): name for name in (*BUILTIN, *ALIASES, *_registered)}
+    return {name.lower(): name for name in (*BUILTIN, *dialect().ops, *_registered)}
 
 
 def names() -> list[str]:
@@ -80,7 +46,7 @@ def canonical(name: str) -> str:
     known = _known()
     if (found := known.get(name.lower())) is not None:
         return found
-    if (why := {n.lower(): text for n, text in NOT_HERE.items()}.get(name.lower())) is not None:
+    if (why := dialect().absent_ops.get(name.lower())) is not None:
         raise ConfigError(f"TorchPipe's op '{name}' is not available: {why}")
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f"; did you mean '{known[close[0]]}'? There" if close else "; there"
@@ -89,7 +55,12 @@ def canonical(name: str) -> str:
 
 def is_model(name: str) -> bool:
     """Whether an op of this name runs a model file."""
-    return BUILTIN.get(name, "").endswith((":ModelOp", ":OpenvinoMat"))
+    return find(name).model_file
+
+
+def location(name: str) -> str:
+    """Where an op that is not registered is defined, "module:Class"; "" for other names."""
+    return BUILTIN.get(name) or dialect().ops.get(name, "")
 
 
 def find(name: str) -> type[Op]:
@@ -98,7 +69,7 @@ def find(name: str) -> type[Op]:
     if name in _registered:
         return _registered[name]
     try:
-        cls: Any = load_object(BUILTIN[ALIASES.get(name, name)])
+        cls: Any = load_object(location(name))
     except Exception as e:
         cause = e.__cause__ or e
         if isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] != "penstock":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.pipeline.model_mat import OpenvinoMat
+from penstock.torchpipe.ops import OpenvinoMat
 
 onnx = pytest.importorskip("onnx")
 

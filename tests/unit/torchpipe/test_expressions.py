@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.pipeline.compat import ENGINES
 from penstock.pipeline.convert import to_toml
 from penstock.pipeline.graph import Each, Graph
 from penstock.pipeline.load import parse_graph
+from penstock.torchpipe.expressions import ENGINES
 
 NET = {"backend": "TensorrtTensor", "model": "/m.onnx"}
 MAIN = "List[InstancesRegister[BackgroundThread[Reflect[backend]]], Register[IoCV0[SharedInstancesState,"

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.pipeline.convert import to_toml
+from penstock.pipeline.dialect import parse, text_of
 from penstock.pipeline.load import parse_graph
-from penstock.pipeline.lower import parse, text_of
 from penstock.pipeline.node import NodeModel, Visit
 from penstock.pipeline.ops.base import BatchOp, Fields
 

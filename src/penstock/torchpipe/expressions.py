@@ -1,13 +1,97 @@
-"""TorchPipe's keys that change a node's `backend` or its instances, rewritten before other keys are read. Pure."""
+"""TorchPipe's expressions, and its keys that change a node's `backend` or its instances. Pure.
+
+Sequences, scopes, branches and calls of sub-graphs are expressions around ops. The keys are rewritten before others.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.pipeline import filters
+from penstock.pipeline.dialect import Expression, OpDraft, parse, text_of
 from penstock.pipeline.keys import TomlSource
-from penstock.pipeline.lower import FAN_OUTS, SCOPES, SEQUENCES, Expression, parse, text_of
+from penstock.pipeline.lower import flatten, guarded
+from penstock.torchpipe.ops import BRANCHES
 from penstock.values import found
+
+SEQUENCES = {"sequential", "s", "sequentialv0", "s_v0"}
+SCOPES = {
+    *("synctensor", "tensorsync", "torch", "streamguard"),  # each op manages its own streams
+    *("parallel", "range", "fakeinstance", "max"),  # the node forms batches that its ops can run
+    *("eventloop", "ring", "syncring", "pipelinereviser", "ensureinputhasevent"),  # nodes always run concurrently
+}
+"""Wrappers that have no effect."""
+
+FAN_OUT, *CALLS = FAN_OUTS = ("mapreduce", "jump", "jumpv0")
+"""Ops that take items through another sub-graph, in lower case. The first splits them."""
+
+# ---- ops of an expression
+
+
+def flattened(expression: Expression) -> list[OpDraft] | None:
+    """The ops of a sequence, a scope, a branch or a call; None for another expression. See `Dialect.flatten`."""
+    name, where = expression.name.lower(), f"at character {expression.position}"
+    guard = filters.canonical(expression.filter)
+    if name in SEQUENCES | SCOPES:
+        if expression.params:
+            raise ConfigError(f"{where}: {expression.name} takes no parameters; write them as keys of the node")
+        return guarded([draft for arg in expression.args for draft in flatten(arg)], guard, where)
+    if name in BRANCHES:
+        return _branches(BRANCHES[name], expression)
+    if name in FAN_OUTS and len(expression.args) <= 1:
+        body = {"body": expression.args[0].name} if expression.args else {}
+        return [OpDraft(expression.name, expression.params | body, guard)]
+    return None
+
+
+def _branches(guard: str, expression: Expression) -> list[OpDraft]:
+    """`HasKey[A, B]`: A for the items that the filter `HasKey` lets run, B (none: Identity) for the others."""
+    if not 1 <= len(expression.args) <= 2:
+        raise ConfigError(f"at character {expression.position}: {guard} takes one or two ops in brackets")
+    params = ",".join(f"{key}={value}" for key, value in expression.params.items())
+    drafts = [OpDraft("Identity", {}, filters.canonical(expression.filter))]
+    for arg, name in zip(expression.args, (f"{guard}({params})" if params else guard, "else"), strict=False):
+        drafts += guarded(flatten(arg) or [OpDraft("Identity", {})], name, f"at character {arg.position}")
+    return drafts
+
+
+def inner(tree: Expression) -> Expression:
+    """The expression without scopes around it."""
+    while tree.name.lower() in SCOPES and len(tree.args) == 1:
+        tree = tree.args[0]
+    return tree
+
+
+def set_places(tree: Expression, drafts: list[OpDraft]) -> None:
+    """Sets the places of the ops of a sequence. See `Dialect.place`."""
+    tree = inner(tree)
+    places = [place for place, arg in enumerate(tree.args) for _ in flatten(arg)]
+    if tree.name.lower() in SEQUENCES and len(places) == len(drafts):
+        for draft, place in zip(drafts, places, strict=True):
+            draft.place, draft.places = place, len(tree.args)
+
+
+def without_calls(drafts: list[OpDraft], values: dict[str, Any]) -> list[OpDraft]:
+    """The ops without MapReduce and Jump, which must be the last and become `values` of keys. Raises ConfigError."""
+    calls = [draft for draft in drafts if draft.op.lower() in FAN_OUTS]
+    if not calls:
+        return drafts
+    op, params = calls[0].op, calls[0].params
+    if calls[0] is not drafts[-1]:
+        raise ConfigError(f"{op} must be the last op of its node; write the ops after it in the next node")
+    if calls[0].filter not in ("", "swap", "run"):
+        raise ConfigError(f"{op} cannot have the filter '{calls[0].filter}' here; write it as a node with a filter")
+    if values.setdefault("body", params.get("body")) != params.get("body", values["body"]) or not values["body"]:
+        raise ConfigError(f"{op} needs 'jump', the node where the items begin, once")
+    if op.lower() == FAN_OUT:
+        values.setdefault("each", "data")
+    else:
+        values.pop("each", None), values.pop("gather", None)
+    return drafts[:-1] or [OpDraft("Identity", {})]
+
+
+# ---- keys around a backend
 
 ENGINES = ("PipelineV3", "BaselineSchedule", "Schedule", "ScheduleV3", "SortSchedule", "ScoreSchedule", "Batching")
 """TorchPipe's schedulers. All of them mean the only scheduler here."""
@@ -187,8 +271,7 @@ def _parts_of(backend: Any) -> list[list[Expression]]:
         tree = parse(backend) if isinstance(backend, str) else Expression("")
     except ConfigError:  # reported when the node is read
         return []
-    while tree.name.lower() in SCOPES and len(tree.args) == 1:
-        tree = tree.args[0]
+    tree = inner(tree)
     parts: list[list[Expression]] = [[]]
     for step in tree.args if tree.name.lower() in SEQUENCES else ():
         if any(map(_is_call, parts[-1])) and (step.args or step.name.lower() not in SCOPES):
