@@ -327,12 +327,14 @@ def compare(before: Path, after: Path, tolerance: float, as_json: bool) -> None:
 
 
 def _compare(before: Path, after: Path, tolerance: float, as_json: bool) -> int:
-    import msgspec
+    from msgspec import to_builtins
+
+    from penstock.perf.bench.results import json_text
 
     comparison = _compared(before, after, tolerance)
     if as_json:
-        found = msgspec.to_builtins(comparison) | {"verdict": comparison.verdict}
-        click.echo(msgspec.json.format(msgspec.json.encode(found)))
+        found = to_builtins(comparison) | {"verdict": comparison.verdict}
+        click.echo(json_text(found), nl=False)
         return 0
     words = {"worse": "worse than", "better": "better than", "same": "the same as"}
     verdict = words.get(comparison.verdict, "not comparable with")

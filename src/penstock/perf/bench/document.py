@@ -1,12 +1,23 @@
-"""Reports as blocks, rendered as Markdown or as one HTML file, and the formats of their figures. Pure."""
+"""Reports: composed of blocks, rendered as Markdown or as one HTML file, and published in a folder.
+
+A composer gives `make_report` every block that its report may have. A block without content is left out, and so is a
+heading without a block below it, so no composer asks whether there is something to show.
+"""
 
 import html
 import re
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 from msgspec import Struct
 
+from penstock.errors import ConfigError
+from penstock.perf.bench.results import json_text, write_whole, writing
+
+T = TypeVar("T")
+
+REPORT, PAGE = "report.md", "report.html"
 UNKNOWN: Final = "n/a"
 
 
@@ -22,16 +33,18 @@ class Paragraph(Struct, frozen=True):
 
 
 class BulletList(Struct, frozen=True):
-    items: list[str]
+    items: Sequence[str]
 
 
 class CodeBlock(Struct, frozen=True):
+    caption: str
     text: str
 
 
 class TableBlock(Struct, frozen=True):
-    header: list[str]
-    rows: list[list[str]]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
 
 
 Block = Heading | Paragraph | BulletList | CodeBlock | TableBlock
@@ -49,8 +62,78 @@ class Report(Struct, frozen=True):
     """Blocks in order; `verdict` precedes everything else, also the plots."""
 
     title: str
-    verdict: list[Block]
-    rest: list[Block]
+    verdict: Sequence[Block]
+    rest: Sequence[Block]
+
+
+def make_report(title: str, verdict: Sequence[Block], rest: Sequence[Block]) -> Report:
+    """The report of those blocks that say something."""
+    return Report(title, _with_content(verdict), _with_content(rest))
+
+
+def _with_content(blocks: Sequence[Block]) -> list[Block]:
+    kept: list[Block] = []
+    for block in reversed(blocks):
+        match block:
+            case Heading():
+                empty = not kept or isinstance(kept[-1], Heading)
+            case Paragraph(text) | CodeBlock(_, text):
+                empty = not text
+            case BulletList(content) | TableBlock(_, content):
+                empty = not content
+        if not empty:
+            kept.append(block)
+    return kept[::-1]
+
+
+def table(columns: Mapping[str, Callable[[T], str]], items: Iterable[T], note: str = "") -> TableBlock:
+    """A row for each item; a column without a text in any row is left out."""
+    rows = [[text(item) for text in columns.values()] for item in items]
+    shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    header = list(columns)
+    return TableBlock([header[i] for i in shown], [[row[i] for i in shown] for row in rows], note)
+
+
+def facts(texts: Mapping[str, str]) -> TableBlock:
+    """Names with their texts."""
+    return TableBlock(["", ""], [[name, text] for name, text in texts.items()])
+
+
+def reproduce(command: str) -> CodeBlock:
+    return CodeBlock("To reproduce:", command)
+
+
+def by_text(texts: Iterable[tuple[str, str]], everything: int) -> list[str]:
+    """Each distinct text of (text, name) once, after its names unless there are `everything` of them."""
+    found: dict[str, list[str]] = {}
+    for text, name in dict.fromkeys(texts):
+        found.setdefault(text, []).append(name)
+    return [text if len(names) == everything else f"{_listed(names)}: {text}" for text, names in found.items()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def publish(
+    folder: Path, report: Report, draw: Callable[[], Sequence[Plot]], files: Mapping[str, Any] | None = None
+) -> tuple[Path, Path]:
+    """Writes report.md and report.html into the folder and returns their paths.
+
+    `files` maps the names of further files to their text, or to a value that is written as JSON. If `draw` raises
+    ConfigError, for instance without matplotlib, the page says why it has no plots. Raises NotWritten.
+    """
+    try:
+        plots, without = draw(), ""
+    except ConfigError as error:
+        plots, without = [], error.message
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in (files or {}).items():
+            write_whole(folder / name, (content if isinstance(content, str) else json_text(content)).encode())
+        write_whole(folder / REPORT, markdown(report).encode())
+        write_whole(folder / PAGE, page(report, plots, without).encode())
+    return folder / REPORT, folder / PAGE
 
 
 # ---- figures
@@ -91,21 +174,26 @@ def percent(value: float | None, *, signed: bool = False) -> str:
     return f"{'+' if signed and shown > 0 else ''}{text} %"
 
 
-def align(table: Sequence[Sequence[str]]) -> list[str]:
+def value_text(objective: str, value: float | None) -> str:
+    """The value of an objective of an SLO."""
+    if objective == "error":
+        return percent(value)
+    return f"{number(value)}/s" if objective == "throughput" else seconds(value)
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """The rows as lines of text: the first column to the left, the others to the right."""
-    width = max(len(row) for row in table)
-    cells = [[*row, *[""] * (width - len(row))] for row in table]
+    width = max(len(row) for row in rows)
+    cells = [[*row, *[""] * (width - len(row))] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(width)]
     lines = ((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])) for row in cells)
     return ["  ".join(line).rstrip() for line in lines]
 
 
-def names_by_text(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """The distinct names that go with each text, from (text, name)."""
-    found: dict[str, list[str]] = {}
-    for text, name in dict.fromkeys(pairs):
-        found.setdefault(text, []).append(name)
-    return found
+def as_lines(blocks: Sequence[Block]) -> list[str]:
+    """The sentences of the blocks, for a terminal."""
+    texts = ([b.text] if isinstance(b, Paragraph) else b.items if isinstance(b, BulletList) else () for b in blocks)
+    return [text for found in texts for text in found if text]
 
 
 # ---- Markdown
@@ -124,13 +212,14 @@ def _markdown(block: Block) -> str:
             return f"**{_escape(text)}**" if mark else _escape(text)
         case BulletList(items):
             return "\n".join(f"- {_escape(item)}" for item in items)
-        case CodeBlock(text):
+        case CodeBlock(caption, text):
             fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-            return f"{fence}\n{text}\n{fence}"
-        case TableBlock(header, rows):
+            return f"{_escape(caption)}\n\n{fence}\n{text}\n{fence}"
+        case TableBlock(header, rows, note):
             lines = [header, ["---"] * len(header), *rows]
             cells = ([_escape(text).replace("|", "\\|") for text in line] for line in lines)
-            return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+            drawn = "\n".join(f"| {' | '.join(line)} |" for line in cells)
+            return f"{drawn}\n\n{_escape(note)}" if note else drawn
 
 
 def _escape(text: str) -> str:
@@ -200,9 +289,10 @@ def _html(block: Block) -> str:
             return f'<p class="{mark}">{html.escape(text)}</p>' if mark else f"<p>{html.escape(text)}</p>"
         case BulletList(items):
             return "<ul>\n" + "\n".join(f"<li>{html.escape(item)}</li>" for item in items) + "\n</ul>"
-        case CodeBlock(text):
-            return f"<pre>{html.escape(text)}</pre>"
-        case TableBlock(header, rows):
+        case CodeBlock(caption, text):
+            return f"<p>{html.escape(caption)}</p>\n<pre>{html.escape(text)}</pre>"
+        case TableBlock(header, rows, note):
             head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
             body = "\n".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-            return f'<div class="wide"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+            below = f"\n<p>{html.escape(note)}</p>" if note else ""
+            return f'<div class="wide"><table>\n<tr>{head}</tr>\n{body}\n</table></div>{below}'

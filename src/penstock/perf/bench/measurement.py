@@ -1,5 +1,6 @@
 """The result of one run of load as it is stored, the repeats of a load grouped, and the verdict of a search."""
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -99,6 +100,11 @@ class ObjectiveResult(Struct, frozen=True, kw_only=True):
     value: float | None
     met: bool | None
 
+    @property
+    def name(self) -> str:
+        """What the objective limits, such as "p99"."""
+        return re.split(r"\s*[<>]", self.text)[0]
+
 
 class Measurement(Struct, frozen=True, kw_only=True):
     """One run. `errors` counts failed requests by status code ("503") or word ("lost", "timeout", "refused").
@@ -139,7 +145,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
         that does not limit errors."""
         if self.invalid or not self.slo or any(result.met is None for result in self.slo):
             return None
-        if self.error_share > MOST_ERRORS and not any(result.text.startswith("error") for result in self.slo):
+        if self.error_share > MOST_ERRORS and not any(result.name == "error" for result in self.slo):
             return False
         return all(result.met for result in self.slo)
 

@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
+from penstock.perf.bench.document import value_text
 from penstock.perf.bench.measurement import MOST_ERRORS, Load, Measurement
 from penstock.perf.bench.slo import Slo, parse_slo
 
@@ -167,12 +168,5 @@ class _Ramp:
         results = self._slo.judge(run)
         if not results or any(result.value is None for result in results):
             return None
-        missed = [(o.name, r.value or 0.0) for o, r in zip(objectives, results, strict=True) if not r.met]
-        return ", ".join(f"{name} is {in_units(name, value)}" for name, value in missed)
-
-
-def in_units(name: str, value: float) -> str:
-    """The value of an objective in the units of an SLO: milliseconds, percent, requests per second."""
-    if name == "error":
-        return f"{value:.2%}"
-    return f"{value:,.4g}/s" if name == "throughput" else f"{value * 1e3:,.4g} ms"
+        missed = [(o.name, r.value) for o, r in zip(objectives, results, strict=True) if not r.met]
+        return ", ".join(f"{name} is {value_text(name, value)}" for name, value in missed)

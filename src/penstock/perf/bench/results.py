@@ -73,7 +73,7 @@ class Results:
                 if RUN not in names:
                     if os.fstat(records.fileno()).st_size:
                         raise ConfigError(f"{folder} has {RECORDS} without {RUN}; name another folder")
-                    write_whole(folder / RUN, msgspec.json.format(msgspec.json.encode(origin)) + b"\n")
+                    write_whole(folder / RUN, json_text(origin).encode())
                 measurements, length = _measurements(folder / RECORDS)
                 records.truncate(length)
                 records.seek(length)
@@ -153,6 +153,11 @@ _COLUMNS: Final = (
 def summary(measurements: Sequence[Measurement]) -> str:
     """The measurements as CSV. Unknown figures, and all figures of invalid measurements, are empty."""
     return as_csv([_COLUMNS, *([row.get(name) for name in _COLUMNS] for row in map(_row, measurements))])
+
+
+def json_text(value: Any) -> str:
+    """The value as indented JSON, with the end of the line."""
+    return f"{msgspec.json.format(msgspec.json.encode(value).decode())}\n"
 
 
 def as_csv(table: Iterable[Sequence[object]]) -> str:

@@ -1,24 +1,24 @@
 """One call of `penstock bench` or `benchmark-suite`: runs its loads, and prints and stores their measurements."""
 
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 import click
-import msgspec
 from msgspec import Struct
 
 from penstock.errors import PenstockError
-from penstock.perf.bench.document import UNKNOWN, Paragraph, align, markdown, names_by_text, page
-from penstock.perf.bench.measurement import STAGES, Load, Measurement, ObjectiveResult, server_stats
-from penstock.perf.bench.modes import LoadPlan, in_units, run_plan
+from penstock.perf.bench.document import PAGE, REPORT, UNKNOWN, align, as_lines, by_text, table
+from penstock.perf.bench.document import publish as publish_report
+from penstock.perf.bench.measurement import STAGES, Load, Measurement, group_by_load, server_stats
+from penstock.perf.bench.modes import LoadPlan, run_plan
 from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.payload import check_of
-from penstock.perf.bench.report import PAGE, REPORT, publish
-from penstock.perf.bench.results import NotWritten, Results, write_whole, writing
+from penstock.perf.bench.report import INVALID, load_verdict, publish
+from penstock.perf.bench.results import NotWritten, Results, json_text
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.slo import Slo
 from penstock.perf.bench.suite import SuiteJob, load_of, requests_of, serving
@@ -27,7 +27,6 @@ from penstock.perf.bench.suite_yaml import SuitePoint
 from penstock.perf.bench.target import Target
 from penstock.perf.cli import FAILED, run_async
 
-INVALID: Final = "INVALID"
 _CLEAR: Final = "\r\x1b[K"  # the line of a terminal
 
 
@@ -77,12 +76,12 @@ class BenchSession(Struct, kw_only=True):
     def print(self) -> None:
         if self.as_json:
             found = {"origin": self.origin, "measurements": self.runs, "found": self.found}
-            click.echo(msgspec.json.format(msgspec.json.encode(found)))
+            click.echo(json_text(found), nl=False)
         elif self.runs:
             for text in (*align(rows(self.runs)), *server_lines(self.runs), *notes(self.runs), *self.found):
                 click.echo(text)
             if self.slo.objectives and self.plan.mode in ("closed", "open"):
-                click.echo(verdict(self.runs, self.slo))
+                click.echo("\n".join(as_lines(load_verdict(group_by_load(self.runs), self.slo.text))))
 
     def close(self) -> None:
         """Writes the summary and the report, if results are stored."""
@@ -207,14 +206,10 @@ class SuiteSession:
         )  # --resume repeats invalid runs
         suite_rows = rows_of([point for job in self._jobs for point in job.points], measurements)
         report = suite_report(suite_rows, origin, notes)
-        plots, without = suite_plots(suite_rows, measurements, origin.slo)
-        for block in report.verdict:
-            if isinstance(block, Paragraph):
-                click.echo(block.text)
-        with writing(folder):
-            write_whole(folder / AB_REPORT, ab_report(suite_rows, origin.machine).encode())
-            write_whole(folder / REPORT, markdown(report).encode())
-            write_whole(folder / PAGE, page(report, plots, without).encode())
+        for text in as_lines(report.verdict):
+            click.echo(text)
+        files = {AB_REPORT: ab_report(suite_rows, origin.machine)}
+        publish_report(folder, report, lambda: suite_plots(suite_rows, measurements, origin.slo), files)
         click.echo(f"{folder}: {AB_REPORT}, {REPORT}, {PAGE}")
         return not any(m.invalid for m in measurements)
 
@@ -228,8 +223,6 @@ def _run_key(m: Measurement) -> tuple[str, int, int]:
 
 
 # ---- text on a terminal
-
-Column = tuple[str, Callable[[Measurement], str]]
 
 
 def _ms(seconds: float | None) -> str:
@@ -248,20 +241,19 @@ def _of_server(name: str, form: str) -> Callable[[Measurement], str]:
     return text
 
 
-_COLUMNS: Final[tuple[Column, ...]] = (
-    ("good/s", lambda run: f"{run.throughput:,.5g}"),
-    ("in time/s", lambda run: "" if run.goodput is None else f"{run.goodput:,.5g}"),
-    ("mean ms", _latency("mean_s")),
-    ("p50 ms", _latency("p50_s")),
-    ("p90 ms", _latency("p90_s")),
-    ("p99 ms", _latency("p99_s")),
-    ("p99.9 ms", _latency("p999_s")),
-    ("max ms", _latency("max_s")),
-    ("errors", lambda run: " ".join(f"{code}:{count:,}" for code, count in sorted(run.errors.items()))),
-    ("batch", _of_server("mean_batch", ".1f")),
-    ("cores", _of_server("cpu", ".2f")),
-    ("SLO", lambda run: {True: "met", False: "MISSED", None: UNKNOWN}[run.met] if run.slo else ""),
-)
+_COLUMNS: Final[Mapping[str, Callable[[Measurement], str]]] = {
+    "in time/s": lambda run: "" if run.goodput is None else f"{run.goodput:,.5g}",
+    "mean ms": _latency("mean_s"),
+    "p50 ms": _latency("p50_s"),
+    "p90 ms": _latency("p90_s"),
+    "p99 ms": _latency("p99_s"),
+    "p99.9 ms": _latency("p999_s"),
+    "max ms": _latency("max_s"),
+    "errors": lambda run: " ".join(f"{code}:{count:,}" for code, count in sorted(run.errors.items())),
+    "batch": _of_server("mean_batch", ".1f"),
+    "cores": _of_server("cpu", ".2f"),
+    "SLO": lambda run: {True: "met", False: "MISSED", None: UNKNOWN}[run.met] if run.slo else "",
+}
 
 
 def name_of(run: Measurement, repeats: int) -> str:
@@ -274,15 +266,20 @@ def _names(runs: Sequence[Measurement]) -> list[str]:
     return [name_of(run, repeats) for run in runs]
 
 
-def rows(runs: Sequence[Measurement]) -> list[list[str]]:
+def rows(runs: Sequence[Measurement]) -> list[Sequence[str]]:
     """The heading and a row per run, with the columns that any run has. An invalid run has no figures."""
-    cells = [["" if run.invalid else cell(run) for _, cell in _COLUMNS] for run in runs]
-    shown = [i for i in range(len(_COLUMNS)) if i == 0 or any(row[i] for row in cells)]
-    table = [["load", *(_COLUMNS[i][0] for i in shown)]]
-    for run, name, row in zip(runs, _names(runs), cells, strict=True):
-        figures = [row[i] for i in shown]
-        table.append([name, *([INVALID, *figures[1:]] if run.invalid else figures)])
-    return table
+    names = {id(run): name for run, name in zip(runs, _names(runs), strict=True)}
+    columns = {name: partial(_cell, cell) for name, cell in _COLUMNS.items()}
+    found = table({"load": lambda run: names[id(run)], "good/s": _good, **columns}, runs)
+    return [found.header, *found.rows]
+
+
+def _good(run: Measurement) -> str:
+    return INVALID if run.invalid else f"{run.throughput:,.5g}"
+
+
+def _cell(cell: Callable[[Measurement], str], run: Measurement) -> str:
+    return "" if run.invalid else cell(run)
 
 
 def notes(runs: Sequence[Measurement]) -> list[str]:
@@ -291,8 +288,7 @@ def notes(runs: Sequence[Measurement]) -> list[str]:
     for run, name in zip(runs, _names(runs), strict=True):
         errors = [] if run.first_error is None else [f"first error: {run.first_error}"]
         found += [(text, name) for text in [*(f"{INVALID}: {t}" for t in run.invalid), *run.caveats, *errors]]
-    texts, everywhere = names_by_text(found).items(), len(set(_names(runs)))
-    return [text if len(names) == everywhere else f"{', '.join(names)}: {text}" for text, names in texts]
+    return by_text(found, len(set(_names(runs))))
 
 
 def server_lines(runs: Sequence[Measurement]) -> list[str]:
@@ -320,30 +316,3 @@ def line(run: Measurement, repeats: int) -> str:
         return f"{name}: {INVALID}"
     failed = f", {run.error_share:.1%} errors" if run.errors else ""
     return f"{name}: {run.throughput:,.5g}/s, p50 {_ms(run.latency.p50_s)} ms, p99 {_ms(run.latency.p99_s)} ms{failed}"
-
-
-def verdict(runs: Sequence[Measurement], slo: Slo) -> str:
-    """The loads that met the SLO, missed it, or have too few samples, with reasons."""
-    parts = []
-    for word, met in (("met at", True), ("MISSED at", False), ("unknown at", None)):
-        names = [name + _why(run) for run, name in zip(runs, _names(runs), strict=True) if run.met is met]
-        if names:
-            parts.append(f"{word} {', '.join(names)}")
-    return f"SLO {slo.text}: {'; '.join(parts)}"
-
-
-def _why(run: Measurement) -> str:
-    if run.met:
-        return ""
-    if run.invalid:
-        return f" ({INVALID})"
-    broken = [result for result in run.slo if result.met is run.met]
-    if not broken:
-        return f" ({run.error_share:.1%} errors)"
-    texts = [result.text if result.value is None else _found(result) for result in broken]
-    return f" ({', '.join(texts)}{': too few samples' if run.met is None else ''})"
-
-
-def _found(result: ObjectiveResult) -> str:
-    name = re.split(r"\s*[<>]", result.text)[0]
-    return f"{name} is {in_units(name, result.value or 0.0)}"

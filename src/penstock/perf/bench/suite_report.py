@@ -15,15 +15,17 @@ from penstock.perf.bench.document import (
     UNKNOWN,
     Block,
     BulletList,
-    CodeBlock,
     Heading,
     Paragraph,
     Plot,
     Report,
-    TableBlock,
-    names_by_text,
+    by_text,
+    facts,
+    make_report,
     number,
+    reproduce,
     seconds,
+    table,
 )
 from penstock.perf.bench.measurement import (
     Figure,
@@ -39,6 +41,7 @@ from penstock.perf.bench.measurement import (
 )
 from penstock.perf.bench.origin import Origin, redacted
 from penstock.perf.bench.plots import draw
+from penstock.perf.bench.report import MET
 from penstock.perf.bench.results import as_csv
 from penstock.perf.bench.suite_yaml import SuitePoint
 
@@ -183,25 +186,23 @@ def suite_report(rows: Sequence[SuiteRow], origin: Origin, notes: Sequence[str] 
     models: dict[str, list[SuiteRow]] = {}
     for row in rows:
         models.setdefault(row.point.case.text, []).append(row)
-    rest = [block for own in models.values() for block in _section(own)]
-    if caveats := [*notes, *_caveats(rows)]:
-        rest += [Heading("Caveats"), BulletList(caveats)]
-    versions = [f"{name}: {version}" for name, version in origin.versions.items()]
-    rest += [Heading("Machine"), BulletList([f"machine: {machine_text(origin.machine)}", *versions])]
-    if origin.line:
-        rest += [Paragraph("To reproduce:"), CodeBlock(origin.line)]
-    return Report("Benchmark suite", [_recommend(name, own, origin.slo) for name, own in models.items()], rest)
+    rest = [
+        *(block for own in models.values() for block in _section(own)),
+        Heading("Caveats"),
+        BulletList([*notes, *_caveats(rows)]),
+        Heading("Machine"),
+        facts({"machine": machine_text(origin.machine)} | origin.versions),
+        reproduce(origin.line),
+    ]
+    return make_report("Benchmark suite", [_recommend(name, own, origin.slo) for name, own in models.items()], rest)
 
 
-def suite_plots(rows: Sequence[SuiteRow], measurements: Sequence[Measurement], slo: str) -> tuple[list[Plot], str]:
-    """(the plots, why there are none)."""
+def suite_plots(rows: Sequence[SuiteRow], measurements: Sequence[Measurement], slo: str) -> list[Plot]:
+    """The plots of a single model. Raises ConfigError for several, and without matplotlib."""
     if (models := len({row.point.case.text for row in rows})) > 1:
-        return [], f"they show one model, and the suite has {models}"
+        raise ConfigError(f"they show one model, and the suite has {models}")
     short = {row.label: row.point.short for row in rows}
-    try:
-        return draw([structs.replace(m, label=short[m.label]) for m in measurements], slo), ""
-    except ConfigError as error:
-        return [], error.message
+    return draw([structs.replace(m, label=short[m.label]) for m in measurements], slo)
 
 
 def _caveats(rows: Sequence[SuiteRow]) -> list[str]:
@@ -212,9 +213,7 @@ def _caveats(rows: Sequence[SuiteRow]) -> list[str]:
         texts += [f"first error: {m.first_error}" for m in row.runs if m.first_error]
         texts += [f"INVALID, repeat {m.repeat + 1}: {text}" for m in row.invalid for text in m.invalid if row.runs]
         found += [(text, f"{row.point.case.text}, {row.name}") for text in texts]
-    measured = sum(bool(row.runs) for row in rows)
-    each = names_by_text(found).items()
-    return [text if len(names) == measured else f"{'; '.join(names)}: {text}" for text, names in each]
+    return by_text(found, sum(bool(row.runs) for row in rows))
 
 
 def _recommend(name: str, rows: Sequence[SuiteRow], slo: str) -> Paragraph:
@@ -247,23 +246,32 @@ _SHOWN: Final = {
 }  # fmt: skip
 
 
+def _figure(column: str) -> Callable[[SuiteRow], str]:
+    return lambda row: number(row.median(_FIGURES[column])) if row.runs else ""
+
+
+def _throughput(row: SuiteRow) -> str:
+    """Also why there are no figures."""
+    if row.runs:
+        return number(row.median(throughput))
+    return f"INVALID: {row.invalid[0].invalid[0][:200]}" if row.invalid else "not run"
+
+
+_COLUMNS: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
+    "processor": lambda row: row.point.processor.text,
+    "workers": lambda row: str(row.point.workers),
+    "batch": lambda row: str(row.point.batch_size),
+    "clients": lambda row: str(row.load.concurrency),
+    "SLO": lambda row: MET[row.met] if any(m.slo for m in row.runs) else "",
+    **{name: _figure(column) for name, column in _SHOWN.items()},
+    "requests/s": _throughput,
+}
+
+
 def _section(rows: Sequence[SuiteRow]) -> list[Block]:
     case = rows[0].point.case
-    slo = any(m.slo for row in rows for m in row.runs)
-    header = ["processor", "workers", "batch", "clients", *(["SLO"] * slo), *_SHOWN]
     text = (
         f"{redacted(case.url)}: {case.requests} requests per run with {case.input or 'its own example'}; a batch waits "
         f"at most {case.batch_delay_ms} ms to fill."
     )
-    return [Heading(case.text), Paragraph(text), TableBlock(header, [_table_row(row, slo) for row in rows])]
-
-
-def _table_row(row: SuiteRow, slo: bool) -> list[str]:
-    cells = [row.point.processor.text, str(row.point.workers), str(row.point.batch_size), str(row.load.concurrency)]
-    cells += [{True: "met", False: "missed", None: UNKNOWN}[row.met]] * slo
-    if row.runs:
-        cells += [number(row.median(_FIGURES[column])) for column in _SHOWN.values()]
-    else:
-        why = f"INVALID: {row.invalid[0].invalid[0][:200]}" if row.invalid else "not run"
-        cells += [why, *[""] * (len(_SHOWN) - 1)]
-    return cells
+    return [Heading(case.text), Paragraph(text), table(_COLUMNS, rows)]

@@ -12,22 +12,24 @@ from msgspec import Struct
 
 from penstock.errors import ConfigError
 from penstock.perf.bench.document import (
+    PAGE,
+    REPORT,
     UNKNOWN,
     Block,
     BulletList,
-    CodeBlock,
     Heading,
     Paragraph,
     Report,
     TableBlock,
+    make_report,
     markdown,
     number,
     page,
     percent,
+    reproduce,
     seconds,
 )
 from penstock.perf.bench.plots import BAD, FAINT, SERIES, draw_each, seconds_axis
-from penstock.perf.bench.report import PAGE, REPORT
 from penstock.perf.bench.results import write_whole, writing
 from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.plan.costs import memory_text
@@ -80,10 +82,10 @@ def compose(report: PlanReport) -> Report:
     first: list[Block] = [verdict(plan), TableBlock(["", ""], [[name, text] for name, text in facts(report)])]
     if plan.notes:
         first.append(BulletList(plan.notes))
-    first += [Paragraph("To reproduce:"), CodeBlock(report.command)]
+    first += [reproduce(report.command)]
     header = ["instances", "batch", "SLO", "answered/s", "p50", "p99", "p99.9", "mean batch", "busy", "wait"]
     rest: list[Block] = [Heading("Every simulation of the peak"), TableBlock(header, list(map(_row, plan.tried)))]
-    return Report("penstock plan", first, rest)
+    return make_report("penstock plan", first, rest)
 
 
 def verdict(plan: CapacityPlan) -> Paragraph:

@@ -284,7 +284,7 @@ def test_a_report_that_cannot_be_stored_is_still_printed(servers: Servers, monke
         if path.suffix == ".csv":
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.perf.bench.session.write_whole", full)
+    monkeypatch.setattr("penstock.perf.bench.document.write_whole", full)
     done = invoke()
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (1, "bad e: no valid measurement.")
     assert "good e: cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms." in done.stdout

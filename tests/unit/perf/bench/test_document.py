@@ -13,11 +13,15 @@ from penstock.perf.bench.document import (
     Report,
     TableBlock,
     around,
+    by_text,
+    make_report,
     markdown,
     number,
     page,
     percent,
     seconds,
+    table,
+    value_text,
 )
 
 
@@ -59,11 +63,33 @@ def test_text_cannot_break_the_markdown() -> None:
     report = Report(
         "a*b",
         [Paragraph("x\n## y", "bad"), BulletList(["one\n- two"])],
-        [TableBlock(["h|"], [["<b>|"]]), CodeBlock("````")],
+        [TableBlock(["h|"], [["<b>|"]]), CodeBlock("a:", "````")],
     )
     assert markdown(report) == (
-        "# a\\*b\n\n**x ## y**\n\n- one - two\n\n| h\\| |\n| --- |\n| \\<b>\\| |\n\n`````\n````\n`````\n"
+        "# a\\*b\n\n**x ## y**\n\n- one - two\n\n| h\\| |\n| --- |\n| \\<b>\\| |\n\na:\n\n`````\n````\n`````\n"
     )
+
+
+def test_blocks_without_content_and_headings_without_blocks_are_left_out() -> None:
+    said, note = Paragraph("said"), CodeBlock("so:", "said")
+    empty = [Paragraph("", "bad"), BulletList([]), CodeBlock("so:", ""), TableBlock(["a"], [], "a note")]
+    report = make_report("t", [Heading("x"), *empty, Heading("y"), said], [*empty, note, Heading("z"), *empty])
+    assert (report.verdict, report.rest) == ([Heading("y"), said], [note])
+
+
+def test_a_column_without_a_text_in_any_row_is_left_out() -> None:
+    columns = {"n": str, "even": lambda n: "" if n % 2 else "yes", "large": lambda n: "yes" if n > 9 else ""}
+    assert table(columns, [1, 2], "note") == TableBlock(["n", "even"], [["1", ""], ["2", "yes"]], "note")
+
+
+def test_a_text_appears_once_with_its_names_unless_it_is_true_of_all() -> None:
+    pairs = [("a", "x"), ("a", "y"), ("a", "x"), ("b", "y"), *(("c", name) for name in "uvwxyz")]
+    assert by_text(pairs, 2) == ["a", "y: b", "u; v; w; x and 2 more: c"]
+
+
+def test_the_value_of_an_objective_has_its_unit() -> None:
+    found = [value_text(name, value) for name, value in (("p99", 0.1234), ("error", 0.0012), ("throughput", 1234.0))]
+    assert found == ["123 ms", "0.12 %", "1,234/s"]
 
 
 EVIL = '<script src="https://x/y.js">&'
@@ -92,15 +118,15 @@ def test_every_kind_of_block_is_rendered_and_markup_is_escaped() -> None:
         Paragraph(EVIL, "bad"),
         Paragraph(EVIL),
         BulletList([EVIL]),
-        CodeBlock(EVIL),
-        TableBlock([EVIL], [[EVIL]]),
+        CodeBlock(EVIL, EVIL),
+        TableBlock([EVIL], [[EVIL]], EVIL),
     ]
     parsed = PlotData(text := page(Report(EVIL, blocks, blocks), [Plot(EVIL, "<svg></svg>", EVIL)], ""))
     assert not parsed.open
     names = [tag for tag, _ in parsed.tags]
     assert {"h1", "h2", "p", "li", "pre", "td", "th", "svg", "figcaption"} <= set(names)
     assert "script" not in names
-    assert text.count("&lt;script src=&quot;https://x/y.js&quot;&gt;&amp;") == 2 + 2 + 2 * 7
+    assert text.count("&lt;script src=&quot;https://x/y.js&quot;&gt;&amp;") == 2 + 2 + 2 * 9
 
 
 def test_nothing_is_fetched_and_nothing_runs() -> None:

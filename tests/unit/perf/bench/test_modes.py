@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.perf.bench.measurement import Latency, Load, Measurement
-from penstock.perf.bench.modes import LoadPlan, in_units, run_plan
+from penstock.perf.bench.modes import LoadPlan, run_plan
 from penstock.perf.bench.slo import Slo, parse_slo
 
 
@@ -164,12 +164,6 @@ async def test_a_generator_that_is_too_slow_saturates_nothing() -> None:
     fake = Fake(lambda load: measured(load, 100.0 * load.concurrency, invalid="cpu" if load.concurrency > 2 else ""))
     (text,) = await fake.run(LoadPlan(mode="saturate"))
     assert text == "where it saturates is not known: 2 clients get 200/s; more cannot be measured, see INVALID"
-
-
-def test_values_have_the_units_of_their_objective() -> None:
-    assert in_units("p99", 0.1234) == "123.4 ms"
-    assert in_units("error", 0.0012) == "0.12%"
-    assert in_units("throughput", 1234.0) == "1,234/s"
 
 
 async def test_a_step_that_was_disturbed_is_run_once_more() -> None:

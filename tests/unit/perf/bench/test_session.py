@@ -4,8 +4,7 @@ from msgspec import structs
 
 from penstock.perf.bench.document import align
 from penstock.perf.bench.measurement import Gpu, Latency, Load, Measurement, ObjectiveResult, ServerStats
-from penstock.perf.bench.session import line, name_of, notes, rows, server_lines, verdict
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.session import line, name_of, notes, rows, server_lines
 
 RUN = Measurement(
     load=Load(mode="closed", concurrency=8),
@@ -119,19 +118,3 @@ def test_many_errors_miss_an_slo_that_does_not_limit_them() -> None:
     many = structs.replace(few, load=Load(mode="closed", concurrency=8), errors={"503": 50})
     borne = structs.replace(many, slo=[kept, ObjectiveResult(text="error<=60%", value=0.5, met=True)])
     assert (few.met, many.met, borne.met) == (True, False, True)
-    slo = parse_slo("p99<=10ms")
-    assert verdict([few, many], slo) == "SLO p99<=10ms: met at 1 client; MISSED at 8 clients (50.0% errors)"
-
-
-def test_the_verdict_lists_loads_that_meet_miss_or_cannot_judge_the_slo() -> None:
-    slo = parse_slo("p99<=10ms")
-    kept = Measurement(
-        load=Load(mode="closed", concurrency=1), slo=[ObjectiveResult(text="p99<=10ms", value=0.009, met=True)]
-    )
-    untold = Measurement(
-        load=Load(mode="closed", concurrency=2), slo=[ObjectiveResult(text="p99<=10ms", value=None, met=None)]
-    )
-    assert verdict([kept, RUN, untold, BROKEN], slo) == (
-        "SLO p99<=10ms: met at 1 client; MISSED at 8 clients (p99 is 12.3 ms); "
-        "unknown at 2 clients (p99<=10ms: too few samples), 64 clients (INVALID)"
-    )
