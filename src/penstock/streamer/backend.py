@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from penstock.backoff import Backoff
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Observer, Ticket
+from penstock.core.engine.admission import AdmissionQueue
 from penstock.core.engine.engine import Engine
-from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
+from penstock.errors import ModelNotReady, PenstockError, QueueFull, describe
 from penstock.streamer.base import ChunkingBackend
-from penstock.types import Item, ItemResult, Sink
+from penstock.types import Item, Sink
 
 log = logging.getLogger("penstock.streamer")
 
@@ -48,8 +50,7 @@ class LocalBackend(ChunkingBackend, Observer):
         self._name, self._config, self._target, self._sys_path = name, config, target, sys_path
         self.max_queue, self.max_queue_bytes = max_queue, limits.max_queue_bytes
         self._engine = Engine(limits, [self], log_level)
-        self._pending: dict[_PendingRequest, None] = {}  # in order of arrival
-        self._pending_rows = self._pending_bytes = 0
+        self._pending = AdmissionQueue()
         self._failure: PenstockError | None = None
         self._backoff, self._retry_at_s = Backoff(FIRST_RETRY_S, LAST_RETRY_S), 0.0
         self._start_loading()
@@ -107,28 +108,19 @@ class LocalBackend(ChunkingBackend, Observer):
             return self._engine.submit(self._name, None, item, sink)
         self._retry_if_due()
         nbytes, most = nbytes_of(item.payload), self.max_queue_bytes
-        if self._pending_rows + item.rows > self.max_queue or self._pending_bytes + nbytes > most:
-            items = f"{self._pending_rows} of {self.max_queue} items, {self._pending_bytes} of {most} bytes"
+        waiting = self._pending
+        if waiting.rows + item.rows > self.max_queue or waiting.nbytes + nbytes > most:
+            items = f"{waiting.rows} of {self.max_queue} items, {waiting.nbytes} of {most} bytes"
             found = f"{items} wait for the model to load"
             raise QueueFull(f"the queue is full ({found}): try again later")
-        request = _PendingRequest(self._forget_pending, item, sink)
-        self._pending[request] = None
-        self._pending_rows += item.rows
-        self._pending_bytes += nbytes
-        return request
-
-    def _forget_pending(self, request: _PendingRequest) -> None:
-        if request in self._pending:
-            del self._pending[request]
-            self._pending_rows -= request.item.rows
-            self._pending_bytes -= nbytes_of(request.item.payload)
+        return waiting.add(item, sink, nbytes=nbytes)
 
     def _release_pending(self) -> None:
         """Submits the waiting requests to the engine, or fails them if loading failed."""
-        pending, self._pending = self._pending, {}
-        self._pending_rows = self._pending_bytes = 0
-        for request in pending:
-            request.release(self._engine, self._name, self._failure)
+        if self._failure is None:
+            self._pending.forward(partial(self._engine.submit, self._name, None))
+        else:
+            self._pending.fail(self._failure)
 
     def statistics(self, model: str) -> dict[str, object]:
         """See `PortalBackend.statistics`; empty until the model is loaded."""
@@ -145,42 +137,3 @@ class LocalBackend(ChunkingBackend, Observer):
 
     def forget(self) -> None:
         self._engine.forget()
-
-
-class _PendingRequest:
-    """Ticket of a request that waits for the model to load."""
-
-    def __init__(self, forget: Callable[[_PendingRequest], None], item: Item, sink: Sink) -> None:
-        self.item = item
-        self._forget, self._sink = forget, sink
-        self._ticket: Ticket | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        if item.budget_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(item.budget_s, self._expire)
-
-    def cancel(self) -> None:
-        self._stop_waiting()
-        if self._ticket is not None:
-            self._ticket.cancel()
-
-    def release(self, engine: Engine, name: str, error: PenstockError | None) -> None:
-        """Submits the request to the engine, or answers it with `error`."""
-        if self._timer is not None:
-            self.item.budget_s = self._timer.when() - asyncio.get_running_loop().time()
-        self._stop_waiting()
-        try:
-            if error is not None:
-                raise error
-            self._ticket = engine.submit(name, None, self.item, self._sink)
-        except PenstockError as e:
-            self._sink(ItemResult(error=e.with_traceback(None)))
-
-    def _expire(self) -> None:
-        self._stop_waiting()
-        self._sink(ItemResult(error=DeadlineExceeded("the deadline passed while the model was loading")))
-
-    def _stop_waiting(self) -> None:
-        self._forget(self)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

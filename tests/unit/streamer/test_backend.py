@@ -93,7 +93,7 @@ async def test_requests_that_wait_for_the_model_are_bounded_and_keep_their_deadl
     leaving = backend.submit("m", None, many(7, 8), gone)
     with pytest.raises(QueueFull, match="8 of 8 items, 0 of "):
         backend.submit("m", None, many(9), Caller())
-    with pytest.raises(DeadlineExceeded, match="while the model was loading"):
+    with pytest.raises(DeadlineExceeded, match="too long for its model to load"):
         await late.body()
     leaving.cancel()
     again = Caller()

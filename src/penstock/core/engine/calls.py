@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, field
@@ -70,66 +69,6 @@ class Call(Struct, eq=False):
             self.sink = None
             self.end = "cancelled"
             self.on_cancel(self)
-
-
-class EarlyRequest:
-    """A request that waits for the first worker of its model, for at most `timeout_s` and its budget.
-
-    `label` is the Call's.
-    """
-
-    def __init__(self, item: Item, sink: Sink, timeout_s: float | None) -> None:
-        self.label = ""
-        self._call: Call | EarlyRequest | None = None
-        self._item, self._sink = item, sink
-        self._began_s = time.monotonic()
-        self._ended = False
-        self.on_end: Callable[[EarlyRequest, str], None] = lambda request, reason: None  # "": it was forwarded
-        self._timer: asyncio.TimerHandle | None = None
-        if timeout_s is not None:
-            wait_s = timeout_s if item.budget_s is None else min(item.budget_s, timeout_s)
-            late = DeadlineExceeded("the request waited too long for its model to load")
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self.fail, late)
-
-    def cancel(self) -> None:
-        """Abandons the request."""
-        if self._call is not None:
-            self._call.cancel()
-        elif self._end("cancelled"):
-            release(self._item)
-
-    def forward(self, submit: Callable[[Item, Sink], Call | EarlyRequest]) -> None:
-        """Submits the request, or answers it with the error."""
-        if self._end():
-            if self._item.budget_s is not None:
-                self._item.budget_s -= time.monotonic() - self._began_s
-            try:
-                self._call = submit(self._item, self._sink)
-                self._call.label = self.label
-            except PenstockError as e:
-                self._sink(ItemResult(error=self.error(e)))
-            except Exception:  # the others that wait need their answers
-                log.exception("submit_failed")
-                self._sink(ItemResult(error=PenstockError("internal error")))
-
-    def fail(self, error: PenstockError) -> None:
-        """Answers the request with an error, unless it has left."""
-        if self._end(reason_of(error)):
-            release(self._item)
-            self._sink(ItemResult(error=self.error(error)))
-
-    def error(self, error: PenstockError) -> PenstockError:
-        """The error as the caller's API names it."""
-        return error
-
-    def _end(self, reason: str = "") -> bool:
-        """True once. `reason`: of an end without a model."""
-        if self._timer is not None:
-            self._timer.cancel()
-        first, self._ended = not self._ended, True
-        if first:
-            self.on_end(self, reason)
-        return first
 
 
 class RunningBatch(Struct, eq=False):

@@ -12,7 +12,8 @@ from msgspec import structs
 from penstock.config.checks import check_model
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
-from penstock.core.engine.calls import Call, EarlyRequest, notify, release
+from penstock.core.engine.admission import WaitingRequest
+from penstock.core.engine.calls import Call, notify, release
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.registry import ModelRegistry
 from penstock.core.engine.residency import ResidencyManager
@@ -248,7 +249,7 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Call | EarlyRequest:
+    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Call | WaitingRequest:
         """Queues one item; see `Backend.submit`."""
         registry = self._registry
         try:

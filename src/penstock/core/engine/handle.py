@@ -17,9 +17,10 @@ from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.sequences import SequenceLimits, SequenceTable
 from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.contracts import RESTART_WAIT_S, ModelSnapshot, Observer, Transport
+from penstock.core.engine.admission import AdmissionQueue, WaitingRequest
 from penstock.core.engine.autoscaling import LoadScaler
 from penstock.core.engine.batcher import Batcher
-from penstock.core.engine.calls import Call, EarlyRequest, notify, overriding, reason_of, release
+from penstock.core.engine.calls import Call, notify, overriding, reason_of, release
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import (
     DEFAULT_BATCH,
@@ -82,7 +83,7 @@ class ModelHandle:
         self.instances = Instances(spec, transport, devices, observers, self._on_up, self._on_change)
         self.resident: ResidentModel | None = None  # of a model that an engine with budgets loads and unloads
         self.on_wanted: Callable[[], None] | None = None  # for a resident model: a request came while it is not up
-        self._early: dict[EarlyRequest, None] = {}  # requests that wait for the first worker
+        self._early = AdmissionQueue(self._rejected)  # requests that wait for the first worker
         self.scaler: LoadScaler | None = None
         self.follow_load(spec.config.autoscale)
         if spec.config.transport not in ("inline", "thread"):
@@ -128,7 +129,7 @@ class ModelHandle:
         """Answers accepted requests for at most `drain_s`, then ends every worker."""
         self.state = "DRAINING"
         self.follow_load(AutoscaleConfig())
-        self.fail_waiting(ModelNotReady(f"model '{self.name}' was stopped before the request ran"))
+        self._early.fail(ModelNotReady(f"model '{self.name}' was stopped before the request ran"))
         self.instances.closing()
         if self.resident is not None and not self.instances.up and self.batcher is not None:
             self.batcher.fail_queued(ModelNotReady(f"model '{self.name}' was stopped before the request ran"))
@@ -214,7 +215,7 @@ class ModelHandle:
 
     # ---- requests
 
-    def submit(self, item: Item, sink: Sink) -> Call | EarlyRequest:
+    def submit(self, item: Item, sink: Sink) -> Call | WaitingRequest:
         """Queues one item. Raises ModelNotReady, QueueFull, DeadlineExceeded, BadRequest."""
         if self._arrival_observers:
             notify(self._arrival_observers, "on_arrival", self.name, self.version)
@@ -245,50 +246,37 @@ class ModelHandle:
                 notify(self._request_observers, "on_request", self.name, self.version, item.rows, nbytes)
             return batcher.submit(item, sink, bucket, nbytes)
         except Exception as e:
-            notify(self._observers, "on_reject", self.name, self.version, reason_of(e))
+            self._rejected(reason_of(e))
             raise
 
-    def _wait(self, item: Item, sink: Sink) -> EarlyRequest:
+    def _wait(self, item: Item, sink: Sink) -> WaitingRequest:
         """Keeps a request until the first worker is up. Raises QueueFull."""
         config = self.config.batching
         most = queue_bound(config, self._most_instances, DEFAULT_BATCH)
         if len(self._early) >= most:
             raise QueueFull(f"the queue is full ({most} requests wait for the model to load): try again later")
-        early = EarlyRequest(item, sink, config.timeout_s)
-        early.on_end = self._early_ended
-        self._early[early] = None
-        return early
+        return self._early.add(item, sink, timeout_s=config.timeout_s)
 
-    def _early_ended(self, request: EarlyRequest, reason: str) -> None:
-        self._early.pop(request, None)
-        if reason:
-            notify(self._observers, "on_reject", self.name, self.version, reason)
+    def _rejected(self, reason: str) -> None:
+        notify(self._observers, "on_reject", self.name, self.version, reason)
 
     def _forward_early(self) -> None:
-        early, self._early = self._early, {}
         known, self._arrival_observers = self._arrival_observers, []  # they were notified when it arrived
         try:
-            for request in early:
-                request.forward(self._submit_early)
+            self._early.forward(self._submit_early)
         finally:
             self._arrival_observers = known
 
-    def _submit_early(self, item: Item, sink: Sink) -> Call | EarlyRequest:
+    def _submit_early(self, item: Item, sink: Sink) -> Call | WaitingRequest:
         try:
             return self.submit(item, sink)
         except BaseException:
             release(item)
             raise
 
-    def fail_waiting(self, error: PenstockError) -> None:
-        """Answers the requests that wait for the first worker."""
-        early, self._early = self._early, {}
-        for request in early:
-            request.fail(error)
-
     def not_loaded(self, error: PenstockError) -> None:
         """Answers all requests that wait for a worker."""
-        self.fail_waiting(error)
+        self._early.fail(error)
         if self.batcher is not None:
             self.batcher.fail_queued(error)
 

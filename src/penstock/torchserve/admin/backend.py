@@ -12,7 +12,7 @@ from penstock.core.engine.engine import Engine
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.wire.slabs import Slab
 from penstock.errors import PenstockError
-from penstock.torchserve.admin.models import PendingRequest, VersionRegistry, submit_error
+from penstock.torchserve.admin.models import VersionRegistry, submit_error
 from penstock.torchserve.metrics.observer import UNVERSIONED
 from penstock.torchserve.protocol.api import no_worker
 from penstock.torchserve.protocol.codec import WORKFLOW
@@ -55,8 +55,8 @@ class ModelsBackend:
             if found.loading:
                 if len(found.pending) >= found.spec.settings.job_queue_size:
                     raise no_worker(model, version, "the queue for the first worker is full")
-                request = PendingRequest(item, sink, (model, version))
-                found.pending.append(request)
+                request = found.pending.add(item, sink, explain=lambda error: submit_error(error, model, version))
+                request.label = label
                 return request
         except BaseException:
             release(item)

@@ -10,29 +10,15 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct, field
 
-from penstock.core.engine.calls import EarlyRequest
+from penstock.core.engine.admission import AdmissionQueue
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.registry import TrafficSplit
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull
 from penstock.torchserve.admin.model_spec import ModelSpec, VersionRequest
 from penstock.torchserve.archive.store import UnpackedArchive
-from penstock.torchserve.metrics.observer import UNVERSIONED
 from penstock.torchserve.protocol.api import ApiError, no_worker
-from penstock.types import Item, Sink
 
 MAX_SHOWN = 100  # characters of a client's name that a message shows
-
-
-class PendingRequest(EarlyRequest):
-    """A request that waits for the first worker, as in TorchServe's queue; `target` is its model and version."""
-
-    def __init__(self, item: Item, sink: Sink, target: tuple[str, str | None]) -> None:
-        super().__init__(item, sink, None)
-        self._target = target
-        self.label = target[1] or UNVERSIONED
-
-    def error(self, error: PenstockError) -> PenstockError:
-        return submit_error(error, *self._target)
 
 
 def submit_error(error: PenstockError, model: str, version: str | None) -> PenstockError:
@@ -59,7 +45,7 @@ class ModelVersion(Struct, eq=False):
     expected: int = 0
     gone: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    pending: list[PendingRequest] = field(default_factory=list)  # requests that arrived during loading
+    pending: AdmissionQueue = field(default_factory=AdmissionQueue)  # requests that arrived during loading
     worker_ids: dict[int, int] = field(default_factory=dict)  # slot -> id
     request: VersionRequest | None = None  # that registered it
 

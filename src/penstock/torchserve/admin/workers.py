@@ -146,14 +146,9 @@ class WorkerManager:
             raise
         finally:
             version.loading = False
-            self._forward_pending(version)
+            # without a worker they fail
+            version.pending.forward(partial(self._engine.submit, version.name, version.version))
         version.expected = workers
-
-    def _forward_pending(self, version: ModelVersion) -> None:
-        """Submits the requests that waited for the first worker; without a worker they fail."""
-        pending, version.pending = version.pending, []
-        for request in pending:
-            request.forward(partial(self._engine.submit, version.name, version.version))
 
     async def _retire(self, version: ModelVersion) -> None:
         handle, version.handle = version.handle, None

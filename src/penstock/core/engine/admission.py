@@ -1,0 +1,125 @@
+"""AdmissionQueue: the requests that wait for the first worker of their model, each with its ticket."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from penstock.core.engine.calls import Call, reason_of, release
+from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.types import Item, ItemResult, Sink
+
+log = logging.getLogger("penstock.engine")
+
+
+class WaitingRequest:
+    """Ticket of a request in an AdmissionQueue, later of the call that it became. `label`: see Call."""
+
+    __slots__ = ("_began_s", "_call", "_explain", "_item", "_queue", "_sink", "label", "nbytes", "rows", "timer")
+
+    def __init__(
+        self,
+        queue: "AdmissionQueue",
+        item: Item,
+        sink: Sink,
+        nbytes: int,
+        timeout_s: float | None,
+        explain: Callable[[PenstockError], PenstockError] | None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.label, self.rows, self.nbytes = "", item.rows, nbytes
+        self._queue, self._item, self._sink, self._explain = queue, item, sink, explain
+        self._call: Call | WaitingRequest | None = None  # once it is forwarded
+        self._began_s = loop.time()
+        waits_s = [s for s in (item.budget_s, timeout_s) if s is not None]
+        late = DeadlineExceeded("the request waited too long for its model to load")
+        self.timer = loop.call_later(min(waits_s), self.fail, late) if waits_s else None
+
+    def cancel(self) -> None:
+        """Abandons the request."""
+        if self._call is not None:
+            self._call.cancel()
+        elif self._queue.remove(self, "cancelled"):
+            release(self._item)
+
+    def forward(self, submit: "Submit") -> None:
+        """Submits the request with what is left of its deadline. A refusal becomes its response."""
+        if not self._queue.remove(self):
+            return
+        if self._item.budget_s is not None:
+            self._item.budget_s -= asyncio.get_running_loop().time() - self._began_s
+        try:
+            self._call = submit(self._item, self._sink)
+            self._call.label = self.label
+        except PenstockError as e:
+            self._refuse(e)
+        except Exception:  # the others that wait need their responses
+            log.exception("submit_failed")
+            self._refuse(PenstockError("internal error"))
+
+    def fail(self, error: PenstockError) -> None:
+        """Ends the request with an error, unless it has left the queue."""
+        if self._queue.remove(self, reason_of(error)):
+            release(self._item)
+            self._refuse(error)
+
+    def _refuse(self, error: PenstockError) -> None:
+        error = error if self._explain is None else self._explain(error)
+        self._sink(ItemResult(error=error.with_traceback(None)))  # its frames hold the item
+
+
+Submit = Callable[[Item, Sink], Call | WaitingRequest]
+
+
+class AdmissionQueue:
+    """The requests that wait for the first worker of a model, in order of arrival. Its owner bounds them.
+
+    Each leaves once: forwarded, failed or cancelled. `on_end` receives the reason of each that reached no model.
+    """
+
+    def __init__(self, on_end: Callable[[str], None] = lambda reason: None) -> None:
+        self.rows = self.nbytes = 0
+        self._requests: dict[WaitingRequest, None] = {}
+        self._on_end = on_end
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(
+        self,
+        item: Item,
+        sink: Sink,
+        *,
+        nbytes: int = 0,
+        timeout_s: float | None = None,
+        explain: Callable[[PenstockError], PenstockError] | None = None,
+    ) -> WaitingRequest:
+        """The ticket of a new request, which waits for at most `timeout_s` and its deadline. `explain` gives an error
+        the form that the caller's API knows."""
+        request = WaitingRequest(self, item, sink, nbytes, timeout_s, explain)
+        self._requests[request] = None
+        self.rows += request.rows
+        self.nbytes += nbytes
+        return request
+
+    def remove(self, request: WaitingRequest, reason: str = "") -> bool:
+        """True once for each request. `reason`: why it ends here; "" if it is forwarded."""
+        if request not in self._requests:
+            return False
+        del self._requests[request]
+        self.rows -= request.rows
+        self.nbytes -= request.nbytes
+        if request.timer is not None:
+            request.timer.cancel()
+        if reason:
+            self._on_end(reason)
+        return True
+
+    def forward(self, submit: Submit) -> None:
+        """Submits all requests."""
+        for request in list(self._requests):
+            request.forward(submit)
+
+    def fail(self, error: PenstockError) -> None:
+        """Ends all requests with this error."""
+        for request in list(self._requests):
+            request.fail(error)
