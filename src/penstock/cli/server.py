@@ -32,13 +32,12 @@ from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.sockets import PortInUse
-from penstock.serving.http.triton import triton_routes
 from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner, say
 from penstock.serving.logs import ServerLog
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
 from penstock.serving.protocols.route import Template
-from penstock.serving.triton.extensions import TritonExtensions
+from penstock.serving.triton.calls import TritonExtensions, triton_routes
 from penstock.serving.triton.statistics import ModelStatistics
 from penstock.types import ModelStatus, TensorSpec
 

@@ -20,14 +20,13 @@ from penstock.errors import BadRequest, PenstockError
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.calls import AnswerParts, Code, GrpcError, code_of
 from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService, ReflectionService
-from penstock.serving.grpc.extensions import GUARDS, ExtensionCalls
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.http.flavor import parse_priority, parse_request_id
 from penstock.serving.http.responses import NotImplementedHere, log_failure, status_of
 from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.serving.protocols.oip_grpc import field_of, open_inference, read_head
 from penstock.serving.protocols.oip_routes import EXTENSIONS
-from penstock.serving.triton.extensions import TritonExtensions
+from penstock.serving.triton.calls import GUARDS, TritonExtensions, grpc_functions
 from penstock.types import Item, ItemResult, Sink, TensorSpec
 
 NAME: Final = "inference.GRPCInferenceService"
@@ -335,7 +334,7 @@ def make_grpc_listener(
     service = OpenInferenceService(backend, limits.max_pipelined, limits.grpc_idle_timeout_s)
     health = HealthService(protos, [NAME], backend.ready)
     services = [
-        GrpcService(NAME, [service, ExtensionCalls(triton)], GUARD, GUARDS, raw=RAW_CALLS, direct=DIRECT_CALLS),
+        GrpcService(NAME, [service, grpc_functions(triton)], GUARD, GUARDS, raw=RAW_CALLS, direct=DIRECT_CALLS),
         GrpcService(HealthService.NAME, [health]),
         GrpcService(ReflectionService.NAME, [ReflectionService(protos, [NAME, HealthService.NAME])], GUARD),
     ]

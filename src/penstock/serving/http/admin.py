@@ -8,10 +8,10 @@ import msgspec
 from msgspec import Struct
 
 from penstock.core.contracts import Backend, ManagementBackend
-from penstock.errors import BadRequest, Forbidden, ModelNotFound, PenstockError, nearest
+from penstock.errors import BadRequest, Forbidden, ModelNotFound, nearest
 from penstock.serving.http import admin
 from penstock.serving.protocols.bodies import JSON
-from penstock.serving.protocols.route import HttpRequest, Serve, Template, error_body
+from penstock.serving.protocols.route import HttpRequest, Serve, Template, methods_route
 from penstock.serving.protocols.routes import PING
 from penstock.types import ItemResult, ModelStatus
 
@@ -119,8 +119,8 @@ def metrics_routes(
         return _json(batches(asked.get("model"), int(limit)))
 
     return (
-        route("/metrics", "Metrics in the Prometheus text format", GET=metrics),
-        route("/debug/batches", "The last batches, with the reason for the size of each", GET=last_batches),
+        methods_route("/metrics", "Metrics in the Prometheus text format", GET=metrics),
+        methods_route("/debug/batches", "The last batches, with the reason for the size of each", GET=last_batches),
     )
 
 
@@ -154,33 +154,14 @@ def management_routes(backend: Backend, management: ManagementBackend | None) ->
     put, unload, scale = change(_put), change(_unload), change(_scale)
     return (
         PING,
-        route("/models", "All models", GET=models),
-        route("/models/{model}", "A model", GET=model, PUT=put, DELETE=unload),
-        route("/models/{model}/scale", "The number of instances", PUT=scale),
-        route("/models/{model}/default", "The default version", PUT=change(_set_default)),
-        route("/models/{model}/traffic", "The weights of the versions", PUT=change(_set_traffic)),
-        route("/models/{model}/{version}", "A version of a model", GET=version, PUT=put, DELETE=unload),
-        route("/models/{model}/{version}/scale", "The number of instances of a version", PUT=scale),
+        methods_route("/models", "All models", GET=models),
+        methods_route("/models/{model}", "A model", GET=model, PUT=put, DELETE=unload),
+        methods_route("/models/{model}/scale", "The number of instances", PUT=scale),
+        methods_route("/models/{model}/default", "The default version", PUT=change(_set_default)),
+        methods_route("/models/{model}/traffic", "The weights of the versions", PUT=change(_set_traffic)),
+        methods_route("/models/{model}/{version}", "A version of a model", GET=version, PUT=put, DELETE=unload),
+        methods_route("/models/{model}/{version}/scale", "The number of instances of a version", PUT=scale),
     )
-
-
-def route(
-    path: str,
-    summary: str,
-    *,
-    guard: str = "",
-    error_body: Callable[[PenstockError], bytes] = error_body,
-    **functions: Serve,
-) -> Template:
-    """A path with the function of each method; the function of GET also answers HEAD. See `Template` for the others."""
-    if "GET" in functions:
-        functions["HEAD"] = functions["GET"]
-
-    async def serve(request: HttpRequest) -> ItemResult:
-        return await functions[request.method](request)
-
-    methods = frozenset(functions)
-    return Template(path, summary, serve=serve, methods=methods, guard=guard, error_body=error_body)
 
 
 def _json(body: bytes) -> ItemResult:

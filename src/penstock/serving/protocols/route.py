@@ -98,6 +98,25 @@ class Template(Struct, frozen=True):
         return self.methods or (INFER if self.codec else GET)
 
 
+def methods_route(
+    path: str,
+    summary: str,
+    *,
+    guard: str = "",
+    error_body: Callable[[PenstockError], bytes] = error_body,
+    **functions: Serve,
+) -> Template:
+    """A path with the function of each method; the function of GET also answers HEAD. See `Template` for the others."""
+    if "GET" in functions:
+        functions["HEAD"] = functions["GET"]
+
+    async def serve(request: HttpRequest) -> ItemResult:
+        return await functions[request.method](request)
+
+    methods = frozenset(functions)
+    return Template(path, summary, serve=serve, methods=methods, guard=guard, error_body=error_body)
+
+
 class Route(Struct, frozen=True):
     """A template with the names from the path; `headers` are added to its item."""
 

@@ -93,7 +93,6 @@ def _level_of(settings: Mapping[str, Any]) -> str:
 
 FOLDER: Final = "/dev/shm"
 MOST_REGIONS: Final = 1024
-NO_CUDA: Final = "CUDA shared memory is not supported; register system shared memory, or send tensors in the request"
 _KEY: Final = re.compile(r"/?(?!\.\.?$)[^/\0]{1,255}")
 
 

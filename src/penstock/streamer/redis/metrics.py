@@ -13,13 +13,13 @@ from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
-from penstock.serving.http.admin import METRICS_TYPE, route
+from penstock.serving.http.admin import METRICS_TYPE
 from penstock.serving.http.auth import OriginPolicy
 from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.server import HttpServer
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.text import Family, Page
-from penstock.serving.protocols.route import HttpRequest
+from penstock.serving.protocols.route import HttpRequest, methods_route
 from penstock.serving.protocols.routes import TEMPLATES
 from penstock.streamer.redis.address import BrokerAddress
 from penstock.streamer.redis.state import QueueReader, QueueState
@@ -134,7 +134,7 @@ async def listening(
     async def metrics(request: HttpRequest) -> ItemResult:
         return ItemResult(body=await scrape(), content_type=METRICS_TYPE)
 
-    page = route("/metrics", "Metrics in the Prometheus text format", GET=metrics)
+    page = methods_route("/metrics", "Metrics in the Prometheus text format", GET=metrics)
     routes = (page, *(template for template in TEMPLATES if template.path in health))
     closed = not options.tokens and is_loopback(options.host)
     policy = OriginPolicy((options.host,), closed=closed)
