@@ -34,7 +34,7 @@ class FakeManagement:
             raise self.closed
 
     def statuses(self) -> list[ModelStatus]:
-        return [ModelStatus("m", v, "READY", 1, 1, 8, ("cpu",), 0, v == "1", float(v == "1")) for v in "12"]
+        return [ModelStatus("m", v, "READY", 1, 1, 8, ("cpu",), 0, v == "1", float(v == "1")) for v in "21"]
 
     def learned(self, model: str, version: str) -> dict[str, object]:
         return {"a_s": 0.5} if version == "1" else {}
