@@ -13,8 +13,13 @@ import torch
 
 from penstock.runtimes import torch as torch_files
 from penstock.torchserve.ts.base_handler import BaseHandler, captum, target_class
-from penstock.torchserve.ts.text_utils import CONTRACTION_MAP, get_tokenizer, ngrams_iterator
-from penstock.torchserve.ts.util import CLEANUP_REGEX, map_class_to_label
+from penstock.torchserve.ts.util import (
+    CLEANUP_REGEX,
+    CONTRACTION_MAP,
+    get_tokenizer,
+    map_class_to_label,
+    ngrams_iterator,
+)
 
 _CONTRACTIONS = re.compile("|".join(map(re.escape, CONTRACTION_MAP)), re.IGNORECASE)
 UNKNOWN = "<unk>"

@@ -8,9 +8,8 @@ import functools
 import importlib
 import io
 import logging
-import sys
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +23,7 @@ log = logging.getLogger("penstock.model")
 
 MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet's training images, red, green, blue
 STD: Final = (0.229, 0.224, 0.225)
+_MEAN, _STD = (torch.tensor(values).reshape(-1, 1, 1) for values in (MEAN, STD))
 
 
 def rgb(image: Any) -> Any:
@@ -31,80 +31,47 @@ def rgb(image: Any) -> Any:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-class Compose:
-    """Applies one transform after the other."""
+def resized(image: Any, size: int) -> Any:
+    """A PIL image whose shorter side has `size` pixels; the other is rounded down. Bilinear with antialiasing."""
+    from PIL.Image import Resampling
 
-    def __init__(self, transforms: Sequence[Callable[[Any], Any]]) -> None:
-        self.transforms = list(transforms)
-
-    def __call__(self, image: Any) -> Any:
-        for transform in self.transforms:
-            image = transform(image)
-        return image
+    width, height = image.size
+    shape = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+    return image if shape == image.size else image.resize(shape, Resampling.BILINEAR)
 
 
-class Resize:
-    """Scales a PIL image's shorter side to `size` pixels and rounds the other down. Bilinear with antialiasing."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, image: Any) -> Any:
-        from PIL.Image import Resampling
-
-        width, height = image.size
-        if width <= height:
-            size = (self.size, int(self.size * height / width))
-        else:
-            size = (int(self.size * width / height), self.size)
-        return image if size == image.size else image.resize(size, Resampling.BILINEAR)
+def centre_of(image: Any, size: int) -> Any:
+    """The middle `size` x `size` pixels of a PIL image of at least this size. Halves round to even."""
+    left, top = (round((side - size) / 2) for side in image.size)
+    return image.crop((left, top, left + size, top + size))
 
 
-class CenterCrop:
-    """Cuts the middle `size` x `size` pixels out of a PIL image of at least this size. Halves round to even."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, image: Any) -> Any:
-        width, height = image.size
-        left, top = round((width - self.size) / 2), round((height - self.size) / 2)
-        return image.crop((left, top, left + self.size, top + self.size))
+def to_tensor(image: Any) -> torch.Tensor:
+    """An RGB image as float32 `[3, height, width]` from 0 to 1."""
+    pixels = np.array(image, dtype=np.uint8)
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous().to(torch.float32).div(255)
 
 
-class ToTensor:
-    """Converts an RGB image to float32 `[3, height, width]` from 0 to 1."""
-
-    def __call__(self, image: Any) -> torch.Tensor:
-        pixels = np.array(image, dtype=np.uint8)
-        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous().to(torch.float32).div(255)
+def normalized(pixels: torch.Tensor) -> torch.Tensor:
+    """`(x - MEAN) / STD` for each channel of a float32 `[3, height, width]`."""
+    return (pixels - _MEAN) / _STD
 
 
-class Normalize:
-    """Computes `(x - mean) / std` for each channel of a float32 `[channels, height, width]`."""
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        self.mean = torch.tensor(mean).reshape(-1, 1, 1)
-        self.std = torch.tensor(std).reshape(-1, 1, 1)
-
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        return (image - self.mean) / self.std
-
-
-def _transforms() -> Any:
-    """torchvision's transforms, or this module."""
+def _torchvision() -> Any:
+    """torchvision's transforms; None if they cannot be used."""
     try:
         return importlib.import_module("torchvision.transforms")
     except ImportError:
         pass
     except RuntimeError as e:  # built for another torch
         log.warning("torchvision_unusable error=%s: images are prepared without it", describe(e))
-    return sys.modules[__name__]
+    return None
 
 
 def image_pipeline() -> Callable[[Any], torch.Tensor]:
     """The transform that networks trained on ImageNet expect, to float32 `[3, 224, 224]`."""
-    steps = _transforms()
+    if (steps := _torchvision()) is None:
+        return lambda image: normalized(to_tensor(centre_of(resized(rgb(image), 256), 224)))
     scaled = [rgb, steps.Resize(256), steps.CenterCrop(224), steps.ToTensor(), steps.Normalize(mean=MEAN, std=STD)]
     pipeline: Callable[[Any], torch.Tensor] = steps.Compose(scaled)
     return pipeline
@@ -112,7 +79,8 @@ def image_pipeline() -> Callable[[Any], torch.Tensor]:
 
 def to_tensor_only() -> Callable[[Any], torch.Tensor]:
     """The transform of the whole image to float32 `[3, height, width]` from 0 to 1."""
-    steps = _transforms()
+    if (steps := _torchvision()) is None:
+        return lambda image: to_tensor(rgb(image))
     pipeline: Callable[[Any], torch.Tensor] = steps.Compose([rgb, steps.ToTensor()])
     return pipeline
 
@@ -159,7 +127,7 @@ class ImageClassifier(VisionHandler):
     """{label: probability} of each image's `topk` most probable classes."""
 
     topk = 5
-    image_processing = image_pipeline()
+    image_processing = staticmethod(image_pipeline())
 
     def set_max_result_classes(self, topk: int) -> None:
         self.topk = topk
@@ -177,7 +145,7 @@ class ImageClassifier(VisionHandler):
 class ImageSegmenter(VisionHandler):
     """The class of each pixel and its probability, `[height][width][class, probability]`."""
 
-    image_processing = image_pipeline()
+    image_processing = staticmethod(image_pipeline())
 
     def postprocess(self, data: Any) -> Any:
         """`data["out"]` are the model's scores, `[rows, classes, height, width]`."""
@@ -188,7 +156,7 @@ class ImageSegmenter(VisionHandler):
 class ObjectDetector(VisionHandler):
     """{label: [x1, y1, x2, y2], "score": s} for each object in an image that scores at least `threshold`."""
 
-    image_processing = to_tensor_only()
+    image_processing = staticmethod(to_tensor_only())
     threshold = 0.5
 
     def postprocess(self, data: Any) -> Any:

@@ -16,7 +16,7 @@ from penstock import metrics
 from penstock.errors import LoadFailed
 from penstock.torchserve.ts import base_handler
 from penstock.torchserve.ts.base_handler import BaseHandler
-from penstock.torchserve.ts.mock_context import MockContext
+from penstock.torchserve.ts.testing import MockContext
 
 pytestmark = [
     pytest.mark.usefixtures("forget_modules"),

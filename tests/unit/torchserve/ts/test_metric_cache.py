@@ -8,9 +8,17 @@ import pytest
 
 from penstock import metrics
 from penstock.torchserve.ts import metric_cache as merrors
-from penstock.torchserve.ts.metric import Dimension, Metric, MetricEncoder, MetricTypes, Units
-from penstock.torchserve.ts.metric_cache import MetricsCache, MetricsCacheYamlImpl, MetricsStore
-from penstock.torchserve.ts.model_loader import emit_metrics
+from penstock.torchserve.ts.metric_cache import (
+    Dimension,
+    Metric,
+    MetricEncoder,
+    MetricsCache,
+    MetricsCacheYamlImpl,
+    MetricsStore,
+    MetricTypes,
+    Units,
+)
+from penstock.torchserve.ts.testing import emit_metrics
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.torchserve.ts.model_loader import ModelLoaderFactory
+from penstock.torchserve.ts.testing import ModelLoaderFactory
 
 pytestmark = pytest.mark.usefixtures("forget_modules")
 

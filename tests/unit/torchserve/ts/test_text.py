@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.torchserve.ts.text import TextClassifier, TextHandler
-from penstock.torchserve.ts.text_utils import CONTRACTION_MAP
+from penstock.torchserve.ts.util import CONTRACTION_MAP
 
 pytestmark = pytest.mark.usefixtures("forget_modules")
 

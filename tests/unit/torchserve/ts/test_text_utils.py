@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.torchserve.ts.text_utils import get_tokenizer, ngrams_iterator
+from penstock.torchserve.ts.util import get_tokenizer, ngrams_iterator
 
 
 def test_words_and_punctuation_marks_are_tokens():

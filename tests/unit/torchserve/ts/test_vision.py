@@ -188,19 +188,19 @@ def test_the_detector_returns_objects_above_the_threshold(load, picture, tmp_pat
     [((300, 200), (384, 256)), ((200, 301), (256, 385)), ((256, 256), (256, 256)), ((257, 1000), (256, 996))],
 )
 def test_resizing_sets_the_shorter_side_and_rounds_the_other_down(size, expected):
-    assert vision.Resize(256)(Image.new("RGB", size)).size == expected
+    assert vision.resized(Image.new("RGB", size), 256).size == expected
 
 
 def test_an_image_of_the_right_size_is_not_resized():
     image = Image.new("RGB", (256, 300))
-    assert vision.Resize(256)(image) is image
+    assert vision.resized(image, 256) is image
 
 
 def test_downscaling_uses_a_triangle_filter():
     # a row of 8 pixels to 4: each new pixel has weights 1 3 3 1 over 8, and at the border 3 3 1 over 7
     row = np.array([0, 80, 160, 240, 0, 0, 0, 80], np.uint8)
     image = Image.fromarray(np.repeat(np.repeat(row[None, :, None], 8, 0), 3, 2))
-    found = np.asarray(vision.Resize(4)(image))[0, :, 0]
+    found = np.asarray(vision.resized(image, 4))[0, :, 0]
     expected = [(3 * 0 + 3 * 80 + 160) / 7, (80 + 480 + 720 + 0) / 8, (240 + 0 + 0 + 0) / 8, (0 + 0 + 240) / 7]
     assert found.tolist() == pytest.approx(expected, abs=1)
 
@@ -219,7 +219,7 @@ def test_the_centre_crop_rounds_halves_to_even(size, corner):
     width, height = size
     columns, rows = np.meshgrid(np.arange(width) % 251, np.arange(height) % 251)
     image = Image.fromarray(np.stack([columns, rows, rows], 2).astype(np.uint8))
-    cut = vision.CenterCrop(224)(image)
+    cut = vision.centre_of(image, 224)
     assert cut.size == (224, 224)
     assert cut.getpixel((0, 0))[:2] == corner
 
@@ -227,12 +227,12 @@ def test_the_centre_crop_rounds_halves_to_even(size, corner):
 def test_pixels_become_normalized_channels():
     pixels = np.zeros((2, 3, 3), np.uint8)
     pixels[1, 2] = [255, 51, 0]
-    found = vision.ToTensor()(Image.fromarray(pixels))
+    found = vision.to_tensor(Image.fromarray(pixels))
     assert found.dtype is torch.float32
     assert found.shape == (3, 2, 3)
     assert found[:, 1, 2].tolist() == pytest.approx([1.0, 0.2, 0.0])
     assert found.sum().item() == pytest.approx(1.2)
-    normal = vision.Normalize(vision.MEAN, vision.STD)(found)
+    normal = vision.normalized(found)
     assert normal[:, 1, 2].tolist() == pytest.approx([0.515 / 0.229, -0.256 / 0.224, -0.406 / 0.225])
 
 
@@ -265,5 +265,5 @@ def test_a_torchvision_for_another_torch_is_not_used(monkeypatch, caplog):
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr(vision.importlib, "import_module", broken)
-    assert isinstance(vision.image_pipeline(), vision.Compose)
+    assert vision.image_pipeline()(Image.new("RGB", (9, 9))).shape == (3, 224, 224)
     assert "torchvision_unusable" in caplog.text
