@@ -22,7 +22,7 @@ from penstock.errors import LoadFailed, PenstockError, describe
 from penstock.torchserve.handlers.handler import HandlerModel
 from penstock.torchserve.protocol.codec import HandlerRequest
 
-log = logging.getLogger("penstock.models")
+log = logging.getLogger("penstock.torchserve")
 
 PORT_TRIES: Final = 3
 _LENGTH: Final = struct.Struct("<Q")

@@ -7,7 +7,8 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from msgspec import Struct, convert, field
@@ -25,7 +26,7 @@ from penstock.torchserve.handlers.entry import (
 )
 from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
 
-log = logging.getLogger("penstock.models")
+log = logging.getLogger("penstock.torchserve")
 
 SERVER_VERSION: Final = "0.12.0"  # of TorchServe, as handlers see it
 SEPARATE_CALLS: Final = ("explain", "describe")  # a request whose header of this name is "True" is not a prediction
@@ -49,6 +50,14 @@ class HandlerSetup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     overlap: bool = False
     retry_split: bool = False
     ranks: int = 1  # processes of a group, see group.py
+
+
+class HandlerCall(Struct):
+    """One call of a handler: what it returned, and the answers to its requests."""
+
+    started_s: float
+    returned: Any = None
+    answers: list[Any] = []
 
 
 class HandlerModel:
@@ -148,31 +157,35 @@ class HandlerModel:
 
     def _run(self, requests: list[HandlerRequest], places: list[int], count: int) -> list[Any]:
         """One call of the handler, for the requests at `places` of a batch of `count`."""
-        prepared = requests if isinstance(requests, PreprocessedBatch) else None
-        context = self._context if prepared is None else prepared.context
-        if prepared is None:
-            self._assign(context, requests)
-        parts: PartialAnswers = context.cl_socket
-        parts.begin(self._send, [request.id for request in requests], places, count)
-        started = time.perf_counter()
+        if isinstance(requests, PreprocessedBatch) and self._steps is not None:
+            with self._call(requests.context, requests, self._send, places, count) as call:
+                call.returned = self._steps.finish(requests)
+                call.started_s -= requests.seconds
+            return call.answers
+        self._assign(self._context, requests)
+        with self._call(self._context, requests, self._send, places, count) as call:
+            call.returned = self._handle([request.inputs for request in requests], self._context)
+        return call.answers
+
+    @contextmanager
+    def _call(
+        self, context: Any, requests: list[HandlerRequest], send: SendParts | None, places: list[int], count: int
+    ) -> Iterator[HandlerCall]:
+        """A call that the block makes: it sets `returned`, or raises an error for all callers. Then come `answers`.
+
+        Parts that the handler sends after the call has returned are dropped. Raises the errors of `predict`.
+        """
+        call, parts = HandlerCall(time.perf_counter()), context.cl_socket
+        parts.begin(send, [request.id for request in requests], places, count)
         try:
-            if prepared is not None and self._steps is not None:
-                returned = self._steps.finish(prepared)
-                started -= prepared.seconds
-            else:
-                returned = self._handle([request.inputs for request in requests], context)
-            return self._finished(returned, context, requests, started)
+            yield call
+            parts.end()
+            call.answers = self._answers(call.returned, context, requests)
+            context.metrics.add_time("PredictionTime", round((time.perf_counter() - call.started_s) * 1000, 2))
         except Exception as e:
-            return self._failed(e, len(requests))
+            call.answers = self._failed(e, len(requests))
         finally:
             parts.end()
-
-    def _finished(self, returned: Any, context: Any, requests: list[HandlerRequest], started_s: float) -> list[Any]:
-        """The answers of a call that returned. Raises BadOutput."""
-        context.cl_socket.end()
-        answers = self._answers(returned, context, requests)
-        context.metrics.add_time("PredictionTime", round((time.perf_counter() - started_s) * 1000, 2))
-        return answers
 
     def _answers(self, returned: Any, context: Any, requests: list[HandlerRequest]) -> list[Any]:
         """The answers in what the handler returned. Raises BadOutput."""

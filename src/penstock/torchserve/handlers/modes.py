@@ -11,18 +11,17 @@
 
 import inspect
 import logging
-import time
 from typing import Any
 
 from penstock.core.worker.steps import Whole
 from penstock.errors import ItemFailed, PenstockError
-from penstock.torchserve.handlers.answers import STREAMED, PartialAnswers, SendParts, answer, check_results
+from penstock.torchserve.handlers.answers import STREAMED, SendParts, answer, check_results
 from penstock.torchserve.handlers.handler import HandlerModel
 from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
 from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Step
 
-log = logging.getLogger("penstock.models")
+log = logging.getLogger("penstock.torchserve")
 
 
 class ContinuousHandlerModel(HandlerModel):
@@ -92,19 +91,11 @@ class AsyncHandlerModel(HandlerModel):
 
     def predict(self, requests: list[HandlerRequest]) -> Any:
         """A coroutine; see `HandlerModel.predict`."""
-        return self._called(requests, self._send)
+        return self._awaited(requests, self._send)  # the next call sets another `_send`
 
-    async def _called(self, requests: list[HandlerRequest], send: SendParts | None) -> list[Any]:
+    async def _awaited(self, requests: list[HandlerRequest], send: SendParts | None) -> list[Any]:
         context = self._own_context(requests)
-        parts: PartialAnswers = context.cl_socket
-        parts.begin(send, [request.id for request in requests], list(range(len(requests))), len(requests))
-        started = time.perf_counter()
-        try:
+        with self._call(context, requests, send, list(range(len(requests))), len(requests)) as call:
             returned = self._handle([request.inputs for request in requests], context)
-            if inspect.isawaitable(returned):
-                returned = await returned
-            return self._finished(returned, context, requests, started)
-        except Exception as e:
-            return self._failed(e, len(requests))
-        finally:
-            parts.end()
+            call.returned = await returned if inspect.isawaitable(returned) else returned
+        return call.answers
