@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.errors import describe
 
-log = logging.getLogger("penstock.models")
+log = logging.getLogger("penstock.runtimes")
 
 SIDECAR = "engine.json"
 

@@ -13,7 +13,7 @@ from penstock.config.yaml_file import load_yaml
 from penstock.errors import ConfigError, nearest
 from penstock.values import convert, found
 
-log = logging.getLogger("penstock.observe")
+log = logging.getLogger("penstock.torchserve")
 
 KINDS: Final = ("counter", "gauge", "histogram")
 

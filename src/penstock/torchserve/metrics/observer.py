@@ -20,7 +20,7 @@ from penstock.torchserve.metrics.series import MAX_SERIES, Labels, Owner, Series
 from penstock.torchserve.metrics.system import SystemMetric
 from penstock.types import MetricDelta
 
-log = logging.getLogger("penstock.observe")
+log = logging.getLogger("penstock.torchserve")
 SERVER_LOG: Final = logging.getLogger("TS_METRICS")
 MODEL_LOG: Final = logging.getLogger("MODEL_METRICS")
 CONSOLE_LOG: Final = logging.getLogger("METRICS_CONSOLE")

@@ -11,7 +11,7 @@ from typing import Final
 from penstock.serving.observe.text import Histogram, Page
 from penstock.torchserve.metrics.definitions import MetricDefinition
 
-log = logging.getLogger("penstock.observe")
+log = logging.getLogger("penstock.torchserve")
 
 MAX_SERIES: Final = 10_000
 # TorchServe's bounds, and larger ones because its times are in ms and µs.

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from penstock.core.readings import Gpus
 
-log = logging.getLogger("penstock.observe")
+log = logging.getLogger("penstock.torchserve")
 
 SCRIPT: Final = "ts/metrics/metric_collector.py"
 """TorchServe's own script, which its documentation gives as an example."""
