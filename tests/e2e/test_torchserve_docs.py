@@ -43,7 +43,8 @@ class Shell:
         asked = re.search(r'127\.0\.0\.1:(\d+)(/[^"\s]*)', line)
         for port, api in PORTS.items() if asked else ():
             line = line.replace(f"http://127.0.0.1:{port}", self._server.url(api))
-        line = line.replace("torch-workflow-archiver", f"{sys.executable} -m penstock.torchserve.cli.workflow_archive")
+        archiver = "from penstock.torchserve.cli.archive import archive_workflow as run; run()"
+        line = line.replace("torch-workflow-archiver", f"{sys.executable} -c '{archiver}'")
         script = "\n".join(["set -e", *self._set, line + (" -s -f" if asked else "")])
         done = subprocess.run(
             ["bash", "-c", script], cwd=self._server.folder, env=self._server.env, capture_output=True, text=True

@@ -158,7 +158,8 @@ def test_each_server_takes_the_archive_of_our_archiver(peer_server: Any, store: 
     work = store.parent
     (work / "spec.yaml").write_text(SPECS["chain"])
     (work / "functions.py").write_text(FUNCTIONS)
-    command = [sys.executable, "-m", "penstock.torchserve.cli.workflow_archive", "--workflow-name", "w"]
+    archiver = "from penstock.torchserve.cli.archive import archive_workflow as run; run()"
+    command = [sys.executable, "-c", archiver, "--workflow-name", "w"]
     command += ["--spec-file", "spec.yaml", "--handler", "functions.py", "--export-path", "store"]
     subprocess.run(command, cwd=work, check=True)
     for owner in ("torchserve", "penstock"):

@@ -13,8 +13,7 @@ import pytest
 
 from penstock.torchserve.admin import settings
 from penstock.torchserve.archive.pack import BUILT_IN
-from penstock.torchserve.cli import workflow_archive
-from penstock.torchserve.cli.archive import archive
+from penstock.torchserve.cli.archive import archive, archive_workflow
 from penstock.torchserve.cli.torchserve import parser
 from penstock.torchserve.config.properties import IGNORED, ListenerConfig, Properties
 from penstock.torchserve.http.listener import listener_templates
@@ -115,7 +114,7 @@ def test_every_flag_of_the_commands_has_a_row() -> None:
     assert set(rows("torchserve")) == set(parser()._option_string_actions) - {"-h", "--help"}
     flags = {flag for parameter in archive.params for flag in parameter.opts}
     assert set(rows("torch-model-archiver, and penstock archive")) == flags | {"-h", "--help"}
-    flags = {flag for parameter in workflow_archive.archive.params for flag in parameter.opts}
+    flags = {flag for parameter in archive_workflow.params for flag in parameter.opts}
     assert set(rows("torch-workflow-archiver")) == flags | {"-h", "--help"}
 
 

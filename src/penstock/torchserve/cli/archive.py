@@ -1,4 +1,4 @@
-"""The command `torch-model-archiver`, also `penstock archive`: writes a model archive."""
+"""The commands `torch-model-archiver`, also `penstock archive`, and `torch-workflow-archiver`."""
 
 import logging
 import os
@@ -37,10 +37,12 @@ def warn_of_namesake() -> None:
 
 
 @contextmanager
-def exit_on_error() -> Iterator[None]:
-    """Ends the command with a message and 1 if the archive cannot be written."""
+def packing() -> Iterator[None]:
+    """Prints warnings; ends the command with a message and 1 if the archive cannot be written."""
     from penstock.errors import ArchiveError
 
+    warn_of_namesake()
+    logging.basicConfig(format="%(levelname)s - %(message)s")
     try:
         yield
     except (ArchiveError, OSError) as error:
@@ -83,7 +85,23 @@ def archive(export_path: str, archive_format: Any, force: bool, **contents: str)
     """
     from penstock.torchserve.archive.pack import ArchiveContents, pack
 
-    warn_of_namesake()
-    logging.basicConfig(format="%(levelname)s - %(message)s")
-    with exit_on_error():
+    with packing():
         pack(ArchiveContents(**contents), Path(export_path or os.getcwd()), archive_format, force=force)
+
+
+@click.command(cls=Abbreviating, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--workflow-name", required=True, help="The workflow's name; the archive is WORKFLOW_NAME.war.")
+@click.option("--spec-file", required=True, help="The YAML file with the workflow's models and graph.")
+@click.option("--handler", default="", help="The Python file with the workflow's functions.")
+@click.option("--extra-files", default="", help="Comma list of files, folders and globs to add; folders are flattened.")
+@click.option("--export-path", default="", help="The output folder; default: the working directory.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite an existing archive.")
+def archive_workflow(export_path: str, force: bool, **contents: str) -> None:
+    """Pack a workflow's specification, its functions and their files into one archive, like torch-workflow-archiver.
+
+    Exits with 1 if a file is missing or the archive exists, and with 2 if a flag is wrong.
+    """
+    from penstock.torchserve.archive.pack import WorkflowContents, pack_workflow
+
+    with packing():
+        pack_workflow(WorkflowContents(**contents), Path(export_path or os.getcwd()), force=force)

@@ -26,7 +26,7 @@ from penstock.errors import ConfigError
 from penstock.serving.logs import CLOSE_S, LogFile, LogThread, TextFormatter, ToThreads
 from penstock.torchserve.config.properties import Properties
 
-log = logging.getLogger("penstock.compat")
+log = logging.getLogger("penstock.torchserve")
 
 FILES: Final = {
     "access_log": "ACCESS_LOG",

@@ -32,7 +32,7 @@ from penstock.torchserve.metrics.observer import FrontendCounts, TorchServeMetri
 from penstock.torchserve.metrics.system import measure_of, watch
 from penstock.torchserve.sequence_headers import SEQUENCE_HEADERS
 
-log = logging.getLogger("penstock.cli")
+log = logging.getLogger("penstock.torchserve")
 
 DRAIN_S: Final = 30.0
 STARTED: Final = "Model server started."

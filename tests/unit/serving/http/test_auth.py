@@ -10,7 +10,7 @@ import pytest
 from penstock.client.endpoint import tls_context
 from penstock.errors import ConfigError, Unauthorized
 from penstock.serving.http.auth import check_token, make_ssl_context
-from penstock.torchserve.cli.tls import TlsFiles
+from penstock.torchserve.cli.listeners import TlsFiles
 from penstock.torchserve.config.properties import Properties
 
 TLS = Path(__file__).parents[3] / "tls"

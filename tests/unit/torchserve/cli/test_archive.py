@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.main import main
-from penstock.torchserve.cli.archive import archive
+from penstock.torchserve.cli.archive import archive, archive_workflow
 
 
 @pytest.fixture
@@ -22,12 +23,17 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "extra").mkdir()
     (tmp_path / "extra" / "a.txt").write_text("a")
     (tmp_path / "store").mkdir()
+    (tmp_path / "spec.yaml").write_text("models: {}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run(words: str) -> Result:
     return CliRunner().invoke(archive, words.split(), prog_name="torch-model-archiver")
+
+
+def run_workflow(words: str) -> Result:
+    return CliRunner().invoke(archive_workflow, words.split(), prog_name="torch-workflow-archiver")
 
 
 def test_the_usual_command_writes_to_the_working_directory(work: Path):
@@ -86,12 +92,28 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("words", "code", "printed"), WRONG.values(), ids=WRONG)
-def test_errors_go_to_stderr(work: Path, words: str, code: int, printed: str):
-    found = run(words)
+WRONG_WORKFLOWS = {
+    "no specification": ("--workflow-name w", 2, "--spec-file"),
+    "workflow": ("--workflow-name ../w --spec-file spec.yaml", 1, "the model's name is '../w'"),
+    "specification": ("--workflow-name w --spec-file none.yaml", 1, "spec file: there is no file none.yaml"),
+    "functions": ("--workflow-name w --spec-file spec.yaml --handler no.py", 1, "handler: there is no file no.py"),
+    "extra": ("--workflow-name w --spec-file spec.yaml --extra-files no", 1, "there is no file or folder no"),
+    "store": ("--workflow-name w --spec-file spec.yaml --export-path no", 1, "no is not a folder"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "code", "printed"),
+    [(run, *each) for each in WRONG.values()] + [(run_workflow, *each) for each in WRONG_WORKFLOWS.values()],
+    ids=[*WRONG, *WRONG_WORKFLOWS],
+)
+def test_a_wrong_command_reports_it_and_writes_nothing(
+    work: Path, command: Callable[[str], Result], words: str, code: int, printed: str
+):
+    found = command(words)
     assert found.exit_code == code
     assert printed in found.output
-    assert not list(work.glob("*.mar"))
+    assert not [*work.rglob("*.mar"), *work.rglob("*.war")]
 
 
 def test_an_existing_archive_needs_force(work: Path):
@@ -124,3 +146,16 @@ def test_torch_model_archiver_is_installed(work: Path):
     command = Path(sys.executable).parent / "torch-model-archiver"
     found = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     assert "--archive-format" in found.stdout
+
+
+def test_every_flag_of_the_workflow_archiver_is_accepted(work: Path):
+    words = (
+        "--workflow-name w --spec-file spec.yaml --handler ts_handler.py --extra-files w.pt,extra --export-path store"
+    )
+    statuses = [run_workflow(each).exit_code for each in (words, words, f"{words} -f")]
+    assert statuses == [0, 1, 0]
+    with zipfile.ZipFile("store/w.war") as z:
+        assert sorted(z.namelist()) == ["WAR-INF/MANIFEST.json", "a.txt", "spec.yaml", "ts_handler.py", "w.pt"]
+        manifest = json.loads(z.read("WAR-INF/MANIFEST.json"))
+    assert manifest["workflow"] == {"workflowName": "w", "specFile": "spec.yaml", "handler": "ts_handler.py"}
+    assert manifest.keys() == {"createdOn", "workflow", "archiverVersion"}

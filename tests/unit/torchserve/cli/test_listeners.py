@@ -21,12 +21,12 @@ from penstock.torchserve.cli.listeners import (
     GROUPS,
     GrpcAddress,
     Listeners,
+    TlsFiles,
     grpc_addresses,
     grpc_listeners,
     http_addresses,
     limits_of,
 )
-from penstock.torchserve.cli.tls import TlsFiles
 from penstock.torchserve.config.addresses import ListenerAddress
 from penstock.torchserve.config.properties import Properties
 from support.backend import FakeBackend
@@ -88,7 +88,7 @@ async def test_all_listeners_use_changed_files_after_a_reload(
         assert len(ends) == 5
         return {await asyncio.to_thread(ssl.get_server_certificate, end) for end in ends}
 
-    caplog.set_level("INFO", "penstock.cli")
+    caplog.set_level("INFO", "penstock.torchserve")
     certificate, key, keystore = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "keystore.p12"))
     write_files()
     anywhere = dict.fromkeys((f"{group}_address" for group in GROUPS), "https://127.0.0.1:0")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.torchserve.cli.tls import TlsFiles
+from penstock.torchserve.cli.listeners import TlsFiles
 from penstock.torchserve.config.properties import Properties
 
 TLS = Path(__file__).parents[3] / "tls"
