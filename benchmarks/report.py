@@ -17,8 +17,8 @@ from typing import Any
 from closed_loop import Sample
 from servers import HERE, PACKAGES, python_of
 
-from penstock.perf.bench.origin import machine
-from penstock.perf.bench.origin import versions as own_versions
+from penstock.perf.bench.results import machine
+from penstock.perf.bench.results import versions as own_versions
 
 KEPT_ROUNDS = 5  # a result needs at least these
 

@@ -21,8 +21,7 @@ import uvloop
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.perf.bench.figures import latency_of, summarise
 from penstock.perf.bench.load import closed_loop
-from penstock.perf.bench.measurement import Latency, Load
-from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.measurement import Latency, Load, Slo
 from penstock.perf.simulate.replay import DEPTH, ReplayGrid, parse_policies, replay
 from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
 

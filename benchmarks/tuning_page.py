@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.perf.bench.origin import machine
+from penstock.perf.bench.results import machine
 
 PAGE = Path(__file__).parents[1] / "docs" / "tuning.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from penstock.perf.bench.arrivals import parse_arrival, times
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import parse_slo
 from penstock.perf.plan.costs import CostCurve
 from penstock.perf.plan.planner import Planner, PlanOptions, tail
 from penstock.perf.simulate.simulator import OpenLoop

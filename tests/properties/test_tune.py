@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from penstock.perf.bench.measurement import Latency, Load, Measurement
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import Latency, Load, Measurement, parse_slo
 from penstock.perf.tune.job import _effort
 from penstock.perf.tune.space import CandidateSettings, parse_space
 from penstock.perf.tune.system import BatchCurve, MeasuredRun

@@ -18,8 +18,7 @@ from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.fixed import Fixed
 from penstock.errors import LoadFailed
 from penstock.perf.bench.figures import latency_of
-from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.slo import Slo, parse_slo
+from penstock.perf.bench.measurement import Load, Measurement, Slo, parse_slo
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime
 from penstock.perf.tune.space import CandidateSettings
 from penstock.perf.tune.system import BatchCurve, MeasuredRun

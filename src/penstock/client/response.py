@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import httptools
+import msgspec
 from msgspec import Struct
 
 from penstock.client.endpoint import MalformedResponse, ResponseTooLarge
@@ -108,6 +109,22 @@ class HttpResponse(Struct, frozen=True):
     headers: dict[str, str]
     body: bytes = b""
     parts: ResponseBody | None = None
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def text(self) -> str:
+        """The beginning of the body, for messages."""
+        return self.body[:500].decode(errors="replace").strip()
+
+    def json(self) -> Any:
+        """The body as JSON; None if it is not JSON."""
+        try:
+            return msgspec.json.decode(self.body)
+        except msgspec.DecodeError:
+            return None
 
 
 class ResponseReader:

@@ -19,9 +19,9 @@ from penstock.values import quantity
 
 if TYPE_CHECKING:
     from penstock.perf.bench.compare import Comparison
-    from penstock.perf.bench.modes import LoadPlan, Mode
-    from penstock.perf.bench.session import SuiteSession
-    from penstock.perf.bench.slo import Slo
+    from penstock.perf.bench.measurement import Slo
+    from penstock.perf.bench.session import LoadPlan, Mode
+    from penstock.perf.bench.suite import SuiteSession
     from penstock.perf.bench.target import Target
 
 N = TypeVar("N", int, float)
@@ -100,7 +100,7 @@ def bench(target: str, **flags: Any) -> None:
 def make_plan(flags: dict[str, Any]) -> LoadPlan:
     """The loads that the flags describe. Raises ConfigError for contradictory flags."""
     from penstock.perf.bench.arrivals import parse_arrival
-    from penstock.perf.bench.modes import LoadPlan
+    from penstock.perf.bench.session import LoadPlan
 
     mode: Mode = flags["mode"] or ("open" if flags["rate"] or flags["arrival"] else "closed")
     trace = parse_arrival(flags["arrival"] or "poisson").kind == "trace"
@@ -134,7 +134,7 @@ def make_plan(flags: dict[str, Any]) -> LoadPlan:
 def _bench(text: str, flags: dict[str, Any]) -> int:
     """The exit status. Raises PenstockError."""
     from penstock.client.endpoint import read_token, tls_context
-    from penstock.perf.bench.slo import Slo, parse_slo
+    from penstock.perf.bench.measurement import Slo, parse_slo
     from penstock.perf.bench.target import open_target
 
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
@@ -159,9 +159,8 @@ def _bench(text: str, flags: dict[str, Any]) -> int:
 
 def _measure(target: Target, plan: LoadPlan, slo: Slo, flags: dict[str, Any]) -> int:
     """Sends the load, prints the results however it ends, and returns the exit status."""
-    from penstock.perf.bench.origin import Origin, redacted
     from penstock.perf.bench.payload import payloads, request_of
-    from penstock.perf.bench.results import Results
+    from penstock.perf.bench.results import Origin, Results, redacted
     from penstock.perf.bench.session import BenchSession
 
     bodies = payloads(flags["data"], target, flags["seed"])
@@ -228,11 +227,9 @@ def benchmark_suite(ctx: click.Context, /, files: tuple[str, ...], inputs: tuple
 
 def _suite(paths: Sequence[Path], flags: dict[str, Any]) -> int:
     """The exit status: 0 if every run is valid. Raises PenstockError."""
-    from penstock.perf.bench.origin import Origin
-    from penstock.perf.bench.results import RUN, Results
-    from penstock.perf.bench.session import RunOptions, SuiteSession
-    from penstock.perf.bench.slo import Slo, parse_slo
-    from penstock.perf.bench.suite import SuiteOptions, digest, prepare
+    from penstock.perf.bench.measurement import Slo, parse_slo
+    from penstock.perf.bench.results import RUN, Origin, Results
+    from penstock.perf.bench.suite import RunOptions, SuiteOptions, SuiteSession, digest, prepare
     from penstock.perf.bench.suite_yaml import read_suite
 
     if not paths:

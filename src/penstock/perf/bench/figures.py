@@ -15,8 +15,7 @@ from msgspec import structs
 
 from penstock.errors import ConfigError, install_hint
 from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
-from penstock.perf.bench.measurement import GeneratorHealth, Latency, Load, Measurement, ServerStats
-from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.measurement import GeneratorHealth, Latency, Load, Measurement, ServerStats, Slo
 
 LATE_S: Final = 0.001
 MOST_LATE: Final = 0.01  # of the sends

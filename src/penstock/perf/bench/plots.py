@@ -24,10 +24,10 @@ from penstock.perf.bench.measurement import (
     group_by_load,
     p99,
     parse_label,
+    parse_slo,
     server_stats,
     throughput,
 )
-from penstock.perf.bench.slo import parse_slo
 from penstock.plugins import optional_module
 from penstock.values import shorten
 

@@ -39,9 +39,8 @@ from penstock.perf.bench.measurement import (
     server_stats,
     throughput,
 )
-from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.plots import draw
-from penstock.perf.bench.results import read
+from penstock.perf.bench.results import Origin, read
 
 VERDICT: Final = "verdict.json"
 MET: Final = {True: "met", False: "missed", None: UNKNOWN}

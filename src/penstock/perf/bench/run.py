@@ -22,9 +22,8 @@ from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
 from penstock.perf.bench.figures import is_hopeless, summarise
 from penstock.perf.bench.load import Check, Progress, Samples, closed_loop, open_loop
 from penstock.perf.bench.load_run import WRONG
-from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.measurement import Load, Measurement, Slo
 from penstock.perf.bench.probe import ServerProbe
-from penstock.perf.bench.slo import Slo
 from penstock.perf.bench.target import Target
 
 LOOKS: Final = 5  # test requests, one after another; if all fail, no load is sent

@@ -13,10 +13,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
-
-import msgspec
-from msgspec import Struct
+from typing import Final, Literal
 
 from penstock.client.endpoint import Endpoint
 from penstock.client.http import ClientConnection
@@ -32,29 +29,6 @@ _MOST_OUTPUT: Final = 2**20  # bytes; a model may print without end
 _TORCHSERVE_FLAGS: Final = ("--foreground", "--no-config-snapshots")
 
 
-class Reply(Struct, frozen=True):
-    """A response, whatever its status."""
-
-    status: int
-    body: bytes
-
-    @property
-    def ok(self) -> bool:
-        return 200 <= self.status < 300
-
-    @property
-    def text(self) -> str:
-        """The beginning of the body, for messages."""
-        return self.body[:500].decode(errors="replace").strip()
-
-    def json(self) -> Any:
-        """The body as JSON; None if it is not JSON."""
-        try:
-            return msgspec.json.decode(self.body)
-        except msgspec.DecodeError:
-            return None
-
-
 def fetch(
     endpoint: Endpoint,
     method: str,
@@ -64,7 +38,7 @@ def fetch(
     content_type: str = "application/json",
     token: str | None = None,
     timeout_s: float = 10.0,
-) -> Reply:
+) -> HttpResponse:
     """The response to one request on a new connection; `path` follows the endpoint's prefix. Blocks the thread, which
     must not run an event loop.
 
@@ -80,8 +54,7 @@ def fetch(
         finally:
             connection.close()
 
-    response = asyncio.run(exchange(ClientConnection(endpoint, connect_timeout_s=timeout_s)))
-    return Reply(response.status, response.body)
+    return asyncio.run(exchange(ClientConnection(endpoint, connect_timeout_s=timeout_s)))
 
 
 def check_reachable(endpoint: Endpoint) -> None:

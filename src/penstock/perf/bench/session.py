@@ -1,31 +1,193 @@
-"""One call of `penstock bench` or `benchmark-suite`: runs its loads, and prints and stores their measurements."""
+"""`penstock bench`: its loads one after another (fixed, rising until the SLO breaks, or doubling), printed and kept."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import click
 from msgspec import Struct
 
-from penstock.errors import PenstockError
-from penstock.perf.bench.document import PAGE, REPORT, UNKNOWN, align, as_lines, by_text, table
-from penstock.perf.bench.document import publish as publish_report
-from penstock.perf.bench.measurement import STAGES, Load, Measurement, group_by_load, server_stats
-from penstock.perf.bench.modes import LoadPlan, run_plan
-from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.document import UNKNOWN, align, as_lines, by_text, table, value_text
+from penstock.perf.bench.measurement import (
+    MOST_ERRORS,
+    STAGES,
+    Load,
+    Measurement,
+    Slo,
+    group_by_load,
+    parse_slo,
+    server_stats,
+)
 from penstock.perf.bench.payload import check_of
 from penstock.perf.bench.report import INVALID, load_verdict, publish
-from penstock.perf.bench.results import NotWritten, Results, json_text
+from penstock.perf.bench.results import Origin, Results, json_text
 from penstock.perf.bench.run import measure
-from penstock.perf.bench.slo import Slo
-from penstock.perf.bench.suite import SuiteJob, load_of, requests_of, serving
-from penstock.perf.bench.suite_report import AB_REPORT, ab_report, rows_of, suite_plots, suite_report
-from penstock.perf.bench.suite_yaml import SuitePoint
 from penstock.perf.bench.target import Target
-from penstock.perf.cli import FAILED, run_async
+from penstock.perf.cli import FAILED
+
+Mode = Literal["closed", "open", "ramp", "saturate"]
+Measure = Callable[[Load, int], Awaitable[Measurement]]
+"""Runs a load once; the number is the repeat."""
+
+STEP: Final = 1.5  # from one rate of a ramp to the next
+NEAR: Final = 1.06  # between the last rate that holds and the first that does not: 1.5 halved three times
+DOWN: Final = 64.0  # the lowest rate tried, as a divisor of the first
+KNEE: Final = 5.0  # limit of the p99 without an SLO, as a multiple of the lowest rate's
+GAIN: Final = 1.03  # the smallest relevant gain
+MOST_CLIENTS: Final = 4096
+
+
+class LoadPlan(Struct, frozen=True, kw_only=True):
+    """The loads to run. `rates` of a ramp are the first rate and optionally the last; `saturate` starts with the first
+    of `concurrency`. `rates` may be empty for a ramp and for a trace in `arrival`."""
+
+    mode: Mode
+    concurrency: tuple[int, ...] = (1, 8, 64)
+    rates: tuple[float, ...] = ()
+    arrival: str = "poisson"
+    seconds: float = 10.0
+    requests: int = 0
+    seed: int = 0
+    connections: int = 256
+    repeat: int = 1
+
+    def closed(self, clients: int) -> Load:
+        seconds = 0.0 if self.requests else self.seconds
+        return Load(mode="closed", concurrency=clients, seconds=seconds, requests=self.requests, seed=self.seed)
+
+    def open(self, rate: float, seconds: float, repeat: int) -> Load:
+        """An open loop; each repeat has different arrivals."""
+        return Load(
+            mode="open",
+            rate=rate,
+            arrival=self.arrival,
+            seconds=seconds,
+            requests=self.requests,
+            seed=self.seed + repeat,
+            connections=self.connections,
+        )
+
+
+async def run_plan(plan: LoadPlan, slo: Slo, measure: Measure) -> AsyncIterator[str]:
+    """Runs all loads, with interleaved repeats; yields the result of each search in words."""
+    for repeat in range(plan.repeat):
+        if plan.mode == "closed":
+            for clients in plan.concurrency:
+                await measure(plan.closed(clients), repeat)
+        elif plan.mode == "open":
+            for rate in plan.rates or (0.0,):
+                await measure(plan.open(rate, plan.seconds, repeat), repeat)
+        elif plan.mode == "ramp":
+            yield await _Ramp(plan, slo, measure, repeat).run()
+        else:
+            yield await _saturate(plan, measure, repeat)
+
+
+async def _saturate(plan: LoadPlan, measure: Measure, repeat: int) -> str:
+    """Doubles the clients until two doublings gain nothing: one may only fill the batch of the next."""
+    best: Measurement | None = None
+    clients, idle = plan.concurrency[0], 0
+    while idle < 2 and clients <= MOST_CLIENTS:
+        found = await _twice(measure, plan.closed(clients), repeat)
+        if found.invalid:
+            return _unknown("saturates", f"{best.load.label} get {best.throughput:,.6g}/s" if best else "")
+        if found.error_share > MOST_ERRORS:
+            break
+        if best is None or found.throughput > best.throughput * GAIN:
+            best, idle = found, 0
+        else:
+            idle += 1
+        clients *= 2
+    if best is None:
+        return f"no throughput: already {plan.concurrency[0]} clients get more than {MOST_ERRORS:.0%} errors"
+    why = "more clients gain less than 3 %" if idle else "more clients get errors"
+    return f"saturates at {best.load.label}: {best.throughput:,.6g}/s; {why}"
+
+
+async def _twice(measure: Measure, load: Load, repeat: int) -> Measurement:
+    """The measurement, repeated once if invalid: something else may have disturbed the generator."""
+    found = await measure(load, repeat)
+    return await measure(load, repeat) if found.invalid else found
+
+
+def _unknown(what: str, so_far: str) -> str:
+    known = f"{so_far}; more" if so_far else "it"
+    return f"where it {what} is not known: {known} cannot be measured, see INVALID"
+
+
+class _Ramp:
+    """A search for the knee: the highest rate that holds."""
+
+    def __init__(self, plan: LoadPlan, slo: Slo, measure: Measure, repeat: int) -> None:
+        self._plan, self._slo, self._measure, self._repeat = plan, slo, measure, repeat
+        self._good: float | None = None
+        self._bad: float | None = None
+        self._why = ""
+
+    async def run(self) -> str:
+        first = self._plan.rates[0] if self._plan.rates else await self._slow()
+        if not first:
+            return "no knee: a single client gets no good responses"
+        last = self._plan.rates[1] if len(self._plan.rates) > 1 else None
+        rate: float | None = first
+        while rate is not None:
+            found = await _twice(self._measure, self._plan.open(rate, self._seconds(rate), self._repeat), self._repeat)
+            if found.invalid:
+                return _unknown("breaks", f"{self._good:,.6g}/s hold {self._slo.text}" if self._good else "")
+            why = self._broken(found)
+            if why is None:
+                few = f"{found.answered:,} good responses at {rate:,.6g}/s"
+                return f"no knee: {few} are too few to judge {self._slo.text}"
+            if why:
+                self._bad, self._why = rate, why
+            else:
+                self._good = rate
+            rate = self._next(first, last)
+        if self._good is None:
+            return f"no knee: {self._bad:,.6g}/s is already too much: {self._why}"
+        beyond = f"{self._bad:,.6g}/s do not: {self._why}" if self._bad else "no higher rate was requested"
+        return f"knee: {self._good:,.6g}/s hold {self._slo.text}; {beyond}"
+
+    async def _slow(self) -> float:
+        """Half of a single client's throughput, which hardly loads a server."""
+        alone = await _twice(self._measure, self._plan.closed(1), self._repeat)
+        return 0.0 if alone.invalid else float(f"{alone.throughput / 2:.3g}")
+
+    def _next(self, first: float, last: float | None) -> float | None:
+        """The next rate to try; None if the knee is known."""
+        if self._bad is None:
+            assert self._good is not None
+            higher = self._good * STEP
+            if last is None or self._good < last:
+                return float(f"{min(higher, last or higher):.4g}")
+            return None
+        if self._good is None:
+            return self._bad / 2 if self._bad > first / DOWN else None
+        return float(f"{(self._good * self._bad) ** 0.5:.4g}") if self._bad > self._good * NEAR else None
+
+    def _seconds(self, rate: float) -> float:
+        """Long enough for the samples of the SLO's percentiles, plus a fifth."""
+        names = {objective.name for objective in self._slo.objectives} or {"p99"}
+        samples = 1000 if "p99.9" in names else 100
+        return max(self._plan.seconds, 1.2 * samples / rate)
+
+    def _broken(self, run: Measurement) -> str | None:
+        """Why the rate does not hold: "" if it does, None if unknown."""
+        if not self._slo.objectives and run.latency.p99_s is not None:
+            self._slo = parse_slo(f"p99<={run.latency.p99_s * KNEE * 1e3:.4g}ms")
+        objectives = self._slo.objectives
+        if run.error_share > MOST_ERRORS and all(objective.name != "error" for objective in objectives):
+            return f"{run.error_share:.1%} errors"
+        results = self._slo.judge(run)
+        if not results or any(result.value is None for result in results):
+            return None
+        missed = [(o.name, r.value) for o, r in zip(objectives, results, strict=True) if not r.met]
+        return ", ".join(f"{name} is {value_text(name, value)}" for name, value in missed)
+
+
+# ---- the loads of a plan, one after another: nothing here sends requests, because `measure` is an argument
 
 _CLEAR: Final = "\r\x1b[K"  # the line of a terminal
 
@@ -119,107 +281,6 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[Load, float, int], None]]:
         yield show
     finally:
         sys.stderr.write(_CLEAR)
-
-
-# ---- benchmark-suite
-
-
-class RunOptions(Struct, frozen=True, kw_only=True):
-    """The options that apply to every run of a suite."""
-
-    slo: Slo
-    warm_s: float | None
-    repeat: int
-    seed: int
-
-
-class SuiteSession:
-    """All runs of a suite, repeat by repeat, so that a disturbance does not hit all repeats of one run."""
-
-    def __init__(self, jobs: Sequence[SuiteJob], options: RunOptions, results: Results) -> None:
-        self._jobs, self._options, self._results = jobs, options, results
-        self._done = {_run_key(m) for m in results.measurements if not m.invalid}
-        self._number = 0
-        self._count = options.repeat * sum(len(job.points) * len(job.case.concurrency) for job in jobs)
-
-    def run(self) -> None:
-        """Runs everything that is not measured yet. Raises NotWritten."""
-        for repeat in range(self._options.repeat):
-            for job in self._jobs:
-                for point in job.points:
-                    self._run_point(job, point, repeat)
-
-    def _run_point(self, job: SuiteJob, point: SuitePoint, repeat: int) -> None:
-        """Runs all concurrencies that are not measured yet on one server."""
-        numbered = enumerate(job.case.concurrency, self._number + 1)
-        left = [(number, n) for number, n in numbered if (point.label, n, repeat) not in self._done]
-        self._number += len(job.case.concurrency)
-        try:
-            if left:
-                with serving(job, point) as target:
-                    while left:
-                        number, clients = left[0]
-                        self._store(number, point, self._measure(job, point, target, clients, repeat))
-                        del left[0]
-        except NotWritten:
-            raise
-        except PenstockError as error:  # including ConfigError for an input that does not fit the model
-            for number, clients in left:
-                started = datetime.now(UTC).isoformat(timespec="seconds")
-                load, why = load_of(job, clients, self._options.seed), [error.message[:2000]]
-                failed = Measurement(load=load, label=point.label, repeat=repeat, started=started, invalid=why)
-                self._store(number, point, failed)
-
-    def _measure(self, job: SuiteJob, point: SuitePoint, target: Target, clients: int, repeat: int) -> Measurement:
-        return run_async(
-            measure(
-                target,
-                requests_of(job, target, self._options.seed),
-                load_of(job, clients, self._options.seed),
-                slo=self._options.slo,
-                warm_s=self._options.warm_s,
-                label=point.label,
-                repeat=repeat,
-                check=check_of(target),
-                on_progress=_show_answered if sys.stderr.isatty() else None,  # the line of the result overwrites it
-            )
-        )
-
-    def _store(self, number: int, point: SuitePoint, run: Measurement) -> None:
-        text = f"{run.throughput:,.5g}/s"
-        if run.latency.p99_s is not None:
-            text += f", p99 {run.latency.p99_s * 1e3:,.4g} ms"
-        if run.errors:
-            text += f", {run.error_share:.1%} errors"
-        if run.invalid:
-            text = f"{INVALID}: {run.invalid[0]}"
-        try:
-            self._results.append(run)
-        finally:  # print only what is stored, because Ctrl-C may follow the line; print it even if the disk is full
-            click.echo(f"[{number}/{self._count}] {point.case.text}, {point.settings}, {run.load.label}: {text}")
-
-    def report(self, notes: Sequence[str]) -> bool:
-        """Prints the recommendations, writes ab_report.csv and the reports; returns whether every run is valid."""
-        folder, origin = self._results.folder, self._results.origin
-        measurements = list(
-            {_run_key(m): m for m in self._results.measurements}.values()
-        )  # --resume repeats invalid runs
-        suite_rows = rows_of([point for job in self._jobs for point in job.points], measurements)
-        report = suite_report(suite_rows, origin, notes)
-        for text in as_lines(report.verdict):
-            click.echo(text)
-        files = {AB_REPORT: ab_report(suite_rows, origin.machine)}
-        publish_report(folder, report, lambda: suite_plots(suite_rows, measurements, origin.slo), files)
-        click.echo(f"{folder}: {AB_REPORT}, {REPORT}, {PAGE}")
-        return not any(m.invalid for m in measurements)
-
-
-def _show_answered(seconds: float, answered: int) -> None:
-    click.echo(f"{answered:,} answered in {seconds:.0f} s\r", nl=False, err=True)
-
-
-def _run_key(m: Measurement) -> tuple[str, int, int]:
-    return m.label, m.load.concurrency, m.repeat
 
 
 # ---- text on a terminal

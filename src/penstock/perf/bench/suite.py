@@ -5,23 +5,34 @@ is measured: TorchServe's own suite sends the delay under a name that its server
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlencode, urlsplit
 
+import click
 import msgspec
 from msgspec import Struct, structs
 
 from penstock.client.endpoint import Endpoint, parse_url
+from penstock.client.response import HttpResponse
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.measurement import Load
-from penstock.perf.bench.payload import RANDOM, payloads, request_of
-from penstock.perf.bench.server import START_S, Reply, ServerProcess, fetch
+from penstock.perf.bench.document import PAGE, REPORT, as_lines
+from penstock.perf.bench.document import publish as publish_report
+from penstock.perf.bench.measurement import Load, Measurement, Slo
+from penstock.perf.bench.payload import RANDOM, check_of, payloads, request_of
+from penstock.perf.bench.report import INVALID
+from penstock.perf.bench.results import NotWritten, Results
+from penstock.perf.bench.run import measure
+from penstock.perf.bench.server import START_S, ServerProcess, fetch
+from penstock.perf.bench.suite_report import AB_REPORT, ab_report, rows_of, suite_plots, suite_report
 from penstock.perf.bench.suite_yaml import SuiteCase, SuitePoint, suite_points
 from penstock.perf.bench.target import Target, open_target
+from penstock.perf.cli import run_async
 from penstock.plugins import is_whole_file
 
 NAME: Final = "benchmark"  # of the model on its server; the name of a file may not be valid
@@ -243,7 +254,7 @@ def _target(job: SuiteJob, point: SuitePoint) -> Iterator[Target]:
         yield target
 
 
-def _json(point: SuitePoint, reply: Reply) -> Any:
+def _json(point: SuitePoint, reply: HttpResponse) -> Any:
     """The content of a reply. Raises PenstockError for a refusal."""
     if not reply.ok:
         raise PenstockError(f"{point.settings}: the server refuses: status {reply.status}: {reply.text}")
@@ -256,3 +267,104 @@ def _check_settings(point: SuitePoint, found: dict[str, int]) -> None:
     for key, value in found.items():
         if value != expected[key]:
             raise PenstockError(f"{point.settings}: expected {key} {expected[key]}, but the server has {value}")
+
+
+# ---- the session
+
+
+class RunOptions(Struct, frozen=True, kw_only=True):
+    """The options that apply to every run of a suite."""
+
+    slo: Slo
+    warm_s: float | None
+    repeat: int
+    seed: int
+
+
+class SuiteSession:
+    """All runs of a suite, repeat by repeat, so that a disturbance does not hit all repeats of one run."""
+
+    def __init__(self, jobs: Sequence[SuiteJob], options: RunOptions, results: Results) -> None:
+        self._jobs, self._options, self._results = jobs, options, results
+        self._done = {_run_key(m) for m in results.measurements if not m.invalid}
+        self._number = 0
+        self._count = options.repeat * sum(len(job.points) * len(job.case.concurrency) for job in jobs)
+
+    def run(self) -> None:
+        """Runs everything that is not measured yet. Raises NotWritten."""
+        for repeat in range(self._options.repeat):
+            for job in self._jobs:
+                for point in job.points:
+                    self._run_point(job, point, repeat)
+
+    def _run_point(self, job: SuiteJob, point: SuitePoint, repeat: int) -> None:
+        """Runs all concurrencies that are not measured yet on one server."""
+        numbered = enumerate(job.case.concurrency, self._number + 1)
+        left = [(number, n) for number, n in numbered if (point.label, n, repeat) not in self._done]
+        self._number += len(job.case.concurrency)
+        try:
+            if left:
+                with serving(job, point) as target:
+                    while left:
+                        number, clients = left[0]
+                        self._store(number, point, self._measure(job, point, target, clients, repeat))
+                        del left[0]
+        except NotWritten:
+            raise
+        except PenstockError as error:  # including ConfigError for an input that does not fit the model
+            for number, clients in left:
+                started = datetime.now(UTC).isoformat(timespec="seconds")
+                load, why = load_of(job, clients, self._options.seed), [error.message[:2000]]
+                failed = Measurement(load=load, label=point.label, repeat=repeat, started=started, invalid=why)
+                self._store(number, point, failed)
+
+    def _measure(self, job: SuiteJob, point: SuitePoint, target: Target, clients: int, repeat: int) -> Measurement:
+        return run_async(
+            measure(
+                target,
+                requests_of(job, target, self._options.seed),
+                load_of(job, clients, self._options.seed),
+                slo=self._options.slo,
+                warm_s=self._options.warm_s,
+                label=point.label,
+                repeat=repeat,
+                check=check_of(target),
+                on_progress=_show_answered if sys.stderr.isatty() else None,  # the line of the result overwrites it
+            )
+        )
+
+    def _store(self, number: int, point: SuitePoint, run: Measurement) -> None:
+        text = f"{run.throughput:,.5g}/s"
+        if run.latency.p99_s is not None:
+            text += f", p99 {run.latency.p99_s * 1e3:,.4g} ms"
+        if run.errors:
+            text += f", {run.error_share:.1%} errors"
+        if run.invalid:
+            text = f"{INVALID}: {run.invalid[0]}"
+        try:
+            self._results.append(run)
+        finally:  # print only what is stored, because Ctrl-C may follow the line; print it even if the disk is full
+            click.echo(f"[{number}/{self._count}] {point.case.text}, {point.settings}, {run.load.label}: {text}")
+
+    def report(self, notes: Sequence[str]) -> bool:
+        """Prints the recommendations, writes ab_report.csv and the reports; returns whether every run is valid."""
+        folder, origin = self._results.folder, self._results.origin
+        measurements = list(
+            {_run_key(m): m for m in self._results.measurements}.values()
+        )  # --resume repeats invalid runs
+        suite_rows = rows_of([point for job in self._jobs for point in job.points], measurements)
+        report = suite_report(suite_rows, origin, notes)
+        for text in as_lines(report.verdict):
+            click.echo(text)
+        files = {AB_REPORT: ab_report(suite_rows, origin.machine)}
+        publish_report(folder, report, lambda: suite_plots(suite_rows, measurements, origin.slo), files)
+        click.echo(f"{folder}: {AB_REPORT}, {REPORT}, {PAGE}")
+        return not any(m.invalid for m in measurements)
+
+
+def _show_answered(seconds: float, answered: int) -> None:
+    click.echo(f"{answered:,} answered in {seconds:.0f} s\r", nl=False, err=True)
+
+
+def _run_key(m: Measurement) -> tuple[str, int, int]:
+    return m.label, m.load.concurrency, m.repeat

@@ -39,10 +39,9 @@ from penstock.perf.bench.measurement import (
     server_stats,
     throughput,
 )
-from penstock.perf.bench.origin import Origin, redacted
 from penstock.perf.bench.plots import draw
 from penstock.perf.bench.report import MET
-from penstock.perf.bench.results import as_csv
+from penstock.perf.bench.results import Origin, as_csv, redacted
 from penstock.perf.bench.suite_yaml import SuitePoint
 
 AB_REPORT: Final = "ab_report.csv"

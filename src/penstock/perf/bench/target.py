@@ -13,9 +13,10 @@ import psutil
 from msgspec import Struct, structs
 
 from penstock.client.endpoint import Endpoint, Unreachable, parse_url
+from penstock.client.response import HttpResponse
 from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, Unauthorized, nearest
-from penstock.perf.bench.origin import redacted
-from penstock.perf.bench.server import Reply, ServerProcess, check_reachable, fetch
+from penstock.perf.bench.results import redacted
+from penstock.perf.bench.server import ServerProcess, check_reachable, fetch
 from penstock.plugins import is_whole_file
 from penstock.types import TensorSpec
 
@@ -363,7 +364,7 @@ def _management(endpoint: Endpoint, token: str | None) -> Endpoint | None:
     return find_listeners(endpoint, listening_process(endpoint.port), token)[1] if endpoint.local else None
 
 
-def _authorized(endpoint: Endpoint, path: str, token: str | None) -> Reply:
+def _authorized(endpoint: Endpoint, path: str, token: str | None) -> HttpResponse:
     """The reply to GET. Raises Unauthorized."""
     reply = fetch(endpoint, "GET", path, token=token)
     if reply.status in (401, 403):

@@ -12,8 +12,8 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.perf.bench.document import number
-from penstock.perf.bench.origin import command_line
-from penstock.perf.bench.slo import Slo, parse_slo
+from penstock.perf.bench.measurement import Slo, parse_slo
+from penstock.perf.bench.results import command_line
 from penstock.perf.cli import FAILED
 from penstock.perf.plan.costs import CostCurve, parse_memory, read_cost
 from penstock.perf.plan.day import LONG, PEAK, holes

@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from penstock.errors import ConfigError
 from penstock.perf.bench.document import number, seconds
-from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.slo import Objective, Slo, measured_value
+from penstock.perf.bench.measurement import Load, Measurement, Objective, Slo, measured_value
 from penstock.perf.plan.costs import CostCurve
 from penstock.perf.plan.day import LONG, PEAK, DayProfile, ScalingProfile, busiest, profile, scaled
 from penstock.perf.simulate.replay import DEPTH, PolicyChoice, ReplayGrid, ReplayResult, replay

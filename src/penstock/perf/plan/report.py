@@ -29,9 +29,9 @@ from penstock.perf.bench.document import (
     reproduce,
     seconds,
 )
+from penstock.perf.bench.measurement import Slo, parse_slo
 from penstock.perf.bench.plots import BAD, FAINT, SERIES, draw_each, seconds_axis
 from penstock.perf.bench.results import write_whole, writing
-from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.plan.costs import memory_text
 from penstock.perf.plan.planner import CapacityPlan, objective_of, tail
 from penstock.perf.simulate.replay import ReplayResult

@@ -18,8 +18,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
 from penstock.perf.bench.document import align
 from penstock.perf.bench.figures import latency_of
-from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult
-from penstock.perf.bench.slo import Slo, parse_slo
+from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult, Slo, parse_slo
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulate
 from penstock.perf.tune.space import parse_space
 from penstock.values import TIME_UNITS, quantity

@@ -16,10 +16,9 @@ from penstock.client.endpoint import Unreachable
 from penstock.core.readings import Gpus
 from penstock.core.worker.devices import expanded
 from penstock.errors import ConfigError, LoadFailed, PenstockError
-from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.measurement import Load, Measurement, Slo
 from penstock.perf.bench.payload import Payload, check_of, payloads, request_of
 from penstock.perf.bench.run import TargetFailing, measure
-from penstock.perf.bench.slo import Slo
 from penstock.perf.cli import run_async
 from penstock.perf.tune.accuracy import TOLERANCE, AccuracySample, agreement, expected_answers
 from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, profile_instance

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from penstock.perf.bench.slo import Objective, Slo
-from penstock.perf.bench.stats import bootstrap, student_at
+from penstock.perf.bench.compare import bootstrap, student_at
+from penstock.perf.bench.measurement import Objective, Slo
 from penstock.perf.tune.rates import GAIN, KEPT_UP, TELL_P99, Effort, neat
 from penstock.perf.tune.runner import BudgetExhausted, Infeasible, TrialRunner
 from penstock.perf.tune.space import CandidateSettings

@@ -19,11 +19,9 @@ from penstock.core.os_threads import usable_cores
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.document import PAGE, REPORT, Report, align, markdown
-from penstock.perf.bench.measurement import MOST_ERRORS
-from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.measurement import MOST_ERRORS, Slo, parse_slo
 from penstock.perf.bench.report import VERDICT, compose, publish
-from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Results, as_csv, read, write_error, write_whole
-from penstock.perf.bench.slo import Slo, parse_slo
+from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, as_csv, read, write_error, write_whole
 from penstock.perf.cli import FAILED, INTERRUPTED
 from penstock.perf.tune.accuracy import AccuracySample, read_samples
 from penstock.perf.tune.app import AppOptions, AppUnderTest

@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.measurement import Slo
 from penstock.perf.tune.runner import Infeasible, TrialRunner
 from penstock.perf.tune.space import CandidateSettings
 from penstock.perf.tune.system import MeasuredRun

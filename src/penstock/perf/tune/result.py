@@ -7,8 +7,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from penstock.config.schema import ModelConfig
-from penstock.perf.bench.measurement import Measurement, RunnerUp, Verdict
-from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.measurement import Measurement, RunnerUp, Slo, Verdict
 from penstock.perf.tune.confirm import Finalist, gain
 from penstock.perf.tune.rates import TuningTrial
 from penstock.perf.tune.search import SearchState

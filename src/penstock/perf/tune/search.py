@@ -10,8 +10,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from penstock.errors import ConfigError, nearest
-from penstock.perf.bench.measurement import SearchStep
-from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.measurement import SearchStep, Slo
 from penstock.perf.tune.rates import GAIN, Effort, RateProber, TuningTrial
 from penstock.perf.tune.runner import Infeasible, TrialRunner
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, TunedParameter, Value, settings_of

@@ -15,10 +15,11 @@ import msgspec
 from msgspec import Struct, convert, to_builtins
 
 from penstock.client.endpoint import tls_context
+from penstock.client.response import HttpResponse
 from penstock.config.schema import ModelConfig
 from penstock.core.engine.rules import queue_bound
 from penstock.errors import LoadFailed, PenstockError
-from penstock.perf.bench.server import Reply, fetch
+from penstock.perf.bench.server import fetch
 from penstock.perf.bench.target import Target, open_target
 from penstock.perf.tune.config_file import changed_keys
 from penstock.perf.tune.space import KEYS, CandidateSettings
@@ -196,7 +197,7 @@ class TunedServer:
         server = self.target.server
         raise LoadFailed(why, detail=server.output()[-_PRINTED:].strip() if server is not None else "")
 
-    def _request(self, method: str, route: str, body: Any) -> Reply:
+    def _request(self, method: str, route: str, body: Any) -> HttpResponse:
         assert self.target.management is not None
         return fetch(
             self.target.management,

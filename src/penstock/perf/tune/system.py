@@ -5,8 +5,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from penstock.perf.bench.measurement import Measurement
-from penstock.perf.bench.slo import Slo, measured_value
+from penstock.perf.bench.measurement import Measurement, Slo, measured_value
 from penstock.perf.tune.space import CandidateSettings
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import Struct
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.slo import Slo
+from penstock.perf.bench.measurement import Slo
 from penstock.perf.tune.confirm import Finalist, confirm
 from penstock.perf.tune.rates import Effort, TuningTrial
 from penstock.perf.tune.result import Ending, ResultBuilder, TuningResult

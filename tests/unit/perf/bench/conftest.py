@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.perf.bench.measurement import GeneratorHealth, Gpu, Latency, Load, Measurement, ServerStats
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import GeneratorHealth, Gpu, Latency, Load, Measurement, ServerStats, parse_slo
 
 Make = Callable[..., Measurement]
 

@@ -18,13 +18,11 @@ from click.testing import CliRunner, Result
 from penstock.cli.main import main
 from penstock.client.endpoint import Endpoint
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench import figures, session
+from penstock.perf.bench import figures, suite
 from penstock.perf.bench.cli import bench, benchmark_suite, make_plan
-from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult
-from penstock.perf.bench.origin import Origin
-from penstock.perf.bench.results import Results, write_error
+from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult, Slo, parse_slo
+from penstock.perf.bench.results import Origin, Results, write_error
 from penstock.perf.bench.session import BenchSession
-from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.bench.suite import SuiteJob
 from penstock.perf.bench.suite_yaml import SuitePoint
 from penstock.perf.bench.target import Target
@@ -169,8 +167,8 @@ class Servers:
 def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
     """A working directory with the YAML and its application."""
     found = Servers()
-    monkeypatch.setattr(session, "serving", found.serving)
-    monkeypatch.setattr(session, "measure", found.measure)
+    monkeypatch.setattr(suite, "serving", found.serving)
+    monkeypatch.setattr(suite, "measure", found.measure)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models.yaml").write_text(YAML)
     (tmp_path / "app.py").write_text("")
@@ -272,7 +270,7 @@ def test_a_mistake_found_by_the_server_does_not_end_the_suite(
             raise ConfigError("the input does not fit")
         return [b'{"x":1}']
 
-    monkeypatch.setattr(session, "requests_of", requests_of)
+    monkeypatch.setattr(suite, "requests_of", requests_of)
     done = invoke()
     assert done.exit_code == 1
     fits = "the input does not fit"

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from penstock.perf.bench.compare import INVALID, PASS, REGRESSION, Change, Comparison, compare, decide, junit_xml
 from penstock.perf.bench.measurement import Latency, Measurement
-from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.results import Origin
 
 ORIGIN = Origin(command="bench", machine={"cpu": "C", "cores": 2, "system": "Linux 6"}, versions={"python": "3.11.7"})
 Make = Callable[..., Measurement]

@@ -13,8 +13,7 @@ from penstock.errors import ConfigError
 from penstock.perf.bench import figures
 from penstock.perf.bench.figures import decode, encode, enough, interval_p99, latency_of, percentile, summarise
 from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
-from penstock.perf.bench.measurement import Load, ServerStats
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import Load, ServerStats, parse_slo
 
 OPEN = Load(mode="open", rate=100.0)
 CLOSED = Load(mode="closed", concurrency=4)

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.perf.bench.measurement import Latency, Load, Measurement
-from penstock.perf.bench.modes import LoadPlan, run_plan
-from penstock.perf.bench.slo import Slo, parse_slo
+from penstock.perf.bench.measurement import Latency, Load, Measurement, Slo, parse_slo
+from penstock.perf.bench.session import LoadPlan, run_plan
 
 
 class Fake:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.perf.bench import origin as of
-from penstock.perf.bench.origin import command_line, machine, redacted, versions
+from penstock.perf.bench import results as of
+from penstock.perf.bench.results import command_line, machine, redacted, versions
 
 
 def test_a_machine_has_the_facts_that_a_reader_compares() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from penstock.client.endpoint import Unreachable, parse_url
+from penstock.client.response import HttpResponse
 from penstock.core.contracts import BatchRecord
 from penstock.core.readings import GpuReading
 from penstock.perf.bench import probe as module
 from penstock.perf.bench.probe import MetricsPage, ServerProbe, between, read_page
-from penstock.perf.bench.server import Reply
 from penstock.perf.bench.target import Target
 from penstock.serving.observe.prometheus import PrometheusObserver
 
@@ -218,9 +218,9 @@ def test_stats_include_the_metrics_page(monkeypatch: pytest.MonkeyPatch) -> None
         for total, count in [(1.0, 10), (3.0, 20)]
     )
 
-    def fetch(endpoint: Any, method: str, path: str, *, token: str, timeout_s: float) -> Reply:
+    def fetch(endpoint: Any, method: str, path: str, *, token: str, timeout_s: float) -> HttpResponse:
         assert (endpoint, method, path, token) == (HERE, "GET", "/metrics", "t0k3n")
-        return Reply(200, next(pages).encode())
+        return HttpResponse(200, {}, next(pages).encode())
 
     monkeypatch.setattr(module, "fetch", fetch)
     side = asyncio.run(watched(ServerProbe(target(metrics=HERE, token="t0k3n"))))
@@ -229,7 +229,7 @@ def test_stats_include_the_metrics_page(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_server_without_visible_data_has_no_stats(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*_: object, **__: object) -> Reply:
+    def gone(*_: object, **__: object) -> HttpResponse:
         raise Unreachable("gone")
 
     monkeypatch.setattr(module, "fetch", gone)
@@ -245,7 +245,7 @@ def test_a_page_available_only_once_yields_nothing(monkeypatch: pytest.MonkeyPat
     page = b"penstock_queue_seconds_sum 1\npenstock_queue_seconds_count 2\n"
     for statuses in ((503, 200), (200, 503)):
         replies = iter(statuses)
-        monkeypatch.setattr(module, "fetch", lambda *_, replies=replies, **__: Reply(next(replies), page))
+        monkeypatch.setattr(module, "fetch", lambda *_, replies=replies, **__: HttpResponse(next(replies), {}, page))
         assert asyncio.run(watched(ServerProbe(target(metrics=HERE)))) is None
 
 

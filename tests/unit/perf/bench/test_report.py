@@ -14,9 +14,8 @@ from msgspec import structs
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.document import Paragraph, Report, TableBlock, markdown, percent, seconds
 from penstock.perf.bench.measurement import Latency, Measurement, RunnerUp, ServerStats, Verdict, p99
-from penstock.perf.bench.origin import Origin
 from penstock.perf.bench.report import compose, publish
-from penstock.perf.bench.results import Results
+from penstock.perf.bench.results import Origin, Results
 
 Make = Callable[..., Measurement]
 

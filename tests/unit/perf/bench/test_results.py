@@ -156,7 +156,7 @@ def test_an_invalid_line_before_the_last_is_an_error(tmp_path: Path) -> None:
 _WRITES = """
 import itertools, sys
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.results import Origin
 from penstock.perf.bench.results import Results
 results = Results.open(sys.argv[1], Origin(command="bench"))
 for number in itertools.count():
@@ -182,7 +182,7 @@ def test_a_run_that_is_killed_loses_at_most_the_measurement_at_work(tmp_path: Pa
 _FILLS = """
 import resource, sys
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.origin import Origin
+from penstock.perf.bench.results import Origin
 from penstock.perf.bench.results import Results
 from penstock.errors import PenstockError
 results = Results.open(sys.argv[1], Origin(command="bench"))

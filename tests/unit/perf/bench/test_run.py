@@ -15,9 +15,8 @@ from penstock.errors import ConfigError
 from penstock.perf.bench import load_run as generator
 from penstock.perf.bench import run as module
 from penstock.perf.bench.load import http_request
-from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.measurement import Load, Measurement, parse_slo
 from penstock.perf.bench.run import TargetFailing, measure, memory_growth, settled, slowdown, warm_up
-from penstock.perf.bench.slo import parse_slo
 from penstock.perf.bench.target import Target
 
 Answer = Callable[[int], tuple[int, bytes]]

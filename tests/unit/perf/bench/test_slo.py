@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import parse_slo
 
 
 @pytest.mark.parametrize(

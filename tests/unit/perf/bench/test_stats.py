@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from penstock.perf.bench.stats import bootstrap, difference, ratio, student_at, student_tails
+from penstock.perf.bench.compare import bootstrap, difference, ratio, student_at, student_tails
 
 
 def test_students_distribution_matches_the_tables() -> None:

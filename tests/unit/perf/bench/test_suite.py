@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from penstock.client.endpoint import Endpoint
+from penstock.client.response import HttpResponse
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench import suite
-from penstock.perf.bench.server import Reply
 from penstock.perf.bench.suite import SuiteJob, SuiteOptions, digest, load_of, prepare
 from penstock.perf.bench.suite_yaml import Processor, SuiteCase, suite_points
 
@@ -152,13 +152,13 @@ class Management:
         self.other = other
         self.asked: dict[str, str] = {}
 
-    def __call__(self, _: Endpoint, method: str, path: str, **__: object) -> Reply:
+    def __call__(self, _: Endpoint, method: str, path: str, **__: object) -> HttpResponse:
         if method == "POST":
             self.asked = dict(parse_qsl(urlsplit(path).query))
-            return Reply(self.other.get("status", 200), b"too large")
+            return HttpResponse(self.other.get("status", 200), {}, b"too large")
         given = {name: int(self.asked[key]) for name, key in (("batchSize", "batch_size"), ("maxBatchDelay", DELAY))}
         workers = [{"status": "READY"}] * int(self.asked["initial_workers"])
-        return Reply(200, msgspec.json.encode([given | {"workers": workers} | self.other]))
+        return HttpResponse(200, {}, msgspec.json.encode([given | {"workers": workers} | self.other]))
 
 
 DELAY = "max_batch_delay"  # TorchServe's suite uses batch_delay, which its server ignores

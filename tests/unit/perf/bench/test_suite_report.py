@@ -10,9 +10,8 @@ import pytest
 from msgspec import structs
 
 from penstock.perf.bench.document import markdown
-from penstock.perf.bench.measurement import Gpu, Latency, Load, Measurement, ObjectiveResult, ServerStats
-from penstock.perf.bench.origin import Origin
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import Gpu, Latency, Load, Measurement, ObjectiveResult, ServerStats, parse_slo
+from penstock.perf.bench.results import Origin
 from penstock.perf.bench.suite_report import COLUMNS, SuiteRow, ab_report, rows_of, suite_report
 from penstock.perf.bench.suite_yaml import Processor, SuiteCase, suite_points
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.client.endpoint import Endpoint, Unreachable
+from penstock.client.response import HttpResponse
 from penstock.errors import ConfigError, ModelNotFound, ModelNotReady, PenstockError, Unauthorized
 from penstock.perf.bench import target as module
-from penstock.perf.bench.server import Reply
 from penstock.perf.bench.target import is_served, open_target
 
 Pages = dict[str, Any]
@@ -33,13 +33,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`serve(pages, management)` fakes a server on far.example:8080: any other page answers 404."""
 
     def fake(pages: Pages | None, management: Pages | None = None, prefix: str = "") -> None:
-        def fetch(endpoint: Endpoint, method: str, path: str, *_: object, **__: object) -> Reply:
+        def fetch(endpoint: Endpoint, method: str, path: str, *_: object, **__: object) -> HttpResponse:
             if pages is None:
                 raise Unreachable(f"{endpoint.url}: cannot connect: Connection refused")
             assert endpoint.prefix == prefix
             found = (management or {}) if endpoint.port == 8081 else pages
             status, page = found.get(path, (404, {})) if isinstance(found.get(path), tuple) else (200, found.get(path))
-            return Reply(404, b"{}") if page is None else Reply(status, json.dumps(page).encode())
+            return HttpResponse(404, {}, b"{}") if page is None else HttpResponse(status, {}, json.dumps(page).encode())
 
         beside = (None, Endpoint("127.0.0.1", 8081)) if management is not None else (None, None)
         monkeypatch.setattr(module, "fetch", fetch)

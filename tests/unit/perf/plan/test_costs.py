@@ -11,8 +11,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.perf.bench.measurement import Load, Measurement, ServerStats, Verdict
-from penstock.perf.bench.origin import Origin
-from penstock.perf.bench.results import Results
+from penstock.perf.bench.results import Origin, Results
 from penstock.perf.plan.costs import CostCurve, memory_text, parse_memory, read_cost
 from penstock.perf.tune.runner import Journal, JournalEntry
 from penstock.perf.tune.system import BatchCurve

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.perf.bench.arrivals import parse_arrival, times
-from penstock.perf.bench.slo import Slo, parse_slo
+from penstock.perf.bench.measurement import Slo, parse_slo
 from penstock.perf.simulate.replay import (
     ReplayGrid,
     ReplayResult,

@@ -10,10 +10,9 @@ from msgspec import structs
 from penstock.client.endpoint import Endpoint
 from penstock.config.schema import ModelConfig
 from penstock.errors import ConfigError, LoadFailed, PenstockError
-from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.measurement import Load, Measurement, parse_slo
 from penstock.perf.bench.payload import Payload
 from penstock.perf.bench.run import TargetFailing
-from penstock.perf.bench.slo import parse_slo
 from penstock.perf.bench.target import Target
 from penstock.perf.tune import app as module
 from penstock.perf.tune.accuracy import AccuracySample

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.perf.bench.measurement import Measurement
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import Measurement, parse_slo
 from penstock.perf.tune.confirm import MOST_LOWERED, Finalist, confirm, gain, violated
 from penstock.perf.tune.rates import Effort
 from penstock.perf.tune.runner import BudgetExhausted, Journal, TrialRunner

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import Load, Measurement, parse_slo
 from penstock.perf.tune.rates import Effort, RateProber, TuningTrial, neat
 from penstock.perf.tune.runner import Journal, TrialRunner
 from penstock.perf.tune.space import CandidateSettings

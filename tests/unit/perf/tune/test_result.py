@@ -8,9 +8,8 @@ import pytest
 from msgspec import structs
 
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.perf.bench.measurement import Latency, Load, Measurement
+from penstock.perf.bench.measurement import Latency, Load, Measurement, parse_slo
 from penstock.perf.bench.results import as_csv
-from penstock.perf.bench.slo import parse_slo
 from penstock.perf.tune.confirm import Finalist
 from penstock.perf.tune.rates import Effort
 from penstock.perf.tune.result import COLUMNS, ResultBuilder, TuningResult, settings_table

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import Load, Measurement, parse_slo
 from penstock.perf.tune.result import TuningResult
 from penstock.perf.tune.runner import BudgetExhausted, Infeasible, Journal, JournalEntry, TrialRunner
 from penstock.perf.tune.space import CandidateSettings, parse_settings, parse_space

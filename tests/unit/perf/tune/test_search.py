@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import parse_slo
 from penstock.perf.tune.rates import Effort
 from penstock.perf.tune.runner import Journal, TrialRunner
 from penstock.perf.tune.search import STRATEGIES, SearchState, strategy

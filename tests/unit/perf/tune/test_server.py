@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from penstock.client.endpoint import ConnectionLost, Endpoint
+from penstock.client.response import HttpResponse
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
-from penstock.perf.bench.server import Reply
 from penstock.perf.bench.target import Target
 from penstock.perf.tune import server as module
 from penstock.perf.tune.server import TunedModel, TunedServer, keys_of, missing_device
@@ -30,7 +30,9 @@ class Server:
         self.tls: Any = None
         self.asked: list[tuple[str, str, Any]] = []
         self.flags: list[dict[str, Any]] = []  # of what was asked
-        self.answer: Reply | PenstockError = Reply(200, b'{"versions": [{"instances": 3, "max_batch_size": 8}]}')
+        self.answer: HttpResponse | PenstockError = HttpResponse(
+            200, {}, b'{"versions": [{"instances": 3, "max_batch_size": 8}]}'
+        )
         self.fails: PenstockError | None = None  # each start
 
     @contextmanager
@@ -44,7 +46,7 @@ class Server:
         yield Target(text=text, endpoint=there, model="net", path="", management=there, server=self)  # type: ignore[arg-type]
         self.stops += 1
 
-    def fetch(self, endpoint: Endpoint, method: str, path: str, body: bytes | None, **flags: Any) -> Reply:
+    def fetch(self, endpoint: Endpoint, method: str, path: str, body: bytes | None, **flags: Any) -> HttpResponse:
         self.asked.append((method, path, None if body is None else msgspec.json.decode(body)))
         self.flags.append(flags)
         if isinstance(self.answer, PenstockError):
@@ -216,7 +218,7 @@ def test_a_reload_leaves_out_keys_that_only_a_configuration_may_set(server: Serv
 def test_after_settings_that_do_not_load_the_next_ones_get_a_new_server(server: Server) -> None:
     found = served()
     found.use(at("batch=2"))
-    server.answer = Reply(500, b'{"error": {"message": "could not be loaded"}}')
+    server.answer = HttpResponse(500, {}, b'{"error": {"message": "could not be loaded"}}')
     with pytest.raises(LoadFailed, match=r"\(500\): could not be loaded") as caught:
         found.use(at("batch=4"))
     assert caught.value.detail == "OSError: no weights"
@@ -275,7 +277,7 @@ def test_a_server_that_died_is_restarted(server: Server) -> None:
 def test_clients_are_twice_the_rows_of_all_instances(server: Server, answer: bytes, clients: int) -> None:
     found = served()
     found.use(at("batch=8"))
-    server.answer = Reply(200, answer)
+    server.answer = HttpResponse(200, {}, answer)
     assert found.clients() == clients
 
 

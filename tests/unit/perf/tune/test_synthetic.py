@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import LoadFailed
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import parse_slo
 from penstock.perf.tune.space import parse_settings
 from support.synthetic import SyntheticMachine, SyntheticSystem, drawn
 

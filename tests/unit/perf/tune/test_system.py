@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.perf.bench.measurement import Latency, Load, Measurement
-from penstock.perf.bench.slo import parse_slo
+from penstock.perf.bench.measurement import Latency, Load, Measurement, parse_slo
 from penstock.perf.tune.system import BatchCurve, MeasuredRun
 
 

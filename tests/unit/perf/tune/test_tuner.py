@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.perf.bench.measurement import Slo, parse_slo
 from penstock.perf.bench.report import Verdict
-from penstock.perf.bench.slo import Slo, parse_slo
 from penstock.perf.tune.rates import Effort
 from penstock.perf.tune.result import TuningResult
 from penstock.perf.tune.runner import Journal, RunObserver
@@ -275,7 +275,7 @@ def test_ctrl_c_reports_the_best_so_far(hill: Any, at: int) -> None:
 KILLED = """
     import sys, pathlib
     sys.path.append(sys.argv[2])
-    from penstock.perf.bench.slo import parse_slo
+    from penstock.perf.bench.measurement import parse_slo
     from penstock.perf.tune.rates import Effort
     from penstock.perf.tune.runner import Journal
     from penstock.perf.tune.space import parse_space
