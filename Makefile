@@ -6,7 +6,7 @@ KSERVE ?= .venv-kserve
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo demo-captions test test-peers chaos check format bench docs protos clean
+.PHONY: demo demo-captions test test-peers chaos check format bench docs protos release-check changelog clean
 
 demo: $(VENV)/.demo
 	$(BIN)/penstock demo
@@ -48,6 +48,14 @@ docs: $(VENV)/.docs
 	$(BIN)/python tools/reference_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# what a tag would publish: builds it, installs it in empty environments, and uses it; two minutes
+release-check: $(VENV)/.release
+	$(BIN)/python tools/release_check.py
+
+# moves the fragments of changes/ into CHANGELOG.md, for the version in pyproject.toml
+changelog: $(VENV)/.release
+	$(BIN)/towncrier build --yes
+
 PROTOS = src/penstock/serving/protocols/protos
 TS_PROTOS = src/penstock/torchserve/grpc/protos
 PROTOC = $(BIN)/python -m grpc_tools.protoc --include_imports
@@ -87,6 +95,10 @@ $(VENV)/.captions: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[docs]'
+	@touch $@
+
+$(VENV)/.release: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[release]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
