@@ -24,6 +24,7 @@ LAYERS = (
     ("core.worker",),
     ("core.transports",),
     ("core.engine",),
+    ("core.portal",),
     ("runtimes", "serving.protocols", "serving.http2", "serving.lifetime", "serving.logs"),
     ("client", "serving.observe", "serving.triton"),
     ("serving.http",),

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from penstock.client.sync import Client as Client
     from penstock.config.schema import ModelConfig as ModelConfig
     from penstock.core.engine.engine import Engine as Engine
-    from penstock.core.engine.portal import Portal as Portal
-    from penstock.core.engine.waiters import Future as Future
+    from penstock.core.portal.portal import Portal as Portal
+    from penstock.core.portal.waiters import Future as Future
     from penstock.core.worker.python_model import model as model
     from penstock.pipeline.builder import Pipeline as Pipeline
     from penstock.serving.protocols.oip_messages import InferResponse as InferResponse
@@ -56,12 +56,12 @@ else:  # a type checker that saw `__getattr__` would accept every name
         "AsyncClient": "penstock.client.client",
         "Client": "penstock.client.sync",
         "Engine": "penstock.core.engine.engine",
-        "Future": "penstock.core.engine.waiters",
+        "Future": "penstock.core.portal.waiters",
         "InferResponse": "penstock.serving.protocols.oip_binary",
         "ManagedModel": "penstock.streamer.model",
         "ModelConfig": "penstock.config.schema",
         "Pipeline": "penstock.pipeline.builder",
-        "Portal": "penstock.core.engine.portal",
+        "Portal": "penstock.core.portal.portal",
         "RedisStreamer": "penstock.streamer.redis.client",
         "RedisWorker": "penstock.streamer.redis.serve",
         "Streamer": "penstock.streamer.local",

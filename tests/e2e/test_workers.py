@@ -21,7 +21,7 @@ from msgspec import structs
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine import upkeep
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.portal import Portal
+from penstock.core.portal.portal import Portal
 from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound, WorkerDied
 from penstock.types import Item, ItemResult, MetricDelta
 
@@ -575,7 +575,7 @@ def test_a_program_gets_objects_whose_classes_are_of_the_models_file(tmp_path: P
         textwrap.dedent("""
             from model import Point
             from penstock.config.schema import ModelConfig
-            from penstock.core.engine.portal import Portal
+            from penstock.core.portal.portal import Portal
 
             with Portal() as portal:
                 portal.load("m", ModelConfig(target="model.py:double"))
@@ -592,7 +592,7 @@ def test_the_model_of_a_script_may_spawn(tmp_path: Path) -> None:
         textwrap.dedent("""
             import multiprocessing
             from penstock.config.schema import ModelConfig
-            from penstock.core.engine.portal import Portal
+            from penstock.core.portal.portal import Portal
 
             def predict(items):
                 with multiprocessing.get_context("spawn").Pool(1) as pool:

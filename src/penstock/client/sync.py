@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from penstock.client.client import CLOSED, AsyncClient, ManyOptions, check_process
 from penstock.client.many import CallWindow
-from penstock.core.engine.loop_thread import LoopThread
+from penstock.core.portal.loop_thread import LoopThread
 from penstock.errors import PenstockError
 
 P = ParamSpec("P")

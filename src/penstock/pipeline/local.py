@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Ticket
-from penstock.core.engine.portal import Portal
-from penstock.core.engine.waiters import Future
+from penstock.core.portal.portal import Portal
+from penstock.core.portal.waiters import Future
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 from penstock.pipeline.graph import Graph, check_runnable
 from penstock.pipeline.ops.base import DATA, Fields

@@ -9,8 +9,8 @@ from typing import Any, Self
 from penstock.core.arrays import nbytes_of
 from penstock.core.batching.entry import INF
 from penstock.core.contracts import Ticket
-from penstock.core.engine.portal import Portal
-from penstock.core.engine.waiters import Future
+from penstock.core.portal.portal import Portal
+from penstock.core.portal.waiters import Future
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
 from penstock.streamer.exceptions import error_for_caller, raise_for_caller
 from penstock.types import Item, ItemResult, Sink

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from penstock.config.load import model_config
 from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig, RayConfig
-from penstock.core.engine.loop_thread import PortalBackend
-from penstock.core.engine.portal import Portal
+from penstock.core.portal.loop_thread import PortalBackend
+from penstock.core.portal.portal import Portal
 from penstock.core.transports.launch import pack_target
 from penstock.core.worker import nesting
 from penstock.core.worker.spec import Wrapped

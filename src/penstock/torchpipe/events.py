@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.core import os_threads
-from penstock.core.engine.waiters import SyncWaiter, new_waiter
+from penstock.core.portal.waiters import SyncWaiter, new_waiter
 
 log = logging.getLogger("penstock.compat")
 

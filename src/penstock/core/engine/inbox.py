@@ -11,7 +11,6 @@ from itertools import islice
 from typing import Protocol
 
 from penstock.core.contracts import Submitter, Ticket
-from penstock.core.engine.waiters import failed
 from penstock.errors import ModelNotReady, PenstockError
 from penstock.types import Item, ItemResult
 
@@ -22,7 +21,7 @@ LOOK_S = 0.02  # a request waits at most this long for the loop to run for anoth
 
 
 class Caller(Protocol):
-    """A caller: a sink that also receives its ticket, see `waiters.py`."""
+    """A caller: a sink that also receives its ticket, see `core/portal/waiters.py`."""
 
     def accepted(self, ticket: Ticket) -> None: ...
 
@@ -117,7 +116,8 @@ class RequestInbox:
                     caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
                 except Exception as e:
                     log.exception("submit_failed model=%s: its caller gets an error", model)
-                    caller(failed(e))
+                    text = f"the request cannot be queued: {type(e).__name__}: {e}"
+                    caller(ItemResult(error=PenstockError(text)))
         finally:  # also if a caller raises: the others behind it have rung before
             if self._requests:
                 self._wake()

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from penstock.core.contracts import Ticket
-from penstock.core.engine.portal import Portal
+from penstock.core.portal.portal import Portal
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError
 from penstock.streamer.base import BaseStreamer, ChunkingBackend
 from penstock.streamer.redis.address import parse_address

@@ -19,7 +19,7 @@ from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import result_of
-from penstock.core.engine.portal import Portal
+from penstock.core.portal.portal import Portal
 from penstock.core.wire.messages import PartMessage, Pickled
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.engine.inbox import A_PASS, RequestInbox
-from penstock.errors import QueueFull
+from penstock.errors import PenstockError, QueueFull
 from penstock.types import Item, ItemResult
 
 
@@ -118,3 +118,16 @@ async def test_a_callback_keeps_its_place_among_the_requests() -> None:
     inbox.put("m", Item(1), Silent())
     await passes()
     assert (seen, backend.submitted) == ([1, 2], 3)
+
+
+async def test_a_request_that_meets_a_bug_in_the_backend_gets_an_error() -> None:
+    class Broken:
+        def submit(self, *arguments: Any) -> Any:
+            raise OSError("gone")
+
+    _, inbox = new_inbox(Broken())
+    results: list[ItemResult] = []
+    inbox.put("m", Item(1), results.append)  # type: ignore[arg-type]
+    await passes()
+    assert type(results[0].error) is PenstockError
+    assert "OSError: gone" in results[0].error.message

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.core.engine import loop_thread
-from penstock.core.engine.loop_thread import LoopThread
+from penstock.core.portal import loop_thread
+from penstock.core.portal.loop_thread import LoopThread
 
 PATIENCE_S = 20.0
 

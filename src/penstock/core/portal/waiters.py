@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from penstock.core import os_threads
-from penstock.errors import PenstockError
 from penstock.types import ItemResult
 
 
@@ -138,7 +137,7 @@ class CrowdWaiter(SyncWaiter):
 def new_waiter() -> SyncWaiter:
     """A waiter for one call: of a greenlet in a program patched by gevent, else of a thread."""
     if os_threads.patched():
-        from penstock.core.engine.gevent_waiter import GeventWaiter
+        from penstock.core.portal.gevent_waiter import GeventWaiter
 
         return GeventWaiter()
     return SyncWaiter()
@@ -219,10 +218,3 @@ def all_items(result: ItemResult) -> list[Any]:
         if isinstance(value, Exception):
             raise value
     return values
-
-
-def failed(error: Exception) -> ItemResult:
-    """The answer to a request that could not be queued."""
-    if not isinstance(error, PenstockError):
-        error = PenstockError(f"the request cannot be queued: {type(error).__name__}: {error}")
-    return ItemResult(error=error)

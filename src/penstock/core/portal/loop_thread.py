@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.core import os_threads
 from penstock.core.contracts import Submitter
 from penstock.core.engine.inbox import RequestInbox
-from penstock.core.engine.waiters import SyncWaiter, new_waiter
+from penstock.core.portal.waiters import SyncWaiter, new_waiter
 
 T = TypeVar("T")
 

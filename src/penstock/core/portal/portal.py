@@ -22,8 +22,8 @@ from penstock.core import os_threads
 from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.inbox import Caller
-from penstock.core.engine.loop_thread import PortalBackend, PortalThread
-from penstock.core.engine.waiters import (
+from penstock.core.portal.loop_thread import PortalBackend, PortalThread
+from penstock.core.portal.waiters import (
     Convert,
     Crowd,
     CrowdWaiter,
@@ -288,7 +288,7 @@ def _many(items: Sequence[Any], budget_s: float | None, priority: int) -> Item:
 
 def _future_class() -> type[Future]:
     if os_threads.patched():
-        from penstock.core.engine.gevent_waiter import GeventFuture
+        from penstock.core.portal.gevent_waiter import GeventFuture
 
         return GeventFuture
     return Future

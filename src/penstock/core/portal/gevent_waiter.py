@@ -12,7 +12,7 @@ from typing import Any
 import gevent
 import gevent.event
 
-from penstock.core.engine.waiters import Convert, Future, Post, SyncWaiter
+from penstock.core.portal.waiters import Convert, Future, Post, SyncWaiter
 from penstock.types import ItemResult
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
-from penstock.core.engine.portal import Portal
+from penstock.core.portal.portal import Portal
 from penstock.errors import DeadlineExceeded, ModelNotFound, ModelNotReady, PenstockError
 from penstock.types import Item, ItemResult
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.engine.waiters import (
+from penstock.core.portal.waiters import (
     FEW,
     Crowd,
     CrowdWaiter,
@@ -17,10 +17,9 @@ from penstock.core.engine.waiters import (
     SyncWaiter,
     all_items,
     every_item,
-    failed,
     the_item,
 )
-from penstock.errors import ItemFailed, PenstockError, QueueFull
+from penstock.errors import ItemFailed, QueueFull
 from penstock.types import ItemResult
 
 
@@ -112,7 +111,7 @@ async def test_a_thread_that_stops_waiting_does_not_keep_its_crowd_asleep() -> N
 def test_a_refused_thread_of_a_crowd_is_woken_at_once_by_any_thread() -> None:
     crowd, _ = crowd_of(2 * FEW)
     refused = CrowdWaiter(crowd)
-    refused(failed(QueueFull("full")))
+    refused(ItemResult(error=QueueFull("full")))
     assert refused.wait(0)
     assert crowd.waiting == 2 * FEW
 
@@ -191,8 +190,3 @@ def test_answers_become_values_or_errors() -> None:
     for convert in (the_item, every_item, all_items):
         with pytest.raises(ItemFailed):
             convert(ItemResult(error=error))
-    full = QueueFull("full")
-    assert failed(full).error is full
-    told = failed(OSError("gone")).error
-    assert type(told) is PenstockError
-    assert "OSError: gone" in str(told)
