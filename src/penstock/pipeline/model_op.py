@@ -23,8 +23,7 @@ from penstock.pipeline.collate import (
 )
 from penstock.pipeline.ops.base import Array, BatchOp, Fields, found
 from penstock.pipeline.runtimes import ModelFile, Precision, Runtime, cores, open_program, warn_once
-from penstock.runtimes.onnx import PROFILE_ROWS
-from penstock.runtimes.onnx_fuse import RAW, plain_input
+from penstock.runtimes.onnx import PROFILE_ROWS, RAW, plain_input
 from penstock.runtimes.tensor_model import ANY_ROWS, Input, Program, check_rows, samples_of
 from penstock.types import TensorSpec
 

@@ -17,8 +17,8 @@ from msgspec import Struct
 from penstock.core.os_threads import usable_cores
 from penstock.errors import ConfigError, LoadFailed
 from penstock.pipeline.collate import Normalization
-from penstock.runtimes import onnx, onnx_fuse
-from penstock.runtimes.tensor_model import Arrays, Input, Program
+from penstock.runtimes import onnx
+from penstock.runtimes.tensor_model import Arrays, Input, Program, ProgramSettings
 
 log = logging.getLogger("penstock.pipeline")
 
@@ -134,7 +134,7 @@ def open_program(
         return OpenedModel(_open_torch(file, device, precision), gpu=device != "cpu")
     graph = None
     if normalize is not None:
-        graph = onnx_fuse.normalised(
+        graph = onnx.normalised(
             file.model, lambda inputs: {name: (n.mean, n.scale) for name, n in normalize(inputs).items()}
         )
     return OpenedModel(_open_on_gpu(file, runtime, device, precision, graph), raw=graph is not None, gpu=True)
@@ -220,12 +220,9 @@ def _open_on_gpu(file: ModelFile, runtime: str, device: str, precision: str, gra
 
 
 def _open_torch(file: ModelFile, device: str, precision: str) -> Program:
-    from penstock.runtimes import torch, torch_program
+    from penstock.runtimes import torch
 
-    torch.import_torch().set_num_threads(file.threads)
-    if torch.kind_of(file.model) == "exported":
-        return torch_program.of_exported(torch.load_exported(file.model, device), device, precision=precision)
-    return torch_program.of_module(torch.load_module(file.model, device), device, precision=precision)
+    return torch.open_program(file.model, ProgramSettings(device, precision, threads=file.threads))
 
 
 def _precision(file: ModelFile, runtime: str, device: str) -> str:

@@ -11,7 +11,7 @@ from penstock.config.checks import input_specs
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.python_model import is_torch_module
 from penstock.errors import ConfigError
-from penstock.runtimes.tensor_model import Program, ProgramSettings, TensorModel
+from penstock.runtimes.tensor_model import Program, ProgramSettings, TensorModel, refuse_inputs
 
 
 def file_model(path: str, config: ModelConfig, threads: int) -> TensorModel:
@@ -56,7 +56,7 @@ def settings_of(config: ModelConfig, threads: int) -> ProgramSettings:
 def _open_onnx(path: str, settings: ProgramSettings) -> Program:
     from penstock.runtimes import onnx
 
-    _refuse_inputs(settings, "an ONNX graph")
+    refuse_inputs(settings, "an ONNX graph")
     device, threads, precision = settings.device, settings.threads, settings.precision
     if not onnx.compiled(device, precision, settings.optimize):
         return onnx.OnnxProgram(onnx.open_session(path, device, threads=threads))
@@ -65,16 +65,9 @@ def _open_onnx(path: str, settings: ProgramSettings) -> Program:
 
 
 def _open_torch(path: str, settings: ProgramSettings) -> Program:
-    from penstock.runtimes import torch, torch_program
+    from penstock.runtimes import torch
 
-    torch.import_torch().set_num_threads(settings.threads)
-    if torch.kind_of(path) == "exported":
-        _refuse_inputs(settings, "an exported program")
-        program = torch.load_exported(path, settings.device)
-        return torch_program.of_exported(
-            program, settings.device, precision=settings.precision, optimize=settings.optimize
-        )
-    return _of_module(torch.load_module(path, settings.device, trust=settings.trust), settings)
+    return torch.open_program(path, settings)
 
 
 def _open_module(target: Any, weights: str | None, settings: ProgramSettings) -> Program:
@@ -82,18 +75,5 @@ def _open_module(target: Any, weights: str | None, settings: ProgramSettings) ->
 
     torch.import_torch().set_num_threads(settings.threads)
     if weights is None:
-        return _of_module(torch.instance_of(target), settings)
-    return _of_module(torch.load_weights(target, weights, settings.device, trust=settings.trust), settings)
-
-
-def _of_module(module: Any, settings: ProgramSettings) -> Program:
-    from penstock.runtimes import torch_program
-
-    return torch_program.of_module(
-        module, settings.device, precision=settings.precision, optimize=settings.optimize, inputs=settings.inputs
-    )
-
-
-def _refuse_inputs(settings: ProgramSettings, what: str) -> None:
-    if settings.inputs:
-        raise ConfigError(f"inputs: {what} declares its own inputs; leave the key out")
+        return torch.of_module(torch.instance_of(target), settings)
+    return torch.of_module(torch.load_weights(target, weights, settings.device, trust=settings.trust), settings)

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from penstock.core.arrays import array_of, has_text
-from penstock.errors import BadRequest, LoadFailed, WrongRowCount
+from penstock.errors import BadRequest, ConfigError, LoadFailed, WrongRowCount
 from penstock.types import DATATYPES, DTYPES, TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -94,6 +94,12 @@ class ProgramSettings(Struct, frozen=True):
     threads: int = 1
     inputs: tuple[TensorSpec, ...] = ()
     most_rows: int | None = None
+
+
+def refuse_inputs(settings: ProgramSettings, what: str) -> None:
+    """Raises ConfigError if the key `inputs` is set for a program that declares its own."""
+    if settings.inputs:
+        raise ConfigError(f"inputs: {what} declares its own inputs; leave the key out")
 
 
 class TensorRequest(Struct):

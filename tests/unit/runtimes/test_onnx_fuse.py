@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import LoadFailed
 from penstock.runtimes import onnx as loaders
-from penstock.runtimes.onnx_fuse import RAW, normalised, plain_input
+from penstock.runtimes.onnx import RAW, normalised, plain_input
 from penstock.runtimes.tensor_model import Input
 
 ort = pytest.importorskip("onnxruntime")
