@@ -127,7 +127,12 @@ async def test_a_request_that_meets_a_bug_in_the_backend_gets_an_error() -> None
 
     _, inbox = new_inbox(Broken())
     results: list[ItemResult] = []
-    inbox.put("m", Item(1), results.append)  # type: ignore[arg-type]
+
+    class Caller(Silent):
+        def __call__(self, result: ItemResult) -> None:
+            results.append(result)
+
+    inbox.put("m", Item(1), Caller())
     await passes()
     assert type(results[0].error) is PenstockError
     assert "OSError: gone" in results[0].error.message
