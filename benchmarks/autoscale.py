@@ -23,12 +23,17 @@ from report import spread
 from penstock.config.schema import AutoscaleConfig, BatchingConfig, ModelConfig
 from penstock.core.batching.autoscale import AutoscaleLimits
 from penstock.core.engine.engine import Engine
-from penstock.perf.simulate.autoscaled import Clairvoyant, ScalingResult, least_worker_s, simulate_scaling
-from penstock.perf.simulate.simulator import OpenLoop, ServiceTime, SimulationSettings
+from penstock.perf.simulate.simulator import (
+    OpenLoop,
+    ScalingResult,
+    ServiceTime,
+    SimulationSettings,
+    simulate_scaling,
+)
 from penstock.types import Item, ItemResult
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.load_traces import CAPACITY, RATES, too_many, trace, zipf
+from support.load_traces import CAPACITY, RATES, Clairvoyant, least_worker_s, too_many, trace, zipf
 
 SLO_S, START_S, ROWS = 1.0, 0.5, 16
 SERVICE = ServiceTime(0.05, 0.0125)

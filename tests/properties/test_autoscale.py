@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.batching.autoscale import AutoscaleLimits, Autoscaler, LoadReading
-from penstock.perf.simulate.autoscaled import simulate_scaling
-from penstock.perf.simulate.simulator import OpenLoop, ServiceTime, SimulationSettings
+from penstock.perf.simulate.simulator import OpenLoop, ServiceTime, SimulationSettings, simulate_scaling
 
 QUIET_S = 6.0
 LIMITS = st.builds(

@@ -1,13 +1,15 @@
-"""Kept traces of changing load, for tests and benchmarks of autoscaling: the same arrivals every time."""
+"""Kept traces of changing load and the best possible answer to them, for tests and benchmarks of autoscaling."""
 
 from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from penstock.perf.simulate.autoscaled import ScalingResult
+from penstock.core.batching.autoscale import AutoscaleLimits, Autoscaler, LoadReading
+from penstock.perf.simulate.simulator import ScalingResult
 
 CAPACITY = 64.0  # rows per second of one instance; rates below are in instances
 RATES: dict[str, Callable[[float], float]] = {  # of the time in parts of the trace
@@ -17,6 +19,7 @@ RATES: dict[str, Callable[[float], float]] = {  # of the time in parts of the tr
     "on-off": lambda x: 9.3 if 5 * x % 1 < 0.5 else 0.3,
 }
 MODELS = 100
+STEP_S = 0.5  # of a clairvoyant's plan
 
 
 def trace(name: str, seconds: float, seed: int = 1) -> list[float]:
@@ -54,3 +57,48 @@ def too_many(found: ScalingResult, best: ScalingResult, quiet_s: float) -> int:
             moves = [planned for since, planned in best.numbers if abs(since - t) < quiet_s]
             most = max(most, number - max([_at(best.numbers, max(0.0, t - quiet_s)), *moves]))
     return most
+
+
+class Clairvoyant(Autoscaler):
+    """A scaling policy that knows the arrivals: enough instances at every time, each started just in time."""
+
+    def __init__(self, arrivals: Sequence[float], capacity: float, limits: AutoscaleLimits, start_s: float) -> None:
+        """`capacity`: rows per second of one instance."""
+        super().__init__(limits)
+        self.start_s, slack = start_s, limits.slo_s or limits.wait_s
+        count = math.ceil((arrivals[-1] if arrivals else 0.0) / STEP_S) + 1
+        self.plan = [limits.fewest] * count
+        for k in range(count):  # requests of a step may be answered until the SLO has passed
+            rows = bisect_left(arrivals, (k + 1) * STEP_S) - bisect_left(arrivals, k * STEP_S)
+            need = min(limits.most, math.ceil(rows / ((STEP_S + slack / 2) * capacity)))
+            mean = bisect_left(arrivals, (k + 4) * STEP_S) - bisect_left(arrivals, (k - 3) * STEP_S)
+            need = max(need, min(limits.most, math.ceil(mean / (7 * STEP_S * capacity))))
+            self.plan[k] = max(need, limits.fewest)
+
+    def decide(self, reading: LoadReading, now: float) -> int:
+        """The plan's number when an instance that starts now is up; those that are needed until then stay."""
+        first, last = int(now / STEP_S), int((now + self.start_s) / STEP_S) + 1
+        return max(self.plan[first : last + 1], default=reading.present)
+
+    def started(self, seconds: float) -> None: ...
+
+
+def least_worker_s(arrivals: Sequence[float], capacity: float, limits: AutoscaleLimits) -> float:
+    """A lower bound of the seconds of all instances that answer `arrivals` within the SLO, of whatever policy.
+
+    `limits.fewest` instances are always paid. What they cannot answer in time at `capacity` rows/s each, others must,
+    at best at the same rate and without an idle moment.
+    """
+    slack = limits.slo_s or limits.wait_s
+    base, steps = limits.fewest * capacity * STEP_S, math.ceil(slack / STEP_S) + 1
+    extra, queue = 0.0, [0.0] * steps  # rows by the step of their deadline
+    count = math.ceil((arrivals[-1] if arrivals else 0.0) / STEP_S) + 1
+    for k in range(count):
+        extra += queue.pop(0)
+        queue.append(float(bisect_left(arrivals, (k + 1) * STEP_S) - bisect_left(arrivals, k * STEP_S)))
+        room = base
+        for place, rows in enumerate(queue):
+            done = min(rows, room)
+            queue[place], room = rows - done, room - done
+    end = arrivals[-1] if arrivals else 0.0
+    return limits.fewest * end + (extra + sum(queue)) / capacity

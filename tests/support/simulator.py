@@ -12,10 +12,8 @@ from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Outcome
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
 from penstock.perf.simulate import simulator
-from penstock.perf.simulate.simulator import UNBOUNDED, WARM, OpenLoop, ServiceTime, Simulation
+from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, Simulation, unbounded
 
-_BULK = -1  # stands for a client's number
-_FRONT_END = -2  # so do this and lower numbers, later turns of the front end
 _RETRY_S = 0.010  # a closed-loop client retries this long after its request was dropped
 
 
@@ -111,15 +109,7 @@ def simulate(
 ) -> SimulationResult:
     """The result of `policy` under a load. The same arguments give the same result."""
     settings = settings or SimulationSettings()
-    scheduler = Scheduler(
-        policy,
-        max_batch_size=settings.max_batch_size,
-        max_queue=UNBOUNDED,
-        max_queue_bytes=UNBOUNDED,
-        depth=settings.depth,
-        priority=settings.priority,
-        horizon_s=settings.slo_s or 30.0,
-    )
+    scheduler = unbounded(policy, settings, priority=settings.priority)
     if settings.profile:
         scheduler.prime(service.profile(settings.max_batch_size))
     return _Simulation(service, scheduler, load, settings).finish()
@@ -131,7 +121,7 @@ class _FrontEndQueue:
     def __init__(self, front_end: FrontEnd, rng: random.Random) -> None:
         self.line: deque[tuple[int, float]] = deque()  # (client, since when)
         self.runs: list[tuple[float, float]] = []
-        self.turn = _FRONT_END
+        self.turn = 0  # changes with the end of the work for the first client
         self._front_end, self._rng = front_end, rng
         self._work_s = self._start_s = 0.0  # of the first client
 
@@ -175,6 +165,7 @@ class _Simulation(Simulation):
     ) -> None:
         super().__init__(service, scheduler, settings)
         self.load, self.bulk = load, settings.bulk
+        self.endless = self.bulk is not None
         self.deadline_s = (settings.slo_s or INF) if settings.deadlines else INF
         self.clients_rng = random.Random(settings.seed)
         self.client: dict[int, int] = {}  # closed loop: request -> client
@@ -189,11 +180,11 @@ class _Simulation(Simulation):
     def finish(self) -> SimulationResult:
         load = self.load
         for _ in range(self.bulk.in_flight if self.bulk else 0):
-            self.schedule(0.0, _BULK)
+            self.at(0.0, self._bulk_arrives)
         if isinstance(load, ClosedLoop):
             for client in range(max(load.clients, load.changed or 0)):
                 first_s = load.change_s if client >= load.clients else 0.0
-                self.schedule(first_s + self.clients_rng.random() * 0.005, client)
+                self.at(first_s + self.clients_rng.random() * 0.005, self._client_arrives, client)
             end = self.run(OpenLoop(()), load.horizon_s)
         else:
             self.run(load)
@@ -209,27 +200,31 @@ class _Simulation(Simulation):
             bulk_throughput=sum(rows for t, rows in self.bulk_done if t0 <= t <= end) / ((end - t0) or INF),
         )
 
-    def over(self, arrival: float) -> bool:
-        return self.bulk is not None and arrival == INF and not self.arrived
+    def _client_arrives(self, client: int, now: float) -> None:
+        assert isinstance(self.load, ClosedLoop)
+        if now >= self.load.change_s and self.load.changed is not None and client >= self.load.changed:
+            return
+        if self.front is None:
+            self.client[self.arrive(now)] = client
+        elif self.front.join(client, now):
+            self._front_end_turn()
 
-    def client_event(self, number: int, now: float) -> None:
-        if number <= _FRONT_END:
-            assert self.front is not None
-            if number == self.front.turn:  # else the end of its work has changed since
-                client, since_s = self.front.serve(now)
-                id = self.arrive(now)
-                self.client[id], self.arrived[id] = client, since_s
-                self._front_end_turn()
-            return
-        if number != _BULK:
-            assert isinstance(self.load, ClosedLoop)
-            if now >= self.load.change_s and self.load.changed is not None and number >= self.load.changed:
-                return
-            if self.front is None:
-                self.client[self.arrive(now)] = number
-            elif self.front.join(number, now):
-                self._front_end_turn()
-            return
+    def _front_end_turn(self) -> None:
+        """Schedules the next end of the front end's work."""
+        assert self.front is not None
+        if self.front.line:
+            self.front.turn += 1
+            self.at(self.front.end_s(), self._front_end_ends, self.front.turn)
+
+    def _front_end_ends(self, turn: int, now: float) -> None:
+        assert self.front is not None
+        if turn == self.front.turn:  # else the end of its work has changed since
+            client, since_s = self.front.serve(now)
+            id = self.arrive(now)
+            self.client[id], self.arrived[id] = client, since_s
+            self._front_end_turn()
+
+    def _bulk_arrives(self, now: float) -> None:
         assert self.bulk is not None
         self.last_bulk_id = id = self.last_bulk_id - 1
         self.bulk_left[id] = rows = self.bulk.rows
@@ -245,7 +240,7 @@ class _Simulation(Simulation):
             return
         self.drops.append(self.arrived.pop(event.id))  # type: ignore[union-attr]
         if self.client:
-            self.schedule(now + _RETRY_S, self.client.pop(event.id))  # type: ignore[union-attr]
+            self.at(now + _RETRY_S, self._client_arrives, self.client.pop(event.id))  # type: ignore[union-attr]
 
     def start(self, batch: Dispatch, ready: float) -> float:
         ready = max(ready, self.prepared_s.get(batch.slot, 0.0)) + self.settings.prepare_s * batch.rows
@@ -256,13 +251,6 @@ class _Simulation(Simulation):
             self.front.runs.append((start, start + seconds))
             self._front_end_turn()
         return answer
-
-    def _front_end_turn(self) -> None:
-        """Schedules the next end of the front end's work."""
-        assert self.front is not None
-        if self.front.line:
-            self.front.turn -= 1
-            self.schedule(self.front.end_s(), self.front.turn)
 
     def outcome(self, run_s: float, entries: Sequence[Entry]) -> Outcome:
         prepare_s = self.settings.prepare_s * sum(e.rows for e in entries)
@@ -278,7 +266,7 @@ class _Simulation(Simulation):
             self.bulk_left[part.id] -= part.rows
             if not self.bulk_left[part.id]:
                 del self.bulk_left[part.id]
-                self.schedule(now + self.bulk.think_s, _BULK)
+                self.at(now + self.bulk.think_s, self._bulk_arrives)
 
     def answered(self, entry: Entry, place: int, now: float) -> None:
         if entry.id < 0:
@@ -287,4 +275,4 @@ class _Simulation(Simulation):
         if isinstance(self.load, ClosedLoop):
             think = self.load.think
             pause = think.fixed_s + self.clients_rng.expovariate(1 / think.mean_s) + place * think.position_s
-            self.schedule(now + pause, self.client.pop(entry.id))
+            self.at(now + pause, self._client_arrives, self.client.pop(entry.id))

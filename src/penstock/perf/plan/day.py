@@ -14,8 +14,14 @@ from penstock.config.schema import AutoscaleConfig, BatchingConfig
 from penstock.core.engine.autoscaling import limits_of
 from penstock.perf.bench.figures import enough, latency_of, percentile
 from penstock.perf.bench.measurement import Latency
-from penstock.perf.simulate.autoscaled import simulate_scaling
-from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, Simulation, SimulationSettings
+from penstock.perf.simulate.simulator import (
+    WARM,
+    OpenLoop,
+    ServiceTime,
+    Simulation,
+    SimulationSettings,
+    simulate_scaling,
+)
 
 PEAK: Final = 40_000  # requests of the busiest part: 340 of them are slower than the p99,
 LONG: Final = 20  # and the time of so many of the largest batches: with many instances, requests are soon many

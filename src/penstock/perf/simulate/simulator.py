@@ -1,19 +1,28 @@
-"""Simulates a batching policy under a load: the scheduler that serves, driven on a virtual clock."""
+"""Simulates a load on a virtual clock: the scheduler that serves, the autoscaler that scales, the worker's step states.
+
+`Simulation` is the clock: a heap of calls at times. Its subclasses add what else happens in time.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Final
+from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from penstock.config.schema import BatchingConfig
+from penstock.core.batching.autoscale import AutoscaleLimits, Autoscaler, LoadReading
 from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Outcome
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
+from penstock.core.engine.rules import policy_of
+from penstock.core.worker.steps import ActiveSteps, StepLimits, StepOutcome
+from penstock.types import Step
 
 WARM: Final = 0.15  # the share of a simulation that is warm-up and excluded from results
 UNBOUNDED: Final = 2**62
@@ -105,25 +114,36 @@ def simulated(service: ServiceTime, policy: BatchPolicy, load: OpenLoop, setting
 
 def primed(service: ServiceTime, policy: BatchPolicy, settings: SimulationSettings) -> Scheduler:
     """A scheduler without bounds that has seen a warm-up of the service."""
-    scheduler = Scheduler(
+    scheduler = unbounded(policy, settings)
+    scheduler.prime(service.profile(settings.max_batch_size))
+    return scheduler
+
+
+def unbounded(policy: BatchPolicy, settings: SimulationSettings, **more: Any) -> Scheduler:
+    """A scheduler without bounds; `more` are further parameters of it."""
+    return Scheduler(
         policy,
         max_batch_size=settings.max_batch_size,
         max_queue=UNBOUNDED,
         max_queue_bytes=UNBOUNDED,
         depth=settings.depth,
         horizon_s=settings.slo_s or 30.0,
+        **more,
     )
-    scheduler.prime(service.profile(settings.max_batch_size))
-    return scheduler
 
 
 class Simulation:
-    """One simulation: the event loop and what it records. The tests add other loads in a subclass."""
+    """One simulation: the clock with its calls, and a record of what happened. The tests add other loads in a subclass.
+
+    With `endless` calls it ends with the last response instead of the last call.
+    """
+
+    endless = False
 
     def __init__(self, service: ServiceTime, scheduler: Scheduler, settings: SimulationSettings) -> None:
         self.service, self.scheduler, self.settings = service, scheduler, settings
         self.rng = random.Random(settings.seed + 7)  # of service times
-        self.events: list[tuple[float, int, int, list[Entry] | None]] = []  # (time, order, batch or client, entries)
+        self.calls: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []  # (time, order, call, arguments)
         self.order = itertools.count()
         self.requests, self.last_arrival_s = 0, 0.0
         self.free_s: dict[int, float] = {}  # slot -> when its latest batch has run
@@ -136,38 +156,28 @@ class Simulation:
             scheduler.slot_up(slot, 0.0)
 
     def run(self, load: OpenLoop, horizon_s: float = INF) -> float:
-        """Handles events until the horizon or until nothing is left; returns the time at the end."""
-        events, scheduler, arrivals, rows = self.events, self.scheduler, iter(load.arrivals), load.rows
+        """Runs until the horizon or until nothing is left to do; returns the time at the end."""
+        calls, scheduler, arrivals, rows = self.calls, self.scheduler, iter(load.arrivals), load.rows
         arrival, last = next(arrivals, INF), 0.0
         while True:
             wake = scheduler.wake_at
-            event = events[0][0] if events else INF
-            now = min(event, arrival, INF if wake is None else wake)
-            if now > horizon_s or now == INF or self.over(arrival):
+            due = calls[0][0] if calls else INF
+            now = min(due, arrival, INF if wake is None else wake)
+            if now > horizon_s or now == INF or (self.endless and arrival == INF and not self.arrived):
                 return min(now, horizon_s) if horizon_s < INF else last
             last = now
             if arrival <= now:
                 self.arrive(now, rows[self.requests] if rows else 1)
                 arrival = next(arrivals, INF)
-            elif event <= now:
-                _, _, number, entries = heappop(events)
-                if entries is None:
-                    self.client_event(number, now)
-                else:
-                    self.answer(number, entries, now)
-            for each in scheduler.poll(now):
-                self.handle(each, now)
+            elif due <= now:
+                _, _, call, arguments = heappop(calls)
+                call(*arguments, now)
+            for event in scheduler.poll(now):
+                self.handle(event, now)
 
-    def over(self, arrival: float) -> bool:
-        """Whether the simulation ends before its events do; `arrival` is the next one, INF without any."""
-        return False
-
-    def client_event(self, number: int, now: float) -> None:
-        """Handles an event without entries, which only other loads schedule."""
-        raise NotImplementedError
-
-    def schedule(self, t: float, number: int, entries: list[Entry] | None = None) -> None:
-        heappush(self.events, (t, next(self.order), number, entries))
+    def at(self, t: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls back at a time, with these arguments and the time; in the order of these calls if times are equal."""
+        heappush(self.calls, (t, next(self.order), call, arguments))
 
     def arrive(self, now: float, rows: int = 1, deadline_s: float = INF) -> int:
         """Offers the next request and returns its id."""
@@ -178,7 +188,8 @@ class Simulation:
 
     def handle(self, event: Event, now: float) -> None:
         assert type(event) is Dispatch, "no request has a deadline, and the queue has no bound"
-        self.schedule(self.start(event, now + self.settings.handover_s / 2), event.batch_id, event.entries)
+        end = self.start(event, now + self.settings.handover_s / 2)
+        self.at(end, self.answer, event.batch_id, event.entries)
 
     def start(self, batch: Dispatch, ready: float) -> float:
         """The time at which the server has the answers of a batch that is ready to run at `ready`."""
@@ -227,3 +238,197 @@ class Simulation:
             busy=min(1.0, sum(d for _, d in batches) / span / self.settings.slots),
             run_s=sum(n * d for n, d in batches) / max(1, rows),
         )
+
+
+# ---- instances that follow the load
+
+
+class ScalingResult(Struct, frozen=True, kw_only=True):
+    """A simulation's sorted latencies, the seconds of all instances with their starts, and each (time, number)."""
+
+    latencies_s: Sequence[float]
+    worker_s: float
+    numbers: Sequence[tuple[float, int]]
+
+    def late(self, slo_s: float) -> float:
+        """The share of requests that took longer than `slo_s`."""
+        latencies = self.latencies_s
+        return 1 - bisect_left(latencies, slo_s) / len(latencies) if latencies else 0.0
+
+
+def simulate_scaling(
+    service: ServiceTime,
+    load: OpenLoop,
+    settings: SimulationSettings,
+    limits: AutoscaleLimits,
+    *,
+    start_s: float,
+    policy: Autoscaler | None = None,
+) -> ScalingResult:
+    """The result of scaling by `policy`, an Autoscaler by default. An instance is up `start_s` after the decision."""
+    simulation = _ScalingSimulation(service, settings, limits, policy or Autoscaler(limits), start_s)
+    return simulation.scale(load)
+
+
+class _ScalingSimulation(Simulation):
+    """One simulation. `settings.slots` instances are up at its beginning."""
+
+    endless = True
+
+    def __init__(
+        self,
+        service: ServiceTime,
+        settings: SimulationSettings,
+        limits: AutoscaleLimits,
+        policy: Autoscaler,
+        start_s: float,
+    ) -> None:
+        super().__init__(service, primed(service, policy_of(BatchingConfig()), settings), settings)
+        self.limits, self.policy, self.start_s = limits, policy, start_s
+        self.present = dict.fromkeys(range(settings.slots), 0.0)  # slot -> decision to start it
+        self.slots = itertools.count(settings.slots)
+        self.worker_s = 0.0  # of instances that ended
+        self.numbers = [(0.0, settings.slots)]
+
+    def scale(self, load: OpenLoop) -> ScalingResult:
+        """Handles the load and counts what the instances cost until its last response."""
+        self.at(0.0, self._tick)
+        end = self.run(load)
+        worker_s = self.worker_s + sum(end - since for since in self.present.values())
+        latencies = sorted(answer - arrival for arrival, answer in self.done)
+        return ScalingResult(latencies_s=latencies, worker_s=worker_s, numbers=self.numbers)
+
+    def _tick(self, now: float) -> None:
+        self._decide(now)
+        self.at(now + self.limits.tick_s, self._tick)
+
+    def _started(self, slot: int, now: float) -> None:
+        if slot in self.present:
+            self.scheduler.slot_up(slot, now)
+            self.policy.started(now - self.present[slot])
+
+    def _decide(self, now: float) -> None:
+        scheduler, present, rows = self.scheduler, self.present, self.settings.max_batch_size
+        reading = LoadReading(
+            self.requests, scheduler.queued_rows, scheduler.running_rows, len(present), scheduler.up,
+            rows, scheduler.seconds(rows),
+        )  # fmt: skip
+        number = self.policy.decide(reading, now)
+        if number == len(present):
+            return
+        for _ in range(number - len(present)):
+            slot = next(self.slots)
+            present[slot] = now
+            self.at(now + self.start_s, self._started, slot)
+        for slot in sorted(present)[number:]:  # the youngest; one that has not started costs nothing more
+            self.worker_s += max(now, self.free_s.get(slot, now)) - present.pop(slot)
+            scheduler.slot_retired(slot, now)
+        self.numbers.append((now, number))
+
+
+# ---- step models
+
+
+class StepLoad(OpenLoop, frozen=True):
+    """Requests at fixed times; `steps` has the number of steps of each, every one of which gives a part."""
+
+    steps: Sequence[int] = ()
+
+
+class StepResult(Struct, frozen=True, kw_only=True):
+    """The steady part of a simulation: sorted latencies and times to the first part, parts per second, the mean number
+    of active items in a step, and the share of the slots' time in which they step."""
+
+    latencies_s: Sequence[float]
+    first_parts_s: Sequence[float]
+    parts_per_s: float
+    mean_active: float
+    busy: float
+
+
+def simulate_steps(service: ServiceTime, max_active: int, load: StepLoad, settings: SimulationSettings) -> StepResult:
+    """The result of continuous batching: a step of n active items takes `service` of n rows."""
+    simulation = StepSimulation(service, settings, max_active, load.steps)
+    simulation.run(load)
+    return simulation.step_result(simulation.last_arrival_s)
+
+
+class StepSimulation(Simulation):
+    """One simulation. A request is handed over to its worker for half of `handover_s`, and joins its next step."""
+
+    def __init__(
+        self, service: ServiceTime, settings: SimulationSettings, max_active: int, steps: Sequence[int]
+    ) -> None:
+        alone = structs.replace(settings, max_batch_size=1, depth=1)
+        super().__init__(service, unbounded(policy_of(BatchingConfig(policy="none")), alone), settings)
+        self.steps = steps
+        self.models = [_CountedSteps() for _ in range(settings.slots)]
+        self.workers = [ActiveSteps(model, StepLimits(max_active, UNBOUNDED)) for model in self.models]
+        self.stepping = set[int]()  # slots
+        self.sent: dict[int, tuple[int, Entry]] = {}  # batch -> its slot and request
+        self.first: dict[int, tuple[float, float]] = {}  # request -> (arrival, first part)
+        self.parts: list[float] = []  # times of all parts
+        for slot in range(settings.slots):
+            self.scheduler.slot_up(slot, 0.0, max_active)
+
+    def start(self, batch: Dispatch, ready: float) -> float:
+        """The time at which the worker has the request."""
+        self.sent[batch.batch_id] = (batch.slot, batch.entries[0])
+        return ready
+
+    def answer(self, batch: int, entries: list[Entry], now: float) -> None:
+        """A request has reached its worker."""
+        slot = self.sent[batch][0]
+        self.workers[slot].add(batch, self.steps[entries[0].id - 1])
+        if slot not in self.stepping:
+            self.stepping.add(slot)
+            self.at(now, self._step, slot)
+
+    def _step(self, slot: int, now: float) -> None:
+        outcomes = self.workers[slot].advance(now)
+        active = self.models[slot].active
+        seconds = self.service.draw(active, self.rng)
+        self.batches.append((now, active, seconds))
+        self.at(now + seconds, self._stepped, slot, outcomes)
+
+    def _stepped(self, slot: int, outcomes: list[StepOutcome], now: float) -> None:
+        for batch, part, done in outcomes:
+            assert not isinstance(part, BaseException)
+            entry = self.sent[batch][1]
+            self.parts.append(now)
+            self.first.setdefault(entry.id, (entry.arrival_s, now))
+            if done:
+                del self.sent[batch]
+                self.scheduler.complete(batch, _OK, now)
+                self.answered(entry, 0, now)
+        if self.workers[slot].idle:
+            self.stepping.remove(slot)
+        else:
+            self.at(now, self._step, slot)
+
+    def step_result(self, end: float) -> StepResult:
+        """The figures of the steady part until `end`."""
+        found, begin = self.result(end), WARM * end
+        return StepResult(
+            latencies_s=found.latencies_s,
+            first_parts_s=sorted(t - arrival for arrival, t in self.first.values() if begin <= arrival <= end),
+            parts_per_s=sum(begin <= t <= end for t in self.parts) / ((end - begin) or INF),
+            mean_active=found.mean_batch,
+            busy=found.busy,
+        )
+
+
+class _CountedSteps:
+    """A step model without work: an item is the number of its steps."""
+
+    def __init__(self) -> None:
+        self.active = 0  # states of the last step
+
+    def admit(self, item: int) -> list[int]:
+        return [item]
+
+    def step(self, states: list[list[int]]) -> list[Step]:
+        self.active = len(states)
+        for state in states:
+            state[0] -= 1
+        return [Step(True, done=state[0] <= 0) for state in states]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.load_traces import CAPACITY, too_many, trace
+from tests.support.load_traces import CAPACITY, Clairvoyant, least_worker_s, too_many, trace
 
 from penstock.core.batching.autoscale import AutoscaleLimits, Autoscaler, LoadReading
-from penstock.perf.simulate.autoscaled import Clairvoyant, least_worker_s, simulate_scaling
-from penstock.perf.simulate.simulator import OpenLoop, ServiceTime, SimulationSettings
+from penstock.perf.simulate.simulator import OpenLoop, ServiceTime, SimulationSettings, simulate_scaling
 
 SLO_S, START_S, SECONDS = 1.0, 0.5, 600.0
 SERVICE = ServiceTime(0.05, 0.0125)  # 16 rows take 0.25 s

@@ -8,10 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.batching.policies.adaptive import Adaptive
-from penstock.core.batching.policies.none import Unbatched
-from penstock.core.batching.scheduler import Scheduler
-from penstock.perf.simulate.simulator import UNBOUNDED, OpenLoop, ServiceTime, SimulationSettings, simulate
-from penstock.perf.simulate.steps import StepLoad, StepSimulation, simulate_steps
+from penstock.perf.simulate.simulator import (
+    OpenLoop,
+    ServiceTime,
+    SimulationSettings,
+    StepLoad,
+    StepSimulation,
+    simulate,
+    simulate_steps,
+)
 
 EXACT = ServiceTime(0.004, 0.0001, jitter=0.0, tail=0.0)
 
@@ -55,8 +60,7 @@ def test_each_request_steps_until_it_ends_and_none_overtakes_or_starves(
 ) -> None:
     requests.sort()
     lengths = [steps for _, steps in requests]
-    scheduler = Scheduler(Unbatched(), max_batch_size=1, max_queue=UNBOUNDED, max_queue_bytes=UNBOUNDED)
-    simulation = StepSimulation(EXACT, scheduler, SimulationSettings(slots=slots), max_active, lengths)
+    simulation = StepSimulation(EXACT, SimulationSettings(slots=slots), max_active, lengths)
     end = simulation.run(OpenLoop([at for at, _ in requests]))
     assert not simulation.arrived
     assert not simulation.sent
