@@ -19,14 +19,14 @@ _COMMANDS = {
     "config": "penstock.cli.config:config",
     "demo": "penstock.cli.demo.command:demo",
     "gate": "penstock.perf.bench.cli:gate",
-    "plan": "penstock.perf.plan.cli:plan",
+    "plan": "penstock.perf.commands:plan",
     "pipeline": "penstock.pipeline.cli:pipeline",
     "queue": "penstock.streamer.redis.cli:queue",
     "sagemaker": "penstock.platforms.sagemaker:sagemaker",
     "serve": "penstock.cli.serve:serve",
-    "simulate": "penstock.perf.simulate.cli:simulate",
+    "simulate": "penstock.perf.commands:simulate",
     "torchserve": "penstock.torchserve.cli.torchserve:torchserve",
-    "tune": "penstock.perf.tune.cli:tune",
+    "tune": "penstock.perf.commands:tune",
     "worker": "penstock.streamer.redis.cli:worker",
 }
 
