@@ -24,7 +24,7 @@ import harness
 from report import KEPT_ROUNDS
 
 from penstock.perf.tune.space import parse_settings, parse_space
-from penstock.perf.tune.tuner import TuningOptions, tune
+from penstock.perf.tune.tuner import tune
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.synthetic import SyntheticSystem, drawn
@@ -45,7 +45,7 @@ def one_seed(seed: int, searches: Sequence[str]) -> dict[str, Any]:
     found, candidates = {}, {}
     for search in ("grid", *searches):
         system = SyntheticSystem(machine, slo, has_curve=search != "grid")
-        outcome = tune(system, SPACE, slo, TuningOptions(search=search, default=DEFAULT, seed=seed))
+        outcome = tune(system, SPACE, slo, search=search, default=DEFAULT, seed=seed)
         assert outcome.chosen is not None, f"seed {seed}: {search} finds no settings within {slo.text}"
         found[search] = outcome
         sustained = {s.settings: s.goodput for s in outcome.verdict.trajectory if s.goodput}

@@ -14,10 +14,10 @@ import pytest
 from msgspec import Struct
 
 from penstock.perf.bench.measurement import Latency, Load, Measurement, parse_slo
-from penstock.perf.tune.job import _effort
+from penstock.perf.tune.rates import EFFORTS
+from penstock.perf.tune.runner import BatchCurve, MeasuredRun
 from penstock.perf.tune.space import CandidateSettings, parse_space
-from penstock.perf.tune.system import BatchCurve, MeasuredRun
-from penstock.perf.tune.tuner import TuningOptions, tune
+from penstock.perf.tune.tuner import tune
 
 SPACE = parse_space("batch=1..32,instances=1,2")
 SLO = parse_slo("p99<=20ms,error<=1%")
@@ -40,7 +40,7 @@ QUIET, BUSY, WILD = Noise(0.01, 0.01, 0.0), Noise(0.1, 0.05, 0.1), Noise(0.3, 0.
 
 
 class NoisyMachine:
-    """A SystemUnderTest: settings keep the SLO up to `able` requests per second at the speed of the moment."""
+    """A SystemUnderTest: settings meet the SLO up to `able` requests per second at the speed of the moment."""
 
     def __init__(self, seed: int, noise: Noise, best: float) -> None:
         """`best` is the largest rate of the space, as a multiple of the default's 1000/s."""
@@ -99,7 +99,7 @@ class NoisyMachine:
 def recommended(seed: int, noise: Noise, best: float, **options: Any) -> float | None:
     """The true rate of what is recommended, as a multiple of the default's; None if nothing is."""
     machine = NoisyMachine(seed, noise, best)
-    result = tune(machine, SPACE, SLO, TuningOptions(seed=seed, **options))
+    result = tune(machine, SPACE, SLO, seed=seed, **options)
     if result.unproven:
         return None
     assert result.chosen is not None
@@ -110,7 +110,7 @@ def recommended(seed: int, noise: Noise, best: float, **options: Any) -> float |
 @pytest.mark.parametrize("best", [0.2, 0.95, 1.02])
 def test_nothing_worse_than_the_default_is_recommended(noise: Noise, best: float) -> None:
     for seed in range(24):
-        budget_s, effort = (math.inf, 300.0, 60.0)[seed % 3], _effort(("normal", "quick")[seed % 2])
+        budget_s, effort = (math.inf, 300.0, 60.0)[seed % 3], EFFORTS[("normal", "quick")[seed % 2]]
         found = recommended(seed, noise, best, budget_s=budget_s, effort=effort)
         assert found is None or found >= 1 - WORSE, f"seed {seed}"
 

@@ -20,8 +20,8 @@ from penstock.errors import LoadFailed
 from penstock.perf.bench.figures import latency_of
 from penstock.perf.bench.measurement import Load, Measurement, Slo, parse_slo
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime
+from penstock.perf.tune.runner import BatchCurve, MeasuredRun
 from penstock.perf.tune.space import CandidateSettings
-from penstock.perf.tune.system import BatchCurve, MeasuredRun
 from support.simulator import ClosedLoop, SimulationResult, SimulationSettings, ThinkTime, poisson, simulate
 
 CURVE_SIZES: Final = (1, 2, 4, 8, 16, 32)

@@ -23,9 +23,8 @@ from penstock.perf.bench.server import fetch
 from penstock.perf.bench.target import open_target
 from penstock.perf.simulate.replay import parse_cost, parse_duration
 from penstock.perf.simulate.simulator import ServiceTime
-from penstock.perf.tune.runner import JOURNAL, curves, single_instance
+from penstock.perf.tune.runner import JOURNAL, BatchCurve, curves, single_instance
 from penstock.perf.tune.space import parse_settings
-from penstock.perf.tune.system import BatchCurve
 from penstock.values import SIZE_UNITS, quantity
 
 Points = Sequence[tuple[float, float]]

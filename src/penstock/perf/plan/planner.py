@@ -1,4 +1,4 @@
-"""Plans capacity: the fewest instances and the batch ceiling that keep an SLO under given arrivals, by simulation.
+"""Plans capacity: the fewest instances and the batch ceiling that meet an SLO under given arrivals, by simulation.
 
 The scheduler that serves runs in virtual time. The search uses the busiest part of the arrivals, because an SLO that
 holds over a day may be missed for an hour; the chosen plan is then replayed over all of them.
@@ -48,7 +48,7 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
 
 
 class PlanLimit(Struct, frozen=True):
-    """The highest rate that the needed instances answer within the SLO, and their state at it: start another one before
+    """The highest rate at which the needed instances meet the SLO, and their state at it: start another one before
     it is reached. `rate` is of all instances, `wait_s` the mean wait of a request."""
 
     rate: float
@@ -68,9 +68,9 @@ class PlanCost(Struct, frozen=True):
 class CapacityPlan(Struct, frozen=True, kw_only=True):
     """The plan. Rates are requests per second of all instances.
 
-    `met` is false if no number of instances up to `most` keeps the SLO; the plan is then the nearest one. `needed`
-    instances keep the SLO, `instances` keep it with `failures` down. `chosen` is the peak with all instances,
-    `degraded` with the failures, or with one. `full_rate` is what all instances answer if each batch is full. `day` is
+    `met` is false if no instance count up to `most` meets the SLO; the plan is then the nearest one. `needed`
+    instances meet the SLO, `instances` meet it with `failures` down. `chosen` is the peak with all instances,
+    `degraded` with the failures, or with one. `full_rate` is the rate of all instances if each batch is full. `day` is
     the whole of the arrivals, `autoscaled` the same on a number of instances that follows them, `tried` each simulation
     of the peak.
     """
@@ -149,20 +149,20 @@ class Planner:
         return min(rank, key=lambda key: rank[key])
 
     def _fewest(self, batch: int, most: int) -> int | None:
-        """The fewest instances, at most `most`, that keep the SLO with this ceiling; None if they do not. To half a
+        """The fewest instances, at most `most`, that meet the SLO with this ceiling; None if they do not. To half a
         percent."""
-        low, high = self._floor(batch) - 1, self._floor(batch)  # the first does not keep it
+        low, high = self._floor(batch) - 1, self._floor(batch)  # the first does not meet it
         if high > most:
             return None
-        if not self._keeps(high, batch):
-            if not self._keeps(most, batch):
+        if not self._meets(high, batch):
+            if not self._meets(most, batch):
                 return None
             low, step = high, 1
-            while (high := min(most, low + step)) < most and not self._keeps(high, batch):
+            while (high := min(most, low + step)) < most and not self._meets(high, batch):
                 low, step = high, 2 * step
         while high - low > max(1, high // 200):
             middle = (low + high) // 2
-            low, high = (low, middle) if self._keeps(middle, batch) else (middle, high)
+            low, high = (low, middle) if self._meets(middle, batch) else (middle, high)
         return high
 
     def _floor(self, batch: int) -> int:
@@ -175,7 +175,7 @@ class Planner:
         arrivals = self.peak.arrivals
         return self._rows * len(arrivals) / max(arrivals[-1], _TINY)
 
-    def _keeps(self, instances: int, batch: int) -> bool:
+    def _meets(self, instances: int, batch: int) -> bool:
         result = self.at(instances, batch)
         if any(clause.met is None for clause in result.slo):
             unknown = next(clause.text for clause in result.slo if clause.met is None)
@@ -186,7 +186,7 @@ class Planner:
         return result.met is True
 
     def _nearest(self) -> tuple[int, int]:
-        """The settings with the lowest tail, or about it with fewer instances; with the most answers if none keep
+        """The settings with the lowest tail, or about it with fewer instances; with the most responses if none keep
         up."""
         most, slo = self.options.most - self.options.failures, self.options.slo
         batch = min(self.options.batches, key=lambda batch: tail(self.at(most, batch), slo))
@@ -281,7 +281,7 @@ def useful(batches: Sequence[int], curve: CostCurve, slo: Slo, handover_s: float
     if limit_s <= one_s + handover_s:
         raise ConfigError(
             f"SLO {slo.text}: one row alone takes {seconds(one_s + handover_s)} ({seconds(one_s)} and a hand-over of"
-            f" {seconds(handover_s)}), so no number of instances keeps it; allow more time, or make the model faster"
+            f" {seconds(handover_s)}), so no instance count meets it; allow more time, or make the model faster"
         )
     return [n for n in batches if curve.seconds(n) + handover_s < limit_s] or [min(batches)]
 

@@ -94,11 +94,11 @@ def verdict(plan: CapacityPlan) -> Paragraph:
     value = f"{objective_of(parse_slo(plan.slo)).name} {seconds(_value(one, plan))}"
     spare = f", also with {plan.failures} down" if plan.failures else ""
     if not plan.met:
-        state = value if one.keeps_up else f"{number(one.throughput)} answers/s at {number(one.offered)} requests/s"
-        none = f"No number of instances up to {plan.most:,} keeps {plan.slo}{spare}"
+        state = value if one.keeps_up else f"{number(one.throughput)} responses/s at {number(one.offered)} requests/s"
+        none = f"No instance count up to {plan.most:,} meets {plan.slo}{spare}"
         return Paragraph(f"{none}. The best reachable is {state}: {most}.", "bad")
     return Paragraph(
-        f"{most}: {value} at the peak of {number(one.offered)} requests/s keeps {plan.slo}{spare}.", "good"
+        f"{most}: {value} at the peak of {number(one.offered)} requests/s meets {plan.slo}{spare}.", "good"
     )
 
 
@@ -137,12 +137,12 @@ def _degraded(plan: CapacityPlan) -> str:
     """What happens while instances are down, and how many survive one failure."""
     down = max(1, plan.failures)
     if plan.degraded is None:
-        return f"{down} down: nothing is left; {count(plan.needed + 1)} keep the SLO with one down"
+        return f"{down} down: nothing is left; {count(plan.needed + 1)} meet the SLO with one down"
     value = f"{objective_of(parse_slo(plan.slo)).name} {seconds(_value(plan.degraded, plan))}"
     state = value if plan.degraded.keeps_up else "the queue grows without bound"
     if plan.degraded.met:
-        return f"{down} down: {state}, the SLO is kept"
-    advice = f"; {count(plan.needed + down)} keep it" if plan.met else ""
+        return f"{down} down: {state}, the SLO is met"
+    advice = f"; {count(plan.needed + down)} meet it" if plan.met else ""
     return f"{down} down: {state}, the SLO is missed{advice}"
 
 
@@ -189,7 +189,7 @@ def _cost_slo(axes: Axes, report: PlanReport) -> tuple[str, str] | None:
     unit = plan.cost.hour / plan.instances if plan.cost.hour is not None else 1.0
     values, costs = [value for value, _ in front], [n * unit for _, n in front]
     axes.step([*values, max(values[-1], objective.limit) * 1.1], [*costs, costs[-1]], where="post", color=SERIES[0])
-    axes.plot(values, costs, "o", color=SERIES[0], label="cheapest settings that keep it")
+    axes.plot(values, costs, "o", color=SERIES[0], label="cheapest settings that meet it")
     _slo_mark(axes, report, upright=True)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(EngFormatter(unit="s"))

@@ -82,7 +82,7 @@ class ReplayResult(Struct, frozen=True, kw_only=True):
 
     @property
     def keeps_up(self) -> bool:
-        """Whether the queue stays bounded. The throughput leaves out answers after the last arrival; the goodput has
+        """Whether the queue stays bounded. The throughput leaves out responses after the last arrival; the goodput has
         them if they meet the SLO."""
         return max(self.throughput, self.goodput or 0.0) >= KEEPS_UP * self.offered
 

@@ -71,7 +71,8 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     """The simulated server.
 
     `slots` instances receive batches up to `depth` ahead. `handover_s` passes between dispatch and run and between the
-    end of the run and the answer, together. `slo_s` is the latency that goodput allows. `seed` seeds every random draw.
+    end of the run and the response, together. `slo_s` is the latency that goodput allows. `seed` seeds every random
+    draw.
     """
 
     slots: int = 1
@@ -85,7 +86,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
 class SimulationResult(Struct, frozen=True, kw_only=True):
     """The steady part of a simulation: sorted latencies, and requests per second.
 
-    `goodput` counts answers within the SLO; `busy` is a share of the slots' time; `run_s` is the mean run time of the
+    `goodput` counts responses within the SLO; `busy` is a share of the slots' time; `run_s` is the mean run time of the
     batch of a row.
     """
 
@@ -106,7 +107,7 @@ def simulate(
 
 
 def simulated(service: ServiceTime, policy: BatchPolicy, load: OpenLoop, settings: SimulationSettings) -> Simulation:
-    """The simulation of `policy` under a load after its end, with each batch and each answer."""
+    """The simulation of `policy` under a load after its end, with each batch and each response."""
     simulation = Simulation(service, primed(service, policy, settings), settings)
     simulation.run(load)
     return simulation
@@ -151,7 +152,7 @@ class Simulation:
         self.batches: list[tuple[float, int, float]] = []  # (start, rows, seconds)
         self.arrived: dict[int, float] = {}  # unanswered request -> arrival
         self.left: dict[int, int] = {}  # request that was cut -> unanswered rows
-        self.done: list[tuple[float, float]] = []  # (arrival, answer)
+        self.done: list[tuple[float, float]] = []  # (arrival, response)
         for slot in range(settings.slots):
             scheduler.slot_up(slot, 0.0)
 
@@ -192,7 +193,7 @@ class Simulation:
         self.at(end, self.answer, event.batch_id, event.entries)
 
     def start(self, batch: Dispatch, ready: float) -> float:
-        """The time at which the server has the answers of a batch that is ready to run at `ready`."""
+        """The time at which the server has the results of a batch that is ready to run at `ready`."""
         seconds = self.service.draw(batch.rows, self.rng)
         start = max(ready, self.free_s.get(batch.slot, 0.0))
         self.free_s[batch.slot] = end = start + seconds
@@ -211,7 +212,7 @@ class Simulation:
                 self.answered(entry, place, now)
 
     def answered(self, entry: Entry, place: int, now: float) -> None:
-        """Records the last answer of a request; `place` is its place in the batch."""
+        """Records the response to a request; `place` is its place in the batch."""
         self.done.append((self.arrived.pop(entry.id), now))
 
     def _completes(self, part: Entry, request: Entry) -> bool:
@@ -295,7 +296,7 @@ class _ScalingSimulation(Simulation):
         self.at(0.0, self._tick)
         end = self.run(load)
         worker_s = self.worker_s + sum(end - since for since in self.present.values())
-        latencies = sorted(answer - arrival for arrival, answer in self.done)
+        latencies = sorted(response - arrival for arrival, response in self.done)
         return ScalingResult(latencies_s=latencies, worker_s=worker_s, numbers=self.numbers)
 
     def _tick(self, now: float) -> None:

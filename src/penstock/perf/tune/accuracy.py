@@ -1,4 +1,4 @@
-"""The accuracy guard: compares a model's answers to known inputs with the expected ones.
+"""The accuracy guard: compares a model's responses to known inputs with the expected ones.
 
 Answers are compared in the form that callers receive. JSON is compared value by value: numbers may differ by the
 tolerance, relative to the larger of the expected value and 1. Two whole numbers may differ by the tolerance itself,
@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.payload import JSON, content_type_of
-from penstock.perf.tune.profiler import RequestBody, SampleAnswer
+from penstock.perf.tune.profiler import RequestBody, SampleResponse
 from penstock.values import shorten
 
 TOLERANCE: Final = 0.01
@@ -27,7 +27,7 @@ _JSON_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class AccuracySample(Struct, frozen=True):
-    """One input and its expected answer; UNSET stands for the answer of the reference. `name` is for messages."""
+    """One input and its expected response; UNSET stands for the response of the reference. `name` is for messages."""
 
     name: str
     body: RequestBody
@@ -35,7 +35,7 @@ class AccuracySample(Struct, frozen=True):
 
 
 class Agreement(Struct, frozen=True):
-    """How many answers differ from the expected ones, and the largest difference within the tolerance."""
+    """How many responses differ from the expected ones, and the largest difference within the tolerance."""
 
     samples: int
     differing: int
@@ -50,8 +50,8 @@ class Agreement(Struct, frozen=True):
     def text(self) -> str:
         """The agreement in words, with the first difference."""
         if self.holds:
-            return f"all {self.samples} answers agree (largest difference {self.worst:.2g})"
-        return f"{self.differing} of {self.samples} answers differ; {self.first}"
+            return f"all {self.samples} responses agree (largest difference {self.worst:.2g})"
+        return f"{self.differing} of {self.samples} responses differ; {self.first}"
 
 
 # ---- samples
@@ -60,7 +60,7 @@ class Agreement(Struct, frozen=True):
 def read_samples(path: str) -> list[AccuracySample]:
     """The samples of a `.jsonl`, a `.npz`, a folder, or any other file, which is one request. Raises ConfigError.
 
-    A line of `.jsonl` is a request's JSON, or `{"input": ..., "output": ...}` with the expected answer. A `.npz` has
+    A line of `.jsonl` is a request's JSON, or `{"input": ..., "output": ...}` with the expected response. A `.npz` has
     `inputs` and optionally `outputs`, whose axis 0 indexes requests. Each file of a folder is a request, in the order
     of the names; an `expected.jsonl` has a line for each.
     """
@@ -86,10 +86,10 @@ def _of_file(file: Path, expected: Any = UNSET) -> AccuracySample:
 
 def _of_folder(folder: Path) -> list[AccuracySample]:
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.name != _EXPECTED and not f.name.startswith("."))
-    answers = folder / _EXPECTED
-    if not answers.exists():
+    responses = folder / _EXPECTED
+    if not responses.exists():
         return [_of_file(f) for f in files]
-    expected = [value for _, value in _lines(answers)]
+    expected = [value for _, value in _lines(responses)]
     if len(expected) != len(files):
         raise ConfigError(
             f"--accuracy-check {folder}: found {len(files)} inputs and {len(expected)} lines in {_EXPECTED}; expected a"
@@ -163,29 +163,29 @@ def _bytes(file: Path) -> bytes:
 # ---- comparison
 
 
-def expected_answers(samples: Sequence[AccuracySample], reference: Sequence[SampleAnswer]) -> list[Any]:
-    """The expected answer of each sample: from its file, else the reference's. Raises ConfigError if that failed,
+def expected_responses(samples: Sequence[AccuracySample], reference: Sequence[SampleResponse]) -> list[Any]:
+    """The expected response of each sample: from its file, else the reference's. Raises ConfigError if that failed,
     because then there is nothing to compare with."""
-    answers = []
-    for sample, answer in zip(samples, reference, strict=True):
-        if sample.expected is UNSET and answer.error:
+    responses = []
+    for sample, response in zip(samples, reference, strict=True):
+        if sample.expected is UNSET and response.error:
             raise ConfigError(
-                f"--accuracy-check: the model itself cannot answer {sample.name} ({answer.error}), so there is nothing"
-                " to compare with; give inputs that it accepts"
+                f"--accuracy-check: the model itself cannot answer {sample.name} ({response.error}), so there is"
+                " nothing to compare with; give inputs that it accepts"
             )
-        answers.append(_value(answer) if sample.expected is UNSET else sample.expected)
-    return answers
+        responses.append(_value(response) if sample.expected is UNSET else sample.expected)
+    return responses
 
 
 def agreement(
-    samples: Sequence[AccuracySample], expected: Sequence[Any], answers: Sequence[SampleAnswer], tolerance: float
+    samples: Sequence[AccuracySample], expected: Sequence[Any], responses: Sequence[SampleResponse], tolerance: float
 ) -> Agreement:
     differing, worst, first = 0, 0.0, ""
-    for sample, wanted, answer in zip(samples, expected, answers, strict=True):
-        if answer.error:
-            size, where = float("inf"), f"the model failed: {answer.error}"
+    for sample, wanted, response in zip(samples, expected, responses, strict=True):
+        if response.error:
+            size, where = float("inf"), f"the model failed: {response.error}"
         else:
-            size, where = difference(wanted, _value(answer))
+            size, where = difference(wanted, _value(response))
         if size <= tolerance:
             worst = max(worst, size)
             continue
@@ -195,17 +195,17 @@ def agreement(
     return Agreement(len(samples), differing, worst, first)
 
 
-def _value(answer: SampleAnswer) -> Any:
+def _value(response: SampleResponse) -> Any:
     """The value to compare: decoded JSON, text, or bytes."""
-    kind = answer.content_type.partition(";")[0].strip().lower()
+    kind = response.content_type.partition(";")[0].strip().lower()
     if kind == JSON or kind.endswith("+json"):
         try:
-            return msgspec.json.decode(answer.body)
+            return msgspec.json.decode(response.body)
         except _JSON_ERRORS:
-            return answer.body
+            return response.body
     if kind.startswith("text/"):
-        return answer.body.decode(errors="replace")
-    return answer.body
+        return response.body.decode(errors="replace")
+    return response.body
 
 
 def difference(expected: Any, found: Any, where: str = "") -> tuple[float, str]:
@@ -215,18 +215,18 @@ def difference(expected: Any, found: Any, where: str = "") -> tuple[float, str]:
     if isinstance(expected, dict) and isinstance(found, dict):
         missing = [key for key in (*expected, *found) if key not in expected or key not in found]
         if missing:
-            return float("inf"), f"{where or 'the answer'}: only one of the two has '{missing[0]}'"
+            return float("inf"), f"{where or 'the response'}: only one of the two has '{missing[0]}'"
         pairs = [(f"{where}.{key}".lstrip("."), expected[key], found[key]) for key in expected]
     elif isinstance(expected, list) and isinstance(found, list):
         if len(expected) != len(found):
-            return float("inf"), f"{where or 'the answer'}: found {len(found)} elements, expected {len(expected)}"
+            return float("inf"), f"{where or 'the response'}: found {len(found)} elements, expected {len(expected)}"
         if _are_numbers(expected, found):
             return _of_numbers(expected, found, where, "[]")
         pairs = [(f"{where}[{i}]", e, f) for i, (e, f) in enumerate(zip(expected, found, strict=True))]
     elif type(expected) is type(found) and expected == found:
         return 0.0, ""
     else:
-        return float("inf"), f"{where or 'the answer'}: found {_shown(found)}, expected {_shown(expected)}"
+        return float("inf"), f"{where or 'the response'}: found {_shown(found)}, expected {_shown(expected)}"
     return max((difference(e, f, at) for at, e, f in pairs), key=lambda d: d[0], default=(0.0, ""))
 
 
@@ -254,7 +254,7 @@ def _of_numbers(expected: list[Any], found: list[Any], where: str, brackets: str
         at = int(sizes.argmax())
         size = float(sizes[at])
     place = f"{where}[{at}]" if brackets else where
-    return size, f"{place or 'the answer'}: found {_shown(found[at])}, expected {_shown(expected[at])}"
+    return size, f"{place or 'the response'}: found {_shown(found[at])}, expected {_shown(expected[at])}"
 
 
 def _as_float(number: float) -> float:

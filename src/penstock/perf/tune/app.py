@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
-from msgspec import Struct
 
 from penstock.client.endpoint import Unreachable
 from penstock.core.readings import Gpus
@@ -20,12 +19,11 @@ from penstock.perf.bench.measurement import Load, Measurement, Slo
 from penstock.perf.bench.payload import Payload, check_of, payloads, request_of
 from penstock.perf.bench.run import TargetFailing, measure
 from penstock.perf.cli import run_async
-from penstock.perf.tune.accuracy import TOLERANCE, AccuracySample, agreement, expected_answers
+from penstock.perf.tune.accuracy import TOLERANCE, AccuracySample, agreement, expected_responses
 from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, profile_instance
-from penstock.perf.tune.runner import single_instance
+from penstock.perf.tune.runner import BatchCurve, MeasuredRun, single_instance
 from penstock.perf.tune.server import TunedModel, TunedServer
-from penstock.perf.tune.space import CandidateSettings, SearchSpace
-from penstock.perf.tune.system import BatchCurve, MeasuredRun
+from penstock.perf.tune.space import UNCHANGED, CandidateSettings, SearchSpace
 from penstock.serving.http.flavor import resolve
 from penstock.serving.protocols.route import RouteTable
 from penstock.serving.protocols.routes import TEMPLATES
@@ -33,33 +31,33 @@ from penstock.serving.protocols.routes import TEMPLATES
 log = logging.getLogger("penstock.tune")
 
 WARM_S: Final = 0.5  # of load that is not counted, with settings that were warmed up before
-PATIENCE: Final = 3.0  # times the latency of the SLO: a slower answer violates it anyway
+PATIENCE: Final = 3.0  # times the latency of the SLO: a slower response violates it anyway
 LEAST_PATIENCE_S: Final = 1.0
 LATE: Final = 0.1  # of the SLO's latency: a generator this late only makes the SLO harder to keep
 MOST_INVALID: Final = 8  # runs in a row: then the machine is too busy, whatever the rate
-SAMPLES: Final = 16  # requests whose answers are compared without a file of samples
+SAMPLES: Final = 16  # requests whose responses are compared without a file of samples
 _ROUTES: Final = RouteTable(TEMPLATES)
-
-
-class AppOptions(Struct, frozen=True, kw_only=True):
-    """How an app is loaded and checked.
-
-    `samples` None compares the first requests of the load, within `tolerance`. `data` is the --data of `penstock
-    bench`. `warm_s` is the uncounted load after each load of the model; None: until throughput settles.
-    """
-
-    samples: Sequence[AccuracySample] | None = None
-    tolerance: float = TOLERANCE
-    data: str | None = None
-    seed: int = 0
-    warm_s: float | None = None
 
 
 class AppUnderTest:
     """An app that `penstock serve` serves under candidate settings. Implements SystemUnderTest; call `start` first."""
 
-    def __init__(self, model: TunedModel, space: SearchSpace, slo: Slo, options: AppOptions | None = None) -> None:
-        self._space, self._slo, self._options = space, slo, options or AppOptions()
+    def __init__(
+        self,
+        model: TunedModel,
+        space: SearchSpace,
+        slo: Slo,
+        *,
+        samples: Sequence[AccuracySample] | None = None,
+        tolerance: float = TOLERANCE,
+        data: str | None = None,
+        seed: int = 0,
+        warm_s: float | None = None,
+    ) -> None:
+        """`samples` None compares the first requests of the load, within `tolerance`. `data` is the --data of `penstock
+        bench`. `warm_s` is the uncounted load after each load of the model; None: until throughput settles."""
+        self._space, self._slo, self._samples, self._tolerance = space, slo, samples, tolerance
+        self._data, self._seed, self._warm_s = data, seed, warm_s
         self._server = TunedServer(model)
         self._profiles = _Profiles(model, space, slo, self._server)
         self._payloads: list[Payload] = []
@@ -72,18 +70,18 @@ class AppUnderTest:
         """Serves the baseline, finds the requests to send, and profiles one instance with them.
 
         Raises PenstockError if the app does not load or cannot answer the requests; ConfigError for invalid data, for
-        samples that its own answers differ from, and for parameters that the model does not accept.
+        samples that its own responses differ from, and for parameters that the model does not accept.
         """
-        baseline = CandidateSettings()
-        self._server.use(baseline)
+        self._server.use(UNCHANGED)
         target = self._server.target
-        self._payloads = payloads(self._options.data, target, self._options.seed)
+        self._payloads = payloads(self._data, target, self._seed)
         bodies = [_body(payload, target.path) for payload in self._payloads]
         first = zip(self._payloads[:SAMPLES], bodies[:SAMPLES], strict=True)
-        given = self._options.samples
-        samples = [AccuracySample(payload.name, body) for payload, body in first] if given is None else given
+        samples = self._samples
+        if samples is None:
+            samples = [AccuracySample(payload.name, body) for payload, body in first]
         self._profiles.bodies, self._profiles.samples = bodies, samples
-        profile = self._profiles.get(baseline)
+        profile = self._profiles.get(UNCHANGED)
         if isinstance(profile, LoadFailed):
             raise profile
         if why := _failure(profile):
@@ -95,15 +93,15 @@ class AppUnderTest:
                     " name; add one, or remove it from the space"
                 )
         reference, how = self._reference(profile)
-        self._expected = expected_answers(samples, reference.answers)
-        agreed = agreement(samples, self._expected, reference.answers, self._options.tolerance)
+        self._expected = expected_responses(samples, reference.responses)
+        agreed = agreement(samples, self._expected, reference.responses, self._tolerance)
         if not agreed.holds:
             raise ConfigError(f"the app {how} does not pass --accuracy-check: {agreed.text}")
 
     def _reference(self, baseline: InstanceProfile) -> tuple[InstanceProfile, str]:
-        """The profile whose answers count as correct: fp32 if the space has it and it runs, else the baseline."""
+        """The profile whose responses count as correct: fp32 if the space has it and it runs, else the baseline."""
         if any(p.name == "precision" and "fp32" in p.values for p in self._space.parameters):
-            found = self._profiles.get(CandidateSettings().put(precision="fp32"))
+            found = self._profiles.get(UNCHANGED.put(precision="fp32"))
             if not isinstance(found, LoadFailed) and not _failure(found):
                 return found, "in fp32"
         return baseline, "with its baseline settings"
@@ -121,7 +119,7 @@ class AppUnderTest:
     # ---- SystemUnderTest
 
     def refusal(self, settings: CandidateSettings) -> str | None:
-        """The model does not load, cannot answer, answers differently, or cannot have such batches."""
+        """The model does not load, cannot answer, responds differently, or cannot have such batches."""
         found = self._profiles.get(settings)
         if isinstance(found, LoadFailed):
             return f"does not load: {found.message}"
@@ -131,7 +129,7 @@ class AppUnderTest:
         if found.alone and isinstance(batch, int) and batch > 1:
             return f"its requests run one by one: {found.alone}"
         assert self._expected is not None, "started"
-        agreed = agreement(self._profiles.samples, self._expected, found.answers, self._options.tolerance)
+        agreed = agreement(self._profiles.samples, self._expected, found.responses, self._tolerance)
         return None if agreed.holds else agreed.text
 
     def curve(self, settings: CandidateSettings) -> BatchCurve | None:
@@ -181,7 +179,7 @@ class AppUnderTest:
         return MeasuredRun(run=run, cost_s=cost_s)
 
     async def _measured(self, settings: CandidateSettings, load: Load) -> Measurement:
-        target, limit_s, warm_s = self._server.target, self._slo.latency_s, self._options.warm_s
+        target, limit_s, warm_s = self._server.target, self._slo.latency_s, self._warm_s
         if self._warm:
             warm_s = WARM_S if warm_s is None else min(WARM_S, warm_s)
         return await measure(
@@ -200,7 +198,7 @@ class AppUnderTest:
 class _Profiles:
     """Profiles of one instance alone, each measured once. `failed_s` is the time of failed ones, which no curve has.
 
-    `bodies` are the requests for timing, `samples` the ones to answer.
+    `bodies` are the requests for timing, `samples` those whose responses are compared.
     """
 
     def __init__(self, model: TunedModel, space: SearchSpace, slo: Slo, server: TunedServer) -> None:

@@ -1,6 +1,6 @@
 """The proof: the best few settings and the default run again, interleaved, so that drift affects all of them alike.
 
-Settings keep the SLO only if the upper bound of the repeats does, because a wrong choice here means a slow service.
+Settings meet the SLO only if the upper bound of the repeats does, because a wrong choice here means a slow service.
 They are better than the default only if it certainly violates the SLO at a rate that is a little lower, in the same
 rounds: rates from different minutes of a noisy machine say nothing about each other.
 """
@@ -13,22 +13,21 @@ from typing import Final
 from penstock.perf.bench.compare import bootstrap, student_at
 from penstock.perf.bench.measurement import Objective, Slo
 from penstock.perf.tune.rates import GAIN, KEPT_UP, TELL_P99, Effort, neat
-from penstock.perf.tune.runner import BudgetExhausted, Infeasible, TrialRunner
+from penstock.perf.tune.runner import BudgetExhausted, Infeasible, MeasuredRun, TrialRunner, part_text
 from penstock.perf.tune.space import CandidateSettings
-from penstock.perf.tune.system import MeasuredRun, part_text
 
 MOST_LOWERED: Final = 8  # times that a rate is lowered before the settings are dropped
 _STEP: Final = 0.05  # share by which the rate is lowered when the mean violates the SLO
 _SMALL_STEP: Final = 0.02  # the same when only the bound does
 _LONGER: Final = 1.3  # factor from each step to the next
-_ROUNDS: Final = 3  # at one rate, while it is uncertain whether the SLO is kept or violated
+_ROUNDS: Final = 3  # at one rate, while it is uncertain whether the SLO is met or violated
 _PAIRS: Final = 5  # runs beside the leader, all of which the default must lose: equals do so once in 32 times
 _CONTENDS: Final = 0.9  # share of the best rate: below it more certainty is not worth the time
 _CHANCE: Final = 0.05  # probability that the true value is above its bound
 
 
 class Finalist:
-    """Settings at the rate to prove. `runs` are the runs at this rate; `met` is None until the outcome is known.
+    """Settings at the rate to prove. `runs` are the runs at this rate; `met` is None until that is known.
 
     A `reference` is compared with the others, so its rate is wanted even if it is the lowest. It runs at `bar` before
     any lower rate, in turn with the settings that have to be better. `faced` is the lowest such rate that is done with,
@@ -51,18 +50,18 @@ class Finalist:
 
     @property
     def goodput(self) -> float:
-        """The mean of `repeats`. Late answers count, too: the SLO limits them, and of two settings that keep it the one
-        with more answers is better."""
+        """The mean of `repeats`. Late responses count, too: the SLO limits them, and of two settings that meet it,
+        the better one has more responses."""
         return statistics.fmean(self.repeats)
 
     @property
     def repeats(self) -> list[float]:
-        """Good answers per second of each repeat that had any; the rate if there is none yet."""
+        """Good responses per second of each repeat that had any; the rate if there is none yet."""
         return [measured.throughput for measured in self.runs if measured.throughput] or [self.rate]
 
 
 def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[Finalist]) -> None:
-    """Runs the finalists in turn until it is known whether each keeps the SLO, at a lower rate if necessary.
+    """Runs the finalists in turn until it is known whether each meets the SLO, at a lower rate if necessary.
 
     Raises BudgetExhausted; the finalists then hold the results so far.
     """
@@ -114,7 +113,7 @@ def _face(slo: Slo, finalists: Sequence[Finalist]) -> None:
 
 
 def _good_enough(one: Finalist, slo: Slo, finalists: Sequence[Finalist]) -> bool:
-    """Whether a reference is far behind another finalist and its mean keeps the SLO.
+    """Whether a reference is far behind another finalist and its mean meets the SLO.
 
     It will not be chosen, and lowering its rate until the SLO is certain would overstate the gain of the others.
     """
@@ -137,7 +136,7 @@ def _measure(runner: TrialRunner, slo: Slo, effort: Effort, one: Finalist) -> No
 
 
 def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist]) -> None:
-    """Decides whether the SLO is kept, or leaves it to another round at this rate or a lower one."""
+    """Decides whether the SLO is met, or leaves it to another round at this rate or a lower one."""
     if one.met is not None:
         return
     if len(one.runs) < 2:
@@ -176,12 +175,12 @@ def _lower(one: Finalist, step: float) -> float:
 
 
 def violated(slo: Slo, runs: Sequence[MeasuredRun], side: int) -> str | None:
-    """Which part of the SLO the repeats violate together; None if they keep it. "throughput" parts are ignored.
+    """Which part of the SLO the repeats violate together; None if they meet it. "throughput" parts are ignored.
 
     `side` 0 judges by the mean of the repeats; 1 and -1 by its upper and lower bound, each with 95 % confidence.
 
-    The p99 of all repeats together is within the limit exactly if at most 1 % of all answers are late. The mean of the
-    p99s is larger: a rare slow batch may dominate the p99 of one repeat and be absent from another.
+    The p99 of all repeats together is within the limit exactly if at most 1 % of all responses are late. The mean of
+    the p99s is larger: a rare slow batch may dominate the p99 of one repeat and be absent from another.
     """
     which = {-1: "at least ", 0: "", 1: "up to "}[side]
     for part in slo.objectives:
@@ -191,9 +190,9 @@ def violated(slo: Slo, runs: Sequence[MeasuredRun], side: int) -> str | None:
         if part.name == "p99" and part.limit == slo.latency_s and len(late) == len(runs):
             over = _bounded(late, math.sqrt(0.01 / max(1, runs[0].run.requests)), side)
             if over > 0.01:
-                return f"{which}{over * 100:.2g} % of all answers are late (wanted {part.text})"
+                return f"{which}{over * 100:.2g} % of all responses are late (wanted {part.text})"
             if side > 0 and (count := sum(r.run.answered for r in runs)) < TELL_P99:
-                return f"{count} answers are too few to decide (wanted {part.text}, which takes {TELL_P99})"
+                return f"{count} responses are too few to decide (wanted {part.text}, which takes {TELL_P99})"
             continue
         value = _together(part, runs, side)
         if value is None or not part.met_by(value):

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,30 +15,33 @@ from msgspec import Struct
 
 from penstock.client.endpoint import read_token
 from penstock.config.load import load_config
+from penstock.config.schema import ModelConfig
 from penstock.config.targets import read_options, split_targets
 from penstock.core.os_threads import usable_cores
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.document import PAGE, REPORT, Report, align, markdown
-from penstock.perf.bench.measurement import MOST_ERRORS, Slo, parse_slo
+from penstock.perf.bench.measurement import MOST_ERRORS, Measurement, Slo, parse_slo
 from penstock.perf.bench.report import VERDICT, compose, publish
 from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, as_csv, read, write_error, write_whole
 from penstock.perf.cli import FAILED, INTERRUPTED
 from penstock.perf.tune.accuracy import AccuracySample, read_samples
-from penstock.perf.tune.app import AppOptions, AppUnderTest
+from penstock.perf.tune.app import AppUnderTest
 from penstock.perf.tune.config_file import TunedFile
-from penstock.perf.tune.rates import Effort
-from penstock.perf.tune.result import TuningResult, settings_table
-from penstock.perf.tune.runner import JOURNAL, Journal
+from penstock.perf.tune.rates import EFFORTS, TuningTrial
+from penstock.perf.tune.runner import JOURNAL, Journal, MeasuredRun, RunObserver
 from penstock.perf.tune.search import strategy
 from penstock.perf.tune.server import TunedModel, missing_device
-from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_space
-from penstock.perf.tune.system import MeasuredRun
-from penstock.perf.tune.tuner import TuningOptions, tune
+from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_settings, parse_space, shown
+from penstock.perf.tune.tuner import TuningResult, tune
 from penstock.plugins import is_pipeline_file
 
 MOST_INSTANCES: Final = 16  # of the default space
 TABLE: Final = "settings.csv"
+COLUMNS: Final = (
+    "settings", "slo", "throughput_per_s", "p99_ms", "offered_per_s", "device", "workers", "batch", "optimisation",
+    "concurrency", "requests", "payload_bytes",
+)  # fmt: skip
 
 
 class TuneJob(Struct, frozen=True, kw_only=True):
@@ -56,7 +60,7 @@ def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
     """The job that the flags describe. Raises ConfigError."""
     slo = parse_slo(flags["slo"])
     if not any(part.name == "error" for part in slo.objectives):
-        # a server that rejects most requests answers the rest quickly
+        # a server that rejects most requests is quick with the rest
         slo = parse_slo(f"{slo.text},error<={MOST_ERRORS:.0%}")
     if slo.latency_s is None:
         raise ConfigError(f'--slo "{flags["slo"]}" bounds no latency; expected for instance "p99<=100ms"')
@@ -151,26 +155,24 @@ def _digest(path: Path) -> str:
 # ---- the run
 
 
-class _Progress:
+def _progress(job: TuneJob, results: Results) -> RunObserver:
     """Records and prints each run, new or replayed, with the settings of the space and the time so far: "3 of 12, 2:10
     of 5:00"."""
+    budget_s, seen = job.flags["budget"], set[CandidateSettings]()
 
-    def __init__(self, job: TuneJob, results: Results) -> None:
-        self._slo, self._results, self._space = job.slo, results, job.space
-        self._of = f" of {_clock(job.flags['budget'])}" if job.flags["budget"] else ""
-        self._seen = set[CandidateSettings]()
-
-    def __call__(self, settings: CandidateSettings, measured: MeasuredRun, replayed: bool, spent_s: float) -> None:
+    def observe(settings: CandidateSettings, measured: MeasuredRun, replayed: bool, spent_s: float) -> None:
         run = measured.run
-        if settings in self._space:
-            self._seen.add(settings)
-        so_far = f"{len(self._seen)} of {len(self._space)}, {_clock(spent_s)}{self._of}"
+        if settings in job.space:
+            seen.add(settings)
         if not replayed:
-            self._results.append(run)
-        why = measured.violation(self._slo) if run.load.mode == "open" else None
-        outcome = f"INVALID: {run.invalid[0]}" if run.invalid else why or "kept"
+            results.append(run)
+        why = measured.violation(job.slo) if run.load.mode == "open" else None
+        found = f"INVALID: {run.invalid[0]}" if run.invalid else why or "met"
+        so_far = f"{len(seen)} of {len(job.space)}, {_clock(spent_s)}{f' of {_clock(budget_s)}' if budget_s else ''}"
         again = " (measured before)" if replayed else ""
-        click.echo(f"{so_far}: {settings}: {run.load.label}: {run.throughput:,.4g}/s, {outcome}{again}", err=True)
+        click.echo(f"{so_far}: {settings}: {run.load.label}: {run.throughput:,.4g}/s, {found}{again}", err=True)
+
+    return observe
 
 
 def _clock(seconds: float) -> str:
@@ -191,7 +193,7 @@ def run_job(target: str, flags: dict[str, Any]) -> int:
             Journal.open(job.folder / JOURNAL, identity(job)) as journal,
         ):
             if n := len(journal):
-                click.echo(f"resumes in {job.folder}: {n} answers exist (--no-resume starts over)", err=True)
+                click.echo(f"resumes in {job.folder}: {n} measurements exist (--no-resume starts over)", err=True)
             click.echo(f"{job.tuned.name}: {len(job.space)} settings, search {job.flags['search']}", err=True)
             _warn_of_short_budget(job)
             try:
@@ -208,26 +210,31 @@ def run_job(target: str, flags: dict[str, Any]) -> int:
 def _search(job: TuneJob, results: Results, journal: Journal, command: str) -> tuple[TuningResult, TunedModel, int]:
     """(the result, the model that was tuned, the mean size of the requests)."""
     flags = job.flags
-    options = AppOptions(
+    app = AppUnderTest(
+        job.tuned,
+        job.space,
+        job.slo,
         samples=job.samples,
         tolerance=flags["tolerance"],
         data=flags["data"],
         seed=flags["seed"],
         warm_s=flags["warmup"],
     )
-    app = AppUnderTest(job.tuned, job.space, job.slo, options)
     try:
         app.start()
-        tuning = TuningOptions(
+        result = tune(
+            app,
+            job.space,
+            job.slo,
             search=flags["search"],
             budget_s=flags["budget"] or math.inf,
             seed=flags["seed"],
-            effort=_effort(flags["effort"]),
+            effort=EFFORTS[flags["effort"]],
             price=flags["price"],
             command=command,
+            journal=journal,
+            observer=_progress(job, results),
         )
-        observer = _Progress(job, results)
-        result = tune(app, job.space, job.slo, tuning, journal=journal, observer=observer)
         return result, app.tuned, app.payload_bytes
     finally:
         app.close()
@@ -235,22 +242,13 @@ def _search(job: TuneJob, results: Results, journal: Journal, command: str) -> t
 
 def _warn_of_short_budget(job: TuneJob) -> None:
     """Warns of a budget that is too short for the proof, however fast the model is."""
-    least_s, budget_s = _effort(job.flags["effort"]).proof_s(math.inf, job.slo), job.flags["budget"]
+    least_s, budget_s = EFFORTS[job.flags["effort"]].proof_s(math.inf, job.slo), job.flags["budget"]
     if budget_s and budget_s < least_s:
         click.echo(
             f"--budget {budget_s:g}s ends before anything is proven: the runs of the proof alone take {least_s:g}s "
             f"or more with --effort {job.flags['effort']}",
             err=True,
         )
-
-
-def _effort(name: str) -> Effort:
-    if name == "quick":
-        return Effort(
-            probe_s=0.4, probe_samples=100, sure_s=1.0, sure_samples=300, latencies=3.0, most_s=6.0, precision=0.1,
-            proof=1.0, repeats=2, finalists=2,
-        )  # fmt: skip
-    return Effort(probe_s=3.0, sure_s=10.0, sure_samples=10_000, repeats=5) if name == "thorough" else Effort()
 
 
 # ---- the result
@@ -287,7 +285,7 @@ def _write(job: TuneJob, result: TuningResult, page: Path) -> None:
         return
     assert result.chosen is not None, "proven"
     note = (
-        f"{job.slo.text} was kept at {result.rate:g} requests/s on {datetime.now(UTC):%Y-%m-%d}\n"
+        f"{job.slo.text} was met at {result.rate:g} requests/s on {datetime.now(UTC):%Y-%m-%d}\n"
         f"{result.chosen}; {page} has the other settings"
     )
     job.file.write(job.tuned.keys(result.chosen), note)
@@ -300,3 +298,53 @@ def _delete_results(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
+
+
+# ---- the table of settings
+
+
+def settings_table(runs: Sequence[Measurement], slo: Slo, model: ModelConfig, payload_bytes: int) -> list[list[str]]:
+    """The heading, then a row for each of the settings, most throughput first.
+
+    A row shows the valid run at the largest rate that met the SLO, else the one at the smallest rate. Closed loops
+    have no row, because they only explore; a run that a longer one contradicts is ignored, as in the search. `model` is
+    the baseline; `concurrency` is the mean number of requests in flight.
+    """
+    by_label: dict[str, list[Measurement]] = {}
+    for run in runs:
+        if run.load.mode == "open" and not run.invalid:
+            by_label.setdefault(run.label, []).append(run)
+    chosen = [_representative(found, slo) for found in by_label.values()]
+    ordered = sorted(chosen, key=lambda found: (not found[1], -found[0].throughput))
+    return [list(COLUMNS), *(_row(run, met, model, payload_bytes) for run, met in ordered)]
+
+
+def _representative(runs: Sequence[Measurement], slo: Slo) -> tuple[Measurement, bool]:
+    """(the run to show, whether it met the SLO)."""
+    trial = TuningTrial(CandidateSettings())
+    for run in runs:
+        trial.add(MeasuredRun(run=run, cost_s=0.0), slo)
+    best = trial.good or trial.bad
+    assert best is not None, "each run either meets or violates the SLO"
+    return best.run, best is trial.good
+
+
+def _row(run: Measurement, met: bool, model: ModelConfig, payload_bytes: int) -> list[str]:
+    settings = parse_settings(run.label)
+    latency = run.latency
+    in_flight = run.throughput * (latency.mean_s or 0.0)  # Little's law
+    optimisation = (settings.get("precision") or model.precision, settings.get("optimize") or model.optimize)
+    return [
+        str(settings),
+        "met" if met else "missed",
+        f"{run.throughput:.4g}",
+        "" if latency.p99_s is None else f"{latency.p99_s * 1e3:.4g}",
+        f"{run.load.rate:g}",
+        str(settings.get("device") or ",".join(model.devices)),
+        shown(settings.get("instances") or model.instances),
+        shown(settings.get("batch") or model.batching.max_batch_size),
+        " ".join(str(value) for value in optimisation if value not in (None, "none")) or "none",
+        f"{in_flight:.3g}",
+        str(run.requests),
+        str(payload_bytes),
+    ]

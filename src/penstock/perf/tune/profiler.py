@@ -1,4 +1,4 @@
-"""Profiles one instance in a process of its own: does it load, how long do its batches take, what does it answer?
+"""Profiles one instance in a process of its own: does it load, how long do its batches take, what does it respond?
 
 There is no server, no queue and no other instance. Settings that are too slow or too large here are so everywhere, and
 ruling them out needs no load. `profile_instance` runs `python -m penstock.perf.tune.profiler`, which is that process.
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct, field
@@ -43,7 +43,7 @@ class RequestBody(Struct, frozen=True):
 
 
 class ProfileRequest(Struct):
-    """The input of the process. `bodies` are for timing, in turn; `samples` are the requests whose answers are wanted.
+    """The input of the process. `bodies` are for timing, in turn; the responses to `samples` are compared.
 
     Batches of `sizes` are timed in order, until one takes longer than `limit_s`.
     """
@@ -58,15 +58,15 @@ class ProfileRequest(Struct):
     limit_s: float = 60.0
 
 
-class SampleAnswer(Struct):
-    """The answer to a sample, or its error."""
+class SampleResponse(Struct):
+    """The response to a sample, or its error."""
 
     body: bytes = b""
     content_type: str = ""
     error: str = ""
 
 
-class InstanceProfile(Struct):
+class InstanceProfile(Struct, tag="profile"):
     """The figures of one instance alone.
 
     `curve`: rows -> median seconds of a batch. `memory_bytes`: memory of the process at the end, excluding shared
@@ -79,13 +79,13 @@ class InstanceProfile(Struct):
     memory_bytes: int = 0
     device_bytes: int = 0
     oom_rows: int | None = None
-    answers: list[SampleAnswer] = field(default_factory=list)
+    responses: list[SampleResponse] = field(default_factory=list)
     error: str = ""
     ignores: list[str] = field(default_factory=list)
     alone: str = ""
 
 
-class _Failure(Struct):
+class _Failure(Struct, tag="failure"):
     """Replaces the profile if the model did not load."""
 
     message: str
@@ -100,72 +100,57 @@ def profile_instance(request: ProfileRequest, *, instances: int = 1) -> Instance
     """
     spec = WorkerSpec(request.name, request.config.version, request.config, request.config.target, instances)
     env, inner = environment(spec, request.device, os.environ)
-    data = msgspec.msgpack.encode(msgspec.structs.replace(request, device=inner))
     limit_s = request.config.load_timeout_s + BUDGET_S + 2 * request.config.batching.run_timeout_s
     read, write = os.pipe()
-    with tempfile.TemporaryFile() as output, os.fdopen(read, "rb") as answers:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as order, os.fdopen(read, "rb") as found:
+        order.write(msgspec.msgpack.encode(msgspec.structs.replace(request, device=inner)))
+        order.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "penstock.perf.tune.profiler", str(write)],
-            pass_fds=[write],
+            [sys.executable, "-P", "-m", "penstock.perf.tune.profiler", str(order.fileno()), str(write)],
+            pass_fds=[order.fileno(), write],
             env=env,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.PIPE,  # closes with this process, which ends the other one
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,  # Ctrl-C reaches the parent only
         )
         os.close(write)
         try:
-            answer = _exchange(process, answers, data, limit_s)
+            content = found.read() if select.select([found], [], [], limit_s)[0] else None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             process.wait()
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # unread input
-                process.stdin.close()
+            process.stdin.close()
         output.seek(0)
         text = output.read()[-_PRINTED:].decode(errors="replace").strip()
-    if answer is None:
+    if content is None:
         raise LoadFailed(f"'{request.name}' alone on {request.device} took longer than {limit_s:g} s", detail=text)
-    if not answer:
+    if not content:
         raise LoadFailed(f"the process of '{request.name}' ended while the model was loaded and timed", detail=text)
-    if answer[:1] == b"-":
-        failure = msgspec.msgpack.decode(answer[1:], type=_Failure)
-        raise LoadFailed(failure.message, detail="\n".join(filter(None, (failure.detail, text))))
-    return msgspec.msgpack.decode(answer[1:], type=InstanceProfile)
-
-
-def _exchange(process: subprocess.Popen[bytes], answers: BinaryIO, data: bytes, limit_s: float) -> bytes | None:
-    """Sends the data and returns the whole answer: b"" if the process ended without one, None after `limit_s`."""
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # the process has ended; it may have answered before
-        process.stdin.write(len(data).to_bytes(8, "big") + data)
-        process.stdin.flush()
-    pieces: list[bytes] = []
-    end = time.monotonic() + limit_s
-    while select.select([answers], [], [], max(0.0, end - time.monotonic()))[0]:
-        piece = os.read(answers.fileno(), 2**20)
-        if not piece:
-            return b"".join(pieces)
-        pieces.append(piece)
-    return None
+    profile = msgspec.msgpack.decode(content, type=InstanceProfile | _Failure)
+    if isinstance(profile, _Failure):
+        raise LoadFailed(profile.message, detail="\n".join(filter(None, (profile.detail, text))))
+    return profile
 
 
 # ---- in the process
 
 
 def main() -> None:
-    """Reads a ProfileRequest; answers with an InstanceProfile or a failure."""
-    out = int(sys.argv.pop())  # a model that parses options has none
-    size = int.from_bytes(sys.stdin.buffer.read(8), "big")
-    request = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=ProfileRequest)
+    """Reads a ProfileRequest; writes an InstanceProfile or a failure."""
+    out, order = int(sys.argv.pop()), int(sys.argv.pop())  # a model that parses options has none
+    with os.fdopen(order, "rb") as file:
+        request = msgspec.msgpack.decode(file.read(), type=ProfileRequest)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    found: InstanceProfile | _Failure
     try:
-        answer = b"+" + msgspec.msgpack.encode(profile_here(request))
+        found = profile_here(request)
     except PenstockError as error:
-        answer = b"-" + msgspec.msgpack.encode(_Failure(error.message, error.detail))
-    with os.fdopen(out, "wb") as answers:
-        answers.write(answer)
+        found = _Failure(error.message, error.detail)
+    with os.fdopen(out, "wb") as file:
+        file.write(msgspec.msgpack.encode(found))
     sys.stdout.flush()
     os._exit(0)  # the model's own threads must not delay the exit
 
@@ -188,7 +173,7 @@ def profile_here(request: ProfileRequest) -> InstanceProfile:
     profile = InstanceProfile(ignores=ignores)
     if ready.metadata.unbatched:
         profile.alone = ready.coupled or 'rows = "none"'
-    profile.answers = [_sample_answer(_run(runner, [sample])) for sample in request.samples]
+    profile.responses = [_sample_response(_run(runner, [sample])) for sample in request.samples]
     _time(runner, request, profile)
     profile.memory_bytes, profile.device_bytes = _memory()
     return profile
@@ -230,14 +215,14 @@ def _item(body: RequestBody) -> Item:
     return Item(body.body, body.codec, body.content_type, headers=headers or None)
 
 
-def _sample_answer(parts: list[BatchPart]) -> SampleAnswer:
-    """The answer to a batch of one; a streamed answer is joined."""
+def _sample_response(parts: list[BatchPart]) -> SampleResponse:
+    """The response to a batch of one; a stream is joined."""
     results = [part.results[0] for part in parts if part.results and part.results[0] is not None]
     error = next((r.error for r in results if r.error is not None), None)
     if error is not None:
-        return SampleAnswer(error=error.message)
+        return SampleResponse(error=error.message)
     content_type = results[0].content_type if results else ""
-    return SampleAnswer(b"".join(bytes(r.body) for r in results), content_type)
+    return SampleResponse(b"".join(bytes(r.body) for r in results), content_type)
 
 
 def _memory() -> tuple[int, int]:

@@ -11,9 +11,8 @@ from typing import Final
 from msgspec import Struct
 
 from penstock.perf.bench.measurement import Slo
-from penstock.perf.tune.runner import Infeasible, TrialRunner
+from penstock.perf.tune.runner import Infeasible, MeasuredRun, TrialRunner
 from penstock.perf.tune.space import CandidateSettings
-from penstock.perf.tune.system import MeasuredRun
 
 GAIN: Final = 0.025  # settings must be better than the default, or than cheaper ones, by this share
 MOST_PROBES: Final = 16  # in one search for a rate
@@ -22,11 +21,11 @@ _GROWTH: Final = 1.3  # factor on the rate while no probe fails; it grows with e
 _FASTEST: Final = 3.0
 _BELOW: Final = 4  # failed probes before the light one
 _NARROW: Final = 1.1  # times the SLO: a short run may miss it by this much by chance
-_RARE: Final = 0.02  # share of late answers, where 0.01 is allowed: in a short run it may be one slow batch
+_RARE: Final = 0.02  # share of late responses, where 0.01 is allowed: in a short run it may be one slow batch
 KEPT_UP: Final = 0.95  # of the rate: a server with less throughput is at its limit
 _FEW: Final = 8  # the fewest requests in a run
 PROVEN: Final = 15.0  # times the SLO's latency: a proof run lasts this long, or a growing queue would not show
-TELL_P99: Final = 299  # timely answers that prove with 95 % confidence that at most 1 % are late
+TELL_P99: Final = 299  # timely responses that prove with 95 % confidence that at most 1 % are late
 
 
 class Effort(Struct, frozen=True, kw_only=True):
@@ -74,8 +73,18 @@ class Effort(Struct, frozen=True, kw_only=True):
         return round(max(min(self.most_s, wanted), _FEW / rate), 2)
 
 
+EFFORTS: Final = {
+    "quick": Effort(
+        probe_s=0.4, probe_samples=100, sure_s=1.0, sure_samples=300, latencies=3.0, most_s=6.0, precision=0.1,
+        proof=1.0, repeats=2, finalists=2,
+    ),
+    "normal": Effort(),
+    "thorough": Effort(probe_s=3.0, sure_s=10.0, sure_samples=10_000, repeats=5),
+}  # fmt: skip
+
+
 class TuningTrial:
-    """The knowledge about one candidate: `good` is the run at the largest rate that kept the SLO, `bad` the run at the
+    """The knowledge about one candidate: `good` is the run at the largest rate that met the SLO, `bad` the run at the
     smallest rate above it that did not. `out` is the reason why the settings were ruled out."""
 
     def __init__(self, settings: CandidateSettings) -> None:
@@ -107,7 +116,7 @@ class TuningTrial:
         return min(self.bad.rate, self.bad.throughput) / math.sqrt(min(2.0, self._excess))
 
     def add(self, measured: MeasuredRun, slo: Slo) -> bool:
-        """Adds a run and returns whether it keeps the SLO. Of two contradictory runs the longer one counts."""
+        """Adds a run and returns whether it meets the SLO. Of two contradictory runs the longer one counts."""
         why = measured.violation(slo)
         self.throughput = max(self.throughput or 0.0, measured.throughput)
         rate, n = measured.rate, measured.run.requests
@@ -121,7 +130,7 @@ class TuningTrial:
         return why is None
 
     def keep(self, worth: Callable[[MeasuredRun], bool]) -> None:
-        """Forgets runs that kept the SLO, except those that are `worth` keeping."""
+        """Forgets runs that met the SLO, except those that are `worth` keeping."""
         self._passed = [measured for measured in self._passed if worth(measured)]
         self._update()
 
@@ -139,7 +148,7 @@ class RateProber:
         self.runner, self.slo, self.effort = runner, slo, effort
 
     def probe(self, trial: TuningTrial, rate: float) -> bool:
-        """Whether a short run keeps the SLO at this rate; a narrow miss is decided by a long run."""
+        """Whether a short run meets the SLO at this rate; a narrow miss is decided by a long run."""
         rate = neat(rate)
         measured = self._run(trial, rate, self.effort.probe(rate, self.slo))
         if measured is None or trial.add(measured, self.slo):
@@ -147,14 +156,14 @@ class RateProber:
         return self._narrowly(measured) and self.sure(trial, rate)
 
     def _narrowly(self, measured: MeasuredRun) -> bool:
-        """Whether a run may have missed the SLO by chance: by a small excess, or a p99 by few answers."""
+        """Whether a run may have missed the SLO by chance: by a small excess, or a p99 by few responses."""
         late, parts = measured.late_share, self.slo.objectives
         if late is not None and late <= _RARE:
             parts = tuple(part for part in parts if part.name != "p99" or part.limit != self.slo.latency_s)
         return measured.excess(Slo(parts)) <= _NARROW
 
     def sure(self, trial: TuningTrial, rate: float) -> bool:
-        """Whether a long run keeps the SLO at this rate."""
+        """Whether a long run meets the SLO at this rate."""
         rate = neat(rate)
         measured = self._run(trial, rate, self.effort.sure(rate, self.slo))
         return measured is not None and trial.add(measured, self.slo)

@@ -1,7 +1,8 @@
-"""Runs trials through a journal: each measurement is on disk before the search sees it and is never repeated.
+"""The system under test, and the runner that measures it through a journal.
 
-A search depends only on its seed and its measurements. A search that was killed therefore replays the journal in no
-time, continues where it stopped, and ends as if it had never been interrupted.
+Each measurement is on disk before the search sees it and is never repeated. A search depends only on its seed and its
+measurements: one that was killed replays the journal in no time, continues where it stopped, and ends as if it had
+never been interrupted.
 """
 
 import io
@@ -11,22 +12,18 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import msgspec
 from msgspec import Struct, field
 
 from penstock._version import __version__
 from penstock.errors import ConfigError, LoadFailed
-from penstock.perf.bench.measurement import SCHEMA
+from penstock.perf.bench.measurement import SCHEMA, Measurement, Slo, measured_value
 from penstock.perf.bench.results import append_line, open_locked, write_error
 from penstock.perf.tune.space import CandidateSettings
-from penstock.perf.tune.system import BatchCurve, MeasuredRun, SystemUnderTest
 
 log = logging.getLogger("penstock.tune")
-
-RunObserver = Callable[[CandidateSettings, MeasuredRun, bool, float], None]
-"""Receives each run, whether it is replayed from the journal, and the seconds spent so far."""
 
 LOAD_PARAMETERS: Final = ("batch", "instances", "hold", "policy")  # have no effect on one batch of one instance
 JOURNAL: Final = "journal.jsonl"
@@ -34,17 +31,140 @@ _CURVE: Final = "curve "
 _HEAD: Final = {"penstock": __version__, "schema": str(SCHEMA)}
 
 
-def single_instance(settings: CandidateSettings) -> CandidateSettings:
-    """The part of the settings that affects one instance alone."""
-    kept = [item for item in settings.items if item[0] not in LOAD_PARAMETERS and not item[0].startswith("batching.")]
-    return CandidateSettings(tuple(kept))
+# ---- the system
+
+
+class MeasuredRun(Struct, frozen=True, kw_only=True):
+    """One run under load. `cost_s` is the time it took, including warm-up and the change of settings."""
+
+    run: Measurement
+    cost_s: float
+
+    @property
+    def rate(self) -> float:
+        """The offered requests per second."""
+        return self.run.load.rate
+
+    @property
+    def throughput(self) -> float:
+        """Good responses per second."""
+        return self.run.throughput
+
+    @property
+    def late_share(self) -> float | None:
+        """The share of latencies over the SLO's, among responses and timed-out requests, which percentiles count too.
+
+        None if the SLO has no latency; 1 if there are no responses.
+        """
+        if self.run.too_slow is None:
+            return None
+        timed_out = self.run.errors.get("timeout", 0)
+        counted = self.run.answered + timed_out
+        return (self.run.too_slow + timed_out) / counted if counted else 1.0
+
+    @property
+    def invalid(self) -> str | None:
+        """Why the run is INVALID; None if it is valid."""
+        return "; ".join(self.run.invalid) or None
+
+    def value(self, name: str) -> float | None:
+        """The measured value of the SLO part `name`. A percentile with too few samples is replaced by the largest
+        latency, which is an upper bound of it."""
+        found = measured_value(name, self.run)
+        return self.run.latency.max_s if found is None and name != "error" else found
+
+    def violation(self, slo: Slo) -> str | None:
+        """Which part of the SLO the run violates, as "p99 140 ms (wanted p99<=100ms)"; None if it meets the SLO.
+
+        "throughput" parts are ignored, because a load below the required throughput cannot meet them.
+        """
+        if self.run.invalid:
+            return f"invalid: {self.invalid}"
+        for part in slo.objectives:
+            if part.name == "throughput":
+                continue
+            value = self.value(part.name)
+            if value is None or not part.met_by(value):
+                return f"{part.name} {part_text(part.name, value)} (wanted {part.text})"
+        return None
+
+    def excess(self, slo: Slo) -> float:
+        """The largest ratio of a measured value to its limit, ignoring throughput; infinite if invalid."""
+        if self.invalid:
+            return math.inf
+        parts = [part for part in slo.objectives if part.name != "throughput"]
+        values = [(self.value(part.name), max(part.limit, 1e-9)) for part in parts]
+        return max((math.inf if value is None else value / limit for value, limit in values), default=0.0)
+
+
+def part_text(name: str, value: float | None) -> str:
+    """A measured value of the SLO part `name` for people: "140 ms", "0.4 %", "unknown"."""
+    if value is None:
+        return "unknown"
+    return f"{value * 100:.3g} %" if name == "error" else f"{value * 1e3:.3g} ms"
+
+
+class BatchCurve(Struct, frozen=True, kw_only=True):
+    """Batch times of one instance alone: (rows, seconds per batch), smallest first.
+
+    `memory_bytes` is the memory of one instance after its largest batch, `limit_bytes` the memory for all instances.
+    `cost_s` is the time that the measurement took.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    memory_bytes: int | None = None
+    limit_bytes: int | None = None
+    cost_s: float = 0.0
+
+    def seconds(self, rows: int) -> float:
+        """The time of a batch: interpolated between points, extrapolated beyond the last one."""
+        points = self.points
+        if len(points) == 1 or rows <= points[0][0]:
+            return points[0][1]
+        at = next((i for i in range(1, len(points)) if rows <= points[i][0]), len(points) - 1)
+        (n, t), (m, u) = points[at - 1], points[at]
+        return t + (rows - n) * (u - t) / (m - n)
+
+    def per_second(self, batch: int, within_s: float | None = None) -> float:
+        """The most rows per second of one instance, in batches of at most `batch` rows that take at most `within_s`;
+        0 if even one row takes longer."""
+        sizes = {batch, *(n for n, _ in self.points if n < batch)}
+        able = [n for n in sizes if within_s is None or self.seconds(n) <= within_s]
+        return max((n / self.seconds(n) for n in able), default=0.0)
+
+
+class SystemUnderTest(Protocol):
+    """A server that runs under candidate settings. One thread calls it, calls may take long, and a PenstockError ends
+    the tuning."""
+
+    def refusal(self, settings: CandidateSettings) -> str | None:
+        """Why these settings must not be used, before any load: different outputs, a missing device. None if they may.
+        The same result each time."""
+
+    def curve(self, settings: CandidateSettings) -> BatchCurve | None:
+        """Batch times with these settings, whatever their `batch` and `instances`; None if unknown."""
+
+    def prepare(self, settings: CandidateSettings) -> None:
+        """Applies settings to the server, reloading only what they require.
+
+        Raises LoadFailed if the model cannot run with them: the search rules them out and goes on.
+        """
+
+    def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> MeasuredRun:
+        """An open loop of `rate` requests per second, after a warm-up. The same seed gives the same arrivals."""
+
+    def saturate(self, settings: CandidateSettings, seconds: float, seed: int) -> MeasuredRun:
+        """A closed loop with enough clients to fill every batch: `throughput` is the maximum."""
+
+    def close(self) -> None:
+        """Stops the server."""
 
 
 # ---- the journal
 
 
 class JournalEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One answer of the system under test. `key` is the question; `failed` is the reason for having no answer."""
+    """One measurement. `key` says what was asked for; `failed` is the reason for having no result."""
 
     key: str
     measured: MeasuredRun | None = field(default=None, name="reading")
@@ -58,7 +178,7 @@ class _Head(Struct):
 
 
 class Journal:
-    """Answers by question. Without a file they are in memory only."""
+    """Measurements by key. Without a file they are in memory only."""
 
     def __init__(self, path: Path = Path(), file: io.FileIO | None = None) -> None:
         self._path, self._file = path, file
@@ -94,11 +214,11 @@ class Journal:
         return len(self._entries)
 
     def get(self, key: str) -> JournalEntry | None:
-        """The answer to this question, if there is one."""
+        """The measurement of this key, if there is one."""
         return self._entries.get(key)
 
     def add(self, entry: JournalEntry) -> None:
-        """Keeps an answer; it is on disk when this returns. Raises PenstockError if it cannot be written."""
+        """Keeps a measurement; it is on disk when this returns. Raises PenstockError if it cannot be written."""
         self._append(msgspec.json.encode(entry))
         self._entries[entry.key] = entry
 
@@ -174,6 +294,15 @@ def _check_head(path: Path, found: Mapping[str, str], expected: Mapping[str, str
 
 # ---- the runner
 
+RunObserver = Callable[[CandidateSettings, MeasuredRun, bool, float], None]
+"""Receives each run, whether it is replayed from the journal, and the seconds spent so far."""
+
+
+def single_instance(settings: CandidateSettings) -> CandidateSettings:
+    """The part of the settings that affects one instance alone."""
+    kept = [item for item in settings.items if item[0] not in LOAD_PARAMETERS and not item[0].startswith("batching.")]
+    return CandidateSettings(tuple(kept))
+
 
 class BudgetExhausted(Exception):
     """The time for measuring is used up."""
@@ -230,25 +359,25 @@ class TrialRunner:
         """One open loop, repeated once if it was INVALID. Raises BudgetExhausted, Infeasible."""
         what = f"open {settings} rate={rate:g} seconds={seconds:g}"
 
-        def answer(seed: int) -> MeasuredRun:
+        def measure(seed: int) -> MeasuredRun:
             return self.system.measure(settings, rate, seconds, seed)
 
-        measured = self._ask(what, settings, answer)
-        return self._ask(what, settings, answer) if measured.invalid else measured
+        measured = self._ask(what, settings, measure)
+        return self._ask(what, settings, measure) if measured.invalid else measured
 
     def saturate(self, settings: CandidateSettings, seconds: float) -> MeasuredRun:
         """One closed loop. Raises BudgetExhausted, Infeasible."""
         what = f"closed {settings} seconds={seconds:g}"
         return self._ask(what, settings, lambda seed: self.system.saturate(settings, seconds, seed))
 
-    def _ask(self, what: str, settings: CandidateSettings, answer: Callable[[int], MeasuredRun]) -> MeasuredRun:
+    def _ask(self, what: str, settings: CandidateSettings, measure: Callable[[int], MeasuredRun]) -> MeasuredRun:
         self._check_budget()
         self._asked += 1
         seed = self._seed * 100_003 + self._asked
         entry = self._journal.get(key := f"{self._asked} {what} seed={seed}")
         replayed = entry is not None
         if entry is None:
-            entry = self._answer(key, settings, seed, answer)
+            entry = self._measured(key, settings, seed, measure)
             self._journal.add(entry)
         self.spent_s += entry.cost_s
         if entry.measured is None:
@@ -264,13 +393,13 @@ class TrialRunner:
         if self.spent_s >= self.limit_s - self.kept_s():
             raise BudgetExhausted
 
-    def _answer(
-        self, key: str, settings: CandidateSettings, seed: int, answer: Callable[[int], MeasuredRun]
+    def _measured(
+        self, key: str, settings: CandidateSettings, seed: int, measure: Callable[[int], MeasuredRun]
     ) -> JournalEntry:
         started = time.monotonic()
         try:
             self.system.prepare(settings)
-            measured = answer(seed)
+            measured = measure(seed)
         except LoadFailed as e:
             return JournalEntry(key=key, failed=e.message, cost_s=round(time.monotonic() - started, 1))
         return JournalEntry(key=key, measured=measured, cost_s=measured.cost_s)

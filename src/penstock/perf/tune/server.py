@@ -22,7 +22,7 @@ from penstock.errors import LoadFailed, PenstockError
 from penstock.perf.bench.server import fetch
 from penstock.perf.bench.target import Target, open_target
 from penstock.perf.tune.config_file import changed_keys
-from penstock.perf.tune.space import KEYS, CandidateSettings
+from penstock.perf.tune.space import KEYS, UNCHANGED, CandidateSettings
 
 log = logging.getLogger("penstock.tune")
 
@@ -153,7 +153,7 @@ class TunedServer:
                 raise
             raise LoadFailed(f"no server starts: {_error_line(error.message)}", detail=error.message) from error
         self._started = True
-        if settings == CandidateSettings():
+        if settings == UNCHANGED:
             bounds = [queue_bound(model.model.batching, *size) for size in self._sizes()]
             self.model = msgspec.structs.replace(model, queue_rows=max(bounds, default=0))
 

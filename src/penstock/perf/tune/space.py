@@ -63,6 +63,9 @@ class CandidateSettings(Struct, frozen=True):
         return settings_of(dict(self.items) | values)
 
 
+UNCHANGED: Final = CandidateSettings()
+
+
 def settings_of(values: dict[str, Value]) -> CandidateSettings:
     return CandidateSettings(tuple(sorted(values.items(), key=lambda item: _place(item[0]))))
 
@@ -176,7 +179,7 @@ def parse_space(text: str) -> SearchSpace:
 def parse_settings(text: str) -> CandidateSettings:
     """Settings from their `text`, one value per parameter; "" and "baseline" change nothing. Raises ConfigError."""
     if text in ("", BASELINE):
-        return CandidateSettings()
+        return UNCHANGED
     space = parse_space(text)
     if many := [p.name for p in space.parameters if len(p.values) > 1]:
         raise ConfigError(f"settings '{text}': '{many[0]}' has several values; expected one")

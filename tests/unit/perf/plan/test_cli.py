@@ -50,7 +50,7 @@ def test_a_plan_names_instances_batch_target_memory_and_price() -> None:
     assert found["memory"] == f"{2 * instances} GiB"
     assert found["price"].startswith(f"{2.5 * instances:g} per hour")
     assert "requests/s per instance" in found["scale up at"]
-    assert "keeps p99<=120ms" in result.stdout.splitlines()[-1]
+    assert "meets p99<=120ms" in result.stdout.splitlines()[-1]
 
 
 def test_the_head_room_says_for_how_many_instances_it_holds() -> None:
@@ -122,10 +122,10 @@ def test_an_unreachable_slo_names_the_best_reachable() -> None:
     assert plan["instances"] < 30, "more do not help"
     result = run("--arrivals", "poisson:200", *COST, *SHORT, "--slo", "p99<=23ms", "--most", "30")
     assert result.exit_code == 1
-    assert "No number of instances up to 30 keeps p99<=23ms. The best reachable is p99 2" in result.stdout
+    assert "No instance count up to 30 meets p99<=23ms. The best reachable is p99 2" in result.stdout
     few = run("--arrivals", "poisson:2000", *COST, *SHORT, "--slo", "p99<=150ms", "--most", "2")
     assert few.exit_code == 1
-    assert "answers/s at 1,9" in few.stdout
+    assert "responses/s at 1,9" in few.stdout
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from penstock.errors import ConfigError
 from penstock.perf.bench.measurement import Load, Measurement, ServerStats, Verdict
 from penstock.perf.bench.results import Origin, Results
 from penstock.perf.plan.costs import CostCurve, memory_text, parse_memory, read_cost
-from penstock.perf.tune.runner import Journal, JournalEntry
-from penstock.perf.tune.system import BatchCurve
+from penstock.perf.tune.runner import BatchCurve, Journal, JournalEntry
 
 FLAGS: dict[str, Any] = {"model": "", "token_file": None}
 

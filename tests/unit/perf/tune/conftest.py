@@ -8,8 +8,8 @@ import pytest
 
 from penstock.errors import LoadFailed
 from penstock.perf.bench.measurement import Latency, Load, Measurement
+from penstock.perf.tune.runner import BatchCurve, MeasuredRun
 from penstock.perf.tune.space import CandidateSettings
-from penstock.perf.tune.system import BatchCurve, MeasuredRun
 
 
 class Hill:

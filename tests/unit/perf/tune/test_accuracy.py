@@ -10,15 +10,15 @@ import pytest
 from msgspec import UNSET
 
 from penstock.errors import ConfigError
-from penstock.perf.tune.accuracy import AccuracySample, agreement, difference, expected_answers, read_samples
-from penstock.perf.tune.profiler import RequestBody, SampleAnswer
+from penstock.perf.tune.accuracy import AccuracySample, agreement, difference, expected_responses, read_samples
+from penstock.perf.tune.profiler import RequestBody, SampleResponse
 from penstock.serving.protocols.oip_binary import NPY
 
 JSON = "application/json"
 
 
-def given(value: Any) -> SampleAnswer:
-    return SampleAnswer(json.dumps(value).encode(), JSON)
+def given(value: Any) -> SampleResponse:
+    return SampleResponse(json.dumps(value).encode(), JSON)
 
 
 def sample(name: str = "line 1", expected: Any = UNSET) -> AccuracySample:
@@ -75,44 +75,48 @@ def test_a_difference_is_the_largest_of_all_values_with_its_place(
 def test_answers_within_the_tolerance_agree_and_the_largest_difference_is_reported() -> None:
     found = agreement([sample(), sample()], [[1.0, 2.0], 5.0], [given([1.001, 2.0]), given(5.0)], 0.01)
     assert found.holds
-    assert found.text == "all 2 answers agree (largest difference 0.001)"
+    assert found.text == "all 2 responses agree (largest difference 0.001)"
 
 
 def test_one_answer_beyond_the_tolerance_is_enough_and_the_first_is_named() -> None:
     samples = [sample("line 1"), sample("line 2"), sample("line 3")]
-    found = agreement(samples, [1.0, 1.0, 1.0], [given(1.0), given(1.5), SampleAnswer(error="the model raised")], 0.01)
+    found = agreement(
+        samples, [1.0, 1.0, 1.0], [given(1.0), given(1.5), SampleResponse(error="the model raised")], 0.01
+    )
     assert not found.holds
     assert found.text == (
-        "2 of 3 answers differ; line 2: the answer: found 1.5, expected 1, more than the tolerance of 0.01"
+        "2 of 3 responses differ; line 2: the response: found 1.5, expected 1, more than the tolerance of 0.01"
     )
 
 
 def test_a_difference_that_is_not_numeric_is_reported_without_the_tolerance() -> None:
     found = agreement([sample("a.jpg")], [{"boxes": [1, 2]}], [given({"boxes": [1]})], 0.01)
-    assert found.text == "1 of 1 answers differ; a.jpg: boxes: found 1 elements, expected 2"
+    assert found.text == "1 of 1 responses differ; a.jpg: boxes: found 1 elements, expected 2"
 
 
 def test_text_and_bytes_are_compared_exactly() -> None:
-    text, png = SampleAnswer("Straße".encode(), "text/plain; charset=utf-8"), SampleAnswer(b"\x89PNG", "image/png")
-    assert agreement([sample(), sample()], expected_answers([sample(), sample()], [text, png]), [text, png], 0.0).holds
+    text, png = SampleResponse("Straße".encode(), "text/plain; charset=utf-8"), SampleResponse(b"\x89PNG", "image/png")
+    assert agreement(
+        [sample(), sample()], expected_responses([sample(), sample()], [text, png]), [text, png], 0.0
+    ).holds
     assert not agreement([sample()], ["Strasse"], [text], 1e9).holds
 
 
 def test_invalid_json_is_compared_as_bytes() -> None:
-    latin = SampleAnswer(b'"\xe9"', JSON)
-    assert agreement([sample()], expected_answers([sample()], [latin]), [latin], 0.0).holds
-    assert not agreement([sample()], expected_answers([sample()], [latin]), [given("e")], 0.0).holds
+    latin = SampleResponse(b'"\xe9"', JSON)
+    assert agreement([sample()], expected_responses([sample()], [latin]), [latin], 0.0).holds
+    assert not agreement([sample()], expected_responses([sample()], [latin]), [given("e")], 0.0).holds
 
 
 def test_expected_outputs_take_precedence_over_the_reference() -> None:
     samples = [sample("a", 7), sample("b")]
-    assert expected_answers(samples, [given(1), given(2)]) == [7, 2]
-    assert expected_answers(samples[:1], [SampleAnswer(error="the model raised")]) == [7]
+    assert expected_responses(samples, [given(1), given(2)]) == [7, 2]
+    assert expected_responses(samples[:1], [SampleResponse(error="the model raised")]) == [7]
 
 
 def test_a_reference_that_fails_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot answer line 4 \\(the model raised\\)"):
-        expected_answers([sample("line 4")], [SampleAnswer(error="the model raised")])
+        expected_responses([sample("line 4")], [SampleResponse(error="the model raised")])
 
 
 def test_a_line_is_an_input_or_an_input_with_its_output(tmp_path: Path) -> None:
@@ -135,7 +139,7 @@ def test_axis_0_of_arrays_indexes_requests(tmp_path: Path) -> None:
     ]
 
 
-def test_each_file_of_a_folder_is_a_request_and_expected_answers_are_optional(tmp_path: Path) -> None:
+def test_each_file_of_a_folder_is_a_request_and_expected_responses_are_optional(tmp_path: Path) -> None:
     (tmp_path / "b.png").write_bytes(b"\x89PNG")
     (tmp_path / "a.json").write_bytes(b"[1]")
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY")

@@ -16,8 +16,8 @@ from penstock.perf.bench.run import TargetFailing
 from penstock.perf.bench.target import Target
 from penstock.perf.tune import app as module
 from penstock.perf.tune.accuracy import AccuracySample
-from penstock.perf.tune.app import MOST_INVALID, WARM_S, AppOptions, AppUnderTest
-from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, SampleAnswer
+from penstock.perf.tune.app import MOST_INVALID, WARM_S, AppUnderTest
+from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, SampleResponse
 from penstock.perf.tune.server import TunedModel
 from penstock.perf.tune.space import CandidateSettings, parse_settings, parse_space
 
@@ -64,8 +64,8 @@ class World:
 
 
 def profile(answer: bytes = b"[1.0]", **keys: Any) -> InstanceProfile:
-    given = SampleAnswer(answer, "application/json")
-    return structs.replace(InstanceProfile(curve={1: 0.01, 8: 0.03}, memory_bytes=100, answers=[given]), **keys)
+    given = SampleResponse(answer, "application/json")
+    return structs.replace(InstanceProfile(curve={1: 0.01, 8: 0.03}, memory_bytes=100, responses=[given]), **keys)
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return found
 
 
-def make(space: str = SPACE, options: AppOptions | None = None) -> AppUnderTest:
+def make(space: str = SPACE, **options: Any) -> AppUnderTest:
     tuned = TunedModel(target="app.py:Net", section="net", model=ModelConfig(target="/there/app.py:Net"))
-    return AppUnderTest(tuned, parse_space(space), parse_slo("p99<=100ms"), options)
+    return AppUnderTest(tuned, parse_space(space), parse_slo("p99<=100ms"), **options)
 
 
 def test_an_app_starts_with_its_baseline_and_is_profiled_before_any_load(world: World) -> None:
@@ -113,9 +113,9 @@ def test_a_baseline_that_does_not_load_or_cannot_answer_ends_the_tuning(
     ("space", "how"), [("batch=1,2", "with its baseline settings"), ("precision=fp32,bf16", "in fp32")]
 )
 def test_a_reference_that_differs_from_the_samples_ends_the_tuning(world: World, space: str, how: str) -> None:
-    options = AppOptions(samples=[AccuracySample("line 1", RequestBody(b"[1]", "application/json"), [2.0])])
-    with pytest.raises(ConfigError, match=f"the app {how} does not pass --accuracy-check: 1 of 1 answers differ"):
-        make(space, options=options).start()
+    samples = [AccuracySample("line 1", RequestBody(b"[1]", "application/json"), [2.0])]
+    with pytest.raises(ConfigError, match=f"the app {how} does not pass --accuracy-check: 1 of 1 responses differ"):
+        make(space, samples=samples).start()
 
 
 def test_a_parameter_that_the_model_does_not_use_is_rejected(world: World) -> None:
@@ -139,7 +139,7 @@ def test_if_fp32_does_not_run_the_baseline_is_the_reference(world: World, fp32: 
     [
         (profile(), None),
         (profile(b"[1.005]"), None),
-        (profile(b"[1.5]"), "1 of 1 answers differ; a.json: [0]: found 1.5, expected 1"),
+        (profile(b"[1.5]"), "1 of 1 responses differ; a.json: [0]: found 1.5, expected 1"),
         (profile(error="the model raised KeyError"), "cannot answer: the model raised KeyError"),
         (profile(oom_rows=1, curve={}), "cannot answer: a single request runs out of memory"),
         (profile(oom_rows=2, curve={1: 0.01}), None),
@@ -262,7 +262,7 @@ def test_newly_loaded_settings_warm_up_until_they_settle(world: World) -> None:
 
 
 def test_an_explicit_short_warm_up_applies_to_each_run(world: World) -> None:
-    app = make(options=AppOptions(warm_s=0.2))
+    app = make(warm_s=0.2)
     app.start()
     for _ in range(2):
         app.measure(CandidateSettings(), 50.0, 2.0, 3)
@@ -360,7 +360,7 @@ def test_the_codec_of_a_body_follows_its_route(
 def test_the_payload_size_is_the_mean_of_the_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = [Payload(b"1" * 100, "text/plain", "a"), Payload(b"1" * 301, "text/plain", "b")]
     monkeypatch.setattr(module, "payloads", lambda data, target, seed: sent)
-    world.profiles[None] = world.profiles["fp32"] = profile(answers=2 * profile().answers)
+    world.profiles[None] = world.profiles["fp32"] = profile(responses=2 * profile().responses)
     app = make()
     assert app.payload_bytes == 0
     app.start()

@@ -11,9 +11,8 @@ import pytest
 from penstock.perf.bench.measurement import Measurement, parse_slo
 from penstock.perf.tune.confirm import MOST_LOWERED, Finalist, confirm, gain, violated
 from penstock.perf.tune.rates import Effort
-from penstock.perf.tune.runner import BudgetExhausted, Journal, TrialRunner
+from penstock.perf.tune.runner import BudgetExhausted, Journal, MeasuredRun, TrialRunner
 from penstock.perf.tune.space import CandidateSettings, parse_settings
-from penstock.perf.tune.system import MeasuredRun
 
 SLO = parse_slo("p99<=100ms,error<=1%")
 A, B, C = (parse_settings(f"batch={n}") for n in (1, 2, 4))
@@ -90,7 +89,7 @@ def test_repeats_with_a_large_spread_are_not_certain_although_their_mean_is_fine
     bench = Shaky(lambda _: 1e9)
     runs = [bench.measure(A, 100, 10, seed) for seed in range(3)]
     assert violated(SLO, runs, 0) is None
-    assert "% of all answers are late" in str(violated(SLO, runs, 1))
+    assert "% of all responses are late" in str(violated(SLO, runs, 1))
     assert violated(SLO, runs, -1) is None
 
 
@@ -108,7 +107,7 @@ def test_the_bound_of_three_repeats_has_the_promised_confidence(hill: Any) -> No
 
 
 def test_a_rare_slow_batch_counts_by_its_share_of_answers(hill: Any) -> None:
-    """One repeat of eight has a p99 of seven times the SLO from 2 % of its answers; 0.3 % of all answers are late."""
+    """One repeat of eight has a p99 of seven times the SLO from 2 % of its answers; 0.3 % of all responses are late."""
     bench = hill(lambda _: 1e9, base_s=0.02)
     runs = [bench.measure(A, 100, 10, seed) for seed in range(7)]
     bench.base_s = 0.141
@@ -146,7 +145,7 @@ def test_a_p99_is_certain_only_with_enough_answers(hill: Any) -> None:
     bench = hill(lambda _: 1e9, base_s=1e-6)
     few = [bench.measure(A, 10, 9.9, seed) for seed in range(3)]
     assert violated(SLO, few, 0) is None
-    assert violated(SLO, few, 1) == "297 answers are too few to decide (wanted p99<=100ms, which takes 299)"
+    assert violated(SLO, few, 1) == "297 responses are too few to decide (wanted p99<=100ms, which takes 299)"
     assert violated(SLO, [*few[:2], bench.measure(A, 10, 10.1, 3)], 1) is None
     one = Finalist(A, 0.5)
     proven(hill(lambda _: 2, base_s=1e-6), one)

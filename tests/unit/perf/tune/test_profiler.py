@@ -50,7 +50,7 @@ def test_the_curve_has_the_time_of_each_size_and_samples_are_answered_as_over_ht
     assert sorted(found.curve) == [1, 8]
     assert 0.005 <= found.curve[1] < 0.5
     assert 0.012 <= found.curve[8] < 0.5
-    assert (found.answers[0].body, found.answers[0].content_type) == (b'{"twice":42}', "application/json")
+    assert (found.responses[0].body, found.responses[0].content_type) == (b'{"twice":42}', "application/json")
     assert found.memory_bytes > 2**20
     assert not found.error
 
@@ -96,7 +96,7 @@ def test_the_keys_of_the_configuration_reach_the_model(tmp_path: Path) -> None:
     asked = order(tmp_path, MODEL, samples=[RequestBody(b"1", "application/json")])
     asked.config = ModelConfig(target=asked.config.target, precision="fp16", batching=BatchingConfig(max_batch_size=64))
     found = profile_instance(asked)
-    assert found.answers[0].body == b'{"twice":3}'
+    assert found.responses[0].body == b'{"twice":3}'
     assert found.ignores == ["optimize"]
 
 
@@ -115,7 +115,7 @@ def test_an_open_inference_body_is_decoded_into_tensors(tmp_path: Path) -> None:
     head, buffers = encode_request([("x", "FP32", (1, 2), np.array([[1, 2]], np.float32).tobytes())])
     headers = {HEADER_LENGTH: str(len(head))}
     body = RequestBody(b"".join([head, *buffers]), "application/octet-stream", "oip_binary", headers)
-    given = profile_instance(order(tmp_path, source, samples=[body])).answers[0]
+    given = profile_instance(order(tmp_path, source, samples=[body])).responses[0]
     assert not given.error
     assert b'"data":[2.0,4.0]' in given.body
 
@@ -130,7 +130,7 @@ def test_an_instance_gets_its_share_of_the_threads(tmp_path: Path) -> None:
             return [os.environ["OMP_NUM_THREADS"] for _ in items]
     """
     asked = order(tmp_path, source, samples=[RequestBody(b"1", "application/json")])
-    assert profile_instance(asked, instances=10_000).answers[0].body == b"1"
+    assert profile_instance(asked, instances=10_000).responses[0].body == b"1"
 
 
 def test_the_size_that_runs_out_of_memory_is_reported_and_no_larger_one_runs(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_request_that_the_model_cannot_answer_is_reported(tmp_path: Path) -> N
     """
     found = profile_instance(order(tmp_path, source, sizes=[1], samples=[RequestBody(b"1", "application/json")]))
     assert found.error == "the model raised TypeError"
-    assert found.answers[0].error == "the model raised TypeError"
+    assert found.responses[0].error == "the model raised TypeError"
     assert not found.curve
 
 
@@ -165,7 +165,7 @@ def test_the_parts_of_a_streamed_answer_are_joined(tmp_path: Path) -> None:
             yield [f"{item} b" for item in items]
     """
     found = profile_instance(order(tmp_path, source, sizes=[1], samples=[RequestBody(b"1", "application/json")]))
-    assert found.answers[0].body == b"1 a 1 b"
+    assert found.responses[0].body == b"1 a 1 b"
     assert not found.error
 
 

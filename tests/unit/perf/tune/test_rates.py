@@ -9,9 +9,8 @@ import pytest
 
 from penstock.perf.bench.measurement import Load, Measurement, parse_slo
 from penstock.perf.tune.rates import Effort, RateProber, TuningTrial, neat
-from penstock.perf.tune.runner import Journal, TrialRunner
+from penstock.perf.tune.runner import Journal, MeasuredRun, TrialRunner
 from penstock.perf.tune.space import CandidateSettings
-from penstock.perf.tune.system import MeasuredRun
 
 SLO = parse_slo("p99<=100ms")
 ANY = CandidateSettings()

@@ -11,11 +11,12 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.perf.bench.measurement import Latency, Load, Measurement, parse_slo
 from penstock.perf.bench.results import as_csv
 from penstock.perf.tune.confirm import Finalist
+from penstock.perf.tune.job import COLUMNS, settings_table
 from penstock.perf.tune.rates import Effort
-from penstock.perf.tune.result import COLUMNS, ResultBuilder, TuningResult, settings_table
 from penstock.perf.tune.runner import Journal, TrialRunner
 from penstock.perf.tune.search import SearchState
 from penstock.perf.tune.space import CandidateSettings, parse_settings, parse_space
+from penstock.perf.tune.tuner import ResultBuilder, TuningResult
 
 SLO = parse_slo("p99<=100ms")
 A, B = (parse_settings(f"batch={n}") for n in (1, 2))
@@ -61,7 +62,7 @@ def test_if_all_runs_are_invalid_there_is_no_statement_about_the_settings(hill: 
     assert not found.settle(A).rate
     outcome = build(found)
     assert (outcome.chosen, outcome.verdict.chosen, outcome.verdict.met) == (None, "", False)
-    expected = "could not measure whether any settings keep p99<=100ms: the generator was too slow"
+    expected = "could not measure whether any settings meet p99<=100ms: the generator was too slow"
     assert outcome.verdict.notes[0] == expected
     assert outcome.unproven == f"nothing was measured: {expected}"
 
@@ -94,7 +95,7 @@ def test_a_row_shows_the_largest_rate_that_kept_the_slo() -> None:
         "throughput_per_s": "80",
         "p99_ms": "80",
         "offered_per_s": "80",
-        "slo": "kept",
+        "slo": "met",
         "settings": "batch=8,instances=2",
     }
 
@@ -102,7 +103,7 @@ def test_a_row_shows_the_largest_rate_that_kept_the_slo() -> None:
 def test_a_run_that_a_longer_one_contradicts_is_ignored() -> None:
     lucky, longer = run("batch=1", 90, 0.09), structs.replace(run("batch=1", 80, 0.2), requests=1000)
     (found,) = table(run("batch=1", 60, 0.06), lucky, longer)
-    assert (found["offered_per_s"], found["slo"]) == ("60", "kept")
+    assert (found["offered_per_s"], found["slo"]) == ("60", "met")
     (found,) = table(lucky, longer)
     assert (found["offered_per_s"], found["slo"]) == ("80", "missed")
 
@@ -110,7 +111,7 @@ def test_a_run_that_a_longer_one_contradicts_is_ignored() -> None:
 def test_settings_that_never_kept_the_slo_come_last_at_their_smallest_rate() -> None:
     found = table(run("batch=1", 900, 0.9), run("batch=1", 500, 0.5), run("batch=2", 5, 0.05))
     assert [(row["settings"], row["offered_per_s"], row["slo"]) for row in found] == [
-        ("batch=2", "5", "kept"),
+        ("batch=2", "5", "met"),
         ("batch=1", "500", "missed"),
     ]
 

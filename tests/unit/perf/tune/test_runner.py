@@ -14,11 +14,17 @@ import pytest
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.measurement import Load, Measurement, parse_slo
-from penstock.perf.tune.result import TuningResult
-from penstock.perf.tune.runner import BudgetExhausted, Infeasible, Journal, JournalEntry, TrialRunner
+from penstock.perf.tune.runner import (
+    BatchCurve,
+    BudgetExhausted,
+    Infeasible,
+    Journal,
+    JournalEntry,
+    MeasuredRun,
+    TrialRunner,
+)
 from penstock.perf.tune.space import CandidateSettings, parse_settings, parse_space
-from penstock.perf.tune.system import BatchCurve, MeasuredRun
-from penstock.perf.tune.tuner import TuningOptions, tune
+from penstock.perf.tune.tuner import TuningResult, tune
 
 RUN = {"target": "app.py:Model", "space": "batch=1,2", "seed": "0"}
 
@@ -154,8 +160,7 @@ def test_a_search_cut_off_anywhere_resumes_as_if_it_had_not_been(
         bench.taken = taken
         bench.fails.add(next(iter(space)))
         with Journal.open(path, RUN) as journal:
-            options = TuningOptions(search=search, seed=3, budget_s=400)
-            return tune(bench, space, parse_slo("p99<=100ms"), options, journal=journal)
+            return tune(bench, space, parse_slo("p99<=100ms"), search=search, seed=3, budget_s=400, journal=journal)
 
     space = parse_space("batch=1..32,instances=1..4")
     whole = searched(tmp_path / "whole", 0)

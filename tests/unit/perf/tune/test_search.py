@@ -11,10 +11,9 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.perf.bench.measurement import parse_slo
 from penstock.perf.tune.rates import Effort
-from penstock.perf.tune.runner import Journal, TrialRunner
+from penstock.perf.tune.runner import BatchCurve, Journal, TrialRunner
 from penstock.perf.tune.search import STRATEGIES, SearchState, strategy
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_settings, parse_space
-from penstock.perf.tune.system import BatchCurve
 
 SLO = parse_slo("p99<=100ms")
 SMALL = parse_space("batch=1..8,instances=1..4")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.perf.bench.measurement import Latency, Load, Measurement, parse_slo
-from penstock.perf.tune.system import BatchCurve, MeasuredRun
+from penstock.perf.tune.runner import BatchCurve, MeasuredRun
 
 
 def measured(errors: int = 0, invalid: list[str] | None = None, **latency: float) -> MeasuredRun:

@@ -15,11 +15,9 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.measurement import Slo, parse_slo
 from penstock.perf.bench.report import Verdict
 from penstock.perf.tune.rates import Effort
-from penstock.perf.tune.result import TuningResult
-from penstock.perf.tune.runner import Journal, RunObserver
+from penstock.perf.tune.runner import BatchCurve, Journal, MeasuredRun, RunObserver
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_settings, parse_space
-from penstock.perf.tune.system import MeasuredRun
-from penstock.perf.tune.tuner import TuningOptions, tune
+from penstock.perf.tune.tuner import TuningResult, tune
 from support.synthetic import SyntheticSystem, drawn
 
 TESTS = str(Path(__file__).parents[3])
@@ -38,7 +36,7 @@ def able(settings: CandidateSettings) -> float:
 
 
 def tuned(system: Any, space: SearchSpace, slo: Slo, **options: Any) -> TuningResult:
-    return tune(system, space, slo, TuningOptions(**options))
+    return tune(system, space, slo, **options)
 
 
 # ---- the result
@@ -96,7 +94,7 @@ def test_settings_whose_repeats_break_the_promise_of_short_runs_are_not_chosen(h
 
     result = tuned(Fades(able), SPACE, SLO, default=DEFAULT, search="climb")
     assert (result.chosen, result.verdict.met) == (None, False)
-    assert f"no settings keep p99<=100ms with certainty: the nearest, {BEST}, at " in result.verdict.notes[0]
+    assert f"no settings meet p99<=100ms with certainty: the nearest, {BEST}, at " in result.verdict.notes[0]
 
 
 def test_the_cheapest_of_equally_good_settings_is_chosen(hill: Any) -> None:
@@ -120,13 +118,11 @@ def test_for_an_slo_that_no_settings_keep_the_nearest_are_named(hill: Any) -> No
     verdict = result.verdict
     assert (result.chosen, result.rate, verdict.met, verdict.gain) == (None, 0.0, False, None)
     assert verdict.chosen == "batch=2,instances=1"
-    assert "no settings keep p99<=100ms: the nearest, batch=2,instances=1, reach p99 15" in verdict.notes[0]
+    assert "no settings meet p99<=100ms: the nearest, batch=2,instances=1, reach p99 15" in verdict.notes[0]
     assert "/s: p99" in verdict.runners_up[0].why
 
 
 def test_an_slo_below_the_time_of_one_row_is_reported_without_any_load(hill: Any) -> None:
-    from penstock.perf.tune.system import BatchCurve
-
     bench = hill(able)
     bench.curves[CandidateSettings()] = BatchCurve(points=((1, 0.5),))
     result = tuned(bench, SPACE, SLO)
@@ -153,7 +149,7 @@ def test_a_default_that_violates_the_slo_is_reported(hill: Any) -> None:
     result = tuned(bench, SPACE, SLO)
     assert result.verdict.met
     assert (result.verdict.gain, result.verdict.default_goodput) == (None, None)
-    assert "the default (baseline) does not keep the SLO: no room for it" in result.verdict.notes
+    assert "the default (baseline) does not meet the SLO: no room for it" in result.verdict.notes
 
 
 def test_an_error_of_the_bench_ends_the_tuning(hill: Any) -> None:
@@ -280,7 +276,7 @@ KILLED = """
     from penstock.perf.tune.runner import Journal
     from penstock.perf.tune.space import parse_space
     from support.synthetic import SyntheticSystem, drawn
-    from penstock.perf.tune.tuner import TuningOptions, tune
+    from penstock.perf.tune.tuner import tune
 
     class Reporting(SyntheticSystem):
         def measure(self, *args):
@@ -293,7 +289,7 @@ KILLED = """
     with Journal.open(pathlib.Path(sys.argv[1]), {"seed": "3"}) as journal:
         space = parse_space("batch=1..8,instances=1,2")
         effort = Effort(probe_s=0.2, probe_samples=100, sure_s=0.5, sure_samples=200, latencies=2)
-        tune(Reporting(machine, slo), space, slo, TuningOptions(seed=3, effort=effort), journal=journal)
+        tune(Reporting(machine, slo), space, slo, seed=3, effort=effort, journal=journal)
 """
 
 
@@ -316,9 +312,8 @@ def small(path: Path | None = None, observer: RunObserver | None = None) -> tupl
     slo = parse_slo("p99<=100ms")
     system = Counted(machine, slo)
     with Journal.open(path, {"seed": "3"}) if path else Journal() as journal:
-        options = TuningOptions(seed=3, effort=QUICK)
         space = parse_space("batch=1..8,instances=1,2")
-        result = tune(system, space, slo, options, journal=journal, observer=observer)
+        result = tune(system, space, slo, seed=3, effort=QUICK, journal=journal, observer=observer)
     return result, system.measured
 
 
@@ -370,8 +365,6 @@ def test_the_optimum_is_found_in_a_fifth_of_the_time(seed: int, best_rate: float
 
 
 def test_a_result_can_be_written_and_read() -> None:
-    import msgspec
-
     result, _ = small()
     assert msgspec.json.decode(msgspec.json.encode(result), type=TuningResult) == result
     assert isinstance(result.verdict, Verdict)
