@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("backoff", "errors", "types", "tasks", "plugins", "metrics", "values", "_version"),
     ("config",),
-    ("core.contracts", "core.os_threads", "core.import_alias", "core.arrays", "core.readings"),
+    ("core.contracts", "core.os_threads", "core.arrays", "core.readings"),
     ("core.codecs",),
     ("core.batching", "core.wire"),
     ("core.worker",),
@@ -41,7 +41,7 @@ BETWEEN_SUBSYSTEMS = {("torchpipe", "pipeline"), ("torchserve", "pipeline")}
 WITHIN_A_ROW = {*LAYERS[0], *LAYERS[-1]}
 PUBLIC_API_USERS = ("cli.demo",)  # they import the names that users import
 
-PURE = ("core.batching", "serving.protocols", "serving.http2", "torchserve.protocol", "torchpipe.thrift.protocol")
+PURE = ("core.batching", "serving.protocols", "serving.http2", "torchserve.protocol", "torchpipe.thrift_protocol")
 IMPURE_MODULES = {
     "asyncio", "concurrent", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random", "select",
     "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time", "uvloop",

@@ -16,9 +16,8 @@ from penstock.config.load import RESERVED
 from penstock.config.schema import SECTIONS
 from penstock.pipeline.describe import default_of, first_line
 from penstock.pipeline.keys import NODE, PIPELINE, Key
-from penstock.pipeline.ops.base import Op
+from penstock.pipeline.ops.base import Op, OpParameter, parameters_of
 from penstock.pipeline.ops.catalog import BUILTIN, find
-from penstock.pipeline.ops.parameters import OpParameter, parameters_of
 from penstock.torchpipe.ops import ALIASES, NOT_HERE, OPS
 from penstock.values import expected
 

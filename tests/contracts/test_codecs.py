@@ -25,7 +25,7 @@ from penstock.serving.protocols.openai_embeddings import EmbeddingsCodec
 from penstock.serving.protocols.openai_text import ChatCodec, CompletionsCodec
 from penstock.tasks import Embedding, TextPart
 from penstock.testing.codecs import check_codec
-from penstock.torchpipe.thrift.protocol import ThriftCodec
+from penstock.torchpipe.thrift_protocol import ThriftCodec
 from penstock.torchserve.protocol.codec import HandlerAnswer, InputsCodec, RawCodec, TorchServeCodec
 from penstock.types import Item, ModelMetadata, Parts, Response, TensorSpec
 

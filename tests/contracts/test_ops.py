@@ -11,9 +11,8 @@ from PIL import Image
 
 from penstock.errors import BadRequest
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.base import BatchOp, ItemOp
+from penstock.pipeline.ops.base import BatchOp, ItemOp, make_op
 from penstock.pipeline.ops.decode import picture
-from penstock.pipeline.ops.parameters import make_op
 from penstock.testing.ops import check_op
 from penstock.torchpipe.ops import ALIASES, OPS
 

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock.pipeline.drawing import read_loads
+from penstock.pipeline.describe import read_loads
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline
 from support.files import write_onnx

@@ -20,14 +20,14 @@ def check(file: str) -> None:
     """
     from penstock.config.checks import check_bind
     from penstock.config.load import load_config
-    from penstock.config.toml import describes_pipeline
+    from penstock.config.toml import describes_model
     from penstock.core.engine.rules import check_rules
     from penstock.errors import ConfigError, ErrorList, PenstockError
-    from penstock.pipeline.preflight import check_pipelines, pipelines_of
+    from penstock.pipeline.cli import check_pipelines, pipelines_of
     from penstock.plugins import resolve
 
     try:
-        if describes_pipeline(file):
+        if describes_model(file):
             raise ConfigError(f"{file} is a pipeline; check it with: penstock pipeline check {file}")
         found = load_config(file, env=os.environ)
         errors = ErrorList()

@@ -61,7 +61,7 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
     files = [] if toml else [model["target"] for model in pipelines]
     config = load_config(toml, env=os.environ, sets=sets, base=base, pipelines=files)
     if _has_pipelines(config):
-        from penstock.pipeline.preflight import warn_of_sections
+        from penstock.pipeline.cli import warn_of_sections
 
         warn_of_sections(config, frozenset(files))
     if not config.models:
@@ -149,7 +149,7 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
         config = build_config(targets, flags, sets)
         check = None
         if _has_pipelines(config):
-            from penstock.pipeline.preflight import PipelineCheck, pipelines_of
+            from penstock.pipeline.cli import PipelineCheck, pipelines_of
 
             check = PipelineCheck(pipelines_of(config))
         from penstock.cli.server import run  # while the child process checks

@@ -43,7 +43,7 @@ from penstock.types import ModelStatus, TensorSpec
 
 if TYPE_CHECKING:
     from penstock.serving.grpc.listener import GrpcListener
-    from penstock.torchpipe.thrift.server import ThriftServer
+    from penstock.torchpipe.thrift import ThriftServer
 
 log = logging.getLogger("penstock.cli")
 
@@ -202,7 +202,7 @@ class Server:
         s = self._config.server
         if s.thrift_port is None:
             return
-        from penstock.torchpipe.thrift.server import ThriftServer
+        from penstock.torchpipe.thrift import ThriftServer
 
         self._thrift = ThriftServer(engine, thrift_model(self._config), self._limits, ssl=self._tls)
         self._note("thrift", *await self._thrift.start(s.thrift_host, s.thrift_port), "thrift")

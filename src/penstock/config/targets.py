@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from penstock.config.load import toml_value
-from penstock.config.toml import describes_pipeline
+from penstock.config.toml import describes_model
 from penstock.errors import ConfigError
 from penstock.plugins import MODEL_FILES, is_pipeline_file, is_whole_file
 
@@ -26,7 +26,7 @@ def split_targets(targets: tuple[str, ...]) -> tuple[str | None, dict[str, dict[
     for target in targets:
         given, equals, rest = target.partition("=")
         spec = rest if equals else target
-        if is_pipeline_file(target) and not equals and not describes_pipeline(target):
+        if is_pipeline_file(target) and not equals and not describes_model(target):
             if toml is not None:
                 raise ConfigError(f"one TOML file at most, found '{toml}' and '{target}'; merge them")
             toml = target

@@ -1,17 +1,14 @@
-"""Reads TOML files, and tells pipelines from configurations of a server."""
+"""Reads TOML files, and tells models from configurations of a server."""
 
 import os
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.plugins import BUILTIN, load_object
 
 Tree = dict[str, Any]
-
-SERVER_TABLES: Final = ("auth", "limits", "metrics", "models", "pipeline", "server")  # any other table is a node
-ONE_NODE_KEYS: Final = {"backend", "ops", "model"}  # above all tables: the file is a pipeline of one node
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Tree, str]:
@@ -33,16 +30,14 @@ def read(path: str | os.PathLike[str]) -> tuple[Tree, str]:
         raise ConfigError(f"{path}: not valid TOML: brackets are nested too deeply") from None
 
 
-def is_pipeline(tables: Mapping[str, Any]) -> bool:
-    """Whether tables describe a pipeline, and not a configuration of `penstock serve`."""
-    nodes = any(isinstance(value, dict) and name not in SERVER_TABLES for name, value in tables.items())
-    return "models" not in tables and (nodes or "pipeline" in tables or bool(ONE_NODE_KEYS & tables.keys()))
+def describes_model(file: str) -> bool:
+    """Whether a TOML file describes a model, such as a pipeline, and no configuration.
 
-
-def describes_pipeline(file: str) -> bool:
-    """Whether a TOML file describes a pipeline. False for an unreadable file: loading it as a configuration reports
-    the error."""
+    False for an unreadable file: loading it as a configuration reports the error.
+    """
     try:
-        return is_pipeline(read(file)[0])
+        tables, _ = read(file)
     except ConfigError:
         return False
+    tests: list[Any] = [load_object(where) for where in BUILTIN["toml"].values()]
+    return any(test(tables) for test in tests)

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.conditions import exclusive
 from penstock.pipeline.fields import fields_of
-from penstock.pipeline.graph import Graph, Node, NodeInput, cycle_in, reached_by, unknown_filters
-from penstock.pipeline.joins import alternatives
+from penstock.pipeline.graph import Graph, Node, NodeInput, alternatives, cycle_in, reached_by, unknown_filters
 from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import checked, op_class
 from penstock.pipeline.ops.base import RESULT

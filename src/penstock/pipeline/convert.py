@@ -11,8 +11,7 @@ from msgspec import UNSET
 
 from penstock.pipeline.conditions import is_target
 from penstock.pipeline.dialect import OpDraft
-from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput, NodeStep
-from penstock.pipeline.joins import alternatives
+from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput, NodeStep, alternatives
 from penstock.pipeline.keys import EACH, FIELDS, GRAPH_FIELDS, PLACE
 from penstock.pipeline.lower import PATHS, TARGET, each_path, takes_size
 

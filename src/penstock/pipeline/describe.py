@@ -1,11 +1,18 @@
-"""Text for people: graphs for `penstock pipeline check`, ops for `penstock pipeline ops`."""
+"""Graphs for people: text for `penstock pipeline check` and `ops`, pictures as Mermaid and SVG, and an item's
+path as a tree."""
+
+from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from textwrap import wrap
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from penstock.errors import ConfigError
@@ -14,10 +21,11 @@ from penstock.pipeline.fields import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.lower import builtin_op, files_of, op_class
+from penstock.pipeline.ops.base import OpParameter, parameters_of
 from penstock.pipeline.ops.catalog import canonical, find, names
-from penstock.pipeline.ops.parameters import OpParameter, parameters_of
-from penstock.pipeline.placement import placed
-from penstock.values import expected, found
+from penstock.pipeline.runner import placed
+from penstock.pipeline.traversal import Hop
+from penstock.values import expected, found, shorten
 
 _HEAD = ("node", "ops", "instances", "batch", "wait", "device")
 _LONGEST, _WIDTH = 60, 76
@@ -138,3 +146,158 @@ def default_of(parameter: OpParameter) -> str:
         return "(must be set)"
     value = parameter.default
     return '""' if value == "" else "none" if value is None or value == () else str(value)
+
+
+# ---- pictures
+
+_SAMPLE = re.compile(r"^(?:\w+_)?(pipeline_\w+)\{([^}]*)\} ([^\s#]+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_BOX, _LINE, _GAP_X, _GAP_Y = 240, 18, 40, 50  # pixels of a box, of a line of text, and between boxes
+
+
+class NodeLoad(Struct, frozen=True):
+    """What a node of a running server does: items that wait, mean items of a batch, and its busy instances."""
+
+    queue: float
+    batch: float | None
+    busy: float
+
+
+# ---- numbers of a server
+
+
+def read_loads(before: str, after: str, seconds: float, model: str) -> dict[str, NodeLoad]:
+    """The load of each node between two metrics pages, `seconds` apart. `model` "" means all models."""
+    old, new = _sums(before, model), _sums(after, model)
+    loads = {}
+    for node in {labels[0] for name, labels in new if name == "pipeline_run_seconds_sum"}:
+        sizes = {size: new[n, (node, size)] - old[n, (node, size)] for n, (at, size) in new
+                 if n == "pipeline_batches_total" and at == node}  # fmt: skip
+        batches = sum(sizes.values())
+        ran_s = new["pipeline_run_seconds_sum", (node, "")] - old["pipeline_run_seconds_sum", (node, "")]
+        loads[node] = NodeLoad(
+            new["pipeline_queue_items", (node, "")],
+            sum(int(size) * count for size, count in sizes.items()) / batches if batches > 0 else None,
+            max(0.0, ran_s / seconds),
+        )
+    return loads
+
+
+def _sums(page: str, model: str) -> dict[tuple[str, tuple[str, str]], float]:
+    """Values by name, node and size of the batch, added over the workers."""
+    sums: dict[tuple[str, tuple[str, str]], float] = defaultdict(float)
+    for name, text, value in _SAMPLE.findall(page):
+        labels = dict(_LABEL.findall(text))
+        if "node" in labels and model in ("", labels.get("model", "")):
+            sums[name, (labels["node"], labels.get("size", ""))] += float(value)
+    return sums
+
+
+# ---- the graph
+
+
+def _lines(graph: Graph, name: str, loads: Mapping[str, NodeLoad]) -> list[str]:
+    """The text in a node's box."""
+    node = graph.nodes[name]
+    ops = f"alias of {node.alias_of}" if node.alias_of else ", ".join(step.op for step in node.steps)
+    lines = [name, shorten(ops or f"each of {node.each.split if node.each else 'nothing'}", 36)]
+    if node.when:
+        lines.append(shorten(f"when {node.when}", 36))
+    if (load := loads.get(node.alias_of or name)) is not None:
+        batch = "no batch" if load.batch is None else f"batch {load.batch:.1f}"
+        lines.append(f"queue {load.queue:g}, {batch}, busy {load.busy:.2f} of {node.instances}")
+    return lines
+
+
+def _arrows(graph: Graph) -> list[tuple[str, str, bool]]:
+    """Producer, consumer, and whether the edge begins a fan-out."""
+    edges = [(node.name, target, False) for node in graph.nodes.values() for target in node.next]
+    return edges + [(node.name, node.each.body, True) for node in graph.nodes.values() if node.each is not None]
+
+
+def mermaid(graph: Graph, loads: Mapping[str, NodeLoad]) -> str:
+    """The graph as a Mermaid flowchart."""
+    ids = {name: f"n{i}" for i, name in enumerate(graph.nodes)}
+    boxes = [f'  {ids[name]}["{"<br/>".join(map(escape, _lines(graph, name, loads)))}"]' for name in graph.nodes]
+    arrows = [f"  {ids[a]} {'-. each .->' if each else '-->'} {ids[b]}" for a, b, each in _arrows(graph)]
+    return "\n".join(["flowchart TD", *boxes, *arrows]) + "\n"
+
+
+def svg(graph: Graph, loads: Mapping[str, NodeLoad]) -> str:
+    """The graph as an SVG: each node below the nodes before it."""
+    texts = {name: _lines(graph, name, loads) for name in graph.nodes}
+    height = _LINE * max(map(len, texts.values())) + 14
+    places = _places(graph, height)
+    size = [max(place[axis] for place in places.values()) + side + 20 for axis, side in enumerate((_BOX, height))]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}"'
+        f' height="{size[1]}" font-family="sans-serif" font-size="13">',
+        '<defs><marker id="end" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        '<path d="M0,0 8,4 0,8z"/></marker></defs>',
+    ]
+    for start, end, each in _arrows(graph):
+        (x1, y1), (x2, y2) = places[start], places[end]
+        x1, y1, x2 = x1 + _BOX // 2, y1 + height, x2 + _BOX // 2
+        dashes = ' stroke-dasharray="5,4"' if each else ""
+        path = f"M{x1},{y1} C{x1},{y1 + _GAP_Y // 2} {x2},{y2 - _GAP_Y // 2} {x2},{y2}"
+        parts.append(f'<path d="{path}" fill="none" stroke="black" marker-end="url(#end)"{dashes}/>')
+    for name, (x, y) in places.items():
+        parts.append(f'<rect x="{x}" y="{y}" width="{_BOX}" height="{height}" rx="6" fill="white" stroke="black"/>')
+        for i, line in enumerate(texts[name]):
+            bold = ' font-weight="bold"' if not i else ""
+            parts.append(f'<text x="{x + 10}" y="{y + 20 + i * _LINE}"{bold}>{escape(line)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _places(graph: Graph, height: int) -> dict[str, tuple[int, int]]:
+    """The upper left corner of each box. A row has the nodes with equally long ways from a first node."""
+    before: dict[str, list[str]] = defaultdict(list)
+    for start, end, _ in _arrows(graph):
+        before[end].append(start)
+    rows: dict[str, int] = {}
+    while len(rows) < len(graph.nodes):
+        ready = [n for n in graph.nodes if n not in rows and all(b in rows for b in before[n])]
+        for name in ready or [n for n in graph.nodes if n not in rows][:1]:  # a body may lead back
+            rows[name] = max((rows[b] + 1 for b in before[name] if b in rows), default=0)
+    columns: dict[str, int] = {}
+    for row in range(max(rows.values()) + 1):
+        members = [name for name, at in rows.items() if at == row]
+        middle = {n: [columns[b] for b in before[n] if b in columns] for n in members}
+        members.sort(key=lambda n: sum(middle[n]) / len(middle[n]) if middle[n] else 0)
+        columns |= {name: place for place, name in enumerate(members)}
+    return {n: (20 + columns[n] * (_BOX + _GAP_X), 20 + row * (height + _GAP_Y)) for n, row in rows.items()}
+
+
+# ---- one item
+
+
+def trace_text(graph: Graph, hops: Sequence[Hop]) -> str:
+    """The path of an item: each node below the last one before it, with the times of its batch.
+
+    Below a fan-out are the paths of its children, with the place of the element in front.
+    """
+    children: dict[int, list[int]] = defaultdict(list)
+    upstream = {name: graph.upstream(name) for name in {hop.node for hop in hops}}
+    paths: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by the element
+    for i, hop in enumerate(hops):
+        path = paths[hop.element]
+        before = [j for j in path if hop.node in graph.nodes[hops[j].node].next]
+        before = before or [j for j in path if hops[j].node in upstream[hop.node]]  # nodes between them were skipped
+        before = before or [j for j in paths.get(hop.element[:-1], ()) if hops[j].node in upstream[hop.node]]
+        children[before[-1] if before else -1].append(i)
+        path.append(i)
+    lines: list[str] = []
+
+    def write(parent: int, indent: str) -> None:
+        for i in children[parent]:
+            last = i == children[parent][-1]
+            hop = hops[i]
+            place = "" if hop.element == (hops[parent].element if parent >= 0 else ()) else f"{hop.element[-1]}: "
+            lines.append(
+                f"{indent}{'└─ ' if last else '├─ '}{place}{hop.node}  ran {hop.run_s * 1000:.3f} ms,"
+                f" waited {hop.wait_s * 1000:.3f} ms, batch {hop.batch_id} of {hop.size}"
+            )
+            write(i, indent + ("   " if last else "│  "))
+
+    write(-1, "")
+    return "\n".join(lines)

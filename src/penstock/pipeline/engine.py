@@ -17,7 +17,6 @@ from penstock.config.schema import MOST, BatchingConfig, ModelConfig
 from penstock.core.batching.entry import INF
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
-from penstock.core.batching.policies.linger import Linger
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call
@@ -26,8 +25,8 @@ from penstock.core.transports.thread import ThreadTransport
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import LoadFailed, PenstockError
 from penstock.pipeline.graph import NODE_FILTERS, Graph, Node
-from penstock.pipeline.node import BatchStamp, NodeModel, SharedState
-from penstock.pipeline.placement import chain
+from penstock.pipeline.linger import Linger
+from penstock.pipeline.node import BatchStamp, NodeModel, SharedState, chain
 from penstock.types import Item, Sink
 
 QUEUED_BATCHES = 2  # batches that may wait for each instance, without `queue`

@@ -5,7 +5,7 @@ docs/pipelines.md shows the tables. A test keeps both equal.
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
@@ -139,6 +139,16 @@ PIPELINE: Final = {
 
 GRAPH_FIELDS: Final = {"trace": "trace", "in_flight": "in_flight", "inputs": "takes", "outputs": "answers"}
 """The fields of `graph.Graph` by their keys in `[pipeline]`; the other keys need more than a default."""
+
+
+SERVER_TABLES: Final = ("auth", "limits", "metrics", "models", "pipeline", "server")  # any other table is a node
+ONE_NODE_KEYS: Final = {"backend", "ops", "model"}  # above all tables: the file is a pipeline of one node
+
+
+def is_pipeline(tables: Mapping[str, Any]) -> bool:
+    """Whether the tables of a TOML file describe a pipeline, and not a configuration of `penstock serve`."""
+    nodes = any(isinstance(value, dict) and name not in SERVER_TABLES for name, value in tables.items())
+    return "models" not in tables and (nodes or "pipeline" in tables or bool(ONE_NODE_KEYS & tables.keys()))
 
 
 class TomlSource:

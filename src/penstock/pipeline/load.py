@@ -11,7 +11,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from penstock.config import toml
-from penstock.config.toml import ONE_NODE_KEYS, SERVER_TABLES
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline import filters
 from penstock.pipeline.check import check_structure, entry_of, linked
@@ -23,10 +22,12 @@ from penstock.pipeline.keys import (
     FIELDS,
     GRAPH_FIELDS,
     NODE,
+    ONE_NODE_KEYS,
     ONLY_IN_NODES,
     ONLY_WITH_A_MODEL,
     PIPELINE,
     PLACE,
+    SERVER_TABLES,
     TomlSource,
 )
 from penstock.pipeline.lower import (
@@ -39,8 +40,7 @@ from penstock.pipeline.lower import (
     steps_of,
     takes_size,
 )
-from penstock.pipeline.ops.base import RESULT
-from penstock.pipeline.ops.parameters import parameters_of
+from penstock.pipeline.ops.base import RESULT, parameters_of
 from penstock.values import found
 
 MAX_BATCH, MAX_BATCH_COMPAT, MAX_BATCH_OF_USERS = 8, 1, 64

@@ -33,10 +33,10 @@ from penstock.errors import (
 from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo
 from penstock.pipeline.filters import Filter
-from penstock.pipeline.graph import Node
+from penstock.pipeline.graph import Graph, Node
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op
-from penstock.pipeline.ops.parameters import make_op
+from penstock.pipeline.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op, make_op
+from penstock.pipeline.runtimes import cores
 from penstock.types import TensorSpec
 
 log = logging.getLogger("penstock.pipeline")
@@ -330,3 +330,49 @@ def tune_process() -> None:
     Each return from native code waits for the thread that holds the interpreter lock, by default up to 5 ms.
     """
     sys.setswitchinterval(0.001)
+
+
+# ---- nodes that run in the call of another
+
+_COMPUTING = tuple(f"penstock.pipeline.ops.{name}" for name in ("crop", "decode", "mat", "resize", "tensor"))
+"""Modules of built-in ops that only compute on one image and never wait."""
+
+
+def chain(graph: Graph, name: str) -> tuple[str, ...]:
+    """The nodes that the instances of a node also run, in order: none if aliases share them."""
+    if any(name in (node.name, node.alias_of) for node in graph.nodes.values() if node.alias_of is not None):
+        return ()
+    found = [name]
+    while (after := _inlined(graph, found[-1])) is not None and after not in found:
+        found.append(after)
+    return tuple(found[1:])
+
+
+def _inlined(graph: Graph, name: str) -> str | None:
+    """The next node if the instances of `name` run it in the same call; None if it needs its own.
+
+    A hand-over to another thread costs as much as resizing a small image. It gains nothing if both nodes only compute,
+    the first has an instance for each core, and nothing between them waits, merges or is kept.
+    """
+    node = graph.nodes[name]
+    if len(node.next) != 1 or node.each is not None or node.instances < cores() or not _node_computes(node):
+        return None
+    after = graph.nodes[node.next[0]]
+    plain = Node(
+        after.name, after.steps, after.next, instances=after.instances, max_batch=after.max_batch,
+        min_batch=after.min_batch, wait_s=after.wait_s, run_timeout_s=node.run_timeout_s,
+        retry_split=after.retry_split, idempotent=after.idempotent,
+    )  # fmt: skip
+    kept = any(i.producer == name for n in graph.nodes.values() for i in n.inputs)
+    if after != plain or kept or node.on_error != "fail" or graph.producers(after.name) != (name,):
+        return None
+    return after.name if _node_computes(after) else None
+
+
+def _node_computes(node: Node) -> bool:
+    return node.device == "cpu" and all(computes(catalog.find(step.op)) for step in node.steps)
+
+
+def computes(op: type[Op]) -> bool:
+    """Whether an op only computes on one image, on the CPU."""
+    return issubclass(op, ItemOp) and op.__module__ in _COMPUTING and not op.waits

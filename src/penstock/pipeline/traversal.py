@@ -20,8 +20,7 @@ from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo, shape_of
 from penstock.pipeline.conditions import Condition
 from penstock.pipeline.engine import NodeEngine
-from penstock.pipeline.graph import Graph, ItemRoute, Node
-from penstock.pipeline.joins import Join, arriving, unchanged
+from penstock.pipeline.graph import Graph, ItemRoute, Join, Node, arriving, unchanged
 from penstock.pipeline.node import BatchStamp, Visit
 from penstock.pipeline.ops.base import DATA, RESULT, Fields
 from penstock.types import Item, ItemResult

@@ -7,8 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.ops.base import DATA, KINDS, MAT_TYPES, RESULT, BatchOp, Fields, ItemOp, Op
-from penstock.pipeline.ops.parameters import make_op, parameters_of
+from penstock.pipeline.ops.base import (
+    DATA,
+    KINDS,
+    MAT_TYPES,
+    RESULT,
+    BatchOp,
+    Fields,
+    ItemOp,
+    Op,
+    make_op,
+    parameters_of,
+)
 
 
 def check_op(

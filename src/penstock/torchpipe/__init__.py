@@ -5,17 +5,17 @@ After `install()`, `import torchpipe` also loads this package. See docs/migrate-
 
 from penstock._version import __version__ as _penstock
 from penstock.torchpipe import utils as utils
+from penstock.torchpipe.boundary import Status as Status
+from penstock.torchpipe.boundary import is_registered as is_registered
+from penstock.torchpipe.boundary import list_backends as list_backends
+from penstock.torchpipe.boundary import register_backend as register_backend
+from penstock.torchpipe.boundary import register_filter as register_filter
 from penstock.torchpipe.events import Event as Event
 from penstock.torchpipe.naming import install as install
 from penstock.torchpipe.naming import unavailable
 from penstock.torchpipe.pipes import Interpreter as Interpreter
 from penstock.torchpipe.pipes import parse_toml as parse_toml
 from penstock.torchpipe.pipes import pipe as pipe
-from penstock.torchpipe.registry import Status as Status
-from penstock.torchpipe.registry import is_registered as is_registered
-from penstock.torchpipe.registry import list_backends as list_backends
-from penstock.torchpipe.registry import register_backend as register_backend
-from penstock.torchpipe.registry import register_filter as register_filter
 from penstock.torchpipe.utils.models import infer_shape as infer_shape
 
 __version__ = f"0.9.9+penstock{_penstock}"

@@ -3,7 +3,7 @@
 import sys
 from typing import Any, NoReturn
 
-from penstock.core.import_alias import installed, make_importable
+from penstock.plugins import installed, make_importable
 
 NAME = "torchpipe"
 OURS = "penstock.torchpipe"

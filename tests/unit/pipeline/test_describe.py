@@ -12,8 +12,8 @@ from penstock.pipeline.check import check
 from penstock.pipeline.describe import ops_text
 from penstock.pipeline.keys import NODE, PIPELINE, Size
 from penstock.pipeline.load import load_graph, parse_graph
+from penstock.pipeline.ops.base import make_op
 from penstock.pipeline.ops.catalog import find
-from penstock.pipeline.ops.parameters import make_op
 from penstock.values import bare
 from reference_pages import BEGIN, END, tables, with_tables
 

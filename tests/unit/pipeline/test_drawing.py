@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.pipeline.drawing import NodeLoad, mermaid, svg, trace_text
+from penstock.pipeline.describe import NodeLoad, mermaid, svg, trace_text
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.model import server_timing

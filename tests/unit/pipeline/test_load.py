@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.toml import is_pipeline
 from penstock.errors import ConfigError
 from penstock.pipeline.convert import to_toml
 from penstock.pipeline.graph import Each, Graph, NodeInput, NodeStep, outside
+from penstock.pipeline.keys import is_pipeline
 from penstock.pipeline.load import load_graph, parse_graph, read_tables
 from penstock.torchpipe import dialect
 
@@ -421,7 +421,7 @@ def test_a_missing_class_is_rejected(tmp_path: Path) -> None:
         ("DecodMat", "unknown op 'DecodMat'; did you mean 'DecodeMat'?"),
         ("S[DecodeMat,Mat2Tensr]", "unknown op 'Mat2Tensr'; did you mean 'Mat2Tensor'?"),
         ("Decode Mat[", "at character 12 of 'Decode Mat[': found the end, expected a name"),
-        ("DecodeMat[ResizeMat]", "at character 1: DecodeMat takes nothing in brackets"),
+        ("DecodeMat[ResizeMat]", "at character 1: DecodeMat takes no arguments in brackets"),
         ("Torch(device_id=1)[DecodeMat]", "at character 1: Torch takes no parameters"),
         ("S[DecodeMat,ResizeMat]", "ResizeMat needs resize_h and resize_w, not found"),
         ("ResizeMat(resize_h=8,resize_w=wide)", "resize_w: found the string 'wide'"),

@@ -14,7 +14,7 @@ from penstock.errors import BadOutput, BadRequest, ConfigError, LoadFailed
 from penstock.pipeline import model_op
 from penstock.pipeline.model_op import MOST_VIEWED, ModelOp
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.parameters import make_op
+from penstock.pipeline.ops.base import make_op
 from penstock.runtimes import onnx as loaders
 from support.files import scores, write_onnx
 

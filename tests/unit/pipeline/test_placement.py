@@ -11,10 +11,10 @@ import pytest
 
 from penstock import metrics
 from penstock.errors import LoadFailed
-from penstock.pipeline import placement
+from penstock.pipeline import node, runner
 from penstock.pipeline.engine import FLUSH_S
 from penstock.pipeline.graph import Graph, Node, NodeStep
-from penstock.pipeline.placement import placed
+from penstock.pipeline.runner import placed
 
 
 def device_of(device: str = "auto", **params: object) -> str:
@@ -26,13 +26,13 @@ def device_of(device: str = "auto", **params: object) -> str:
 def providers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The providers of an ONNX Runtime on a machine with a GPU."""
     found = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    monkeypatch.setattr(placement, "visible_gpus", lambda: 1)
-    monkeypatch.setattr(placement, "import_onnxruntime", lambda: SimpleNamespace(get_available_providers=lambda: found))
+    monkeypatch.setattr(runner, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(runner, "import_onnxruntime", lambda: SimpleNamespace(get_available_providers=lambda: found))
     return found
 
 
 def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(runner, "visible_gpus", lambda: 0)
     assert device_of(model="net.onnx") == "cpu"
     assert device_of("cuda:1", model="net.onnx") == "cuda:1"
 
@@ -52,7 +52,7 @@ def test_a_gpu_is_used_if_the_runtime_supports_it(
 def test_placement_of_pytorch_files_asks_pytorch(providers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, device in ((True, "cuda:0"), (False, "cpu")):
         torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda usable=usable: usable))
-        monkeypatch.setattr(placement, "import_torch", lambda torch=torch: torch)
+        monkeypatch.setattr(runner, "import_torch", lambda torch=torch: torch)
         assert device_of(model="net.pt") == device
 
 
@@ -60,7 +60,7 @@ def test_a_missing_runtime_is_an_error_of_the_node(providers: list[str], monkeyp
     def missing() -> None:
         raise LoadFailed("not installed")
 
-    monkeypatch.setattr(placement, "import_onnxruntime", missing)
+    monkeypatch.setattr(runner, "import_onnxruntime", missing)
     assert device_of(model="net.onnx") == "cpu"
 
 
@@ -70,14 +70,14 @@ def instances_of(*steps: NodeStep, device: str = "auto") -> int:
 
 
 def test_nodes_that_only_compute_have_at_most_one_instance_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(placement, "cores", lambda: 3)
+    monkeypatch.setattr(runner, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(runner, "cores", lambda: 3)
     image, net = NodeStep("DecodeMat"), NodeStep("OnnxTensor", {"model": "net.onnx"})
     assert instances_of(image) == instances_of(NodeStep("Mat2Tensor"), net) == 3
     assert instances_of(net, device="cuda:0") == 8
     for waits in (NodeStep("Sleep"), NodeStep("Python", {"target": "pkg.mod:obj"})):
         assert instances_of(image, waits) == 8
-    monkeypatch.setattr(placement, "cores", lambda: 16)
+    monkeypatch.setattr(runner, "cores", lambda: 16)
     assert instances_of(image) == 8
 
 
@@ -93,8 +93,8 @@ TWO = {"instances": 2}
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "cores", lambda: 2)
-    monkeypatch.setattr(placement, "cores", lambda: 2)
+    monkeypatch.setattr(runner, "cores", lambda: 2)
+    monkeypatch.setattr(node, "cores", lambda: 2)
 
 
 def preparing(make_graph: Any, **more: Any) -> Any:
@@ -123,10 +123,10 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_image_ops_on_the_cpu_run_in_the_same_call(make_graph: Any) -> None:
     graph = preparing(make_graph)
-    assert placement.chain(graph, "decode") == ("prepare",)
-    assert placement.chain(graph, "prepare") == ()  # what follows is a user's, and may wait for something
+    assert node.chain(graph, "decode") == ("prepare",)
+    assert node.chain(graph, "prepare") == ()  # what follows is a user's, and may wait for something
     three = {"a": (DECODE, "b", TWO), "b": (RESIZE, "c", TWO), "c": (TENSOR, "", {})}
-    assert placement.chain(make_graph(three), "a") == ("b", "c")
+    assert node.chain(make_graph(three), "a") == ("b", "c")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_node_that_needs_its_own_instances_is_not_chained(
     make_graph: Any, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     graph = make_graph({"a": (DECODE, "b", {**TWO, **first}), "b": (RESIZE, "", {**TWO, **second})})
-    assert placement.chain(graph, "a") == ()
+    assert node.chain(graph, "a") == ()
 
 
 def test_nodes_of_branches_have_calls_of_their_own(make_graph: Any) -> None:
@@ -161,7 +161,7 @@ def test_nodes_of_branches_have_calls_of_their_own(make_graph: Any) -> None:
         "d": (TENSOR, "", {"inputs": [("b", "result", "data"), ("c", "result", "other")]}),
     }
     graph = make_graph(nodes)
-    assert [placement.chain(graph, name) for name in nodes] == [(), (), (), ()]
+    assert [node.chain(graph, name) for name in nodes] == [(), (), (), ()]
 
 
 def test_a_node_whose_fields_are_used_later_is_not_chained(make_graph: Any) -> None:
@@ -170,7 +170,7 @@ def test_a_node_whose_fields_are_used_later_is_not_chained(make_graph: Any) -> N
         "b": (RESIZE, "c", TWO),
         "c": (TENSOR, "", {"inputs": [("a", "result", "whole"), ("b", "result", "data")]}),
     }
-    assert placement.chain(make_graph(nodes), "a") == ()
+    assert node.chain(make_graph(nodes), "a") == ()
 
 
 # ---- how
@@ -182,7 +182,7 @@ async def test_results_are_those_of_nodes_with_calls_of_their_own(
     s = await stage(preparing(make_graph))
     assert s.runner.node("decode").chained is s.runner.node("prepare")
     found = await s.results(*[PNG] * 5, b"no image", PNG)
-    monkeypatch.setattr(placement, "cores", lambda: 99)
+    monkeypatch.setattr(node, "cores", lambda: 99)
     apart = await stage(preparing(make_graph))
     assert apart.runner.node("decode").chained is None
     assert await apart.results(*[PNG] * 5, b"no image", PNG) == found

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from penstock.cli.config import config as config_verb
 from penstock.cli.serve import build_config
 from penstock.config.targets import split_targets
-from penstock.config.toml import describes_pipeline
+from penstock.config.toml import describes_model
 from penstock.errors import ConfigError
-from penstock.pipeline import preflight
-from penstock.pipeline.preflight import PipelineCheck
+from penstock.pipeline import cli
+from penstock.pipeline.cli import PipelineCheck
 
 FLAGS: dict[str, object] = {
     **dict.fromkeys(("instances", "devices", "max_batch_size", "model", "compat", "host", "port")),
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_pipeline_is_recognized_by_its_tables(file: str, told: bool) -> None:
-    assert describes_pipeline(file) is told
+    assert describes_model(file) is told
 
 
 def test_files_of_pipelines_are_models_named_by_their_stems(folder: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_check_that_dies_leaves_the_report_to_the_workers(folder: Path) -> Non
 
 
 def test_a_check_that_hangs_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(cli, "PATIENCE_S", 0.2)
     (folder / "steps.py").write_text("import time\ntime.sleep(3600)\n")
     (folder / "python.toml").write_text('[a]\nbackend = "Python[steps.py:f]"\n')
     before = children()

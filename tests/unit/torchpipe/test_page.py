@@ -17,7 +17,7 @@ from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.lower import flatten
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.parameters import parameters_of
+from penstock.pipeline.ops.base import parameters_of
 from penstock.torchpipe.dialect import TORCHPIPE
 from penstock.torchpipe.expressions import ENGINES, FAN_OUTS, SEQUENCES
 from penstock.torchpipe.expressions import SCOPES as WRAPPERS

@@ -4,13 +4,19 @@ Each instance of a node creates its own ops and calls them in its own thread. Th
 `__init__`, with their annotations and defaults, are the keys that a node may set.
 """
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+import inspect
+import re
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from penstock.errors import BadRequest, ConfigError, nearest
+from penstock.errors import BadRequest, ConfigError, PenstockError, nearest
+from penstock.plugins import raised_at
+from penstock.values import convert
 
 Array = NDArray[Any]
 MAT_TYPES = ("uint8", "float32")
@@ -38,6 +44,7 @@ class Op:
     gives: ClassVar[str] = "any"
     brackets: ClassVar[str] = ""  # the parameter that text in brackets sets, as in Python[pkg.mod:Class]
     model_file: ClassVar[bool] = False  # whether it runs the file in its parameter `model`
+    waits: ClassVar[bool] = False  # whether a built-in op for images may wait, for instance for a disk
     wraps: ClassVar[bool] = False  # whether its brackets contain ops that run before it, as in Result2Key[X]
 
     def load(self, device: str) -> None:
@@ -144,3 +151,84 @@ def as_tensor(data: Any, op: str) -> Array:
     if data.ndim == 0 or 0 in data.shape[1:]:
         raise BadRequest(f"{op} found {found(data)}, expected [rows, ...], with no axis of 0 after the first")
     return data
+
+
+# ---- the keys that a node may set for an op
+
+REQUIRED: Any = inspect.Parameter.empty
+_DOC = re.compile(r"^\s*- `(\w+)`: (.+?)(?=^\s*- `|^\s*$|\Z)", re.MULTILINE | re.DOTALL)
+
+
+class OpParameter(Struct, frozen=True):
+    """One key of an op. `default` is REQUIRED if it must be set."""
+
+    name: str
+    type: Any
+    default: Any = REQUIRED
+    doc: str = ""
+
+    @property
+    def required(self) -> bool:
+        """Whether the key must be set."""
+        return self.default is REQUIRED
+
+
+def parameters_of(cls: type[Op]) -> dict[str, OpParameter]:
+    """The keys of an op by name, documented by lines "- `name`: text" in its docstring."""
+    hints = _types(cls.__init__)
+    docs = {
+        name: " ".join(text.split())
+        for base in reversed(cls.__mro__)
+        for name, text in _DOC.findall(inspect.cleandoc(base.__doc__ or ""))
+    }
+    return {  # none of `object.__init__`, which has only *args and **kwargs
+        p.name: OpParameter(p.name, hints.get(p.name, Any), p.default, docs.get(p.name, ""))
+        for p in list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
+
+
+def _types(function: Any) -> dict[str, Any]:
+    """The types of annotated parameters, except names that only type checkers import."""
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    found: dict[str, Any] = {}
+    for name, annotation in inspect.get_annotations(function).items():
+        try:
+            found |= get_type_hints(types.SimpleNamespace(__annotations__={name: annotation}), names)
+        except (NameError, AttributeError):
+            continue
+    return found
+
+
+def takes_any(cls: type[Op]) -> bool:
+    """Whether an op has `**params`, and therefore accepts keys of any name."""
+    if cls.__init__ is object.__init__:
+        return False
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values())
+
+
+def check_params(cls: type[Op], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The values for an op, converted to its types. Raises ConfigError: unknown, missing, or of a wrong type."""
+    known, name = parameters_of(cls), cls.__name__
+    for key in params:
+        if key not in known and not takes_any(cls):
+            listed = ", ".join(known) or "none"
+            raise ConfigError(f"{name} has no parameter '{key}'{nearest(key, known)} (it has: {listed})")
+    missing = [key for key, p in known.items() if p.required and key not in params]
+    if missing:
+        raise ConfigError(f"{name} needs {' and '.join(missing)}, not found: set it in the node")
+    return {
+        key: convert(value, known[key].type, f"{name}: {key}", loose=True) if key in known else value
+        for key, value in params.items()
+    }
+
+
+def make_op(cls: type[Op], params: Mapping[str, Any]) -> Op:
+    """An op with these parameters. Raises ConfigError, also for values that the op itself rejects."""
+    values = check_params(cls, params)
+    try:
+        return cls(**values)
+    except PenstockError:
+        raise
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"{cls.__name__}: {e}{raised_at(e)}") from e

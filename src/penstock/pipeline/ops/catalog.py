@@ -13,11 +13,10 @@ _HOMES = {
     "crop": "CropMat CropResizeMat PerspectiveTransformMat PerspectiveTransformMats",
     "data": "Add AddInt Copy CopySplit Identity Keep KeyA2KeyB Move Remove Result2Key Result2Other Sleep",
     "decode": "DecodeMat DecodeTensor",
-    "mat": "Any2Mat CvtColorMat FloatMat Mat2CpuTensor Mat2GpuTensor Mat2Tensor Tensor2Mat Tensor2Vector",
+    "mat": "Any2Mat CvtColorMat FloatMat Mat2CpuTensor Mat2GpuTensor Mat2Tensor SaveMat Tensor2Mat Tensor2Vector",
     "python": "Python",
     "resize": "AlignMat BatchFixHLimitW DynamicFixHResizePadMat DynamicResizeMat FixHResizePadMat FixRatioResizeMat "
     "PillowResizeMat ResizeCenterPadMat ResizeMat ResizePadMat",
-    "save": "SaveMat",
     "scores": "ArgMax ArgMaxTensor SoftmaxArgMax SoftmaxArgMaxTensor SoftmaxCpu SoftmaxMax",
     "tensor": "CpuTensor CropTensor CvtColorTensor FloatNCHWTensor FloatTensor GpuTensor NCHWTensor "
     "PillowResizeTensor ResizePadTensor ResizeTensor",

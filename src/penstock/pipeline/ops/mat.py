@@ -1,11 +1,14 @@
 """Images as mats: color order, number type, and conversion to and from tensors. Also configures OpenCV for all ops."""
 
+import itertools
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 import cv2 as cv2
 import numpy as np
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.ops.base import MAT_TYPES, Array, Fields, ItemOp, MatOp, as_mat, as_tensor, found
 
 cv2.setNumThreads(1)  # instances already run concurrently
@@ -165,3 +168,34 @@ class Tensor2Vector(ItemOp):
     def __call__(self, data: Any, fields: Fields) -> list[float]:
         numbers: list[float] = as_tensor(data, "Tensor2Vector").astype(np.float64).ravel().tolist()
         return numbers
+
+
+_files = itertools.count()
+
+
+class SaveMat(MatOp):
+    """The unchanged image, after writing it to a directory as a PNG (float32 clipped to 0 to 255). Slow: for debugging.
+
+    - `save_dir`: an existing directory. Existing files are not overwritten.
+    """
+
+    waits = True
+
+    def __init__(self, save_dir: str) -> None:
+        self.folder = Path(save_dir).expanduser()
+        if not self.folder.is_dir():
+            raise ConfigError(f"SaveMat: save_dir = '{save_dir}' is not a directory: create it first")
+
+    def __call__(self, data: Any, fields: Fields) -> Array:
+        mat = as_mat(data, "SaveMat")
+        if mat.ndim == 4:
+            return mat
+        _, png = cv2.imencode(".png", mat if mat.dtype == np.uint8 else mat.clip(0, 255).astype(np.uint8))
+        while True:
+            path = self.folder / f"{os.getpid()}_{next(_files):06d}.png"
+            try:
+                with path.open("xb") as file:
+                    file.write(png.tobytes())
+            except FileExistsError:
+                continue
+            return mat

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import ConfigError
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.base import RESULT, BatchOp, Fields, ItemOp, Op, check_kinds
-from penstock.pipeline.ops.parameters import make_op
+from penstock.pipeline.ops.base import RESULT, BatchOp, Fields, ItemOp, Op, check_kinds, make_op
 from penstock.plugins import load_object
 
 _DECLARED = ("takes", "gives", "reads", "writes")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Final
 
-from penstock.core.import_alias import make_importable
-from penstock.plugins import load_object
+from penstock.plugins import load_object, make_importable
 
 Handle = Callable[[Any, Any], Any]
 Initialize = Callable[[Any], Any]

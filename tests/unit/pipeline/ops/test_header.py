@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from penstock.pipeline.ops.header import MOST_PARTS, PNG, jpeg_header, png_size
+from penstock.pipeline.ops.decode import MOST_PARTS, PNG, jpeg_header, png_size
 
 
 def exif(orientation: int, order: str = "<", kind: int = 3) -> bytes:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from penstock.errors import ConfigError, LoadFailed
-from penstock.pipeline.ops.base import ItemOp
-from penstock.pipeline.ops.parameters import (
+from penstock.pipeline.ops.base import (
     REQUIRED,
+    ItemOp,
     OpParameter,
     check_params,
     make_op,

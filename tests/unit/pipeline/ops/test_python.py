@@ -6,8 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError, LoadFailed, TargetNotFound
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.base import BatchOp, ItemOp
-from penstock.pipeline.ops.parameters import make_op, parameters_of, takes_any
+from penstock.pipeline.ops.base import BatchOp, ItemOp, make_op, parameters_of, takes_any
 from penstock.pipeline.ops.python import Python, adapt, op, resolve
 
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from penstock.errors import BadRequest, ConfigError
+from penstock.pipeline.ops.base import make_op, parameters_of
 from penstock.pipeline.ops.crop import CropResizeMat
 from penstock.pipeline.ops.mat import cv2
-from penstock.pipeline.ops.parameters import make_op, parameters_of
 from penstock.pipeline.ops.resize import (
     AlignMat,
     BatchFixHLimitW,

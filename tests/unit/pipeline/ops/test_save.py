@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.ops.mat import cv2
-from penstock.pipeline.ops.save import SaveMat
+from penstock.pipeline.ops.mat import SaveMat, cv2
 
 
 def test_an_image_is_written_and_passed_on(tmp_path, rgb):
@@ -23,19 +20,17 @@ def test_floats_are_cut_to_what_a_png_holds(tmp_path):
     assert cv2.imread(str(path), cv2.IMREAD_GRAYSCALE).tolist() == [[0, 3, 255]]
 
 
-def test_two_instances_overwrite_neither_each_other_nor_what_is_there(tmp_path, rgb, monkeypatch):
-    import itertools
-
-    from penstock.pipeline.ops import save
-
-    there = tmp_path / f"{os.getpid()}_000000.png"
+def test_two_instances_overwrite_neither_each_other_nor_what_is_there(tmp_path, rgb):
+    ops = [SaveMat(str(tmp_path)), SaveMat(str(tmp_path))]
+    ops[0](rgb, {})
+    (first,) = tmp_path.iterdir()
+    process, number = first.stem.split("_")
+    there = tmp_path / f"{process}_{int(number) + 1:06d}.png"
     there.write_bytes(b"mine")
-    monkeypatch.setattr(save, "_numbers", itertools.count())
-    for op in (SaveMat(str(tmp_path)), SaveMat(str(tmp_path))):
-        op(rgb, {})
+    for op in ops:
         op(rgb, {})
     assert there.read_bytes() == b"mine"
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_fields_of_an_item_do_not_set_the_directory(tmp_path, rgb):

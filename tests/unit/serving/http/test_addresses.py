@@ -14,7 +14,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http.sockets import PortInUse
-from penstock.torchpipe.thrift.server import ThriftServer
+from penstock.torchpipe.thrift import ThriftServer
 from support.backend import FakeBackend
 
 TLS = Path(__file__).parents[3] / "tls"

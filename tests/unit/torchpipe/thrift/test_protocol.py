@@ -18,7 +18,7 @@ from thriftpy2.transport import TMemoryBuffer
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
 from penstock.errors import BadOutput, BadRequest, PayloadTooLarge
-from penstock.torchpipe.thrift import protocol as thrift
+from penstock.torchpipe import thrift_protocol as thrift
 from penstock.types import Item
 
 IDL = """

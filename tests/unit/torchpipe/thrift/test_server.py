@@ -21,8 +21,8 @@ from thriftpy2.transport import TMemoryBuffer, TTransportException
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError, ItemFailed, QueueFull
 from penstock.serving.http.auth import make_ssl_context
-from penstock.torchpipe.thrift import protocol as thrift
-from penstock.torchpipe.thrift.server import ThriftServer
+from penstock.torchpipe import thrift_protocol as thrift
+from penstock.torchpipe.thrift import ThriftServer
 from penstock.types import ItemResult
 from support.backend import Call, FakeBackend
 

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from penstock.core.import_alias import make_importable
+from penstock.plugins import make_importable
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Dispatch, Entry, Expire, Outcome
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import Choice, Take, View
-from penstock.core.batching.policies.linger import Linger
 from penstock.core.batching.queues import Bucket
 from penstock.core.batching.scheduler import Scheduler
+from penstock.pipeline.linger import Linger
 
 
 class TransportHarness:

@@ -17,7 +17,7 @@ from penstock.serving.http.listener import INF, Listener
 from penstock.serving.http.responses import log_failure, status_of
 from penstock.serving.http.server import SocketServer
 from penstock.serving.http.sockets import readable
-from penstock.torchpipe.thrift import protocol as thrift
+from penstock.torchpipe import thrift_protocol as thrift
 from penstock.types import Item, ItemResult
 
 log = logging.getLogger("penstock.frontends")

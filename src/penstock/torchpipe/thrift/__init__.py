@@ -1,1 +1,0 @@
-"""A Thrift listener for the service of TorchPipe's examples: `ping` and `infer_batch`."""
