@@ -16,7 +16,7 @@ from penstock.streamer.redis.codec import decode, encode
 from penstock.streamer.redis.protocol import BrokerReply, from_wire
 from penstock.types import Item, ItemResult, Sink
 
-log = logging.getLogger("penstock.broker")
+log = logging.getLogger("penstock.streamer")
 
 SUBMISSION_ENTRIES = 512  # the broker serves no other client while it runs a script
 SUBMISSION_BYTES = 8 * 2**20

@@ -22,7 +22,7 @@ from penstock.streamer.redis.protocol import GROUP, INHERIT, LEAVE, QueueKeys, R
 from penstock.streamer.redis.writer import Lease, ReplyWriter
 from penstock.types import Item, ItemResult
 
-log = logging.getLogger("penstock.broker")
+log = logging.getLogger("penstock.streamer")
 
 CODECS = "penstock.streamer.redis.codec"
 MAX_DEATHS = 2

@@ -31,7 +31,7 @@ from penstock.streamer.redis.protocol import (
 )
 from penstock.types import ItemResult
 
-log = logging.getLogger("penstock.broker")
+log = logging.getLogger("penstock.streamer")
 
 REPLIES_S = 120  # how long replies wait for a client that does not read
 MAX_LETTERS, LETTER_BYTES = 1000, 64 * 2**10  # dead letters, and the stored part of each of their fields

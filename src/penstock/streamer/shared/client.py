@@ -34,11 +34,10 @@ from penstock.errors import (
 )
 from penstock.streamer.backend import FIRST_RETRY_S, LAST_RETRY_S
 from penstock.streamer.base import BaseStreamer
-from penstock.streamer.shared.address import socket_path
 from penstock.streamer.shared.link import BatcherLink, SharedCall
 from penstock.streamer.shared.messages import Offer, offer_of
 from penstock.streamer.shared.sealed import Sealed, opened, seal_item
-from penstock.streamer.shared.start import Joined, join
+from penstock.streamer.shared.start import Joined, join, socket_path
 from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.streamer")

@@ -22,10 +22,9 @@ from penstock.core.wire.messages import (
     write,
 )
 from penstock.core.wire.slabs import Slab, SlabPool, map_read_only
-from penstock.streamer.shared.address import close
 from penstock.streamer.shared.messages import CallMessage, FromBatcher, LoadedMessage
 from penstock.streamer.shared.sealed import put_values
-from penstock.streamer.shared.start import Joined
+from penstock.streamer.shared.start import Joined, close
 from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.streamer")

@@ -20,14 +20,13 @@ from penstock.core.wire.messages import FrameDecoder, FreeReplies, MessageWriter
 from penstock.core.wire.slabs import anonymous_file
 from penstock.errors import ConfigError, ModelNotReady, PenstockError, QueueFull, WorkerDied
 from penstock.streamer.model import wrapped
-from penstock.streamer.shared import address, batcher, client, session
-from penstock.streamer.shared.address import connected, listening, socket_path
+from penstock.streamer.shared import batcher, client, start
 from penstock.streamer.shared.batcher import SharedBatcher
 from penstock.streamer.shared.client import SharedClient
 from penstock.streamer.shared.link import BatcherLink, SharedCall
 from penstock.streamer.shared.messages import CallMessage, JoinMessage, WelcomeMessage, offer_of
 from penstock.streamer.shared.sealed import put_values, seal
-from penstock.streamer.shared.start import Joined, join
+from penstock.streamer.shared.start import Joined, connected, join, listening, socket_path
 from penstock.types import Item, ItemResult
 
 
@@ -110,7 +109,7 @@ async def test_a_peer_that_has_not_joined_takes_a_few_kilobytes_at_most(running:
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(20):
             peers.append(running.connect())
-            peers[-1].send(struct.pack("<II", session.JOIN_BYTES, 0) + bytes(2000))
+            peers[-1].send(struct.pack("<II", batcher.JOIN_BYTES, 0) + bytes(2000))
         async with asyncio.timeout(20):
             while len(running.batcher.sessions) < len(peers):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -125,7 +124,7 @@ async def test_a_peer_that_has_not_joined_takes_a_few_kilobytes_at_most(running:
 
 async def test_a_peer_may_announce_large_frames_only_after_it_has_joined(running: Running) -> None:
     (frame,) = write(FreeReplies([]))
-    large = b"".join(frame_of(bytes(frame[8:]), [bytes(session.JOIN_BYTES)]))
+    large = b"".join(frame_of(bytes(frame[8:]), [bytes(batcher.JOIN_BYTES)]))
     stranger, member = running.connect(), running.connect()
     stranger.send(large[:16])
     assert await receive(stranger) == b""
@@ -205,7 +204,7 @@ async def test_a_joined_client_that_breaks_the_protocol_is_disconnected_alone(ru
 
 
 async def test_a_silent_client_is_disconnected(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "JOIN_S", 0.02)
+    monkeypatch.setattr(batcher, "JOIN_S", 0.02)
     client = await running.client()
     with running.connect() as sock:
         assert await receive(sock) == b""
@@ -216,7 +215,7 @@ async def test_a_silent_client_is_disconnected(running: Running, monkeypatch: py
 async def test_a_process_of_another_user_is_disconnected(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     client = await running.client()
     with running.connect() as sock:
-        monkeypatch.setattr(address, "peer_uid", lambda sock: os.geteuid() + 1)
+        monkeypatch.setattr(start, "peer_uid", lambda sock: os.geteuid() + 1)
         assert await receive(sock) == b""
     monkeypatch.undo()
     assert await call(client, 2) == 2
@@ -247,7 +246,7 @@ async def test_a_client_with_other_settings_or_of_another_version_is_refused(
 async def test_a_client_that_takes_no_answer_is_disconnected_and_no_more_is_read_from_it(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "STALL_S", 0.2)
+    monkeypatch.setattr(batcher, "STALL_S", 0.2)
     client = await running.client()
     sock = running.connect()
     with sock:

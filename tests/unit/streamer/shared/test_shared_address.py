@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.streamer.shared import address
-from penstock.streamer.shared.address import connected, listening, socket_path
+from penstock.streamer.shared import start
+from penstock.streamer.shared.start import connected, listening, socket_path
 from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.cli.pid_file import pid_path
 
@@ -81,7 +81,7 @@ def test_a_directory_that_others_can_use_is_refused(folder: Path, tmp_path: Path
 
 def test_a_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(0o700)
-    monkeypatch.setattr(address.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(start.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match=f"belongs to user {os.getuid()}, expected user {os.getuid() + 1}"):
         socket_path("x")
 
@@ -105,7 +105,7 @@ def test_the_file_of_a_dead_listener_is_replaced_and_no_other_file_is(folder: Pa
 def test_a_socket_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = socket_path("x")
     with listening(path):
-        monkeypatch.setattr(address, "peer_uid", lambda sock: os.geteuid() + 1)
+        monkeypatch.setattr(start, "peer_uid", lambda sock: os.geteuid() + 1)
         with pytest.raises(ConfigError, match=f"belongs to user {os.geteuid() + 1}, expected user {os.geteuid()}"):
             connected(path)
 
@@ -113,13 +113,13 @@ def test_a_socket_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.
 def test_the_kernel_reports_the_user_at_the_other_end() -> None:
     one, other = socket.socketpair()
     with one, other:
-        assert address.peer_uid(one) == os.geteuid()
+        assert start.peer_uid(one) == os.geteuid()
 
 
 def test_a_forked_process_closes_its_copies_of_sockets() -> None:
     one, other = socket.socketpair()
     with one, other:
-        address.keep(one)
+        start.keep(one)
         if (child := os.fork()) == 0:
             try:
                 one.getpeername()
@@ -127,5 +127,5 @@ def test_a_forked_process_closes_its_copies_of_sockets() -> None:
                 os._exit(0)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        address.close(one)
-        assert not address._OPEN & {one}
+        start.close(one)
+        assert not start._OPEN & {one}
