@@ -1,8 +1,11 @@
-"""The connection of this process to a Ray cluster, what an instance takes of it, and what it has."""
+"""The connection of this process to a Ray cluster, the resources of an instance and of the cluster, and `Place`."""
 
 import os
+import sys
 import threading
 from importlib.metadata import PackageNotFoundError, version
+
+from msgspec import Struct
 
 from penstock.config.schema import RayConfig
 from penstock.errors import ConfigError, LoadFailed, describe, install_hint
@@ -86,3 +89,22 @@ def no_room(want: dict[str, float], timeout_s: float) -> str:
         f"the Ray cluster placed no instance with {needs} within ray.placement_timeout_s={timeout_s:g}, because {why}:"
         f" its {len(nodes)} nodes have {has}; add a node, or ask for less in [models.NAME.ray]"
     )
+
+
+class Place(Struct, frozen=True):
+    """Where a process looks for the files and modules that a target names."""
+
+    folder: str
+    paths: list[str]
+
+
+def here() -> Place:
+    folder = os.getcwd()
+    return Place(folder, [path or folder for path in sys.path])
+
+
+def enter(place: Place) -> None:
+    """Makes this process look there too. A node without the folder keeps its own, such as a `working_dir` of Ray's."""
+    if os.path.isdir(place.folder):
+        os.chdir(place.folder)
+    sys.path += [path for path in place.paths if path not in sys.path]

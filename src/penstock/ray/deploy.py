@@ -14,8 +14,7 @@ from penstock.config.targets import split_targets
 from penstock.core.engine.engine import Engine
 from penstock.errors import ConfigError, LoadFailed, ModelNotReady, PenstockError
 from penstock.plugins import optional_module
-from penstock.ray.cluster import check_ray
-from penstock.ray.place import Place, enter, here
+from penstock.ray.cluster import Place, check_ray, enter, here
 from penstock.serving.http.asgi import InferenceApp
 
 DRAIN_S = 10.0  # Serve has waited for the answers; this is for what handles left behind

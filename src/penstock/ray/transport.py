@@ -23,13 +23,11 @@ from penstock.core.worker.devices import environment
 from penstock.core.worker.nesting import DEPTH_VARIABLE, may_start_workers
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ItemFailed, LoadFailed, PenstockError, WorkerDied, describe
-from penstock.ray.actor import RayWorker
-from penstock.ray.cluster import check_ray, connect, no_room, wanted
-from penstock.ray.messages import Message, RayReader, RayWriter, with_views
-from penstock.ray.place import here
+from penstock.ray.actor import Message, RayReader, RayWorker, RayWriter, with_views
+from penstock.ray.cluster import check_ray, connect, here, no_room, wanted
 from penstock.types import Batch, BatchPart, ItemResult, Ready
 
-log = logging.getLogger("penstock.transports")
+log = logging.getLogger("penstock.ray")
 
 STOP_S = 5.0  # for `unload`
 LAST_S = 0.1  # after the report of a death, for the answers before it
