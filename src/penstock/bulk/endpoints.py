@@ -11,8 +11,15 @@ from random import Random
 from typing import Final
 
 from penstock.backoff import doubled_s
-from penstock.bulk.protocol import RevisionChanged, ServerFault, WrongAnswer, revision_changed
-from penstock.bulk.servers import ServerInfo, authorization, fetch
+from penstock.bulk.servers import (
+    RevisionChanged,
+    ServerFault,
+    ServerInfo,
+    WrongAnswer,
+    authorization,
+    fetch,
+    revision_changed,
+)
 from penstock.bulk.types import EndpointStats, SendMode, SendOptions
 from penstock.client.endpoint import (
     ConnectionLost,

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.bulk.endpoints import AGAIN, ENDS_THE_JOB, LATER, EndpointHealth, NotSent, ServerEndpoint, loop_time
-from penstock.bulk.protocol import UploadChunk, read_captions
-from penstock.bulk.servers import ServerInfo
+from penstock.bulk.servers import ServerInfo, UploadChunk, read_captions
 from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, SendStats
 from penstock.core.os_threads import new_event_loop
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe

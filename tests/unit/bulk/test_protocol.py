@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bulk.protocol import (
+from penstock.bulk.sender import Undelivered, undelivered
+from penstock.bulk.servers import (
     RevisionChanged,
     ServerFault,
     UploadChunk,
@@ -19,7 +20,6 @@ from penstock.bulk.protocol import (
     idempotency_key,
     read_captions,
 )
-from penstock.bulk.sender import Undelivered, undelivered
 from penstock.bulk.types import Chunk, Video
 from penstock.client.endpoint import ConnectionLost
 from penstock.client.response import HttpResponse

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from penstock.bulk.endpoints import ENDS_THE_JOB, NoServer, NotSent, window_for
-from penstock.bulk.protocol import RevisionChanged, ServerFault, WrongAnswer
 from penstock.bulk.sender import ChunkSender, Undelivered
-from penstock.bulk.servers import ask
+from penstock.bulk.servers import RevisionChanged, ServerFault, WrongAnswer, ask
 from penstock.bulk.types import Chunk, SendOptions, Video
 from penstock.client.endpoint import ConnectionLost, ResponseTooLarge, tls_context
 from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
