@@ -1,15 +1,18 @@
-"""One call of a client: its options, and its headers or parameters at the time of an attempt."""
+"""One call of a client: its options, headers and retries; and `CallWindow` for many calls at once."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypedDict
 from uuid import uuid4
 
 from msgspec import Struct
 
-from penstock.errors import BadRequest, nearest
+from penstock.backoff import doubled_s
+from penstock.client.endpoint import ConnectionLost, Unreachable
+from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull, RunTimeout, WorkerDied, nearest
 from penstock.types import SequenceRequest
 
 GRACE_S: Final = 0.25  # after a deadline, for the server's own answer about it to arrive
@@ -121,3 +124,108 @@ def read_options(options: CallOptions, timeout_s: float, keyed: bool = False) ->
     if not isinstance(call.priority, int) or call.priority < 0:
         raise BadRequest(f"priority is {call.priority!r}, expected a whole number from 0")
     return call
+
+
+NOT_RUN: Final = (Unreachable, QueueFull, ModelNotReady)  # the server refused the request, or never received it
+PERHAPS_RUN: Final = (ConnectionLost, WorkerDied)
+
+
+class RetryPolicy(Struct, frozen=True):
+    """At most `retries` further attempts, with pauses that double from `backoff_s` up to `longest_pause_s`.
+
+    A server's Retry-After is honoured up to `longest_pause_s`.
+    """
+
+    retries: int = 2
+    backoff_s: float = 0.1
+    longest_pause_s: float = 10.0
+
+    def pause_s(
+        self, error: PenstockError, failures: int, left_s: float, *, repeatable: bool, chance: float
+    ) -> float | None:
+        """Seconds before the next attempt; None: the error is final.
+
+        `failures` counts the failed attempts, from 1. `left_s` is the time that the caller still has. `repeatable`:
+        running the request twice is harmless. `chance` is a random number from 0 to 1.
+        """
+        if failures > self.retries or not is_safe(error, repeatable):
+            return None
+        jitter_s = chance * doubled_s(self.backoff_s, failures, self.longest_pause_s)
+        pause_s = min(error.retry_after_s or 0.0, self.longest_pause_s) + jitter_s
+        return pause_s if pause_s < left_s else None
+
+
+def is_safe(error: PenstockError, repeatable: bool) -> bool:
+    """Whether another attempt may help and harms nothing. A run that timed out would time out again."""
+    if isinstance(error, PERHAPS_RUN):
+        return repeatable and not isinstance(error, RunTimeout)
+    return isinstance(error, NOT_RUN)
+
+
+MAX_CONCURRENCY: Final = 10_000
+
+
+class CallWindow:
+    """At most `concurrency` calls run, or have a result that was not taken. Used on one event loop.
+
+    With `ordered`, results come in the order of the values; otherwise each is (position of its value, result), as they
+    complete. An error takes the place of a result if `return_exceptions`; otherwise it is raised, and ends the window.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Any], Awaitable[Any]],
+        concurrency: int = 16,
+        ordered: bool = True,
+        return_exceptions: bool = False,
+    ) -> None:
+        if not 1 <= concurrency <= MAX_CONCURRENCY:
+            raise BadRequest(f"concurrency is {concurrency}, expected a whole number from 1 to {MAX_CONCURRENCY}")
+        self._send = send
+        self._concurrency = concurrency
+        self._ordered = ordered
+        self._return_exceptions = return_exceptions
+        self._running: dict[asyncio.Task[Any], int] = {}  # in the order of their values
+        self._count = 0
+
+    async def put(self, value: Any) -> list[Any]:
+        """Starts a call, and returns the results that are due. Waits for one if the window is full."""
+        self._running[asyncio.ensure_future(self._call(value))] = self._count
+        self._count += 1
+        await asyncio.sleep(0)  # the call begins even if the next value takes long
+        return await self.take() if len(self._running) >= self._concurrency else self._due()
+
+    async def take(self) -> list[Any]:
+        """The next results, at least one; none if no call is left."""
+        if self._running:
+            waited = [next(iter(self._running))] if self._ordered else self._running
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        return self._due()
+
+    async def close(self) -> None:
+        """Cancels what runs."""
+        running = list(self._running)
+        self._running.clear()
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    async def _call(self, value: Any) -> Any:
+        try:
+            return await self._send(value)
+        except PenstockError as error:
+            if self._return_exceptions:
+                return error
+            raise
+
+    def _due(self) -> list[Any]:
+        found = []
+        for task, position in list(self._running.items()):
+            if not task.done():
+                if self._ordered:
+                    break
+                continue
+            del self._running[task]
+            found.append(task.result() if self._ordered else (position, task.result()))
+        return found

@@ -9,12 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, Unpack
 
 from penstock.client.apis import ApiCall, PenstockApi, find_api
-from penstock.client.calls import Call, CallOptions, read_options
+from penstock.client.calls import Call, CallOptions, CallWindow, RetryPolicy, read_options
 from penstock.client.endpoint import parse_url, tls_context
-from penstock.client.many import CallWindow
-from penstock.client.pool import ConnectionPool
-from penstock.client.retry import RetryPolicy
-from penstock.client.transport import Attempt, HttpTransport, Listener, Transport
+from penstock.client.transport import Attempt, ConnectionPool, HttpTransport, Listener, Transport
 from penstock.errors import BadRequest, ConfigError, PenstockError, not_installed
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import grpc
 
-from penstock.client.answers import named_error
 from penstock.client.apis import ApiCall, PenstockApi
 from penstock.client.calls import GRACE_S, Call
 from penstock.client.endpoint import (
@@ -22,6 +21,7 @@ from penstock.client.endpoint import (
     parse_url,
 )
 from penstock.client.inputs import raw_inputs
+from penstock.client.response import named_error
 from penstock.client.transport import Attempt, Parts
 from penstock.errors import (
     BadRequest,

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
+from penstock.client.calls import CallWindow
 from penstock.client.client import CLOSED, AsyncClient, ManyOptions, check_process
-from penstock.client.many import CallWindow
 from penstock.core.portal.loop_thread import LoopThread
 from penstock.errors import PenstockError
 

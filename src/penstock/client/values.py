@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.client.answers import UnexpectedResponse, named_error
 from penstock.client.endpoint import ResponseTooLarge
 from penstock.client.http import Buffer
+from penstock.client.response import UnexpectedResponse, named_error
 from penstock.errors import BadOutput, BadRequest, ItemFailed, PenstockError
 from penstock.serving.protocols.bodies import BASE64, JSON, PART_TYPE, decode_text, encode_json, encode_text, split_type
 

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from penstock import AsyncClient, Client
-from penstock.client.answers import UnexpectedResponse
 from penstock.client.endpoint import (
     ConnectionLost,
     MalformedResponse,
@@ -27,6 +26,7 @@ from penstock.client.endpoint import (
     Unreachable,
     UntrustedCertificate,
 )
+from penstock.client.response import UnexpectedResponse
 from penstock.errors import (
     BadOutput,
     BadRequest,

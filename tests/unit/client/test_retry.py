@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.client.calls import RetryPolicy, is_safe
 from penstock.client.endpoint import (
     ConnectionLost,
     MalformedResponse,
@@ -11,7 +12,6 @@ from penstock.client.endpoint import (
     Unreachable,
     UntrustedCertificate,
 )
-from penstock.client.retry import RetryPolicy, is_safe
 from penstock.errors import (
     BadRequest,
     ItemFailed,
