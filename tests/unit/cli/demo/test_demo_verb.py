@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from penstock.cli.demo.command import _verdict
-from penstock.cli.demo.trial import DemoFigures, DemoLoad
+from penstock.cli.demo.command import DemoFigures, DemoLoad, _verdict
 
 
 def row(accuracy: float = 0.99, rate: float = 1000.0, failures: dict[str, int] | None = None) -> DemoFigures:
