@@ -15,7 +15,6 @@ import pytest
 from penstock.bulk.sender import ChunkSender, Undelivered
 from penstock.bulk.servers import NotACaptioner, ask
 from penstock.bulk.types import Chunk, SendOptions, Video
-from penstock.client.endpoint import tls_context
 from penstock.errors import ModelNotFound, PayloadTooLarge, PenstockError, Unauthorized
 
 TLS = Path(__file__).parents[1] / "tls"
@@ -66,7 +65,7 @@ class NoBlock:
 
 def captions(url: str, chunks: list[Chunk], token: str | None = None, ca: str | None = None, **options: Any) -> Any:
     """(the result of each chunk, the sender's stats)"""
-    info = ask(url, "captioner", token=token, tls=tls_context(ca) if ca else None)
+    info = ask(url, "captioner", token=token, ca=ca)
     answers: dict[int, list[str] | PenstockError] = {}
     whole = threading.Event()
 
@@ -152,4 +151,4 @@ def test_a_token_and_tls_keep_others_out(serve: Callable[..., Any], tmp_path: Pa
     answers, _ = captions(url, chunks, token="s3cret", ca=cert)
     assert answers == [expected(one) for one in chunks]
     with pytest.raises(Unauthorized):
-        ask(url, "captioner", token="guess", tls=tls_context(cert))
+        ask(url, "captioner", token="guess", ca=cert)

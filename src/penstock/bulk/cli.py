@@ -11,10 +11,11 @@ from typing import Any
 
 import click
 
-from penstock.bulk.job import NOT_UP, BulkJob, dry_run
+from penstock.bulk.job import BulkJob, dry_run
 from penstock.bulk.options import JobOptions
 from penstock.bulk.outputs import OutputPaths
 from penstock.bulk.progress import INCOMPLETE, INTERRUPTED, USAGE, ProgressReporter, WarningHandler, make_reporter
+from penstock.bulk.servers import NOT_UP
 from penstock.bulk.types import Sampling
 from penstock.client.endpoint import read_token
 from penstock.config.targets import number_or_auto

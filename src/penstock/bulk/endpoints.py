@@ -16,17 +16,19 @@ from penstock.bulk.servers import (
     ServerFault,
     ServerInfo,
     WrongAnswer,
-    authorization,
     fetch,
+    open_client,
     revision_changed,
 )
 from penstock.bulk.types import EndpointStats, SendMode, SendOptions
+from penstock.client.apis import APIS
 from penstock.client.endpoint import (
     ConnectionLost,
     MalformedResponse,
     ResponseTimeout,
     Unreachable,
     UntrustedCertificate,
+    authorization,
 )
 from penstock.client.http import ClientConnection
 from penstock.errors import (
@@ -86,7 +88,7 @@ class ServerEndpoint:
     def __init__(self, info: ServerInfo, options: SendOptions) -> None:
         self.info = info
         self.window = window_for(options.mode, info, options.rows)
-        self.path = f"{info.path}/infer"
+        self.path = APIS["penstock"].infer(info.model, None)
         self.headers = [("x-priority", "1"), *authorization(info.token)]
         self.away = False  # must answer a metadata request before it gets chunks
         self.resting_until_s = 0.0
@@ -206,25 +208,25 @@ class EndpointHealth:
     async def _probe(self, endpoint: ServerEndpoint) -> None:
         """Asks an absent server for its metadata until it answers as before."""
         info = endpoint.info
-        for failures in itertools.count():
-            if failures:
-                await asyncio.sleep(self.backoff_s(failures))
-            try:
-                found = await fetch(info.address, info.model, info.token, self._options.connect_timeout_s)
-            except ENDS_THE_JOB as exc:
-                self._halt(exc)
-                return
-            except PenstockError as exc:
-                self._note_silence(exc)
-                continue
-            if found.revision != info.revision:
-                self._halt(revision_changed(info.url, info.model, info.revision, found.revision))
-                return
-            _logger.warning("server=%s answers again", info.url)
-            endpoint.away, endpoint.failures = False, 0
-            self.succeeded()
-            self._pump()
+        async with open_client(info.url, info.token, info.ca, self._options.connect_timeout_s) as client:
+            for failures in itertools.count():
+                if failures:
+                    await asyncio.sleep(self.backoff_s(failures))
+                try:
+                    found = await fetch(client, info.model, info.address)
+                    break
+                except ENDS_THE_JOB as exc:
+                    self._halt(exc)
+                    return
+                except PenstockError as exc:
+                    self._note_silence(exc)
+        if found.revision != info.revision:
+            self._halt(revision_changed(info.url, info.model, info.revision, found.revision))
             return
+        _logger.warning("server=%s answers again", info.url)
+        endpoint.away, endpoint.failures = False, 0
+        self.succeeded()
+        self._pump()
 
     def _note_silence(self, error: PenstockError) -> None:
         """Ends the job once no server has answered for `give_up_s`."""

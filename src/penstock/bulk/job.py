@@ -6,7 +6,6 @@ frames ahead, and the caller's thread waits for the end and reports progress.
 
 import logging
 import queue
-import ssl
 import sys
 import threading
 import time
@@ -23,17 +22,16 @@ from penstock.bulk.inputs import expand, valid_text
 from penstock.bulk.options import JPEG_SHARE, JobOptions, JobPlan, make_plan
 from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
 from penstock.bulk.sender import ChunkSender
-from penstock.bulk.servers import ServerInfo, ask, require_same
+from penstock.bulk.servers import NOT_UP, ServerInfo, ask, require_same
 from penstock.bulk.spool import SpoolEnd, WorkFolder, fingerprint, fingerprint_digest
 from penstock.bulk.threads import CaptionWriter, DecoderThreads, ReadChunks
 from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, Video
 from penstock.bulk.video import VideoError, VideoProbe, av_library, probe
-from penstock.client.endpoint import ConnectionLost, Unreachable, parse_url, tls_context
-from penstock.errors import ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
+from penstock.client.endpoint import parse_url, tls_context
+from penstock.errors import ConfigError, PenstockError
 
 _logger = logging.getLogger("penstock.bulk")
 
-NOT_UP = (Unreachable, ConnectionLost, DeadlineExceeded, ModelNotReady)  # a later run may find the server
 LINK_BYTES_PER_S = 118e6  # of payload on a link of 1 Gbit/s
 DRAIN_S = 60.0  # for requests in flight at an interrupt: longer than a batch of a slow model takes
 MAX_REFUSED = 10  # videos in a row that fail at the servers, without a caption between: the others would fail too
@@ -123,33 +121,36 @@ class BulkJob:
         A server that is not up is assumed to be like the others: the sender checks it before it gets a chunk.
         """
         options = self.options
-        tls = tls_context(options.ca) if options.ca is not None else None
         found: list[ServerInfo] = []
         absent: dict[str, PenstockError] = {}
         for url in dict.fromkeys(options.servers):
             try:
-                found.append(self._ask(url, tls))
+                found.append(self._ask(url))
             except NOT_UP as e:
                 absent[url] = e
         if absent and not found:
             raise next(iter(absent.values()))
         for url, error in absent.items():
             self.reporter.note(f"continues without a server until it is up: {error.message}")
-            found.append(msgspec.structs.replace(found[0], address=parse_url(url, tls)))
+            found.append(
+                msgspec.structs.replace(
+                    found[0], address=parse_url(url, tls_context(options.ca) if options.ca else None)
+                )
+            )
         if found:
             require_same(found)
         return found
 
-    def _ask(self, url: str, tls: ssl.SSLContext | None) -> ServerInfo:
+    def _ask(self, url: str) -> ServerInfo:
         """The description of one server. Waits for it if it is not up."""
         options, ask = self.options, self.parts.ask
         try:
-            return ask(url, options.model, token=options.token, tls=tls)
+            return ask(url, options.model, token=options.token, ca=options.ca)
         except NOT_UP as e:
             if not options.wait_s:
                 raise
             self.reporter.note(f"{e.message}; waiting for it, at most {options.wait_s:g} s")
-        return ask(url, options.model, token=options.token, tls=tls, patience_s=options.wait_s)
+        return ask(url, options.model, token=options.token, ca=options.ca, patience_s=options.wait_s)
 
     def _finish(self, folder: WorkFolder, videos: list[Video], summary: JobSummary) -> None:
         """Completes the summary, and writes outputs if every video has ended or nothing else was requested."""

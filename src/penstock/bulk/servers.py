@@ -5,27 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import ssl
 import struct
 import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final
-from urllib.parse import quote
 
 import msgspec
 from msgspec import Raw, Struct
 
 from penstock.bulk.types import Chunk
-from penstock.client.endpoint import ConnectionLost, Endpoint, Unreachable, check_token_privacy, parse_url
-from penstock.client.http import ClientConnection
-from penstock.client.response import HttpResponse, one_line, read_error, retry_after_s
+from penstock.client.client import AsyncClient
+from penstock.client.endpoint import ConnectionLost, Endpoint, Unreachable, parse_url, tls_context
+from penstock.client.response import HttpResponse, UnexpectedResponse, one_line, read_error, retry_after_s
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
     Forbidden,
+    ItemFailed,
     ModelNotFound,
     ModelNotReady,
+    NotSupported,
     PayloadTooLarge,
     PenstockError,
     QueueFull,
@@ -38,6 +38,7 @@ _logger = logging.getLogger("penstock.bulk")
 METADATA_BYTES: Final = 1 << 20  # limit of a metadata response; some kilobytes are usual
 MAX_SIDE: Final = 16384  # of the frames that a server may ask for
 RETRY_S: Final = 1.0  # between attempts to reach a server that is not up yet
+NOT_UP: Final = (Unreachable, ConnectionLost, DeadlineExceeded, ModelNotReady, QueueFull)  # it may be up later
 
 
 class NotACaptioner(PenstockError):
@@ -53,7 +54,7 @@ class ServersDiffer(PenstockError):
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
-    """A server, its model, and the model's description; every request carries `token`."""
+    """A server, its model, and the model's description; every request carries `token`. `ca`: see `tls_context`."""
 
     address: Endpoint
     model: str
@@ -66,6 +67,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     max_request_bytes: int | None = None
     parameters: dict[str, Any] = {}
     token: str | None = None
+    ca: str | None = None
 
     def __repr__(self) -> str:
         return f"ServerInfo({self.url!r}, {self.model!r}, revision={self.revision!r})"  # no token
@@ -73,11 +75,6 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     @property
     def url(self) -> str:
         return self.address.url
-
-    @property
-    def path(self) -> str:
-        """The model's path below the prefix of the address."""
-        return model_path(self.model)
 
 
 class _Tensor(Struct):
@@ -90,30 +87,15 @@ class _Parameters(Struct):
     revision: str
     height: int
     width: int
-    model: str = ""
-    kernel: str = ""
-    prompt: str | None = None
-    max_new_tokens: int | None = None
-    precision: str = ""
     instances: int = 1
     max_batch_size: int | None = None
     max_request_bytes: int | None = None
 
 
 class _Metadata(Struct):
-    name: str
     inputs: list[_Tensor]
     outputs: list[_Tensor]
-    parameters: msgspec.Raw
-    versions: list[str] = []
-
-
-def model_path(model: str) -> str:
-    return f"/v2/models/{quote(model, safe='')}"
-
-
-def authorization(token: str | None) -> list[tuple[str, str]]:
-    return [] if token is None else [("Authorization", f"Bearer {token}")]
+    parameters: dict[str, Any]
 
 
 def ask(
@@ -121,71 +103,64 @@ def ask(
     model: str,
     *,
     token: str | None = None,
-    tls: ssl.SSLContext | None = None,
+    ca: str | None = None,
     timeout_s: float = 10.0,
     patience_s: float = 0.0,
 ) -> ServerInfo:
     """The description of `model` at `url`. Waits up to `patience_s` for a server or model that is not up yet.
 
-    Must not be called in an event loop. Raises Unreachable, UntrustedCertificate, ConnectionLost, DeadlineExceeded,
-    ModelNotFound, ModelNotReady, Unauthorized, Forbidden, NotACaptioner, and ConfigError for the address.
+    Must not be called in an event loop. Raises what `fetch` raises, and ConfigError for the address.
     """
-    address = parse_url(url, tls)
-    check_token_privacy(address, token)
-    until_s = time.monotonic() + patience_s
-    while True:
-        try:
-            return asyncio.run(fetch(address, model, token, timeout_s))
-        except (Unreachable, ConnectionLost, ModelNotReady, DeadlineExceeded) as exc:
-            if time.monotonic() + RETRY_S > until_s:
-                raise
-            _logger.info("server=%s waited_for=%s", address.url, exc.code)
-            time.sleep(RETRY_S)
+
+    async def described() -> ServerInfo:
+        until_s = time.monotonic() + patience_s
+        async with open_client(url, token, ca, timeout_s) as client:
+            while True:
+                try:
+                    found = await fetch(client, model, parse_url(url, tls_context(ca) if ca else None))
+                    return msgspec.structs.replace(found, token=token, ca=ca)
+                except NOT_UP as exc:
+                    if time.monotonic() + RETRY_S > until_s:
+                        raise
+                    _logger.info("server=%s waited_for=%s", url, exc.code)
+                await asyncio.sleep(RETRY_S)
+
+    return asyncio.run(described())
 
 
-async def fetch(address: Endpoint, model: str, token: str | None, timeout_s: float) -> ServerInfo:
-    """The description of `model`, if it is ready. Raises as `ask` does."""
-    path, headers = model_path(model), authorization(token)
-    connection = ClientConnection(address, connect_timeout_s=timeout_s)
+def open_client(url: str, token: str | None, ca: str | None, timeout_s: float) -> AsyncClient:
+    """A client for the metadata of one server."""
+    return AsyncClient(
+        url,
+        token=token,
+        ca=ca,
+        timeout_s=timeout_s,
+        connect_timeout_s=timeout_s,
+        retries=0,
+        connections=1,
+        max_response_bytes=METADATA_BYTES,
+    )
 
-    async def get(path: str) -> bytes:
-        response = await connection.request(
-            "GET", path, headers, timeout_s=timeout_s, max_response_bytes=METADATA_BYTES
-        )
-        _check_status(response, address.url, model)
-        return response.body
 
+async def fetch(client: AsyncClient, model: str, address: Endpoint) -> ServerInfo:
+    """The description of `model`, if it is ready. Raises Unreachable, UntrustedCertificate, ConnectionLost,
+    DeadlineExceeded, ModelNotFound, ModelNotReady, QueueFull, Unauthorized, Forbidden, NotACaptioner."""
     try:
-        info = read_metadata(await get(path), address, model, token)
-        await get(f"{path}/ready")
-        return info
-    finally:
-        connection.close()
+        info = read_metadata(await client.metadata(model), address, model)
+    except (BadRequest, ItemFailed, NotSupported, UnexpectedResponse) as exc:
+        raise NotACaptioner(f"{address.url}: model '{model}' does not describe itself: {exc.message}") from None
+    if not await client.ready(model):
+        raise ModelNotReady(f"{address.url}: model '{model}' is not ready")
+    return info
 
 
-def _check_status(response: HttpResponse, url: str, model: str) -> None:
-    status = response.status
-    if status == 200:
-        return
-    if status == 401:
-        raise Unauthorized(f"{url} rejects the token (401); use the token that the server was started with")
-    if status == 403:
-        raise Forbidden(f"{url} does not allow this caller to use model '{model}' (403)")
-    if status == 404:
-        raise ModelNotFound(f"{url} has no model '{model}' (404); name the model that it serves")
-    if status in (429, 503):
-        raise ModelNotReady(f"{url}: model '{model}' is not ready ({status})")
-    raise NotACaptioner(f"{url} answered {status} to the metadata request for model '{model}', expected 200")
-
-
-def read_metadata(body: bytes, address: Endpoint, model: str, token: str | None = None) -> ServerInfo:
-    """The server described by the response to `GET /v2/models/{model}`. Raises NotACaptioner."""
+def read_metadata(found: object, address: Endpoint, model: str) -> ServerInfo:
+    """The server that the metadata of a model describes. Raises NotACaptioner."""
     subject = f"{address.url}: model '{model}'"
     try:
-        metadata = msgspec.json.decode(body, type=_Metadata)
-        own = msgspec.json.decode(metadata.parameters, type=_Parameters)
-        parameters = msgspec.json.decode(metadata.parameters)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        metadata = msgspec.convert(found, _Metadata)
+        own = msgspec.convert(metadata.parameters, _Parameters)
+    except msgspec.ValidationError as exc:
         raise NotACaptioner(f"{subject} does not describe itself as a captioner: {exc}") from None
     if own.task != "image-to-text":
         raise NotACaptioner(f"{subject} has the task '{own.task[:40]}', expected 'image-to-text'")
@@ -207,8 +182,7 @@ def read_metadata(body: bytes, address: Endpoint, model: str, token: str | None 
         instances=max(1, own.instances),
         max_batch_size=own.max_batch_size,
         max_request_bytes=own.max_request_bytes,
-        parameters=parameters,
-        token=token,
+        parameters=metadata.parameters,
     )
 
 
@@ -376,20 +350,24 @@ _ERRORS: Final[dict[int, type[PenstockError]]] = {
     408: DeadlineExceeded,
     409: ServerFault,  # the server is still working on the same chunk
     413: PayloadTooLarge,
+    429: QueueFull,
     502: ConnectionLost,  # from a gateway: its server is down, or went down with the request
+    503: ModelNotReady,
     504: DeadlineExceeded,
 }
 
 
 def check_status(response: HttpResponse, url: str) -> None:
-    """Returns for 200. Otherwise raises the error for the status, with the server's text and its Retry-After."""
+    """Returns for 200. Otherwise raises the error for the status, with the server's text and its Retry-After.
+
+    The status alone selects the class, unlike in `penstock.client`: whatever failed at the server, the chunk may be
+    repeated.
+    """
     status = response.status
     if status == 200:
         return
     if status < 400:
         raise WrongAnswer(f"{url} answered {status}, expected 200; redirects are not followed")
+    error = _ERRORS.get(status, ServerFault if status >= 500 else BadRequest)
     message = f"{url} answered {status}: {one_line(read_error(response.body)[1])}"
-    if status in (429, 503):
-        busy = QueueFull if status == 429 else ModelNotReady
-        raise busy(message, retry_after_s=retry_after_s(response.headers.get("retry-after", "")))
-    raise _ERRORS.get(status, ServerFault if status >= 500 else BadRequest)(message)
+    raise error(message, retry_after_s=retry_after_s(response.headers.get("retry-after", "")))

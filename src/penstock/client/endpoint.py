@@ -88,6 +88,11 @@ def tls_context(ca: str | None = None, cert: str | None = None, key: str | None 
     return context
 
 
+def authorization(token: str | None) -> list[tuple[str, str]]:
+    """The header that carries the token."""
+    return [] if token is None else [("Authorization", f"Bearer {token}")]
+
+
 def check_token_privacy(endpoint: Endpoint, token: str | None) -> None:
     """Logs a warning if others can read the token on its way."""
     if token is not None and endpoint.tls is None and not endpoint.local:

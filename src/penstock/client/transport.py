@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.client.apis import ApiCall, PenstockApi
 from penstock.client.calls import GRACE_S, Call
-from penstock.client.endpoint import Endpoint, ResponseTimeout, check_token_privacy
+from penstock.client.endpoint import Endpoint, ResponseTimeout, authorization, check_token_privacy
 from penstock.client.http import Buffer, ClientConnection, HttpCall
 from penstock.client.response import HttpResponse, UnexpectedResponse, check
 from penstock.client.values import EVENTS, PartReader, decode_value, encode_value
@@ -184,7 +184,7 @@ class Listener:
         check_token_privacy(pool.endpoint, token)
         self.pool = pool
         self.url = pool.endpoint.url
-        self.authorization = [] if token is None else [("Authorization", f"Bearer {token}")]
+        self.authorization = authorization(token)
 
 
 class HttpTransport:

@@ -17,7 +17,7 @@ from penstock.bulk.endpoints import ENDS_THE_JOB, NoServer, NotSent, window_for
 from penstock.bulk.sender import ChunkSender, Undelivered
 from penstock.bulk.servers import RevisionChanged, ServerFault, WrongAnswer, ask
 from penstock.bulk.types import Chunk, SendOptions, Video
-from penstock.client.endpoint import ConnectionLost, ResponseTooLarge, tls_context
+from penstock.client.endpoint import ConnectionLost, ResponseTooLarge
 from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
 from penstock.serving.http.auth import make_ssl_context
 from support.captioner import (
@@ -63,8 +63,7 @@ class Job:
     def __init__(
         self, *servers: FakeCaptioner, token: str | None = None, ca: str | None = None, **options: Any
     ) -> None:
-        tls = tls_context(ca) if ca else None
-        infos = [ask(server.url, "captioner", token=token, tls=tls) for server in servers]
+        infos = [ask(server.url, "captioner", token=token, ca=ca) for server in servers]
         self.answers: dict[int, list[str] | PenstockError] = {}
         self.twice: list[int] = []
         self.threads: set[str] = set()

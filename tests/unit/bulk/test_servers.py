@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 
 from penstock.bulk.servers import NotACaptioner, ServersDiffer, ask, require_same
-from penstock.client.endpoint import Unreachable, UntrustedCertificate, tls_context
+from penstock.client.endpoint import Unreachable, UntrustedCertificate
 from penstock.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -19,6 +18,7 @@ from penstock.errors import (
     ModelNotFound,
     ModelNotReady,
     PenstockError,
+    QueueFull,
     Unauthorized,
 )
 from penstock.serving.http.auth import make_ssl_context
@@ -99,7 +99,7 @@ def test_a_server_that_is_not_a_captioner_is_rejected(server: FakeCaptioner, wro
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(401, Unauthorized), (403, Forbidden), (404, ModelNotFound), (503, ModelNotReady), (429, ModelNotReady)],
+    [(401, Unauthorized), (403, Forbidden), (404, ModelNotFound), (503, ModelNotReady), (429, QueueFull)],
 )
 def test_each_status_raises_its_error(server: FakeCaptioner, status: int, error: type[PenstockError]):
     server.metadata.append(with_status(status))
@@ -159,11 +159,9 @@ def test_a_token_without_encryption_causes_a_warning(caplog: pytest.LogCaptureFi
 
 def test_a_private_certificate_authority_is_trusted_if_configured():
     with FakeCaptioner(tls=make_ssl_context(CERT, KEY)) as server:
-        assert ask(server.url, "captioner", tls=tls_context(CERT)).revision == "r1"
+        assert ask(server.url, "captioner", ca=CERT).revision == "r1"
         with pytest.raises(UntrustedCertificate):
             ask(server.url, "captioner")
-        with pytest.raises(UntrustedCertificate):
-            ask(server.url, "captioner", tls=ssl.create_default_context())
 
 
 def test_servers_of_one_job_must_agree(server: FakeCaptioner):

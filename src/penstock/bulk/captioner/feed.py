@@ -10,7 +10,7 @@ import torch
 from msgspec import Struct
 from torch.nn.functional import interpolate
 
-from penstock.bulk.captioner.model import CaptionRequest
+from penstock.bulk.captioner.requests import CaptionRequest
 from penstock.errors import PenstockError
 
 Array = np.ndarray[Any, Any]
