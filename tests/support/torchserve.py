@@ -72,12 +72,10 @@ class FakeAdministration:
             {"modelName": model, "modelVersion": found, "deviceIds": None, "workers": workers} for found in versions
         ]
 
-    def models(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
-        """The page of `names`."""
-        self._note("models", limit, page_token)
-        last = page_token + limit
-        page = [(name, f"{name}.mar") for name in sorted(self.names)[page_token:last]]
-        return page, last if last < len(self.names) else None
+    def models(self) -> list[tuple[str, str]]:
+        """`names`, each with its archive."""
+        self._note("models")
+        return [(name, f"{name}.mar") for name in sorted(self.names)]
 
     async def set_default(self, model: str, version: str) -> ChangeResult:
         """Raises ApiError for an unknown model or version."""
@@ -122,10 +120,9 @@ class FakeWorkflows:
     def __init__(self, administration: FakeAdministration) -> None:
         self._administration = administration
 
-    def page(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
+    def listed(self) -> list[tuple[str, str]]:
         """One workflow."""
-        self._administration.note("page", limit, page_token)
-        return [("w", "w.war")], None
+        return [("w", "w.war")]
 
     def describe(self, name: str) -> dict[str, Any]:
         """Raises ApiError for an unknown workflow."""

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.torchserve.admin import settings
+from penstock.torchserve.admin import model_spec
 from penstock.torchserve.archive.pack import BUILT_IN
 from penstock.torchserve.cli.archive import archive, archive_workflow
 from penstock.torchserve.cli.torchserve import parser
-from penstock.torchserve.config.properties import IGNORED, ListenerConfig, Properties
+from penstock.torchserve.config import IGNORED, ListenerConfig, Properties
 from penstock.torchserve.http.listener import listener_templates
 from penstock.torchserve.ts import MODULES
 from penstock.torchserve.ts.context import Context
@@ -124,7 +124,7 @@ def test_every_key_of_a_workflow_has_a_row() -> None:
 
 
 def test_every_key_of_a_models_configuration_has_a_row() -> None:
-    known = {*settings.TYPES, "parallelType", "torchrun"}
+    known = {*model_spec.TYPES, "parallelType", "torchrun"}
     handlers_own = {"pt2", "precision", "optimize", "micro_batching"}
     assert set(rows("Keys of model-config.yaml")) == known | handlers_own
 

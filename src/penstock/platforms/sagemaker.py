@@ -11,7 +11,7 @@ import click
 from penstock.errors import ConfigError, PenstockError
 from penstock.platforms import SageMakerEnvironment, read_sagemaker
 from penstock.torchserve.cli.torchserve import ServerOptions
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 
 HANDLER: Final = "penstock.platforms.sagemaker_handler"
 MODEL: Final = "model"

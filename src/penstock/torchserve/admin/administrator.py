@@ -16,13 +16,13 @@ from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
 from penstock.torchserve.admin.snapshots import SnapshotKind, Snapshots, state_of
 from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.admin.workers import DeviceAllocator, WorkerManager
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest
 
 if TYPE_CHECKING:
     from penstock.torchserve.admin.workflows import Workflows
 
-log = logging.getLogger("penstock.compat")
+log = logging.getLogger("penstock.torchserve")
 
 T = TypeVar("T")
 CLOSE_S: Final = 5.0
@@ -110,12 +110,9 @@ class Administrator:
         found = self._models.versions(model) if version == "all" else [self._models.find(model, version)]
         return await self._describer.describe(found, customized=customized)
 
-    def models(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
-        """((name, url) of each default version on the page, by name; the next page's token, None on the last page)."""
-        defaults = [version for version in self._models.defaults() if version.spec.url]  # no functions of workflows
-        end = page_token + limit
-        page = [(version.name, version.spec.url) for version in defaults[page_token:end]]
-        return page, end if end <= len(defaults) else None
+    def models(self) -> list[tuple[str, str]]:
+        """(name, url) of each default version, by name; functions of workflows, which have no URL, are left out."""
+        return [(version.name, version.spec.url) for version in self._models.defaults() if version.spec.url]
 
     # ---- changes
 
@@ -235,7 +232,7 @@ class Administrator:
         if not wanted:
             self._registered(version)
             return ChangeResult(f"{prefix} 0 initial workers. Use scale workers API to add workers for the model.")
-        if registration.synchronous is False:
+        if not registration.synchronous:
             self._begin(self._start_in_background(version))
             return _IN_PROGRESS
         await self.start(version, keep=False)

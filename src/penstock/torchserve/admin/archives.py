@@ -15,7 +15,7 @@ from penstock.errors import ArchiveError, ConfigError
 from penstock.torchserve.admin.model_spec import ArchiveSource, ModelSpec, VersionRequest, make_spec
 from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, DownloadFailed, InstallFailed, UrlForbidden
 from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 from penstock.torchserve.protocol.api import ApiError
 from penstock.values import found
 

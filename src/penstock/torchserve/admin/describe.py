@@ -15,8 +15,8 @@ from penstock.core.engine.engine import Engine, result_of
 from penstock.core.engine.instances import WorkerSnapshot
 from penstock.core.readings import Gpus, resident_bytes
 from penstock.errors import ModelNotFound, ModelNotReady, QueueFull
+from penstock.torchserve.admin.model_spec import SEQUENCE_KEYS
 from penstock.torchserve.admin.models import ModelVersion
-from penstock.torchserve.admin.settings import SEQUENCE_KEYS
 from penstock.torchserve.admin.workers import DeviceAllocator
 from penstock.torchserve.protocol.api import ApiError
 from penstock.types import Item, Sink

@@ -1,30 +1,46 @@
 """The specification of a model version: all that is needed to start its workers.
 
-| TorchServe | the core |
+Its settings come from the request, its model-config.yaml and config.properties, in this order. The keys of
+model-config.yaml that belong to TorchServe (all others belong to the handler):
+
+| key | effect |
 |---|---|
+| minWorkers, maxWorkers, deviceType, deviceIds, useVenv, useJobTicket | as in TorchServe |
 | batchSize, maxBatchDelay | batching.max_batch_size, .max_hold_s; policy "fixed" with strict_delay, else "adaptive" |
 | responseTimeout, startupTimeout | batching.run_timeout_s, load_timeout_s |
 | clientTimeoutInMills, jobQueueSize | batching.timeout_s, .max_queue |
-| retry_split | batching.retry_split and .idempotent |
-"""
+| maxRetryTimeoutInSec | only shown by describe; a failing worker is restarted without end, at most every 30 s |
+| continuousBatching, asyncCommunication, sequenceBatching, sequenceMaxIdleMSec, sequenceTimeoutMSec, maxNumSequence, maxSequenceJobQueueSize | as in TorchServe, see handlers/modes.py |
+| parallelType, parallelLevel, torchrun with nproc-per-node and OMP_NUMBER_THREADS | as in TorchServe, on one machine, see handlers/group.py |
+| the other keys of torchrun | ignored: a group restarts like any worker, on a free port; more than one node is refused |
+| overlap, strict_delay, trust | Penstock's own |
+| retry_split | Penstock's own: batching.retry_split and .idempotent |
 
+As in TorchServe, a value of the wrong type is ignored with a warning.
+"""  # noqa: E501
+
+import logging
 import os
 import sys
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert, field
+from msgspec.structs import fields
 
 from penstock.config.checks import check_model
-from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.config.schema import BatchingConfig, Count, ModelConfig, Positive
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import ArchiveError, ConfigError
-from penstock.torchserve.admin.settings import ModelSettings, resolve_settings
 from penstock.torchserve.archive.manifest import check_handler, check_model_name
 from penstock.torchserve.archive.store import Archive
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
+from penstock.values import found
+
+log = logging.getLogger("penstock.torchserve")
 
 WRAPPER: Final = "penstock.torchserve.handlers.handler:HandlerModel"
 CONTINUOUS: Final = "penstock.torchserve.handlers.modes:ContinuousHandlerModel"
@@ -33,6 +49,139 @@ ASYNC: Final = "penstock.torchserve.handlers.modes:AsyncHandlerModel"
 SEQUENCE_IDLE_S: Final = 60.0  # without sequenceMaxIdleMSec
 CALLS: Final = 256  # calls in progress of an asynchronous handler
 NO_TIMEOUT_S: Final = 30 * 24 * 3600.0  # a request's maximum wait if clients have no timeout
+
+
+# ---- settings
+
+
+class TorchRun(Struct, frozen=True, kw_only=True, rename="kebab"):
+    """The key `torchrun`: `nproc_per_node` processes are one worker, each with so many OpenMP threads."""
+
+    nnodes: Positive = 1
+    node_rank: Count = 0
+    nproc_per_node: Positive = 1
+    omp_threads: Positive = field(default=1, name="OMP_NUMBER_THREADS")
+
+
+class ModelSettings(Struct, frozen=True, kw_only=True, rename="camel"):
+    """The settings of one version. As in TorchServe, delays and the client timeout are in ms, other times in s."""
+
+    min_workers: Count
+    max_workers: Count
+    batch_size: Positive = 1
+    max_batch_delay: Count = 100
+    response_timeout: Positive = 120
+    startup_timeout: Positive = 120
+    max_retry_timeout: Count = field(default=300, name="maxRetryTimeoutInSec")
+    client_timeout: Count = field(default=0, name="clientTimeoutInMills")  # 0: none
+    job_queue_size: Positive = 100
+    device_type: Literal["", "cpu", "gpu"] = ""
+    device_ids: tuple[Count, ...] = ()
+    parallel_level: Count = 0
+    parallel_type: Literal["", "pp", "tp", "pptp", "custom"] = ""
+    torchrun: TorchRun | None = None
+    use_venv: bool = False
+    use_job_ticket: bool = False
+    continuous_batching: bool = False
+    async_communication: bool = False
+    sequence_batching: bool = False
+    sequence_max_idle: Count = field(default=0, name="sequenceMaxIdleMSec")
+    sequence_timeout: Count = field(default=0, name="sequenceTimeoutMSec")
+    max_num_sequence: Count = 0
+    max_sequence_job_queue_size: Count = 0
+    overlap: bool = False
+    retry_split: bool = field(default=False, name="retry_split")
+    strict_delay: bool = field(default=False, name="strict_delay")
+    trust: Literal["none", "pickle"] = "none"
+
+    @property
+    def ranks(self) -> int:
+        """The processes of each worker. With parallelType custom, one process has `parallel_level` GPUs."""
+        if self.parallel_type == "custom":
+            return 1
+        if self.torchrun is not None:
+            return self.torchrun.nproc_per_node
+        return max(1, self.parallel_level if self.parallel_type else 1)
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of each worker on a machine with GPUs."""
+        return max(1, self.parallel_level) if self.parallel_type == "custom" else self.ranks
+
+
+SEQUENCE_KEYS: Final = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize")
+TYPES: Final[dict[str, Any]] = {
+    **{each.encode_name: each.type for each in fields(ModelSettings)},
+    "deviceType": Literal["cpu", "gpu"],
+}
+"""The type of each key of model-config.yaml."""
+
+
+def resolve_settings(
+    model: str,
+    requested: Mapping[str, Any],
+    yaml: Mapping[str, Any],
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    *,
+    yaml_wins: bool = False,
+) -> ModelSettings:
+    """The settings of a version. All mappings have the keys of model-config.yaml; None in `requested` means not given.
+
+    With `yaml_wins`, model-config.yaml comes first, then config.properties, then the request, as in TorchServe's code
+    (but not in its documentation), and any model-config.yaml implies timeouts of 120 s.
+    """
+    implied = {"responseTimeout": 120, "startupTimeout": 120} if yaml else {}
+    yaml, config = _valid(model, "model-config.yaml", yaml), _valid(model, "config.properties", config)
+    requested = {key: value for key, value in requested.items() if value is not None}
+    layers = [{**implied, **yaml}, config, requested] if yaml_wins else [requested, yaml, config]
+    chosen = ChainMap(*[dict(layer) for layer in (*layers, defaults)])
+    idle = [key for key in SEQUENCE_KEYS if key in yaml]
+    if idle and not chosen.get("sequenceBatching"):
+        log.warning("model=%s keys=%s consequence=no_effect_without_sequenceBatching", model, ",".join(idle))
+    values = {each.name: chosen[each.encode_name] for each in fields(ModelSettings) if each.encode_name in chosen}
+    values["max_workers"] = max(values["min_workers"], values.get("max_workers", 0))
+    settings = ModelSettings(**values)
+    _refuse_unsupported(model, settings)
+    return settings
+
+
+def _refuse_unsupported(model: str, settings: ModelSettings) -> None:
+    """Raises ApiError for combinations with which the handler would not run correctly."""
+    asked = ""
+    if settings.async_communication and (settings.continuous_batching or settings.sequence_batching):
+        other = "continuousBatching" if settings.continuous_batching else "sequenceBatching"
+        asked = f"asyncCommunication and {other}, which exclude each other; remove one of them"
+    elif settings.ranks > 1 and (settings.async_communication or settings.continuous_batching):
+        other = "continuousBatching" if settings.continuous_batching else "asyncCommunication"
+        asked = f"{other} and several processes per worker (torchrun, parallelType), which exclude each other here"
+    elif settings.torchrun is not None and (settings.torchrun.nnodes > 1 or settings.torchrun.node_rank):
+        asked = "torchrun on more than one node: a group runs on one machine; set nnodes to 1 and node-rank to 0"
+    if asked:
+        raise ApiError("InvalidModelException", f"model {model}: model-config.yaml asks for {asked}")
+
+
+def _valid(model: str, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The known keys with valid values; one warning lists the invalid ones."""
+    good: dict[str, Any] = {}
+    bad: list[str] = []
+    for key, value in values.items():
+        if key not in TYPES or value is None:
+            continue
+        if key == "parallelType" and isinstance(value, str):
+            value = value.lower()
+        try:
+            good[key] = convert(value, TYPES[key])
+        except ValidationError:
+            bad.append(f"{key}={found(value)}")
+    if "maxWorkers" in good and good["maxWorkers"] < good.get("minWorkers", 0):
+        bad.append(f"maxWorkers={good.pop('maxWorkers')}")
+    if bad:
+        log.warning("model=%s source=%s wrong_values=%s consequence=they_are_not_used", model, source, ", ".join(bad))
+    return good
+
+
+# ---- specification
 
 
 class VersionRequest(Struct, frozen=True):
@@ -50,7 +199,7 @@ class VersionRequest(Struct, frozen=True):
 
 
 class ArchiveSource(Struct, frozen=True):
-    """An archive, its URL, and its model-config.yaml. `mar_name` is its name in snapshots.
+    """An archive, its URL, its name in snapshots, and its model-config.yaml.
 
     `packages` is the folder of the model's own packages: the archive's, unless that belongs to the user.
     """

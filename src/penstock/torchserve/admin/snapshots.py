@@ -1,46 +1,59 @@
-"""Snapshots: after every change, a file with the configuration and the models, from which a server can start again."""
+"""Snapshots: after every change, a file with the configuration and the models, from which a server can start again.
+
+`torchserve --start` looks for snapshots, so this module loads no engine.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import re
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from penstock.torchserve.admin.tokens import write_private
-from penstock.torchserve.config.files import format_properties
+from msgspec import Struct, to_builtins
 
-if TYPE_CHECKING:  # `torchserve --start` looks for snapshots without loading the engine
+from penstock.torchserve.java_properties import format_properties
+from penstock.torchserve.protocol.api import RegisterRequest
+
+if TYPE_CHECKING:
     from penstock.torchserve.admin.models import ModelVersion
 
-log = logging.getLogger("penstock.compat")
+log = logging.getLogger("penstock.torchserve")
 
 SnapshotKind = Literal["startup", "snapshot", "shutdown"]
 KEEP: Final = 100  # files; older ones are removed
 
 _NAME = re.compile(r"\d{17}-(startup|snapshot|shutdown)\.cfg")
 _OWN: Final = frozenset({"model_snapshot", "load_models"})
+_LEAST: Final = {
+    "minWorkers": 0, "maxWorkers": 0, "batchSize": 1, "maxBatchDelay": 0, "responseTimeout": 1, "startupTimeout": 1,
+}  # fmt: skip
+"""The settings in the state of a version, and their minima: older snapshots have negative numbers for those not set."""
+
+
+class SavedVersion(Struct, frozen=True):
+    """A version to load at startup; `weight` is its weight in the traffic split."""
+
+    registration: RegisterRequest
+    settings: Mapping[str, Any] = {}
+    default: bool = False
+    weight: float | None = None
 
 
 def state_of(version: ModelVersion, *, default: bool, weight: float | None) -> dict[str, Any]:
     """The state of a version in a snapshot, from which it can be started again."""
-    spec, s = version.spec, version.spec.settings
-    state: dict[str, Any] = {
-        "defaultVersion": default,
-        "marName": spec.mar_name,
-        "minWorkers": version.min_workers,
-        "maxWorkers": version.max_workers,
-        "batchSize": s.batch_size,
-        "maxBatchDelay": s.max_batch_delay,
-        "responseTimeout": s.response_timeout,
-        "startupTimeout": s.startup_timeout,
-        "runtimeType": spec.runtime,
-    }
+    spec = version.spec
+    settings = to_builtins(spec.settings) | {"minWorkers": version.min_workers, "maxWorkers": version.max_workers}
+    state: dict[str, Any] = {"defaultVersion": default, "marName": spec.mar_name}
+    state |= {key: settings[key] for key in _LEAST} | {"runtimeType": spec.runtime}
     if weight is not None:
         state["traffic"] = weight
     if spec.setup["handler"] != version.files.archive.manifest.handler:
@@ -48,6 +61,40 @@ def state_of(version: ModelVersion, *, default: bool, weight: float | None) -> d
     if spec.url != spec.mar_name and not spec.url.startswith(("http://", "https://")):  # the store has downloads
         state["modelUrl"] = spec.url
     return state
+
+
+def saved_versions(snapshot: Mapping[str, Any]) -> list[SavedVersion]:
+    """The versions of a snapshot. An invalid entry is logged and skipped."""
+    saved: list[SavedVersion] = []
+    for name, versions in _tables(snapshot.get("models")):
+        for version, state in _tables(versions):
+            read = _read_state(name, state) if isinstance(state, dict) else None
+            if read is None:
+                log.error("snapshot model=%s version=%s: found no marName, so it is skipped", name, version)
+            else:
+                saved.append(read)
+    if not saved:
+        log.warning("Model snapshot is empty. Starting without initial models.")
+    return saved
+
+
+def _tables(value: Any) -> Iterable[tuple[str, Any]]:
+    return value.items() if isinstance(value, dict) else ()
+
+
+def _read_state(name: str, state: Mapping[str, Any]) -> SavedVersion | None:
+    """The version with the state that `state_of` wrote; None without an archive."""
+    url = state.get("modelUrl") or state.get("marName")
+    if not isinstance(url, str):
+        return None
+    handler, runtime = (v if isinstance(v := state.get(key), str) else None for key in ("handler", "runtimeType"))
+    weight = state.get("traffic")
+    return SavedVersion(
+        RegisterRequest(url=url, model_name=name, handler=handler, runtime=runtime),
+        {key: n for key, least in _LEAST.items() if type(n := state.get(key)) is int and n >= least},
+        state.get("defaultVersion") is True,
+        weight if isinstance(weight, int | float) and 0 <= weight < math.inf else None,
+    )
 
 
 class Snapshots:
@@ -106,3 +153,16 @@ def _files(folder: Path) -> list[Path]:
         return sorted(file for file in folder.iterdir() if _NAME.fullmatch(file.name))
     except OSError:
         return []
+
+
+def write_private(file: Path, text: str) -> None:
+    """Replaces the file atomically; only its owner may read it."""
+    new = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as f:
+            f.write(text)
+        new.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,15 +17,15 @@ from penstock.torchserve.admin.archives import ArchiveOpener
 from penstock.torchserve.admin.backend import ModelsBackend
 from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
-from penstock.torchserve.admin.snapshots import Snapshots
+from penstock.torchserve.admin.snapshots import SavedVersion, Snapshots, saved_versions
 from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.admin.workers import usable_gpus
 from penstock.torchserve.admin.workflows import Workflows
 from penstock.torchserve.archive.store import ModelStore
-from penstock.torchserve.config.properties import Properties, read_properties
+from penstock.torchserve.config import Properties, read_properties
 from penstock.torchserve.protocol.api import RegisterRequest
 
-log = logging.getLogger("penstock.compat")
+log = logging.getLogger("penstock.torchserve")
 
 
 class ServerComponents(Struct, frozen=True):
@@ -98,13 +97,6 @@ def _effective(properties: Properties, file: str | None) -> dict[str, str]:
     return values
 
 
-class _StartupModel(Struct, frozen=True):
-    registration: RegisterRequest
-    settings: Mapping[str, Any]
-    default: bool = False
-    weight: float | None = None  # of its traffic
-
-
 async def load_startup(components: ServerComponents) -> int:
     """Loads the models concurrently and returns, once each has reported, how many are missing.
 
@@ -138,7 +130,7 @@ async def load_startup(components: ServerComponents) -> int:
     return missing + sum(version is None for version in found)
 
 
-async def _check_archives(components: ServerComponents, wanted: Sequence[_StartupModel]) -> None:
+async def _check_archives(components: ServerComponents, wanted: Sequence[SavedVersion]) -> None:
     urls = [each.registration.url or "" for each in wanted]
     missing = await asyncio.to_thread(components.opener.missing, urls)
     if missing:
@@ -152,7 +144,7 @@ async def _check_archives(components: ServerComponents, wanted: Sequence[_Startu
         )
 
 
-async def _load(components: ServerComponents, model: _StartupModel) -> ModelVersion | None:
+async def _load(components: ServerComponents, model: SavedVersion) -> ModelVersion | None:
     properties, administrator = components.properties, components.administrator
     workers = properties.default_workers_per_model or min(components.gpus or usable_cores(), components.max_workers)
     request = VersionRequest(model.registration, model.settings, workers)
@@ -171,55 +163,15 @@ async def _load(components: ServerComponents, model: _StartupModel) -> ModelVers
     return version
 
 
-async def _startup_models(components: ServerComponents) -> Sequence[_StartupModel]:
+async def _startup_models(components: ServerComponents) -> Sequence[SavedVersion]:
     properties = components.properties
     if properties.model_snapshot is not None:
-        return _from_snapshot(properties.model_snapshot)
+        return saved_versions(properties.model_snapshot)
     listed = properties.load_models
     if [each.lower() for each in listed] == ["all"]:
         names = await asyncio.to_thread(components.opener.names)
-        return [_StartupModel(RegisterRequest(url=name), {}) for name in names]
+        return [SavedVersion(RegisterRequest(url=name)) for name in names]
     pairs = (each.partition("=") if "=" in each else ("", "", each) for each in listed)
     return [
-        _StartupModel(RegisterRequest(url=url.strip(), model_name=name.strip() or None), {})
-        for name, _, url in pairs
-        if url
+        SavedVersion(RegisterRequest(url=url.strip(), model_name=name.strip() or None)) for name, _, url in pairs if url
     ]
-
-
-def _from_snapshot(snapshot: Mapping[str, Any]) -> list[_StartupModel]:
-    """The versions of a snapshot. An invalid entry is logged and skipped."""
-    wanted: list[_StartupModel] = []
-    models = snapshot.get("models")
-    for name, versions in (models if isinstance(models, dict) else {}).items():
-        for version, state in (versions if isinstance(versions, dict) else {}).items():
-            url = (state.get("modelUrl") or state.get("marName")) if isinstance(state, dict) else None
-            if not isinstance(url, str):
-                log.error("snapshot model=%s version=%s: found no marName, so it is skipped", name, version)
-                continue
-            handler, runtime = state.get("handler"), state.get("runtimeType")
-            registration = RegisterRequest(
-                url=url,
-                model_name=name,
-                handler=handler if isinstance(handler, str) else None,
-                runtime=runtime if isinstance(runtime, str) else None,
-            )
-            weight = state.get("traffic")
-            wanted.append(
-                _StartupModel(
-                    registration,
-                    _snapshot_settings(state),
-                    state.get("defaultVersion") is True,
-                    weight if isinstance(weight, (int, float)) and 0 <= weight < math.inf else None,
-                )
-            )
-    if not wanted:
-        log.warning("Model snapshot is empty. Starting without initial models.")
-    return wanted
-
-
-def _snapshot_settings(state: Mapping[str, Any]) -> dict[str, int]:
-    """The settings of a state. Older snapshots have negative numbers for settings that are not set."""
-    keys = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
-    minimum = {"batchSize": 1, "responseTimeout": 1, "startupTimeout": 1}
-    return {key: n for key in keys if type(n := state.get(key)) is int and n >= minimum.get(key, 0)}

@@ -2,7 +2,6 @@
 
 import hmac
 import json
-import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import ConfigError
+from penstock.torchserve.admin.snapshots import write_private
 from penstock.torchserve.protocol.api import ApiError
 
 FILE: Final = "key_file.json"
@@ -88,16 +88,3 @@ class Tokens:
 
 def _is(key: str, authorization: bytes | None) -> bool:
     return hmac.compare_digest(b"Bearer " + key.encode(), authorization or b"")
-
-
-def write_private(file: Path, text: str) -> None:
-    """Replaces the file atomically; only its owner may read it."""
-    new = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as f:
-            f.write(text)
-        new.replace(file)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink()
-        raise

@@ -11,9 +11,8 @@ from penstock.core.engine.engine import Engine
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import BadRequest, ConfigError, Conflict, LoadOutOfMemory, ModelNotReady, PenstockError
-from penstock.torchserve.admin.model_spec import ModelSpec
+from penstock.torchserve.admin.model_spec import ModelSettings, ModelSpec
 from penstock.torchserve.admin.models import ModelVersion
-from penstock.torchserve.admin.settings import ModelSettings
 from penstock.torchserve.protocol.api import ApiError
 
 

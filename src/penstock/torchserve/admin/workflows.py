@@ -20,7 +20,7 @@ from penstock.torchserve.admin.models import MAX_SHOWN, ModelVersion
 from penstock.torchserve.admin.snapshots import SnapshotKind
 from penstock.torchserve.archive.manifest import Manifest, check_model_name
 from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest, WorkflowRequest
 from penstock.types import Item, Sink
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:  # a server without workflows loads no pipeline
     from penstock.torchserve.workflow.running import RunningWorkflow
     from penstock.torchserve.workflow.spec import WorkflowNode, WorkflowSpec
 
-log = logging.getLogger("penstock.compat")
+log = logging.getLogger("penstock.torchserve")
+
 
 T = TypeVar("T")
 
@@ -85,12 +86,9 @@ class Workflows:
         """Whether every node has a worker. Raises ApiError."""
         return all(version.ready for version in self._find(name).versions.values())
 
-    def page(self, limit: int, page_token: int) -> tuple[list[tuple[str, str]], int | None]:
-        """((name, url) of each workflow on the page, by name; the next page's token, None on the last page)."""
-        names = sorted(name for name, each in self._found.items() if each.running is not None)
-        end = page_token + limit
-        page = [(name, self._found[name].url) for name in names[page_token:end]]
-        return page, end if end <= len(names) else None
+    def listed(self) -> list[tuple[str, str]]:
+        """(name, url) of each workflow, by name."""
+        return sorted((name, each.url) for name, each in self._found.items() if each.running is not None)
 
     def describe(self, name: str) -> dict[str, Any]:
         """The object of `GET /workflows/{workflow}`."""

@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from penstock.torchserve.archive import ArchiveExists, DownloadFailed, UrlForbidden
 
-log = logging.getLogger("penstock.archive")
+log = logging.getLogger("penstock.torchserve")
 
 CHUNK_BYTES: Final = 1 << 20
 IDLE_TIMEOUT_S: Final = 30.0  # without a byte

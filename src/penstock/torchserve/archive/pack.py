@@ -27,7 +27,7 @@ from penstock.torchserve.archive.manifest import (
 )
 from penstock.torchserve.archive.safe_unpack import LIMITS, MemberNames, check_name
 
-log = logging.getLogger("penstock.archive")
+log = logging.getLogger("penstock.torchserve")
 
 Format = Literal["default", "zip-store", "tgz", "no-archive"]
 SUFFIX: Final[dict[Format, str]] = {"default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz", "no-archive": ""}

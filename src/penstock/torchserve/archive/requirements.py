@@ -13,7 +13,7 @@ from typing import Final
 
 from penstock.torchserve.archive import InstallFailed
 
-log = logging.getLogger("penstock.archive")
+log = logging.getLogger("penstock.torchserve")
 
 TIMEOUT_S: Final = 1800.0  # torch and its libraries are 3 GB
 MARK: Final = ".penstock-requirements"  # records the installed requirements, which a restart skips

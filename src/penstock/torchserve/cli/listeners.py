@@ -19,10 +19,8 @@ from penstock.serving.http.auth import make_ssl_context, replace_ssl_context
 from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.server import HttpServer
 from penstock.torchserve.admin.startup import ServerComponents
-from penstock.torchserve.config.addresses import GrpcAddress, ListenerAddress
-from penstock.torchserve.config.properties import ListenerConfig, Properties
-from penstock.torchserve.http.listener import make_listener
-from penstock.torchserve.http.routes import Scrape
+from penstock.torchserve.config import GrpcAddress, ListenerAddress, ListenerConfig, Properties
+from penstock.torchserve.http.listener import Scrape, make_listener
 from penstock.torchserve.protocol.api import Group
 
 if TYPE_CHECKING:

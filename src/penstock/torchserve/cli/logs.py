@@ -24,7 +24,7 @@ from penstock.config.toml import load_yaml
 from penstock.core.os_threads import silence
 from penstock.errors import ConfigError
 from penstock.serving.logs import CLOSE_S, LogFile, LogThread, TextFormatter, ToThreads
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 
 log = logging.getLogger("penstock.torchserve")
 

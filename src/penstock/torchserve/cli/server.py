@@ -25,8 +25,7 @@ from penstock.torchserve.cli.listeners import Listeners, grpc_addresses, http_ad
 from penstock.torchserve.cli.logs import ServerLogs
 from penstock.torchserve.cli.pid_file import pid_path, remove_own
 from penstock.torchserve.cli.torchserve import ServerOptions, parser, resolve_options
-from penstock.torchserve.config.addresses import GrpcAddress, ListenerAddress
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import GrpcAddress, ListenerAddress, Properties
 from penstock.torchserve.metrics.definitions import default_config, read_config
 from penstock.torchserve.metrics.observer import FrontendCounts, TorchServeMetrics
 from penstock.torchserve.metrics.system import measure_of, watch

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, Conflict, PenstockError
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.cli.archive import warn_of_namesake
 from penstock.torchserve.cli.pid_file import ALREADY_RUNNING, NOT_RUNNING, PidFile, pid_path, running_pid, stop
-from penstock.torchserve.config.properties import Properties, load_properties
+from penstock.torchserve.config import Properties, load_properties
 
 TORCHSERVE_VERSION: Final = "0.12.0"
 CONTAINER_INITS: Final = ("catatonit", "docker-init", "dumb-init", "tini")

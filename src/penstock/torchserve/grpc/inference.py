@@ -19,17 +19,18 @@ from penstock.serving.protocols.oip_grpc import CONTENTS
 from penstock.serving.protocols.oip_messages import unsupported
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes
 from penstock.torchserve.admin.administrator import Administrator
-from penstock.torchserve.grpc.calls import (
-    answer_parts,
+from penstock.torchserve.grpc.services import (
+    INFERENCE,
+    OPEN_INFERENCE,
     log_5xx,
     management_error,
+    message_class,
     model_of,
     prediction_error,
-    whole_answer,
+    response_parts,
+    whole_response,
 )
-from penstock.torchserve.grpc.services import INFERENCE, OPEN_INFERENCE, message_class
-from penstock.torchserve.http.errors import api_error
-from penstock.torchserve.http.flavor import new_id
+from penstock.torchserve.http.flavor import api_error, new_id
 from penstock.torchserve.protocol.api import json_text
 from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Item
@@ -52,8 +53,7 @@ class InferenceService:
 
     NAME: Final = f"{INFERENCE}.InferenceAPIsService"
 
-    def __init__(self, backend: Backend, administration: Administrator) -> None:
-        self._backend = backend
+    def __init__(self, administration: Administrator) -> None:
         self._administration = administration
 
     async def Ping(self, request: Any, context: Any) -> Any:
@@ -61,17 +61,17 @@ class InferenceService:
         return _Ping(health=json_text({"status": status}))
 
     async def Predictions(self, request: Any, context: Any) -> Any:
-        """The whole answer, also of a handler that sends parts."""
-        return _Prediction(prediction=await whole_answer(context.owner.listener, *_submission(request)))
+        """The whole response, also of a handler that sends parts."""
+        return _Prediction(prediction=await whole_response(context.owner.listener, *_submission(request)))
 
     async def StreamPredictions(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """One message per part that the handler sends."""
-        async with aclosing(answer_parts(context.owner.listener, *_submission(request))) as parts:
+        async with aclosing(response_parts(context.owner.listener, *_submission(request))) as parts:
             async for part in parts:
                 yield _Prediction(prediction=part)
 
     async def StreamPredictions2(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        """One message per part of each answer, in the order of the requests. A failed request ends with a status in a
+        """One message per part of each response, in the order of the requests. A failed request ends with a status in a
         message; the call goes on. Requests without a sequence share one that the server names."""
         id_name, start_name, _ = sequence_headers()
         own = ""
@@ -86,7 +86,7 @@ class InferenceService:
             model, version, item = _submission(request)
             item.headers = [(id_name, id.encode()), *headers]
             try:
-                async with aclosing(answer_parts(context.owner.listener, model, version, item)) as parts:
+                async with aclosing(response_parts(context.owner.listener, model, version, item)) as parts:
                     async for part in parts:
                         yield _Prediction(prediction=part, sequence_id=id)
             except GrpcError as error:
@@ -154,7 +154,7 @@ class OpenInferenceService:
                 raise GrpcError(Code.INVALID_ARGUMENT, error.message)
         given = {"id": request.id, "model_name": model, "inputs": _inputs(request)}
         item = Item(json.dumps(given).encode(), self._codec, "application/json", request_id=new_id())
-        body = await whole_answer(context.owner.listener, model, version, item)
+        body = await whole_response(context.owner.listener, model, version, item)
         try:
             return _infer_response(body, self._quoted)
         except BadOutput as error:

@@ -1,4 +1,4 @@
-"""How TorchServe's HTTP listeners speak: routing, token checks, response headers, error bodies and the access log.
+"""How TorchServe's HTTP listeners speak: routing, token checks, response headers, errors and the access log.
 
 Source: what clients of TorchServe 0.12.0 receive.
 """
@@ -9,17 +9,45 @@ from collections.abc import Sequence
 from typing import Final, cast
 from urllib.parse import parse_qs, unquote
 
-from penstock.errors import PenstockError
+from penstock.core.contracts import Backend
+from penstock.errors import (
+    BadOutput,
+    BadRequest,
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    ItemFailed,
+    ModelNotFound,
+    ModelNotReady,
+    OutOfMemory,
+    PayloadTooLarge,
+    PenstockError,
+    Quarantined,
+    QueueFull,
+    SequenceLost,
+    SequenceNotFound,
+    WorkerDied,
+)
 from penstock.serving.http.auth import OriginPolicy
 from penstock.serving.http.connection import Connection
 from penstock.serving.http.context import RequestContext, ResponseWriter
 from penstock.serving.http.flavor import check_framing, split_target
-from penstock.serving.http.responses import REASONS, MethodNotAllowed, RouteNotFound, status_line
+from penstock.serving.http.responses import (
+    REASONS,
+    ExpectationFailed,
+    HeadTooLarge,
+    MalformedHttp,
+    MethodNotAllowed,
+    NotImplementedHere,
+    RequestTimeout,
+    RouteNotFound,
+    status_line,
+)
 from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.torchserve.admin.administrator import Administrator
-from penstock.torchserve.config.properties import ListenerConfig
-from penstock.torchserve.http.errors import api_error
-from penstock.torchserve.protocol.api import Group, error_body
+from penstock.torchserve.config import ListenerConfig
+from penstock.torchserve.protocol.api import ApiError, Group, error_body, no_worker
 from penstock.torchserve.protocol.codec import WORKFLOW
 from penstock.torchserve.protocol.openapi import JSON
 from penstock.types import Headers, ItemResult
@@ -263,3 +291,61 @@ def _cors(config: ListenerConfig) -> bytes:
     allowed = {"Origin": p.cors_allowed_origin, "Methods": p.cors_allowed_methods, "Headers": p.cors_allowed_headers}
     lines = [f"Access-Control-Allow-{name}: {value}\r\n" for name, value in allowed.items() if value]
     return "".join(lines).encode("latin-1")
+
+
+# ---- errors
+
+UNKNOWN_ROUTE: Final = "Requested resource is not found, please refer to API document."
+WRONG_METHOD: Final = "Requested method is not allowed, please refer to API document."
+NO_HTTP: Final = "Invalid HTTP message."
+
+# class -> (type, status unless the type determines it, text unless the error's own); the nearest ancestor counts
+_TABLE: Final[dict[type[PenstockError], tuple[str, int | None, str | None]]] = {
+    BadRequest: ("BadRequestException", None, None),
+    PayloadTooLarge: ("BadRequestException", 413, None),
+    Quarantined: ("BadRequestException", 422, None),
+    MalformedHttp: ("BadRequestException", None, NO_HTTP),
+    HeadTooLarge: ("BadRequestException", None, NO_HTTP),
+    ExpectationFailed: ("BadRequestException", 417, None),
+    Forbidden: ("IllegalArgumentException", None, None),
+    RouteNotFound: ("ResourceNotFoundException", None, UNKNOWN_ROUTE),
+    MethodNotAllowed: ("MethodNotAllowedException", None, WRONG_METHOD),
+    RequestTimeout: ("RequestTimeoutException", None, None),
+    DeadlineExceeded: ("RequestTimeoutException", None, None),
+    Conflict: ("ConflictStatusException", None, None),
+    SequenceNotFound: ("ServiceUnavailableException", None, None),
+    SequenceLost: ("ServiceUnavailableException", None, None),
+    WorkerDied: ("InternalServerException", None, "Worker died."),
+    PenstockError: ("InternalServerException", None, None),
+    NotImplementedHere: ("InternalServerException", 501, None),
+    ItemFailed: ("InternalServerException", 503, "Prediction failed"),
+    BadOutput: ("InternalServerException", 503, None),
+    OutOfMemory: ("InternalServerException", 507, "Out of resources"),
+}
+
+
+def api_error(error: PenstockError, backend: Backend, model: str = "", version: str | None = None) -> ApiError:
+    """The error that a client of TorchServe receives for a request to this model and version."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ModelNotFound):
+        return _not_found(backend, model, version)
+    if isinstance(error, (QueueFull, ModelNotReady, Cancelled)) and model:
+        return no_worker(model, version)
+    if isinstance(error, (QueueFull, ModelNotReady, Cancelled)):
+        return ApiError("ServiceUnavailableException", error.message)
+    kind, status, text = next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
+    return ApiError(kind, error.message if text is None else text, status=status)
+
+
+def _not_found(backend: Backend, model: str, version: str | None) -> ApiError:
+    """The error for an unknown model, or for an unknown version of a known model."""
+    if version is not None:
+        try:
+            backend.model_ready(model, None)
+        except PenstockError:
+            pass
+        else:
+            message = f"Model version: {version} does not exist for model: {model}"
+            return ApiError("ModelVersionNotFoundException", message)
+    return ApiError("ModelNotFoundException", f"Model not found: {model}")

@@ -1,9 +1,12 @@
-"""A listener of TorchServe's HTTP APIs: its route table and the OpenAPI documents generated from it."""
+"""A listener of TorchServe's HTTP APIs: its route table, and the OpenAPI documents generated from it.
+
+Source: `docs/inference_api.md` of TorchServe 0.12.0, the KServe protocols V1 and V2, and SageMaker's contract.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from ssl import SSLContext
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from msgspec.structs import replace
@@ -13,25 +16,32 @@ from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.serving.http.responses import MethodNotAllowed
 from penstock.serving.http.server import HttpServer
-from penstock.serving.protocols.route import HttpRequest, Template
+from penstock.serving.protocols.route import HttpRequest, Route, Template
 from penstock.torchserve.admin.administrator import Administrator
-from penstock.torchserve.config.properties import ListenerConfig
+from penstock.torchserve.config import ListenerConfig
 from penstock.torchserve.http.flavor import TorchServeFlavor
-from penstock.torchserve.http.management import NO_MODEL, management_actions, names, token_action
-from penstock.torchserve.http.routes import (
+from penstock.torchserve.http.management import (
+    MODEL_READY,
     Action,
-    Scrape,
-    inference_routes,
+    is_ready,
     json_result,
-    legacy_routes,
-    metrics_action,
-    open_inference_actions,
+    management_actions,
+    names,
     templates_of,
+    token_action,
+    workflow_actions,
 )
-from penstock.torchserve.http.workflows import workflow_actions
-from penstock.torchserve.protocol.api import json_body
-from penstock.torchserve.protocol.openapi import JSON, OpenApiResponses, Operation, operations_document
-from penstock.types import ItemResult
+from penstock.torchserve.protocol.api import Group, json_body
+from penstock.torchserve.protocol.management import NO_MODEL
+from penstock.torchserve.protocol.openapi import (
+    JSON,
+    METRICS,
+    OpenApiResponses,
+    Operation,
+    QueryParameter,
+    operations_document,
+)
+from penstock.types import Headers, ItemResult
 
 TITLE: Final = "TorchServe APIs"
 ABOUT: Final = "The routes that this Penstock listener serves to clients of TorchServe."
@@ -46,6 +56,23 @@ PREDICTED: Final[OpenApiResponses] = (
     (503, "No worker is free, or the handler failed", "error"),
     (507, "Out of memory", "error"),
 )
+GUARD: Final[Group] = "inference"
+# Every method of the parser except OPTIONS, which asks for a description, and CONNECT, which has no path.
+NOT_OPTIONS: Final = frozenset(
+    {
+        "GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE", "COPY", "LOCK", "MKCOL", "MOVE",
+        "PROPFIND", "PROPPATCH", "SEARCH", "UNLOCK", "BIND", "REBIND", "UNBIND", "ACL", "REPORT",
+        "MKACTIVITY", "CHECKOUT", "MERGE", "M-SEARCH", "NOTIFY", "SUBSCRIBE", "UNSUBSCRIBE", "PURGE",
+        "MKCALENDAR", "LINK", "UNLINK", "SOURCE",
+    }
+)  # fmt: skip
+PREDICT: Final[Headers] = [(b"explain", b"False")]
+EXPLAIN: Final[Headers] = [(b"explain", b"True")]
+HEALTH: Final = {True: json_body({"status": "Healthy"}), False: json_body({"status": "Unhealthy"})}
+SERVER: Final = {"name": "Torchserve", "version": __version__, "extenstion": ["kserve", "kubeflow"]}  # TorchServe's key
+NO_VERSIONS: Final = {"error": "Model versioning is not yet supported."}
+
+Scrape = Callable[[list[str]], Awaitable[bytes]]  # metric names (empty: all) -> Prometheus text 0.0.4
 
 
 def make_listener(
@@ -144,3 +171,113 @@ def _model_actions(
     default = Operation("OPTIONS", base, name, "Describes the routes of a model.", responses=(*DOCUMENT, NO_MODEL))
     version = replace(default, path=base + "/{model_version}", id=f"version_{name}")
     return [Action(default, describe), Action(version, describe)]
+
+
+# ---- inference
+
+
+def inference_routes(administration: Administrator, config: ListenerConfig) -> tuple[Template, ...]:
+    """`/ping` and every route to a prediction or an explanation except the legacy ones."""
+
+    def ping(backend: Backend, route: Route) -> ItemResult:
+        healthy = administration.healthy()
+        return ItemResult(body=HEALTH[healthy], content_type=JSON, status=200 if healthy else 500)
+
+    return (
+        Template("/ping", "Reports whether every model has its workers", answer=ping, guard=GUARD),
+        Template("/ping/{rest...}", "The same", answer=ping, guard=GUARD),
+        *(
+            _model_route(config, f"/{verb}/{{model}}{tail}", summary, [*headers, (b"url_path", b"")])
+            for verb, summary, headers in (("predictions", "Predict", PREDICT), ("explanations", "Explain", EXPLAIN))
+            for tail in ("", "/{version}", "/{version}/{url_path...}")
+        ),
+        _model_route(config, "/v1/models/{model}:predict", "Predict, KServe V1", PREDICT),
+        _model_route(config, "/v1/models/{model}:explain", "Explain, KServe V1", EXPLAIN),
+        _model_route(config, "/v2/models/{model}/infer", "Predict, KServe V2", PREDICT),
+        _model_route(config, "/v2/models/{model}/explain", "Explain, KServe V2", EXPLAIN),
+        _model_route(config, "/wfpredict/{workflow}", "Predict with a workflow", []),
+        _model_route(config, "/wfpredict/{workflow}/{rest...}", "The same", []),
+        _model_route(config, "/invocations", "Predict with the only model, or the one of ?model_name=", [], query=True),
+        replace(  # another method means a version of this name
+            _model_route(config, "/models/{model}/invoke", "Predict, SageMaker", [], query=True),
+            methods=frozenset({"POST"}),
+        ),
+    )
+
+
+def legacy_routes(config: ListenerConfig) -> tuple[Template, ...]:
+    """The oldest prediction routes. They match last because their first segment is any model name."""
+    return tuple(
+        _model_route(config, path, "Predict, deprecated", [], query=True)
+        for path in ("/{model}/predict", "/{model}/{version}/predict")
+    )
+
+
+def _model_route(config: ListenerConfig, path: str, summary: str, headers: Headers, query: bool = False) -> Template:
+    """An inference route for every method: TorchServe does not check the method here."""
+    return Template(path, summary, codec=config.codec, headers=headers, query=query, methods=NOT_OPTIONS, guard=GUARD)
+
+
+# ---- other routes
+
+
+def metrics_action(scrape: Scrape) -> Action:
+    """`/metrics[?name[]=a&name[]=b]`, which never needs a token."""
+    operation = Operation(
+        "GET",
+        "/metrics",
+        "metrics",
+        "Returns the metrics in the Prometheus text format.",
+        (QueryParameter("name[]", "Name of a metric to return; may be repeated; by default all are returned"),),
+        responses=((200, "The metrics", "metrics"),),
+    )
+
+    async def serve(request: HttpRequest) -> ItemResult:
+        return ItemResult(body=await scrape(request.query.get("name[]", [])), content_type=METRICS)
+
+    return Action(operation, serve, any_method=True)
+
+
+def open_inference_actions(administration: Administrator, config: ListenerConfig) -> tuple[Action, ...]:
+    """The routes of KServe's V1 and V2 protocols other than predictions and explanations. The management API has the
+    readiness of V1 already, under its own key."""
+
+    async def models(request: HttpRequest) -> ItemResult:
+        return json_result({"models": [name for name, _ in administration.models()]})
+
+    async def server_ready(request: HttpRequest) -> ItemResult:
+        ready = administration.ready()
+        return json_result({"ready": ready}, 200 if ready else 503)
+
+    async def model_ready(request: HttpRequest) -> ItemResult:
+        name = request.names["model_name"]
+        ready = await is_ready(administration, name)
+        return json_result({"name": name, "ready": ready}, 200 if ready else 503)
+
+    async def metadata(request: HttpRequest) -> ItemResult:
+        name = request.names["model_name"]
+        versions = [each["modelVersion"] for each in await administration.describe(name, "all")]
+        return json_result({"name": name, "versions": versions, "platform": "", "inputs": [], "outputs": []})
+
+    ready = Action(_get("/v1/models/{model_name}", "modelReadyV1", MODEL_READY), model_ready)
+    return (
+        Action(_get("/v1/models", "modelNames", "Returns the names of all models."), models),
+        *(() if "management" in config.groups else (ready,)),
+        _constant("/v2", "serverMetadata", "Returns the name and version of the server.", SERVER),
+        _constant("/v2/health/live", "serverLive", "Reports that the server is live.", {"live": True}),
+        Action(_get("/v2/health/ready", "serverReady", "Reports whether all workers are up."), server_ready, True),
+        _constant("/v2/models/{model_name}/versions/{rest...}", "modelVersions", "Not supported.", NO_VERSIONS, 501),
+        Action(_get("/v2/models/{model_name}", "modelMetadata", "Returns the versions of a model."), metadata),
+        Action(_get("/v2/models/{model_name}/ready", "modelReadyV2", MODEL_READY), model_ready),
+    )
+
+
+def _get(path: str, name: str, description: str, status: int = 200) -> Operation:
+    return Operation("GET", path, name, description, responses=((status, description, "object"),))
+
+
+def _constant(path: str, name: str, description: str, value: dict[str, Any], status: int = 200) -> Action:
+    async def serve(request: HttpRequest) -> ItemResult:
+        return json_result(value, status)
+
+    return Action(_get(path, name, description, status), serve, any_method=True)

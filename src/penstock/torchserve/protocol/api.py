@@ -3,6 +3,7 @@
 Source: the endpoints, texts, status codes and responses of TorchServe 0.12.0.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -71,7 +72,7 @@ class RegisterRequest(Struct, kw_only=True, omit_defaults=True):
     batch_size: int | None = None
     max_batch_delay: int | None = None  # ms
     initial_workers: int | None = None
-    synchronous: bool | None = None  # None: true over HTTP, false over gRPC
+    synchronous: bool = True
     response_timeout: int | None = None  # s
     startup_timeout: int | None = None  # s
     s3_sse_kms: bool = False
@@ -107,16 +108,11 @@ def json_text(value: Any) -> str:
     return json_body(value)[:-1].decode()
 
 
-def model_page(models: list[tuple[str, str]], next_token: int | None) -> dict[str, Any]:
-    """The JSON object of `GET /models` for one page of `Administrator.models`."""
-    found = [{"modelName": name, "modelUrl": url} for name, url in models]
-    return {"nextPageToken": None if next_token is None else str(next_token), "models": found}
-
-
-def workflow_page(workflows: list[tuple[str, str]], next_token: int | None) -> dict[str, Any]:
-    """The JSON object of `GET /workflows` for one page of `Workflows.page`."""
-    found = [{"workflowName": name, "workflowUrl": url} for name, url in workflows]
-    return {"nextPageToken": None if next_token is None else str(next_token), "workflows": found}
+def page(kind: Literal["model", "workflow"], entries: Sequence[tuple[str, str]], limit: int, start: int) -> Any:
+    """The object of `GET /models` or `GET /workflows`: the entries from `start`, and the next page's token."""
+    end = start + limit
+    found = [{f"{kind}Name": name, f"{kind}Url": url} for name, url in entries[start:end]]
+    return {"nextPageToken": str(end) if end <= len(entries) else None, f"{kind}s": found}
 
 
 def error_body(status: int, kind: str, message: str, *, kserve: bool = False) -> bytes:

@@ -23,6 +23,7 @@ class QueryParameter(Struct, frozen=True):
     default: str | int | bool | None = None
     required: bool = False
     values: tuple[str, ...] = ()  # empty: any
+    least: int | None = None  # of a number; None: it is not read
 
 
 class Operation(Struct, frozen=True):

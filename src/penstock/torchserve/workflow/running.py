@@ -27,7 +27,7 @@ from penstock.torchserve.protocol.openapi import JSON
 from penstock.torchserve.workflow.spec import TAKEN, WorkflowNode, WorkflowSpec
 from penstock.types import Item, ItemResult, Sink
 
-log = logging.getLogger("penstock.compat")
+log = logging.getLogger("penstock.torchserve")
 
 _STAMP: Final = BatchStamp(0, 1, 0.0)  # the model's own metrics count its batches
 _encode = msgspec.msgpack.Encoder().encode

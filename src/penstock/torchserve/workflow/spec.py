@@ -19,7 +19,7 @@ from penstock.torchserve.archive.manifest import check_model_name
 from penstock.torchserve.protocol.api import ApiError
 from penstock.values import found
 
-log = logging.getLogger("penstock.compat")
+log = logging.getLogger("penstock.torchserve")
 
 TAKEN: Final = "from "
 """Prefix of a field with the answer of one of several previous nodes."""

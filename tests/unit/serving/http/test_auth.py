@@ -11,7 +11,7 @@ from penstock.client.endpoint import tls_context
 from penstock.errors import ConfigError, Unauthorized
 from penstock.serving.http.auth import check_token, make_ssl_context
 from penstock.torchserve.cli.listeners import TlsFiles
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 
 TLS = Path(__file__).parents[3] / "tls"
 

@@ -12,7 +12,7 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.core.engine.engine import Engine
 from penstock.torchserve.admin.startup import ServerComponents, build_components
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 from penstock.torchserve.protocol.api import ApiError
 from penstock.types import Item, ItemResult
 

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.snapshots import last_snapshot
-from penstock.torchserve.config.properties import read_properties
+from penstock.torchserve.config import read_properties
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest
 from penstock.types import Item
 
@@ -68,7 +68,7 @@ async def test_a_model_without_workers_is_listed_and_refuses_requests(
     assert done == ChangeResult(
         'Model "m" Version: 1.0 registered with 0 initial workers. Use scale workers API to add workers for the model.'
     )
-    assert admin.models(100, 0) == ([("m", "m.mar")], None)
+    assert admin.models() == [("m", "m.mar")]
     assert admin.healthy()
     for version, named in ((None, 'Model "m"'), ("1.0", 'Model "m" Version 1.0')):
         with pytest.raises(ApiError) as found:
@@ -102,7 +102,7 @@ async def test_a_model_that_fails_to_start_is_not_registered(
         await admin.register(RegisterRequest(url=server.archive("m", code=code), initial_workers=1))
     text = "Failed to start workers for model m version: 1.0"
     assert refused(found) == (status, "InternalServerException", text)
-    assert admin.models(100, 0) == ([], None)
+    assert admin.models() == []
     assert list((server.folder / "cache").iterdir()) == []
     server.archive("m")
     await admin.register(RegisterRequest(url="m.mar", initial_workers=1))
@@ -142,7 +142,7 @@ async def test_a_model_can_have_another_name_than_its_archive(server: ServerSetu
     server.archive("m")
     for name in ("a", "b"):
         await admin.register(RegisterRequest(url="m.mar", model_name=name, initial_workers=1))
-    assert admin.models(100, 0)[0] == [("a", "m.mar"), ("b", "m.mar")]
+    assert admin.models() == [("a", "m.mar"), ("b", "m.mar")]
     await admin.unregister("a", None)
     assert await server.ask("b") == "1.0 hi"  # its files are still there
 
@@ -166,7 +166,7 @@ async def test_an_invalid_or_forbidden_archive_is_refused(
     with pytest.raises(ApiError) as found:
         await admin.register(RegisterRequest(url=url, initial_workers=1))
     assert refused(found)[:2] == (status, kind)
-    assert admin.models(100, 0) == ([], None)
+    assert admin.models() == []
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ async def test_too_many_workers_are_refused_before_any_starts(server: ServerSetu
         with pytest.raises(ApiError, match=f"initial_workers: found {workers}, expected 0 to 8") as found:
             await admin.register(RegisterRequest(url="m.mar", initial_workers=workers))
         assert found.value.status == 400
-    assert admin.models(100, 0) == ([], None)
+    assert admin.models() == []
 
 
 async def test_too_many_versions_are_refused(server: ServerSetup) -> None:
@@ -209,7 +209,7 @@ async def test_too_many_versions_are_refused(server: ServerSetup) -> None:
     await admin.register(RegisterRequest(url=server.archive("a"), initial_workers=1))
     with pytest.raises(ApiError, match="max_versions"):
         await admin.register(RegisterRequest(url=server.archive("b"), initial_workers=1))
-    assert admin.models(100, 0)[0] == [("a", "a.mar")]
+    assert admin.models() == [("a", "a.mar")]
 
 
 # ---- scale
@@ -367,7 +367,7 @@ async def test_unregistering_stops_a_load_in_progress(
     url = server.archive("m", code=SLOW_LOAD)
     others = {p.pid for p in psutil.Process().children()}
     register = asyncio.create_task(admin.register(RegisterRequest(url=url, initial_workers=1)))
-    await server.until(lambda: bool(admin.models(1, 0)[0]))
+    await server.until(lambda: bool(admin.models()))
     await asyncio.sleep(0.1)
     pids = {p.pid for p in psutil.Process().children()} - others
     async with asyncio.timeout(5):
@@ -478,13 +478,10 @@ async def test_metadata_that_is_not_an_object_becomes_empty(server: ServerSetup,
     assert found["customizedMetadata"] == {}
 
 
-async def test_the_list_of_models_has_pages(server: ServerSetup, admin: Administrator) -> None:
+async def test_models_are_listed_by_name(server: ServerSetup, admin: Administrator) -> None:
     for name in ("c", "a", "b"):
         await admin.register(RegisterRequest(url=server.archive(name)))
-    assert admin.models(2, 0) == ([("a", "a.mar"), ("b", "b.mar")], 2)
-    assert admin.models(2, 2) == ([("c", "c.mar")], None)
-    assert admin.models(3, 0)[1] == 3  # as there: the next page is empty
-    assert admin.models(2, 9) == ([], None)
+    assert admin.models() == [("a", "a.mar"), ("b", "b.mar"), ("c", "c.mar")]
 
 
 # ---- limits
@@ -549,9 +546,9 @@ async def test_a_stopping_server_refuses_changes_and_writes_the_last_snapshot(
 
 async def test_a_change_completes_after_its_caller_leaves(server: ServerSetup, admin: Administrator) -> None:
     task = asyncio.create_task(admin.register(RegisterRequest(url=server.archive("m"), initial_workers=1)))
-    await server.until(lambda: bool(admin.models(1, 0)[0]))
+    await server.until(lambda: bool(admin.models()))
     task.cancel()
-    await server.until(lambda: server.components.backend.model_ready("m", None) if admin.models(1, 0)[0] else False)
+    await server.until(lambda: server.components.backend.model_ready("m", None) if admin.models() else False)
     assert await server.ask("m") == "1.0 hi"
 
 

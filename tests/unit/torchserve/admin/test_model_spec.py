@@ -18,7 +18,7 @@ from penstock.torchserve.admin.model_spec import (
 )
 from penstock.torchserve.archive.manifest import Manifest
 from penstock.torchserve.archive.store import Archive
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 RAW = {"runtime": "python", "model": {"modelName": "m", "modelVersion": "2.0", "handler": "service.py"}}

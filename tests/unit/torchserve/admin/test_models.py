@@ -9,7 +9,7 @@ from penstock.torchserve.admin.model_spec import ArchiveSource, VersionRequest, 
 from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
 from penstock.torchserve.archive.manifest import Manifest
 from penstock.torchserve.archive.store import Archive, UnpackedArchive
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 Refused = Callable[[pytest.ExceptionInfo[ApiError]], tuple[int, str, str]]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.torchserve.admin.settings import ModelSettings, resolve_settings
+from penstock.torchserve.admin.model_spec import ModelSettings, resolve_settings
 from penstock.torchserve.protocol.api import ApiError
 
 DEFAULTS = {"minWorkers": 0, "responseTimeout": 77, "startupTimeout": 88, "jobQueueSize": 99}

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.torchserve.admin import snapshots
 from penstock.torchserve.admin.snapshots import Snapshots, last_snapshot
-from penstock.torchserve.config.properties import read_properties
+from penstock.torchserve.config import read_properties
 
 MODELS: dict[str, dict[str, dict[str, Any]]] = {"m": {"1.0": {"marName": "m.mar", "minWorkers": 1}}}
 

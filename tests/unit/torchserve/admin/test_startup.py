@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
-from penstock.torchserve.config.properties import load_properties, read_properties
+from penstock.torchserve.config import load_properties, read_properties
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest
 
 ServerSetup = Any  # see conftest.py
@@ -63,14 +63,14 @@ async def test_models_are_loaded_by_name_and_file(server: ServerSetup) -> None:
         server.archive(name)
     components = server.open(load_models=["x=a.mar", "b.mar", "y = b.mar", "z="], default_workers_per_model=1)
     assert await load_startup(components) == 0
-    assert [name for name, _ in components.administrator.models(100, 0)[0]] == ["b", "x", "y"]
+    assert [name for name, _ in components.administrator.models()] == ["b", "x", "y"]
 
 
 async def test_without_load_models_no_model_is_loaded(server: ServerSetup) -> None:
     server.archive("a")
     components = server.open()
     assert await load_startup(components) == 0
-    assert components.administrator.models(100, 0) == ([], None)
+    assert components.administrator.models() == []
     assert components.administrator.healthy()
 
 
@@ -129,7 +129,7 @@ async def test_a_missing_archive_aborts_the_start(server: ServerSetup, keys: dic
     with pytest.raises(ConfigError) as found:
         await load_startup(components)
     assert found.value.message.startswith(text)
-    assert components.administrator.models(100, 0) == ([], None)
+    assert components.administrator.models() == []
     await server.close()
     assert last_snapshot(server.folder / "logs") is None
 
@@ -215,7 +215,7 @@ async def test_a_snapshot_written_by_users_is_loaded(server: ServerSetup) -> Non
 async def test_an_empty_snapshot_starts_nothing(server: ServerSetup, snapshot: dict[str, Any]) -> None:
     components = server.open(model_snapshot=snapshot)
     assert await load_startup(components) == 0
-    assert components.administrator.models(100, 0) == ([], None)
+    assert components.administrator.models() == []
 
 
 async def test_without_snapshots_none_is_written(server: ServerSetup) -> None:

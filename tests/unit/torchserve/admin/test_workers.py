@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.torchserve.admin.settings import ModelSettings
+from penstock.torchserve.admin.model_spec import ModelSettings
 from penstock.torchserve.admin.workers import DeviceAllocator, usable_gpus
 
 PLAIN = ModelSettings(min_workers=1, max_workers=1)

@@ -10,7 +10,7 @@ import pytest
 from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
 from penstock.torchserve.archive.store import ModelStore
-from penstock.torchserve.config.properties import load_properties
+from penstock.torchserve.config import load_properties
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest, WorkflowRequest
 from support.archives import write_war
 
@@ -59,12 +59,12 @@ async def test_a_workflow_is_registered_asked_described_and_removed(server: Serv
     assert (done.status, done.message) == (200, "Workflow w has been registered and scaled successfully.")
     assert await server.ask("/w") == "m<hi>!"
     administrator = server.components.administrator
-    assert administrator.models(100, 0) == ([("w__m", "m.mar")], None)
+    assert administrator.models() == [("w__m", "m.mar")]
     (m,), (begin,) = [await administrator.describe(name, None) for name in ("w__m", "w__begin")]
     assert (m["modelUrl"], m["minWorkers"], m["maxWorkers"], len(m["workers"])) == ("m.mar", 2, 2, 2)
     assert (begin["modelUrl"], begin["batchSize"], begin["maxBatchDelay"]) == (None, 1, 0)
     assert workflows.describe("w")["workflowDag"] == "{begin=[m], m=[end]}"
-    assert workflows.page(100, 0) == ([("w", "w.war")], None)
+    assert workflows.listed() == [("w", "w.war")]
     assert server.components.backend.model_ready("/w", None)
     assert await refusal(workflows.register(WorkflowRequest(url="w.war"))) == (
         409,
@@ -72,7 +72,7 @@ async def test_a_workflow_is_registered_asked_described_and_removed(server: Serv
         "Workflow w is already registered.",
     )
     assert (await workflows.unregister("w")).message == 'Workflow "w" unregistered'
-    assert administrator.models(100, 0) == ([], None)
+    assert administrator.models() == []
     assert not list((server.folder / "cache").glob("[0-9a-f]*"))
     assert await refusal(workflows.unregister("w")) == (404, "WorkflowNotFoundException", "Workflow not found: w")
     with pytest.raises(ApiError, match="Workflow not found: w"):
@@ -95,7 +95,7 @@ async def test_a_failed_node_removes_the_others_and_frees_the_name(server: Serve
     assert message.startswith("Workflow x has failed to register. Failures: [")
     assert "Workflow Node x__n failed to register. Details: Model not found at: none.mar" in message
     assert "Failed to start workers for model x__nothing version: 1.0" in message
-    assert list(server.components.administrator.models(100, 0)[0]) == []
+    assert list(server.components.administrator.models()) == []
     write_war(server.store, "x", CHAIN, FUNCTIONS)
     assert (await workflows.register(WorkflowRequest(url="x.war"))).status == 200
 
@@ -131,7 +131,7 @@ async def test_a_bad_archive_is_refused_and_leaves_nothing(server: ServerSetup) 
         found = await refusal(workflows.register(request))
         assert found[0] == status, found
         assert words in found[2]
-    assert workflows.page(100, 0) == ([], None)
+    assert workflows.listed() == []
     assert not list((server.folder / "cache").glob("[0-9a-f]*"))
 
 
@@ -174,7 +174,7 @@ async def test_a_snapshot_restores_workflows_with_their_scaled_nodes(server: Ser
     assert snapshot["workflows"] == {"other": {"url": "w.war", "workers": expected}}
     administrator = server.open(model_snapshot=json.loads(json.dumps(snapshot))).administrator
     loading = asyncio.create_task(load_startup(server.components))
-    await server.until(lambda: bool(administrator.models(100, 0)[0]))
+    await server.until(lambda: bool(administrator.models()))
     assert not administrator.healthy()
     assert await loading == 0
     assert administrator.healthy()
@@ -214,6 +214,6 @@ async def test_a_restored_node_whose_workers_fail_stays_registered(server: Serve
     workers = {name: [1, 1] for name in ("begin", "m", "end")}
     components = server.open(model_snapshot={"workflows": {"w": {"url": "w.war", "workers": workers}}})
     assert await load_startup(server.components) == 0
-    assert components.administrator.workflows.page(100, 0) == ([("w", "w.war")], None)
+    assert components.administrator.workflows.listed() == [("w", "w.war")]
     assert not server.components.backend.model_ready("/w", None)
     assert not server.components.administrator.healthy()

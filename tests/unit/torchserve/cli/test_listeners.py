@@ -27,8 +27,7 @@ from penstock.torchserve.cli.listeners import (
     http_addresses,
     limits_of,
 )
-from penstock.torchserve.config.addresses import ListenerAddress
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import ListenerAddress, Properties
 from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 

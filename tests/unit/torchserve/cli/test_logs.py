@@ -17,7 +17,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.torchserve.cli.logs import ServerLogs, read_log4j
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 
 NAMES = {"access_log.log", "ts_log.log", "ts_metrics.log", "model_log.log", "model_metrics.log"}
 Open = Callable[..., ServerLogs]

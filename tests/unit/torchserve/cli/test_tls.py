@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.torchserve.cli.listeners import TlsFiles
-from penstock.torchserve.config.properties import Properties
+from penstock.torchserve.config import Properties
 
 TLS = Path(__file__).parents[3] / "tls"
 CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")

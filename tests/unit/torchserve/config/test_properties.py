@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.torchserve.config.addresses import ListenerAddress, parse_address
-from penstock.torchserve.config.files import format_properties, parse_properties
-from penstock.torchserve.config.properties import IGNORED, Properties, load_properties
+from penstock.torchserve.config import IGNORED, ListenerAddress, Properties, load_properties, parse_address
+from penstock.torchserve.java_properties import format_properties, parse_properties
 
 CAPTIONING = r"""
 inference_address=http://0.0.0.0:12345

@@ -12,7 +12,7 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ModelNotFound
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
-from penstock.torchserve.config.properties import ListenerConfig, Properties
+from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.grpc import services
 from penstock.torchserve.grpc.server import make_grpc_listener
 from support.backend import FakeBackend

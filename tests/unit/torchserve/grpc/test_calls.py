@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.serving.grpc.calls import GrpcError, code_of
-from penstock.torchserve.grpc.calls import (
+from penstock.torchserve.grpc.services import (
     management_error,
     model_of,
     prediction_error,

@@ -26,26 +26,21 @@ async def test_a_model_is_described_in_the_json_of_http(grpc_site, administratio
 
 
 @pytest.mark.parametrize(
-    ("fields", "asked"),
+    ("fields", "found", "token"),
     [
-        ({}, (100, 0)),
-        ({"limit": 1, "next_page_token": 2}, (1, 2)),
-        ({"limit": 101}, (100, 0)),
-        ({"limit": -1, "next_page_token": -1}, (100, 0)),
+        ({}, slice(100), "100"),
+        ({"limit": 1, "next_page_token": 2}, slice(2, 3), "3"),
+        ({"limit": 101}, slice(100), "100"),
+        ({"limit": -1, "next_page_token": -1}, slice(100), "100"),
+        ({"limit": 100, "next_page_token": 100}, slice(100, 150), None),
     ],
 )
-async def test_models_are_listed_in_pages(grpc_site, administration, fields, asked):
+async def test_models_are_listed_in_pages(grpc_site, administration, fields, found, token):
+    administration.names = [f"m{i:03}" for i in range(150)]
     async with grpc_site() as ask:
-        await ask("ListModels", **fields)
-        assert administration.asked == [("models", *asked)]
-
-
-async def test_the_list_has_the_token_of_the_next_page(grpc_site, administration):
-    administration.names = ["a", "b"]
-    async with grpc_site() as ask:
-        found = json.loads((await ask("ListModels", limit=1)).msg)
-        assert found == {"nextPageToken": "1", "models": [{"modelName": "a", "modelUrl": "a.mar"}]}
-        assert "nextPageToken" not in json.loads((await ask("ListModels", limit=1, next_page_token=1)).msg)
+        page = json.loads((await ask("ListModels", **fields)).msg)
+    assert [each["modelName"] for each in page["models"]] == administration.names[found]
+    assert page.get("nextPageToken") == token
 
 
 async def test_a_registration_has_the_fields_of_the_request(grpc_site, administration):

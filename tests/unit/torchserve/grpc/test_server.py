@@ -13,7 +13,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.serving.grpc.listener import GrpcLimits
 from penstock.serving.http.auth import make_ssl_context
-from penstock.torchserve.config.properties import ListenerConfig, Properties
+from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.grpc.server import make_grpc_listener
 from support.backend import FakeBackend
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import LimitsConfig
-from penstock.torchserve.config.properties import ListenerConfig, Properties
+from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
 from support.backend import FakeBackend
 from support.torchserve import FakeAdministration

@@ -11,7 +11,7 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ItemFailed
 from penstock.serving.http.server import HttpServer
-from penstock.torchserve.config.properties import ListenerConfig, Properties
+from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.flavor import TorchServeRequest
 from penstock.torchserve.http.listener import make_listener
 from penstock.types import ItemResult

@@ -29,7 +29,7 @@ from penstock.errors import (
     WorkerDied,
 )
 from penstock.serving.http.server import HttpServer
-from penstock.torchserve.config.properties import ListenerConfig, Properties
+from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ApiError
 from penstock.types import ItemResult

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from penstock.torchserve.config.properties import ListenerConfig, Properties
+from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.listener import listener_templates
 from support.torchserve import FakeAdministration
 

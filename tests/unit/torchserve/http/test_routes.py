@@ -14,7 +14,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import BadRequest
 from penstock.serving.http.server import HttpServer
 from penstock.serving.protocols.route import HttpRequest, Template
-from penstock.torchserve.config.properties import ListenerConfig, Properties
+from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.flavor import TorchServeFlavor
 from penstock.types import ItemResult
 from support.backend import FakeBackend

@@ -16,7 +16,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import ConfigError
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
-from penstock.torchserve.config.properties import ListenerConfig, Properties
+from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
 from support.backend import Call, FakeBackend
 from support.torchserve import FakeAdministration

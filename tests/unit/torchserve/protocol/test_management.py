@@ -25,7 +25,7 @@ READERS = (
     lambda query, body: parsers.read_registration(query, JSON, body, ignore),
     lambda query, body: parsers.read_scaling(query, ignore),
     lambda query, body: parsers.read_page(query, ignore),
-    lambda query, body: parsers.read_customized(query),
+    lambda query, body: parsers.read_query(parsers.DESCRIBE, query, ignore),
     lambda query, body: parsers.read_weights(body),
     lambda query, body: parsers.unknown_parameters(query, ("url",)),
 )
@@ -194,7 +194,8 @@ def test_a_page_has_at_most_a_hundred_models(text, found):
 
 def test_only_the_word_true_is_true():
     values = ["true", "True", "TRUE", "false", "1", "yes", ""]
-    assert [parsers.read_customized({"customized": [value]}) for value in values] == [True] * 3 + [False] * 4
+    found = [parsers.read_query(parsers.DESCRIBE, {"customized": [value]}, ignore)["customized"] for value in values]
+    assert found == [True] * 3 + [False] * 4
 
 
 def test_weights_are_numbers_by_version():
