@@ -229,13 +229,14 @@ def _suite(paths: Sequence[Path], flags: dict[str, Any]) -> int:
     """The exit status: 0 if every run is valid. Raises PenstockError."""
     from penstock.perf.bench.measurement import Slo, parse_slo
     from penstock.perf.bench.results import RUN, Origin, Results
-    from penstock.perf.bench.suite import RunOptions, SuiteOptions, SuiteSession, digest, prepare
+    from penstock.perf.bench.suite import SuiteOptions, SuiteSession, digest, prepare
     from penstock.perf.bench.suite_yaml import read_suite
 
     if not paths:
         raise ConfigError("no file of models is given; expected for instance penstock benchmark-suite models.yaml")
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
-    options = RunOptions(slo=slo, warm_s=flags["warmup"], repeat=flags["repeat"], seed=flags["seed"])
+    names = ("repeat", "seed", "model_store", "download", "data", "requests", "skip_missing_hardware")
+    options = SuiteOptions(slo=slo, warm_s=flags["warmup"], **{name: flags[name] for name in names})
     folder = flags["output"]
     if flags["resume"] and folder is None:
         raise ConfigError("--resume needs the folder to continue in; give --output DIR")
@@ -243,10 +244,8 @@ def _suite(paths: Sequence[Path], flags: dict[str, Any]) -> int:
         raise ConfigError(f"{folder} already holds a run; continue it with --resume, or name another folder")
     folder = folder or Path(f"benchmark-suite-{datetime.now(UTC):%Y%m%d-%H%M%S}")
     cases, notes = read_suite(paths)
-    names = ("store", "download", "data", "requests", "skip_missing_hardware")
-    given = SuiteOptions(**{name: flags[name] for name in names[1:]}, store=flags["model_store"])
     with tempfile.TemporaryDirectory(prefix="penstock-") as downloads:
-        jobs, left_out = prepare(cases, given, Path(downloads))
+        jobs, left_out = prepare(cases, options, Path(downloads))
         notes = [*notes, *left_out]
         for note in notes:
             click.echo(f"penstock: {note}", err=True)

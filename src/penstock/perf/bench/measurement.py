@@ -180,12 +180,24 @@ def server_stats(m: Measurement) -> ServerStats:
     return m.server or ServerStats()
 
 
-STAGES: Final[dict[str, Figure]] = {
-    "queue": lambda m: server_stats(m).queue_s,
-    "preprocess": lambda m: server_stats(m).preprocess_s,
-    "run": lambda m: server_stats(m).run_s,
-    "postprocess": lambda m: server_stats(m).postprocess_s,
+def _of(path: str) -> Figure:
+    """A figure of the server or of the latency; None if it is unknown."""
+    side, name = path.split(".")
+    return lambda m: getattr(getattr(m, side), name, None)
+
+
+STAGES: Final = {name: _of(f"server.{name}_s") for name in ("queue", "preprocess", "run", "postprocess")}
+FIGURES: Final[dict[str, Figure]] = {
+    "error_share": lambda m: m.error_share,
+    "throughput_per_s": throughput,
+    "goodput_per_s": lambda m: m.goodput,
+    **{name: _of(f"latency.{name}") for name in Latency.__struct_fields__},
+    **{f"{name}_s": figure for name, figure in STAGES.items()},
+    "mean_batch": _of("server.mean_batch"),
+    "cpu_cores": _of("server.cpu"),
+    "memory_bytes": _of("server.memory_bytes"),
 }
+"""By their names in summary.csv."""
 
 
 # ---- repeats
@@ -344,10 +356,7 @@ def measured_value(name: str, run: Measurement) -> float | None:
     """The value of an objective in a run; None with too few samples."""
     if name == "error":
         return run.error_share if run.requests else None
-    if name == "throughput":
-        return run.throughput
-    found: float | None = getattr(run.latency, f"{name.replace('.', '')}_s")
-    return found
+    return run.throughput if name == "throughput" else FIGURES[f"{name.replace('.', '')}_s"](run)
 
 
 def parse_slo(text: str) -> Slo:

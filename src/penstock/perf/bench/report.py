@@ -27,6 +27,7 @@ from penstock.perf.bench.document import (
     value_text,
 )
 from penstock.perf.bench.measurement import (
+    FIGURES,
     STAGES,
     Figure,
     Load,
@@ -36,14 +37,13 @@ from penstock.perf.bench.measurement import (
     goodput,
     group_by_load,
     p99,
-    server_stats,
     throughput,
 )
 from penstock.perf.bench.plots import draw
 from penstock.perf.bench.results import Origin, read
 
 VERDICT: Final = "verdict.json"
-MET: Final = {True: "met", False: "missed", None: UNKNOWN}
+MET: Final[dict[bool | None, str]] = {True: "met", False: "missed", None: UNKNOWN}
 INVALID: Final = "INVALID"
 
 
@@ -64,29 +64,31 @@ def compose(origin: Origin, measurements: Sequence[Measurement], verdict: Verdic
     bad = sum(len(point.invalid) for point in points)
     warning = f"{INVALID}: {bad} of {len(measurements)} runs measure nothing; see below." if bad and not verdict else ""
     first = _tuning_verdict(verdict) if verdict else [*load_verdict(points, origin.slo), reproduce(origin.line)]
+    header, *rows = verdict.table if verdict and verdict.table else [[]]
+    loads = table({"settings": lambda p: p.label, **LOADS}, points)
+    rest = [Heading("Settings"), TableBlock(header, rows), Heading("Loads"), loads, *evidence(points, origin)]
     target = f" of {origin.target}" if origin.target else ""
-    rest = [
-        *_settings(verdict),
-        Heading("Loads"),
-        table(_LOADS, points),
+    return make_report(f"penstock {origin.command}{target}", [Paragraph(warning, "bad"), *first], rest)
+
+
+def evidence(points: Sequence[LoadPoint], origin: Origin, notes: Sequence[str] = ()) -> list[Block]:
+    """What is known of the loads besides their own figures."""
+    measured = sum(bool(p.runs or p.invalid) for p in points)
+    invalid = by_text([(text, p.name) for p in points for run in p.invalid for text in run.invalid], measured)
+    caveats = by_text([(text, p.name) for p in points for run in p.runs for text in run.caveats], measured)
+    return [
         Heading("In the server"),
         table(_SERVER, [p for p in points if any(run.server for run in p.runs)], _SERVER_NOTE),
         Heading("Invalid runs"),
-        BulletList(by_text([(text, p.name) for p in points for run in p.invalid for text in run.invalid], len(points))),
+        BulletList(invalid),
         Heading("Caveats"),
-        BulletList(
-            [
-                *by_text([(text, p.name) for p in points for run in p.runs for text in run.caveats], len(points)),
-                *filter(None, [origin.busy]),
-            ]
-        ),
+        BulletList([*notes, *caveats, *filter(None, [origin.busy])]),
         Heading("Errors"),
         table(_ERRORS, [p for p in points if p.errors]),
         CodeBlock("First error:", next((run.first_error for p in points for run in p.runs if run.first_error), "")),
         Heading("Machine"),
         facts(_machine(origin)),
     ]
-    return make_report(f"penstock {origin.command}{target}", [Paragraph(warning, "bad"), *first], rest)
 
 
 # ---- the verdict
@@ -169,11 +171,6 @@ def _missed(point: LoadPoint) -> str:
 # ---- the evidence
 
 
-def _settings(v: Verdict | None) -> list[Block]:
-    header, *rows = v.table if v and v.table else [[]]
-    return [Heading("Settings"), TableBlock(header, rows)]
-
-
 def _valid(text: Callable[[LoadPoint], str]) -> Callable[[LoadPoint], str]:
     """The text of a point with valid runs; "" for any other."""
     return lambda p: text(p) if p.runs else ""
@@ -217,16 +214,15 @@ def _gpus(p: LoadPoint) -> str:
     return f"{percent(share)}, {_mebibytes(max(gpu.memory_bytes for gpu in gpus))}"
 
 
-_LOADS: Final[Mapping[str, Callable[[LoadPoint], str]]] = {
-    "settings": lambda p: p.label,
+LOADS: Final[Mapping[str, Callable[[LoadPoint], str]]] = {
     "load": lambda p: p.load.label,
-    "SLO": lambda p: MET[p.met] if p.runs else INVALID,
+    "SLO": lambda p: MET[p.met] if p.runs else INVALID if p.invalid else "not run",
     "throughput/s": _valid(lambda p: _spread(p, throughput)),
-    "goodput/s": _number(lambda m: m.goodput),
-    "p50": _seconds(lambda m: m.latency.p50_s),
-    "p90": _seconds(lambda m: m.latency.p90_s),
+    "goodput/s": _number(FIGURES["goodput_per_s"]),
+    "p50": _seconds(FIGURES["p50_s"]),
+    "p90": _seconds(FIGURES["p90_s"]),
     "p99 (95 %)": _valid(lambda p: _p99(p)),
-    "p99.9": _seconds(lambda m: m.latency.p999_s),
+    "p99.9": _seconds(FIGURES["p999_s"]),
     "runs": lambda p: f"{len(p.runs)}" + (f" (+{len(p.invalid)} invalid)" if p.invalid else ""),
     "requests": _valid(lambda p: f"{sum(run.requests for run in p.runs):,}"),
     "errors": _valid(lambda p: f"{sum(p.errors.values()):,}"),
@@ -234,9 +230,9 @@ _LOADS: Final[Mapping[str, Callable[[LoadPoint], str]]] = {
 _SERVER: Final[Mapping[str, Callable[[LoadPoint], str]]] = {
     "load": lambda p: p.name,
     **{name: _seconds(figure) for name, figure in STAGES.items()},
-    "mean batch": _number(lambda m: server_stats(m).mean_batch),
-    "CPU cores": _number(lambda m: server_stats(m).cpu),
-    "memory": lambda p: _mebibytes(p.median(lambda m: server_stats(m).memory_bytes)),
+    "mean batch": _number(FIGURES["mean_batch"]),
+    "CPU cores": _number(FIGURES["cpu_cores"]),
+    "memory": lambda p: _mebibytes(p.median(FIGURES["memory_bytes"])),
     "GPU": _gpus,
 }
 _SERVER_NOTE: Final = "Memory is the sum over the server's processes; a shared page counts once per process."

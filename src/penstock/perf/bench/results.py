@@ -30,7 +30,7 @@ from penstock._version import __version__
 from penstock.core.os_threads import usable_cores
 from penstock.core.readings import Gpus
 from penstock.errors import ConfigError, PenstockError, plain
-from penstock.perf.bench.measurement import SCHEMA, Measurement
+from penstock.perf.bench.measurement import FIGURES, SCHEMA, Measurement
 
 MACHINE: Final = ("cpu", "cores", "memory_gib", "gpus")  # the facts that figures depend on
 _LIBRARIES: Final = ("penstock", "uvloop", "httptools", "msgspec")
@@ -290,12 +290,8 @@ def _row(m: Measurement) -> dict[str, Any]:
     if m.invalid:
         return row
     errors = " ".join(f"{code}:{count}" for code, count in sorted(m.errors.items()))
-    row |= {"answered": m.answered, "errors": errors, "error_share": m.error_share, "throughput_per_s": m.throughput}
-    row |= {"goodput_per_s": m.goodput, "slo_met": m.met} | msgspec.structs.asdict(m.latency)
-    if m.server is not None:
-        row |= {name: getattr(m.server, name) for name in ("queue_s", "preprocess_s", "run_s", "postprocess_s")}
-        row |= {"mean_batch": m.server.mean_batch, "cpu_cores": m.server.cpu, "memory_bytes": m.server.memory_bytes}
-    return row
+    figures = {name: figure(m) for name, figure in FIGURES.items()}
+    return row | {"answered": m.answered, "errors": errors, "slo_met": m.met} | figures
 
 
 def _part(name: str) -> str:

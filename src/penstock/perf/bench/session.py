@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from penstock.perf.bench.document import UNKNOWN, align, as_lines, by_text, table, value_text
 from penstock.perf.bench.measurement import (
+    FIGURES,
     MOST_ERRORS,
     STAGES,
     Load,
@@ -291,12 +292,12 @@ def _ms(seconds: float | None) -> str:
 
 
 def _latency(name: str) -> Callable[[Measurement], str]:
-    return lambda run: _ms(getattr(run.latency, name))
+    return lambda run: _ms(FIGURES[name](run))
 
 
 def _of_server(name: str, form: str) -> Callable[[Measurement], str]:
     def text(run: Measurement) -> str:
-        value = getattr(run.server, name, None)
+        value = FIGURES[name](run)
         return "" if value is None else format(value, form)
 
     return text
@@ -312,7 +313,7 @@ _COLUMNS: Final[Mapping[str, Callable[[Measurement], str]]] = {
     "max ms": _latency("max_s"),
     "errors": lambda run: " ".join(f"{code}:{count:,}" for code, count in sorted(run.errors.items())),
     "batch": _of_server("mean_batch", ".1f"),
-    "cores": _of_server("cpu", ".2f"),
+    "cores": _of_server("cpu_cores", ".2f"),
     "SLO": lambda run: {True: "met", False: "MISSED", None: UNKNOWN}[run.met] if run.slo else "",
 }
 

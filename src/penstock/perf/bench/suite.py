@@ -42,9 +42,13 @@ _QUEUE: Final = 100  # TorchServe's default queue; more clients need a larger on
 
 class SuiteOptions(Struct, frozen=True, kw_only=True):
     """The command-line options for all runs. `data` and `requests` override the files. `download` loads an archive from
-    an http(s) URL into a folder."""
+    an http(s) URL into a folder. `warm_s` None warms up until the load gets no faster."""
 
-    store: Path | None = None
+    slo: Slo = Slo()
+    warm_s: float | None = None
+    repeat: int = 1
+    seed: int = 0
+    model_store: Path | None = None
     download: Callable[[str, Path], Path] | None = None
     data: str | None = None
     requests: int | None = None
@@ -145,8 +149,8 @@ def _source(case: SuiteCase, options: SuiteOptions, downloads: Path) -> str:
     module, colon, attribute = case.url.rpartition(":")
     if colon and not is_whole_file(case.url):
         return f"{_file(case, module, 'url')}:{attribute}" if module.endswith(".py") else case.url
-    if options.store is not None:
-        for stored in (options.store / case.url, options.store / f"{case.url}.mar"):
+    if options.model_store is not None:
+        for stored in (options.model_store / case.url, options.model_store / f"{case.url}.mar"):
             if stored.exists():
                 return str(stored.resolve())
     return _file(case, case.url, "url")
@@ -272,19 +276,10 @@ def _check_settings(point: SuitePoint, found: dict[str, int]) -> None:
 # ---- the session
 
 
-class RunOptions(Struct, frozen=True, kw_only=True):
-    """The options that apply to every run of a suite."""
-
-    slo: Slo
-    warm_s: float | None
-    repeat: int
-    seed: int
-
-
 class SuiteSession:
     """All runs of a suite, repeat by repeat, so that a disturbance does not hit all repeats of one run."""
 
-    def __init__(self, jobs: Sequence[SuiteJob], options: RunOptions, results: Results) -> None:
+    def __init__(self, jobs: Sequence[SuiteJob], options: SuiteOptions, results: Results) -> None:
         self._jobs, self._options, self._results = jobs, options, results
         self._done = {_run_key(m) for m in results.measurements if not m.invalid}
         self._number = 0

@@ -14,13 +14,10 @@ from penstock.errors import ConfigError
 from penstock.perf.bench.document import (
     UNKNOWN,
     Block,
-    BulletList,
     Heading,
     Paragraph,
     Plot,
     Report,
-    by_text,
-    facts,
     make_report,
     number,
     reproduce,
@@ -28,6 +25,7 @@ from penstock.perf.bench.document import (
     table,
 )
 from penstock.perf.bench.measurement import (
+    FIGURES,
     Figure,
     Gpu,
     Load,
@@ -40,7 +38,7 @@ from penstock.perf.bench.measurement import (
     throughput,
 )
 from penstock.perf.bench.plots import draw
-from penstock.perf.bench.report import MET
+from penstock.perf.bench.report import LOADS, evidence
 from penstock.perf.bench.results import Origin, as_csv, redacted
 from penstock.perf.bench.suite_yaml import SuitePoint
 
@@ -53,8 +51,12 @@ class SuiteRow(LoadPoint, frozen=True, kw_only=True):
     point: SuitePoint
 
     @property
-    def name(self) -> str:
+    def settings(self) -> str:
         return f"{self.point.settings}, {self.load.label}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.point.case.text}: {self.settings}"
 
     @property
     def spread(self) -> float | None:
@@ -79,18 +81,13 @@ def rows_of(points: Sequence[SuitePoint], measurements: Sequence[Measurement]) -
 # ---- ab_report.csv
 
 
-def _server(read: Callable[[ServerStats], float | None], factor: float = 1.0) -> Figure:
-    """A figure of the server times `factor`."""
-    return _scaled(lambda m: read(server_stats(m)), factor)
-
-
-def _scaled(figure: Figure, factor: float) -> Figure:
+def _times(figure: Figure, factor: float) -> Figure:
     return lambda m: None if (value := figure(m)) is None else value * factor
 
 
-def _ms(name: str) -> Figure:
-    """A latency in milliseconds."""
-    return _scaled(lambda m: getattr(m.latency, name), 1e3)
+def _server(read: Callable[[ServerStats], float | None], factor: float = 1.0) -> Figure:
+    """A figure of the server times `factor`."""
+    return _times(lambda m: read(server_stats(m)), factor)
 
 
 def _quantile(name: str, q: str) -> Figure:
@@ -116,24 +113,24 @@ def _gpu(read: Callable[[Gpu], float | None]) -> Figure:
 _FIGURES: Final[Mapping[str, Figure]] = {
     "TS failed requests": lambda m: sum(m.errors.values()),
     "TS throughput": throughput,
-    **{f"TS latency P{q}": _ms(f"p{q}_s") for q in ("50", "75", "90", "95", "99")},
-    "TS latency P99.9": _ms("p999_s"),
-    "TS latency mean": _ms("mean_s"),
-    "TS latency max": _ms("max_s"),
+    **{f"TS latency P{q}": _times(FIGURES[f"p{q}_s"], 1e3) for q in ("50", "75", "90", "95", "99")},
+    "TS latency P99.9": _times(FIGURES["p999_s"], 1e3),
+    "TS latency mean": _times(FIGURES["mean_s"], 1e3),
+    "TS latency max": _times(FIGURES["max_s"], 1e3),
     "TS error rate": lambda m: m.error_share * 100,
     **{f"Model_{q}": _quantile("worker_at_s", q) for q in ("p50", "p90", "p99")},
     **{f"Queue time {q}": _quantile("queue_at_s", q) for q in ("p50", "p90", "p99")},
-    "predict_mean": _server(lambda s: s.run_s, 1e3),
+    "predict_mean": _times(FIGURES["run_s"], 1e3),
     "handler_time_mean": _server(_handler_s, 1e3),
-    "waiting_time_mean": _server(lambda s: s.queue_s, 1e3),
+    "waiting_time_mean": _times(FIGURES["queue_s"], 1e3),
     "gpu_percentage_mean": _gpu(lambda gpu: gpu.utilization * 100),
     "gpu_memory_percentage_mean": _gpu(
         lambda gpu: gpu.memory_bytes / gpu.total_bytes * 100 if gpu.total_bytes else None
     ),
     "gpu_memory_used_mean": _gpu(lambda gpu: gpu.memory_bytes / 2**20),
-    "Batch size mean": _server(lambda s: s.mean_batch),
-    "Server CPU cores": _server(lambda s: s.cpu),
-    "Server memory MB": _server(lambda s: s.memory_bytes, 2**-20),
+    "Batch size mean": FIGURES["mean_batch"],
+    "Server CPU cores": FIGURES["cpu_cores"],
+    "Server memory MB": _times(FIGURES["memory_bytes"], 2**-20),
 }
 COLUMNS: Final = (
     "Benchmark", "Batch size", "Batch delay", "Workers", "Model", "Concurrency", "Input", "Requests",
@@ -158,9 +155,9 @@ def _cells(row: SuiteRow, machine: Mapping[str, Any]) -> dict[str, object]:
     figures = {name: row.median(figure) for name, figure in _FIGURES.items()}
     figures["Throughput spread %"] = None if row.spread is None else row.spread * 100
     if cores := machine.get("cores"):
-        figures["cpu_percentage_mean"] = row.median(_server(lambda s: s.cpu, 100 / cores))
+        figures["cpu_percentage_mean"] = row.median(_times(FIGURES["cpu_cores"], 100 / cores))
     if gib := machine.get("memory_gib"):
-        figures["memory_percentage_mean"] = row.median(_server(lambda s: s.memory_bytes, 100 / (gib * 2**30)))
+        figures["memory_percentage_mean"] = row.median(_times(FIGURES["memory_bytes"], 100 / (gib * 2**30)))
     return {
         "Benchmark": "penstock", "Batch size": point.batch_size, "Batch delay": case.batch_delay_ms,
         "Workers": point.workers, "Model": case.model, "Concurrency": row.load.concurrency, "Input": case.input,
@@ -187,10 +184,7 @@ def suite_report(rows: Sequence[SuiteRow], origin: Origin, notes: Sequence[str] 
         models.setdefault(row.point.case.text, []).append(row)
     rest = [
         *(block for own in models.values() for block in _section(own)),
-        Heading("Caveats"),
-        BulletList([*notes, *_caveats(rows)]),
-        Heading("Machine"),
-        facts({"machine": machine_text(origin.machine)} | origin.versions),
+        *evidence(rows, origin, notes),
         reproduce(origin.line),
     ]
     return make_report("Benchmark suite", [_recommend(name, own, origin.slo) for name, own in models.items()], rest)
@@ -202,17 +196,6 @@ def suite_plots(rows: Sequence[SuiteRow], measurements: Sequence[Measurement], s
         raise ConfigError(f"they show one model, and the suite has {models}")
     short = {row.label: row.point.short for row in rows}
     return draw([structs.replace(m, label=short[m.label]) for m in measurements], slo)
-
-
-def _caveats(rows: Sequence[SuiteRow]) -> list[str]:
-    """Each text once, with its runs unless it applies to all."""
-    found: list[tuple[str, str]] = []
-    for row in rows:
-        texts = [text for m in row.runs for text in m.caveats]
-        texts += [f"first error: {m.first_error}" for m in row.runs if m.first_error]
-        texts += [f"INVALID, repeat {m.repeat + 1}: {text}" for m in row.invalid for text in m.invalid if row.runs]
-        found += [(text, f"{row.point.case.text}, {row.name}") for text in texts]
-    return by_text(found, sum(bool(row.runs) for row in rows))
 
 
 def _recommend(name: str, rows: Sequence[SuiteRow], slo: str) -> Paragraph:
@@ -233,37 +216,15 @@ def _recommend(name: str, rows: Sequence[SuiteRow], slo: str) -> Paragraph:
     best = min(tied, key=lambda row: (row.point.workers, row.median(p99) or math.inf, -(row.median(throughput) or 0)))
     within = f" within {slo}" if slo else ""
     rate, tail = number(best.median(throughput)), seconds(best.median(p99))
-    others = "; ".join(row.name for row in tied if row is not best)
+    others = "; ".join(row.settings for row in tied if row is not best)
     tie = f" A tie, because the repeats overlap: {others}." if others else ""
-    return Paragraph(f"{name}: {best.name}: {rate}/s{within}, p99 {tail}.{tie}", "good")
+    return Paragraph(f"{best.name}: {rate}/s{within}, p99 {tail}.{tie}", "good")
 
 
-_SHOWN: Final = {
-    "requests/s": "TS throughput", "p50 ms": "TS latency P50", "p90 ms": "TS latency P90", "p99 ms": "TS latency P99",
-    "mean ms": "TS latency mean", "errors %": "TS error rate", "wait ms": "waiting_time_mean",
-    "batch ms": "Model_p50", "mean batch": "Batch size mean", "CPU cores": "Server CPU cores",
-}  # fmt: skip
-
-
-def _figure(column: str) -> Callable[[SuiteRow], str]:
-    return lambda row: number(row.median(_FIGURES[column])) if row.runs else ""
-
-
-def _throughput(row: SuiteRow) -> str:
-    """Also why there are no figures."""
-    if row.runs:
-        return number(row.median(throughput))
-    return f"INVALID: {row.invalid[0].invalid[0][:200]}" if row.invalid else "not run"
-
-
-_COLUMNS: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
+_SETTINGS: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
     "processor": lambda row: row.point.processor.text,
     "workers": lambda row: str(row.point.workers),
     "batch": lambda row: str(row.point.batch_size),
-    "clients": lambda row: str(row.load.concurrency),
-    "SLO": lambda row: MET[row.met] if any(m.slo for m in row.runs) else "",
-    **{name: _figure(column) for name, column in _SHOWN.items()},
-    "requests/s": _throughput,
 }
 
 
@@ -273,4 +234,4 @@ def _section(rows: Sequence[SuiteRow]) -> list[Block]:
         f"{redacted(case.url)}: {case.requests} requests per run with {case.input or 'its own example'}; a batch waits "
         f"at most {case.batch_delay_ms} ms to fill."
     )
-    return [Heading(case.text), Paragraph(text), table(_COLUMNS, rows)]
+    return [Heading(case.text), Paragraph(text), table({**_SETTINGS, **LOADS}, rows)]

@@ -42,7 +42,7 @@ def source(folder: Path, url: str, wishes: SuiteOptions | None = None, **more: o
 def test_a_model_is_found_next_to_the_yaml_in_the_store_or_by_its_path(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = SuiteOptions(store=folder / "store")
+    store = SuiteOptions(model_store=folder / "store")
     assert source(folder, "m.mar") == str(folder / "m.mar")
     assert source(folder, str(folder / "m.mar")) == str(folder / "m.mar")
     assert source(folder, f"file://{folder}/m.mar") == str(folder / "m.mar")
@@ -140,7 +140,8 @@ def test_another_archive_of_the_same_name_is_another_suite(folder: Path) -> None
     (folder / "other").mkdir()
     (folder / "other" / "stored.mar").write_bytes(b"y")
     first, second = (
-        prepare([case(folder, "stored")], SuiteOptions(store=folder / s), folder, 0)[0] for s in ("store", "other")
+        prepare([case(folder, "stored")], SuiteOptions(model_store=folder / s), folder, 0)[0]
+        for s in ("store", "other")
     )
     assert digest(first) != digest(second)
 
