@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import penstock.metrics
-from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory
+from penstock.errors import ItemFailed, LoadOutOfMemory
 from penstock.torchserve.protocol.codec import HandlerRequest
 
 
@@ -50,97 +50,6 @@ def handle(data, context):
     assert loads.labels == {"ModelName": "m", "Level": "Model"}
     assert len(loads.request_id) == 36
     assert odd.labels == {"Level": "Error"}
-
-
-@pytest.mark.parametrize(
-    ("value", "body"),
-    [
-        (b"raw", b"raw"),
-        (bytearray(b"raw"), b"raw"),
-        ("grün", "grün".encode()),
-        ({"a": [1, "ü"]}, b'{\n  "a": [\n    1,\n    "\\u00fc"\n  ]\n}'),
-        (float("nan"), b"NaN"),
-        (None, b"null"),
-        (2**80, str(2**80).encode()),
-    ],
-)
-def test_what_a_handler_returns_becomes_the_body(make_handler, value, body):
-    model = make_handler(
-        "def handle(data, context):\n    return None if data is None else [row['body'] for row in data]"
-    )
-    (answer,) = model.predict(asked({"body": value}))
-    assert (bytes(answer.body), answer.status, answer.content_type, answer.reason) == (body, 200, "", "")
-
-
-@pytest.mark.parametrize(
-    ("returned", "text"),
-    [
-        ("'text'", "Invalid model predict output"),
-        ("(1, 2)", "Invalid model predict output"),
-        ("None", "Invalid model predict output"),
-        ("(x for x in data)", "Invalid model predict output"),
-        ("[1]", "number of batch response mismatched"),
-        ("[1, 2, 3]", "number of batch response mismatched"),
-        ("[1, object()]", "Unsupported model output data type."),
-        ("[1, {b'k': 1}]", "Unsupported model output data type."),
-        ("[1, loop]", "Unsupported model output data type."),
-        ("[1, '\\ud800']", "Unsupported model output data type."),
-    ],
-)
-def test_a_wrong_return_value_fails_the_whole_batch_with_torchserves_message(make_handler, returned, text):
-    model = make_handler(f"loop = []\nloop.append(loop)\ndef handle(data, context):\n    return data and {returned}")
-    with pytest.raises(BadOutput) as caught:
-        model.predict(asked({}, {}))
-    assert caught.value.message == text
-
-
-@pytest.mark.parametrize(
-    ("raised", "kind", "text"),
-    [
-        ("ValueError('secret')", ItemFailed, "Prediction failed"),
-        ("KeyError(1)", ItemFailed, "Prediction failed"),
-        ("MemoryError()", OutOfMemory, "Out of resources"),
-        ("RuntimeError('CUDA error: misaligned address')", OutOfMemory, "Out of resources"),
-        ("ValueError('needs CUDA')", OutOfMemory, "Out of resources"),
-    ],
-)
-def test_an_exception_becomes_an_error_of_the_batch(make_handler, caplog, raised, kind, text):
-    model = make_handler(f"def handle(data, context):\n    if data: raise {raised}")
-    with pytest.raises(kind) as caught:
-        model.predict(asked({"body": 1}))
-    assert type(caught.value) is kind
-    assert caught.value.message == text
-    assert "my_handler.py" in caught.value.detail
-    assert len([r for r in caplog.records if r.exc_info]) == 1, "the traceback stands in the log once"
-
-
-PREDICTION = """
-from ts.utils.util import PredictionException
-
-def handle(data, context):
-    if data and any(row["body"] == "bad" for row in data):
-        raise PredictionException("too dark", {code})
-    return data and [row["body"] for row in data]
-"""
-
-
-def test_a_prediction_exception_answers_with_its_code_and_message(make_handler):
-    answers = make_handler(PREDICTION.format(code=418)).predict(asked({"body": "bad"}, {"body": "good"}))
-    expected = {"code": 418, "type": "InternalServerException", "message": "too dark"}
-    assert [(a.status, json.loads(a.body)) for a in answers] == [(418, expected)] * 2
-    assert bytes(answers[0].body).endswith(b"}\n")
-
-
-def test_the_message_of_a_prediction_exception_may_contain_a_lone_surrogate(make_handler):
-    model = make_handler(PREDICTION.format(code=418).replace("too dark", "half: \\ud800"))
-    assert json.loads(model.predict(asked({"body": "bad"}))[0].body)["message"] == "half: ?"
-
-
-def test_with_retry_split_a_prediction_exception_answers_only_its_own_request(make_handler):
-    model = make_handler(PREDICTION.format(code=418), retry_split=True)
-    with pytest.raises(ItemFailed):
-        model.predict(asked({"body": "bad"}, {"body": "good"}))
-    assert [a.status for a in model.predict(asked({"body": "bad"}))] == [418]
 
 
 def test_an_answer_that_is_too_large_fails_alone(make_handler):
@@ -198,12 +107,6 @@ def test_a_context_has_torchserves_attributes(make_handler, tmp_path):
     assert context.get_all_request_header(0)["body"] == {"content-type": "image/png"}
     assert context.calls == 2, "what a handler attaches stays"
     assert context.get_response_status(0) == (200, None)
-
-
-def test_without_a_manifest_and_a_configuration_the_context_has_none(make_handler):
-    context = make_handler(ECHO)._context
-    assert context.manifest is None
-    assert context.model_yaml_config == {}
 
 
 def test_explanations_and_descriptions_are_calls_of_their_own(make_handler):
@@ -305,13 +208,6 @@ def test_each_batch_has_its_own_context(make_handler):
 def test_before_the_first_batch_the_context_is_the_one_of_load(make_handler):
     model = make_handler(OVERLAPPED, overlap=True)
     assert in_thread(lambda: model._steps._service.context.model_name) == "m"
-
-
-def test_an_error_in_preprocess_is_the_batchs_error(make_handler):
-    model = make_handler(OVERLAPPED, overlap=True)
-    prepared = in_thread(model.__penstock_prepare__, batch("1", "bad"))
-    with pytest.raises(ItemFailed, match="Prediction failed"):
-        model.predict(prepared)
 
 
 def test_a_part_of_a_preprocessed_batch_runs_all_steps_again(make_handler):

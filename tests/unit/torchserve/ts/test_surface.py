@@ -1,86 +1,24 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock.torchserve.ts import MODULES
 
-SURFACE = {
-    "": ["__version__"],
-    "context": ["Context", "RequestProcessor"],
-    "handler_utils.distributed.deepspeed": ["create_checkpoints_json", "get_ds_engine"],
-    "handler_utils.distributed.pt_pippy": ["get_pipeline_driver", "initialize_rpc_workers"],
-    "handler_utils.hf_batch_streamer": ["TextIteratorStreamerBatch"],
-    "handler_utils.micro_batching": ["MicroBatching"],
-    "handler_utils.text_utils": ["get_tokenizer", "ngrams_iterator"],
-    "handler_utils.timer": ["timed"],
-    "handler_utils.utils": ["create_predict_response", "import_class", "send_intermediate_predict_response"],
-    "launcher": ["register_model", "register_model_with_params", "start", "stop"],
-    "metrics.caching_metric": ["CachingMetric"],
-    "metrics.dimension": ["Dimension"],
-    "metrics.metric": ["Metric"],
-    "metrics.metric_abstract": ["MetricAbstract"],
-    "metrics.metric_cache_abstract": ["MetricCacheAbstract"],
-    "metrics.metric_cache_errors": [
-        "GeneralMetricsCacheError",
-        "MetricsCacheIOError",
-        "MetricsCacheKeyError",
-        "MetricsCachePyYamlError",
-        "MetricsCacheTypeError",
-        "MetricsCacheValueError",
-    ],
-    "metrics.metric_cache_yaml_impl": ["MetricsCacheYamlImpl"],
-    "metrics.metric_encoder": ["MetricEncoder"],
-    "metrics.metric_type_enum": ["MetricTypes"],
-    "metrics.metrics_store": ["MetricsStore"],
-    "metrics.unit": ["Units"],
-    "model_loader": ["ModelLoaderFactory", "TsModelLoader"],
-    "protocol.otf_message_handler": ["create_predict_response", "send_intermediate_predict_response"],
-    "service": ["PREDICTION_METRIC", "Service", "emit_metrics"],
-    "torch_handler.base_handler": [
-        "BaseHandler",
-        "IPEX_AVAILABLE",
-        "ONNX_AVAILABLE",
-        "PROFILER_AVAILABLE",
-        "PT230_AVAILABLE",
-        "PT2_AVAILABLE",
-        "XLA_AVAILABLE",
-        "setup_ort_session",
-    ],
-    "torch_handler.contractions": ["CONTRACTION_MAP"],
-    "torch_handler.distributed.base_deepspeed_handler": ["BaseDeepSpeedHandler"],
-    "torch_handler.distributed.base_pippy_handler": ["BasePippyHandler"],
-    "torch_handler.image_classifier": ["ImageClassifier"],
-    "torch_handler.image_segmenter": ["ImageSegmenter"],
-    "torch_handler.object_detector": ["ObjectDetector"],
-    "torch_handler.request_envelope.base": ["BaseEnvelope"],
-    "torch_handler.request_envelope.body": ["BodyEnvelope"],
-    "torch_handler.request_envelope.json": ["JSONEnvelope"],
-    "torch_handler.request_envelope.kserve": ["KServeEnvelope"],
-    "torch_handler.request_envelope.kservev2": ["KServev2Envelope"],
-    "torch_handler.text_classifier": ["TextClassifier"],
-    "torch_handler.text_handler": ["TextHandler"],
-    "torch_handler.unit_tests.test_utils.mock_context": ["MockContext"],
-    "torch_handler.unit_tests.test_utils.model_dir": ["copy_files"],
-    "torch_handler.vision_handler": ["VisionHandler"],
-    "utils.timeit_decorator": ["timeit"],
-    "utils.util": [
-        "CLEANUP_REGEX",
-        "PT2Backend",
-        "PredictionException",
-        "check_valid_pt2_backend",
-        "deprecated",
-        "get_yaml_config",
-        "list_classes_from_module",
-        "load_label_mapping",
-        "map_class_to_label",
-    ],
-    "version": ["__version__"],
+PAGE = (
+    (Path(__file__).parents[4] / "docs" / "torchserve-compatibility.md").read_text().split("## What handlers import")[1]
+)
+SURFACE = {  # module, without "ts.": the names that the page promises
+    module.removeprefix("ts").removeprefix("."): re.findall(r"`(\w+)`", names)
+    for module, names in re.findall(
+        r"(?m)^\| `(ts[\w.]*)` \| yes \| ([^|]+)\|", PAGE.read_text().split("## What handlers import")[1]
+    )
 }
-
 IMPORTS = """
 import importlib, json, sys
 from penstock.torchserve.handlers.entry import make_ts_importable
@@ -110,8 +48,9 @@ def test_every_name_that_handlers_import_exists_once_under_both_paths():
     assert not loaded & {"captum", "onnxruntime"}
 
 
-def test_the_table_of_import_paths_is_complete():
+def test_no_module_has_the_name_of_a_package_of_torchserve():
     assert set(SURFACE) == {"", *MODULES}
+    assert all(SURFACE.values())
     packages = {path.partition(".")[0] for path in MODULES if "." in path}
     assert not packages & set(MODULES.values()), "importing ts.NAME would hide the module of that name"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.torchserve.ts.text import TextClassifier, TextHandler
-from penstock.torchserve.ts.util import CONTRACTION_MAP
+from penstock.torchserve.ts.util import CONTRACTION_MAP, get_tokenizer, ngrams_iterator
 
 pytestmark = pytest.mark.usefixtures("forget_modules")
 
@@ -125,3 +125,22 @@ def test_texts_are_cleaned():
     assert cleaner._remove_accented_characters("Déjà vu – ß") == "Deja vu  "
     assert cleaner._remove_punctuation("a,b.c-d!") == cleaner._remove_puncutation("a,b.c-d!") == "abcd"
     assert cleaner.get_word_token(["Ġgood", "bad"]) == ["good", "bad"]
+
+
+def test_words_and_punctuation_marks_are_tokens():
+    tokens = get_tokenizer("basic_english")('It\'s "good"; well: (very)!\tYes?<br />End. a,b')
+    assert tokens == ["it", "'", "s", "good", "well", "(", "very", ")", "!", "yes", "?", "end", ".", "a", ",", "b"]
+
+
+def test_other_tokenizers():
+    assert get_tokenizer(None)("A  b,\nc") == ["A", "b,", "c"]
+    assert get_tokenizer(list)("ab") == ["a", "b"]
+    with pytest.raises(ValueError, match="expected 'basic_english'"):
+        get_tokenizer("spacy")
+
+
+def test_ngrams_follow_the_words():
+    assert list(ngrams_iterator(["here", "we", "are"], 3)) == [
+        "here", "we", "are", "here we", "we are", "here we are",
+    ]  # fmt: skip
+    assert list(ngrams_iterator(["here"], 2)) == ["here"]
