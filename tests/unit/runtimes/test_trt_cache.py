@@ -32,43 +32,28 @@ def test_engines_are_reused(tmp_path, sealed, caplog):
     assert oct(sealed.stat().st_mode)[-3:] == "700"
 
 
-def swapped(folder):
-    (folder / "a.engine").write_bytes(b"another")
-
-
-def added(folder):
-    (folder / "b.engine").write_bytes(b"another")
-
-
-def buried(folder):
-    (folder / "sub").mkdir()
-    (folder / "sub" / "b.engine").write_bytes(b"another")
-
-
-def missing(folder):
-    (folder / "a.engine").unlink()
-
-
-def foreign(folder):
-    text = json.loads((folder / SIDECAR).read_text())
-    (folder / SIDECAR).write_text(json.dumps({**text, "key": {**KEY, "model": "other"}}))
+FOREIGN = json.dumps({"key": {**KEY, "model": "other"}, "files": {}})
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("file", "content", "why"),
     [
-        (swapped, "differ from those that were written"),
-        (added, "differ from those that were written"),
-        (buried, "differ from those that were written"),
-        (missing, "differ from those that were written"),
-        (foreign, "describes other engines"),
-        (lambda folder: (folder / SIDECAR).write_text("{"), "no readable engine.json"),
-        (lambda folder: (folder / SIDECAR).write_text("[]"), "describes other engines"),
-        (lambda folder: (folder / SIDECAR).unlink(), "no readable engine.json"),
+        ("a.engine", "another", "differ from those that were written"),
+        ("b.engine", "added", "differ from those that were written"),
+        ("sub/b.engine", "added", "differ from those that were written"),
+        ("a.engine", None, "differ from those that were written"),
+        (SIDECAR, FOREIGN, "describes other engines"),
+        (SIDECAR, "{", "no readable engine.json"),
+        (SIDECAR, "[]", "describes other engines"),
+        (SIDECAR, None, "no readable engine.json"),
     ],
 )
-def test_engines_that_do_not_match_are_deleted_with_one_warning(tmp_path, sealed, caplog, change, why):
-    change(sealed)
+def test_engines_that_do_not_match_are_deleted_with_one_warning(tmp_path, sealed, caplog, file, content, why):
+    (sealed / file).parent.mkdir(exist_ok=True)
+    if content is None:
+        (sealed / file).unlink()
+    else:
+        (sealed / file).write_text(content)
     with caplog.at_level(logging.WARNING):
         assert left(tmp_path) == []
         assert left(tmp_path) == [SIDECAR]

@@ -10,14 +10,10 @@ import pytest
 
 from penstock.torchserve.ts import MODULES
 
-PAGE = (
-    (Path(__file__).parents[4] / "docs" / "torchserve-compatibility.md").read_text().split("## What handlers import")[1]
-)
+PAGE = (Path(__file__).parents[4] / "docs" / "torchserve-compatibility.md").read_text()
 SURFACE = {  # module, without "ts.": the names that the page promises
     module.removeprefix("ts").removeprefix("."): re.findall(r"`(\w+)`", names)
-    for module, names in re.findall(
-        r"(?m)^\| `(ts[\w.]*)` \| yes \| ([^|]+)\|", PAGE.read_text().split("## What handlers import")[1]
-    )
+    for module, names in re.findall(r"(?m)^\| `(ts(?:\.[\w.]+)?)` \| yes \| ([^|]+)\|", PAGE)
 }
 IMPORTS = """
 import importlib, json, sys
