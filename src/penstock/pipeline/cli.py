@@ -11,9 +11,8 @@ import sys
 import time
 import urllib.request
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from msgspec.structs import replace
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.graph import Graph
     from penstock.pipeline.traversal import ItemOutcome
 
-_Found = TypeVar("_Found")
 _MOST_PAGE = 64 * 2**20  # bytes of a metrics page
 _WHOLE = 16  # most numbers of an array that are printed one by one
 
@@ -37,7 +35,17 @@ _compat = click.option(
 _file = click.argument("file", type=click.Path())
 
 
-@click.group()
+class _Commands(click.Group):
+    """Ends a command that raises a PenstockError with its message and status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PenstockError as error:
+            _exit(error.message, error.exit_status)
+
+
+@click.group(cls=_Commands)
 def pipeline() -> None:
     """Inspect, convert and run pipelines: TOML files of nodes."""
 
@@ -57,12 +65,11 @@ def check(file: str, compat: str | None) -> None:
     from penstock.pipeline.fields import fields_of
     from penstock.pipeline.load import source_of
 
-    _or_exit(lambda: load_config(None, env={}, sets=(), base={}, pipelines=[file]))  # the server's tables
-    graph = _or_exit(lambda: _load(file, compat))
-    source = _or_exit(lambda: source_of(file))
-    _or_exit(lambda: fields_of(graph, source))
-    click.echo(_or_exit(lambda: graph_text(graph)), nl=False)
-    _or_exit(lambda: check_graph(graph, source))
+    load_config(None, env={}, sets=(), base={}, pipelines=[file])  # the server's tables
+    graph, source = _load(file, compat), source_of(file)
+    fields_of(graph, source)
+    click.echo(graph_text(graph), nl=False)
+    check_graph(graph, source)
 
 
 @pipeline.command()
@@ -75,11 +82,10 @@ def convert(file: str, output: str | None, compat: str | None) -> None:
     from penstock.pipeline.keys import SERVER_TABLES
     from penstock.pipeline.load import read_tables
 
-    graph = _or_exit(lambda: _load(file, compat))
+    graph = _load(file, compat)
     kept = {name: table for name, table in read_tables(file).items() if name in SERVER_TABLES and name != "pipeline"}
     folder = os.path.dirname(os.path.abspath(output if output is not None else file))
-    text = to_toml(graph, folder=folder, tables=kept)
-    _write(text, output)
+    _write(to_toml(graph, folder=folder, tables=kept), output)
 
 
 def _write(text: str, output: str | None) -> None:
@@ -108,10 +114,9 @@ def run(file: str, inputs: tuple[str, ...], node: str | None, trace: bool, compa
     from penstock.pipeline.describe import trace_text
     from penstock.pipeline.local import LocalPipeline
 
-    graph = _or_exit(lambda: _load(file, compat))
-    _or_exit(lambda: check_graph(graph))
-    traced = replace(graph, trace=trace)
-    with _or_exit(lambda: LocalPipeline(traced)) as running:
+    graph = _load(file, compat)
+    check_graph(graph)
+    with LocalPipeline(replace(graph, trace=trace)) as running:
         outcomes = running.infer_many([({"data": Path(name).read_bytes()}, node) for name in inputs])
     for name, outcome in zip(inputs, outcomes, strict=True):
         click.echo(json.dumps({"file": name} | _answer(graph, outcome, trace=trace)))
@@ -134,7 +139,7 @@ def show(file: str, output: str | None, server: str | None, model: str, seconds:
     """
     from penstock.pipeline.describe import mermaid, read_loads, svg
 
-    graph = _or_exit(lambda: _load(file, compat))
+    graph = _load(file, compat)
     loads = {}
     if server is not None:
         first, began_s = _metrics_page(server), time.monotonic()
@@ -163,7 +168,7 @@ def ops(names: tuple[str, ...]) -> None:
     """List the ops, or print the parameters of the named ones."""
     from penstock.pipeline.describe import op_text, ops_text
 
-    click.echo(_or_exit(lambda: "\n".join(map(op_text, names))) if names else ops_text())
+    click.echo("\n".join(map(op_text, names)) if names else ops_text())
 
 
 def _load(file: str, compat: str | None) -> Graph:
@@ -172,13 +177,6 @@ def _load(file: str, compat: str | None) -> Graph:
     if os.getcwd() not in sys.path:  # ops may be modules of the working directory, as in a worker
         sys.path.insert(0, os.getcwd())
     return load_graph(file, compat=compat is not None)
-
-
-def _or_exit(make: Callable[[], _Found]) -> _Found:
-    try:
-        return make()
-    except PenstockError as error:
-        _exit(error.message, error.exit_status)
 
 
 def _exit(message: str, status: int = 2) -> NoReturn:

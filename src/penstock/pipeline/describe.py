@@ -209,17 +209,11 @@ def _lines(graph: Graph, name: str, loads: Mapping[str, NodeLoad]) -> list[str]:
     return lines
 
 
-def _arrows(graph: Graph) -> list[tuple[str, str, bool]]:
-    """Producer, consumer, and whether the edge begins a fan-out."""
-    edges = [(node.name, target, False) for node in graph.nodes.values() for target in node.next]
-    return edges + [(node.name, node.each.body, True) for node in graph.nodes.values() if node.each is not None]
-
-
 def mermaid(graph: Graph, loads: Mapping[str, NodeLoad]) -> str:
     """The graph as a Mermaid flowchart."""
     ids = {name: f"n{i}" for i, name in enumerate(graph.nodes)}
     boxes = [f'  {ids[name]}["{"<br/>".join(map(escape, _lines(graph, name, loads)))}"]' for name in graph.nodes]
-    arrows = [f"  {ids[a]} {'-. each .->' if each else '-->'} {ids[b]}" for a, b, each in _arrows(graph)]
+    arrows = [f"  {ids[a]} {'-. each .->' if each else '-->'} {ids[b]}" for a, b, each in graph.edges()]
     return "\n".join(["flowchart TD", *boxes, *arrows]) + "\n"
 
 
@@ -235,7 +229,7 @@ def svg(graph: Graph, loads: Mapping[str, NodeLoad]) -> str:
         '<defs><marker id="end" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         '<path d="M0,0 8,4 0,8z"/></marker></defs>',
     ]
-    for start, end, each in _arrows(graph):
+    for start, end, each in graph.edges():
         (x1, y1), (x2, y2) = places[start], places[end]
         x1, y1, x2 = x1 + _BOX // 2, y1 + height, x2 + _BOX // 2
         dashes = ' stroke-dasharray="5,4"' if each else ""
@@ -252,7 +246,7 @@ def svg(graph: Graph, loads: Mapping[str, NodeLoad]) -> str:
 def _places(graph: Graph, height: int) -> dict[str, tuple[int, int]]:
     """The upper left corner of each box. A row has the nodes with equally long ways from a first node."""
     before: dict[str, list[str]] = defaultdict(list)
-    for start, end, _ in _arrows(graph):
+    for start, end, _ in graph.edges():
         before[end].append(start)
     rows: dict[str, int] = {}
     while len(rows) < len(graph.nodes):

@@ -17,6 +17,7 @@ from penstock.config.schema import MOST, BatchingConfig, ModelConfig
 from penstock.core.batching.entry import INF
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
+from penstock.core.batching.scheduler import Scheduler
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call
@@ -119,30 +120,34 @@ class NodeEngine:
         self._backpressure.wake()
 
     @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler of the node's queue; None before the node is loaded."""
+        return None if self.batcher is None else self.batcher.scheduler
+
+    @property
     def has_room_for_bytes(self) -> bool:
         """Whether the queue has room for the bytes of another item from outside."""
-        queued = 0 if self.batcher is None else self.batcher.scheduler.queued_bytes
+        queued = self.scheduler.queued_bytes if self.scheduler else 0
         self.full_of_bytes = queued >= (self.node.queue_bytes or QUEUE_BYTES)
         return not self.full_of_bytes
 
     @property
     def queued_rows(self) -> int:
-        return 0 if self.batcher is None else self.batcher.scheduler.queued_rows
+        return self.scheduler.queued_rows if self.scheduler else 0
 
     @property
     def running_rows(self) -> int:
-        return 0 if self.batcher is None else self.batcher.scheduler.running_rows
+        return self.scheduler.running_rows if self.scheduler else 0
 
     @property
     def max_batch(self) -> int:
         """Most items of a batch. Known once the node is loaded."""
-        return 1 if self.batcher is None else self.batcher.scheduler.max_batch_size
+        return self.scheduler.max_batch_size if self.scheduler else 1
 
     @property
     def row_s(self) -> float:
         """Predicted seconds of an item of a full batch; 0 before anything was learned."""
-        rows = self.concurrency
-        return 0.0 if self.batcher is None else self.batcher.scheduler.seconds(self.max_batch) / rows
+        return self.scheduler.seconds(self.max_batch) / self.concurrency if self.scheduler else 0.0
 
     @property
     def capacity(self) -> int:
@@ -157,14 +162,9 @@ class NodeEngine:
     def statistics(self) -> dict[str, object]:
         """The scheduler's estimates, and the items that wait and run."""
         found = self.handle.statistics()
-        if self.batcher is not None:
-            scheduler = self.batcher.scheduler
-            found |= {
-                "queued": scheduler.queued_rows,
-                "queued_bytes": scheduler.queued_bytes,
-                "running": scheduler.running_rows,
-                "capacity": self.capacity,
-            }
+        if (scheduler := self.scheduler) is not None:
+            found |= {"queued": scheduler.queued_rows, "queued_bytes": scheduler.queued_bytes}
+            found |= {"running": scheduler.running_rows, "capacity": self.capacity}
         return found
 
 

@@ -3,7 +3,7 @@
 Everything here is a value or a pure function.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
@@ -67,18 +67,13 @@ class Each(Struct, frozen=True):
 class Node(Struct, frozen=True, omit_defaults=True):
     """A chain of steps around at most one model, with its own instances and batches.
 
-    - `next` empty: the node is an output.
-    - `inputs` empty: the node takes all fields of its only producer, whose `result` becomes `data` (filter "swap").
-    - `max_batch` None: 8 with a model (1 in TorchPipe's dialect); without one, as many as fit a slice of time.
-    - `min_batch`, `sizes`: batch sizes of the model's engine. Smaller batches are padded.
-    - `wait_s` None: 0 on the CPU, 2 ms on a GPU.
-    - `queue` None: at most 2 x instances x max_batch items wait.
-    - `bucket` None: shape and dtype of `data` if a model receives it.
+    The fields are the keys of `keys.NODE`, which explains them, in seconds instead of milliseconds. None is a default
+    that depends on the machine or the steps. Without a model, a batch has as many items as fit a slice of time.
+
+    - `steps`: the ops; a node may have none.
     - `device` "auto": a GPU of the machine that runs the node, if it has one.
-    - `when`, `otherwise`: a condition (see `conditions.Condition`), and what happens to items that do not meet it:
-      "skip": they pass the node unchanged; "skip_branch": they are dead until the next join or output; "stop": they
-      end here; "fail".
-    - `require`: "all": a join is dead if it misses an input without a default; "any": if all its sources are dead.
+    - `otherwise`: the key `else`, what happens to items that do not meet `when`. "skip": they pass the node unchanged;
+      "skip_branch": they are dead until the next join or output; "stop": they end here; "fail".
     - `alias_of`: the node whose queue and instances this one shares; everything but its place in the graph is equal.
 
     The runner rejects filters that are neither built in nor registered.
@@ -131,6 +126,13 @@ class Graph(Struct, frozen=True, omit_defaults=True):
     folder: str = "."
     takes: tuple[str, ...] = ("data",)
     answers: tuple[str, ...] = ("result",)
+
+    def edges(self) -> Iterator[tuple[str, str, bool]]:
+        """Producer, consumer, and whether the edge begins a fan-out, for each edge in the order of the producers."""
+        for node in self.nodes.values():
+            yield from ((node.name, after, False) for after in node.next)
+            if node.each is not None:
+                yield node.name, node.each.body, True
 
     def producers(self, name: str) -> tuple[str, ...]:
         """The nodes whose `next` names this one, in the order of their definition."""

@@ -56,6 +56,28 @@ class _Signature(Struct, frozen=True):
     takes_raw: bool  # the program normalizes pixels itself
 
 
+class _CallSizes(Struct):
+    """The rows that a call may have: from `least` to `most`, or `only` these. `asked`: the most of the node, if set."""
+
+    least: int
+    most: int
+    only: tuple[int, ...]
+    asked: int | None
+
+    def plan(self, rows: int) -> tuple[int, ...]:
+        """The sizes of calls that together hold the rows."""
+        return calls(rows, self.only) if self.only else chunks(rows, self.least, self.most)
+
+    def limit(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Applies the row limits of the graphs. Without a graph of free rows, only their sizes run."""
+        least, most = min(low for low, _ in ranges), max(high for _, high in ranges)
+        if len(ranges) > 1 and all(low == high for low, high in ranges):
+            self.only = tuple(sorted({high for _, high in ranges}))
+        self.only = tuple(size for size in self.only if any(low <= size <= high for low, high in ranges))
+        self.most = min(self.most, most)
+        self.least = min(max(self.least, least), self.most)
+
+
 class ModelOp(BatchOp):
     """Runs a model file: data `[rows, ...]` -> result `[rows, ...]`, or a list of them for several inputs or outputs.
 
@@ -101,10 +123,10 @@ class ModelOp(BatchOp):
         """One parameter for each key that a node may set. Raises ConfigError."""
         if 0 in std or not all(np.isfinite([*mean, *std])):
             raise ConfigError(f"std and mean: found {std} and {mean}, expected numbers, and no std of 0")
-        self._sizes = tuple(sorted(set(sizes)))
-        self._asked = self._sizes[-1] if self._sizes else max_batch
-        self._least, self._most = min_batch, self._asked or ANY_ROWS[1]
-        if not 1 <= self._least <= self._most or min(self._sizes, default=1) < 1:
+        only = tuple(sorted(set(sizes)))
+        asked = only[-1] if only else max_batch
+        self._sizes = _CallSizes(min_batch, asked or ANY_ROWS[1], only, asked)
+        if not 1 <= min_batch <= self._sizes.most or min(only, default=1) < 1:
             given = f"min_batch {min_batch}, max_batch {max_batch}, sizes {list(sizes)}"
             raise ConfigError(f"found {given}, expected 1 <= min_batch <= max_batch")
         if threads is not None and threads < 1:
@@ -112,7 +134,7 @@ class ModelOp(BatchOp):
         idle_threads = threads or cores()
         threads = threads or max(1, cores() // instances)
         self._rows = rows
-        sizes_of_calls = (min(self._sizes, default=min_batch), self._asked or max(PROFILE_ROWS, min_batch))
+        sizes_of_calls = (min(only, default=min_batch), asked or max(PROFILE_ROWS, min_batch))
         models = [model] if isinstance(model, str) else model
         caches = model_cache[: len(models)] if isinstance(model_cache, list) else [model_cache]
         if not models or len(caches) not in (1, len(models)):
@@ -149,7 +171,7 @@ class ModelOp(BatchOp):
         self._programs = {raw: programs}
         if not self.unbatched:
             self._limit_rows([program.rows for program in programs])
-            if self._rows == "auto" and 1 not in (self._most, self.max_rows):
+            if self._rows == "auto" and 1 not in (self._sizes.most, self.max_rows):
                 self._check_rows()
         self.max_rows = 1 if self.unbatched else self.max_rows
         if opened[0].gpu and not self.unbatched:
@@ -167,18 +189,13 @@ class ModelOp(BatchOp):
         return self._programs[raw]
 
     def _limit_rows(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Applies the row limits of the graphs. Without a graph of free rows, only their sizes run."""
-        least, most = min(low for low, _ in ranges), max(high for _, high in ranges)
-        if most < ANY_ROWS[1]:
+        """Applies the row limits of the graphs. Warns if the node has larger batches."""
+        self._sizes.limit(ranges)
+        if (most := max(high for _, high in ranges)) < ANY_ROWS[1]:
             self.max_rows = most
-            if (self._asked or 0) > most:
-                reason = f"the graph takes {most} rows at once, the node has max_batch {self._asked}"
+            if (asked := self._sizes.asked or 0) > most:
+                reason = f"the graph takes {most} rows at once, the node has max_batch {asked}"
                 warn_once("max_batch", self._files[0].model, reason, f"{most} run at a time: export it with free rows")
-        if len(ranges) > 1 and all(low == high for low, high in ranges):
-            self._sizes = tuple(sorted({high for _, high in ranges}))
-        self._sizes = tuple(size for size in self._sizes if any(low <= size <= high for low, high in ranges))
-        self._most = min(self._most, most)
-        self._least = min(max(self._least, least), self._most)
 
     def _samples(self) -> list[list[Array]]:
         """Two rows, with pixels for inputs that are normalized; nothing if a size is unknown."""
@@ -207,9 +224,10 @@ class ModelOp(BatchOp):
 
     def _warm_up(self) -> None:
         """Runs batches of random numbers, because a GPU selects kernels during the first batch of each size."""
-        most = self._most if self._most < ANY_ROWS[1] else self._least
+        sizes = self._sizes
+        most = sizes.most if sizes.most < ANY_ROWS[1] else sizes.least
         for sample in self._samples()[:1]:
-            for rows in self._sizes or {*range(self._least, min(most, WARMED) + 1), most}:
+            for rows in sizes.only or {*range(sizes.least, min(most, WARMED) + 1), most}:
                 ModelOp.__call__(self, [[np.repeat(array, rows, axis=0) for array in sample]], [])
 
     def unload(self) -> None:
@@ -269,11 +287,10 @@ class ModelOp(BatchOp):
         """The results of items with equal keys."""
         raw = group[0].key.raw
         programs = self._programs_for(raw)
-        if self.unbatched and group[0].rows >= self._least:
+        if self.unbatched and group[0].rows >= self._sizes.least:
             return [self._run_alone(group[0], programs[0])]
         rows = sum(item.rows for item in group)
-        least = rows or 1  # without rows, one of padding gives the shapes and types of the outputs
-        plan = calls(least, self._sizes) if self._sizes else chunks(least, self._least, self._most)
+        plan = self._sizes.plan(rows or 1)  # without rows, one of padding gives the shapes and types of the outputs
         total = sum(plan)
         if total > rows:
             metrics.counter("pipeline_padded_rows_total", total - rows, model=Path(self._files[0].model).stem)

@@ -351,35 +351,27 @@ class RunningNode:
             if self.filter is not None:
                 seen = dict(fields)
                 if (outcome := self.filter(seen)) != "run":
-                    self._filtered(traversal, seen, outcome)
+                    self._refuse(traversal, seen, outcome)
                     return
                 fields = seen
-            if self.condition is not None and not self.condition(arriving(fields) if swap else fields):
-                self._refuse(traversal, fields)
-                return
-            self.enter(traversal, fields, swap)
+            if self.condition is None or self.condition(arriving(fields) if swap else fields):
+                self.enter(traversal, fields, swap)
+            else:
+                self._refuse(traversal, fields, self.node.otherwise)
         except PenstockError as e:
             self.end_or_skip(traversal, fields, e)
 
-    def _refuse(self, traversal: Traversal, fields: Fields) -> None:
-        """Handles an item that does not meet the condition."""
-        match self.node.otherwise:
+    def _refuse(self, traversal: Traversal, fields: Fields, outcome: str) -> None:
+        """Handles an item that the condition (`Node.otherwise`) or the filter (`filters.OUTCOMES`) did not let run."""
+        match outcome:
             case "skip":
                 self.passed(traversal, unchanged(fields))
             case "skip_branch":
                 self.died(traversal, unchanged(fields))
-            case "stop":
+            case "stop" | "break":
                 traversal.end(unchanged(fields), None, self.name)
             case "fail":
                 raise BadRequest(f"the item does not meet the condition '{self.node.when}'")
-
-    def _filtered(self, traversal: Traversal, fields: Fields, outcome: str) -> None:
-        """Handles an item that a filter did not let run. It has the fields that the filter left."""
-        match outcome:
-            case "skip":
-                self.passed(traversal, unchanged(fields))
-            case "break":
-                traversal.end(unchanged(fields), None, self.name)
             case "error":
                 raise ItemFailed(f"the filter '{self.node.filter}' returned Error")
             case _:
