@@ -1,7 +1,7 @@
 """Prometheus metrics: an Observer that counts, the metrics that models define, and the page at `/metrics`.
 
-Latencies arrive as one list per batch. NumPy counts many of them into buckets at once, because a histogram call for
-every request would cost as much as the rest of the request in the server.
+Latencies arrive as one list per batch. NumPy counts those of many batches into buckets at once: a histogram call
+for every request would cost as much as the rest of the request in the server.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FILL = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 MAX_SERIES = 10_000  # of custom metrics
 MAX_GONE = 100  # unloaded versions whose counters are still shown
+FOLDED = 64  # batches of a model that are counted at once: one by one they would take longer than their requests
 SHOWN_S = 3600.0  # for this time after the unload
 _STATES = ("LOADING", "READY", "IDLE", "FAILED", "DRAINING")
 _CLASSES = {0: "unready", 2: "2xx", 4: "4xx", 5: "5xx"}  # of responses that are shown before the first
@@ -34,29 +35,6 @@ _MODEL = ("model", "version")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 _Labels = tuple[tuple[str, str], ...]
-
-
-class _Model:
-    """The counters of one model version: one attribute for each of its 17 metrics."""
-
-    def __init__(self) -> None:
-        self.arrived = 0
-        self.ahead = 0
-        self.restarts = 0
-        self.answered: dict[str, int] = dict.fromkeys(("ok", "failed"), 0)
-        self.rejected: dict[str, int] = {"queue_full": 0}
-        self.batches: dict[str, int] = dict.fromkeys(("ok", "died", "lost"), 0)
-        self.failed: dict[str, int] = {}
-        self.workers: dict[str, int] = dict.fromkeys(WORKER_STATES, 0)
-        self.down: set[int] = set()  # slots whose worker died and has not restarted
-        self.latency = Histogram(SECONDS)
-        self.wait = Histogram(SECONDS)
-        self.run = Histogram(SECONDS)
-        self.preprocess = Histogram(SECONDS)
-        self.predict = Histogram(SECONDS)
-        self.postprocess = Histogram(SECONDS)
-        self.rows = Histogram(ROWS)
-        self.fill = Histogram(FILL)
 
 
 def _counter(name: str, help: str, *labels: str) -> Family:
@@ -84,14 +62,30 @@ _BY_LABEL = (
     ("workers", _counter("penstock_worker_events_total", "Worker lifecycle events.", "state")),
 )
 _HISTOGRAMS = (
-    ("latency", _histogram("penstock_request_seconds", "Time from arrival to answer of each answered request.")),
-    ("wait", _histogram("penstock_queue_seconds", "Time from arrival to dispatch, for each run of a request.")),
-    ("run", _histogram("penstock_run_seconds", "Time in the worker for each batch.")),
-    ("preprocess", _histogram("penstock_preprocess_seconds", "Time for decoding and preprocessing of each batch.")),
-    ("predict", _histogram("penstock_predict_seconds", "Time in the model for each batch.")),
-    ("postprocess", _histogram("penstock_postprocess_seconds", "Time for postprocessing and encoding of each batch.")),
-    ("rows", _histogram("penstock_batch_rows", "Rows of each batch.")),
-    ("fill", _histogram("penstock_batch_fill_ratio", "Rows of each batch divided by max_batch_size.")),
+    (
+        "latency",
+        _histogram("penstock_request_seconds", "Time from arrival to answer of each answered request."),
+        SECONDS,
+    ),
+    (
+        "wait",
+        _histogram("penstock_queue_seconds", "Time from arrival to dispatch, for each run of a request."),
+        SECONDS,
+    ),
+    ("run", _histogram("penstock_run_seconds", "Time in the worker for each batch."), SECONDS),
+    (
+        "preprocess",
+        _histogram("penstock_preprocess_seconds", "Time for decoding and preprocessing of each batch."),
+        SECONDS,
+    ),
+    ("predict", _histogram("penstock_predict_seconds", "Time in the model for each batch."), SECONDS),
+    (
+        "postprocess",
+        _histogram("penstock_postprocess_seconds", "Time for postprocessing and encoding of each batch."),
+        SECONDS,
+    ),
+    ("rows", _histogram("penstock_batch_rows", "Rows of each batch."), ROWS),
+    ("fill", _histogram("penstock_batch_fill_ratio", "Rows of each batch divided by max_batch_size."), FILL),
 )
 
 
@@ -126,6 +120,41 @@ _ANSWERS = Family(
     "Responses of the inference listener by status class, health checks that are not ready apart.",
 )
 _BUILD = Family("penstock_build_info", "gauge", ("version", "python"), "1, with the versions as labels.")
+
+
+class _Model:
+    """The counters of one model version, and its latencies and batches that the histograms have not counted yet."""
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        self.ahead = 0
+        self.restarts = 0
+        self.answered: dict[str, int] = dict.fromkeys(("ok", "failed"), 0)
+        self.rejected: dict[str, int] = {"queue_full": 0}
+        self.batches: dict[str, int] = dict.fromkeys(("ok", "died", "lost"), 0)
+        self.failed: dict[str, int] = {}
+        self.workers: dict[str, int] = dict.fromkeys(WORKER_STATES, 0)
+        self.down: set[int] = set()  # slots whose worker died and has not restarted
+        self.histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
+        self.latencies_s: list[float] = []
+        self.records: list[BatchRecord] = []
+
+    def fold(self) -> dict[str, Histogram]:
+        """The histograms, after counting what has come since the last call."""
+        latencies_s, self.latencies_s = self.latencies_s, []
+        ran, self.records = [r for r in self.records if r.outcome != "lost"], []  # a lost batch never ran
+        stages_s = zip(*(r.stages_s for r in ran if r.stages_s is not None), strict=True)
+        new: dict[str, Sequence[float]] = {
+            "latency": latencies_s,
+            "wait": [wait_s for r in ran for wait_s in r.waits_s],
+            "run": [r.run_s for r in ran],
+            "rows": [r.rows for r in ran],
+            "fill": [r.rows / r.max_batch_size for r in ran],
+            **dict(zip(("preprocess", "predict", "postprocess"), stages_s, strict=False)),  # no stages, no values
+        }
+        for name, values in new.items():
+            self.histograms[name].extend(values)
+        return self.histograms
 
 
 K = TypeVar("K", bound=Hashable)
@@ -184,7 +213,7 @@ class PrometheusObserver(Observer):
         m = self._model(model, version)
         m.answered["ok"] += len(latencies_s) - failed
         m.answered["failed"] += failed
-        m.latency.extend(latencies_s)
+        m.latencies_s += latencies_s
 
     def on_reject(self, model: str, version: str, reason: str) -> None:
         rejected = self._model(model, version).rejected
@@ -194,16 +223,9 @@ class PrometheusObserver(Observer):
         m = self._model(record.model, record.version)
         m.batches[record.outcome] += 1
         m.ahead += record.ahead
-        if record.outcome != "lost":  # a lost batch never ran
-            m.wait.extend(record.waits_s)
-            m.run.add(record.run_s)
-            m.rows.add(record.rows)
-            m.fill.add(record.rows / record.max_batch_size)
-            if record.stages_s is not None:
-                preprocess_s, predict_s, postprocess_s = record.stages_s
-                m.preprocess.add(preprocess_s)
-                m.predict.add(predict_s)
-                m.postprocess.add(postprocess_s)
+        m.records.append(record)
+        if len(m.records) >= FOLDED:
+            m.fold()
 
     def on_error(self, model: str, version: str, error: PenstockError) -> None:
         failed = self._model(model, version).failed
@@ -269,8 +291,9 @@ class PrometheusObserver(Observer):
                 family,
                 (((*key, label), count) for key, m in models.items() for label, count in getattr(m, name).items()),
             )
-        for name, family in _HISTOGRAMS:
-            page.write(family, ((key, getattr(m, name)) for key, m in models.items()))
+        histograms = {key: m.fold() for key, m in models.items()}
+        for name, family, _ in _HISTOGRAMS:
+            page.write(family, ((key, found[name]) for key, found in histograms.items()))
         _write_gauges(page, now)
         self._custom.write(page)
         return page.encode()
