@@ -27,7 +27,7 @@ from penstock.serving.http2.frames import (
     frame,
     rst_stream,
 )
-from penstock.serving.http2.streams import NO_SPACE, RECEIVE_WINDOW, Stream, StreamOwner
+from penstock.serving.http2.streams import NO_SPACE, RECEIVE_WINDOW, Stream, StreamSet
 from penstock.types import Headers
 
 SPACE_BYTES: Final = 2**30  # granted at once: a window has less than 2^31
@@ -63,7 +63,7 @@ class CallOwner(Protocol):
 class GrpcCall(Stream):
     """A call, from its headers to its status. Methods get it as their second argument."""
 
-    def __init__(self, connection: StreamOwner, id: int, head: CallHead, owner: CallOwner) -> None:
+    def __init__(self, connection: StreamSet, id: int, head: CallHead, owner: CallOwner) -> None:
         super().__init__(connection, id)
         self.head = head
         self.owner = owner

@@ -3,6 +3,24 @@
 It does no I/O and reads no clock: `receive` takes what arrived, and `Outbox` passes outgoing bytes to a function.
 """
 
+# A client opens a connection with a fixed preface and its settings; after that both sides send frames. A frame has a
+# head of nine bytes: its length, its kind, its flags and the number of its stream. A stream is one request and its
+# response: HEADERS (and CONTINUATION, if they are long) open it, DATA frames carry its body, and the flag END_STREAM
+# ends one direction of it. Many streams share the connection; within a block of headers no other frame may come.
+#
+# DATA is subject to two windows, one for the stream and one for the connection: the receiver grants bytes, the sender
+# spends them. Here the window of the connection is practically infinite, and that of each stream bounds what waits for
+# it. Bytes of a large message go straight to the memory where they belong (`Stream.space`); nothing else is gathered,
+# except a block of headers.
+#
+# Everything else that a client may send costs it less than it costs the server: resets, pings, settings, empty frames.
+# Such frames are counted as trifles, and what explains them (streams opened, data sent) is subtracted; too many end the
+# connection. A broken rule ends the stream if only the stream is concerned, else the connection, with an error code.
+# One call of `receive` does a bounded amount of work, its turn: then other connections have theirs.
+#
+# To close without losing a request the server says GOAWAY with the highest number and sends a PING. When the PING comes
+# back, every stream that the client had opened is known, and a second GOAWAY names the last one.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,7 +32,6 @@ from penstock.serving.http2.frames import (
     ACK,
     CONTINUATION,
     DATA,
-    DEFAULT_WINDOW,
     END_HEADERS,
     END_STREAM,
     ENHANCE_YOUR_CALM,
@@ -29,7 +46,6 @@ from penstock.serving.http2.frames import (
     MAX_HEADER_LIST_SIZE,
     MAX_WINDOW,
     NO_ERROR,
-    NO_LENGTH,
     PADDED,
     PING,
     PREFACE,
@@ -49,22 +65,15 @@ from penstock.serving.http2.frames import (
     frame,
     goaway,
     parse_frame,
-    rst_stream,
     settings,
     window_update,
 )
-from penstock.serving.http2.streams import RECEIVE_WINDOW, Outbox, Stream
+from penstock.serving.http2.streams import CALL, EXPLAINED, RECEIVE_WINDOW, TURN, Outbox, Stream, StreamSet
 from penstock.types import Headers
 
-CONNECTION_WINDOW: Final = 2**30  # what waits is bounded by the windows of the streams
-DIRECT_BYTES: Final = 2**16
-MAX_TRIFLES: Final = 2048  # resets, pings, settings and other frames without data between two calls of `tick` ...
-EXPLAINED: Final = 4  # ... and so many more for each stream that was opened and each DATA frame that was sent
-USEFUL_BYTES: Final = 2**10  # a smaller window lets data drip, which explains nothing
-PREMATURE_S: Final = 0.01  # a stream that was reset within this time had no use: it explains nothing
-TURN: Final = 512  # work of one call of `receive`, in units of about 3 us: 32 whole calls, or 64 that are rejected
-CALL: Final = 8  # units for the begin of a call, and for its end
-MAX_CUT: Final = 1024  # streams that were ended before the client had: it may still send what it began
+CONNECTION_WINDOW: Final = 2**30  # half of what RFC 9113 allows: the windows of the streams bound what waits
+USEFUL_BYTES: Final = 2**10  # a choice: a smaller window lets data drip, which explains nothing
+PREMATURE_S: Final = 0.01  # a choice: a stream that was reset within this time had no use, and explains nothing
 _DRAINED: Final = b"drained?"  # in a PING: its answer comes after all streams that the client began before it
 _DRAIN: Final = goaway(MAX_WINDOW, NO_ERROR) + frame(PING, 0, 0, _DRAINED)
 
@@ -76,7 +85,7 @@ class Bounds(Protocol):
     max_header_bytes: int
 
 
-class Http2Connection:
+class Http2Connection(StreamSet):
     """Parses what a client sends and calls the methods of its streams, which `open_stream` makes.
 
     `open_stream` receives the connection, the number of the stream and what `reader` found in its headers; None means
@@ -90,23 +99,14 @@ class Http2Connection:
         reader: HeaderReader[Any],
         open_stream: Callable[[Http2Connection, int, Any], Stream],
     ) -> None:
-        self.outbox = outbox
-        self.streams: dict[int, Stream] = {}
-        self.last = 0  # the highest number of a stream that was opened
+        super().__init__(outbox)
+        self.begun = 0  # 0: the preface is due; 1: the settings are due; 2: both have come
         self.draining = False
         self.drained = False  # no further stream will come
-        self.partial_head = 0  # the stream whose block of headers has begun
         self._bounds = bounds
         self._reader = reader
         self._open_stream = open_stream
-        self.turn = 0  # work that is left, see TURN
-        self.begun = 0  # 0: the preface is due; 1: the settings are due
-        self._credit = DEFAULT_WINDOW
-        self._target: tuple[Stream | None, int, int] = (None, 0, 0)  # of data: stream, flags, bytes to come
-        self._skip = 0  # bytes to come that mean nothing: padding, or a frame of an unknown kind
         self._block: tuple[int, int, bytearray] = (0, 0, bytearray())  # stream, flags, headers until END_HEADERS
-        self._cut: dict[int, None] = {}  # see MAX_CUT
-        self._trifles = 0
         self._now = 0.0
 
     @property
@@ -122,15 +122,13 @@ class Http2Connection:
         """
         at, end = 0, len(data)
         self.turn, self._now = TURN, now
-        streams = self.streams
         if self.begun < 2:
             at = self._begin(data)
             if self.begun < 2:
                 return at
         while at < end and self.turn > 0:
             self.turn -= 1
-            left = self._target[2]
-            if left:
+            if left := self._target[2]:
                 at += self._receive_data(data[at : at + left])
                 continue
             if self._skip:
@@ -141,10 +139,10 @@ class Http2Connection:
             if end - at < HEAD_BYTES:
                 break
             high, low, kind, flags, id = HEAD.unpack_from(data, at)
-            size, id = high << 8 | low, id & MAX_WINDOW
-            if kind == DATA and not (flags or self.partial_head):  # most likely the rest of a message
-                found = streams.get(id)
-                begin = at + HEAD_BYTES
+            size, id, begin = high << 8 | low, id & MAX_WINDOW, at + HEAD_BYTES
+            if kind == DATA and not flags & PADDED:
+                # most likely the rest of a message, whole: it goes where it belongs, without further ado
+                found = None if flags or self.partial_head else self.streams.get(id)
                 if found is not None and begin + size <= end and 0 < size <= min(len(found.space), found.credit):
                     at = begin + size
                     found.space[:size] = data[begin:at]
@@ -153,33 +151,25 @@ class Http2Connection:
                     self._credit -= size
                     if not found.space:
                         found.on_filled()
-                    continue
-            if kind == DATA and not flags & PADDED:
-                at += HEAD_BYTES
-                self._data(id, flags, size, size)
+                else:
+                    self._data(id, flags, size, size)
+                    at = begin
                 continue
             if kind == DATA and size:
-                if end - at == HEAD_BYTES:
+                if end == begin:
                     break
-                padding = data[at + HEAD_BYTES]
-                if padding >= size:
-                    raise Http2Error(PROTOCOL_ERROR, f"found {padding} bytes of padding in a frame of {size}")
-                at += HEAD_BYTES + 1
-                self._data(id, flags, size - 1 - padding, size)
-                self._skip = padding
+                self._padded(id, flags, size, data[begin])
+                at = begin + 1
                 continue
             check_size(kind, size, self._bounds.max_header_bytes)
-            if kind > CONTINUATION:  # it may be long, and is ignored
-                if self.partial_head:
-                    raise Http2Error(PROTOCOL_ERROR, f"found a frame of kind {kind}, expected CONTINUATION")
-                at += HEAD_BYTES
-                self._skip = size
-                self._trifle()
+            if kind > CONTINUATION:
+                self._ignore(kind, size)
+                at = begin
                 continue
-            if end - at - HEAD_BYTES < size:
+            if end - begin < size:
                 break
-            self._frame(kind, flags, id, data[at : at + HEAD_BYTES + size])
-            at += HEAD_BYTES + size
+            self._frame(kind, flags, id, data[at : begin + size])
+            at = begin + size
             if self._reader.work:
                 self.turn, self._reader.work = self.turn - self._reader.work, 0
         if self._credit < CONNECTION_WINDOW // 2:
@@ -188,27 +178,6 @@ class Http2Connection:
         if at == end:
             self.turn = max(self.turn, 1)
         return at
-
-    def direct(self) -> memoryview | None:
-        """Where the next bytes belong, if these are many: received there, they need not be copied. See `filled`."""
-        stream, _, left = self._target
-        if stream is None or min(left, len(stream.space)) < DIRECT_BYTES:
-            return None
-        return stream.space[:left]
-
-    def filled(self, count: int) -> None:
-        """Counts bytes that were received into `direct()`."""
-        stream, flags, left = self._target
-        assert stream is not None
-        self._target = (stream, flags, left - count)
-        stream.space = stream.space[count:]
-        if not stream.space:
-            stream.on_filled()
-        self._end_data(stream)
-
-    def tick(self) -> None:
-        """Begins another span of time, in which the client may again send some frames without data."""
-        self._trifles = self.outbox.sent = 0
 
     def drain(self) -> None:
         """Asks the client to open no further streams. `drained` becomes true when those that it has opened are here."""
@@ -222,35 +191,6 @@ class Http2Connection:
         if not self.begun:
             self._start()
         self.outbox.write(goaway(self.last, error.code, str(error)))
-
-    def close(self) -> None:
-        """The client left. Nothing may be sent any more."""
-        streams = list(self.streams.values())
-        for stream in streams:
-            self.forget(stream)
-        for stream in streams:  # all are closed: memory that one frees lets no other one write
-            stream.on_closed()
-        self._target = (None, 0, self._target[2])  # breaks a reference cycle
-
-    def forget(self, stream: Stream) -> None:
-        """Closes a stream without telling the client."""
-        stream.closed = True
-        self.streams.pop(stream.id, None)
-        if not stream.ended:
-            self._cut_off(stream.id)
-        if stream.unsent:
-            self.outbox.drop(stream)
-
-    def _cut_off(self, id: int) -> None:
-        self._cut[id] = None
-        if len(self._cut) > MAX_CUT:
-            del self._cut[next(iter(self._cut))]
-
-    def _refuse(self, id: int, code: int) -> None:
-        """Ends a stream that was not opened, or is closed; what else comes on it is ignored."""
-        self.outbox.write(rst_stream(id, code))
-        self._cut_off(id)
-        self._trifle()
 
     # ---- what arrives
 
@@ -297,79 +237,12 @@ class Http2Connection:
         else:
             self._control(flags, parse_frame(whole))
 
-    def _data(self, id: int, flags: int, size: int, counted: int) -> None:
-        """The head of a DATA frame with `size` bytes of data, and with its padding `counted` bytes."""
+    def _ignore(self, kind: int, size: int) -> None:
+        """The head of a frame of an unknown kind, which may be long."""
         if self.partial_head:
-            raise Http2Error(PROTOCOL_ERROR, "found DATA, expected CONTINUATION")
-        if size > RECEIVE_FRAME:
-            raise Http2Error(FRAME_SIZE_ERROR, f"found a frame of {size} bytes, at most {RECEIVE_FRAME} are taken")
-        self._credit -= counted
-        stream = self._known(id)
-        if stream is not None:
-            stream.credit -= counted
-            if stream.ended:
-                self._breach(stream, STREAM_CLOSED)
-                stream = None
-            elif stream.credit < 0:
-                raise Http2Error(FLOW_CONTROL_ERROR, f"found {-stream.credit} bytes more than stream {id} may send")
-            elif counted > size:
-                stream.granted -= counted - size  # padding belongs to no message
-                if not flags & END_STREAM:
-                    stream.grant(counted - size)
-        elif id not in self._cut:
-            self._refuse(id, STREAM_CLOSED)
-        self._target = (stream, flags, size)
-        if not size:
-            if flags & END_STREAM and stream is not None:
-                self._end(stream)
-            elif not flags & END_STREAM:
-                self._trifle()
-
-    def _receive_data(self, data: memoryview) -> int:
-        """Takes data of the frame that has begun. Returns how much that was."""
-        stream, flags, left = self._target
-        size = len(data)
-        if stream is None or stream.closed:
-            self._target = (None, flags, left - size)
-            return size
-        if stream.space:
-            size = min(size, len(stream.space))
-            stream.space[:size] = data[:size]
-            stream.space = stream.space[size:]
-            if not stream.space:
-                stream.on_filled()
-        else:
-            size = stream.on_data(data, size == left and bool(flags & END_STREAM))
-        self._target = (stream, flags, left - size)
-        self._end_data(stream)
-        return size
-
-    def _end_data(self, stream: Stream) -> None:
-        _, flags, left = self._target
-        if not left and flags & END_STREAM and not stream.closed:
-            self._end(stream)
-
-    def _end(self, stream: Stream) -> None:
-        """The client has sent everything."""
-        self.turn -= CALL
-        stream.ended = True
-        if stream.length != NO_LENGTH and stream.length != stream.received:
-            self._breach(stream, PROTOCOL_ERROR)
-        else:
-            stream.on_end()
-
-    def _breach(self, stream: Stream, code: int) -> None:
-        """Ends a stream whose client broke a rule; the others go on."""
-        stream.reset(code)
-        stream.on_closed()
+            raise Http2Error(PROTOCOL_ERROR, f"found a frame of kind {kind}, expected CONTINUATION")
+        self._skip = size
         self._trifle()
-
-    def _known(self, id: int) -> Stream | None:
-        """An open stream; None for a closed one, whose frames may still be under way. Raises Http2Error for others."""
-        stream = self.streams.get(id)
-        if stream is None and (id > self.last or not id & 1):
-            raise Http2Error(PROTOCOL_ERROR, f"found a frame of stream {id}, which is not open")
-        return stream
 
     def _headers(self, id: int, flags: int, block: bytes) -> None:
         if self.partial_head:
@@ -411,12 +284,6 @@ class Http2Connection:
             self._breach(stream, PROTOCOL_ERROR)
         else:
             self._end(stream)
-
-    def _trifle(self, cost: int = 1) -> None:
-        """Counts a frame that costs the server more than the client."""
-        self._trifles += cost
-        if self._trifles - EXPLAINED * self.outbox.sent > MAX_TRIFLES:
-            raise Http2Error(ENHANCE_YOUR_CALM, "too many frames without data, or resets")
 
     def _control(self, flags: int, found: frames.Frame) -> None:
         """A frame that hyperframe has parsed."""
