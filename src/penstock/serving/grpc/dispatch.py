@@ -19,7 +19,7 @@ from penstock.serving.grpc.messages import CallHead, Compressed, Method
 from penstock.serving.http.listener import Listener
 from penstock.serving.protocols.oip_grpc import ProtoSet
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.serving")
 
 HEALTH: Final = "grpc.health.v1"
 SERVING: Final = 1

@@ -11,17 +11,25 @@ from urllib.parse import quote
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
-from penstock.serving.http.context import STREAM_BACKLOG, RequestOptions
+from penstock.serving.http.context import STREAM_BACKLOG
 from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route, inference_table, read_special
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake, Unpacking, unpacked_headers
-from penstock.serving.http.responses import SSE, error_result, sse_event, stream_part, stream_start, stream_type
+from penstock.serving.http.responses import (
+    SSE,
+    RequestOptions,
+    error_result,
+    sse_event,
+    stream_part,
+    stream_start,
+    stream_type,
+)
 from penstock.serving.protocols.bodies import BLANKS
 from penstock.serving.protocols.route import Route, error_body, name_model
 from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Item, ItemResult
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.serving")
 
 SERVER_NAMES = (b"expect", b"transfer-encoding")  # headers that the ASGI server handles
 

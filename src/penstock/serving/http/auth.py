@@ -12,7 +12,7 @@ from penstock.config.tls import load_chain, refuse_der
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.types import Headers
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.serving")
 
 _WEAK: Final = ("EE_KEY_TOO_SMALL", "CA_KEY_TOO_SMALL", "CA_MD_TOO_WEAK")  # OpenSSL's names
 _RENEW: Final = "create new ones: openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem"

@@ -23,12 +23,12 @@ from penstock.serving.http.context import (
 from penstock.serving.http.flavor import PLAIN_TYPE, SPECIAL_NAMES
 from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.listener import BODY_RATE, INF, KNOWN_HEADS, Listener, RequestHead
-from penstock.serving.http.responses import HeadTooLarge, MalformedHttp, MethodNotAllowed, RequestTimeout
+from penstock.serving.http.responses import TOO_MANY, HeadTooLarge, MalformedHttp, MethodNotAllowed, RequestTimeout
 from penstock.serving.http.sockets import readable
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, BLANKS, accepted_coding
 from penstock.serving.protocols.route import Route
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.serving")
 
 # a reason why the socket is not read, in addition to those in context.py
 POOL: Final = 4
@@ -82,7 +82,7 @@ class Connection(asyncio.BufferedProtocol):
         transport = self.writer.transport = cast(asyncio.Transport, transport)
         transport.set_write_buffer_limits(high=self.listener.config.write_buffer_bytes)
         if not self.listener.add(self):
-            transport.write(self.writer.flavor.too_many())
+            transport.write(TOO_MANY)
             self.phase = DISCARD
             transport.close()
 

@@ -1,38 +1,38 @@
 """Requests of one connection and their responses: each request's context, and the writer that keeps their order."""
 
+# A connection receives requests one after the other; a client may send the next ones before it has the response to the
+# first (pipelining). Each request has a context, from the end of its head to the end of its response. The writer of the
+# connection puts contexts in flight in the order in which they came, and submits them to the backend or answers them at
+# once. The backend answers in any order; HTTP/1.1 has no numbers, so responses must leave in the order of the requests.
+# Only the first context in flight writes; any other keeps its bytes in `out` until all before it are done.
+#
+# What waits is bounded everywhere. Above limits.max_pipelined the rest of a read waits in the backlog, and the socket
+# is not read (PIPELINE). The same happens while the client does not take its responses (WRITE), or while a large body
+# waits for memory (POOL). Requests that need no model run QUICK_PER_TURN at a time, so that a client that sends
+# thousands does not hold up the others. A model that streams cannot be paused: a reader that falls too far behind is
+# dropped.
+#
+# Nearly every response is plain: status 200, whole, no header of its own, to a connection that stays open. Its head is
+# cached up to the length, and head and body leave in one write. Everything else is framed in responses.py.
+
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 from urllib.parse import parse_qs
 
-from penstock.core.contracts import Ticket
 from penstock.errors import PenstockError
 from penstock.serving.http.intake import unpacked_headers
 from penstock.serving.http.listener import INF, LINGER_S, SILENT_S, Listener
-from penstock.serving.http.responses import (
-    SSE,
-    error_result,
-    log_failure,
-    sse_event,
-    status_line,
-    status_of,
-    stream_part,
-    stream_start,
-    stream_type,
-)
+from penstock.serving.http.responses import JOINED_BYTES, ResponseFraming
 from penstock.serving.protocols.route import HttpRequest, Route, Serve, name_model
-from penstock.serving.protocols.routes import error_body_of
 from penstock.types import Headers, Item, ItemResult
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.serving")
 
-JOINED_BYTES: Final = 16 * 1024  # below it head and body are joined and leave in one write
-NO_BODY: Final = frozenset({204, 304})
 STREAM_BACKLOG: Final = 16  # times limits.write_buffer_bytes: unsent bytes at which the reader of a stream is dropped
 QUICK_PER_TURN: Final = 4  # of a connection: 50 connections then cost the others less than 0.1 s
 BEGINNING: Final = b"HTTP/1.1 "  # of every response
@@ -56,13 +56,8 @@ class ApiFlavor(Protocol):
 
     context: type[RequestContext]
     known: dict[bytes, Route]  # routes without `find`: for inference by the target of a POST, else by "GET target"
+    no_tls: bytes  # the whole response to plain HTTP on a TLS port; empty: the connection is dropped without one
     guarded: bool  # `read_head` is called for every request, not only for requests with a header of SPECIAL_NAMES
-
-    def too_many(self) -> bytes:
-        """The whole response to a connection above `limits.max_connections`."""
-
-    def no_tls(self) -> bytes:
-        """The whole response to plain HTTP on a TLS port; empty: the connection is dropped without one."""
 
     def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
         """The route, also set on the context before an error of the method is raised. Raises PenstockError."""
@@ -71,42 +66,13 @@ class ApiFlavor(Protocol):
         """Authenticates the caller and reads the headers of SPECIAL_NAMES (lower case). Raises PenstockError."""
 
 
-class RequestOptions:
-    """What the head of a request states. The defaults are the plain case, without special headers."""
-
-    route: Route | None = None
-    target: bytes = b""  # set only if the route was not cached
-    content_type: str = ""
-    codec: str = ""  # overrides the codec of the route
-    coding: str = ""  # of the body, until it is unpacked
-    key: bytes = b""  # of a request with an Idempotency-Key
-    budget_s: float | None = None
-    priority: int = 0
-    request_id: str = ""
-    sse = False
-    cors: bytes = b""  # header lines for the web page that sent the request
-    plain = True  # no option asks for more than a cached head, a length and the body
-    ticket: Ticket | None = None
-
-
-class RequestContext(RequestOptions):
+class RequestContext(ResponseFraming):
     """One request and its response. The defaults are the plain case: HTTP/1.1 and keep-alive."""
 
     method: bytes = b"POST"  # set only if the route was not cached
     headers: Headers
     payload: Any = b""
     error: PenstockError | None = None  # the request was refused before it was submitted
-
-    # these are set only if `plain` is not
-    old = False  # HTTP/1.0
-    head_only = False
-    close = False  # the connection closes after this response
-    linger = False  # ... while the client may still be sending
-    started = False  # the head of a stream was sent
-    broken = False  # the stream ended early: the client must see that it is incomplete
-    done = False
-    kept = 0  # bytes in `out`
-    out: list[Any] | None = None  # held back until the earlier requests of the connection are answered
 
     def __init__(self, writer: ResponseWriter) -> None:
         self.writer: ResponseWriter | None = writer
@@ -134,138 +100,10 @@ class RequestContext(RequestOptions):
             self._emit(writer, body)
         self._end(writer)
 
-    # ---- what an API flavor may override
-
     def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes:
         """The head of a plain response, up to the value of its content length."""
         clock = writer.listener.clock
         return clock.heads.get(result.content_type) or clock.learn_head(result.content_type)
-
-    def head_lines(self, writer: ResponseWriter, result: ItemResult, content_type: str) -> list[bytes]:
-        """The status line and the headers of any response, without its framing."""
-        lines = [status_line(result.status, result.reason), writer.listener.clock.date_line]
-        if content_type:
-            lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))
-        lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in result.headers or ()]
-        if self.request_id:
-            lines.append(b"x-request-id: " + self.request_id.encode() + b"\r\n")
-        lines.append(self.cors)
-        if self.close:
-            lines.append(b"connection: close\r\n")
-        elif self.old:
-            lines.append(b"connection: keep-alive\r\n")
-        return lines
-
-    def failure(self, writer: ResponseWriter, error: PenstockError) -> ItemResult:
-        """The whole response for an error."""
-        return error_result(error, self._error_body)
-
-    def part_type(self, result: ItemResult) -> str:
-        """The content type of a stream that begins with this part."""
-        return stream_type(result.content_type, self.sse)
-
-    def part_data(self, result: ItemResult) -> bytes:
-        """One part as bytes of the stream."""
-        return stream_part(result, self.sse)
-
-    # ---- the framing
-
-    @property
-    def _error_body(self) -> Callable[[PenstockError], bytes]:
-        return error_body_of(self.route, self.target)
-
-    def _general(self, writer: ResponseWriter, result: ItemResult) -> None:
-        """Handles errors, streams, extra headers, HTTP/1.0 and HEAD."""
-        if result.final:
-            self.writer = None
-        if result.error is not None:
-            self._fail(writer, result.error)
-        elif self.started or self.sse or not result.final:
-            self._part(writer, result)
-        else:
-            if result.status >= 500:
-                self._log(result.status, PenstockError("the model's answer has this status"))
-            self._whole(writer, result)
-
-    def _log(self, status: int, error: PenstockError) -> None:
-        """Logs a 5xx, except of a health check, whose answer is the news."""
-        route = self.route
-        if status >= 500 and route is not None and not self._answers_at_once:
-            log_failure((route.model, route.version), self.request_id, status, error)
-
-    @property
-    def _answers_at_once(self) -> bool:
-        """Whether the route needs no model, like a health check."""
-        return self.route is not None and self.route.template.answer is not None
-
-    def fail(self, error: PenstockError) -> None:
-        """Answers with an error, without a model."""
-        self.on_result(ItemResult(error=error))
-
-    def _fail(self, writer: ResponseWriter, error: PenstockError) -> None:
-        if not self.started:
-            result = self.failure(writer, error)
-            self._log(result.status, error)
-            self._whole(writer, result)
-            return
-        self._log(status_of(error), error)
-        if self.sse:
-            self._chunk(writer, sse_event(self._error_body(error), b"error"))
-            self._finish_stream(writer)
-            return
-        self.close = self.broken = True  # without the last chunk the client sees that the response is incomplete
-        self._end(writer)
-
-    def _whole(self, writer: ResponseWriter, result: ItemResult) -> None:
-        body = result.body
-        bodiless = result.status in NO_BODY
-        framing = None if bodiless else b"content-length: %d\r\n" % len(body)
-        head = self._head(writer, result, result.content_type, framing)
-        if bodiless or self.head_only or not len(body):
-            self._emit(writer, head)
-        elif len(body) <= JOINED_BYTES:
-            self._emit(writer, b"%b%b" % (head, body))
-        else:
-            self._emit(writer, head)
-            self._emit(writer, body)
-        self._end(writer)
-
-    def _part(self, writer: ResponseWriter, result: ItemResult) -> None:
-        if not self.started:
-            self.started = True
-            self.plain = False
-            self.sse = self.sse or result.content_type == SSE
-            if self.old:
-                self.close = True  # HTTP/1.0 has no chunks: the connection's end marks the end of the stream
-            bodiless = result.status in NO_BODY
-            framing = None if self.old or bodiless else b"transfer-encoding: chunked\r\n"
-            self.head_only = self.head_only or bodiless
-            result = stream_start(result, self.sse)
-            self._emit(writer, self._head(writer, result, self.part_type(result), framing))
-        self._chunk(writer, self.part_data(result))
-        if result.final:
-            self._finish_stream(writer)
-
-    def _chunk(self, writer: ResponseWriter, data: bytes) -> None:
-        if data and not self.head_only:
-            self._emit(writer, data if self.old else b"%x\r\n%b\r\n" % (len(data), data))
-            writer.check_unsent()
-
-    def _finish_stream(self, writer: ResponseWriter) -> None:
-        if not (self.old or self.head_only):
-            self._emit(writer, b"0\r\n\r\n")
-        self._end(writer)
-
-    def _head(self, writer: ResponseWriter, result: ItemResult, content_type: str, framing: bytes | None) -> bytes:
-        # 0: a health check that says "not ready", which is its job and no error
-        writer.listener.counts.other[0 if result.status >= 500 and self._answers_at_once else result.status // 100] += 1
-        if result.status in NO_BODY:
-            content_type = ""
-        lines = self.head_lines(writer, result, content_type)
-        if framing is not None:
-            lines.append(framing)
-        lines.append(b"\r\n")
-        return b"".join(lines)
 
     def _emit(self, writer: ResponseWriter, data: Any) -> None:
         """Writes, or holds the bytes back until every earlier request of the connection is answered."""

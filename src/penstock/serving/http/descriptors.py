@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from penstock.errors import ConfigError
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.serving")
 
 RESERVED: Final = 256  # for workers, files and libraries
 LEAST: Final = 32  # with fewer, a server with one model fails while it starts

@@ -8,15 +8,15 @@ from urllib.parse import unquote
 
 from penstock.errors import BadRequest, DeadlineExceeded, Forbidden
 from penstock.serving.http.auth import OriginPolicy, check_token
-from penstock.serving.http.context import RequestContext, RequestOptions
+from penstock.serving.http.context import RequestContext
 from penstock.serving.http.idempotency import parse_key
 from penstock.serving.http.openapi import DOCS_ROUTES, openapi_route
 from penstock.serving.http.responses import (
     ExpectationFailed,
     MethodNotAllowed,
     NotImplementedHere,
+    RequestOptions,
     RouteNotFound,
-    status_line,
 )
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, CONTENT_ENCODING, content_coding
 from penstock.serving.protocols.route import HttpRequest, Route, RouteTable, Template, remember
@@ -46,6 +46,7 @@ class NativeFlavor:
     """
 
     context = RequestContext
+    no_tls = b""
 
     def __init__(
         self,
@@ -69,13 +70,6 @@ class NativeFlavor:
         self.guarded = bool(tokens) or self._check_host
         self._tokens = tokens
         self._guards = guards or {}
-
-    def too_many(self) -> bytes:
-        """503 with a Retry-After of one second."""
-        return status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-    def no_tls(self) -> bytes:
-        return b""
 
     def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
         """Raises RouteNotFound, BadRequest, MethodNotAllowed."""

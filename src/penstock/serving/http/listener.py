@@ -17,7 +17,7 @@ from penstock.serving.http.responses import status_line
 from penstock.serving.protocols.route import Route
 from penstock.types import Headers
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.serving")
 
 INF: Final = float("inf")
 RECEIVE_BYTES: Final = BIG_BYTES  # so that a body that belongs in a Buffer is never read whole into this one

@@ -1,4 +1,4 @@
-"""What goes out: the one table from errors to HTTP status, and the framing of parts of a stream. Pure."""
+"""What goes out: the one table from errors to HTTP status, and the framing of whole and streamed responses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import re
 from binascii import b2a_base64
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
 
+from penstock.core.contracts import Ticket
 from penstock.errors import (
     BadRequest,
     Cancelled,
@@ -33,12 +34,16 @@ from penstock.errors import (
     WorkerDied,
 )
 from penstock.serving.protocols.bodies import BASE64, ERROR_CODE, JSON, PART_TYPE, UnsupportedCoding
+from penstock.serving.protocols.route import Route
+from penstock.serving.protocols.routes import error_body_of
 from penstock.types import ItemResult
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.serving")
 
 MAX_CAUSE: Final = 500  # characters
 SSE: Final = "text/event-stream"
+JOINED_BYTES: Final = 16 * 1024  # below it head and body are joined and leave in one write
+NO_BODY: Final = frozenset({204, 304})
 _TEXT: Final = re.compile("^(text/|$)|json|xml|javascript")
 
 
@@ -140,6 +145,10 @@ def status_line(status: int, reason: str | None = None) -> bytes:
     return f"HTTP/1.1 {status} {reason}\r\n".encode("latin-1")
 
 
+# to a connection above limits.max_connections
+TOO_MANY: Final = status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
 def status_of(error: PenstockError) -> int:
     """The HTTP status of an error, from its nearest ancestor in the table."""
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
@@ -218,3 +227,190 @@ def sse_event(body: bytes, event: bytes = b"") -> bytes:
     lines = body.replace(b"\r\n", b"\n").replace(b"\r", b"\n").replace(b"\n", b"\ndata: ")
     head = b"event: " + event + b"\n" if event else b""
     return head + b"data: " + lines + b"\n\n"
+
+
+# ---- the response to a request
+
+
+class RequestOptions:
+    """What the head of a request states. The defaults are the plain case, without special headers."""
+
+    route: Route | None = None
+    target: bytes = b""  # set only if the route was not cached
+    content_type: str = ""
+    codec: str = ""  # overrides the codec of the route
+    coding: str = ""  # of the body, until it is unpacked
+    key: bytes = b""  # of a request with an Idempotency-Key
+    budget_s: float | None = None
+    priority: int = 0
+    request_id: str = ""
+    sse = False
+    cors: bytes = b""  # header lines for the web page that sent the request
+    plain = True  # no option asks for more than a cached head, a length and the body
+    ticket: Ticket | None = None
+
+
+class ResponseOutput(Protocol):
+    """The writer of a connection, as the framing of responses sees it."""
+
+    listener: Any  # a Listener; modules do not import each other in a circle
+    flavor: Any
+
+    def check_unsent(self) -> None:
+        """Drops the reader of a stream that falls too far behind."""
+
+
+class ResponseFraming(RequestOptions):
+    """Writes any response to a request: errors, streams, extra headers, HTTP/1.0 and HEAD.
+
+    The fields are set only if `plain` is not. `_emit` and `_end` belong to the connection.
+    """
+
+    old = False  # HTTP/1.0
+    head_only = False
+    close = False  # the connection closes after this response
+    linger = False  # ... while the client may still be sending
+    started = False  # the head of a stream was sent
+    broken = False  # the stream ended early: the client must see that it is incomplete
+    done = False
+    kept = 0  # bytes in `out`
+    out: list[Any] | None = None  # held back until the earlier requests of the connection are answered
+    writer: Any  # until the response is final
+
+    def on_result(self, result: ItemResult) -> None:
+        """The sink."""
+        raise NotImplementedError
+
+    def _emit(self, writer: Any, data: Any) -> None:
+        raise NotImplementedError
+
+    def _end(self, writer: Any) -> None:
+        raise NotImplementedError
+
+    # ---- what an API flavor may override
+
+    def head_lines(self, writer: ResponseOutput, result: ItemResult, content_type: str) -> list[bytes]:
+        """The status line and the headers of any response, without its framing."""
+        lines = [status_line(result.status, result.reason), writer.listener.clock.date_line]
+        if content_type:
+            lines.append(f"content-type: {content_type}\r\n".encode("latin-1"))
+        lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in result.headers or ()]
+        if self.request_id:
+            lines.append(b"x-request-id: " + self.request_id.encode() + b"\r\n")
+        lines.append(self.cors)
+        if self.close:
+            lines.append(b"connection: close\r\n")
+        elif self.old:
+            lines.append(b"connection: keep-alive\r\n")
+        return lines
+
+    def failure(self, writer: ResponseOutput, error: PenstockError) -> ItemResult:
+        """The whole response for an error."""
+        return error_result(error, self._error_body)
+
+    def part_type(self, result: ItemResult) -> str:
+        """The content type of a stream that begins with this part."""
+        return stream_type(result.content_type, self.sse)
+
+    def part_data(self, result: ItemResult) -> bytes:
+        """One part as bytes of the stream."""
+        return stream_part(result, self.sse)
+
+    # ---- the framing
+
+    @property
+    def _error_body(self) -> Callable[[PenstockError], bytes]:
+        return error_body_of(self.route, self.target)
+
+    def _general(self, writer: ResponseOutput, result: ItemResult) -> None:
+        """Handles errors, streams, extra headers, HTTP/1.0 and HEAD."""
+        if result.final:
+            self.writer = None
+        if result.error is not None:
+            self._fail(writer, result.error)
+        elif self.started or self.sse or not result.final:
+            self._part(writer, result)
+        else:
+            if result.status >= 500:
+                self._log(result.status, PenstockError("the model's answer has this status"))
+            self._whole(writer, result)
+
+    def _log(self, status: int, error: PenstockError) -> None:
+        """Logs a 5xx, except of a health check, whose answer is the news."""
+        route = self.route
+        if status >= 500 and route is not None and not self._answers_at_once:
+            log_failure((route.model, route.version), self.request_id, status, error)
+
+    @property
+    def _answers_at_once(self) -> bool:
+        """Whether the route needs no model, like a health check."""
+        return self.route is not None and self.route.template.answer is not None
+
+    def fail(self, error: PenstockError) -> None:
+        """Answers with an error, without a model."""
+        self.on_result(ItemResult(error=error))
+
+    def _fail(self, writer: ResponseOutput, error: PenstockError) -> None:
+        if not self.started:
+            result = self.failure(writer, error)
+            self._log(result.status, error)
+            self._whole(writer, result)
+            return
+        self._log(status_of(error), error)
+        if self.sse:
+            self._chunk(writer, sse_event(self._error_body(error), b"error"))
+            self._finish_stream(writer)
+            return
+        self.close = self.broken = True  # without the last chunk the client sees that the response is incomplete
+        self._end(writer)
+
+    def _whole(self, writer: ResponseOutput, result: ItemResult) -> None:
+        body = result.body
+        bodiless = result.status in NO_BODY
+        framing = None if bodiless else b"content-length: %d\r\n" % len(body)
+        head = self._head(writer, result, result.content_type, framing)
+        if bodiless or self.head_only or not len(body):
+            self._emit(writer, head)
+        elif len(body) <= JOINED_BYTES:
+            self._emit(writer, b"%b%b" % (head, body))
+        else:
+            self._emit(writer, head)
+            self._emit(writer, body)
+        self._end(writer)
+
+    def _part(self, writer: ResponseOutput, result: ItemResult) -> None:
+        if not self.started:
+            self.started = True
+            self.plain = False
+            self.sse = self.sse or result.content_type == SSE
+            if self.old:
+                self.close = True  # HTTP/1.0 has no chunks: the connection's end marks the end of the stream
+            bodiless = result.status in NO_BODY
+            framing = None if self.old or bodiless else b"transfer-encoding: chunked\r\n"
+            self.head_only = self.head_only or bodiless
+            result = stream_start(result, self.sse)
+            self._emit(writer, self._head(writer, result, self.part_type(result), framing))
+        self._chunk(writer, self.part_data(result))
+        if result.final:
+            self._finish_stream(writer)
+
+    def _chunk(self, writer: ResponseOutput, data: bytes) -> None:
+        if data and not self.head_only:
+            self._emit(writer, data if self.old else b"%x\r\n%b\r\n" % (len(data), data))
+            writer.check_unsent()
+
+    def _finish_stream(self, writer: ResponseOutput) -> None:
+        if not (self.old or self.head_only):
+            self._emit(writer, b"0\r\n\r\n")
+        self._end(writer)
+
+    def _head(self, writer: ResponseOutput, result: ItemResult, content_type: str, framing: bytes | None) -> bytes:
+        # 0: a health check that says "not ready", which is its job and no error
+        writer.listener.counts.other[0 if result.status >= 500 and self._answers_at_once else result.status // 100] += 1
+        if result.status in NO_BODY:
+            content_type = ""
+        lines = self.head_lines(writer, result, content_type)
+        if framing is not None:
+            lines.append(framing)
+        lines.append(b"\r\n")
+        return b"".join(lines)

@@ -125,4 +125,4 @@ class HttpServer(SocketServer):
     ) -> None:
         self.flavor = found = flavor or NativeFlavor(tokens)
         listener = Listener(backend, config)
-        super().__init__(listener, lambda: Connection(listener, found), found.no_tls(), ssl)
+        super().__init__(listener, lambda: Connection(listener, found), found.no_tls, ssl)

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 from penstock.errors import ConfigError, ListenFailed
 from penstock.serving.http.listener import LINGER_S, SILENT_S, Listener
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.serving")
 
 HANDSHAKE: Final = b"\x16"  # the first byte of a TLS connection; no HTTP method begins with it
 BACKLOG: Final = 2048

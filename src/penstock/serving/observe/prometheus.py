@@ -19,7 +19,7 @@ from penstock.serving.observe.system import SystemMetrics
 from penstock.serving.observe.text import Family, Histogram, Page
 from penstock.types import MetricDelta
 
-log = logging.getLogger("penstock.observe")
+log = logging.getLogger("penstock.serving")
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

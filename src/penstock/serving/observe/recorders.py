@@ -17,7 +17,7 @@ from msgspec import Struct
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.errors import ConfigError
 
-log = logging.getLogger("penstock.observe")
+log = logging.getLogger("penstock.serving")
 
 FLUSH_INTERVAL_S: Final = 1.0
 MAX_BYTES: Final = 2**30  # some 15 million requests

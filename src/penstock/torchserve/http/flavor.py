@@ -41,6 +41,7 @@ from penstock.serving.http.responses import (
     MethodNotAllowed,
     NotImplementedHere,
     RequestTimeout,
+    ResponseOutput,
     RouteNotFound,
     status_line,
 )
@@ -99,6 +100,8 @@ class TorchServeFlavor:
         self.context: type[RequestContext] = LoggedRequest if logged else TorchServeRequest
         self.known: dict[bytes, Route] = {}
         self.fixed = NO_CACHE + _cors(config)
+        only_tls = status_line(403, "This TorchServe instance only accepts HTTPS requests")  # clients show this line
+        self.no_tls = b"%b%bcontent-length: 0\r\nconnection: close\r\n\r\n" % (only_tls, self.fixed)
         self.kserve_errors = config.properties.ts_open_inference_protocol
         self._administration = administration
         self._others: dict[bytes, Route] = {}  # of inference and health, by method and target
@@ -110,15 +113,6 @@ class TorchServeFlavor:
         self._check_host = config.open
         guards: tuple[Group, ...] = ("inference", "management")
         self._guard = next((group for group in guards if group in config.groups), "")
-
-    def too_many(self) -> bytes:
-        """503 with a Retry-After of one second."""
-        return status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-    def no_tls(self) -> bytes:
-        """403 with the whole message in the status line."""
-        first = status_line(403, "This TorchServe instance only accepts HTTPS requests")
-        return b"%b%bcontent-length: 0\r\nconnection: close\r\n\r\n" % (first, self.fixed)
 
     def find(self, context: RequestContext, method: bytes, target: bytes) -> Route:
         """The route. Raises nothing: `read_head` raises the route's error after the token check."""
@@ -183,7 +177,7 @@ class TorchServeRequest(RequestContext):
             cast(TorchServeFlavor, writer.flavor).fixed,
         )
 
-    def head_lines(self, writer: ResponseWriter, result: ItemResult, content_type: str) -> list[bytes]:
+    def head_lines(self, writer: ResponseOutput, result: ItemResult, content_type: str) -> list[bytes]:
         """The head of any other response. Every error closes the connection."""
         self.close = self.close or result.status >= 400
         lines = [self._status_line(result)]
@@ -199,7 +193,7 @@ class TorchServeRequest(RequestContext):
         lines.append(b"connection: close\r\n" if self.close else b"connection: keep-alive\r\n")
         return lines
 
-    def failure(self, writer: ResponseWriter, error: PenstockError) -> ItemResult:
+    def failure(self, writer: ResponseOutput, error: PenstockError) -> ItemResult:
         """The error as JSON; 413 has an empty body."""
         route = self.route or _UNROUTED
         found = api_error(error, writer.listener.backend, route.model, route.version)
@@ -260,7 +254,7 @@ class LoggedRequest(TorchServeRequest):
         self._status = result.status
         return super().plain_head(writer, result)
 
-    def head_lines(self, writer: ResponseWriter, result: ItemResult, content_type: str) -> list[bytes]:
+    def head_lines(self, writer: ResponseOutput, result: ItemResult, content_type: str) -> list[bytes]:
         self._status = result.status
         return super().head_lines(writer, result, content_type)
 

@@ -129,7 +129,7 @@ async def test_every_5xx_leaves_one_line_with_model_request_id_and_cause(grpc_si
                 replies = iter([reply])
                 caplog.clear()
                 await ask.refusal(call, model_name="m")
-                (line,) = [r for r in caplog.records if r.name == "penstock.frontends"]
+                (line,) = [r for r in caplog.records if r.name == "penstock.serving"]
                 assert "event=request_failed model=m version=default status=5" in line.getMessage()
                 assert re.search(cause, line.getMessage())
                 assert line.request_id == ask.backend.calls[-1].item.request_id
