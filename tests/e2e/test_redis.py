@@ -25,8 +25,7 @@ import uvloop
 
 from penstock import RedisStreamer
 from penstock.errors import BrokerUnavailable, ConfigError, PenstockError
-from penstock.streamer.redis.address import parse_address
-from penstock.streamer.redis.connection import RedisConnection
+from penstock.streamer.redis.connection import RedisConnection, parse_address
 from support.redis_nodes import wait_for
 
 APP = """

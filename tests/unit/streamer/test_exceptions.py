@@ -18,7 +18,7 @@ from penstock.errors import (
     PenstockError,
     QueueFull,
 )
-from penstock.streamer.exceptions import error_for_caller, raise_for_caller
+from penstock.streamer.base import error_for_caller, raise_for_caller
 from penstock.types import ModelMetadata
 
 TRACEBACK = """Traceback (most recent call last):

@@ -18,7 +18,7 @@ from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError, PenstockError
 from penstock.serving.lifetime import say
 from penstock.serving.logs import TextFormatter
-from penstock.streamer.redis.address import parse_address
+from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.serve import QueueOptions, run_until_stopped, serve_queue
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from penstock.core.contracts import Ticket
 from penstock.core.portal.portal import Portal
 from penstock.errors import BrokerUnavailable, ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
 from penstock.streamer.base import BaseStreamer, ChunkingBackend
-from penstock.streamer.redis.address import parse_address
-from penstock.streamer.redis.connection import Command, CommandRefused, RedisConnection
+from penstock.streamer.redis.connection import Command, CommandRefused, RedisConnection, parse_address
 from penstock.streamer.redis.protocol import (
     GROUP,
     MAX_BUDGET_MS,

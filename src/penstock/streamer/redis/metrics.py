@@ -21,8 +21,7 @@ from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.text import Family, Page
 from penstock.serving.protocols.route import HttpRequest, methods_route
 from penstock.serving.protocols.routes import TEMPLATES
-from penstock.streamer.redis.address import BrokerAddress
-from penstock.streamer.redis.connection import RedisConnection
+from penstock.streamer.redis.connection import BrokerAddress, RedisConnection
 from penstock.streamer.redis.protocol import GROUP, RELEASED, QueueKeys, Script
 from penstock.streamer.redis.worker import BrokerWorker
 from penstock.types import ItemResult

@@ -20,7 +20,7 @@ from penstock.core.engine.engine import Engine
 from penstock.core.transports.launch import pack_target
 from penstock.errors import PenstockError
 from penstock.serving.lifetime import runner
-from penstock.streamer.exceptions import raise_for_caller
+from penstock.streamer.base import raise_for_caller
 from penstock.streamer.local import (
     NEVER_S,
     CudaDevices,
@@ -31,7 +31,7 @@ from penstock.streamer.local import (
     devices_of,
 )
 from penstock.streamer.model import wrapped
-from penstock.streamer.redis.address import parse_address
+from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
 
 if TYPE_CHECKING:

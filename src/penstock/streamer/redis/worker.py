@@ -15,9 +15,8 @@ from typing import Any
 from penstock.backoff import Backoff
 from penstock.core.contracts import Backend, Observer
 from penstock.errors import BrokerUnavailable, DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, WorkerDied
-from penstock.streamer.redis.address import BrokerAddress
 from penstock.streamer.redis.codec import MalformedMessage
-from penstock.streamer.redis.connection import CommandRefused, RedisConnection
+from penstock.streamer.redis.connection import BrokerAddress, CommandRefused, RedisConnection
 from penstock.streamer.redis.protocol import GROUP, INHERIT, LEAVE, QueueKeys, RequestHeader, load_header
 from penstock.streamer.redis.writer import Lease, ReplyWriter
 from penstock.types import Item, ItemResult

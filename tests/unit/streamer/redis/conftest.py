@@ -12,8 +12,8 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
-from penstock.streamer.redis.address import parse_address
 from penstock.streamer.redis.client import BrokerClient
+from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
 from penstock.types import Item, ItemResult
 

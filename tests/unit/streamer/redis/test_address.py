@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.streamer.redis.address import SENTINEL, parse_address
+from penstock.streamer.redis.connection import SENTINEL, parse_address
 
 
 @pytest.mark.parametrize(

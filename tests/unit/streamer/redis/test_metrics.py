@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.errors import BrokerUnavailable
-from penstock.streamer.redis.address import parse_address
+from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.metrics import EVENTS, QUEUE, UP, WORKER_EVENTS, QueueMetrics, QueueState, worker_page
 
 METRICS_PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
