@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from penstock.core.transports.child import unpack_spec
 from penstock.core.transports.launch import PackedSpec
@@ -34,7 +35,6 @@ from penstock.core.wire.slabs import Slab
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
 from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound
-from penstock.ray.cluster import Place, enter
 from penstock.types import BatchPart, Item
 
 Message = tuple[bytes, list[Any]]
@@ -90,6 +90,25 @@ def _not_shared(offset: int, length: int, writable: bool) -> NoReturn:
 
 
 Send = Callable[[Message], None]
+
+
+class Place(Struct, frozen=True):
+    """Where a process looks for the files and modules that a target names."""
+
+    folder: str
+    paths: list[str]
+
+
+def here() -> Place:
+    folder = os.getcwd()
+    return Place(folder, [path or folder for path in sys.path])
+
+
+def enter(place: Place) -> None:
+    """Makes this process look there too. A node without the folder keeps its own, such as a `working_dir` of Ray's."""
+    if os.path.isdir(place.folder):
+        os.chdir(place.folder)
+    sys.path += [path for path in place.paths if path not in sys.path]
 
 
 class RayWorker:

@@ -14,7 +14,8 @@ from penstock.config.targets import split_targets
 from penstock.core.engine.engine import Engine
 from penstock.errors import ConfigError, LoadFailed, ModelNotReady, PenstockError
 from penstock.plugins import optional_module
-from penstock.ray.cluster import Place, check_ray, enter, here
+from penstock.ray.actor import Place, enter, here
+from penstock.ray.transport import check_ray
 from penstock.serving.http.asgi import InferenceApp
 
 DRAIN_S = 10.0  # Serve has waited for the answers; this is for what handles left behind

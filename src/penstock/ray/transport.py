@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from msgspec import structs
 
+from penstock.config.schema import RayConfig
 from penstock.core.contracts import TransportListener
 from penstock.core.transports.launch import PackedSpec, pack_spec
 from penstock.core.transports.process import unpickle
@@ -22,10 +26,90 @@ from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.devices import environment
 from penstock.core.worker.nesting import DEPTH_VARIABLE, may_start_workers
 from penstock.core.worker.spec import WorkerSpec
-from penstock.errors import ItemFailed, LoadFailed, PenstockError, WorkerDied, describe
-from penstock.ray.actor import Message, RayReader, RayWorker, RayWriter, with_views
-from penstock.ray.cluster import check_ray, connect, here, no_room, wanted
+from penstock.errors import ConfigError, ItemFailed, LoadFailed, PenstockError, WorkerDied, describe, install_hint
+from penstock.ray.actor import Message, RayReader, RayWorker, RayWriter, here, with_views
 from penstock.types import Batch, BatchPart, ItemResult, Ready
+
+LEAST, BELOW = (2, 60), (3, 0)  # the versions of Ray that are supported
+
+_connecting = threading.Lock()
+_forked = False  # from a process that had a connection: Ray's threads are missing
+
+
+def _after_fork() -> None:
+    global _forked, _connecting
+    import ray
+
+    _forked, _connecting = ray.is_initialized(), threading.Lock()
+
+
+def check_ray() -> None:
+    """Raises ConfigError if Ray is not installed, or in a version that is not supported. Does not import it: that takes
+    seconds."""
+    try:
+        found = version("ray")
+    except PackageNotFoundError:
+        raise ConfigError(f"transport = 'ray' and penstock.ray need the package ray: {install_hint('ray')}") from None
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
+    if not LEAST <= numbers < BELOW:
+        least, below = (".".join(map(str, numbers)) for numbers in (LEAST, BELOW))
+        raise ConfigError(f"ray: found version {found}, expected {least} or newer below {below}: {install_hint('ray')}")
+
+
+def connect(address: str) -> None:
+    """Connects this process to a running cluster, unless it is connected. Without an address it is that of RAY_ADDRESS,
+    else one that runs on this machine.
+
+    Blocks for seconds. The connection ends with the process. Raises ConfigError, LoadFailed.
+    """
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"ray.address: found {address}, which is for Ray's client: run on a node of the cluster, and give the"
+            " address of its head, such as 10.0.0.1:6379"
+        )
+    import ray
+
+    with _connecting:
+        if _forked:
+            raise LoadFailed("this process was forked from one that is connected to Ray: start it with spawn instead")
+        if ray.is_initialized():
+            return
+        try:
+            ray.init(address=address or "auto", configure_logging=False)
+        except Exception as e:  # ConnectionError, RuntimeError for another version, and Ray's own
+            where = f"at {address}" if address else "that RAY_ADDRESS or this machine names"
+            raise LoadFailed(
+                f"the Ray cluster {where} cannot be used ({describe(e)}): check that it runs, with the same versions of"
+                " Ray and Python; 'ray start --head' starts one",
+                detail=repr(e),
+            ) from e
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def wanted(config: RayConfig, device: str) -> dict[str, float]:
+    """The resources of one instance, by Ray's names."""
+    gpus = config.num_gpus if config.num_gpus is not None else float(device.startswith("cuda"))
+    return {"CPU": config.num_cpus, "GPU": gpus, **config.resources}
+
+
+def no_room(want: dict[str, float], timeout_s: float) -> str:
+    """Why the cluster has not placed an instance. Blocks; raises errors of Ray."""
+    import ray
+
+    asked = {name: amount for name, amount in want.items() if amount}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits = any(all(node.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes)
+    free = ray.available_resources()
+    has = ", ".join(
+        f"{name} {sum(node.get(name, 0) for node in nodes):g} ({free.get(name, 0):g} free)" for name in asked
+    )
+    needs = ", ".join(f"{name} {amount:g}" for name, amount in asked.items())
+    why = "other work takes it" if fits else "no node has as much"
+    return (
+        f"the Ray cluster placed no instance with {needs} within ray.placement_timeout_s={timeout_s:g}, because {why}:"
+        f" its {len(nodes)} nodes have {has}; add a node, or ask for less in [models.NAME.ray]"
+    )
+
 
 log = logging.getLogger("penstock.ray")
 
