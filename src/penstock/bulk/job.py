@@ -18,7 +18,6 @@ from penstock.bulk import outputs, spool
 from penstock.bulk.decode import estimate, read_chunks
 from penstock.bulk.endpoints import NotSent
 from penstock.bulk.frames import exact_kernel, jpeg_encoder
-from penstock.bulk.inputs import expand, valid_text
 from penstock.bulk.options import JPEG_SHARE, JobOptions, JobPlan, make_plan
 from penstock.bulk.progress import JobSummary, Progress, ProgressReporter, RateWindow, duration, make_reporter
 from penstock.bulk.sender import ChunkSender
@@ -26,7 +25,7 @@ from penstock.bulk.servers import NOT_UP, ServerInfo, ask, require_same
 from penstock.bulk.spool import SpoolEnd, WorkFolder, fingerprint, fingerprint_digest
 from penstock.bulk.threads import CaptionWriter, DecoderThreads, ReadChunks
 from penstock.bulk.types import Chunk, ChunkResult, OnResult, SendOptions, Video
-from penstock.bulk.video import VideoError, VideoProbe, av_library, probe
+from penstock.bulk.video import VideoError, VideoProbe, av_library, expand, probe, valid_text
 from penstock.client.endpoint import parse_url, tls_context
 from penstock.errors import ConfigError, PenstockError
 

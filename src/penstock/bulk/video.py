@@ -1,15 +1,20 @@
-"""A video file: its container, the video stream that is read, and its header."""
+"""A video file: its container, the video stream that is read, and its header; and the videos that a job finds."""
 
 from __future__ import annotations
 
+import fnmatch
+import glob
+import hashlib
 import logging
 import os
 import stat
+from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from msgspec import Struct
 
+from penstock.bulk.types import Video
 from penstock.errors import PenstockError
 from penstock.plugins import optional_module
 
@@ -153,3 +158,179 @@ def reason(error: BaseException) -> str:
     """The message of FFmpeg or the system, without the path."""
     strerror = getattr(error, "strerror", None)
     return str(strerror or error)
+
+
+# ---- the videos of a job
+
+_VIDEO_SUFFIXES = (
+    ".264 .265 .3g2 .3gp .asf .av1 .avi .divx .dv .f4v .flv .gif .gxf .h264 .h265 .hevc .ivf .m1v .m2t .m2ts .m2v .m4v "
+    ".mj2 .mjpeg .mjpg .mkv .mov .mp4 .mpe .mpeg .mpg .mpv .mts .mxf .nut .obu .ogm .ogv .qt .rm .rmvb .ts .vob .webm "
+    ".wmv .wtv .y4m "
+)
+_OTHER_SUFFIXES = (  # text, pictures, sound and data: not worth opening
+    ".aac .ass .avif .bmp .csv .doc .docx .exe .flac .gz .heic .heif .htm .html .ini .jpeg .jpg .json .jsonl .lnk .log "
+    ".m3u .m3u8 .md .md5 .mp3 .nfo .npy .npz .opus .parquet .part .pdf .pickle .pkl .png .pt .py .sha256 .sh "
+    ".safetensors .srt .sub .svg .tar .tfrecord .tif .tiff .tmp .toml .torrent .tsv .txt .vtt .wav .webp .xml .yaml "
+    ".yml .zip "
+)
+VIDEO_SUFFIXES, OTHER_SUFFIXES = frozenset(_VIDEO_SUFFIXES.split()), frozenset(_OTHER_SUFFIXES.split())
+
+
+class InputError(PenstockError):
+    """A named input does not exist."""
+
+    code = "input"
+
+
+class InputNotes(Struct):
+    """Files that did not become videos: the number `skipped`, and the names of `duplicates`."""
+
+    skipped: int = 0
+    duplicates: list[str] = []
+
+
+def expand(
+    inputs: Iterable[str],
+    *,
+    stdin: BinaryIO | None = None,
+    from0: bool = False,
+    extensions: frozenset[str] = frozenset(),
+) -> tuple[list[Video], InputNotes]:
+    """The videos in the order of their inputs, each file once and folders sorted; and notes on the other files.
+
+    An input is a file, a folder (with everything below it), a pattern (`**` matches any folders), or `-` for the
+    lines of `stdin` (separated by NUL if `from0`), each a file or folder. Of folders and patterns, `extensions` select
+    the files, such as ".mp4"; without any, those that are videos. A file that cannot be examined becomes a video of
+    size 0: opening it fails and gives the reason. Raises InputError for an input without any file.
+    """
+    notes = InputNotes()
+    files: dict[tuple[int, ...] | str, Video] = {}  # on some network disks device and inode do not identify a file
+    names: set[str] = set()
+    folders: set[tuple[int, int]] = set()
+    for path, explicit in _files(inputs, stdin, from0, folders):
+        status = _status(path)
+        if not explicit and not _is_video(path, status, extensions):
+            notes.skipped += 1
+            continue
+        name = valid_text(path)
+        key = path if status is None else (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        known = files.get(key)
+        if known is None and name not in names:
+            size, mtime_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
+            files[key] = Video(path, name, size, mtime_ns)
+            names.add(name)
+        elif explicit or known is None or known.path != path:
+            notes.duplicates.append(name)
+    return list(files.values()), notes
+
+
+def valid_text(path: str) -> str:
+    """The path as text that can be written anywhere.
+
+    Bytes that are not valid text are shown in hexadecimal, followed by a digest, so that no two files share a name.
+    """
+    raw = os.fsencode(path)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return f"{raw.decode(errors='backslashreplace')}#{hashlib.sha256(raw).hexdigest()[:8]}"
+
+
+def _files(
+    inputs: Iterable[str], stdin: BinaryIO | None, from0: bool, folders: set[tuple[int, int]]
+) -> Iterator[tuple[str, bool]]:
+    """Every file, and whether an input names it explicitly."""
+    for text in inputs:
+        if text == "-":
+            if stdin is None:
+                raise InputError("the input - reads a list from standard input, and there is none")
+            for path in _read_list(stdin, from0):
+                yield from _below(path, folders)
+        elif os.path.lexists(text):
+            yield from _below(text, folders)
+        elif glob.has_magic(text):
+            found = [(path, False) for path in _matching(text)]
+            if not found:
+                raise InputError(f"no file matches the pattern {valid_text(text)}")
+            yield from found
+        else:
+            raise InputError(f"there is no file or folder {valid_text(text)}")
+
+
+def _matching(pattern: str) -> Iterator[str]:
+    """The matching files, and all files below matching folders, sorted. Wildcards match no hidden files."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        for path in sorted(glob.iglob(pattern), key=os.fsencode):
+            yield from (file for file, _ in _below(path, set()))
+        return
+    depth = next(place for place, part in enumerate(parts) if glob.has_magic(part))
+    root = "/".join(parts[:depth]) + "/" * bool(depth)
+    for path, _ in _below(root or ".", set()):  # glob.glob does not end in a loop of links
+        below = path.removeprefix(root or "./")
+        if _matches(below.split("/"), parts[depth:]):
+            yield root + below
+
+
+def _matches(names: list[str], parts: list[str]) -> bool:
+    """Whether a path or a folder above it matches the parts of a pattern."""
+    if not parts:
+        return True
+    if parts[0] == "**":
+        return any(_matches(names[skipped:], parts[1:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _matches(names[1:], parts[1:])
+
+
+def _read_list(stdin: BinaryIO, from0: bool) -> Iterator[str]:
+    parts = stdin.read().split(b"\0" if from0 else b"\n")
+    for part in parts:
+        name = part if from0 else part.removesuffix(b"\r")
+        if name:
+            yield os.fsdecode(name)
+
+
+def _below(path: str, folders: set[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+    """The path itself if it is a file, or every file below the folder. A job enters each folder once."""
+    status = _status(path)
+    if status is None or not stat.S_ISDIR(status.st_mode):
+        yield path, True
+        return
+    waiting = [path]
+    while waiting:
+        folder = waiting.pop()
+        status = _status(folder)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            place = (status.st_dev, status.st_ino)
+            if place in folders:
+                continue
+            folders.add(place)
+            try:
+                names = sorted(os.listdir(folder), key=os.fsencode, reverse=True)
+            except OSError:
+                yield folder, True
+                continue
+            waiting += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+        else:
+            yield folder, False
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _is_video(path: str, status: os.stat_result | None, extensions: frozenset[str]) -> bool:
+    """Decided by the suffix or, if it is unknown, by opening the file."""
+    suffix = os.path.splitext(path)[1].lower()
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        return False
+    known = extensions or VIDEO_SUFFIXES
+    if suffix in known or status is None or extensions or suffix in OTHER_SUFFIXES:
+        return suffix in known
+    try:
+        probe(path)
+    except VideoError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from pathlib import Path
 import av
 import pytest
 
-from penstock.bulk.inputs import OTHER_SUFFIXES, InputError, expand, valid_text
+from penstock.bulk.video import OTHER_SUFFIXES, InputError, expand, valid_text
 from support.videos import make_clip, make_sound
 
 
@@ -100,7 +100,7 @@ def test_files_with_one_inode_on_a_network_disk_stay_separate(here: Path, monkey
             found[1] = 7
         return os.stat_result(found)
 
-    monkeypatch.setattr("penstock.bulk.inputs._status", one_inode)
+    monkeypatch.setattr("penstock.bulk.video._status", one_inode)
     assert paths("clips") == ["clips/a.mp4", "clips/b.mp4"]
 
 
@@ -113,7 +113,7 @@ def test_a_growing_file_that_is_named_twice_is_taken_once(here: Path, monkeypatc
             file.write(b"x")
         return real(path)
 
-    monkeypatch.setattr("penstock.bulk.inputs._status", growing)
+    monkeypatch.setattr("penstock.bulk.video._status", growing)
     assert paths("a.mp4", "a.mp4") == ["a.mp4"]
 
 

@@ -93,8 +93,14 @@ class TransformersCaptioner:
         convert(optimize, Literal[_OPTIMIZATIONS], "optimize")
         try:
             from penstock.bulk.captioner.feed import DeviceFeed
-            from penstock.bulk.captioner.files import ModelSource, find, revision
-            from penstock.bulk.captioner.networks import ARCHITECTURES, NetworkOptions, open_network
+            from penstock.bulk.captioner.networks import (
+                ARCHITECTURES,
+                ModelSource,
+                NetworkOptions,
+                find,
+                open_network,
+                revision,
+            )
         except ImportError as e:
             raise not_installed("a captioner's library", "torch,transformers", e) from e
         bare = self._random and self._model in ARCHITECTURES

@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from penstock.bulk.captioner.files import ModelSource, _sampled_places, find, revision
+from penstock.bulk.captioner.networks import ModelSource, _sampled_places, find, revision
 from penstock.errors import LoadFailed
 
 

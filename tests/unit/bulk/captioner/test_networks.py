@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from penstock.bulk.captioner import networks
-from penstock.bulk.captioner.files import ModelSource
-from penstock.bulk.captioner.networks import ARCHITECTURES, Network, NetworkOptions, open_network
+from penstock.bulk.captioner.networks import ARCHITECTURES, ModelSource, Network, NetworkOptions, open_network
 from penstock.errors import LoadFailed
 
 Folder = Callable[[str], Path]
