@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from penstock.config.tls import load_chain
+from penstock.config.checks import load_chain
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
 
 log = logging.getLogger("penstock.client")

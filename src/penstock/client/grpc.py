@@ -20,9 +20,9 @@ from penstock.client.endpoint import (
     check_token_privacy,
     parse_url,
 )
-from penstock.client.inputs import raw_inputs
 from penstock.client.response import named_error
 from penstock.client.transport import Attempt, Parts
+from penstock.client.values import raw_inputs
 from penstock.errors import (
     BadRequest,
     Cancelled,

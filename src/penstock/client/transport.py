@@ -14,7 +14,7 @@ from penstock.client.calls import GRACE_S, Call
 from penstock.client.endpoint import Endpoint, ResponseTimeout, authorization, check_token_privacy
 from penstock.client.http import Buffer, ClientConnection, HttpCall
 from penstock.client.response import HttpResponse, UnexpectedResponse, check
-from penstock.client.values import EVENTS, PartReader, decode_value, encode_value
+from penstock.client.values import EVENTS, PartReader, decode_value, encode_value, raw_inputs
 from penstock.errors import ConfigError
 from penstock.serving.protocols.bodies import JSON
 
@@ -211,7 +211,6 @@ class HttpTransport:
     def infer(
         self, call: Call, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None
     ) -> Attempt[InferResponse]:
-        from penstock.client.inputs import raw_inputs  # NumPy
         from penstock.serving.protocols.oip_messages import HEADER_LENGTH, decode_answer, encode_request
 
         path = self._api.infer(model, call.version)
