@@ -144,7 +144,7 @@ def test_a_forked_process_is_refused_the_connection_of_its_parent(ray_cluster: A
     script = tmp_path / "forks.py"
     script.write_text(
         "import os, sys\n"
-        "from penstock.ray.cluster import connect\n"
+        "from penstock.ray.transport import connect\n"
         "from penstock.errors import LoadFailed\n"
         "connect(sys.argv[1])\n"
         "if os.fork() == 0:\n"

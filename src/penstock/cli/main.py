@@ -16,7 +16,7 @@ _COMMANDS = {
     "bench": "penstock.perf.bench.cli:bench",
     "caption": "penstock.bulk.cli:caption",
     "compare": "penstock.perf.bench.cli:compare",
-    "config": "penstock.cli.config:config",
+    "config": "penstock.cli.serve:config",
     "demo": "penstock.cli.demo.command:demo",
     "gate": "penstock.perf.bench.cli:gate",
     "plan": "penstock.perf.commands:plan",

@@ -12,21 +12,81 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, get_args, get_origin
+from pathlib import Path
+from typing import Any, Final, get_args, get_origin
 
 import msgspec
 
-from penstock.config import toml
 from penstock.config.checks import check_config
 from penstock.config.schema import AuthConfig, Config, ModelConfig
 from penstock.errors import ConfigError, ErrorList, nearest
-from penstock.plugins import is_whole_file
+from penstock.plugins import BUILTIN, is_whole_file, load_object, optional_module
 from penstock.values import bare, convert, expected
+
+Tree = dict[str, Any]
+
+
+def parse_toml(path: str | os.PathLike[str]) -> tuple[Tree, str]:
+    """The tables of a file, and its text. Raises ConfigError for a missing, unreadable or malformed file."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")  # an editor on Windows may write a byte order mark
+        return tomllib.loads(text), text
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; expected a TOML file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; expected a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; expected a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None  # the message ends in line and column
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid TOML: brackets are nested too deeply") from None
+
+
+def describes_model(file: str) -> bool:
+    """Whether a TOML file describes a model, such as a pipeline, and no configuration.
+
+    False for an unreadable file: loading it as a configuration reports the error.
+    """
+    try:
+        tables, _ = parse_toml(file)
+    except ConfigError:
+        return False
+    tests: list[Any] = [load_object(where) for where in BUILTIN["toml"].values()]
+    return any(test(tables) for test in tests)
+
+
+MAX_YAML_BYTES: Final = 2**20  # real files have a few KB
+
+
+def load_yaml(path: Path | str, shown: str) -> tuple[Any, Any]:
+    """The value in a YAML file, and its root node, which knows the lines of all keys.
+
+    Raises ConfigError, which names the file as `shown` and the line.
+    """
+    yaml: Any = optional_module("yaml", f"{shown} cannot be read without PyYAML", "yaml")
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_YAML_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_YAML_BYTES:
+        raise ConfigError(f"{shown}: found more than {MAX_YAML_BYTES} bytes, expected a configuration file")
+    try:
+        # two passes, because constructing the value merges the nodes of `<<` into others
+        return yaml.safe_load(raw), yaml.compose(raw, Loader=yaml.SafeLoader)
+    except Exception as error:  # PyYAML raises many types: IndexError for !!int "", AttributeError for !!timestamp x
+        mark = getattr(error, "problem_mark", None)
+        where = shown if mark is None else f"{shown}:{mark.line + 1}"
+        text = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
+        raise ConfigError(f"{where}: not valid YAML: {text}") from None
+
 
 log = logging.getLogger("penstock.config")
 
-Tree = toml.Tree
-Path = tuple[str, ...]
+Keys = tuple[str, ...]
 
 ENV_PREFIX = "PENSTOCK_"
 RESERVED = {
@@ -93,7 +153,7 @@ def model_config(tree: Tree, name: str) -> ModelConfig:
 
 def read_toml(path: str) -> Tree:
     """The tables of a file, with the paths of known keys joined to the file's folder. Raises ConfigError."""
-    tree, _ = toml.read(path)
+    tree, _ = parse_toml(path)
     _root_paths(tree, os.path.dirname(path))
     return tree
 
@@ -129,7 +189,7 @@ def _from_env(env: Mapping[str, str]) -> list[tuple[str, Tree]]:
     return layers
 
 
-def _env_path(name: str) -> Path:
+def _env_path(name: str) -> Keys:
     section, *rest = name.removeprefix(ENV_PREFIX).split("__")
     section = section.lower()
     if section != "models":
@@ -163,7 +223,7 @@ def _from_set(text: str) -> tuple[str, Tree]:
     return source, _nest(tuple(path), _value(value, tuple(path), source))
 
 
-def _value(text: str, path: Path, source: str) -> Any:
+def _value(text: str, path: Keys, source: str) -> Any:
     """`text` as a TOML value if the key accepts it, otherwise as a string. Raises ConfigError for an unknown key."""
     kind: Any = Config
     for depth, name in enumerate(path):
@@ -194,7 +254,7 @@ def _kinds(table: Any) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(table)}
 
 
-def _child(kind: Any, name: str, path: Path, source: str) -> Any:
+def _child(kind: Any, name: str, path: Keys, source: str) -> Any:
     kind = bare(kind)
     if get_origin(kind) is dict:
         if path == ("models",) and not _MODEL_NAME.fullmatch(name):
@@ -225,7 +285,7 @@ def _keys_named(name: str, kind: Any, before: str = "") -> list[str]:
     return here + [found for key, child in tables for found in _keys_named(name, child, f"{key}.")]
 
 
-def _check(value: Any, kind: Any, path: Path, source: str, errors: ErrorList) -> None:
+def _check(value: Any, kind: Any, path: Keys, source: str, errors: ErrorList) -> None:
     """Adds to `errors` each key of `value` that is unknown or has an invalid value."""
     plain = bare(kind)
     if (_is_table(plain) or get_origin(plain) is dict) and isinstance(value, dict):
@@ -250,7 +310,7 @@ def _check_targets(merged: Tree, layers: list[tuple[str, Tree]], errors: ErrorLi
                 raise ConfigError(f'models.{name}.target: found an empty string, expected for example "app.py:Model"')
 
 
-def _nest(path: Path, value: Any) -> Any:
+def _nest(path: Keys, value: Any) -> Any:
     return {path[0]: _nest(path[1:], value)} if path else value
 
 

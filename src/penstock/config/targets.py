@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from penstock.config.load import toml_value
-from penstock.config.toml import describes_model
+from penstock.config.load import describes_model, toml_value
 from penstock.errors import ConfigError
 from penstock.plugins import MODEL_FILES, is_pipeline_file, is_whole_file
 

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from penstock.config import toml
+from penstock.config.load import parse_toml
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline import filters
 from penstock.pipeline.check import check_structure, entry_of, linked
@@ -60,19 +60,19 @@ def load_graph(path: str | Path, *, compat: bool = False) -> Graph:
     Raises ConfigError: file, line, node, key, what was found and expected.
     """
     file = Path(path).expanduser()
-    tables, text = toml.read(file)
+    tables, text = parse_toml(file)
     folder = str(file.resolve().parent)
     return _graph(tables, TomlSource(str(path), text), name=file.stem, folder=folder, compat=compat)
 
 
 def source_of(path: str | Path) -> TomlSource:
     """The source of a file, for errors with lines. Raises ConfigError: no such file, or not TOML."""
-    return TomlSource(str(path), toml.read(Path(path).expanduser())[1])
+    return TomlSource(str(path), parse_toml(Path(path).expanduser())[1])
 
 
 def read_tables(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError: no such file, or not TOML."""
-    return toml.read(Path(path).expanduser())[0]
+    return parse_toml(Path(path).expanduser())[0]
 
 
 def parse_graph(tables: Mapping[str, Any], *, name: str, folder: str, compat: bool = False) -> Graph:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.config import config
+from penstock.cli.serve import config
 
 
 def test_a_valid_file_prints_ok_and_its_models(toml: Callable[[str], str]) -> None:

@@ -10,10 +10,10 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.config import config as config_verb
 from penstock.cli.serve import build_config
+from penstock.cli.serve import config as config_verb
+from penstock.config.load import describes_model
 from penstock.config.targets import split_targets
-from penstock.config.toml import describes_model
 from penstock.errors import ConfigError
 from penstock.pipeline import cli
 from penstock.pipeline.cli import PipelineCheck

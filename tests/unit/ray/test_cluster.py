@@ -12,7 +12,7 @@ from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import ConfigError, LoadFailed
 from penstock.plugins import resolve
 from penstock.ray import deployment
-from penstock.ray.cluster import connect, no_room, wanted
+from penstock.ray.transport import connect, no_room, wanted
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
                 raise PackageNotFoundError(name)
             return found
 
-        monkeypatch.setattr("penstock.ray.cluster.version", version)
+        monkeypatch.setattr("penstock.ray.transport.version", version)
 
     return pretend
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct, structs
 
-from penstock.config.toml import load_yaml
+from penstock.config.load import load_yaml
 from penstock.errors import ConfigError, nearest
 from penstock.values import convert, found
 

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from penstock.config import toml
-from penstock.config.load import load_config
+from penstock.config.load import Tree, load_config, parse_toml
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import ConfigError, PenstockError, nearest
 from penstock.plugins import is_whole_file, optional_module
@@ -53,7 +52,7 @@ class TunedFile:
                 f"--write {path}: paths in {begin} are relative to its folder; name {begin} itself or a new file next"
                 " to it"
             )
-        tree, self._text = toml.read(begin)
+        tree, self._text = parse_toml(begin)
         load_config(begin, env={})
         self.name = _section(tree, begin, name, model)
 
@@ -64,7 +63,7 @@ class TunedFile:
         kept. Raises ConfigError, or PenstockError if it cannot be written; then the file is unchanged.
         """
         if os.path.exists(self.path):
-            tree, text = toml.read(self.path)
+            tree, text = parse_toml(self.path)
             self.name = _section(tree, self.path, self.name, self._model)
         else:
             text = self._new() if self._text is None else self._text
@@ -203,7 +202,7 @@ def _line(path: Sequence[str], value: Any) -> str:
     return f"{tomlkit.key(path).as_string()} = {tomlkit.item(_plain(value)).as_string()}"
 
 
-def _means(text: str, wanted: toml.Tree) -> bool:
+def _means(text: str, wanted: Tree) -> bool:
     try:
         return tomllib.loads(text) == wanted
     except tomllib.TOMLDecodeError:
@@ -232,7 +231,7 @@ def _below_header(text: str, path: Sequence[str], lines: Sequence[str]) -> str:
     return text[: header.end()] + "".join(line + end for line in lines) + text[header.end() :]
 
 
-def _section(tree: toml.Tree, path: str, name: str, model: ModelConfig) -> str:
+def _section(tree: Tree, path: str, name: str, model: ModelConfig) -> str:
     """The model's section in the file: by its name, else the only one with its target."""
     models = tree.get("models", {})
     if name in models:

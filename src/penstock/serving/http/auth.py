@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Iterable
 from typing import Final
 
-from penstock.config.tls import load_chain, refuse_der
+from penstock.config.checks import load_chain, refuse_der
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.types import Headers
 

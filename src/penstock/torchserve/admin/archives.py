@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
-from penstock.config.toml import load_yaml
+from penstock.config.load import load_yaml
 from penstock.errors import ArchiveError, ConfigError
 from penstock.torchserve.admin.model_spec import ArchiveSource, ModelSpec, VersionRequest, make_spec
 from penstock.torchserve.archive import ArchiveExists, ArchiveNotFound, DownloadFailed, InstallFailed, UrlForbidden

@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 from msgspec import Struct, field
 
-from penstock.config.toml import load_yaml
+from penstock.config.load import load_yaml
 from penstock.core.os_threads import silence
 from penstock.errors import ConfigError
 from penstock.serving.logs import CLOSE_S, LogFile, LogThread, TextFormatter, ToThreads

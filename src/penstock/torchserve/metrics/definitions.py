@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 
-from penstock.config.toml import load_yaml
+from penstock.config.load import load_yaml
 from penstock.errors import ConfigError, nearest
 from penstock.values import convert, found
 
