@@ -6,7 +6,7 @@ KSERVE ?= .venv-kserve
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo demo-captions test test-peers chaos check format bench docs protos release-check changelog clean
+.PHONY: demo demo-captions test test-all test-peers chaos check format bench docs protos release-check changelog clean
 
 demo: $(VENV)/.demo
 	$(BIN)/penstock demo
@@ -15,11 +15,19 @@ demo: $(VENV)/.demo
 demo-captions: $(VENV)/.captions
 	$(BIN)/python examples/video_captioning/demo.py
 
-# tests that measure time or memory run alone; of the others, four run at a time, because most wait for servers
-ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers) $(patsubst %,tests/e2e/test_%.py,bench benchmark_suite tune)
+# unit tests, contracts, properties, real clients, and end-to-end tests of each feature; four run at a time, because
+# most wait for servers. Without bytecode on disk, each process would compile all tests: half a minute
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+FOUR = -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: $(VENV)/.dev redis-server clients
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ALONE:%=--ignore=%)
-	$(BIN)/python -m pytest $(ALONE)
+	$(PYTEST) $(FOUR) -m 'not peer and not extended'
+
+# everything; tests that measure time or memory run alone. SHARD=1/3 runs the first third of the files
+ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers) $(patsubst %,tests/e2e/test_%.py,bench benchmark_suite tune)
+test-all: CLIENTS += chromium:chromium
+test-all: $(VENV)/.dev $(VENV)/.docs redis-server clients
+	$(PYTEST) $(FOUR) $(ALONE:%=--ignore=%)
+	$(PYTEST) $(ALONE)
 
 # compares with TorchServe 0.12.0, and runs KServe's client and SageMaker's toolkit; the first run takes a minute
 test-peers: $(VENV)/.dev $(PEERS)/.peers $(PEERS)/sagemaker/.peers $(KSERVE)/.peers java
@@ -68,7 +76,7 @@ java:
 	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq default-jre-headless; } \
 	|| { echo "java 17 or newer is missing: install it with 'apt-get install default-jre-headless' as root"; exit 1; }
 
-# the programs of tests/clients, as PROGRAM:PACKAGE; without one that is missing, its tests are skipped
+# programs that tests start, as PROGRAM:PACKAGE; the tests of one that is missing are skipped
 CLIENTS = javac:default-jdk-headless curl:curl node:nodejs nginx:nginx-light h2load:nghttp2-client
 clients:
 	@missing=$$(for both in $(CLIENTS); do command -v $${both%:*} >/dev/null || echo $${both#*:}; done); \

@@ -15,6 +15,7 @@ import tempfile
 import textwrap
 import time
 import urllib.request
+import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -47,11 +48,33 @@ def pytest_collectstart() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the files with the most slow tests to the start for `pytest -n`, and then the end-to-end and chaos tests.
+# The end-to-end files that `make test` runs: one or two for each feature. `make test-all` runs the others too, and the
+# tests that kill, flood and deploy.
+EVERYDAY = {
+    "bench_target", "bulk_send", "caption", "client", "demo", "grpc", "http_forms", "inherited", "management",
+    "metrics", "model_files", "openai", "pipeline_serve", "plan", "redis", "sequences", "serve", "shared_streamer",
+    "shutdown", "steps", "torchpipe", "torchserve_cli", "torchserve_management", "torchserve_modes", "triton",
+    "unbatched", "vision",
+}  # fmt: skip
 
-    Short files at the end keep all workers busy until the end. The order within files, and of the other files, stays.
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what only `make test-all` runs, keeps the files of this shard (`SHARD=2/3`), and orders for `pytest -n`.
+
+    The files with the most slow tests come first, and then the end-to-end and chaos tests: short files at the end keep
+    all workers busy until the end. The order within files, and of the other files, stays.
     """
+    for item in items:
+        folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
+        everyday = folder not in ("chaos", "deploy", "peers") and (folder != "e2e" or name in EVERYDAY)
+        if not everyday or item.get_closest_marker("slow"):
+            item.add_marker("extended")
+    part, _, shards = os.environ.get("SHARD", "1/1").partition("/")
+    if other := [item for item in items if zlib.crc32(item.path.name.encode()) % int(shards) != int(part) - 1]:
+        config.hook.pytest_deselected(items=other)
+        dropped = {id(item) for item in other}
+        items[:] = [item for item in items if id(item) not in dropped]
     if "PYTEST_XDIST_WORKER" in os.environ:
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: (-slow[item.path], item.path.parent.name not in ("e2e", "chaos")))
