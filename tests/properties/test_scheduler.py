@@ -66,14 +66,14 @@ def test_every_invariant_holds_while_longer_holds_are_tried() -> None:
 
 
 class QuietPlayer(ScriptPlayer):
-    """Checks each offer against the `quiet_rows` before it."""
+    """Checks each offer against the `inert_arrivals` before it."""
 
     quiet = quiet_offers = 0
 
     def offer(self, step: ScriptStep) -> None:
         self.poll()  # what time alone causes
         self.quiet = (
-            0 if step.rows > 1 or step.deadline_ticks or step.bucket or step.priority else self.scheduler.quiet_rows
+            0 if step.rows > 1 or step.deadline_ticks or step.bucket or step.priority else self.scheduler.inert_arrivals
         )
         refused = len(self.trace)
         super().offer(step)
@@ -82,7 +82,7 @@ class QuietPlayer(ScriptPlayer):
     def on_poll(self, events: list[Event]) -> None:
         if self.quiet:
             assert not events
-            assert self.scheduler.quiet_rows >= self.quiet - 1
+            assert self.scheduler.inert_arrivals >= self.quiet - 1
             self.quiet, self.quiet_offers = 0, self.quiet_offers + 1
 
 

@@ -15,12 +15,12 @@ class Cost:
 
     One bin per power of two keeps what was learned about other sizes while the load stays at one size. While sizes do
     not vary (`fitted` is false), a = 0 is no knowledge, and without a set-up cost nothing is held. t is then the least
-    that is possible, in proportion up to the `most` rows that were seen and no more above, so that no batch is smaller
-    because others were. a >= 0 and b > 0 always. `ratio` is a running upper quantile of measured / predicted, from 1 to
-    2.
+    that is possible, in proportion up to the most rows that were seen (`max_seen`) and no more above, so that no batch
+    is smaller because others were. a >= 0 and b > 0 always. `ratio` is a running upper quantile of measured /
+    predicted, from 1 to 2.
     """
 
-    __slots__ = ("_bins", "_seen", "a", "b", "fitted", "most", "ratio", "ready")
+    __slots__ = ("_bins", "_seen", "a", "b", "fitted", "max_seen", "ratio", "ready")
 
     def __init__(self) -> None:
         self._bins: dict[int, list[float]] = {}  # bit length of n -> [mean n, mean seconds, weight]
@@ -30,11 +30,11 @@ class Cost:
         self.ratio = 1.15
         self.ready = False
         self.fitted = False
-        self.most = _ANY  # while not fitted, the mean rows of a batch
+        self.max_seen = _ANY  # while not fitted, the mean rows of a batch
 
     def t(self, n: float) -> float:
         """Predicted mean seconds of a batch of n rows."""
-        return self.a + self.b * (n if n < self.most else self.most)
+        return self.a + self.b * (n if n < self.max_seen else self.max_seen)
 
     def high(self, n: float) -> float:
         """Seconds that about 97 % of the batches of n rows stay under."""
@@ -94,7 +94,7 @@ class Cost:
             xy += d * (seconds - y)
         per_row = max(y / x, 1e-12)
         self.fitted = xx > _SPREAD * weight
-        self.most = _ANY if self.fitted else x
+        self.max_seen = _ANY if self.fitted else x
         if self.fitted:
             self.b = max(1e-6 * per_row, xy / xx)
             self.a = y - self.b * x

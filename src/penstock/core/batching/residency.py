@@ -111,9 +111,9 @@ class Residency:
         found = dict(model.need)
         for device, need in found.items():
             if not need:
-                most = max((m.need.get(device, 0) for m in self.models.values()), default=0)
-                free = self.budgets.get(device, most) - self._pinned(device, model)
-                found[device] = min(most, max(1, free))
+                largest = max((m.need.get(device, 0) for m in self.models.values()), default=0)
+                free = self.budgets.get(device, largest) - self._pinned(device, model)
+                found[device] = min(largest, max(1, free))
         return found
 
     def make_room(
@@ -199,8 +199,8 @@ class Residency:
         """Corrects the estimate of a model whose load ran out of memory. False: it needs more than there can be."""
         can = False
         for device, need in self.reservation(model).items():
-            most = self.budgets.get(device, 0)
-            if need < most:
-                model.need[device] = min(most, max(need + 1, int(need * OUT_OF_MEMORY)))
+            largest = self.budgets.get(device, 0)
+            if need < largest:
+                model.need[device] = min(largest, max(need + 1, int(need * OUT_OF_MEMORY)))
                 can = True
         return can

@@ -31,8 +31,8 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
-    The 26 attributes are one state machine: splitting them would hide which event changes what. Each keyword argument
-    is one option of a model.
+    It has more than 15 attributes because it is one state machine: splitting them would hide which event changes what.
+    Each keyword argument is one option of a model.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Scheduler:
         return self._cost.t(rows) if self._cost.ready else 0.0
 
     @property
-    def quiet_rows(self) -> int:
+    def inert_arrivals(self) -> int:
         """How many requests of one row, of the first class and without a deadline, may arrive after a `poll` without
         causing an event before `wake_at`. They leave half of the room in the queue, so that no refusal comes late."""
         queue, full = self._queue, self._view.max_rows
@@ -175,31 +175,33 @@ class Scheduler:
         """Queues a request. Raises QueueFull at once; BadRequest, PayloadTooLarge if it could never be queued."""
         queue = self._queue
         rows, priority, budgets = entry.rows, entry.priority, self._budgets
-        most, most_bytes = self._max_queue, self._max_queue_bytes
+        max_rows, max_bytes = self._max_queue, self._max_queue_bytes
         self.arrived_rows += rows
         if priority:
-            most, most_bytes = most - most // KEPT, most_bytes - most_bytes // KEPT
-        if rows < 1 or queue.rows + rows > most or queue.nbytes + entry.nbytes > most_bytes:
-            self._refuse(entry, most, most_bytes)
+            max_rows, max_bytes = max_rows - max_rows // KEPT, max_bytes - max_bytes // KEPT
+        if rows < 1 or queue.rows + rows > max_rows or queue.nbytes + entry.nbytes > max_bytes:
+            self._refuse(entry, max_rows, max_bytes)
         if self.sequences is not None:
             if rows > self.max_batch_size:
-                most = self.max_batch_size
-                raise BadRequest(f"a request of a sequence has at most max_batch_size rows ({most}), found {rows}")
+                max_rows = self.max_batch_size
+                raise BadRequest(f"a request of a sequence has at most max_batch_size rows ({max_rows}), found {rows}")
             self.sequences.enter(entry, now)
         v = entry.arrival_s + entry.behind_s + budgets[priority if priority < len(budgets) else -1]
         entry.vdeadline_s = v if v < entry.deadline_s else entry.deadline_s
         queue.add(entry)
         self._policy.on_arrival(entry, now)
 
-    def _refuse(self, entry: Entry, most: int, most_bytes: int) -> None:
+    def _refuse(self, entry: Entry, max_rows: int, max_bytes: int) -> None:
         rows, queue = entry.rows, self._queue
         if rows < 1:
             raise BadRequest(f"the request has {rows} rows, expected at least 1")
-        if rows > most:
-            raise BadRequest(f"the request has {rows} rows, more than the queue may hold ({most}): send it in pieces")
-        if entry.nbytes > most_bytes:
-            raise PayloadTooLarge(f"the request has {entry.nbytes} bytes, more than the queue may hold ({most_bytes})")
-        full = f"{queue.rows} of {most} rows, {queue.nbytes} of {most_bytes} bytes"
+        if rows > max_rows:
+            raise BadRequest(
+                f"the request has {rows} rows, more than the queue may hold ({max_rows}): send it in pieces"
+            )
+        if entry.nbytes > max_bytes:
+            raise PayloadTooLarge(f"the request has {entry.nbytes} bytes, more than the queue may hold ({max_bytes})")
+        full = f"{queue.rows} of {max_rows} rows, {queue.nbytes} of {max_bytes} bytes"
         raise QueueFull(f"the queue is full ({full} wait): try again later", retry_after_s=self.drain_s())
 
     def cancel(self, id: int, now: float) -> bool:
@@ -362,7 +364,7 @@ class Scheduler:
             bucket = self._view.bucket
         if type(choice) is not Take:
             return type(choice) is Drop
-        slot = self._slots.roomiest(skip)
+        slot = self._slots.least_loaded(skip)
         rows = choice.rows
         if slot is not None and slot.concurrency > 1:
             first = bucket.first(choice.until_s)
@@ -392,7 +394,7 @@ class Scheduler:
 
     def _rerun(self, now: float) -> bool:
         """Runs requests that were in a death alone on an empty slot, to find out which one kills it. False: no slot is
-        empty; then the roomiest slot gets nothing until it is, unless another already runs such a batch."""
+        empty; then the least_loaded slot gets nothing until it is, unless another already runs such a batch."""
         queue = self._queue
         slot = self._slots.empty(queue.reruns[0].died_on, again=self.killers(now))
         if slot is None:

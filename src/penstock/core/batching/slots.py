@@ -162,7 +162,7 @@ class Slots:
         slot.rows -= rows
         self._rest(slot)
 
-    def roomiest(self, skip: int = 0) -> Slot | None:
+    def least_loaded(self, skip: int = 0) -> Slot | None:
         """The idle slot for the next batch: the first, or the concurrent one with the most room after `skip` others."""
         first = self._slots[self.idle[0]]
         if first.concurrency == 1:

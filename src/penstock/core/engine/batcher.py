@@ -1,8 +1,17 @@
-"""Batcher: the asyncio shell of one Scheduler. It owns the clock, the timer and the callers, and decides nothing.
+"""Batcher: the asyncio shell of one Scheduler. It owns the clock, the timer and the callers, and decides nothing."""
 
-All methods run on the event loop's thread. A *turn* polls the scheduler and carries out its events. An arrival, a
-completion, a slot change or the timer causes a turn; several causes in one pass of the loop share one.
-"""
+# Everything runs on the event loop's thread.
+# `submit` turns an item into an Entry for the scheduler and a Call, which keeps the caller and the state of its
+# response. A turn polls the scheduler once and carries out its events: it sends batches, and answers requests that were
+# dropped. An arrival, a completion, a change of a slot or the timer causes a turn; several causes in one pass of the
+# loop share one, so that requests that arrive together can share a batch.
+# A batch in flight is a RunningBatch. Its worker's response comes as parts; the last one completes or loses the batch.
+# Every request leaves through `_left`, once: its memory is released and it is reported to the observers there.
+# A caller that leaves, or whose deadline passes, gets no response any more, but its request stays until its batch ends,
+# because the worker may still read its memory.
+# When a worker dies, the scheduler decides which requests run again; the quarantine remembers what killed workers.
+# An exception of the scheduler or its policy is a bug: its state cannot be trusted, so every request ends with an
+# error.
 
 from __future__ import annotations
 
@@ -41,18 +50,17 @@ _MISCOUNTED = (
     "the batch gave another number of rows and ran again in halves; batches are smaller from now on; set batching.rows"
     ' = "none" if axis 0 is not rows'
 )
-LATE_S = 0.02  # after a deadline: a worker that keeps deadlines itself knows what was late
-EARLY = (
-    16  # requests of one pass that a model with concurrent batches gets at once: the first need not wait for the last
-)
-BRIEF = 10  # after a hang: re-runs may take ten times their prediction, and at least a tenth of `run_timeout_s`
+# choices
+LATE_S = 0.02  # after a deadline, for a worker that keeps deadlines itself: it knows what was late
+FIRST_REQUESTS = 16  # of one pass that a model with concurrent batches gets at once, without waiting for the others
+RERUN_LIMIT = 10  # after a hang, re-runs may take so many times their prediction, and this part of `run_timeout_s`
 
 
 class Batcher:
     """Queues the requests of one model version and sends them to its transport in batches.
 
-    Its 22 attributes are the state of one turn; the path of every request and batch runs through it. A ModelHandle
-    alone makes it, from seven parts.
+    It has more than 15 attributes because the path of every request and batch runs through it, and an object between
+    would cost each of them a call. A ModelHandle alone makes it, from seven parts.
     """
 
     def __init__(
@@ -128,7 +136,7 @@ class Batcher:
         if not self._turn_due:
             self._turn_due = True
             self._loop.call_soon(self._turn)
-        elif self._fresh >= EARLY and self._inbox is None and self.scheduler.concurrent:
+        elif self._fresh >= FIRST_REQUESTS and self._inbox is None and self.scheduler.concurrent:
             self._turn()
             self._turn_due = True  # the one that was scheduled
         return call
@@ -196,7 +204,7 @@ class Batcher:
             if self.scheduler.wake_at is not None:
                 self._timer.at(self.scheduler.wake_at)
             if self._inbox is not None:
-                self._inbox.allow(self, 0 if self._config.slo_s is not None else self.scheduler.quiet_rows)
+                self._inbox.allow(self, 0 if self._config.slo_s is not None else self.scheduler.inert_arrivals)
             if self.on_turn is not None:
                 self.on_turn(now)
         except Exception:
@@ -225,7 +233,9 @@ class Batcher:
         try:
             batch = Batch(dispatch.batch_id, dispatch.slot, items, more)
             if dispatch.reason == "rerun" and any(call.hung for call in calls):
-                batch.limit_s = max(self._config.run_timeout_s / BRIEF, BRIEF * self.scheduler.seconds(dispatch.rows))
+                batch.limit_s = max(
+                    self._config.run_timeout_s / RERUN_LIMIT, RERUN_LIMIT * self.scheduler.seconds(dispatch.rows)
+                )
             self._transport.send(batch, self._on_part)
         except Exception:
             log.exception("dispatch_failed model=%s batch=%d: its callers get an error", self.name, dispatch.batch_id)

@@ -49,8 +49,8 @@ _COUPLED = (
 class ModelHandle:
     """Owns the instances, scheduler and batcher of one model version, and its state.
 
-    `policy` makes a batching policy that overrides the configured one. The 26 attributes are the parts it owns and what
-    every request reads of them, looked up once.
+    `policy` makes a batching policy that overrides the configured one. It has more than 15 attributes: the parts that
+    it owns, and what every request reads of them, looked up once.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class ModelHandle:
     def _on_change(self) -> None:
         """Adapts the state and the queue limit to the instances."""
         if self.batcher is not None:
-            most = queue_bound(self.batching, self._most_instances, self._full_rows)
-            self.batcher.scheduler.max_queue = most
+            limit = queue_bound(self.batching, self._most_instances, self._full_rows)
+            self.batcher.scheduler.max_queue = limit
         if self.state == "DRAINING":
             return
         if self.instances.up and not self._broken:
@@ -252,9 +252,9 @@ class ModelHandle:
     def _wait(self, item: Item, sink: Sink) -> WaitingRequest:
         """Keeps a request until the first worker is up. Raises QueueFull."""
         config = self.config.batching
-        most = queue_bound(config, self._most_instances, DEFAULT_BATCH)
-        if len(self._early) >= most:
-            raise QueueFull(f"the queue is full ({most} requests wait for the model to load): try again later")
+        limit = queue_bound(config, self._most_instances, DEFAULT_BATCH)
+        if len(self._early) >= limit:
+            raise QueueFull(f"the queue is full ({limit} requests wait for the model to load): try again later")
         return self._early.add(item, sink, timeout_s=config.timeout_s)
 
     def _rejected(self, reason: str) -> None:

@@ -46,20 +46,20 @@ class RequestInbox:
         self._requests: deque[_Request | _Callback] = deque()
         self._wake_scheduled = self._look_scheduled = False
         self._closed = False
-        self._quiet: dict[object, int] = {}  # by batcher
-        self._room = 0  # the least of them: requests that need no wake-up
+        self._allowed: dict[object, int] = {}  # by batcher
+        self._quiet_requests = 0  # requests that need no wake-up: the smallest number that a batcher allows
         _INBOXES[id(loop)] = self
 
     # ---- called by any thread
 
     def put(self, model: str, item: Item, caller: Caller) -> None:
-        if self._room:
+        if self._quiet_requests:
             item.arrived_s = time.monotonic()
         self._requests.append((model, item, caller))
         if self._closed:  # checked after the append: either we see it, or `close` sees the request
             self.close()
         elif not self._wake_scheduled and (  # after the append: `allow` looks at the requests after a change
-            len(self._requests) > self._room or item.rows > 1 or item.budget_s is not None or item.priority
+            len(self._requests) > self._quiet_requests or item.rows > 1 or item.budget_s is not None or item.priority
         ):
             self._ring()
 
@@ -131,19 +131,20 @@ class RequestInbox:
         """`batcher` drains the inbox at its next turn, and until then need not see the next `requests` requests of one
         row, of the first class and without a deadline. None: it has ended."""
         if requests is None:
-            self._quiet.pop(batcher, None)
+            self._allowed.pop(batcher, None)
         else:
-            self._quiet[batcher] = requests
-        self._room = min(self._quiet.values(), default=0)
-        if len(self._requests) > self._room:  # put meanwhile, under the former number
+            self._allowed[batcher] = requests
+        self._quiet_requests = min(self._allowed.values(), default=0)
+        if len(self._requests) > self._quiet_requests:  # put meanwhile, under the former number
             self._wake()
-        if self._room and not self._look_scheduled:  # also then: if the backend refuses these, no turn follows
+        # also after `_wake`: if the backend refuses these requests, no turn follows
+        if self._quiet_requests and not self._look_scheduled:
             self._look_scheduled = True
             self._loop.call_later(LOOK_S, self._look)
 
     def _look(self) -> None:
         """Bounds the wait: a refusal must come soon, even if the running batch takes minutes."""
-        self._look_scheduled = self._room > 0
+        self._look_scheduled = self._quiet_requests > 0
         if self._look_scheduled:
             self._loop.call_later(LOOK_S, self._look)
         if self._requests:

@@ -33,7 +33,7 @@ class Instance(Struct, eq=False):
     reported: bool = False  # it came up or failed once
     leaving: bool = False  # being removed, but still running a batch
     pid: int = 0  # pid of the last worker that came up
-    worn: bool = False  # this worker is to be replaced
+    to_replace: bool = False  # this worker is to be replaced
     failures: int = 0  # consecutive
     retry_at: float | None = None
     error: PenstockError | None = None
@@ -72,7 +72,7 @@ class Instances:
         self._on_up, self._on_change = on_up, on_change
         self._slots = {slot: Instance(device) for slot, device in enumerate(devices)}
         self.full = len(devices)
-        self.frugal = False  # there is no memory for an instance that replaces another one
+        self.replaces_in_place = False  # there is no memory for an instance that replaces another one
         self._batcher: Batcher | None = None
         self.broken = False  # the scheduler failed: it receives no more slot changes
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -117,7 +117,7 @@ class Instances:
     def pid(self, slot: int) -> int | None:
         """The pid of a worker that stays, 0 if it has no process of its own; None if there is none."""
         instance = self._slots.get(slot)
-        return None if instance is None or not instance.up or instance.worn else instance.pid
+        return None if instance is None or not instance.up or instance.to_replace else instance.pid
 
     @property
     def label(self) -> str:
@@ -145,7 +145,7 @@ class Instances:
         soonest = min((i.retry_at for i in instances if i.retry_at is not None and not i.leaving), default=None)
         return None if soonest is None else max(0.0, soonest - time.monotonic())
 
-    # ---- life
+    # ---- start and end
 
     async def load(self) -> None:
         """Returns when every slot has reported and one is up. Raises LoadFailed, ConfigError, and what ends it."""
@@ -296,8 +296,8 @@ class Instances:
     def replace(self, slot: int, why: str) -> None:
         """Begins to replace a worker, without losing a request: it answers its batches, and a new one does the rest."""
         instance = self._slots[slot]
-        if self._end is None and not instance.worn:
-            instance.worn = True
+        if self._end is None and not instance.to_replace:
+            instance.to_replace = True
             self._keep(asyncio.create_task(self._replace(slot, instance, why)))
 
     def _keep(self, change: asyncio.Task[None]) -> None:
@@ -309,19 +309,19 @@ class Instances:
         load for another reason, the old one stays. `run_timeout_s` bounds the batches of the old one.
         """
         async with self._scaling:
-            if self._slots.get(slot) is not old or not old.worn or old.leaving or self._end is not None:
+            if self._slots.get(slot) is not old or not old.to_replace or old.leaving or self._end is not None:
                 return  # it died, or was removed, meanwhile
             log.info("worker_replaced %s slot=%d %s", self.label, slot, why)
             self.note(slot, "replaced")
             try:
-                if self.frugal:
+                if self.replaces_in_place:
                     raise LoadOutOfMemory("the budget of the device has room for one of the two")
                 await self._start(1, MOST, old.device)
             except PenstockError as e:
-                if self._end is not None or not old.worn:
+                if self._end is not None or not old.to_replace:
                     return
                 if not isinstance(e, LoadOutOfMemory):
-                    old.worn = False
+                    old.to_replace = False
                     log.warning("worker_not_replaced %s slot=%d error=%s: the old one stays", self.label, slot, e)
                     return
                 log.info("no_room_for_two %s slot=%d: the old worker ends first", self.label, slot)
@@ -374,7 +374,7 @@ class Instances:
         instance = self._slots.get(slot)
         if instance is None or instance.leaving:
             return
-        was_up, instance.up, instance.worn = instance.up, False, False
+        was_up, instance.up, instance.to_replace = instance.up, False, False
         instance.error, instance.failures = error, instance.failures + 1
         instance.retry_at = None if retry_in_s is None else time.monotonic() + retry_in_s
         if was_up and (scheduler := self._scheduler()) is not None:

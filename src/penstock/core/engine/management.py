@@ -230,9 +230,9 @@ class Management:
         return structs.replace(config, target=target, **{key: getattr(own, key) for key in _OWN})
 
     def _bound(self, instances: int) -> None:
-        most = self._config.limits.max_instances
-        if not 1 <= instances <= most:
-            raise BadRequest(f"instances: found {instances}, expected 1 to {most} (limits.max_instances)")
+        limit = self._config.limits.max_instances
+        if not 1 <= instances <= limit:
+            raise BadRequest(f"instances: found {instances}, expected 1 to {limit} (limits.max_instances)")
 
     @staticmethod
     def _not_loaded(error: PenstockError, what: str) -> LoadFailed:

@@ -56,7 +56,7 @@ class ResidencyManager:
         model.key = handle.name, f"{handle.version} {next(self._numbers)}"
         self._residency.add(model)
         self._handles[model] = handle
-        handle.resident, handle.instances.frugal = model, True
+        handle.resident, handle.instances.replaces_in_place = model, True
         handle.on_wanted = partial(self._want, model)
         handle.state = "IDLE"
         if model.pinned:

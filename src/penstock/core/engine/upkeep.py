@@ -22,16 +22,16 @@ LEAST_GROWTH = 48 * 2**20  # of all
 
 
 class MemoryGrowth:
-    """Finds steady growth in readings of memory: the least reading of a window rises, again and again.
+    """Finds steady growth in readings of memory: the lowest reading of a window rises, again and again.
 
-    What a request allocates and frees does not change the least reading, and a cache that fills up rises only a few
+    What a request allocates and frees does not change the lowest reading, and a cache that fills up rises only a few
     times. Time is an argument.
     """
 
     def __init__(self) -> None:
         self._ends_s = 0.0  # of the window
-        self._low = 0  # least reading of the window
-        self._base: int | None = None  # least reading of the first window
+        self._low = 0  # lowest reading of the window
+        self._base: int | None = None  # lowest reading of the first window
         self._last = 0  # of the last window that rose
         self._rises = 0
 
@@ -89,10 +89,10 @@ class Upkeep:
         usage = self._usages.get(slot)
         if usage is None or usage.pid != pid:
             usage = self._usages[slot] = _Usage(pid)
-        most = self._config.max_requests
+        limit = self._config.max_requests
         now_s = self._clock()
-        if most is not None and requests >= most:
-            self._replace(slot, usage, f"requests={requests} max_requests={most}", now_s)
+        if limit is not None and requests >= limit:
+            self._replace(slot, usage, f"requests={requests} max_requests={limit}", now_s)
         if now_s >= usage.check_at_s and pid not in (0, os.getpid()):
             first, usage.check_at_s = not usage.check_at_s, now_s + CHECK_S
             if nbytes := self._read(pid):  # 0: the worker has just died
@@ -104,17 +104,17 @@ class Upkeep:
             self._instances.replace(slot, why)
 
     def _check_memory(self, slot: int, usage: _Usage, nbytes: int, now_s: float, first: bool) -> None:
-        model, most = self._instances.label, self._config.max_memory_bytes
-        over = most is not None and nbytes > most
+        model, limit = self._instances.label, self._config.max_memory_bytes
+        over = limit is not None and nbytes > limit
         if over and first:
             usage.hopeless = True
             log.warning(
                 "memory_above_limit %s slot=%d resident_bytes=%d max_memory_bytes=%d: its worker is above the limit"
                 " after the first batch, so that a new one would be too; raise max_memory_bytes",
-                *(model, slot, nbytes, most),
+                *(model, slot, nbytes, limit),
             )
         if over and not usage.hopeless:
-            self._replace(slot, usage, f"resident_bytes={nbytes} max_memory_bytes={most}", now_s)
+            self._replace(slot, usage, f"resident_bytes={nbytes} max_memory_bytes={limit}", now_s)
         grown = usage.growth.add(nbytes, now_s)
         if grown and not usage.reported:
             usage.reported = True

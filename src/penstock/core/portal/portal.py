@@ -1,9 +1,16 @@
-"""Portal: the synchronous interface. One background event loop with a backend, called by any number of threads.
+"""Portal: the synchronous interface. One background event loop with a backend, called by any number of threads."""
 
-A call is one request of n items and one wake-up. Callers push onto a deque and wake the loop only if no wake-up is
-pending. Then they wait on a lock that each thread reuses: a `concurrent.futures.Future` costs a condition variable per
-call.
-"""
+# A portal owns one thread with one event loop, on which its backend runs; the backend is an Engine unless `make` says
+# otherwise. Any thread or greenlet may call the portal.
+# A call is one request of n items and one wake-up. Its thread puts the request into the inbox and wakes the loop only
+# if no wake-up is pending: a wake-up is a system call that releases the interpreter.
+# Then it waits on a lock that it reuses for its next call; a `concurrent.futures.Future` costs a condition variable.
+# The loop never waits for a caller: a caller that leaves posts a call that cancels its request.
+# In a program patched by gevent, greenlets wait through their hub, and the portal's own thread stays a real one.
+# A forked child has only the thread that forked. It forgets the parent's loop and workers without touching them, and
+# starts its own at its first call, with the models that were loaded before.
+# uWSGI imports the application and forks later, without Python's fork hooks: a portal made before starts lazily.
+# The portal closes when its owner says so, or when the interpreter exits.
 
 from __future__ import annotations
 
@@ -25,10 +32,10 @@ from penstock.core.engine.inbox import Caller
 from penstock.core.portal.loop_thread import PortalBackend, PortalThread
 from penstock.core.portal.waiters import (
     Convert,
-    Crowd,
-    CrowdWaiter,
     Future,
     SyncWaiter,
+    ThreadWaiter,
+    WaitingThreads,
     all_items,
     every_item,
     new_waiter,
@@ -65,7 +72,7 @@ class Portal:
         self._own_workers = own_workers
         self._make = make or (lambda: Engine(limits, observers))
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
-        self._waiters, self._crowd = threading.local(), Crowd()
+        self._waiters, self._waiting_threads = threading.local(), WaitingThreads()
         self._lock = os_threads.new_lock()
         self._loop_thread: PortalThread | None = None  # None: the next call starts one
         self._pid = os.getpid()
@@ -88,26 +95,26 @@ class Portal:
 
         Raises TypeError if `make` creates a backend other than an Engine.
         """
-        life = self._alive()
-        if not isinstance(life.backend, Engine):
-            raise TypeError(f"a portal of {type(life.backend).__name__} loads no models")
+        thread = self._alive()
+        if not isinstance(thread.backend, Engine):
+            raise TypeError(f"a portal of {type(thread.backend).__name__} loads no models")
         sys_path = [p for p in sys.path if p]
-        self._run(life, life.backend.load(name, config, target=target, sys_path=sys_path))
+        self._run(thread, thread.backend.load(name, config, target=target, sys_path=sys_path))
         self._loads.append((name, config, target, sys_path))
 
     def statistics(self, model: str) -> dict[str, object]:
         """Statistics of a model's scheduler. Raises ModelNotFound."""
-        life = self._alive()
+        thread = self._alive()
 
         async def ask() -> dict[str, object]:
-            return life.backend.statistics(model)
+            return thread.backend.statistics(model)
 
-        return self._run(life, ask())
+        return self._run(thread, ask())
 
     def call(self, ask: Callable[[Any], Coroutine[Any, Any, T]], *, timeout_s: float | None = None) -> T:
         """Runs the coroutine `ask(backend)` on the loop and returns its result. Raises its errors, DeadlineExceeded."""
-        life = self._alive()
-        return self._run(life, ask(life.backend), timeout_s)
+        thread = self._alive()
+        return self._run(thread, ask(thread.backend), timeout_s)
 
     # ---- requests
 
@@ -128,11 +135,11 @@ class Portal:
         """
         if not items:
             return []
-        life = self._alive()
-        life.not_on_loop()
+        thread = self._alive()
+        thread.not_on_loop()
         waiter = self._waiter()
         item = _many(items, budget_s, priority)
-        result: ItemResult = self._wait(life, waiter, timeout_s, model, item, waiter)
+        result: ItemResult = self._wait(thread, waiter, timeout_s, model, item, waiter)
         return every_item(result) if return_exceptions else all_items(result)
 
     def submit(self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0) -> Future:
@@ -161,9 +168,9 @@ class Portal:
             self._loop_thread.inbox.post(callback)
 
     def _put(self, model: str, item: Item, convert: Convert) -> Future:
-        life = self._alive()
-        future = _future_class()(life.inbox.post, convert)
-        life.inbox.put(model, item, future)
+        thread = self._alive()
+        future = _future_class()(thread.inbox.post, convert)
+        thread.inbox.put(model, item, future)
         return future
 
     def _waiter(self) -> SyncWaiter:
@@ -172,38 +179,38 @@ class Portal:
             return new_waiter()
         waiter: SyncWaiter | None = getattr(self._waiters, "waiter", None)
         if waiter is None:
-            waiter = self._waiters.waiter = CrowdWaiter(self._crowd)
+            waiter = self._waiters.waiter = ThreadWaiter(self._waiting_threads)
         return waiter
 
-    def _wait(self, life: PortalThread, waiter: SyncWaiter, timeout_s: float | None, *request: Any) -> Any:
+    def _wait(self, thread: PortalThread, waiter: SyncWaiter, timeout_s: float | None, *request: Any) -> Any:
         """The value that wakes the waiter, after the request is put into the inbox. Raises DeadlineExceeded."""
         answered = False
         try:
             if request:
-                life.inbox.put(*request)
+                thread.inbox.put(*request)
             answered = waiter.wait(timeout_s)
         finally:
             if not answered:  # or interrupted: a late answer must not wake the thread's next call
                 self._waiters.waiter = None
-                life.inbox.post(waiter.leave)
+                thread.inbox.post(waiter.leave)
         if not answered:
             raise DeadlineExceeded(f"there was no answer within {timeout_s:g} s")
         value, waiter.value = waiter.value, None
         return value
 
-    def _run(self, life: PortalThread, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    def _run(self, thread: PortalThread, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """The result of the coroutine. Raises ModelNotReady if the portal is or gets closed."""
         try:
-            life.not_on_loop()
+            thread.not_on_loop()
             waiter = new_waiter()
             with self._lock:  # `close` cancels calls that began before it
                 if self._closed:
                     raise ModelNotReady(f"the {self._word} is closed")
-                life.post(life.start, coroutine, waiter)
+                thread.post(thread.start, coroutine, waiter)
         except BaseException:
             coroutine.close()
             raise
-        task: asyncio.Task[T] = self._wait(life, waiter, timeout_s)
+        task: asyncio.Task[T] = self._wait(thread, waiter, timeout_s)
         if task.cancelled():
             raise ModelNotReady(f"the {self._word} was closed meanwhile")
         return task.result()
@@ -215,16 +222,16 @@ class Portal:
         self._close(drain_s, None)
 
     def _close(self, drain_s: float, waiter: SyncWaiter | None) -> None:
-        life = self._loop_thread
-        if life is not None:
-            life.not_on_loop()
+        thread = self._loop_thread
+        if thread is not None:
+            thread.not_on_loop()
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        if life is None or self._pid != os.getpid():
+        if thread is None or self._pid != os.getpid():
             return
-        life.close(drain_s, waiter or new_waiter())
+        thread.close(drain_s, waiter or new_waiter())
 
     def _alive(self) -> PortalThread:
         """The loop thread of this process, started if necessary. Raises ModelNotReady."""
@@ -232,13 +239,13 @@ class Portal:
             self.after_fork()
         if self._closed:
             raise ModelNotReady(f"the {self._word} is closed")
-        life = self._loop_thread
-        if life is None:
+        thread = self._loop_thread
+        if thread is None:
             with self._lock:
                 if self._loop_thread is None:
                     self._loop_thread = self._begin()
-                life = self._loop_thread
-        return life
+                thread = self._loop_thread
+        return thread
 
     def _begin(self) -> PortalThread:
         """A new loop with new workers for the models loaded before a fork. Raises load errors, leaving nothing
@@ -249,18 +256,18 @@ class Portal:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        life = PortalThread(self._make)
+        thread = PortalThread(self._make)
         try:
             for name, config, target, sys_path in self._loads:
-                assert isinstance(life.backend, Engine)
+                assert isinstance(thread.backend, Engine)
                 waiter = SyncWaiter()  # not a GeventWaiter: the held lock would stop other greenlets
-                life.post(life.start, life.backend.load(name, config, target=target, sys_path=sys_path), waiter)
+                thread.post(thread.start, thread.backend.load(name, config, target=target, sys_path=sys_path), waiter)
                 waiter.wait(None)
                 waiter.value.result()
         except BaseException:
-            life.close(0.0, SyncWaiter())
+            thread.close(0.0, SyncWaiter())
             raise
-        return life
+        return thread
 
     def after_fork(self) -> None:
         """In a forked child, from the fork hook or its first call: drops the parent's loop, touches nothing shared."""
@@ -268,7 +275,7 @@ class Portal:
             if self._pid == os.getpid():
                 return
             self._lock = os_threads.new_lock()
-            self._waiters, self._crowd = threading.local(), Crowd()
+            self._waiters, self._waiting_threads = threading.local(), WaitingThreads()
             if self._loop_thread is not None:
                 _PARENTS.append(self._loop_thread)  # its destructors must not run here
                 self._loop_thread.backend.forget()
@@ -308,9 +315,9 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     for portal in list(_PORTALS):
-        life = portal._loop_thread
+        thread = portal._loop_thread
         # uWSGI may exit on any thread; on the portal's own thread do not wait: workers end with their sockets
-        if portal._pid == os.getpid() and not (life is not None and life.on_loop()):
+        if portal._pid == os.getpid() and not (thread is not None and thread.on_loop()):
             portal._close(1.0, SyncWaiter())
 
 

@@ -57,10 +57,10 @@ class SyncWaiter:
             self.ticket.cancel()
 
 
-FEW = 1  # threads that are woken at the same time
+WOKEN_AT_ONCE = 1  # threads that are woken at the same time
 
 
-class Crowd:
+class WaitingThreads:
     """The threads that wait for answers of one portal.
 
     Threads that a batch wakes all at once wait for the interpreter together, and each looks every 5 ms whether it is
@@ -69,12 +69,12 @@ class Crowd:
 
     def __init__(self) -> None:
         self.waiting = 0
-        self._answered: list[CrowdWaiter] = []
+        self._answered: list[ThreadWaiter] = []
 
-    def answered(self, waiter: CrowdWaiter) -> None:
+    def answered(self, waiter: ThreadWaiter) -> None:
         """Wakes the waiter: now if few wait, else after all answers of this pass of the loop."""
         self.waiting -= 1
-        if self.waiting < FEW and not self._answered:
+        if self.waiting < WOKEN_AT_ONCE and not self._answered:
             waiter.lock.release()
             return
         if not self._answered:
@@ -84,21 +84,21 @@ class Crowd:
     def _wake_all(self) -> None:
         waiters = [waiter for waiter in self._answered if not waiter.left]
         self._answered.clear()
-        for waiter, following in zip(waiters, waiters[FEW:], strict=False):
+        for waiter, following in zip(waiters, waiters[WOKEN_AT_ONCE:], strict=False):
             waiter.following = following
-        for waiter in waiters[:FEW]:
+        for waiter in waiters[:WOKEN_AT_ONCE]:
             waiter.lock.release()
 
 
-class CrowdWaiter(SyncWaiter):
-    """What one thread of a crowd waits on. Once woken, it wakes the waiter that follows it."""
+class ThreadWaiter(SyncWaiter):
+    """What one thread waits on, beside others. Once woken, it wakes the waiter that follows it."""
 
-    __slots__ = ("_crowd", "following", "left")
+    __slots__ = ("_waiting_threads", "following", "left")
 
-    def __init__(self, crowd: Crowd) -> None:
+    def __init__(self, waiting: WaitingThreads) -> None:
         super().__init__()
-        self._crowd = crowd
-        self.following: CrowdWaiter | None = None
+        self._waiting_threads = waiting
+        self.following: ThreadWaiter | None = None
         self.left = False
 
     def accepted(self, ticket: Revocable) -> None:
@@ -106,14 +106,14 @@ class CrowdWaiter(SyncWaiter):
             ticket.cancel()
         else:
             self.ticket = ticket
-            self._crowd.waiting += 1
+            self._waiting_threads.waiting += 1
 
     def settle(self, value: Any) -> None:
         if self.ticket is None:  # refused, perhaps by the thread that closes the portal
             super().settle(value)
         else:
             self.value, self.ticket = value, None
-            self._crowd.answered(self)
+            self._waiting_threads.answered(self)
 
     def wait(self, timeout_s: float | None) -> bool:
         woken = super().wait(timeout_s)
@@ -124,7 +124,7 @@ class CrowdWaiter(SyncWaiter):
     def leave(self) -> None:
         ticket, self.ticket, self.left = self.ticket, None, True
         if ticket is not None:
-            self._crowd.waiting -= 1
+            self._waiting_threads.waiting -= 1
             ticket.cancel()
         self._wake_following()
 

@@ -215,7 +215,7 @@ class _ProcessSlot(WorkerSlot):
         self._finisher: asyncio.TimerHandle | None = None
         self._inbox = MessageReader(FromWorker, self._read_reply)
 
-    # ---- life
+    # ---- start and end
 
     def launch(self) -> None:
         """Raises LoadFailed."""

@@ -1,5 +1,18 @@
 """The common part of the transports: a slot that starts a worker, feeds it, detects its end, and restarts it."""
 
+# A slot is one place for a worker; workers follow each other there. It is down, loading, up, or closing.
+# A transport implements how a worker is launched, fed, killed and stopped; everything else is here, for all transports.
+# Batches in flight are kept in the order of sending. A worker runs them one after the other, so only the first one can
+# have started; a concurrent worker runs them side by side, and each part moves its batch to the end.
+# One timer watches the slot: the load against `load_timeout_s`, later the first batch against `run_timeout_s`. It is
+# not set anew for each batch: when it fires, it looks at what is in flight now and sleeps for the rest.
+# A worker that hangs is killed and the slot starts another one. The batch that hung is reported as died, the batches
+# behind it as not started, so that the scheduler runs those again without suspicion.
+# Before that, a batch that would hang again, or may not run in parts, gets its response: RunTimeout for each item.
+# After the end of a worker the next one starts at once if workers of the slot have answered batches; else, and after
+# many deaths in a short time, the pauses double (`WorkerHistory`).
+# A slot that closes takes no more batches, waits for those in flight, and then ends its worker in order or kills it.
+
 import asyncio
 import logging
 from collections import deque
@@ -17,13 +30,14 @@ from penstock.types import Batch, BatchPart, ItemResult, Ready
 
 log = logging.getLogger("penstock.transports")
 
-FIRST_RETRY_S = 0.1
+# choices
+FIRST_RETRY_S = 0.1  # the pause after a failed load, doubled up to
 LAST_RETRY_S = 30.0
 CHECK_S = 1.0  # between two reports of how a worker is used
 
 
 class Sent(Struct):
-    """A batch that is out."""
+    """A batch in flight on a slot."""
 
     batch: Batch
     on_part: OnPart
@@ -73,7 +87,10 @@ class WorkerHistory:
 
 
 class WorkerSlot:
-    """One place for a worker. A transport says how to `launch`, `submit`, `kill`, `stop` and `forget` one."""
+    """One place for a worker. A transport says how to `launch`, `submit`, `kill`, `stop` and `forget` one.
+
+    It has 16 attributes: its identity, the state of its worker, and the two timers that change it.
+    """
 
     def __init__(self, spec: WorkerSpec, number: int, device: str) -> None:
         self.spec = spec
@@ -113,7 +130,7 @@ class WorkerSlot:
     def forget(self) -> None:
         """See `Transport.forget`."""
 
-    # ---- life
+    # ---- start and end
 
     def start(self, listener: TransportListener) -> None:
         self.loop = asyncio.get_running_loop()

@@ -83,7 +83,7 @@ Extra = str | int | Callable[[], int] | None
 class PythonModel:
     """The model behind a target. `load` instantiates a class; a function needs no loading.
 
-    Its 23 attributes are the optional members of a model, looked up once.
+    It has more than 15 attributes: the optional members of a model, looked up once.
     """
 
     def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from penstock.core.portal.waiters import (
-    FEW,
-    Crowd,
-    CrowdWaiter,
+    WOKEN_AT_ONCE,
     Future,
     SyncWaiter,
+    ThreadWaiter,
+    WaitingThreads,
     all_items,
     every_item,
     the_item,
@@ -65,26 +65,26 @@ def test_a_waiter_can_be_reused() -> None:
     assert mine.cancelled
 
 
-def crowd_of(size: int) -> tuple[Crowd, list[CrowdWaiter]]:
-    crowd = Crowd()
-    waiters = [CrowdWaiter(crowd) for _ in range(size)]
+def crowd_of(size: int) -> tuple[WaitingThreads, list[ThreadWaiter]]:
+    crowd = WaitingThreads()
+    waiters = [ThreadWaiter(crowd) for _ in range(size)]
     for waiter in waiters:
         waiter.accepted(ticket())
     return crowd, waiters
 
 
-def woken(waiters: list[CrowdWaiter]) -> int:
+def woken(waiters: list[ThreadWaiter]) -> int:
     return sum(not waiter.lock.locked() for waiter in waiters)
 
 
 async def test_few_threads_of_a_crowd_are_woken_at_a_time_and_each_wakes_another() -> None:
-    crowd, waiters = crowd_of(3 * FEW)
+    crowd, waiters = crowd_of(3 * WOKEN_AT_ONCE)
     for waiter in waiters:
         waiter(ItemResult(1))
     assert woken(waiters) == 0, "the answers of one pass of the loop belong together"
     await asyncio.sleep(0)
     for i, waiter in enumerate(waiters):
-        assert woken(waiters) == min(FEW, len(waiters) - i)
+        assert woken(waiters) == min(WOKEN_AT_ONCE, len(waiters) - i)
         assert waiter.wait(0)
     assert crowd.waiting == 0
     waiters[0].accepted(ticket())
@@ -93,8 +93,8 @@ async def test_few_threads_of_a_crowd_are_woken_at_a_time_and_each_wakes_another
 
 
 async def test_a_thread_that_stops_waiting_does_not_keep_its_crowd_asleep() -> None:
-    crowd, waiters = crowd_of(4 * FEW)
-    unanswered, early, late, rest = (waiters[i * FEW : (i + 1) * FEW] for i in range(4))
+    crowd, waiters = crowd_of(4 * WOKEN_AT_ONCE)
+    unanswered, early, late, rest = (waiters[i * WOKEN_AT_ONCE : (i + 1) * WOKEN_AT_ONCE] for i in range(4))
     for waiter in unanswered:
         waiter.leave()
     for waiter in (*early, *late, *rest):
@@ -109,11 +109,11 @@ async def test_a_thread_that_stops_waiting_does_not_keep_its_crowd_asleep() -> N
 
 
 def test_a_refused_thread_of_a_crowd_is_woken_at_once_by_any_thread() -> None:
-    crowd, _ = crowd_of(2 * FEW)
-    refused = CrowdWaiter(crowd)
+    crowd, _ = crowd_of(2 * WOKEN_AT_ONCE)
+    refused = ThreadWaiter(crowd)
     refused(ItemResult(error=QueueFull("full")))
     assert refused.wait(0)
-    assert crowd.waiting == 2 * FEW
+    assert crowd.waiting == 2 * WOKEN_AT_ONCE
 
 
 def test_a_future_is_settled_once(posted: Posted) -> None:

@@ -1,36 +1,56 @@
-"""Trials of a longer hold: whether it brings more rows per second is measured, for a few batches, under load.
+"""Trials of a longer hold: whether it brings more rows per second is measured, for a few batches, under load."""
 
-Waiting longer pays where no cost model shows it: the web server shares the cores with the model, or a few clients of a
-closed loop return so late that they form a second group. In a closed loop of K clients the mean latency is K divided by
-the throughput (Little's law), so the hold with the most rows per second is kept. In an open loop no hold changes the
-throughput, and the trial ends.
+# A hold is the time for which an idle slot waits for more rows after a batch was answered.
+# Waiting longer can pay where the cost of a batch does not show it: the web server shares the cores with the model, so
+# that arrivals slow down while a batch runs; or some clients of a closed loop return so late that they form a second
+# group, whose requests wait for two batches.
+# The policy finds out by trying: under load it uses another hold for some batches and compares the rows per second.
+# In a closed loop of K clients the mean latency is K divided by the throughput (Little's law), so the hold with the
+# most rows per second also has the shortest latency. In an open loop no hold changes the throughput.
+# A real machine is noisy and its speed drifts. So batches are counted in windows, and a trial alternates between
+# windows with the hold on trial and windows with the kept one, until their sums differ by more than the noise.
+# A trial ends at once if its holds draw no more requests than usual, or if it clearly costs throughput.
+# The hold that wins is kept, compared with none once more, and later doubled or halved in further trials.
+# Each failed trial triples the pause until the next one, so that a load where nothing is gained pays little.
+# If the batches of a kept hold unite all clients of a closed loop, it may cost a little throughput.
+# If the user has named the longest hold (`max_hold_s`), trials are longer and bolder: two windows decide, that hold is
+# tried too, and arrivals do not end a trial, because threads of one process slow each other in ways they do not show.
 
-A real machine is noisy, and its speed drifts. So a trial alternates between windows with the new hold and windows with
-the kept one, until their sums differ by more than the noise. A trial without a gain in its first window ends there.
-"""
+from __future__ import annotations
 
 from math import ceil, sqrt
 
 from penstock.core.batching.entry import INF
 from penstock.core.batching.policies.base import SlotBatch, View
 
-FIRST = 6  # windows before the first trial; each trial that fails triples the pause, up to
-LONGEST = 54
-BATCHES = 4  # of each slot in a window, at least
-WINDOWS = 5  # with the hold on trial, at most
-KNOWN = 4  # usual windows that count as the first ones with the kept hold
-GAIN = 0.02  # of the rate, at least, for which a longer hold is kept
-DOUBT = 0.1  # of the rate, at most, by which a hold may seem better than none by chance
-WORTH = 0.05  # of the rate: with such a cap a trial goes on while it gains more
-SIGMAS = 2.5  # of the noise between windows that a gain or a loss must exceed
-SCOPE = 1.5  # a row of the usual batch must cost so many times a row of a full batch
-LATE = 1 / 3  # of a hold, in which the last answers still go out; arrivals are counted from then on
-DRAWN = 1.25  # the holds of a first trial must draw so many times the usual arrivals,
-SURE = 6  # counted from so many usual arrivals on
-LIKELY = 1.5  # the same for a hold longer than a kept one, up to a cap that the user has named
-WHOLE = 0.9  # share of the batches that must contain a whole group of clients
-PRICE = 0.03  # of the rate, at most, for whole groups: without them some requests wait for two batches
-CHANGE = 0.15  # of the rate: a new load, for which the hold is checked soon
+# Pauses, in windows. The longest is measured in simulation: at a load where nothing is gained, trials that far apart
+# add at most 0.8 % to the mean latency of 30,000 arrivals; with 128 windows a noisy machine found gains too late.
+FIRST_PAUSE = 6  # a choice: the usual rate and its noise are known by then
+LONGEST_PAUSE = 54  # FIRST_PAUSE, tripled twice
+RECHECK_PAUSE = 2  # before the next trial of a hold that was confirmed, or whose rate has changed
+
+# Windows. Choices, checked by the simulations of tests/unit/core/batching/test_trials.py, which bound gain and cost.
+WINDOW_BATCHES = 4  # of each slot in a window, at least: fewer say nothing about the rate
+LONGEST_TRIAL = 5  # windows with the hold on trial, at most
+KEPT_WINDOWS = 4  # of the usual windows, so many at most stand for the first ones with the kept hold
+
+# What counts as a gain, as shares of the usual rate, and in standard deviations of the noise between windows.
+MIN_GAIN = 0.02  # a choice: a smaller gain is not worth a longer wait
+WORTHWHILE_GAIN = 0.05  # measured behind Flask: a trial with a named longest hold goes on while it gains more
+CHANCE_GAIN = 0.1  # a choice: the most by which a hold may seem better than none by chance
+SIGMAS = 2.5  # a choice: noise alone exceeds it in one of 160 windows
+LIKELY_SIGMAS = 1.5  # a choice: the same for a hold above a kept one, up to a longest hold that the user has named
+CHANGED_RATE = 0.15  # a choice: a difference that means a new load, for which the hold is checked soon
+MIN_ROW_COST = 1.5  # a choice: below this many times the cost of a row in a full batch, fuller batches gain too little
+
+# Arrivals during the holds of a trial that began without a kept hold.
+IGNORED_SHARE = 1 / 3  # of a hold, in which the last responses still go out and their clients cannot have returned
+MIN_DRAWN = 1.25  # a choice: a hold that pays draws this many times the usual arrivals,
+ENOUGH_ARRIVALS = 6  # a choice: counted once this many usual ones would have come
+
+# Whole groups: batches with all clients of a closed loop.
+WHOLE_SHARE = 0.9  # a choice: the share of the batches that must be whole
+WHOLE_PRICE = 0.03  # of the rate, at most: without whole groups some requests wait for two batches
 
 
 class BatchWindow:
@@ -49,16 +69,19 @@ class BatchWindow:
     @property
     def grouped(self) -> bool:
         """Whether nearly all batches had a whole group of clients."""
-        return self.whole >= WHOLE * self.batches
+        return self.whole >= WHOLE_SHARE * self.batches
 
 
 class UsualRate:
-    """The mean rate of recent windows, and the variance of one of them, relative to the mean."""
+    """The mean rate of recent windows with the kept hold, and the variance of one of them, relative to the mean.
 
-    __slots__ = ("mean", "variance", "windows")
+    `deviated`: the last window was far off, and was not counted.
+    """
 
-    def __init__(self, mean: float = 0.0) -> None:
-        self.mean, self.variance, self.windows = mean, 0.01, 0
+    __slots__ = ("deviated", "mean", "variance", "windows")
+
+    def __init__(self) -> None:
+        self.mean, self.variance, self.windows, self.deviated = 0.0, 0.01, 0, False
 
     def add(self, rate: float) -> None:
         if self.windows:
@@ -82,7 +105,7 @@ class HoldArrivals:
         """`rows` wait in a hold since `start_s`."""
         if start_s >= now:
             self._usual, self._drawn = self.usual, self.drawn
-        counted_s = now - start_s - LATE * hold_s
+        counted_s = now - start_s - IGNORED_SHARE * hold_s
         if start_s >= now or counted_s <= 0:
             self._before = rows
         else:
@@ -91,16 +114,20 @@ class HoldArrivals:
     @property
     def few(self) -> bool:
         """Whether they are clearly not more than usual."""
-        return self.usual >= SURE and self.drawn < DRAWN * self.usual
+        return self.usual >= ENOUGH_ARRIVALS and self.drawn < MIN_DRAWN * self.usual
 
 
-class HoldComparison:
-    """The rows and seconds of the windows of a trial: `tried` with the hold on trial, `kept` with the kept one."""
+class HoldTrial:
+    """A hold on trial. `tried` has the rows and seconds of its windows, `kept` those of windows with the kept hold.
 
-    def __init__(self, usual: UsualRate, need: int) -> None:
-        self.variance, self.need = usual.variance, need  # of a window of `need` rows
+    `windows` counts those of `tried`. A comparison needs windows of `need` rows.
+    """
+
+    def __init__(self, hold_s: float, usual: UsualRate, need: int) -> None:
+        self.hold_s, self.need, self.variance = hold_s, need, usual.variance
+        self.arrivals = HoldArrivals()
         self.tried = [0.0, 0.0]
-        known = need * min(KNOWN, max(1, usual.windows))
+        known = need * min(KEPT_WINDOWS, max(1, usual.windows))
         self.kept = [float(known), known / usual.mean]
         self.windows = 0
 
@@ -122,45 +149,43 @@ class HoldComparison:
 class HoldTrials:
     """A hill climb over the hold after a completion: one hold is kept, and rarely another one is tried.
 
-    `hold_s` is in force: `kept_s`, or another one during a trial. A first trial takes a/m where clients return at once,
-    else a third of a full batch's time. With a longest hold that the user has named, it takes a full batch's time or
-    that of SURE arrivals, and the next one the longest; else a new hold is first compared with none, later with its
+    `hold_s` is in force: `kept_s`, or that of `trial`. A first trial takes a/m where clients return at once, else a
+    third of a full batch's time. With a longest hold that the user has named, it takes a full batch's time or that of
+    ENOUGH_ARRIVALS arrivals, and the next one the longest; else a new hold is first compared with none, later with its
     double and half as well. `clients` is the most rows inside since a hold ended without them: a slot waits for its
-    share of them, not longer. The 19 attributes are one state machine.
+    share of them, not longer.
     """
 
     def __init__(self) -> None:
         self.hold_s = self.kept_s = 0.0
-        self.trial = False
+        self.trial: HoldTrial | None = None
         self.gain = 0.0  # of `kept_s`, in rows per second, over no hold
         self.count = self.failed = 0
         self.clients = 0
-        self._usual = UsualRate()  # with `kept_s`
-        self._changed = False
+        self._usual = UsualRate()
         self._capped = False  # the user has named the longest hold: the trials may cost more
         self._window = BatchWindow(0.0)
         self._last_s = 0.0  # completion
         self._grouped = False  # with `kept_s`
-        self._pause = self._rest = FIRST  # windows between trials; until the next one
-        self._turn = 0
-        self._arrivals = HoldArrivals()
-        self._tried_s = 0.0
-        self._comparison = HoldComparison(UsualRate(1.0), 1)
+        self._pause = self._rest = FIRST_PAUSE  # windows between trials; until the next one
+        self._turn = 0  # of the next trial: a check against no hold, the double, the half
 
     # ---- the search
 
-    def completed(self, batch: SlotBatch, view: View, most_s: float, closed: bool, now: float) -> None:
-        """A batch was answered. `most_s` caps holds; `closed`: clients return at once after an answer."""
+    def completed(self, batch: SlotBatch, view: View, cap_s: float, closed: bool, now: float) -> None:
+        """A batch was answered. `cap_s` caps holds; `closed`: clients return at once after an answer."""
         self.clients = max(self.clients, view.inside_rows)
-        self._capped = most_s < INF
+        self._capped = cap_s < INF
         slots, full = max(1, view.slots), view.max_rows
         if batch.start_s - self._last_s > self.hold_s + 2 * view.cost.t(full):  # no load for a while
             self._window = BatchWindow(now, settling=True)
-            self._usual.windows, self._rest = 0, max(self._rest, KNOWN // 2)  # the machine may be another one now
+            # the machine may be another one now
+            self._usual.windows, self._rest = 0, max(self._rest, KEPT_WINDOWS // 2)
         self._last_s = now
         w = self._window
-        if self.trial and not self.kept_s and not self._capped and self._arrivals.few:
-            self._end(False, 0.0, now)
+        trial = self.trial
+        if trial is not None and not self.kept_s and not self._capped and trial.arrivals.few:
+            self._end(trial, False, 0.0, now)
             return
         if w.settling:
             w.settling, w.start_s = False, now
@@ -171,20 +196,23 @@ class HoldTrials:
         if now <= w.start_s:
             return
         need = max(full, self.clients)
-        if self.trial:
-            self._judge(need, view, now)
-        elif w.batches >= BATCHES * slots and w.rows >= need:
+        if trial is not None:
+            self._judge(trial, need, view, now)
+        elif w.batches >= WINDOW_BATCHES * slots and w.rows >= need:
             n = w.rows / w.batches
-            scope = closed or view.cost.t(n) * full > SCOPE * view.cost.t(full) * n
-            worth = (n >= 2 or self._capped) and n < min(full, self.clients / slots) and scope
+            costly = closed or view.cost.t(n) * full > MIN_ROW_COST * view.cost.t(full) * n
+            promising = (n >= 2 or self._capped) and n < min(full, self.clients / slots) and costly
             self._observe(now)
-            if self._rest <= 0 and (worth or self.kept_s):
+            if self._rest <= 0 and (promising or self.kept_s):
                 first_s = (view.cost.a if closed else view.cost.t(full) / 3) / slots
-                self._begin(min(first_s, most_s), self._longest(view, most_s), need, view, now)
+                hold_s = self._next_hold_s(min(first_s, cap_s), self._longest_s(view, cap_s), view)
+                self.count += 1
+                self.trial = HoldTrial(hold_s, self._usual, need)
+                self._switch(hold_s, now)
 
-    def _longest(self, view: View, most_s: float) -> float:
+    def _longest_s(self, view: View, cap_s: float) -> float:
         """The longest hold to try."""
-        return most_s if self._capped else 2 * view.cost.t(view.max_rows)
+        return cap_s if self._capped else 2 * view.cost.t(view.max_rows)
 
     def _observe(self, now: float) -> None:
         """Learns the usual rate from a window."""
@@ -192,85 +220,90 @@ class HoldTrials:
         rate = w.rate(now)
         self._window = BatchWindow(now)
         self._rest -= 1
-        change = max(CHANGE, SIGMAS * sqrt(usual.variance))
-        changed = self.kept_s > 0 and usual.windows > 0 and abs(rate / usual.mean - 1) > change
-        if changed and self._changed:  # twice: one may be noise
-            usual.windows, self._turn, self._rest = 0, 0, min(self._rest, 2)
+        limit = max(CHANGED_RATE, SIGMAS * sqrt(usual.variance))
+        changed = self.kept_s > 0 and usual.windows > 0 and abs(rate / usual.mean - 1) > limit
+        if changed and usual.deviated:  # twice: one may be noise
+            usual.windows, self._turn, self._rest = 0, 0, min(self._rest, RECHECK_PAUSE)
         elif not changed:
             usual.add(rate)
-        self._changed = changed and usual.windows > 0
+        usual.deviated = changed and usual.windows > 0
         self._grouped = w.grouped
 
-    def _begin(self, first_s: float, most_s: float, need: int, view: View, now: float) -> None:
-        kept = self.kept_s
-        longer_s = most_s if self._capped and kept < most_s else 2 * kept if 2 * kept <= most_s else 0.0
-        shorter_s = kept / 2 if kept > first_s else 0.0
-        self._tried_s = (0.0, longer_s, shorter_s)[self._turn % 3] if not self._grouped else 0.0
+    def _next_hold_s(self, first_s: float, longest_s: float, view: View) -> float:
+        """The hold of the next trial."""
+        kept, self._turn = self.kept_s, self._turn + 1
         if not kept:
-            whole_s = max(view.cost.t(view.max_rows), SURE / self._usual.mean)  # cheap models need more than their time
-            self._tried_s = min(whole_s, most_s) if self._capped else first_s
-        self._turn += 1
-        self.count += 1
-        self.trial, self._arrivals = True, HoldArrivals()
-        self._comparison = HoldComparison(self._usual, need)
-        self._switch(self._tried_s, now)
+            if not self._capped:
+                return first_s
+            # cheap models need more than the time of a batch
+            return min(max(view.cost.t(view.max_rows), ENOUGH_ARRIVALS / self._usual.mean), longest_s)
+        longer_s = longest_s if self._capped and kept < longest_s else 2 * kept if 2 * kept <= longest_s else 0.0
+        shorter_s = kept / 2 if kept > first_s else 0.0
+        return 0.0 if self._grouped else (0.0, longer_s, shorter_s)[(self._turn - 1) % 3]
 
     def _switch(self, hold_s: float, now: float) -> None:
         self.hold_s = hold_s
         self._window = BatchWindow(now, settling=True)
 
-    def _judge(self, need: int, view: View, now: float) -> None:
+    def _judge(self, trial: HoldTrial, need: int, view: View, now: float) -> None:
         """Ends the trial if its rate is clearly lower, or when its windows are long enough to decide."""
-        w, c, longer, slots = self._window, self._comparison, self._tried_s > self.kept_s, max(1, view.slots)
-        whole = w.batches >= BATCHES * slots and w.rows >= need
-        if self.hold_s != self._tried_s:
-            if whole and now - w.start_s >= c.tried[1] / c.windows:
-                c.add(c.kept, w, now)
-                self._switch(self._tried_s, now)
+        w, longer, slots = self._window, trial.hold_s > self.kept_s, max(1, view.slots)
+        complete = w.batches >= WINDOW_BATCHES * slots and w.rows >= need
+        if self.hold_s != trial.hold_s:  # a window with the kept hold
+            if complete and now - w.start_s >= trial.tried[1] / trial.windows:
+                trial.add(trial.kept, w, now)
+                self._switch(trial.hold_s, now)
             return
-        if not whole:
+        if not complete:
             ratio = w.rate(now) / self._usual.mean
-            loss = -SIGMAS * sqrt(c.variance * need / w.rows)
+            loss = -SIGMAS * sqrt(trial.variance * need / w.rows)
             if not (self.kept_s or w.grouped or self._capped):  # in an open loop it gains nothing, and must end soon
-                loss = GAIN / 2
+                loss = MIN_GAIN / 2
             if w.batches > slots and ratio - 1 < loss:
-                self._end(False, ratio, now)
+                self._end(trial, False, ratio, now)
             return
-        c.add(c.tried, w, now)
-        c.windows += 1
-        gain, noise = c.gain, c.noise
-        least = max(GAIN, (LIKELY if self._capped and self.kept_s else SIGMAS) * noise)
-        if longer and w.grouped:
-            least = min(least, noise - PRICE)
-        elif not longer and (w.grouped or not self._grouped):
-            confirmed = self._pause > FIRST  # by an earlier check
-            least = -GAIN / 2 - (0.0 if confirmed else min(noise, DOUBT))
-        hope = max(WORTH, noise / 2) if self._capped else noise
-        twice = c.windows > 1 or not self._capped  # one window of a machine that is shared says little
-        done = not w.grouped and gain < hope if longer else twice or gain < least - noise
-        if gain >= least and twice:
-            self._end(True, 1 + gain, now)
-        elif done or c.windows >= WINDOWS:
-            self._end(False, 1 + gain, now)
+        trial.add(trial.tried, w, now)
+        trial.windows += 1
+        gain, noise, required = trial.gain, trial.noise, self._required_gain(trial, longer)
+        hope = max(WORTHWHILE_GAIN, noise / 2) if self._capped else noise
+        decided = trial.windows > 1 or not self._capped  # one window of a machine that is shared says little
+        hopeless = not w.grouped and gain < hope if longer else decided or gain < required - noise
+        if gain >= required and decided:
+            self._end(trial, True, 1 + gain, now)
+        elif hopeless or trial.windows >= LONGEST_TRIAL:
+            self._end(trial, False, 1 + gain, now)
         else:
             self._switch(self.kept_s, now)
 
-    def _end(self, won: bool, ratio: float, now: float) -> None:
+    def _required_gain(self, trial: HoldTrial, longer: bool) -> float:
+        """The gain from which the hold on trial replaces the kept one."""
+        noise, grouped = trial.noise, self._window.grouped
+        required = max(MIN_GAIN, (LIKELY_SIGMAS if self._capped and self.kept_s else SIGMAS) * noise)
+        if longer and grouped:
+            return min(required, noise - WHOLE_PRICE)
+        if not longer and (grouped or not self._grouped):  # the shorter of two equal holds is better
+            confirmed = self._pause > FIRST_PAUSE  # the kept hold, by an earlier check
+            return -MIN_GAIN / 2 - (0.0 if confirmed else min(noise, CHANCE_GAIN))
+        return required
+
+    def _end(self, trial: HoldTrial, won: bool, ratio: float, now: float) -> None:
         """Ends the trial: keeps its hold, or returns to the former one for longer than before. `ratio` of the rates."""
-        longer = self._tried_s > self.kept_s
+        longer = trial.hold_s > self.kept_s
         if longer and won:
             self.gain = (1 + self.gain) * ratio - 1
-        elif not self._tried_s:
+        elif not trial.hold_s:
             self.gain = 0.0 if won else 1 / ratio - 1 if ratio else self.gain
-        self.trial = False
+        self.trial = None
         if won:
-            self._usual.windows, self._pause, self._rest = 0, FIRST, 1 + self._capped if longer else FIRST
+            self._usual.windows, self._pause = 0, FIRST_PAUSE
+            self._rest = 1 + self._capped if longer else FIRST_PAUSE
             self._turn = int(longer and (self.kept_s > 0 or self._capped))
-            self.kept_s = self._tried_s
+            self.kept_s = trial.hold_s
         else:
             self.failed += 1
-            self._pause = min(3 * self._pause, LONGEST)
-            self._rest = 2 if self.kept_s and self._turn == 1 else self._pause  # a hold that is confirmed may grow
+            self._pause = min(3 * self._pause, LONGEST_PAUSE)
+            # a hold that is confirmed may grow
+            self._rest = RECHECK_PAUSE if self.kept_s and self._turn == 1 else self._pause
         self._switch(self.kept_s, now)
 
     # ---- the hold
@@ -280,10 +313,10 @@ class HoldTrials:
         self.clients = max(self.clients, view.inside_rows)
         share = self.share(view)
         start = now if view.ahead else min(view.held_s, answered_s)
-        end = start + min(self.hold_s, self._longest(view, self.hold_s))
+        end = start + min(self.hold_s, self._longest_s(view, self.hold_s))
         head = view.bucket.entries[0]
-        if not view.ahead:
-            self._arrivals.note(view.held_s, rows, self.hold_s, self._usual.mean, now)
+        if self.trial is not None and not view.ahead:
+            self.trial.arrivals.note(view.held_s, rows, self.hold_s, self._usual.mean, now)
         if rows < share and now < end:
             late = end >= head.expires_s or end + view.cost.high(share) > head.deadline_s
             return 0.0 if late else end
@@ -299,7 +332,7 @@ class HoldTrials:
         """Names the hold that a batch ends; "" without one."""
         if not self.hold_s or view.held_s >= now:
             return ""
-        return "trial of a hold" if self.trial else "longer hold"
+        return "longer hold" if self.trial is None else "trial of a hold"
 
     def explain(self) -> dict[str, object]:
         """Keys: longer_hold_s (the kept one), longer_hold_gain (in rows per second, as a share), trial_s (the hold on
@@ -307,7 +340,7 @@ class HoldTrials:
         return {
             "longer_hold_s": self.kept_s,
             "longer_hold_gain": self.gain,
-            "trial_s": self._tried_s if self.trial else None,
+            "trial_s": None if self.trial is None else self.trial.hold_s,
             "trials": self.count,
             "trials_failed": self.failed,
         }
