@@ -6,10 +6,10 @@ form of Triton's messages. It raises PenstockError.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from types import SimpleNamespace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct, field
@@ -18,7 +18,7 @@ from penstock.config.schema import Config
 from penstock.core.contracts import ManagementBackend
 from penstock.core.engine.engine import Engine
 from penstock.errors import BadRequest
-from penstock.serving.logs import ServerLog
+from penstock.serving.process import ServerLog
 from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.oip_routes import error_body
 from penstock.serving.protocols.route import HttpRequest, Serve, Template, methods_route
@@ -31,82 +31,12 @@ GUARD: Final = "management"  # of the calls that change the server
 NO_CUDA: Final = "CUDA shared memory is not supported; register system shared memory, or send tensors in the request"
 
 
-class TritonExtensions:
-    """The state behind the calls.
-
-    `repository` has the models: their configuration, the index, load and unload. `memory` has the shared memory.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        config: Config,
-        management: ManagementBackend,
-        statistics: ModelStatistics,
-        log: ServerLog,
-    ) -> None:
-        self.repository = ModelRepository(engine, config, management)
-        self.memory = SharedMemory(config.server.shared_memory, config.limits.max_body_bytes)
-        self._engine = engine
-        self._management = management
-        self._statistics = statistics
-        self._log_settings = LogSettings(log)
-
-    def statistics(self, name: str, version: str | None) -> dict[str, Any]:
-        """`model_stats` of one version, of all versions of a model, or with an empty name of all models.
-
-        Raises ModelNotFound.
-        """
-        if name:
-            self._engine.handle(name, version)
-        statuses = [s for s in self._engine.statuses() if name in ("", s.name) and version in (None, s.version)]
-        return {"model_stats": [self._statistics.of(s.name, s.version).body(s.name, s.version) for s in statuses]}
-
-    def trace_setting(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The trace settings of a model, or with an empty name of the server. Raises ModelNotFound, BadRequest."""
-        if name:
-            self._engine.handle(name, None)
-        return trace_setting(changes)
-
-    def log_settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The log settings after the changes. Raises BadRequest, and the errors of every change of the server."""
-        if changes:
-            self._management.check_open()
-        return self._log_settings.change(changes)
-
-
-# ---- the table
-
-
 class Arguments(Struct):
     """The arguments of a call: the name of a model or region, "" for all; a version; and the other values by name."""
 
     name: str = ""
     version: str | None = None
     values: dict[str, Any] = field(default_factory=dict)
-
-
-class TritonCall(Struct, frozen=True):
-    """A call by its name in gRPC, with its HTTP paths.
-
-    `run` answers it; the result None means a response without a body. `message` makes a gRPC message, as JSON, of the
-    result. The arguments' values are the object at the key `within` of the body, or the body.
-    """
-
-    name: str
-    run: Callable[[TritonExtensions, Arguments], Any | Awaitable[Any]]
-    paths: tuple[str, ...]
-    methods: tuple[str, ...] = ("GET",)
-    message: Callable[[Any], Any] = lambda value: value
-    guard: str = ""
-    within: str = ""
-
-
-def _index(triton: TritonExtensions, given: Arguments) -> Awaitable[Any]:
-    ready = given.values.get("ready", False)
-    if not isinstance(ready, bool):
-        raise BadRequest(f"ready must be true or false, found {ready!r:.40}")
-    return triton.repository.index(ready)
 
 
 class _Place(Struct):
@@ -117,16 +47,101 @@ class _Place(Struct):
     offset: int = 0
 
 
-def _register(triton: TritonExtensions, given: Arguments) -> None:
-    try:
-        place = msgspec.convert(given.values, _Place)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"the region has the wrong form: {error}") from None
-    triton.memory.register(given.name, place.key, place.offset, place.byte_size)
+class TritonExtensions:
+    """The calls as methods, and their state. A method returns the result or awaits it; None is an empty response."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config,
+        management: ManagementBackend,
+        statistics: ModelStatistics,
+        log: ServerLog,
+    ) -> None:
+        self.memory = SharedMemory(config.server.shared_memory, config.limits.max_body_bytes)
+        self._repository = ModelRepository(engine, config, management)
+        self._engine = engine
+        self._management = management
+        self._statistics = statistics
+        self._log_settings = LogSettings(log)
+
+    def statistics(self, given: Arguments) -> Any:
+        """`model_stats` of one version, of all versions of a model, or of all models."""
+        name, version = given.name, given.version
+        if name:
+            self._engine.handle(name, version)
+        statuses = [s for s in self._engine.statuses() if name in ("", s.name) and version in (None, s.version)]
+        return {"model_stats": [self._statistics.of(s.name, s.version).body(s.name, s.version) for s in statuses]}
+
+    def config(self, given: Arguments) -> Any:
+        """The configuration of a version."""
+        return self._repository.model_config(given.name, given.version)
+
+    def index(self, given: Arguments) -> Any:
+        """All models of the repository, or those that are `ready`."""
+        ready = given.values.get("ready", False)
+        if not isinstance(ready, bool):
+            raise BadRequest(f"ready must be true or false, found {ready!r:.40}")
+        return self._repository.index(ready)
+
+    def load(self, given: Arguments) -> Any:
+        """Loads or replaces a model."""
+        return self._repository.load(given.name, given.values)
+
+    def unload(self, given: Arguments) -> Any:
+        """Unloads all versions of a model."""
+        return self._repository.unload(given.name, given.values)
+
+    def trace_setting(self, given: Arguments) -> Any:
+        """The trace settings of a model or of the server. A setting without values is reset, which changes nothing."""
+        if given.name:
+            self._engine.handle(given.name, None)
+        return trace_setting(given.values)
+
+    def log_settings(self, given: Arguments) -> Any:
+        """The log settings after the changes."""
+        if given.values:
+            self._management.check_open()
+        return self._log_settings.change(given.values)
+
+    def regions(self, given: Arguments) -> Any:
+        """The registered regions of shared memory."""
+        return self.memory.status(given.name)
+
+    def register(self, given: Arguments) -> Any:
+        """Registers a region."""
+        try:
+            place = msgspec.convert(given.values, _Place)
+        except msgspec.ValidationError as error:
+            raise BadRequest(f"the region has the wrong form: {error}") from None
+        self.memory.register(given.name, place.key, place.offset, place.byte_size)
+
+    def unregister(self, given: Arguments) -> Any:
+        """Forgets a region, or all of them."""
+        self.memory.unregister(given.name)
+
+    def register_cuda(self, given: Arguments) -> Any:
+        """Refused."""
+        raise BadRequest(NO_CUDA)
 
 
-def _no_cuda(triton: TritonExtensions, given: Arguments) -> NoReturn:
-    raise BadRequest(NO_CUDA)
+# ---- the table
+
+
+class TritonCall(Struct, frozen=True):
+    """A call by its name in gRPC, with its HTTP paths.
+
+    `message` makes the JSON form of a gRPC message of the result. The values of the arguments are the object at the key
+    `within` of an HTTP body, or the body.
+    """
+
+    name: str
+    run: Callable[[TritonExtensions, Arguments], Any | Awaitable[Any]]
+    paths: tuple[str, ...]
+    methods: tuple[str, ...] = ("GET",)
+    message: Callable[[Any], Any] = lambda value: value
+    guard: str = ""
+    within: str = ""
 
 
 def _log_message(settings: dict[str, Any]) -> dict[str, Any]:
@@ -139,78 +154,36 @@ def _trace_message(settings: dict[str, Any]) -> dict[str, Any]:
     return {"settings": {name: {"value": value} for name, value in texts.items()}}
 
 
-_MODELS: Final = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
-_STORED: Final = "/v2/repository/models/{model}"
-_SYSTEM: Final = ("/v2/systemsharedmemory", "/v2/systemsharedmemory/region/{region}")
-_CUDA: Final = ("/v2/cudasharedmemory", "/v2/cudasharedmemory/region/{region}")
+def _regions_message(regions: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"regions": {region["name"]: region for region in regions}}
 
 
-def _each(paths: tuple[str, ...], end: str) -> tuple[str, ...]:
-    return tuple(path + end for path in paths)
+def _each(path: str, part: str, end: str) -> tuple[str, str]:
+    return path + end, path + part + end
 
 
+_MODEL: Final = ("/v2/models/{model}", "/versions/{version}")
+_SYSTEM: Final = ("/v2/systemsharedmemory", "/region/{region}")
+_CUDA: Final = ("/v2/cudasharedmemory", "/region/{region}")
+_STORED: Final = "/v2/repository/models/{model}/"
+_GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
+_T: Final = TritonExtensions
 CALLS: Final = (
+    TritonCall("ModelStatistics", _T.statistics, ("/v2/models/stats", *_each(*_MODEL, "/stats"))),
+    TritonCall("ModelConfig", _T.config, _each(*_MODEL, "/config"), _GET, lambda config: {"config": config}),
+    TritonCall("RepositoryIndex", _T.index, ("/v2/repository/index",), _POST, lambda models: {"models": models}),
+    TritonCall("RepositoryModelLoad", _T.load, (_STORED + "load",), _POST, guard=GUARD, within="parameters"),
+    TritonCall("RepositoryModelUnload", _T.unload, (_STORED + "unload",), _POST, guard=GUARD, within="parameters"),
     TritonCall(
-        "ModelStatistics",
-        lambda triton, given: triton.statistics(given.name, given.version),
-        ("/v2/models/stats", *_each(_MODELS, "/stats")),
+        "TraceSetting", _T.trace_setting, ("/v2/trace/setting", f"{_MODEL[0]}/trace/setting"), _BOTH, _trace_message
     ),
-    TritonCall(
-        "ModelConfig",
-        lambda triton, given: triton.repository.model_config(given.name, given.version),
-        _each(_MODELS, "/config"),
-        message=lambda config: {"config": config},
-    ),
-    TritonCall(
-        "RepositoryIndex", _index, ("/v2/repository/index",), ("POST",), message=lambda models: {"models": models}
-    ),
-    TritonCall(
-        "RepositoryModelLoad",
-        lambda triton, given: triton.repository.load(given.name, given.values),
-        (f"{_STORED}/load",),
-        ("POST",),
-        guard=GUARD,
-        within="parameters",
-    ),
-    TritonCall(
-        "RepositoryModelUnload",
-        lambda triton, given: triton.repository.unload(given.name, given.values),
-        (f"{_STORED}/unload",),
-        ("POST",),
-        guard=GUARD,
-        within="parameters",
-    ),
-    TritonCall(  # a setting without values is reset, which changes nothing
-        "TraceSetting",
-        lambda triton, given: triton.trace_setting(given.name, given.values),
-        ("/v2/trace/setting", f"{_MODELS[0]}/trace/setting"),
-        ("GET", "POST"),
-        _trace_message,
-    ),
-    TritonCall(
-        "LogSettings",
-        lambda triton, given: triton.log_settings(given.values),
-        ("/v2/logging",),
-        ("GET", "POST"),
-        _log_message,
-        guard=GUARD,
-    ),
-    TritonCall(
-        "SystemSharedMemoryStatus",
-        lambda triton, given: triton.memory.status(given.name),
-        _each(_SYSTEM, "/status"),
-        message=lambda regions: {"regions": {region["name"]: region for region in regions}},
-    ),
-    TritonCall("SystemSharedMemoryRegister", _register, (f"{_SYSTEM[1]}/register",), ("POST",)),
-    TritonCall(
-        "SystemSharedMemoryUnregister",
-        lambda triton, given: triton.memory.unregister(given.name),
-        _each(_SYSTEM, "/unregister"),
-        ("POST",),
-    ),
-    TritonCall("CudaSharedMemoryStatus", lambda *_: [], _each(_CUDA, "/status"), message=lambda regions: {}),
-    TritonCall("CudaSharedMemoryRegister", _no_cuda, (f"{_CUDA[1]}/register",), ("POST",)),
-    TritonCall("CudaSharedMemoryUnregister", lambda *_: None, _each(_CUDA, "/unregister"), ("POST",)),
+    TritonCall("LogSettings", _T.log_settings, ("/v2/logging",), _BOTH, _log_message, GUARD),
+    TritonCall("SystemSharedMemoryStatus", _T.regions, _each(*_SYSTEM, "/status"), _GET, _regions_message),
+    TritonCall("SystemSharedMemoryRegister", _T.register, ("".join((*_SYSTEM, "/register")),), _POST),
+    TritonCall("SystemSharedMemoryUnregister", _T.unregister, _each(*_SYSTEM, "/unregister"), _POST),
+    TritonCall("CudaSharedMemoryStatus", lambda *_: [], _each(*_CUDA, "/status"), _GET, lambda regions: {}),
+    TritonCall("CudaSharedMemoryRegister", _T.register_cuda, ("".join((*_CUDA, "/register")),), _POST),
+    TritonCall("CudaSharedMemoryUnregister", lambda *_: None, _each(*_CUDA, "/unregister"), _POST),
 )
 GUARDS: Final = {call.name: call.guard for call in CALLS if call.guard}
 

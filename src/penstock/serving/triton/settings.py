@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from penstock.core.wire.regions import TABLE_VARIABLE, Region, publish
 from penstock.errors import BadRequest, Conflict, Forbidden, nearest
-from penstock.serving.logs import ServerLog
+from penstock.serving.process import ServerLog
 
 TRACE_OFF: Final[Mapping[str, Any]] = {
     "trace_level": ["OFF"],
