@@ -25,7 +25,7 @@ LAYERS = (
     ("core.transports",),
     ("core.engine",),
     ("core.portal",),
-    ("runtimes", "serving.protocols", "serving.http2", "serving.lifetime", "serving.logs"),
+    ("runtimes", "serving.protocols", "serving.http2", "serving.process"),
     ("client", "serving.observe", "serving.triton"),
     ("serving.http",),
     ("serving.grpc",),

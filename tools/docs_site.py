@@ -203,8 +203,8 @@ the Open Inference Protocol demands.
 def http_page() -> str:
     """The routes of the native server and the statuses of its errors."""
     from penstock.serving.http.admin import management_routes, metrics_routes
-    from penstock.serving.http.flavor import inference_table
     from penstock.serving.http.responses import STATUS
+    from penstock.serving.http.server import inference_table
 
     def lines(routes: Iterable[Template]) -> list[str]:
         return [f"| {', '.join(sorted(t.allowed() - {'HEAD'}))} | `{t.path}` | {t.summary} |\n" for t in routes]

@@ -29,13 +29,11 @@ from penstock.platforms.native import platform_routes
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import OriginPolicy, make_ssl_context, replace_ssl_context
 from penstock.serving.http.descriptors import share_connections
-from penstock.serving.http.flavor import NativeFlavor
-from penstock.serving.http.server import HttpServer
+from penstock.serving.http.server import HttpServer, NativeFlavor
 from penstock.serving.http.sockets import PortInUse
-from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner, say
-from penstock.serving.logs import ServerLog
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
+from penstock.serving.process import ServerLog, StopSignal, freeze_heap, lame_duck_s, report_ready, runner, say
 from penstock.serving.protocols.route import Template
 from penstock.serving.triton.calls import TritonExtensions, triton_routes
 from penstock.serving.triton.statistics import ModelStatistics

@@ -1,19 +1,29 @@
-"""Process lifetime of servers: the event loop, stop signals, the ready message and garbage collection."""
+"""The process of a server: its event loop, stop signals, the ready message, garbage collection, and its log.
+
+The log has one line per text line or one JSON object per record. A thread of its own writes it from a bounded queue,
+which keeps a slow disk or a stalled reader of stderr away from the event loop. When the queue is full, records are
+dropped and counted, and a later line reports their number.
+"""
 
 import asyncio
 import contextlib
 import gc
 import json
 import logging
+import logging.handlers
 import os
+import queue
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from penstock.config.checks import is_loopback
+from penstock.config.schema import LoggingConfig
 from penstock.core.os_threads import keep_standard_files, silence
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 
 log = logging.getLogger("penstock.serving")
 
@@ -131,3 +141,177 @@ def freeze_heap() -> None:
     """Excludes all loaded objects from garbage collection, and makes collections rarer under load."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+_MAX_QUEUE: Final = 10_000  # records
+CLOSE_S: Final = 5.0  # for writing the queue at the end
+_REPORT_S: Final = 60.0  # between two messages that the log cannot be written
+_CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\t\n"}
+_EXTRAS: Final = ("request_id", "model", "version", "slot")
+
+
+class TextFormatter(logging.Formatter):
+    """Escapes control characters, which would command the terminal of a reader or hide what a line says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).translate(_CONTROLS)
+
+
+class _Line(logging.Formatter):
+    """`2026-01-01T00:00:00.000Z INFO penstock.engine request_id=a text`; the prefix precedes every line of a text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = _fields(self, record)
+        head = f"{found['time']} {found['level']} {found['logger']} "
+        head += "".join(f"{key}={found[key]} " for key in _EXTRAS if key in found)
+        return "\n".join(head + line for line in found["message"].split("\n")).translate(_CONTROLS)
+
+
+class _Json(logging.Formatter):
+    """An object with `time`, `level`, `logger`, `message`, and `request_id`, `model`, `version`, `slot` if known."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(_fields(self, record), ensure_ascii=False)
+
+
+def _fields(formatter: logging.Formatter, record: logging.LogRecord) -> dict[str, Any]:
+    text = record.getMessage()
+    if record.exc_info and not record.exc_text:
+        record.exc_text = formatter.formatException(record.exc_info)
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    extras = {key: value for key in _EXTRAS if (value := record.__dict__.get(key)) not in (None, "")}
+    return {
+        "time": f"{at}.{int(record.msecs):03d}Z",
+        "level": record.levelname,
+        "logger": record.name,
+        **extras,
+        "message": f"{text}\n{record.exc_text}" if record.exc_text else text,
+    }
+
+
+class LogThread:
+    """A thread that writes records from a bounded queue; counts the lines of records that found no room."""
+
+    def __init__(self, name: str, wrote: Callable[[], None] = lambda: None) -> None:
+        """Calls `wrote` whenever the queue is empty."""
+        self.name, self._wrote = name, wrote
+        self._waiting: queue.Queue[Any] = queue.Queue(_MAX_QUEUE)
+        self._lock = threading.Lock()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._write, name=f"logs-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, record: logging.LogRecord, target: logging.Handler, limit: int | None = None) -> None:
+        """Drops the record if the queue is full, or if `limit` records wait."""
+        try:
+            if limit is not None and self._waiting.qsize() >= limit:
+                raise queue.Full
+            self._waiting.put_nowait((record, target))
+        except queue.Full:
+            with self._lock:
+                self._dropped += record.getMessage().count("\n") + 1
+
+    def _write(self) -> None:
+        while (queued := self._waiting.get()) is not None:
+            record, target = queued
+            target.handle(record)
+            if self._waiting.empty():
+                self._wrote()
+
+    def take_dropped(self) -> int:
+        with self._lock:
+            dropped, self._dropped = self._dropped, 0
+        return dropped
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self, end: float) -> bool:
+        """Writes the queue until `end`, by time.monotonic(). False if records are left."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=max(0.0, end - time.monotonic()))
+        self._thread.join(max(0.0, end - time.monotonic()))
+        return not self.is_alive()
+
+
+class ToThreads(logging.Handler):
+    """Passes the records of a logger to the threads of its handlers. `limit` as in `LogThread.put`."""
+
+    def __init__(self, targets: Sequence[tuple[LogThread, logging.Handler]], limit: int | None = None) -> None:
+        super().__init__()
+        self._targets, self._limit = targets, limit
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            record.exc_text = record.exc_text or logging.Formatter().formatException(record.exc_info)
+        record.msg, record.args, record.exc_info = record.getMessage(), None, None  # arguments may change later
+        for thread, target in self._targets:
+            thread.put(record, target, self._limit)
+
+
+class LogFile(logging.Handler):
+    """Mixed into a file handler: a full disk leaves one message a minute on stderr, and no traceback per line."""
+
+    _again_s = 0.0
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error, now = sys.exc_info()[1], time.monotonic()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif now >= self._again_s:
+            self._again_s = now + _REPORT_S
+            path = getattr(self, "baseFilename", "stderr")
+            text = f"penstock: {path} cannot be written: {error.strerror}; log lines are lost until it can\n"
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode(errors="replace"))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # lines that did not fit
+            super().close()
+
+
+class _File(LogFile, logging.handlers.WatchedFileHandler):
+    """Opens the file again when it was renamed."""
+
+
+class _Stderr(LogFile, logging.StreamHandler[Any]):
+    """Survives the end of a pipe's reader."""
+
+
+class ServerLog:
+    """The handler of the root logger while a server runs."""
+
+    def __init__(self, config: LoggingConfig) -> None:
+        """Raises ConfigError if the file cannot be opened."""
+        self._root = logging.getLogger()
+        self._level = self._root.level
+        self._target: logging.Handler = _Stderr(sys.stderr)
+        if config.file is not None:
+            try:
+                self._target = _File(config.file, encoding="utf-8", errors="replace")
+            except OSError as error:
+                raise ConfigError(f"logging.file: {config.file} cannot be opened: {error.strerror}") from None
+        self._target.setFormatter(_Json() if config.format == "json" else _Line())
+        self._thread = LogThread("server", self._report_dropped)
+        self._handler = ToThreads([(self._thread, self._target)])
+        self._root.addHandler(self._handler)
+        self.set_level(config.level)
+
+    def set_level(self, level: str) -> None:
+        self.level = level
+        self._root.setLevel(level.upper())
+
+    def close(self) -> bool:
+        """Writes the queue. False if the log blocks, as an unread pipe does; Python's exit would then wait for it."""
+        self._root.removeHandler(self._handler)
+        self._root.setLevel(self._level)
+        if not self._thread.close(time.monotonic() + CLOSE_S):
+            return False
+        self._report_dropped()
+        self._target.close()
+        return True
+
+    def _report_dropped(self) -> None:
+        if dropped := self._thread.take_dropped():
+            text = "event=lines_lost count=%d reason=more_than_can_be_written"
+            self._target.handle(log.makeRecord(log.name, logging.WARNING, "", 0, text, (dropped,), None))

@@ -15,8 +15,7 @@ from penstock.errors import BadRequest, ModelNotReady, PenstockError
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.listener import INF, Listener
 from penstock.serving.http.responses import log_failure, status_of
-from penstock.serving.http.server import SocketServer
-from penstock.serving.http.sockets import readable
+from penstock.serving.http.sockets import SocketServer, readable
 from penstock.torchpipe import thrift_protocol as thrift
 from penstock.types import Item, ItemResult
 

@@ -14,8 +14,8 @@ import pytest
 
 from penstock.config.schema import LoggingConfig
 from penstock.errors import ConfigError
-from penstock.serving import logs
-from penstock.serving.logs import ServerLog
+from penstock.serving import process as logs
+from penstock.serving.process import ServerLog
 from penstock.torchserve.cli.logs import TorchServeFormatter
 
 

@@ -24,7 +24,7 @@ from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, Request
 from penstock.perf.tune.runner import BatchCurve, MeasuredRun, single_instance
 from penstock.perf.tune.server import TunedModel, TunedServer
 from penstock.perf.tune.space import UNCHANGED, CandidateSettings, SearchSpace
-from penstock.serving.http.flavor import resolve
+from penstock.serving.http.server import resolve
 from penstock.serving.protocols.route import RouteTable
 from penstock.serving.protocols.routes import TEMPLATES
 

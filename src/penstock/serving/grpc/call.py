@@ -12,8 +12,19 @@ from struct import Struct as Packing
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
-from penstock.serving.grpc.calls import Code, GrpcError, refused
-from penstock.serving.grpc.messages import ENCODINGS, PREFIX, CallHead, Compressed, MessageReader, free, size_of, unpack
+from penstock.serving.grpc.messages import (
+    ENCODINGS,
+    PREFIX,
+    CallHead,
+    Code,
+    Compressed,
+    GrpcError,
+    MessageReader,
+    free,
+    refused,
+    size_of,
+    unpack,
+)
 from penstock.serving.http.intake import BIG_BYTES
 from penstock.serving.http.listener import Listener
 from penstock.serving.http2.frames import (

@@ -14,8 +14,7 @@ from msgspec import Struct, field
 
 from penstock.errors import PenstockError
 from penstock.serving.grpc.call import GrpcCall
-from penstock.serving.grpc.calls import Code, GrpcError
-from penstock.serving.grpc.messages import CallHead, Compressed, Method
+from penstock.serving.grpc.messages import CallHead, Code, Compressed, GrpcError, Method
 from penstock.serving.http.listener import Listener
 from penstock.serving.protocols.oip_grpc import ProtoSet
 

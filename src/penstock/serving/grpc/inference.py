@@ -18,11 +18,11 @@ from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend, Ticket
 from penstock.errors import BadRequest, PenstockError
 from penstock.serving.grpc.call import GrpcCall
-from penstock.serving.grpc.calls import AnswerParts, Code, GrpcError, code_of
 from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService, ReflectionService
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
-from penstock.serving.http.flavor import parse_priority, parse_request_id
+from penstock.serving.grpc.messages import AnswerParts, Code, GrpcError, code_of
 from penstock.serving.http.responses import NotImplementedHere, log_failure, status_of
+from penstock.serving.http.server import parse_priority, parse_request_id
 from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.serving.protocols.oip_grpc import field_of, open_inference, read_head
 from penstock.serving.protocols.oip_routes import EXTENSIONS

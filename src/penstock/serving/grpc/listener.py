@@ -13,13 +13,11 @@ from msgspec import Struct
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.serving.grpc.call import GrpcCall
-from penstock.serving.grpc.calls import UNREAD_BYTES, Code, GrpcError, refused
 from penstock.serving.grpc.dispatch import CallDispatcher
-from penstock.serving.grpc.messages import CallHead, read_head
+from penstock.serving.grpc.messages import UNREAD_BYTES, CallHead, Code, GrpcError, read_head, refused
 from penstock.serving.http.auth import replace_ssl_context
 from penstock.serving.http.listener import INF, LINGER_S, Listener
-from penstock.serving.http.server import SocketServer
-from penstock.serving.http.sockets import readable
+from penstock.serving.http.sockets import SocketServer, readable
 from penstock.serving.http2.connection import Http2Connection
 from penstock.serving.http2.frames import NO_ERROR, PING, HeaderReader, Http2Error, frame
 from penstock.serving.http2.streams import Outbox

@@ -12,7 +12,6 @@ from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
 from penstock.serving.http.context import STREAM_BACKLOG
-from penstock.serving.http.flavor import SPECIAL_NAMES, check_method, find_route, inference_table, read_special
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake, Unpacking, unpacked_headers
 from penstock.serving.http.responses import (
@@ -24,9 +23,10 @@ from penstock.serving.http.responses import (
     stream_start,
     stream_type,
 )
+from penstock.serving.http.server import check_method, find_route, inference_table, read_special
 from penstock.serving.protocols.bodies import BLANKS
 from penstock.serving.protocols.route import Route, error_body, name_model
-from penstock.serving.protocols.routes import error_body_of
+from penstock.serving.protocols.routes import SPECIAL_NAMES, error_body_of
 from penstock.types import Item, ItemResult
 
 log = logging.getLogger("penstock.serving")

@@ -20,13 +20,13 @@ from penstock.serving.http.context import (
     RequestContext,
     ResponseWriter,
 )
-from penstock.serving.http.flavor import PLAIN_TYPE, SPECIAL_NAMES
 from penstock.serving.http.intake import BIG_BYTES, Intake
 from penstock.serving.http.listener import BODY_RATE, INF, KNOWN_HEADS, Listener, RequestHead
 from penstock.serving.http.responses import TOO_MANY, HeadTooLarge, MalformedHttp, MethodNotAllowed, RequestTimeout
 from penstock.serving.http.sockets import readable
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, BLANKS, accepted_coding
 from penstock.serving.protocols.route import Route
+from penstock.serving.protocols.routes import PLAIN_TYPE, SPECIAL_NAMES
 
 log = logging.getLogger("penstock.serving")
 

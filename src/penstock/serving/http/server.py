@@ -1,15 +1,20 @@
-"""API flavors: which routes a listener has, who may call them, and which headers it reads."""
+"""The HTTP server, and the native API flavor: its routes, who may call them, and which headers it reads."""
 
 import math
 import re
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 from urllib.parse import unquote
 
+from penstock.config.schema import LimitsConfig
+from penstock.core.contracts import Backend
 from penstock.errors import BadRequest, DeadlineExceeded, Forbidden
 from penstock.serving.http.auth import OriginPolicy, check_token
-from penstock.serving.http.context import RequestContext
+from penstock.serving.http.connection import Connection
+from penstock.serving.http.context import ApiFlavor, RequestContext
 from penstock.serving.http.idempotency import parse_key
+from penstock.serving.http.listener import Listener
 from penstock.serving.http.openapi import DOCS_ROUTES, openapi_route
 from penstock.serving.http.responses import (
     ExpectationFailed,
@@ -18,22 +23,14 @@ from penstock.serving.http.responses import (
     RequestOptions,
     RouteNotFound,
 )
+from penstock.serving.http.sockets import SocketServer
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, CONTENT_ENCODING, content_coding
 from penstock.serving.protocols.route import HttpRequest, Route, RouteTable, Template, remember
 from penstock.serving.protocols.routes import TEMPLATES
 from penstock.types import ItemResult
 
-SPECIAL_NAMES: Final = frozenset(
-    {
-        b"accept", b"authorization", b"connection", b"expect", b"idempotency-key", b"origin", b"transfer-encoding",
-        b"x-deadline-ms", b"x-priority", b"x-request-id", CONTENT_ENCODING,
-    }
-    | {name for template in TEMPLATES for name in template.select_headers}
-)  # fmt: skip
-"""Headers that change how a request is handled; most requests have none of them."""
 CONTINUE: Final = b"100-continue"
 CHUNKED: Final = b"chunked"
-PLAIN_TYPE: Final = b"application/json"  # never selects another codec
 _ORIGIN = re.compile(rb"^https?://[^/]+", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
@@ -226,3 +223,20 @@ def read_special(options: RequestOptions, route: Route, special: dict[bytes, byt
         options.budget_s = parse_budget(budget)
     if options.request_id or options.sse or options.key or budget is not None or priority is not None:
         options.plain = False
+
+
+class HttpServer(SocketServer):
+    """Serves `backend` over HTTP/1.1 in an API flavor: Penstock's own by default, guarded by `tokens`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: LimitsConfig,
+        *,
+        tokens: frozenset[bytes] = frozenset(),
+        ssl: ssl.SSLContext | None = None,
+        flavor: ApiFlavor | None = None,
+    ) -> None:
+        self.flavor = found = flavor or NativeFlavor(tokens)
+        listener = Listener(backend, config)
+        super().__init__(listener, lambda: Connection(listener, found), found.no_tls, ssl)

@@ -1,4 +1,4 @@
-"""The native route table: the routes of every protocol, and health checks."""
+"""The native route table: the routes of every protocol, health checks, and the headers that select among them."""
 
 from collections.abc import Callable
 from typing import Final
@@ -8,7 +8,7 @@ from msgspec import Struct
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
 from penstock.serving.protocols import kserve, native, oip_routes, openai, openai_embeddings, openai_text
-from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.bodies import CONTENT_ENCODING, JSON
 from penstock.serving.protocols.route import READINESS, Route, Template, error_body
 from penstock.types import ItemResult
 
@@ -46,6 +46,17 @@ TEMPLATES: Final = (
         statuses=READINESS,
     ),
 )
+
+
+SPECIAL_NAMES: Final = frozenset(
+    {
+        b"accept", b"authorization", b"connection", b"expect", b"idempotency-key", b"origin", b"transfer-encoding",
+        b"x-deadline-ms", b"x-priority", b"x-request-id", CONTENT_ENCODING,
+    }
+    | {name for template in TEMPLATES for name in template.select_headers}
+)  # fmt: skip
+"""Headers that change how a request is handled; most requests have none of them."""
+PLAIN_TYPE: Final = b"application/json"  # never selects another codec
 
 
 def error_body_of(route: Route | None, target: bytes) -> Callable[[PenstockError], bytes]:

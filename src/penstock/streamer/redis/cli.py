@@ -16,8 +16,7 @@ from penstock.config.schema import ModelConfig
 from penstock.config.targets import devices_list, number_or_auto, split_targets
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import ConfigError, PenstockError
-from penstock.serving.lifetime import say
-from penstock.serving.logs import TextFormatter
+from penstock.serving.process import TextFormatter, say
 from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.serve import QueueOptions, run_until_stopped, serve_queue
 

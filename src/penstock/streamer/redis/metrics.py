@@ -15,8 +15,7 @@ from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.admin import METRICS_TYPE
 from penstock.serving.http.auth import OriginPolicy
-from penstock.serving.http.flavor import NativeFlavor
-from penstock.serving.http.server import HttpServer
+from penstock.serving.http.server import HttpServer, NativeFlavor
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.text import Family, Page
 from penstock.serving.protocols.route import HttpRequest, methods_route

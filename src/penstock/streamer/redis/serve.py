@@ -19,7 +19,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
 from penstock.core.transports.launch import pack_target
 from penstock.errors import PenstockError
-from penstock.serving.lifetime import runner
+from penstock.serving.process import runner
 from penstock.streamer.base import raise_for_caller
 from penstock.streamer.local import (
     NEVER_S,

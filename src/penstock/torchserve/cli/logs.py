@@ -23,7 +23,7 @@ from msgspec import Struct, field
 from penstock.config.load import load_yaml
 from penstock.core.os_threads import silence
 from penstock.errors import ConfigError
-from penstock.serving.logs import CLOSE_S, LogFile, LogThread, TextFormatter, ToThreads
+from penstock.serving.process import CLOSE_S, LogFile, LogThread, TextFormatter, ToThreads
 from penstock.torchserve.config import Properties
 
 log = logging.getLogger("penstock.torchserve")

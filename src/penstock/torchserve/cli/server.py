@@ -18,7 +18,7 @@ from penstock.core.contracts import HttpSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.server import HttpServer
-from penstock.serving.lifetime import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
+from penstock.serving.process import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.startup import ServerComponents, build_components, load_startup
 from penstock.torchserve.cli.listeners import Listeners, grpc_addresses, http_addresses, limits_of

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from penstock.core.contracts import Backend
 from penstock.errors import BadOutput, BadRequest, PenstockError
-from penstock.serving.grpc.calls import Code, GrpcError
+from penstock.serving.grpc.messages import Code, GrpcError
 from penstock.serving.protocols.oip_grpc import CONTENTS
 from penstock.serving.protocols.oip_messages import unsupported
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes

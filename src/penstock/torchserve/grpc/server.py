@@ -5,9 +5,9 @@ from typing import Any, Final, cast
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.serving.grpc.calls import Code, GrpcError
 from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService, ReflectionService
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
+from penstock.serving.grpc.messages import Code, GrpcError
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config import ListenerConfig
 from penstock.torchserve.grpc.inference import InferenceService, OpenInferenceService

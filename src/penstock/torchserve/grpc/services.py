@@ -7,8 +7,8 @@ from typing import Final
 from penstock.core.contracts import Backend, Ticket
 from penstock.errors import PenstockError, QueueFull
 from penstock.serving import protocols
-from penstock.serving.grpc.calls import Code, GrpcError, code_of, parts_of
 from penstock.serving.grpc.dispatch import HEALTH as HEALTH
+from penstock.serving.grpc.messages import Code, GrpcError, code_of, parts_of
 from penstock.serving.http.listener import Listener
 from penstock.serving.http.responses import log_failure
 from penstock.serving.protocols.oip_grpc import ProtoSet

@@ -32,7 +32,6 @@ from penstock.errors import (
 from penstock.serving.http.auth import OriginPolicy
 from penstock.serving.http.connection import Connection
 from penstock.serving.http.context import RequestContext, ResponseWriter
-from penstock.serving.http.flavor import check_framing, split_target
 from penstock.serving.http.responses import (
     REASONS,
     ExpectationFailed,
@@ -45,6 +44,7 @@ from penstock.serving.http.responses import (
     RouteNotFound,
     status_line,
 )
+from penstock.serving.http.server import check_framing, split_target
 from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config import ListenerConfig

@@ -10,7 +10,7 @@ import pytest
 from hpack import Encoder
 
 from penstock.errors import QueueFull
-from penstock.serving.grpc.calls import AnswerParts
+from penstock.serving.grpc.messages import AnswerParts
 from penstock.serving.http import listener as listener_module
 from penstock.serving.http.intake import Budget
 from penstock.serving.http2 import frames as h2

@@ -13,9 +13,8 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.errors import BadRequest, Conflict, Forbidden, LoadFailed, ModelNotFound, ModelNotReady, PenstockError
 from penstock.serving.http.admin import management_routes, metrics_routes
-from penstock.serving.http.flavor import NativeFlavor
 from penstock.serving.http.intake import BIG_BYTES
-from penstock.serving.http.server import HttpServer
+from penstock.serving.http.server import HttpServer, NativeFlavor
 from penstock.serving.protocols.route import Template
 from penstock.types import ModelStatus
 from support.backend import FakeBackend

@@ -12,8 +12,7 @@ from penstock.config.schema import LimitsConfig
 from penstock.errors import Forbidden
 from penstock.serving.http.admin import management_routes
 from penstock.serving.http.auth import KNOWN, OriginPolicy
-from penstock.serving.http.flavor import NativeFlavor
-from penstock.serving.http.server import HttpServer
+from penstock.serving.http.server import HttpServer, NativeFlavor
 from support.backend import FakeBackend
 
 PAGE = "https://app.example.com"

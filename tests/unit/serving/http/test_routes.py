@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import BadRequest
-from penstock.serving.http.flavor import find_route, inference_table, resolve
 from penstock.serving.http.responses import RouteNotFound
+from penstock.serving.http.server import find_route, inference_table, resolve
 from penstock.serving.protocols.route import CACHED_PATHS, Route
 
 TABLE = inference_table(bool)

@@ -12,8 +12,7 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.serving.http.admin import management_routes
 from penstock.serving.http.auth import make_ssl_context
-from penstock.serving.http.flavor import NativeFlavor
-from penstock.serving.http.server import HttpServer
+from penstock.serving.http.server import HttpServer, NativeFlavor
 from support.backend import FakeBackend
 
 HERE = Path(__file__).parents[3] / "tls"

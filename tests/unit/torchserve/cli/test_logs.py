@@ -212,7 +212,7 @@ def test_closing_stdout_does_not_stop_the_server(logs: Open, tmp_path: Path, mon
 @contextlib.contextmanager
 def full_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Replaces stdout by a full pipe and returns a function that empties it. The queue is short."""
-    monkeypatch.setattr("penstock.serving.logs._MAX_QUEUE", 4)
+    monkeypatch.setattr("penstock.serving.process._MAX_QUEUE", 4)
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.serving.grpc.calls import GrpcError, code_of
+from penstock.serving.grpc.messages import GrpcError, code_of
 from penstock.torchserve.grpc.services import (
     management_error,
     model_of,

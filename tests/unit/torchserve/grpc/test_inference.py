@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, Quarantined, QueueFull, WorkerDied
-from penstock.serving.grpc import calls
+from penstock.serving.grpc import messages as calls
 from penstock.torchserve.grpc import services
 from penstock.torchserve.grpc.services import INFERENCE, OPEN_INFERENCE, message_class
 from penstock.torchserve.protocol.api import error_body
