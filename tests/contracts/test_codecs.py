@@ -26,7 +26,7 @@ from penstock.serving.protocols.openai_text import ChatCodec, CompletionsCodec
 from penstock.tasks import Embedding, TextPart
 from penstock.testing.codecs import check_codec
 from penstock.torchpipe.thrift_protocol import ThriftCodec
-from penstock.torchserve.protocol.codec import HandlerAnswer, InputsCodec, RawCodec, TorchServeCodec
+from penstock.torchserve.protocol.codec import HandlerResponse, InputsCodec, RawCodec, TorchServeCodec
 from penstock.types import Item, ModelMetadata, Parts, Response, TensorSpec
 
 FORM = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\nhi\r\n--B--\r\n'
@@ -55,7 +55,7 @@ HANDLED = [
     Item(FORM, "torchserve", "multipart/form-data; boundary=B"),
     Item(b"\x89PNG\r\n", "torchserve", "image/png"),
 ]
-ANSWERS = [HandlerAnswer(b"x"), HandlerAnswer(bytearray(b"x"), "text/csv", 404, "Gone", [("X-A", "1")])]
+ANSWERS = [HandlerResponse(b"x"), HandlerResponse(bytearray(b"x"), "text/csv", 404, "Gone", [("X-A", "1")])]
 
 CODECS = {
     "native": (

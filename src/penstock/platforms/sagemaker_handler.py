@@ -69,10 +69,10 @@ class SageMaker:
             self._steps["model_warmup_fn"](context, model_dir, self._model)
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
-        """The answers, as bytes or text. Raises errors that mean a lack of memory; others become answers."""
-        return [self._answer(data[i], self._context_of(context, i)) for i in range(len(data))]
+        """The responses, as bytes or text. Raises errors that mean a lack of memory; others become responses."""
+        return [self._response(data[i], self._context_of(context, i)) for i in range(len(data))]
 
-    def _answer(self, row: dict[str, Any], context: Any) -> Any:
+    def _response(self, row: dict[str, Any], context: Any) -> Any:
         content_type = context.get_request_header(0, "content-type") or ""
         accept = context.get_request_header(0, "accept") or "*/*"
         if accept == "*/*":
@@ -131,7 +131,7 @@ def _refused(status: int, text: str) -> BadRequest:
 
 
 def _error(error: Exception, context: Any) -> bytes:
-    """The answer to a failed request. Only errors with `status_code` and `message` have a text for clients."""
+    """The response to a failed request. Only errors with `status_code` and `message` have a text for clients."""
     status = getattr(error, "status_code", 400 if isinstance(error, BadRequest) else None)
     message = getattr(error, "message", None)
     if not isinstance(status, int) or not isinstance(message, str):

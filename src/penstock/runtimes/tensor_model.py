@@ -231,19 +231,19 @@ class TensorModel:
         for i, request in enumerate(requests):
             key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(request.arrays.items()))
             groups.setdefault(key, []).append(i)
-        answers: list[Any] = [None] * len(requests)
+        results: list[Any] = [None] * len(requests)
         for places in groups.values():
             found = self._run_together([requests[i] for i in places])
-            for i, answer in zip(places, found, strict=True):
-                answers[i] = answer
-        return answers
+            for i, result in zip(places, found, strict=True):
+                results[i] = result
+        return results
 
     def _run_alone(self, request: TensorRequest) -> Any:
         if request.rows < self._loaded.rows[0] and not self._loaded.unbatched:
             return self._run_together([request])[0]  # padded
         outputs = self._loaded.run({name: np.ascontiguousarray(array) for name, array in request.arrays.items()})
         request.single = request.single and all(np.shape(array)[:1] == (1,) for array in outputs.values())
-        return _answer(request, outputs)
+        return _result(request, outputs)
 
     def _run_together(self, requests: Sequence[TensorRequest]) -> list[Any]:
         first = requests[0].arrays
@@ -255,12 +255,12 @@ class TensorModel:
             for name, array in first.items()
         }
         outputs = self._run(arrays, rows)
-        answers = []
+        results = []
         start = 0
         for request in requests:
-            answers.append(_answer(request, {n: a[start : start + request.rows] for n, a in outputs.items()}))
+            results.append(_result(request, {n: a[start : start + request.rows] for n, a in outputs.items()}))
             start += request.rows
-        return answers
+        return results
 
     def _run(self, arrays: Arrays, rows: int) -> Arrays:
         """The outputs of all rows. Splits rows beyond the program's maximum into calls, and pads to its minimum.
@@ -300,7 +300,7 @@ def _padded(array: Array, rows: int) -> Array:
     return np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
 
 
-def _answer(request: TensorRequest, outputs: Arrays) -> Any:
+def _result(request: TensorRequest, outputs: Arrays) -> Any:
     found = {name: array[0] for name, array in outputs.items()} if request.single else outputs
     return found if request.named or len(found) != 1 else next(iter(found.values()))
 

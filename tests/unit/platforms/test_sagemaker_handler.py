@@ -16,7 +16,7 @@ import pytest
 
 from penstock.errors import LoadFailed, OutOfMemory
 from penstock.platforms.sagemaker import HANDLER
-from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
+from penstock.torchserve.protocol.codec import HandlerRequest, HandlerResponse
 
 Make = Callable[..., Any]
 ECHO = """
@@ -59,9 +59,9 @@ def doubler(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def ask(model: Any, *bodies: bytes, content_type: str = "application/json", **headers: str) -> list[HandlerAnswer]:
+def ask(model: Any, *bodies: bytes, content_type: str = "application/json", **headers: str) -> list[HandlerResponse]:
     sent = {"Content-Type": content_type, **headers}
-    found: list[HandlerAnswer] = model.predict(
+    found: list[HandlerResponse] = model.predict(
         [HandlerRequest("id", {"body": bytearray(b)}, dict(sent)) for b in bodies]
     )
     return found
@@ -73,7 +73,7 @@ def npy(array: Any) -> bytes:
     return buffer.getvalue()
 
 
-def message(answer: HandlerAnswer) -> tuple[int, str]:
+def message(answer: HandlerResponse) -> tuple[int, str]:
     return answer.status, json.loads(bytes(answer.body))["message"]
 
 

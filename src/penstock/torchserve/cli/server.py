@@ -208,13 +208,12 @@ class ServerMetrics:
         def snapshot() -> ServerSnapshot:
             found = engine.reading()
             servers = http()
-            found.http = HttpSnapshot(
-                sum(s.connections for s in servers), sum(s.listener.counts.refused for s in servers), _answers(servers)
-            )
+            refused = sum(s.listener.counts.refused for s in servers)
+            found.http = HttpSnapshot(sum(s.connections for s in servers), refused, _responses(servers))
             return found
 
         self._observer.penstock.read = snapshot
-        self._observer.counts = lambda: FrontendCounts(_answers(http()), components.backend.take_requests())
+        self._observer.counts = lambda: FrontendCounts(_responses(http()), components.backend.take_requests())
         self._run(self._observer.run())
         properties = self._properties
         if not properties.disable_system_metrics:
@@ -232,7 +231,7 @@ class ServerMetrics:
         await self._observer.close()
 
 
-def _answers(servers: Sequence[HttpServer]) -> dict[int, int]:
+def _responses(servers: Sequence[HttpServer]) -> dict[int, int]:
     counted: Counter[int] = Counter()
     for server in servers:
         counted.update(server.listener.counts.responses())

@@ -15,7 +15,6 @@ from msgspec import Struct, convert, field
 
 from penstock.errors import BadOutput, ItemFailed, LoadOutOfMemory, OutOfMemory, PenstockError
 from penstock.plugins import load_object
-from penstock.torchserve.handlers.answers import PartialAnswers, SendParts, batch_answers, error_answer, valid_status
 from penstock.torchserve.handlers.entry import (
     LIBRARY,
     Handle,
@@ -24,7 +23,14 @@ from penstock.torchserve.handlers.entry import (
     make_ts_importable,
     prepare_process,
 )
-from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
+from penstock.torchserve.handlers.responses import (
+    PartialResponses,
+    SendParts,
+    batch_responses,
+    error_response,
+    valid_status,
+)
+from penstock.torchserve.protocol.codec import HandlerRequest, HandlerResponse
 
 log = logging.getLogger("penstock.torchserve")
 
@@ -53,11 +59,11 @@ class HandlerSetup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class HandlerCall(Struct):
-    """One call of a handler: what it returned, and the answers to its requests."""
+    """One call of a handler: what it returned, and the responses to its requests."""
 
     started_s: float
     returned: Any = None
-    answers: list[Any] = []
+    responses: list[Any] = []
 
 
 class HandlerModel:
@@ -125,19 +131,19 @@ class HandlerModel:
             metrics,
             setup.model_yaml_config,
         )
-        context.cl_socket = PartialAnswers(setup.max_response_size)
+        context.cl_socket = PartialResponses(setup.max_response_size)
         return context
 
     def __penstock_send_parts_to__(self, send: SendParts) -> None:
-        """Sets the receiver of the next call's partial answers."""
+        """Sets the receiver of the next call's partial responses."""
         self._send = send
 
-    def predict(self, requests: list[HandlerRequest]) -> list[HandlerAnswer | PenstockError]:
-        """The answers, aligned. Raises an error of the whole batch: ItemFailed, BadOutput, OutOfMemory."""
+    def predict(self, requests: list[HandlerRequest]) -> list[HandlerResponse | PenstockError]:
+        """The responses, aligned. Raises an error of the whole batch: ItemFailed, BadOutput, OutOfMemory."""
         groups = _groups(requests)
         if len(groups) == 1:
             return self._run(requests, groups[0], len(requests))
-        answers: list[Any] = [None] * len(requests)
+        responses: list[Any] = [None] * len(requests)
         for places in groups:
             found: list[Any]
             try:
@@ -145,8 +151,8 @@ class HandlerModel:
             except PenstockError as e:
                 found = [e] * len(places)
             for i, value in zip(places, found, strict=True):
-                answers[i] = value
-        return answers
+                responses[i] = value
+        return responses
 
     def _prepare(self, requests: list[HandlerRequest]) -> list[HandlerRequest]:
         """Preprocesses the batch in the receiving thread, unless it has explanations or descriptions."""
@@ -161,17 +167,17 @@ class HandlerModel:
             with self._call(requests.context, requests, self._send, places, count) as call:
                 call.returned = self._steps.finish(requests)
                 call.started_s -= requests.seconds
-            return call.answers
+            return call.responses
         self._assign(self._context, requests)
         with self._call(self._context, requests, self._send, places, count) as call:
             call.returned = self._handle([request.inputs for request in requests], self._context)
-        return call.answers
+        return call.responses
 
     @contextmanager
     def _call(
         self, context: Any, requests: list[HandlerRequest], send: SendParts | None, places: list[int], count: int
     ) -> Iterator[HandlerCall]:
-        """A call that the block makes: it sets `returned`, or raises an error for all callers. Then come `answers`.
+        """A call that the block makes: it sets `returned`, or raises an error for all callers. Then come `responses`.
 
         Parts that the handler sends after the call has returned are dropped. Raises the errors of `predict`.
         """
@@ -180,22 +186,22 @@ class HandlerModel:
         try:
             yield call
             parts.end()
-            call.answers = self._answers(call.returned, context, requests)
+            call.responses = self._responses(call.returned, context, requests)
             context.metrics.add_time("PredictionTime", round((time.perf_counter() - call.started_s) * 1000, 2))
         except Exception as e:
-            call.answers = self._failed(e, len(requests))
+            call.responses = self._failed(e, len(requests))
         finally:
             parts.end()
 
-    def _answers(self, returned: Any, context: Any, requests: list[HandlerRequest]) -> list[Any]:
-        """The answers in what the handler returned. Raises BadOutput."""
-        return batch_answers(returned, context, len(requests), self.setup.max_response_size)
+    def _responses(self, returned: Any, context: Any, requests: list[HandlerRequest]) -> list[Any]:
+        """The responses in what the handler returned. Raises BadOutput."""
+        return batch_responses(returned, context, len(requests), self.setup.max_response_size)
 
     def _own_context(self, requests: list[HandlerRequest]) -> Any:
         """A copy of the context for these requests alone."""
         context = copy.copy(self._context)
         context.metrics = copy.copy(context.metrics)
-        context.cl_socket = PartialAnswers(self.setup.max_response_size)
+        context.cl_socket = PartialResponses(self.setup.max_response_size)
         self._assign(context, requests)
         return context
 
@@ -205,7 +211,7 @@ class HandlerModel:
         context.request_processor = [self._processor(request.headers) for request in requests]
 
     def _failed(self, error: Exception, count: int) -> list[Any]:
-        """The answers that a PredictionException asks for. Raises the error that callers get for any other."""
+        """The responses that a PredictionException asks for. Raises the error that callers get for any other."""
         name = self.setup.model_name
         if isinstance(error, BadOutput):
             log.warning("handler_output_refused model=%s: %s (%s)", name, error.message, error.detail)
@@ -216,8 +222,8 @@ class HandlerModel:
             if self.setup.retry_split and count > 1:  # re-running in halves finds the guilty request
                 raise ItemFailed("Prediction failed", detail=text) from None
             status = valid_status(getattr(error, "error_code", None), 500)
-            answer = error_answer(status, str(getattr(error, "message", error)))
-            return [copy.copy(answer) for _ in range(count)]
+            response = error_response(status, str(getattr(error, "message", error)))
+            return [copy.copy(response) for _ in range(count)]
         if isinstance(error, MemoryError) or "CUDA" in str(error):
             raise OutOfMemory("Out of resources", detail=text) from None
         raise ItemFailed("Prediction failed", detail=text) from None

@@ -3,10 +3,10 @@
 - `continuousBatching`: each call of `handle` is one step of all active requests. The handler keeps what it needs in
   `context.cache` under the request's id. Only the first step of a request has its inputs and headers; the later ones
   have the sequence's id. `context.stopping_criteria[i](result)` says whether a request is done: True after the last
-  part, None after an answer that is no stream. A handler that sets no criteria ends each request at once.
+  part, None after a response that is no stream. A handler that sets no criteria ends each request at once.
 - `asyncCommunication`: `async def handle`, called with one request at a time; the calls overlap.
 - `sequenceBatching`: the requests of a sequence reach one worker, in order and one at a time. The handler keeps the
-  state, under the sequence's id. With `continuousBatching`, the next request joins as soon as an answer is a stream.
+  state, under the sequence's id. With `continuousBatching`, the next request joins as soon as a response is a stream.
 """
 
 import inspect
@@ -15,9 +15,9 @@ from typing import Any
 
 from penstock.core.worker.steps import Whole
 from penstock.errors import ItemFailed, PenstockError
-from penstock.torchserve.handlers.answers import STREAMED, SendParts, answer, check_results
 from penstock.torchserve.handlers.handler import HandlerModel
-from penstock.torchserve.protocol.codec import HandlerAnswer, HandlerRequest
+from penstock.torchserve.handlers.responses import STREAMED, SendParts, check_results, response_of
+from penstock.torchserve.protocol.codec import HandlerRequest, HandlerResponse
 from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Step
 
@@ -32,7 +32,7 @@ class ContinuousHandlerModel(HandlerModel):
         super().load(device)
         self.__penstock_send_parts_to__(self._collect)
 
-    def _collect(self, parts: list[HandlerAnswer | None]) -> None:
+    def _collect(self, parts: list[HandlerResponse | None]) -> None:
         """Keeps parts that the handler sends during a step; they leave with the step's own parts."""
         for early, part in zip(self._early, parts, strict=True):
             if part is not None:
@@ -49,7 +49,7 @@ class ContinuousHandlerModel(HandlerModel):
             request.inputs = {}
             request.headers = {k: v for k, v in request.headers.items() if k.lower() == self._id_name}
             result = found[i]
-            if isinstance(result, HandlerAnswer):  # without a criterion's True or False
+            if isinstance(result, HandlerResponse):  # without a criterion's True or False
                 if self._early[i] or request.streamed:
                     found[i] = result = Step(result, True)
                 else:
@@ -65,20 +65,20 @@ class ContinuousHandlerModel(HandlerModel):
         if isinstance(cache, dict):
             cache.pop(request.id, None)
 
-    def _answers(self, returned: Any, context: Any, requests: list[HandlerRequest]) -> list[Any]:
+    def _responses(self, returned: Any, context: Any, requests: list[HandlerRequest]) -> list[Any]:
         criteria = context.stopping_criteria
         if not criteria:
-            return super()._answers(returned, context, requests)
+            return super()._responses(returned, context, requests)
         check_results(returned, len(requests))
         return [self._stepped(value, criteria, i, context) for i, value in enumerate(returned)]
 
-    def _stepped(self, value: Any, criteria: Any, i: int, context: Any) -> Step | HandlerAnswer | PenstockError:
+    def _stepped(self, value: Any, criteria: Any, i: int, context: Any) -> Step | HandlerResponse | PenstockError:
         try:
             done = criteria[i](value)
         except Exception as e:
             log.warning("stopping_criteria_failed model=%s", self.setup.model_name, exc_info=e)
             return ItemFailed("Prediction failed", detail=f"the stopping criteria raised {type(e).__name__}")
-        part = answer(value, context.request_processor[i], self.setup.max_response_size, part=done is not None)
+        part = response_of(value, context.request_processor[i], self.setup.max_response_size, part=done is not None)
         if done is None:
             return part
         if done:
@@ -98,4 +98,4 @@ class AsyncHandlerModel(HandlerModel):
         with self._call(context, requests, send, list(range(len(requests))), len(requests)) as call:
             returned = self._handle([request.inputs for request in requests], context)
             call.returned = await returned if inspect.isawaitable(returned) else returned
-        return call.answers
+        return call.responses

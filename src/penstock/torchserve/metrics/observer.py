@@ -47,9 +47,9 @@ _HOST: Final = ("Host",)
 
 
 class FrontendCounts(Struct, frozen=True):
-    """Answers since the start, by status // 100; requests since the last reading, by model and version label."""
+    """Responses since the start, by status // 100; requests since the last reading, by model and version label."""
 
-    answers: Mapping[int, int] = field(default_factory=dict)
+    responses: Mapping[int, int] = field(default_factory=dict)
     requests: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
@@ -110,7 +110,7 @@ class TorchServeMetrics(Observer):
         self._lost = 0
         self._up: set[tuple[str, str]] = set()  # model and version
         self._unloaded: UnloadedVersions[Owner] = UnloadedVersions()
-        self._last_answers: Mapping[int, int] = {}
+        self._last_responses: Mapping[int, int] = {}
         self._flushing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "torchserve-metrics")
         self._writer = _MetricsWriter(config, host, mode, auto_detect, first_worker, clock)
@@ -201,9 +201,9 @@ class TorchServeMetrics(Observer):
         return self._thread.submit(self._writer.write, values, batches)
 
     def _add_counts(self) -> None:
-        before, now = self._last_answers, self.counts()
-        self._last_answers = now.answers
-        for kind, n in now.answers.items():
+        before, now = self._last_responses, self.counts()
+        self._last_responses = now.responses
+        for kind, n in now.responses.items():
             if n > before.get(kind, 0):
                 self._add(f"Requests{kind or 5}XX", _HOST, n - before.get(kind, 0))
         for key, n in now.requests.items():

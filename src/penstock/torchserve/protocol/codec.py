@@ -41,11 +41,11 @@ class HandlerRequest(Struct):
     id: str
     inputs: dict[str, Any]
     headers: dict[str, Any] = field(default_factory=dict)
-    streamed: bool = False  # a part of the answer is sent
+    streamed: bool = False  # a part of the response is sent
 
 
-class HandlerAnswer(Struct):
-    """A handler's answer to one request, encoded; `reason` is the phrase next to the status."""
+class HandlerResponse(Struct):
+    """A handler's response to one request, encoded; `reason` is the phrase next to the status."""
 
     body: bytes | bytearray | memoryview
     content_type: str = ""
@@ -117,10 +117,10 @@ class TorchServeCodec(Codec):
             pass
         return data if type(data) is bytearray else bytearray(data)
 
-    def encode(self, value: HandlerAnswer, item: Item, context: Any) -> ItemResult:
-        """The response. Raises BadOutput for a value that is no answer, or whose headers would break HTTP's framing."""
-        if not isinstance(value, HandlerAnswer):
-            raise BadOutput(f"the model returned a {type(value).__name__}, expected a handler's answer")
+    def encode(self, value: HandlerResponse, item: Item, context: Any) -> ItemResult:
+        """The encoded response. Raises BadOutput for another value and for headers that would break HTTP's framing."""
+        if not isinstance(value, HandlerResponse):
+            raise BadOutput(f"the model returned a {type(value).__name__}, expected a handler's response")
         headers = []
         for name, text in value.headers:
             if not _HEADER_NAME.fullmatch(name):

@@ -168,17 +168,17 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
         return data.tolist()
 
     def handle(self, data: Any, context: Any) -> Any:
-        """The answers of a batch. Records its time in the metric HandlerTime."""
-        return self._timed_answers(data, context, lambda d: self.postprocess(self.inference(self.preprocess(d))))
+        """The responses of a batch. Records its time in the metric HandlerTime."""
+        return self._timed_responses(data, context, lambda d: self.postprocess(self.inference(self.preprocess(d))))
 
-    def _timed_answers(self, data: Any, context: Any, predict: Callable[[Any], Any]) -> Any:
+    def _timed_responses(self, data: Any, context: Any, predict: Callable[[Any], Any]) -> Any:
         start = time.perf_counter()
         self.context = context
-        output = self._answers(data, context, predict)
+        output = self._responses(data, context, predict)
         context.metrics.add_time("HandlerTime", round((time.perf_counter() - start) * 1000, 2), None, "ms")
         return output
 
-    def _answers(self, data: Any, context: Any, predict: Callable[[Any], Any]) -> Any:
+    def _responses(self, data: Any, context: Any, predict: Callable[[Any], Any]) -> Any:
         if os.environ.get("ENABLE_TORCH_PROFILER"):
             if self.manifest is None:
                 self.manifest = context.manifest
@@ -190,7 +190,7 @@ class BaseHandler(abc.ABC):  # noqa: B024 - subclasses may add abstract methods
         return predict(data)
 
     def _infer_with_profiler(self, data: Any) -> tuple[Any, Any]:
-        """The answers of a batch and torch's profile of it, which is also written for TensorBoard."""
+        """The responses of a batch and torch's profile of it, which is also written for TensorBoard."""
         from torch.profiler import ProfilerActivity, profile, record_function, tensorboard_trace_handler
 
         if not self.profiler_args:
@@ -344,7 +344,7 @@ def call_model(model: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def captum() -> Any:
-    """The module `captum.attr`, which explains answers. Raises ImportError with the extra to install."""
+    """The module `captum.attr`, which explains responses. Raises ImportError with the extra to install."""
     return require("captum.attr", f"explanations need Captum: {install_hint('explain')}")
 
 

@@ -44,7 +44,7 @@ class Context:
         self.request_ids: dict[int, str] | None = None
         self.request_processor: Any = None  # a list of RequestProcessor
         self.stopping_criteria: Any = None
-        self.cl_socket: Any = None  # sends partial answers
+        self.cl_socket: Any = None  # sends partial responses
         names = (name.decode() for name in sequence_headers())
         self.header_key_sequence_id, self.header_key_sequence_start, self.header_key_sequence_end = names
 
@@ -77,7 +77,7 @@ class Context:
     def get_sequence_id(self, idx: int) -> Any:
         return self.get_request_header(idx, self.header_key_sequence_id)
 
-    # ---- answers
+    # ---- responses
 
     def set_response_content_type(self, idx: int, value: str) -> None:
         self.set_response_header(idx, "content-type", value)
@@ -144,7 +144,7 @@ def _context_of(proxy: ThreadsContext) -> Context:
 
 
 class RequestProcessor:
-    """The headers of one request, and the headers and status that the handler sets for its answer."""
+    """The headers of one request, and the headers and status that the handler sets for its response."""
 
     def __init__(self, request_header: dict[str, Any]) -> None:
         self._request_header = request_header

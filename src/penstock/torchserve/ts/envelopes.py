@@ -17,7 +17,7 @@ class BaseEnvelope(abc.ABC):
         self.context: Any = None
 
     def handle(self, data: Any, context: Any) -> Any:
-        """The handler's answers in the envelope's format. Empty data (the initializing call) passes through."""
+        """The handler's responses in the envelope's format. Empty data (the initializing call) passes through."""
         self.context = context
         results = self._handle_fn(self.parse_input(data) if data else data, context)
         return self.format_output(results) if results else results
@@ -28,7 +28,7 @@ class BaseEnvelope(abc.ABC):
 
     @abc.abstractmethod
     def format_output(self, data: Any) -> Any:
-        """The answers from the handler's results."""
+        """The responses from the handler's results."""
 
 
 class BodyEnvelope(BaseEnvelope):
@@ -58,11 +58,11 @@ class JSONEnvelope(BaseEnvelope):
         return [row for rows in requests for row in rows]
 
     def format_output(self, data: Any) -> Any:
-        answers, start = [], 0
+        responses, start = [], 0
         for length in self._lengths:
-            answers.append(json.dumps({"predictions": data[start : start + length]}))
+            responses.append(json.dumps({"predictions": data[start : start + length]}))
             start += length
-        return answers
+        return responses
 
 
 class _PerRequest(BaseEnvelope):
@@ -71,10 +71,10 @@ class _PerRequest(BaseEnvelope):
     def handle(self, data: Any, context: Any) -> Any:
         if not data or len(data) == 1:
             return super().handle(data, context)
-        answers = []
+        responses = []
         for i, row in enumerate(data):
-            answers += super().handle([row], context_of(context, i))
-        return answers
+            responses += super().handle([row], context_of(context, i))
+        return responses
 
 
 class KServeEnvelope(_PerRequest):

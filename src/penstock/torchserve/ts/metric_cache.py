@@ -1,6 +1,6 @@
 """The metrics that handlers record, and `context.metrics`, the cache that holds them by type and name.
 
-The values reach the server with the batch's answers.
+The values reach the server with the batch's responses.
 """
 
 import abc

@@ -40,7 +40,7 @@ class MicroBatching:
         self._parallelism.update(parallelism)
 
     def handle(self, data: Any) -> list[Any]:
-        """The answers of a batch. Raises the first failed micro-batch's error after all have finished."""
+        """The responses of a batch. Raises the first failed micro-batch's error after all have finished."""
         size = self.micro_batch_size
         parts = [data[i : i + size] for i in range(0, len(data), size)]
         results: list[Future[Any]] = [Future() for _ in parts]
@@ -61,11 +61,11 @@ class MicroBatching:
         for index, part in enumerate(parts):
             pools[0].submit(run, 0, index, part)
         wait(results)
-        return [answer for result in results for answer in result.result()]
+        return [response for result in results for response in result.result()]
 
     def __call__(self, data: Any, context: Any) -> Any:
         """Does what the handler's `handle` does, in micro-batches."""
-        return self.handler._timed_answers(data, context, self.handle)
+        return self.handler._timed_responses(data, context, self.handle)
 
     def get_micro_batch_idx(self) -> int | None:
         """The index of the micro-batch that the calling step processes; None outside a step."""

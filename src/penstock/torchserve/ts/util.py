@@ -1,4 +1,4 @@
-"""Helpers that handlers import: labels, partial answers, imports by name, timers, compiler names, words of a text."""
+"""Helpers that handlers import: labels, partial responses, imports by name, timers, compiler names, words of a text."""
 
 import enum
 import functools
@@ -69,7 +69,7 @@ def load_label_mapping(mapping_file_path: str | os.PathLike[str]) -> dict[str, s
     For a label that is a list, its last element counts. Raises Exception for another format.
     """
     if not os.path.isfile(mapping_file_path):
-        log.warning("labels_missing file=%s: answers have class numbers", os.path.basename(mapping_file_path))
+        log.warning("labels_missing file=%s: responses have class numbers", os.path.basename(mapping_file_path))
         return None
     with open(mapping_file_path, encoding="utf-8") as f:
         mapping = json.load(f)
@@ -105,11 +105,11 @@ def map_class_to_label(
     ]
 
 
-# ---- partial answers
+# ---- partial responses
 
 
 class PredictResponse(NamedTuple):
-    """`values` holds answers, or parts of them, by place in the batch; `more` announces further parts.
+    """`values` holds responses, or parts of them, by place in the batch; `more` announces further parts.
 
     `ids` maps places to request ids; None if the handler gave only places.
     """
@@ -132,7 +132,7 @@ def create_predict_response(
 
 
 def send_intermediate_predict_response(ret: Any, req_id_map: Any, message: str, code: int, context: Any = None) -> None:
-    """Immediately sends a part of the answers to the callers in `req_id_map`, usually `context.request_ids`.
+    """Immediately sends a part of the responses to the callers in `req_id_map`, usually `context.request_ids`.
 
     The return value of `handle` is the last part. Only the first process of a multi-process model sends.
     """

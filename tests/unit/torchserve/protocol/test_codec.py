@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadOutput, BadRequest, PenstockError
-from penstock.torchserve.protocol.codec import HandlerAnswer, InputsCodec, RawCodec, TorchServeCodec
+from penstock.torchserve.protocol.codec import HandlerResponse, InputsCodec, RawCodec, TorchServeCodec
 from penstock.types import Item, ItemResult
 
 CODEC = TorchServeCodec("m", "1")
@@ -165,22 +165,24 @@ def test_grpc_inputs_are_bytearrays():
 
 
 def test_an_answer_has_the_handlers_values():
-    answer = HandlerAnswer(b"x", "text/csv", 404, "Gone", [("X-A", "1"), ("Content-Length", "7"), ("Connection", "no")])
+    answer = HandlerResponse(
+        b"x", "text/csv", 404, "Gone", [("X-A", "1"), ("Content-Length", "7"), ("Connection", "no")]
+    )
     expected = ItemResult(b"x", "text/csv", 404, [("X-A", "1")], reason="Gone")
     assert CODEC.encode(answer, Item(b""), None) == expected
-    assert CODEC.encode(HandlerAnswer(b"x"), Item(b""), None) == ItemResult(b"x", reason="")
-    named = HandlerAnswer(b"x", headers=[("X-A", "é€")])
+    assert CODEC.encode(HandlerResponse(b"x"), Item(b""), None) == ItemResult(b"x", reason="")
+    named = HandlerResponse(b"x", headers=[("X-A", "é€")])
     assert CODEC.encode(named, Item(b""), None).headers == [("X-A", "é?")]
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        HandlerAnswer(b"", headers=[("X-A", "1\r\nSet-Cookie: a")]),
-        HandlerAnswer(b"", headers=[("X A", "1")]),
-        HandlerAnswer(b"", headers=[("", "1")]),
-        HandlerAnswer(b"", "text/plain\r\nX-A: 1"),
-        HandlerAnswer(b"", reason="Fine\n"),
+        HandlerResponse(b"", headers=[("X-A", "1\r\nSet-Cookie: a")]),
+        HandlerResponse(b"", headers=[("X A", "1")]),
+        HandlerResponse(b"", headers=[("", "1")]),
+        HandlerResponse(b"", "text/plain\r\nX-A: 1"),
+        HandlerResponse(b"", reason="Fine\n"),
     ],
 )
 def test_an_answer_cannot_break_the_framing(answer):

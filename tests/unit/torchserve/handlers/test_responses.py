@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadOutput
-from penstock.torchserve.handlers.answers import PartialAnswers, answer, error_answer, valid_status
+from penstock.torchserve.handlers.responses import PartialResponses, error_response, response_of, valid_status
 from penstock.torchserve.ts.context import RequestProcessor
 from penstock.torchserve.ts.util import create_predict_response
 
@@ -25,19 +25,19 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_json_equals_pythons(value):
     if not isinstance(value, str):
-        assert answer(value, RequestProcessor({}), 0).body == json.dumps(value, indent=2).encode()
+        assert response_of(value, RequestProcessor({}), 0).body == json.dumps(value, indent=2).encode()
 
 
 @pytest.mark.parametrize("value", [{1: math.nan}, ["\ud800"], {"ü": "\ud83d"}, [[], {}], (1,), math.inf, 2**200])
 def test_unusual_json_equals_pythons(value):
-    assert answer(value, RequestProcessor({}), 0).body == json.dumps(value, indent=2).encode()
+    assert response_of(value, RequestProcessor({}), 0).body == json.dumps(value, indent=2).encode()
 
 
 def test_headers_of_any_type_become_text():
     processor = RequestProcessor({})
     processor.add_response_property("X-Count", 3)  # type: ignore[arg-type]
     processor.add_response_property("Content-Type", "text/csv")
-    found = answer("x", processor, 0)
+    found = response_of("x", processor, 0)
     assert (found.headers, found.content_type) == ([("X-Count", "3")], "text/csv")
 
 
@@ -49,7 +49,7 @@ def test_a_status_that_http_cannot_carry_is_500(code, status):
 
 
 def test_an_error_answer_has_torchserves_format():
-    found = error_answer(507, 'too "much"')
+    found = error_response(507, 'too "much"')
     assert found.body == b'{\n  "code": 507,\n  "type": "InternalServerException",\n  "message": "too \\"much\\""\n}\n'
     assert (found.status, found.content_type) == (507, "application/json")
 
@@ -60,7 +60,7 @@ def test_an_error_answer_has_torchserves_format():
 @pytest.fixture
 def running():
     """The parts of a batch of two, places 2 and 0 of three, and what was sent of them."""
-    parts, sent = PartialAnswers(100), []
+    parts, sent = PartialResponses(100), []
     parts.begin(sent.append, ["x", "y"], [2, 0], 3)
     return parts, sent
 
@@ -96,7 +96,7 @@ def test_parts_after_the_end_are_dropped(running):
     parts.end()
     parts.sendall(response("a", "b"))
     assert sent == []
-    PartialAnswers(0).sendall(response("a", "b"))  # or before any batch
+    PartialResponses(0).sendall(response("a", "b"))  # or before any batch
 
 
 def test_a_thread_of_an_earlier_batch_reaches_no_caller_of_this_one(running):

@@ -1,4 +1,4 @@
-"""The answers of a handler as bytes with status and headers: final ones, and partial ones sent during a call."""
+"""The responses of a handler as bytes with status and headers: final ones, and partial ones sent during a call."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import msgspec
 
 from penstock.errors import BadOutput
 from penstock.torchserve.protocol.api import error_body
-from penstock.torchserve.protocol.codec import HandlerAnswer
+from penstock.torchserve.protocol.codec import HandlerResponse
 
-STREAMED = "ts_stream_next"  # header of a partial answer: "true", on the last part "false"
-SendParts = Callable[[list[HandlerAnswer | None]], None]
-"""Sends one partial answer per item of the running call; None for an item without one."""
+STREAMED = "ts_stream_next"  # header of a partial response: "true", on the last part "false"
+SendParts = Callable[[list[HandlerResponse | None]], None]
+"""Sends one partial response per item of the running call; None for an item without one."""
 
 
-def batch_answers(returned: Any, context: Any, count: int, limit_bytes: int) -> list[HandlerAnswer]:
-    """The answers of a whole batch. Raises BadOutput with TorchServe's message."""
+def batch_responses(returned: Any, context: Any, count: int, limit_bytes: int) -> list[HandlerResponse]:
+    """The responses of a whole batch. Raises BadOutput with TorchServe's message."""
     check_results(returned, count)
-    return [answer(value, context.request_processor[i], limit_bytes) for i, value in enumerate(returned)]
+    return [response_of(value, context.request_processor[i], limit_bytes) for i, value in enumerate(returned)]
 
 
 def check_results(returned: Any, count: int) -> None:
@@ -36,14 +36,14 @@ def check_results(returned: Any, count: int) -> None:
         raise BadOutput("number of batch response mismatched", detail=detail)
 
 
-def answer(value: Any, processor: Any, limit_bytes: int, part: bool = False) -> HandlerAnswer:
-    """The answer to one request, or a part of it; an error if it exceeds `limit_bytes` (0: no limit).
+def response_of(value: Any, processor: Any, limit_bytes: int, part: bool = False) -> HandlerResponse:
+    """The response to one request, or a part of it; an error if it exceeds `limit_bytes` (0: no limit).
 
     `processor` is the context's processor for this request. Raises BadOutput.
     """
     body = _body(value)
     if limit_bytes and len(body) > limit_bytes:
-        return error_answer(500, f"The response of {len(body)} bytes is larger than max_response_size={limit_bytes}.")
+        return error_response(500, f"The response of {len(body)} bytes is larger than max_response_size={limit_bytes}.")
     set_headers = processor.get_response_headers()
     if part:
         set_headers[STREAMED] = "true"
@@ -57,12 +57,13 @@ def answer(value: Any, processor: Any, limit_bytes: int, part: bool = False) -> 
         else:
             headers.append((str(name), str(text)))
     status, phrase = processor.get_response_status_code(), processor.get_response_status_phrase()
-    return HandlerAnswer(body, content_type, valid_status(status, 200), "" if phrase is None else str(phrase), headers)
+    reason = "" if phrase is None else str(phrase)
+    return HandlerResponse(body, content_type, valid_status(status, 200), reason, headers)
 
 
-def error_answer(status: int, message: str) -> HandlerAnswer:
-    """An error as an answer, because Penstock's error classes do not cover a handler's own statuses."""
-    return HandlerAnswer(error_body(status, "InternalServerException", message), "application/json", status)
+def error_response(status: int, message: str) -> HandlerResponse:
+    """An error as a response, because Penstock's error classes do not cover a handler's own statuses."""
+    return HandlerResponse(error_body(status, "InternalServerException", message), "application/json", status)
 
 
 def valid_status(code: Any, default: int) -> int:
@@ -99,8 +100,8 @@ def _json(value: Any) -> bytes:
         return json.dumps(value, indent=2).encode()
 
 
-class PartialAnswers:
-    """A Context's `cl_socket`: sends partial answers to the callers of the running batch, from any thread.
+class PartialResponses:
+    """A Context's `cl_socket`: sends partial responses to the callers of the running batch, from any thread.
 
     A part sent after the end of its batch is dropped, also during the next batch: a leftover thread of the handler
     must not reach another batch's callers. An installed `ts` sends bytes in TorchServe's worker protocol.
@@ -129,21 +130,21 @@ class PartialAnswers:
         with self._lock:
             if self._send is None:
                 return
-            parts: list[HandlerAnswer | None] = [None] * self._count
+            parts: list[HandlerResponse | None] = [None] * self._count
             found = self._of_frame(response) if isinstance(response, (bytes, bytearray)) else self._of_values(response)
             for i, part in found:
                 parts[self._places[i]] = part
             if any(part is not None for part in parts):
                 self._send(parts)
 
-    def _of_values(self, response: Any) -> Iterator[tuple[int, HandlerAnswer]]:
+    def _of_values(self, response: Any) -> Iterator[tuple[int, HandlerResponse]]:
         values: Mapping[int, Any] = response.values
         for i, value in values.items():
             if response.ids is None or (i < len(self._ids) and response.ids[i] == self._ids[i]):
-                yield i, answer(value, response.context.request_processor[i], self._limit_bytes, part=True)
+                yield i, response_of(value, response.context.request_processor[i], self._limit_bytes, part=True)
 
-    def _of_frame(self, data: bytes | bytearray) -> Iterator[tuple[int, HandlerAnswer]]:
-        """The answers in a message from TorchServe 0.12's worker to its server."""
+    def _of_frame(self, data: bytes | bytearray) -> Iterator[tuple[int, HandlerResponse]]:
+        """The responses in a message from TorchServe 0.12's worker to its server."""
         frame = _Frame(data)
         frame.number()
         frame.text()
@@ -154,9 +155,9 @@ class PartialAnswers:
             headers = [(k, v) for k, v in headers if k.lower() != "content-type"]
             body = frame.take(frame.number())
             if request_id in self._ids:
-                yield self._ids.index(request_id), HandlerAnswer(body, content_type, status, reason, headers)
+                yield self._ids.index(request_id), HandlerResponse(body, content_type, status, reason, headers)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartialAnswers:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartialResponses:
         return self  # a copy of a context belongs to the same batch
 
 
