@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -20,6 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from support.shared_batchers import until
 
 HANDLER = """
 import os, sys, time
@@ -94,13 +95,6 @@ def post(url: str, body: bytes) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-def until(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + START_S
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def begin(url: str, folder: Path) -> tuple[threading.Thread, list[tuple[int, bytes]]]:
     """Starts a request that runs until the file "go" exists; returns its thread and its answers."""
     answers: list[tuple[int, bytes]] = []
@@ -111,7 +105,7 @@ def begin(url: str, folder: Path) -> tuple[threading.Thread, list[tuple[int, byt
 
 
 def test_a_server_starts_in_the_background_serves_and_stops(torchserve: Any, store: Callable[..., Path]) -> None:
-    folder = store()
+    folder = store(access_log="true")
     torchserve.start("--ts-config", "config.properties")
     assert torchserve.fetch(torchserve.url() + "/predictions/echo", b"") == (200, b"answer")
     assert torchserve.fetch(torchserve.url() + "/ping")[0] == 200
@@ -136,6 +130,9 @@ def test_a_server_starts_in_the_background_serves_and_stops(torchserve: Any, sto
     status, said = torchserve.run("torchserve", "--stop")
     assert (status, sorted(said.splitlines())[1]) == (0, "TorchServe is not currently running.")
     assert not (folder / "key_file.json").exists()
+    lines = (folder / "logs" / "access_log.log").read_text().splitlines()
+    assert len([line for line in lines if '"POST /predictions/echo HTTP/1.1" 200' in line]) == 1
+    assert all(len(line) <= 200 for line in lines)
 
 
 def test_without_a_file_the_last_state_is_restored(torchserve: Any, store: Callable[..., Path]) -> None:
@@ -210,24 +207,6 @@ def test_a_second_signal_ends_at_once(
     assert not torchserve.pids(), "what is left of it is in nobody's way"
 
 
-def test_a_server_stops_even_if_nobody_reads_stdout(torchserve: Any, store: Callable[..., Path]) -> None:
-    folder = store(inference_address="unix:s")
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(write, b"x" * 4096)
-    os.set_blocking(write, True)
-    command = [Path(sys.executable).with_name("torchserve"), "--foreground", "--ts-config", "config.properties"]
-    with subprocess.Popen(command, cwd=folder, env=torchserve.env, stdout=write, stderr=subprocess.DEVNULL) as server:
-        until((folder / "s").exists)
-        server.terminate()
-        assert server.wait(START_S) == 0
-    os.close(read)
-    os.close(write)
-    assert not (folder / "tmp" / ".model_server.pid").exists()
-
-
 def test_a_port_in_use_is_reported_with_its_key(torchserve: Any, store: Callable[..., Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -288,13 +267,3 @@ def test_one_unix_socket_serves_all_apis(torchserve: Any, store: Callable[..., P
         os.chdir(before)
     torchserve.run("torchserve", "--stop")
     assert not (folder / "s").exists()
-
-
-def test_the_access_log_has_one_short_line_per_request(torchserve: Any, store: Callable[..., Path]) -> None:
-    folder = store(access_log="true")
-    torchserve.start("--ts-config", "config.properties")
-    torchserve.fetch(torchserve.url() + "/predictions/echo", b"")
-    torchserve.run("torchserve", "--stop")
-    (line,) = (folder / "logs" / "access_log.log").read_text().splitlines()
-    assert '"POST /predictions/echo HTTP/1.1" 200' in line
-    assert len(line) <= 200
