@@ -19,7 +19,6 @@ from penstock.errors import ConfigError
 from penstock.torchserve.cli.logs import ServerLogs, read_log4j
 from penstock.torchserve.config import Properties
 
-NAMES = {"access_log.log", "ts_log.log", "ts_metrics.log", "model_log.log", "model_metrics.log"}
 Open = Callable[..., ServerLogs]
 
 
@@ -42,13 +41,9 @@ def lines(folder: Path, name: str) -> list[str]:
     return (folder / f"{name}.log").read_text().splitlines()
 
 
-def test_the_five_files_are_there_from_the_start(logs: Open, tmp_path: Path) -> None:
-    logs().close()
-    assert set(os.listdir(tmp_path / "logs")) == NAMES
-
-
 def test_metrics_have_a_folder_of_their_own(tmp_path: Path) -> None:
     ServerLogs(Properties(log_location=str(tmp_path / "a"), metrics_location=str(tmp_path / "b"))).close()
+    assert set(os.listdir(tmp_path / "a")) == {"access_log.log", "ts_log.log", "model_log.log"}
     assert set(os.listdir(tmp_path / "b")) == {"ts_metrics.log", "model_metrics.log"}
 
 
@@ -91,21 +86,13 @@ def test_characters_that_stdout_cannot_encode_are_escaped(
 def test_metrics_go_only_to_their_files(logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = logs()
     logging.getLogger("TS_METRICS").info("Requests2XX.Count:1")
-    logging.getLogger("MODEL_METRICS").info("HandlerTime.ms:1")
-    opened.close()
-    assert re.fullmatch(r"[\d:,T-]+ - Requests2XX\.Count:1", lines(tmp_path / "logs", "ts_metrics")[0])
-    assert lines(tmp_path / "logs", "model_metrics")[0].endswith(" - HandlerTime.ms:1")
-    assert capsys.readouterr().out == ""
-
-
-def test_one_record_can_hold_many_metrics(logs: Open, tmp_path: Path) -> None:
-    opened = logs()
     logging.getLogger("MODEL_METRICS").info("%s", "HandlerTime.ms:1\nHandlerTime.ms:2")
     opened.close()
+    assert re.fullmatch(r"[\d:,T-]+ - Requests2XX\.Count:1", lines(tmp_path / "logs", "ts_metrics")[0])
     found = [line.partition(" - ") for line in lines(tmp_path / "logs", "model_metrics")]
     assert [text for _, _, text in found] == ["HandlerTime.ms:1", "HandlerTime.ms:2"]
-    assert found[0][0] == found[1][0]
-    assert re.fullmatch(r"[\d:,T-]+", found[0][0])
+    assert found[0][0] == found[1][0], "one record has one time"
+    assert capsys.readouterr().out == ""
 
 
 def say_metrics() -> None:
@@ -139,10 +126,8 @@ def test_metrics_are_lines_of_stdout_in_torchserves_form(
 def test_metrics_leave_stdout_by_key_or_log4j2_xml(
     logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str]
 ) -> None:
-    path = tmp_path / "log4j2.xml"
     for xml, keys, shown in ((XML, {}, 2), (XML.replace(*change), {}, 0), (XML, {"console_metrics": False}, 0)):
-        path.write_text(xml.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
-        opened = logs(config=str(path), **keys)
+        opened = logs(config=str(log4j(tmp_path, xml)), **keys)
         say_metrics()
         opened.close()
         assert capsys.readouterr().out.count("HandlerTime") == shown
@@ -266,17 +251,6 @@ def test_a_printed_line_has_no_prefix_and_keeps_its_order(logs: Open, capsys: py
     assert lines_said[1:] == ["Model server started.", "after the end"]
 
 
-def test_a_server_stops_even_if_stdout_blocks(logs: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.torchserve.cli.logs.CLOSE_S", 0.01)
-    with full_pipe(monkeypatch) as empty:
-        opened = logs()
-        for _ in range(20):
-            logging.getLogger("penstock.engine").info("here")
-        opened.print_line("Torchserve stopped.")
-        assert not opened.close()
-        end_writing(opened, empty)
-
-
 # ---- --log-config
 
 XML = """<?xml version="1.0" encoding="UTF-8"?>
@@ -295,6 +269,13 @@ XML = """<?xml version="1.0" encoding="UTF-8"?>
     <Root level="all"><AppenderRef ref="STDOUT"/></Root>
   </Loggers>
 </Configuration>"""
+
+
+def log4j(folder: Path, xml: str = XML) -> Path:
+    """A file with the access log in the folder."""
+    path = folder / "log4j2.xml"
+    path.write_text(xml.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(folder)))
+    return path
 
 
 def test_levels_and_files_of_a_log4j2_xml_apply(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -316,8 +297,7 @@ def test_ignored_parts_of_a_log4j2_xml_are_logged_once(tmp_path: Path, caplog: p
 
 
 def test_a_log4j2_xml_can_enable_the_access_log(logs: Open, tmp_path: Path) -> None:
-    path = tmp_path / "log4j2.xml"
-    path.write_text(XML.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
+    path = log4j(tmp_path)
     opened = logs(config=str(path))
     logging.getLogger("ACCESS_LOG").info("here")
     logging.getLogger("penstock.engine").info("not told: the level is warn")
@@ -326,15 +306,11 @@ def test_a_log4j2_xml_can_enable_the_access_log(logs: Open, tmp_path: Path) -> N
     assert not lines(tmp_path / "logs", "ts_log")
 
 
-def test_the_servers_lines_stay_with_a_log4j2_xml_that_names_its_logger(
+def test_a_log4j2_xml_that_names_the_servers_logger_moves_none_of_its_lines(
     logs: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "log4j2.xml"
-    file.write_text(
-        '<Configuration><Loggers><Logger name="org.pytorch.serve" level="debug"/><Root level="info"/></Loggers>'
-        "</Configuration>"
-    )
-    opened = logs(config=str(file))
+    logger = '<Logger name="org.pytorch.serve" level="debug"/><Root level="info"/>'
+    opened = logs(config=str(log4j(tmp_path, f"<Configuration><Loggers>{logger}</Loggers></Configuration>")))
     logging.getLogger("penstock.engine").debug("here")
     opened.close()
     (line,) = lines(tmp_path / "logs", "ts_log")
@@ -343,8 +319,7 @@ def test_the_servers_lines_stay_with_a_log4j2_xml_that_names_its_logger(
 
 
 def test_vmargs_can_name_a_log4j2_xml(logs: Open, tmp_path: Path) -> None:
-    path = tmp_path / "log4j2.xml"
-    path.write_text(XML.replace("MORE", "").replace("${env:LOG_LOCATION:-logs}", str(tmp_path)))
+    path = log4j(tmp_path)
     logs(vmargs=f"-Xmx1g -Dlog4j.configurationFile=file://{path}").close()
     assert (tmp_path / "mine.log").exists()
 

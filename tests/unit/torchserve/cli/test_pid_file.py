@@ -98,30 +98,23 @@ def test_a_link_is_not_followed(path: str, tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").read_text() == "1\n"
 
 
-def test_a_running_torchserve_counts_as_the_server(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("marks", "is_server"),
+    [((pid_file.JAVA_SERVER,), True), ((pid_file.SERVER_MODULE, pid_file.JAVA_SERVER), False)],
+    ids=["TorchServe", "another Penstock server, with the number of a crashed one"],
+)
+def test_a_process_that_holds_no_lock_is_the_server_only_if_it_is_torchserves(
+    path: str, marks: tuple[str, ...], is_server: bool
+) -> None:
     code = "import sys; print('up', flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, pid_file.JAVA_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    with process:
+    command = [sys.executable, "-c", code, *marks]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         Path(path).write_text(f"{process.pid}")
-        assert running_pid(path) == process.pid
+        assert running_pid(path) == (process.pid if is_server else None)
         process.kill()
     assert running_pid(path) is None
-
-
-def test_another_penstock_server_with_the_number_of_a_crashed_one_is_not_taken_for_it(path: str) -> None:
-    code = "import sys; print('up', flush=True); sys.stdin.read()"
-    marks = [pid_file.SERVER_MODULE, pid_file.JAVA_SERVER]
-    process = subprocess.Popen([sys.executable, "-c", code, *marks], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        Path(path).write_text(f"{process.pid}")
-        assert running_pid(path) is None
-        process.kill()
 
 
 def test_stop_ends_the_server_and_waits_for_it(path: str) -> None:
