@@ -8,10 +8,8 @@ import json
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,47 +52,7 @@ def drawing() -> bytes:
     return (EXAMPLE / "drawing.jpg").read_bytes()
 
 
-def blank(side: int) -> bytes:
-    """A black PNG of so many pixels a side, a multiple of eight, in a thousandth of as many bytes."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    head = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-    rows = zlib.compress((b"\0" + bytes(side // 8)) * side)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-
-
 # ---- drawings
-
-
-def test_the_same_seed_draws_the_same_figures(parts: Any) -> None:
-    one, again, other = (parts.drawings.pictures(3, seed) for seed in (4, 4, 5))
-    for first, second in zip(one, again, strict=True):
-        assert (first.pixels == second.pixels).all()
-        assert (first.masks == second.masks).all()
-    assert any(
-        a.pixels.shape != b.pixels.shape or (a.pixels != b.pixels).any() for a, b in zip(one, other, strict=True)
-    )
-
-
-def test_a_figures_box_is_that_of_its_mask_and_its_ink_lies_in_it(parts: Any) -> None:
-    random = np.random.default_rng(0)
-    figures = 0
-    for _ in range(12):
-        found = parts.drawings.draw(random, 240, 200)
-        assert found.pixels.shape == (200, 240, 3)
-        for box, mask in zip(found.boxes.astype(int), found.masks, strict=True):
-            left, top, right, bottom = box
-            assert 0 <= left < right <= 240
-            assert 0 <= top < bottom <= 200
-            inside = mask[top:bottom, left:right]
-            assert inside.sum() == mask.sum() > 0
-            assert inside[0].any() and inside[-1].any() and inside[:, 0].any() and inside[:, -1].any()  # noqa: PT018
-            grey = found.pixels.mean(axis=2)
-            assert grey[mask].min() < grey[~found.masks.any(axis=0)].mean() - 20
-            figures += 1
-    assert figures >= 12
 
 
 def test_the_generator_writes_pictures_and_what_is_on_them(parts: Any, tmp_path: Path) -> None:
@@ -203,10 +161,6 @@ def test_the_shipped_weights_find_as_much_as_the_readme_says(parts: Any, capsys:
         assert float(found[name]) == pytest.approx(float(said), abs=0.06)  # these are fewer drawings
 
 
-def test_the_weights_are_plain_tensors_of_less_than_a_megabyte() -> None:
-    assert (EXAMPLE / "weights.safetensors").stat().st_size < 1_000_000
-
-
 @pytest.mark.parametrize(("precision", "optimize"), [("bf16", "none"), ("fp32", "optimize_for_inference")])
 def test_half_precision_and_fused_operators_find_the_same_figures(parts: Any, precision: str, optimize: str) -> None:
     from penstock.runtimes.torch import prepare
@@ -297,8 +251,10 @@ def test_what_is_no_picture_is_refused(server: Any, body: bytes, content_type: s
 
 
 def test_a_picture_that_is_small_as_a_file_and_huge_when_decoded_is_refused(server: Any) -> None:
-    assert server.post(PREDICT, blank(64), "image/png")[0] == 200
-    status, answer = server.post(PREDICT, blank(8200), "image/png")
+    small, huge = (cv2.imencode(".png", np.zeros((side, side), np.uint8))[1].tobytes() for side in (64, 8200))
+    assert len(huge) < 1_000_000
+    assert server.post(PREDICT, small, "image/png")[0] == 200
+    status, answer = server.post(PREDICT, huge, "image/png")
     assert status == 400
     assert "a PNG or JPEG of at most 64 megapixels" in answer.decode()
 
