@@ -185,7 +185,7 @@ def test_a_supervisor_that_never_reads_stdout_stops_neither_serving_nor_files_no
         assert server.wait(30) == 0
         assert time.monotonic() - began < 15
         assert not (torchserve.folder / "tmp" / ".model_server.pid").exists()
-        assert len(os.read(read, 2**20)) > 60_000, "the pipe was full"
+        assert len(os.read(read, 2**20)) > 40_000, "the pipe was full"  # 64 KiB, less what pages leave free
     finally:
         server.kill()
         server.wait()

@@ -5,6 +5,9 @@ TorchServe itself is installed. No module here has the name of one of TorchServe
 package would hide. Only the modules that are useless without torch load it.
 """
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.12.0"
 
 MODULES = {
@@ -52,3 +55,10 @@ MODULES = {
     "utils.util": "util",
     "version": "",
 }
+
+
+def __getattr__(name: str) -> Any:
+    """The module of `from ts import name`, which Python looks up under this package's own name."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{MODULES[name]}".removesuffix("."))

@@ -24,6 +24,9 @@ for name, members in json.loads(sys.argv[1]).items():
     module = importlib.import_module(f"ts.{name}".rstrip("."))
     ours = importlib.import_module(f"penstock.torchserve.ts.{MODULES.get(name, name)}".rstrip("."))
     assert module is ours, name
+    if name and "." not in name:
+        exec(f"from ts import {name} as found")
+        assert found is ours, name
     for member in members:
         getattr(module, member)
 print(" ".join(sorted({name.split(".")[0] for name in sys.modules})))
