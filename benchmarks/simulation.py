@@ -22,7 +22,7 @@ from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.perf.bench.figures import latency_of, summarise
 from penstock.perf.bench.load import closed_loop
 from penstock.perf.bench.measurement import Latency, Load, Slo
-from penstock.perf.simulate.replay import DEPTH, ReplayGrid, parse_policies, replay
+from penstock.perf.simulate.replay import DEPTH, PolicyChoice, replay
 from penstock.perf.simulate.simulator import OpenLoop, ServiceTime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -72,8 +72,7 @@ def predicted(service: ServiceTime, handover_s: float, load: Load, seed: int, se
     start = time.process_time()
     if load.mode == "open":
         arrivals = harness.poisson(load.rate, seconds, seed)
-        grid = ReplayGrid(parse_policies("adaptive"), [ROWS])
-        one = next(replay(OpenLoop(arrivals), service, grid, Slo(), handover_s=handover_s))
+        one = replay(OpenLoop(arrivals), service, Slo(), PolicyChoice("adaptive"), ROWS, 1, handover_s=handover_s)
         rate, latency, requests = one.throughput, one.latency, len(arrivals)
     else:
         settings = SimulationSettings(depth=DEPTH, handover_s=handover_s, seed=seed)

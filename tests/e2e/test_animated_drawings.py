@@ -333,7 +333,7 @@ def test_the_file_for_the_benchmark_suite_is_read_as_it_stands_there() -> None:
 def test_the_commands_of_the_readme_that_measure_are_understood() -> None:
     from penstock.perf.bench.cli import bench, benchmark_suite
     from penstock.perf.bench.measurement import parse_slo
-    from penstock.perf.commands import tune
+    from penstock.perf.cli import tune
     from penstock.perf.tune.space import parse_space
 
     verbs = {"tune": tune, "bench": bench, "benchmark-suite": benchmark_suite}

@@ -19,14 +19,14 @@ _COMMANDS = {
     "config": "penstock.cli.serve:config",
     "demo": "penstock.cli.demo.command:demo",
     "gate": "penstock.perf.bench.cli:gate",
-    "plan": "penstock.perf.commands:plan",
+    "plan": "penstock.perf.cli:plan",
     "pipeline": "penstock.pipeline.cli:pipeline",
     "queue": "penstock.streamer.redis.cli:queue",
     "sagemaker": "penstock.platforms.sagemaker:sagemaker",
     "serve": "penstock.cli.serve:serve",
-    "simulate": "penstock.perf.commands:simulate",
+    "simulate": "penstock.perf.cli:simulate",
     "torchserve": "penstock.torchserve.cli.torchserve:torchserve",
-    "tune": "penstock.perf.commands:tune",
+    "tune": "penstock.perf.cli:tune",
     "worker": "penstock.streamer.redis.cli:worker",
 }
 

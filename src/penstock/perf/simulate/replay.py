@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import click
@@ -16,7 +16,7 @@ from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
-from penstock.perf.bench.document import align
+from penstock.perf.bench.document import UNKNOWN, align, number
 from penstock.perf.bench.figures import latency_of
 from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult, Slo, parse_slo
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulate
@@ -27,9 +27,6 @@ TIMEOUT_S: Final = 30.0  # the configuration's default; here no request expires
 DEPTH: Final = 2  # process workers receive one batch ahead
 KEEPS_UP: Final = 0.97  # of the offered rate: with less throughput the queue grows without bound
 SECONDS: Final = 30.0
-HEADER: Final = (
-    "policy", "instances", "batch", "answered/s", "p50 ms", "p99 ms", "p99.9 ms", "mean batch", "busy", "SLO",
-)  # fmt: skip
 
 
 class PolicyChoice(Struct, frozen=True):
@@ -47,20 +44,6 @@ class PolicyChoice(Struct, frozen=True):
         """A new policy; a policy learns, so each simulation needs its own."""
         hold: float | Literal["auto"] = "auto" if self.max_hold_s is None else self.max_hold_s
         return policy_of(BatchingConfig(policy=self.name, max_hold_s=hold, timeout_s=TIMEOUT_S))
-
-
-class ReplayGrid(Struct, frozen=True):
-    """The combinations that a replay tries."""
-
-    policies: Sequence[PolicyChoice]
-    batches: Sequence[int] = (64,)
-    instances: Sequence[int] = (1,)
-
-    def __iter__(self) -> Iterator[tuple[PolicyChoice, int, int]]:
-        """Each (policy, batch size, instances). The policy `none` ignores the batch size and so appears once."""
-        for count, policy in itertools.product(self.instances, self.policies):
-            for batch in self.batches if policy.name != "none" else (1,):
-                yield policy, batch, count
 
 
 class ReplayResult(Struct, frozen=True, kw_only=True):
@@ -126,10 +109,27 @@ def parse_policies(text: str) -> list[PolicyChoice]:
     return list(dict.fromkeys(found))
 
 
+def combinations(
+    policies: Sequence[PolicyChoice], batches: Sequence[int], instances: Sequence[int]
+) -> Iterator[tuple[PolicyChoice, int, int]]:
+    """Each (policy, batch size, instances). The policy `none` ignores the batch size and so appears once."""
+    for count, policy in itertools.product(instances, policies):
+        for batch in batches if policy.name != "none" else (1,):
+            yield policy, batch, count
+
+
 def replay(
-    load: OpenLoop, service: ServiceTime, grid: ReplayGrid, slo: Slo, *, handover_s: float = 0.0, seed: int = 0
-) -> Iterator[ReplayResult]:
-    """One result for each combination of the grid, as soon as it is known.
+    load: OpenLoop,
+    service: ServiceTime,
+    slo: Slo,
+    policy: PolicyChoice,
+    batch: int,
+    instances: int,
+    *,
+    handover_s: float = 0.0,
+    seed: int = 0,
+) -> ReplayResult:
+    """The result of one combination. Many parameters: the first three are the question, the next three the combination.
 
     The server rejects and expires nothing, so overload shows as latency.
     """
@@ -137,32 +137,28 @@ def replay(
     start = WARM * arrivals[-1]  # the throughput counts from here, too
     span = arrivals[-1] - start
     offered = (len(arrivals) - bisect_left(arrivals, start)) / span if span > 0 else 0.0
-    for policy, batch, instances in grid:
-        settings = SimulationSettings(
-            slots=instances, depth=DEPTH, handover_s=handover_s, max_batch_size=batch, slo_s=slo.latency_s, seed=seed
-        )
-        found = simulate(service, policy.make(), load, settings)
-        latency = latency_of(found.latencies_s)
-        run = Measurement(
-            load=Load(mode="open", rate=offered),
-            requests=len(found.latencies_s),
-            throughput=found.throughput,
-            latency=latency,
-        )
-        yield ReplayResult(
-            policy=policy.text,
-            batch=batch,
-            instances=instances,
-            offered=offered,
-            throughput=found.throughput,
-            capacity=service.capacity(instances, batch),
-            goodput=None if slo.latency_s is None else found.goodput,
-            latency=latency,
-            mean_batch=found.mean_batch,
-            busy=found.busy,
-            wait_s=None if latency.mean_s is None else max(0.0, latency.mean_s - found.run_s - handover_s),
-            slo=slo.judge(run),
-        )
+    settings = SimulationSettings(
+        slots=instances, depth=DEPTH, handover_s=handover_s, max_batch_size=batch, slo_s=slo.latency_s, seed=seed
+    )
+    found = simulate(service, policy.make(), load, settings)
+    latency, count = latency_of(found.latencies_s), len(found.latencies_s)
+    run = Measurement(
+        load=Load(mode="open", rate=offered), requests=count, throughput=found.throughput, latency=latency
+    )
+    return ReplayResult(
+        policy=policy.text,
+        batch=batch,
+        instances=instances,
+        offered=offered,
+        throughput=found.throughput,
+        capacity=service.capacity(instances, batch),
+        goodput=None if slo.latency_s is None else found.goodput,
+        latency=latency,
+        mean_batch=found.mean_batch,
+        busy=found.busy,
+        wait_s=None if latency.mean_s is None else max(0.0, latency.mean_s - found.run_s - handover_s),
+        slo=slo.judge(run),
+    )
 
 
 def best(results: Sequence[ReplayResult]) -> ReplayResult | None:
@@ -185,7 +181,7 @@ def run_simulation(flags: dict[str, Any]) -> int:
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
     service = ServiceTime(*parse_cost(flags["cost"]), flags["jitter"], 0.0)
     handover_s = parse_duration(flags["handover"])
-    grid = ReplayGrid(
+    each = combinations(
         parse_policies(flags["policies"]), whole_numbers("batch", flags["batch"]),
         whole_numbers("instances", flags["instances"]),
     )  # fmt: skip
@@ -195,7 +191,8 @@ def run_simulation(flags: dict[str, Any]) -> int:
         count, last_s = len(load.arrivals), load.arrivals[-1]
         rows = sum(load.rows) / count if load.rows else 1.0
         click.echo(f"{count:,} requests in {last_s:,.4g} s, {rows:.3g} rows each{note}", err=True)
-    for result in replay(load, service, grid, slo, handover_s=handover_s, seed=flags["seed"]):
+    for combination in each:
+        result = replay(load, service, slo, *combination, handover_s=handover_s, seed=flags["seed"])
         results.append(result)
         if flags["as_json"]:
             click.echo(msgspec.json.encode(result))
@@ -250,36 +247,37 @@ def read_arrivals(
 
 def _table(results: Sequence[ReplayResult]) -> Iterator[str]:
     """A line for each combination, then the best."""
-    yield from align([HEADER, *(_cells(one) for one in results)])
+    yield from align([list(_COLUMNS), *([text(one) for text in _COLUMNS.values()] for one in results)])
     first = best(results)
     slo = ",".join(objective.text for objective in results[0].slo)
-    if first is None:
-        if any(one.keeps_up and one.met is None for one in results):
-            yield "too few requests to choose the best; use a longer time or a higher rate to get some hundreds"
-        else:
-            yield f"none of them meets {slo}" if slo else "none of them keeps up"
-        return
-    why = f"meets {slo} with the fewest instances" if slo else "keeps up with the lowest p99"
-    yield f"{first.policy}, {first.instances} x {first.batch}: {why}"
+    if first is not None:
+        why = f"meets {slo} with the fewest instances" if slo else "keeps up with the lowest p99"
+        yield f"{first.policy}, {first.instances} x {first.batch}: {why}"
+    elif any(one.keeps_up and one.met is None for one in results):
+        yield "too few requests to choose the best; use a longer time or a higher rate to get some hundreds"
+    else:
+        yield f"none of them meets {slo}" if slo else "none of them keeps up"
 
 
-def _cells(one: ReplayResult) -> list[str]:
-    def ms(value: float | None) -> str:
-        return "n/a" if value is None else f"{value * 1e3:,.0f}" if value >= 1 else f"{value * 1e3:.3g}"
+def _ms(value: float | None) -> str:
+    return number(None if value is None else value * 1e3)
 
-    latency = one.latency
-    verdict = {True: "met", False: "MISSED", None: "n/a" if one.slo else ""}[one.met]
+
+def _verdict(one: ReplayResult) -> str:
     if not one.keeps_up:
-        verdict = "does not keep up"
-    return [
-        one.policy,
-        str(one.instances),
-        str(one.batch),
-        f"{one.throughput:,.5g}",
-        ms(latency.p50_s),
-        ms(latency.p99_s),
-        ms(latency.p999_s),
-        f"{one.mean_batch:.1f}",
-        f"{one.busy:.0%}",
-        verdict,
-    ]
+        return "does not keep up"
+    return {True: "met", False: "MISSED", None: UNKNOWN if one.slo else ""}[one.met]
+
+
+_COLUMNS: Final[Mapping[str, Callable[[ReplayResult], str]]] = {
+    "policy": lambda one: one.policy,
+    "instances": lambda one: str(one.instances),
+    "batch": lambda one: str(one.batch),
+    "answered/s": lambda one: f"{one.throughput:,.5g}",
+    "p50 ms": lambda one: _ms(one.latency.p50_s),
+    "p99 ms": lambda one: _ms(one.latency.p99_s),
+    "p99.9 ms": lambda one: _ms(one.latency.p999_s),
+    "mean batch": lambda one: f"{one.mean_batch:.1f}",
+    "busy": lambda one: f"{one.busy:.0%}",
+    "SLO": _verdict,
+}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.perf.commands import simulate
+from penstock.perf.cli import simulate
 
 
 def run(*arguments: str) -> Result:

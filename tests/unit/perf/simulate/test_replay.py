@@ -10,9 +10,9 @@ from penstock.errors import ConfigError
 from penstock.perf.bench.arrivals import parse_arrival, times
 from penstock.perf.bench.measurement import Slo, parse_slo
 from penstock.perf.simulate.replay import (
-    ReplayGrid,
     ReplayResult,
     best,
+    combinations,
     parse_cost,
     parse_duration,
     parse_policies,
@@ -32,7 +32,11 @@ def results(
 ) -> list[ReplayResult]:
     arrivals = more.pop("arrivals", None) or times(parse_arrival("poisson"), rate, 1000 / rate, 1)
     given: dict[str, Any] = {"load": OpenLoop(arrivals, more.pop("rows", ())), "service": EXACT, "slo": Slo()}
-    return list(replay(grid=ReplayGrid(parse_policies(policies), batches, instances), **(given | more)))
+    given |= more
+    return [
+        replay(policy=policy, batch=batch, instances=count, **given)
+        for policy, batch, count in combinations(parse_policies(policies), batches, instances)
+    ]
 
 
 def test_durations_and_costs_are_read() -> None:
