@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from penstock.perf.bench.measurement import Latency, Load, Measurement, parse_slo
+from penstock.perf.bench.measurement import parse_slo
 from penstock.perf.tune.rates import EFFORTS
-from penstock.perf.tune.runner import BatchCurve, MeasuredRun
+from penstock.perf.tune.runner import MeasuredRun
 from penstock.perf.tune.space import CandidateSettings, parse_space
 from penstock.perf.tune.tuner import tune
+from support.synthetic import Hill
 
 SPACE = parse_space("batch=1..32,instances=1,2")
 SLO = parse_slo("p99<=20ms,error<=1%")
@@ -39,61 +40,39 @@ class Noise(Struct, frozen=True):
 QUIET, BUSY, WILD = Noise(0.01, 0.01, 0.0), Noise(0.1, 0.05, 0.1), Noise(0.3, 0.15, 0.25)
 
 
-class NoisyMachine:
-    """A SystemUnderTest: settings meet the SLO up to `able` requests per second at the speed of the moment."""
+class NoisyMachine(Hill):
+    """A machine whose settings meet the SLO up to `rates` requests per second at the speed of the moment."""
+
+    limit_s = LIMIT_S
 
     def __init__(self, seed: int, noise: Noise, best: float) -> None:
         """`best` is the largest rate of the space, as a multiple of the default's 1000/s."""
-        self.rng, self.noise = random.Random(seed), noise
-        self.able = {settings: 1000 * self.rng.uniform(0.1, 1.0) * best for settings in SPACE}
-        self.able[self.rng.choice(list(SPACE))] = 1000 * best
-        self.able[BASELINE] = 1000.0
+        super().__init__(lambda settings: self.rates[settings] * self.speed / 0.9, base_s=0.1 * LIMIT_S)
+        self.rng, self.noise, self.speed = random.Random(seed), noise, 1.0
+        self.rates = {settings: 1000 * self.rng.uniform(0.1, 1.0) * best for settings in SPACE}
+        self.rates[self.rng.choice(list(SPACE))] = 1000 * best
+        self.rates[BASELINE] = 1000.0
         self.drift = self.rng.gauss(0, noise.drift)
 
-    def refusal(self, settings: CandidateSettings) -> str | None:
-        return None
-
-    def curve(self, settings: CandidateSettings) -> BatchCurve | None:
-        return None
-
-    def prepare(self, settings: CandidateSettings) -> None:
-        pass
-
     def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> MeasuredRun:
-        capacity = self.able[settings] * self._speed(seconds) / 0.9
-        p99_s = 0.1 * LIMIT_S / (1 - rate / capacity) if rate < capacity else 10.0
-        return self._run(Load(mode="open", rate=rate, seconds=seconds), min(rate, capacity), p99_s)
+        self._proceed(seconds)
+        return super().measure(settings, rate, seconds, seed)
 
     def saturate(self, settings: CandidateSettings, seconds: float, seed: int) -> MeasuredRun:
-        capacity = self.able[settings] * self._speed(seconds) / 0.9
-        return self._run(Load(mode="closed", concurrency=64, seconds=seconds), capacity, 1.0)
+        self._proceed(seconds)
+        return super().saturate(settings, seconds, seed)
 
-    def close(self) -> None:
-        pass
-
-    def _speed(self, seconds: float) -> float:
-        """The speed during the next run."""
+    def _proceed(self, seconds: float) -> None:
+        """Draws the speed of the next run."""
         rng, noise = self.rng, self.noise
         kept = math.exp(-seconds / DRIFT_S)
         self.drift = kept * self.drift + math.sqrt(1 - kept * kept) * rng.gauss(0, noise.drift)
         burst = rng.uniform(1 / 3, 1.0) if rng.random() < noise.bursts else 1.0
-        return math.exp(self.drift + rng.gauss(0, noise.luck)) * burst
+        self.speed = math.exp(self.drift + rng.gauss(0, noise.luck)) * burst
 
-    def _run(self, load: Load, throughput: float, p99_s: float) -> MeasuredRun:
-        n = max(1, round(throughput * load.seconds))
-        share = min(1.0, 0.01 * (p99_s / LIMIT_S) ** 2)
-        late = min(n, max(0, round(self.rng.gauss(n * share, math.sqrt(n * share * (1 - share))))))
-        latency = Latency(mean_s=p99_s / 2, p99_s=p99_s, p99_low_s=p99_s, p99_high_s=p99_s, max_s=2 * p99_s)
-        run = Measurement(
-            load=load,
-            seconds=load.seconds,
-            requests=n,
-            answered=n,
-            throughput=n / load.seconds,
-            too_slow=late,
-            latency=latency,
-        )
-        return MeasuredRun(run=run, cost_s=load.seconds + 1)
+    def late(self, n: int, p99: float) -> int:
+        share = min(1.0, 0.01 * (p99 / LIMIT_S) ** 2)
+        return min(n, max(0, round(self.rng.gauss(n * share, math.sqrt(n * share * (1 - share))))))
 
 
 def recommended(seed: int, noise: Noise, best: float, **options: Any) -> float | None:
@@ -103,7 +82,7 @@ def recommended(seed: int, noise: Noise, best: float, **options: Any) -> float |
     if result.unproven:
         return None
     assert result.chosen is not None
-    return machine.able[result.chosen] / 1000
+    return machine.rates[result.chosen] / 1000
 
 
 @pytest.mark.parametrize("noise", [QUIET, BUSY, WILD], ids=["quiet", "busy", "wild"])

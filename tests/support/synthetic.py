@@ -1,4 +1,4 @@
-"""A system under test in virtual time: known batch cost and contention, driven through the real scheduler.
+"""Systems under test in virtual time: `Hill` without noise; and one with a batch cost, through the real scheduler.
 
 The settings that a search finds on it can be compared with the true optimum, which no real machine reveals.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from msgspec import Struct, field
@@ -18,13 +18,79 @@ from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.fixed import Fixed
 from penstock.errors import LoadFailed
 from penstock.perf.bench.figures import latency_of
-from penstock.perf.bench.measurement import Load, Measurement, Slo, parse_slo
+from penstock.perf.bench.measurement import Latency, Load, Measurement, Slo, parse_slo
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime
 from penstock.perf.tune.runner import BatchCurve, MeasuredRun
 from penstock.perf.tune.space import CandidateSettings
 from support.simulator import ClosedLoop, SimulationResult, SimulationSettings, ThinkTime, poisson, simulate
 
 CURVE_SIZES: Final = (1, 2, 4, 8, 16, 32)
+
+
+class Hill:
+    """A SystemUnderTest: settings that sustain `able(settings)` requests/s have a p99 of `base_s / (1 - rate / able)`.
+
+    With a p99 of `limit_s`, 1 % of the responses take longer than that; with a higher p99 more do. `asked` lists the
+    measurements as (settings, rate).
+    """
+
+    limit_s = 0.1
+
+    def __init__(self, able: Callable[[CandidateSettings], float], base_s: float = 0.01) -> None:
+        self.able, self.base_s = able, base_s
+        self.asked: list[tuple[CandidateSettings, float]] = []
+        self.prepared: list[CandidateSettings] = []
+        self.curves: dict[CandidateSettings, BatchCurve] = {}
+        self.refused: dict[CandidateSettings, str] = {}
+        self.fails: set[CandidateSettings] = set()
+        self.invalid = 0  # this many further measurements are invalid
+        self.interrupt_at = 0  # the measurement that Ctrl-C interrupts
+
+    def refusal(self, settings: CandidateSettings) -> str | None:
+        return self.refused.get(settings)
+
+    def curve(self, settings: CandidateSettings) -> BatchCurve | None:
+        return self.curves.get(settings)
+
+    def prepare(self, settings: CandidateSettings) -> None:
+        self.prepared.append(settings)
+        if settings in self.fails:
+            raise LoadFailed("no room for it")
+
+    def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> MeasuredRun:
+        self.asked.append((settings, rate))
+        if len(self.asked) == self.interrupt_at:
+            raise KeyboardInterrupt
+        able = self.able(settings)
+        p99 = self.base_s / (1 - rate / able) if rate < able else 100.0
+        self.invalid -= 1
+        return self._measured(settings, Load(mode="open", rate=rate, seconds=seconds, seed=seed), min(rate, able), p99)
+
+    def saturate(self, settings: CandidateSettings, seconds: float, seed: int) -> MeasuredRun:
+        return self._measured(settings, Load(mode="closed", concurrency=8, seconds=seconds), self.able(settings), 1.0)
+
+    def _measured(self, settings: CandidateSettings, load: Load, throughput: float, p99: float) -> MeasuredRun:
+        n = max(1, round(throughput * load.seconds))
+        latency = Latency(mean_s=p99 / 2, p99_s=p99, p99_low_s=p99, p99_high_s=p99, max_s=p99)
+        run = Measurement(
+            load=load,
+            label=settings.text,
+            seconds=n / throughput,
+            requests=n,
+            answered=n,
+            throughput=throughput,
+            too_slow=self.late(n, p99),
+            latency=latency,
+            invalid=["the generator was too slow"] if self.invalid >= 0 and load.mode == "open" else [],
+        )
+        return MeasuredRun(run=run, cost_s=load.seconds)
+
+    def late(self, n: int, p99: float) -> int:
+        """How many of n responses take longer than the SLO."""
+        return int(n * min(1.0, 0.01 * (p99 / self.limit_s) ** 2))
+
+    def close(self) -> None:
+        pass
 
 
 class SyntheticMachine(Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from msgspec import Struct
 from penstock.errors import ConfigError
 from penstock.perf.bench import document
 from penstock.perf.bench.document import (
+    Block,
     BulletList,
     Heading,
     Paragraph,
@@ -165,8 +166,13 @@ class PlanReport(Struct, frozen=True):
 
     def compose(self) -> Report:
         """The report without its plots."""
-        rest = [Heading("Every simulation of the peak"), table(_TRIED, self.plan.tried)]
-        first = [self.verdict(), document.facts(self.facts()), BulletList(self.plan.notes), reproduce(self.command)]
+        rest: list[Block] = [Heading("Every simulation of the peak"), table(_TRIED, self.plan.tried)]
+        first: list[Block] = [
+            self.verdict(),
+            document.facts(self.facts()),
+            BulletList(self.plan.notes),
+            reproduce(self.command),
+        ]
         return make_report("penstock plan", first, rest)
 
     def verdict(self) -> Paragraph:

@@ -84,7 +84,7 @@ class AppUnderTest:
         profile = self._profiles.get(UNCHANGED)
         if isinstance(profile, LoadFailed):
             raise profile
-        if why := _failure(profile):
+        if why := profile.failure:
             raise PenstockError(f"the app cannot answer the requests: {why}; give --data that it accepts")
         for parameter in self._space.parameters:
             if parameter.name in profile.ignores:
@@ -102,7 +102,7 @@ class AppUnderTest:
         """The profile whose responses count as correct: fp32 if the space has it and it runs, else the baseline."""
         if any(p.name == "precision" and "fp32" in p.values for p in self._space.parameters):
             found = self._profiles.get(UNCHANGED.put(precision="fp32"))
-            if not isinstance(found, LoadFailed) and not _failure(found):
+            if not isinstance(found, LoadFailed) and not found.failure:
                 return found, "in fp32"
         return baseline, "with its baseline settings"
 
@@ -123,7 +123,7 @@ class AppUnderTest:
         found = self._profiles.get(settings)
         if isinstance(found, LoadFailed):
             return f"does not load: {found.message}"
-        if why := _failure(found):
+        if why := found.failure:
             return f"cannot answer: {why}"
         batch = settings.get("batch")
         if found.alone and isinstance(batch, int) and batch > 1:
@@ -266,11 +266,6 @@ class _Profiles:
 
     def _devices(self, settings: CandidateSettings) -> tuple[str, ...]:
         return expanded(self._model.with_settings(settings).devices)
-
-
-def _failure(profile: InstanceProfile) -> str:
-    """Why one instance alone cannot serve the requests; "" if it can."""
-    return profile.error or ("a single request runs out of memory" if profile.oom_rows == 1 else "")
 
 
 def _body(payload: Payload, path: str) -> RequestBody:

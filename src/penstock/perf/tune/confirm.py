@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.perf.bench.compare import bootstrap, student_at
+from penstock.perf.bench.document import value_text
 from penstock.perf.bench.measurement import Objective, Slo
 from penstock.perf.tune.rates import GAIN, KEPT_UP, TELL_P99, Effort, neat
-from penstock.perf.tune.runner import BudgetExhausted, Infeasible, MeasuredRun, TrialRunner, part_text
+from penstock.perf.tune.runner import BudgetExhausted, Infeasible, MeasuredRun, TrialRunner
 from penstock.perf.tune.space import CandidateSettings
 
 MOST_LOWERED: Final = 8  # times that a rate is lowered before the settings are dropped
@@ -196,7 +197,7 @@ def violated(slo: Slo, runs: Sequence[MeasuredRun], side: int) -> str | None:
             continue
         value = _together(part, runs, side)
         if value is None or not part.met_by(value):
-            return f"{part.name} {which}{part_text(part.name, value)} (wanted {part.text})"
+            return f"{part.name} {which}{value_text(part.name, value)} (wanted {part.text})"
     return None
 
 

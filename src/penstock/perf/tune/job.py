@@ -17,13 +17,14 @@ from penstock.client.endpoint import read_token
 from penstock.config.load import load_config
 from penstock.config.schema import ModelConfig
 from penstock.config.targets import read_options, split_targets
+from penstock.core.engine.rules import check_devices
 from penstock.core.os_threads import usable_cores
-from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, nearest
-from penstock.perf.bench.document import PAGE, REPORT, Report, align, markdown
+from penstock.perf.bench.document import PAGE, REPORT, Report, align, markdown, publish
 from penstock.perf.bench.measurement import MOST_ERRORS, Measurement, Slo, parse_slo
-from penstock.perf.bench.report import VERDICT, compose, publish
-from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, as_csv, read, write_error, write_whole
+from penstock.perf.bench.plots import draw
+from penstock.perf.bench.report import VERDICT, compose
+from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, as_csv, json_text, read
 from penstock.perf.cli import FAILED, INTERRUPTED
 from penstock.perf.tune.accuracy import AccuracySample, read_samples
 from penstock.perf.tune.app import AppUnderTest
@@ -31,7 +32,7 @@ from penstock.perf.tune.config_file import TunedFile
 from penstock.perf.tune.rates import EFFORTS, TuningTrial
 from penstock.perf.tune.runner import JOURNAL, Journal, MeasuredRun, RunObserver
 from penstock.perf.tune.search import strategy
-from penstock.perf.tune.server import TunedModel, missing_device
+from penstock.perf.tune.server import TunedModel
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_settings, parse_space, shown
 from penstock.perf.tune.tuner import TuningResult, tune
 from penstock.plugins import is_pipeline_file
@@ -70,9 +71,8 @@ def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
         space = parse_space(f"{space.text},device=cpu,cuda")
     strategy(flags["search"])
     tuned, source = _tuned_model(target, flags)
-    devices = [str(v) for p in space.parameters if p.name == "device" for v in p.values]
-    if wrong := missing_device(devices or tuned.model.devices, visible_gpus()):
-        raise ConfigError(wrong)
+    devices = tuple(str(v) for p in space.parameters if p.name == "device" for v in p.values)
+    check_devices(msgspec.structs.replace(tuned.model, devices=devices or tuned.model.devices))
     folder = flags["output"] or Path(f"tune-{tuned.name}")
     return TuneJob(
         tuned=tuned,
@@ -259,14 +259,10 @@ def _report(job: TuneJob, result: TuningResult, payload_bytes: int) -> int:
     origin, measurements = read(job.folder)
     table = settings_table(measurements, job.slo, job.tuned.model, payload_bytes)
     verdict = msgspec.structs.replace(result.verdict, table=table)
-    report = compose(origin, measurements, verdict)
-    text, page = publish(job.folder, verdict)
-    try:
-        write_whole(job.folder / TABLE, as_csv(table).encode())
-    except OSError as e:
-        raise write_error(job.folder, e) from e
+    report, files = compose(origin, measurements, verdict), {VERDICT: verdict, TABLE: as_csv(table)}
+    text, page = publish(job.folder, report, lambda: draw(measurements, origin.slo, verdict), files)
     if job.flags["json"]:
-        click.echo(msgspec.json.format(msgspec.json.encode(verdict)))
+        click.echo(json_text(verdict), nl=False)
     else:
         click.echo(markdown(Report(report.title, report.verdict, [])))
         click.echo("\n".join(align(table)))

@@ -84,6 +84,11 @@ class InstanceProfile(Struct, tag="profile"):
     ignores: list[str] = field(default_factory=list)
     alone: str = ""
 
+    @property
+    def failure(self) -> str:
+        """Why one instance alone cannot serve the requests; "" if it can."""
+        return self.error or ("a single request runs out of memory" if self.oom_rows == 1 else "")
+
 
 class _Failure(Struct, tag="failure"):
     """Replaces the profile if the model did not load."""

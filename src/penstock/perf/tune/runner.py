@@ -10,7 +10,8 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol, Self
 
@@ -19,8 +20,9 @@ from msgspec import Struct, field
 
 from penstock._version import __version__
 from penstock.errors import ConfigError, LoadFailed
+from penstock.perf.bench.document import value_text
 from penstock.perf.bench.measurement import SCHEMA, Measurement, Slo, measured_value
-from penstock.perf.bench.results import append_line, open_locked, write_error
+from penstock.perf.bench.results import append_line, open_locked, writing
 from penstock.perf.tune.space import CandidateSettings
 
 log = logging.getLogger("penstock.tune")
@@ -85,7 +87,7 @@ class MeasuredRun(Struct, frozen=True, kw_only=True):
                 continue
             value = self.value(part.name)
             if value is None or not part.met_by(value):
-                return f"{part.name} {part_text(part.name, value)} (wanted {part.text})"
+                return f"{part.name} {value_text(part.name, value)} (wanted {part.text})"
         return None
 
     def excess(self, slo: Slo) -> float:
@@ -95,13 +97,6 @@ class MeasuredRun(Struct, frozen=True, kw_only=True):
         parts = [part for part in slo.objectives if part.name != "throughput"]
         values = [(self.value(part.name), max(part.limit, 1e-9)) for part in parts]
         return max((math.inf if value is None else value / limit for value, limit in values), default=0.0)
-
-
-def part_text(name: str, value: float | None) -> str:
-    """A measured value of the SLO part `name` for people: "140 ms", "0.4 %", "unknown"."""
-    if value is None:
-        return "unknown"
-    return f"{value * 100:.3g} %" if name == "error" else f"{value * 1e3:.3g} ms"
 
 
 class BatchCurve(Struct, frozen=True, kw_only=True):
@@ -185,30 +180,25 @@ class Journal:
         self._entries: dict[str, JournalEntry] = {}
 
     @classmethod
-    def open(cls, path: Path, run: Mapping[str, str]) -> Self:
-        """The journal at `path` of the search that `run` describes (target, space, slo, seed ...).
+    @contextmanager
+    def open(cls, path: Path, run: Mapping[str, str]) -> Iterator[Self]:
+        """The journal at `path` of the search that `run` describes (target, space, slo, seed ...), open in the block.
 
-        Raises ConfigError if the file belongs to another search or version, is not a journal, or is in use;
-        PenstockError if it cannot be written.
+        Raises ConfigError if the file belongs to another search or version, is not a journal, or is in use; NotWritten.
         """
-        head = dict(_HEAD) | dict(run)
-        try:
+        head = _HEAD | dict(run)
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open_locked(path)
-        except OSError as e:
-            raise write_error(path, e) from e
-        try:
-            entries, whole = _read(path, path.read_bytes(), head)
-            file.truncate(whole)
-            file.seek(whole)
+        with file:
             journal = cls(path, file)
-            journal._entries = entries
+            journal._entries, whole = _read(path, path.read_bytes(), head)
+            with writing(path):
+                file.truncate(whole)
+                file.seek(whole)
             if not whole:
                 journal._append(msgspec.json.encode(_Head(head)))
-        except BaseException:
-            file.close()
-            raise
-        return journal
+            yield journal
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -218,28 +208,14 @@ class Journal:
         return self._entries.get(key)
 
     def add(self, entry: JournalEntry) -> None:
-        """Keeps a measurement; it is on disk when this returns. Raises PenstockError if it cannot be written."""
+        """Keeps a measurement; it is on disk when this returns. Raises NotWritten."""
         self._append(msgspec.json.encode(entry))
         self._entries[entry.key] = entry
 
     def _append(self, line: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            append_line(self._file, line)
-        except OSError as e:
-            raise write_error(self._path, e) from e
-
-    def close(self) -> None:
-        """Closes the file; safe to call twice."""
         if self._file is not None:
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            with writing(self._path):
+                append_line(self._file, line)
 
 
 def _read(path: Path, content: bytes, head: Mapping[str, str]) -> tuple[dict[str, JournalEntry], int]:

@@ -6,7 +6,6 @@ own. Settings that the offline batch curve already rules out cost nothing.
 
 import random
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any, Final
 
 from penstock.errors import ConfigError, nearest
@@ -201,6 +200,7 @@ _OTHERS: Final = 1  # how many of those that close
 _HALVED: Final = 64  # settings that halving begins with; a larger space is sampled
 _RUNGS: Final = (0.3, 0.12, 0.05)  # precision of the rates, rung by rung
 _KEPT: Final = 3  # one in this many reaches the next rung
+_OPTUNA: Final = ("optuna", "--search tpe needs Optuna", "tune")
 _TPE_MOST: Final = 40  # settings that TPE may ask for
 _TPE_SHARE: Final = 0.4  # of the space
 
@@ -312,7 +312,7 @@ def _saturated(state: SearchState, settings: CandidateSettings) -> float:
 
 def tpe(state: SearchState) -> None:
     """Optuna's TPE sampler proposes challengers; the value of each is its sustainable rate."""
-    optuna: Any = _optuna()
+    optuna: Any = optional_module(*_OPTUNA)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=state.rng.randrange(2**31), n_startup_trials=6, multivariate=False)
     study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -341,10 +341,6 @@ def _proposed(state: SearchState, asked: Any) -> CandidateSettings:
     return settings_of(found)
 
 
-def _optuna() -> ModuleType:
-    return optional_module("optuna", "--search tpe needs Optuna", "tune")
-
-
 STRATEGIES: Final[Mapping[str, Strategy]] = {"auto": auto, "grid": grid, "climb": climb, "halving": halving, "tpe": tpe}
 
 
@@ -353,5 +349,5 @@ def strategy(name: str) -> Strategy:
     if name not in STRATEGIES:
         raise ConfigError(f"there is no search '{name}'{nearest(name, STRATEGIES)} Known: {', '.join(STRATEGIES)}")
     if name == "tpe":
-        _optuna()
+        optional_module(*_OPTUNA)
     return STRATEGIES[name]

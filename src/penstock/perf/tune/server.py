@@ -6,7 +6,6 @@ never holds two copies. Keys that only a configuration may set (`options`, `weig
 
 import logging
 import ssl
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 from urllib.parse import quote
@@ -191,8 +190,8 @@ class TunedServer:
         else:
             if reply.ok:
                 return
-            answer: Any = reply.json()
-            message = answer.get("error", {}).get("message") if isinstance(answer, dict) else None
+            content: Any = reply.json()
+            message = content.get("error", {}).get("message") if isinstance(content, dict) else None
             why = f"the server rejected the settings ({reply.status}): {message or reply.text}"
         server = self.target.server
         raise LoadFailed(why, detail=server.output()[-_PRINTED:].strip() if server is not None else "")
@@ -222,14 +221,3 @@ def _error_line(text: str) -> str:
     """The last line with an error in the output of a server that did not start, else its first line."""
     lines, ours = text.splitlines() or [""], "penstock: "
     return next((line for line in reversed(lines) if line.startswith(ours)), lines[0]).removeprefix(ours)
-
-
-def missing_device(devices: Sequence[str], gpus: int) -> str | None:
-    """What is wrong with one of the devices on a machine with this many GPUs; None if it has them all."""
-    for device in devices:
-        kind, _, number = device.partition(":")
-        if kind == "cuda" and not gpus:
-            return f"device={device}: this machine has no GPU that CUDA shows; leave it out, or tune on one that has"
-        if kind == "cuda" and number and not (number.isdecimal() and int(number) < gpus):
-            return f"device={device}: there are {gpus} GPUs, cuda:0 to cuda:{gpus - 1}"
-    return None

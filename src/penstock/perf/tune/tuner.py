@@ -12,10 +12,11 @@ from typing import Any, Final, Literal
 from msgspec import Struct
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.perf.bench.document import value_text
 from penstock.perf.bench.measurement import RunnerUp, Slo, Verdict
 from penstock.perf.tune.confirm import Finalist, confirm, gain
 from penstock.perf.tune.rates import EFFORTS, Effort, TuningTrial
-from penstock.perf.tune.runner import BudgetExhausted, Journal, RunObserver, SystemUnderTest, TrialRunner, part_text
+from penstock.perf.tune.runner import BudgetExhausted, Journal, RunObserver, SystemUnderTest, TrialRunner
 from penstock.perf.tune.search import SearchState, Strategy, strategy
 from penstock.perf.tune.space import UNCHANGED, CandidateSettings, SearchSpace
 
@@ -364,7 +365,7 @@ class ResultBuilder:
         if found := [(t.settings, t.bad) for t in trials if t.bad is not None and not t.bad.invalid]:
             settings, measured = min(found, key=lambda pair: pair[1].excess(self.slo))
             parts = [part.name for part in self.slo.objectives if part.name != "throughput"]
-            values = ", ".join(f"{name} {part_text(name, measured.value(name))}" for name in parts)
+            values = ", ".join(f"{name} {value_text(name, measured.value(name))}" for name in parts)
             return str(settings), f"{none}: the nearest, {settings}, reach {values} at {measured.rate:g}/s"
         if invalid := next((trial.bad for trial in trials if trial.bad is not None), None):
             return "", f"could not measure whether any settings meet {self.slo.text}: {invalid.invalid}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -17,6 +18,7 @@ COST = ("--cost", "20ms,2ms")
 SHORT = ("--seconds", "10", "--seed", "3")
 
 
+@functools.cache
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["plan", *arguments], catch_exceptions=False)
 
@@ -36,13 +38,13 @@ def recording(path: Path, times: list[float], **more: Any) -> str:
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     rng = random.Random(1)
-    waves = [rng.uniform(0, 300) for _ in range(3000)] + [rng.uniform(120, 180) for _ in range(9000)]
+    waves = [rng.uniform(0, 150) for _ in range(1500)] + [rng.uniform(60, 90) for _ in range(4500)]
     return recording(tmp_path / "day.jsonl", sorted(waves), rows=1)
 
 
-def test_a_plan_names_instances_batch_target_memory_and_price() -> None:
-    priced = ("--price", "2.5", "--memory", "2GiB")
-    result = run("--arrivals", "poisson:600", *COST, *SHORT, "--slo", "p99<=120ms", *priced)
+def test_a_plan_names_instances_batch_target_memory_and_price_and_the_json_has_the_same_numbers() -> None:
+    asked = ("--arrivals", "poisson:600", "--slo", "p99<=120ms", "--price", "2.5", "--memory", "2GiB")
+    result, plan = run(*COST, *SHORT, *asked), planned(*asked)
     assert result.exit_code == 0
     found = {line[:23].strip(): line[24:] for line in result.stdout.splitlines()}
     instances = int(found["instances"])
@@ -51,47 +53,28 @@ def test_a_plan_names_instances_batch_target_memory_and_price() -> None:
     assert found["price"].startswith(f"{2.5 * instances:g} per hour")
     assert "requests/s per instance" in found["scale up at"]
     assert "meets p99<=120ms" in result.stdout.splitlines()[-1]
-
-
-def test_the_head_room_says_for_how_many_instances_it_holds() -> None:
-    result = run("--arrivals", "poisson:600", *COST, *SHORT, "--slo", "p99<=120ms", "--failures", "1")
-    assert re.search(r"^head-room +\d+/s within the SLO with 1 down, ", result.stdout, re.M)
-
-
-def test_the_json_has_the_same_numbers() -> None:
-    plan = planned("--arrivals", "poisson:600", "--slo", "p99<=120ms", "--price", "2.5")
     assert plan["met"]
-    assert plan["instances"] == plan["needed"]
-    assert plan["chosen"]["instances"] == plan["instances"]
+    assert plan["instances"] == plan["needed"] == plan["chosen"]["instances"] == instances
     assert plan["chosen"]["latency"]["p99_s"] <= 0.12
-    assert plan["cost"]["hour"] == 2.5 * plan["instances"]
+    assert plan["cost"]["hour"] == 2.5 * instances
     rate = plan["day"]["requests"] / plan["day"]["seconds"]
     assert plan["cost"]["million"] == pytest.approx(plan["cost"]["hour"] / rate / 3600 * 1e6)
     assert plan["limit"]["rate"] >= plan["chosen"]["offered"]
-    assert plan["full_rate"] == pytest.approx(plan["instances"] * plan["batch"] / (0.02 + 0.002 * plan["batch"]))
+    assert plan["full_rate"] == pytest.approx(instances * plan["batch"] / (0.02 + 0.002 * plan["batch"]))
 
 
-def test_failures_are_planned_for() -> None:
-    plan = planned("--arrivals", "poisson:600", "--slo", "p99<=120ms", "--failures", "2")
+def test_failures_are_planned_for_and_the_head_room_says_for_how_many_instances_it_holds() -> None:
+    asked = ("--arrivals", "poisson:300", "--slo", "p99<=120ms", "--failures", "2")
+    plan = planned(*asked)
     assert plan["instances"] == plan["needed"] + 2
     assert plan["degraded"]["instances"] == plan["needed"]
     assert all(one["met"] for one in plan["degraded"]["slo"])
+    assert re.search(r"^head-room +\d+/s within the SLO with 2 down, ", run(*COST, *SHORT, *asked).stdout, re.M)
 
 
 def test_ceilings_whose_batches_exceed_the_slo_are_not_tried() -> None:
     plan = planned("--arrivals", "poisson:200", "--slo", "p99<=60ms")
     assert {one["batch"] for one in plan["tried"]} <= {1, 2, 4, 8, 16}, "32 rows take 84 ms"
-
-
-def test_a_recording_is_planned_at_its_peak_and_autoscaled(trace: str) -> None:
-    slow = ("--cost", "60ms,6ms", "--slo", "p99<=400ms")
-    result = run("--arrivals", trace, *slow, "--start", "2s", "--json")
-    plan = json.loads(result.stdout)
-    assert plan["day"]["requests"] == 12_000
-    scaling = plan["autoscaled"]
-    assert scaling["start_s"] == 2
-    assert scaling["instance_s"] < scaling["fixed_s"]
-    assert planned("--arrivals", "poisson:100", "--slo", "p99<=1s")["autoscaled"] is None
 
 
 def test_a_long_recording_is_planned_for_its_busiest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +89,7 @@ def test_a_long_recording_is_planned_for_its_busiest_part(tmp_path: Path, monkey
 
 
 def test_holes_and_disorder_of_a_recording_are_noted(tmp_path: Path) -> None:
-    times = [k * 0.01 for k in range(3000)] + [300 + k * 0.01 for k in range(3000)]
+    times = [k * 0.03 for k in range(1000)] + [300 + k * 0.03 for k in range(1000)]
     times[10], times[11] = times[11], times[10]
     plan = json.loads(
         run("--arrivals", recording(tmp_path / "t", times), *COST, "--slo", "p99<=150ms", "--json").stdout
@@ -120,11 +103,9 @@ def test_an_unreachable_slo_names_the_best_reachable() -> None:
     assert not plan["met"]
     assert plan["chosen"]["latency"]["p99_s"] == pytest.approx(0.025, abs=0.002)
     assert plan["instances"] < 30, "more do not help"
-    result = run("--arrivals", "poisson:200", *COST, *SHORT, "--slo", "p99<=23ms", "--most", "30")
-    assert result.exit_code == 1
-    assert "No instance count up to 30 meets p99<=23ms. The best reachable is p99 2" in result.stdout
     few = run("--arrivals", "poisson:2000", *COST, *SHORT, "--slo", "p99<=150ms", "--most", "2")
     assert few.exit_code == 1
+    assert "No instance count up to 2 meets p99<=150ms. The best reachable is " in few.stdout
     assert "responses/s at 1,9" in few.stdout
 
 
@@ -179,15 +160,19 @@ def test_a_damaged_recording_is_an_error_with_its_line(tmp_path: Path, text: str
     assert message in result.output
 
 
-def test_the_folder_has_a_page_with_plots_and_the_numbers(trace: str, tmp_path: Path) -> None:
+def test_a_recording_is_autoscaled_and_its_folder_has_a_page_with_plots_and_the_numbers(
+    trace: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "new" / "plan"
-    result = run(
-        "--arrivals", trace, *COST, "--slo", "p99<=150ms", "--price", "3", "--start", "2s", "--output", str(folder)
-    )
-    assert result.exit_code == 0
+    slow = ("--cost", "60ms,6ms", "--slo", "p99<=400ms", "--price", "3", "--start", "2s")
+    assert run("--arrivals", trace, *slow, "--output", str(folder)).exit_code == 0
     assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "report.html", "report.md"]
     page = (folder / "report.html").read_text()
     plan = json.loads((folder / "plan.json").read_text())
+    assert plan["day"]["requests"] == 6_000
+    assert plan["autoscaled"]["start_s"] == 2
+    assert plan["autoscaled"]["instance_s"] < plan["autoscaled"]["fixed_s"]
+    assert planned("--arrivals", "poisson:100", "--slo", "p99<=1s")["autoscaled"] is None
     assert f"{plan['instances']} instance" in page
     assert "per million requests" in page
     assert "<script" not in page

@@ -79,13 +79,16 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return found
 
 
-def make(space: str = SPACE, **options: Any) -> AppUnderTest:
+def make(space: str = SPACE, *, start: bool = True, **options: Any) -> AppUnderTest:
     tuned = TunedModel(target="app.py:Net", section="net", model=ModelConfig(target="/there/app.py:Net"))
-    return AppUnderTest(tuned, parse_space(space), parse_slo("p99<=100ms"), **options)
+    app = AppUnderTest(tuned, parse_space(space), parse_slo("p99<=100ms"), **options)
+    if start:
+        app.start()
+    return app
 
 
 def test_an_app_starts_with_its_baseline_and_is_profiled_before_any_load(world: World) -> None:
-    make().start()
+    make()
     assert world.used == [CandidateSettings()]
     assert [request.config.precision for request in world.requests] == [None, "fp32"]
     assert (world.requests[0].sizes, world.requests[0].limit_s) == ([1, 2, 4, 8], 0.1)
@@ -106,7 +109,7 @@ def test_a_baseline_that_does_not_load_or_cannot_answer_ends_the_tuning(
 ) -> None:
     world.profiles[None] = found
     with pytest.raises(PenstockError, match=message):
-        make().start()
+        make()
 
 
 @pytest.mark.parametrize(
@@ -115,21 +118,20 @@ def test_a_baseline_that_does_not_load_or_cannot_answer_ends_the_tuning(
 def test_a_reference_that_differs_from_the_samples_ends_the_tuning(world: World, space: str, how: str) -> None:
     samples = [AccuracySample("line 1", RequestBody(b"[1]", "application/json"), [2.0])]
     with pytest.raises(ConfigError, match=f"the app {how} does not pass --accuracy-check: 1 of 1 responses differ"):
-        make(space, samples=samples).start()
+        make(space, samples=samples)
 
 
 def test_a_parameter_that_the_model_does_not_use_is_rejected(world: World) -> None:
     world.profiles[None] = profile(ignores=["precision", "optimize"])
-    make("batch=1,2,instances=1,2").start()
+    make("batch=1,2,instances=1,2")
     with pytest.raises(ConfigError, match="--space precision: the model does not use it"):
-        make().start()
+        make()
 
 
 @pytest.mark.parametrize("fp32", [LoadFailed("it was exported in fp16"), profile(error="the model raised TypeError")])
 def test_if_fp32_does_not_run_the_baseline_is_the_reference(world: World, fp32: InstanceProfile | LoadFailed) -> None:
     world.profiles |= {"fp32": fp32, "bf16": profile(b"[2.0]")}
     app = make()
-    app.start()
     assert "found 2, expected 1" in str(app.refusal(parse_settings("precision=bf16")))
     assert app.refusal(parse_settings("precision=fp32"))
 
@@ -151,7 +153,6 @@ def test_a_precision_is_used_only_if_it_loads_and_agrees_with_the_reference(
 ) -> None:
     world.profiles["bf16"] = found
     app = make()
-    app.start()
     refusal = app.refusal(parse_settings("batch=8,precision=bf16"))
     assert refusal == message if message is None else message in str(refusal)
     assert app.refusal(parse_settings("batch=8,precision=fp32")) is None
@@ -163,62 +164,45 @@ def test_a_model_whose_requests_run_one_by_one_gets_no_larger_batches(world: Wor
     for alone, refusals in (("", [None] * 4), (refused.partition(": ")[2], [None, None, refused, refused])):
         world.profiles[None] = profile(alone=alone)
         app = make("batch=1..8,instances=1,2")
-        app.start()
         assert [app.refusal(parse_settings(text)) for text in texts] == refusals
 
 
-def test_settings_that_do_not_affect_one_instance_share_its_profile(world: World) -> None:
+def test_settings_that_do_not_affect_one_instance_share_its_profile_which_needs_no_server(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app = make()
-    app.start()
     for text in ("batch=1,instances=1", "batch=8,instances=2,hold=0,policy=none,batching.timeout_s=2"):
         assert app.refusal(parse_settings(text)) is None
     assert len(world.requests) == 2
+    monkeypatch.delattr(world, "target")
     app.refusal(parse_settings("threads=2"))
     assert world.requests[2].config.threads == 2
 
 
-def test_settings_are_profiled_also_while_no_server_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = make()
-    app.start()
-    monkeypatch.delattr(world, "target")
-    assert app.refusal(parse_settings("threads=2")) is None
-
-
-def test_the_curve_has_times_and_memory_with_its_limit(world: World) -> None:
-    app = make()
-    app.start()
-    found = app.curve(CandidateSettings())
-    assert found is not None
-    assert (found.points, found.memory_bytes, found.limit_bytes) == (((1, 0.01), (8, 0.03)), 100, 1000)
-
-
-def test_on_a_gpu_its_own_memory_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_gpu_bytes", lambda count: 80 * count)
-    monkeypatch.setattr(module, "expanded", lambda devices: ("cuda:0", "cuda:1"))
-    world.profiles[None] = profile(device_bytes=7)
-    app = make()
-    app.start()
-    found = app.curve(CandidateSettings())
-    assert found is not None
-    assert (found.memory_bytes, found.limit_bytes, world.requests[0].device) == (7, 160, "cuda:0")
-
-
-@pytest.mark.parametrize(("left", "closed"), [(1000, 0), (500, 0), (499, 2)])
-def test_if_memory_is_short_the_server_stops_while_an_instance_is_profiled(
-    world: World, monkeypatch: pytest.MonkeyPatch, left: int, closed: int
-) -> None:
-    app = make()
-    monkeypatch.setattr(module, "_free_bytes", lambda: left)
-    app.start()
-    assert world.used[1:] == [CLOSED] * closed
-
-
-def test_on_a_gpu_the_server_stops_before_an_instance_is_profiled(
+def test_the_curve_has_times_and_the_memory_of_its_device_with_its_limit(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "expanded", lambda devices: ("cuda:0",))
-    make("batch=1,2").start()
-    assert world.used == [CandidateSettings(), CLOSED]
+    monkeypatch.setattr(module, "_gpu_bytes", lambda count: 80 * count)
+    world.profiles |= {None: profile(device_bytes=7), "bf16": LoadFailed("no")}
+    for devices, memory in ((("cpu",), (100, 1000)), (("cuda:0", "cuda:1"), (7, 160))):
+        monkeypatch.setattr(module, "expanded", lambda _, devices=devices: devices)
+        app = make()
+        found = app.curve(CandidateSettings())
+        assert found is not None
+        assert found.points == ((1, 0.01), (8, 0.03))
+        assert (found.memory_bytes, found.limit_bytes, world.requests[-1].device) == (*memory, devices[0])
+        assert app.curve(parse_settings("precision=bf16")) is None, "it does not load"
+
+
+@pytest.mark.parametrize(("device", "left", "closed"), [("cpu", 500, 0), ("cpu", 499, 2), ("cuda:0", 1000, 2)])
+def test_the_server_stops_while_an_instance_is_profiled_if_memory_is_short_or_on_a_gpu(
+    world: World, monkeypatch: pytest.MonkeyPatch, device: str, left: int, closed: int
+) -> None:
+    app = make(start=False)
+    monkeypatch.setattr(module, "_free_bytes", lambda: left)
+    monkeypatch.setattr(module, "expanded", lambda devices: (device,))
+    app.start()
+    assert world.used[1:] == [CLOSED] * closed
 
 
 @pytest.mark.parametrize(("limit", "free"), [("max\n", 800), ("900\n", 800), ("300\n", 300), (None, 800)])
@@ -241,16 +225,8 @@ def test_each_gpu_counts_as_the_smallest(monkeypatch: pytest.MonkeyPatch, totals
     assert module._gpu_bytes(3) == limit
 
 
-def test_settings_that_do_not_load_have_no_curve(world: World) -> None:
-    world.profiles["bf16"] = LoadFailed("no")
-    app = make()
-    app.start()
-    assert app.curve(parse_settings("precision=bf16")) is None
-
-
 def test_newly_loaded_settings_warm_up_until_they_settle(world: World) -> None:
     app = make()
-    app.start()
     at = parse_settings("batch=8")
     for settings in (at, at, CandidateSettings()):
         app.measure(settings, 50.0, 2.0, 3)
@@ -261,19 +237,12 @@ def test_newly_loaded_settings_warm_up_until_they_settle(world: World) -> None:
     assert (world.runs[0]["timeout_s"], world.runs[0]["late_s"]) == (1.0, pytest.approx(0.01))
 
 
-def test_an_explicit_short_warm_up_applies_to_each_run(world: World) -> None:
+def test_an_explicit_short_warm_up_applies_to_each_run_and_a_closed_loop_fills_every_batch(world: World) -> None:
     app = make(warm_s=0.2)
-    app.start()
-    for _ in range(2):
-        app.measure(CandidateSettings(), 50.0, 2.0, 3)
-    assert [run["warm_s"] for run in world.runs] == [0.2, 0.2]
-
-
-def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World) -> None:
-    app = make()
-    app.start()
+    app.measure(CandidateSettings(), 50.0, 2.0, 3)
     app.saturate(CandidateSettings(), 2.0, 3)
-    assert world.loads == [Load(mode="closed", concurrency=12, seconds=2.0, seed=3)]
+    assert [run["warm_s"] for run in world.runs] == [0.2, 0.2]
+    assert world.loads[1] == Load(mode="closed", concurrency=12, seconds=2.0, seed=3)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +250,6 @@ def test_a_closed_loop_has_the_clients_that_fill_every_batch(world: World) -> No
 )
 def test_settings_without_any_answer_count_as_not_loaded(world: World, error: PenstockError) -> None:
     app = make()
-    app.start()
     world.run = error
     with pytest.raises(LoadFailed, match=f"loaded, but {error.message}"):
         app.measure(CandidateSettings(), 50.0, 2.0, 3)
@@ -289,7 +257,6 @@ def test_settings_without_any_answer_count_as_not_loaded(world: World, error: Pe
 
 def test_a_series_of_invalid_runs_ends_the_tuning(world: World) -> None:
     app = make()
-    app.start()
     late = Measurement(load=Load(mode="open"), invalid=["the generator was late"])
     for run in [late] * (MOST_INVALID - 1) + [None] + [late] * (MOST_INVALID - 1):  # in a row
         world.run = run
@@ -303,7 +270,6 @@ def test_the_cost_of_a_run_includes_the_settings_change_and_failed_profiles(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make()
-    app.start()
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
 
@@ -353,20 +319,19 @@ def test_the_codec_of_a_body_follows_its_route(
     world: World, monkeypatch: pytest.MonkeyPatch, payload: Payload, codec: str
 ) -> None:
     monkeypatch.setattr(module, "payloads", lambda data, target, seed: [payload])
-    make().start()
+    make()
     assert world.requests[0].bodies[0].codec == codec
 
 
-def test_the_payload_size_is_the_mean_of_the_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_payload_size_is_the_mean_of_the_requests_and_close_stops_the_server(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = [Payload(b"1" * 100, "text/plain", "a"), Payload(b"1" * 301, "text/plain", "b")]
     monkeypatch.setattr(module, "payloads", lambda data, target, seed: sent)
     world.profiles[None] = world.profiles["fp32"] = profile(responses=2 * profile().responses)
-    app = make()
+    app = make(start=False)
     assert app.payload_bytes == 0
     app.start()
     assert app.payload_bytes == 200
-
-
-def test_close_stops_the_server(world: World) -> None:
-    make().close()
-    assert world.used == [CLOSED]
+    app.close()
+    assert world.used[-1] == CLOSED

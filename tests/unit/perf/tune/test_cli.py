@@ -62,8 +62,8 @@ def run(*words: str) -> Result:
         (["app.py:Net", "--space", "batch="], "'batch' has an empty value"),
         (["app.py:Net", "--space", ""], "space: '' names no parameter; expected for instance"),
         (["app.py:Net", "--space", "instances=0"], "space: instances: found 0, expected a whole number from 1 to 4096"),
-        (["app.py:Net", "--space", "device=cuda"], "device=cuda: this machine has no GPU"),
-        (["app.py:Net", "--set", 'models.net.devices=["cuda"]'], "device=cuda: this machine has no GPU"),
+        (["app.py:Net", "--space", "device=cuda"], "devices: found cuda, but this machine has cpu"),
+        (["app.py:Net", "--set", 'models.net.devices=["cuda"]'], "devices: found cuda, but this machine has cpu"),
         (["app.py:Net", "--accuracy-check", "no.jsonl"], "--accuracy-check no.jsonl: no such file"),
         (["app.py:Net", "--write", "no/penstock.toml"], "there is no writable folder"),
         (["app.py:Net", "--write", "two.toml"], "there is no [models.net]"),
@@ -75,23 +75,18 @@ def run(*words: str) -> Result:
         (["two.toml", "--model", "two", "--option", "a=1"], "--option is for a model named on the command line"),
         (["app.py:Net", "--option", "a"], "found no NAME=VALUE"),
         (["none.toml"], "no such file"),
+        (["app.py:Net", "--token-file", "none"], "cannot be read"),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line_before_anything_starts(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.perf.tune.job.visible_gpus", lambda: 0)
+    monkeypatch.setattr("penstock.core.engine.rules.visible_gpus", lambda: 0)
     slo = [] if "--slo" in words else ["--slo", "p99<=100ms"]
     found = run(*words, *slo)
     assert (found.exit_code, found.stderr.count("\n")) == (2, 1)
     assert found.stderr.startswith("penstock: ")
     assert message in found.stderr
-
-
-def test_an_slo_is_required() -> None:
-    found = run("app.py:Net")
-    assert found.exit_code == 2
-    assert "Missing option '--slo'" in found.stderr
 
 
 def test_the_slo_limits_errors_even_if_it_does_not_say_so() -> None:
@@ -108,7 +103,7 @@ def test_the_default_space_has_batches_and_instances(monkeypatch: pytest.MonkeyP
 
 
 def test_gpu_adds_devices_unless_the_space_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.perf.tune.job.visible_gpus", lambda: 1)
+    monkeypatch.setattr(job, "check_devices", lambda model: None)
     assert read_job("app.py:Net", flags(gpu=True, space="batch=1")).space.text == "batch=1,device=cpu,cuda"
     assert read_job("app.py:Net", flags(gpu=True, space="device=cuda")).space.text == "device=cuda"
 
@@ -127,63 +122,57 @@ def test_options_of_the_command_line_reach_the_server() -> None:
     assert found.tuned.sets == ('models."net".options.width=3',)
 
 
-def test_a_changed_app_is_another_search(folder: Path) -> None:
-    before = job.identity(read_job("app.py:Net", flags()))
-    assert job.identity(read_job("app.py:Net", flags())) == before
-    (folder / "app.py").write_text(APP + "\n")
-    assert job.identity(read_job("app.py:Net", flags())) != before
+def test_a_search_resumes_only_with_the_same_app_requests_and_flags(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "net.pt").write_bytes(b"1")
+
+    def identity(**other: Any) -> dict[str, str]:
+        return job.identity(read_job("app.py:Net", flags(sets=('models.net.weights="net.pt"',), **other)))
+
+    before = identity()
+    assert identity() == before
     for other in ({"slo": "p99<=99ms"}, {"space": "batch=1,2"}, {"seed": 1}, {"effort": "quick"}, {"data": "app.py"}):
-        assert job.identity(read_job("app.py:Net", flags(**other))) != before
-
-
-def test_changed_weights_are_another_search(folder: Path) -> None:
-    weights = flags(sets=('models.net.weights="net.pt"',))
-    found = []
-    for content in (b"1", b"2", b"1"):
-        (folder / "net.pt").write_bytes(content)
-        found.append(job.identity(read_job("app.py:Net", weights)))
-    assert found[0] == found[2] != found[1]
-
-
-def test_an_unreadable_file_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = read_job("app.py:Net", flags())
+        assert identity(**other) != before
+    for name in ("app.py", "net.pt"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content + b"\n")
+        assert identity() != before
+        (folder / name).write_bytes(content)
 
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
+    asked = read_job("app.py:Net", flags())
     monkeypatch.setattr(job.Path, "open", refused)
     with pytest.raises(ConfigError, match=r"app\.py: cannot be read: Permission denied"):
         job.identity(asked)
 
 
-def test_starting_over_deletes_only_files_of_a_run(folder: Path) -> None:
-    results = folder / "tune-net"
-    results.mkdir()
-    for name in ("run.json", "records.jsonl", "journal.jsonl", "summary.csv", "report.md", "settings.csv", "mine.txt"):
-        (results / name).write_text("")
-    job._delete_results(results)
-    assert [p.name for p in results.iterdir()] == ["mine.txt"]
-
-
 def test_a_search_that_fails_before_its_first_answer_leaves_nothing_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers: list[JournalEntry] = []
+    known: list[JournalEntry] = []
 
     def search(_: object, __: object, journal: Journal, ___: str) -> None:
-        for answer in answers:
-            journal.add(answer)
+        for entry in known:
+            journal.add(entry)
         raise ConfigError("the app cannot answer the requests")
 
     monkeypatch.setattr(job, "_search", search)
     words = ("app.py:Net", "--slo", "p99<=100ms")
     assert run(*words).exit_code == 2
     assert not (folder / "tune-net").exists()
-    answers.append(JournalEntry(key="1", failed="no room"))
+    known.append(JournalEntry(key="1", failed="no room"))
     for _ in range(2):
         assert run(*words).exit_code == 2
         assert (folder / "tune-net" / "journal.jsonl").read_text().count("no room") == 1
-        answers.clear()
+        known.clear()
+    (folder / "tune-net" / "mine.txt").write_text("")
+    assert run(*words, "--no-resume").exit_code == 2
+    assert [path.name for path in (folder / "tune-net").iterdir()] == ["mine.txt"], (
+        "starting over deletes only its files"
+    )
 
 
 def test_a_folder_with_other_files_is_rejected(folder: Path) -> None:
@@ -192,11 +181,6 @@ def test_a_folder_with_other_files_is_rejected(folder: Path) -> None:
     found = run("app.py:Net", "--slo", "p99<=100ms")
     assert found.exit_code == 2
     assert "expected an empty folder or a results folder" in found.stderr
-
-
-def test_a_missing_token_file_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_job("app.py:Net", flags(token_file="none"))
 
 
 @pytest.mark.parametrize(("effort", "warned"), [("normal", True), ("quick", False)])

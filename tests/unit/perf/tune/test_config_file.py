@@ -30,13 +30,18 @@ slo_s = 0.05
 DIGITS = ModelConfig(target="app.py:Digits")
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "penstock.toml"
+    path.write_text(TEXT)
+    return path
+
+
 def comments(text: str) -> list[str]:
     return [line.partition("#")[2] for line in text.splitlines() if "#" in line]
 
 
-def test_only_the_tuned_keys_change_and_every_comment_stays(tmp_path: Path) -> None:
-    file = tmp_path / "penstock.toml"
-    file.write_text(TEXT)
+def test_only_the_tuned_keys_change_and_every_comment_stays(file: Path) -> None:
     TunedFile(str(file), "digits", DIGITS).write(
         {"instances": 4, "batching.max_batch_size": 16, "devices": ["cpu"], "precision": "fp16"}, "p99<=50ms\nsee there"
     )
@@ -95,24 +100,21 @@ def test_a_multi_line_string_that_resembles_a_header_or_our_comment_is_left_alon
         '[models."m"]\ntarget = "x:y"\n',
         '[models]\nm.target = "x:y"\nm.batching.policy = "none"\n',
         'models.m.target = "x:y"\nmodels.n.target = "x:y"\n[server]\nport = 1\n',
-        '[models.m]\ntarget = "x:y"\nbatching = { slo_s = 1.0 }\n',
+        '[models.m]\ntarget = "x:y"\nprecision = "fp32"\nbatching = { slo_s = 1.0 }\n',
         '[models.m]\ntarget = "x:y"\nbatching.slo_s = 1.0\n',
         '[models.m.batching]\nslo_s = 1.0\n[server]\nport = 1\n[models.m]\ntarget = "x:y"\n',
     ],
 )
-def test_a_model_may_have_any_toml_form(text: str) -> None:
-    found = patched(text, "m", {"batching.max_batch_size": 2, "threads": 1, "precision": None}, "why")
+def test_a_model_may_have_any_toml_form_and_none_removes_a_key(text: str) -> None:
+    found = patched(
+        text, "m", {"batching.max_batch_size": 2, "threads": 1, "precision": None, "options.a": None}, "why"
+    )
     expected = tomllib.loads(text)
     expected["models"]["m"] |= {"threads": 1}
+    expected["models"]["m"].pop("precision", None)
     expected["models"]["m"].setdefault("batching", {})["max_batch_size"] = 2
     assert tomllib.loads(found) == expected
     assert found.count(f"{MARK}: why") == 1
-
-
-def test_none_removes_a_key() -> None:
-    found = patched(TEXT, "digits", {"instances": None, "threads": None, "options.width": None}, "why")
-    assert "instances" not in found
-    assert "options" not in found
 
 
 def test_a_new_file_has_the_model_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +127,8 @@ def test_a_new_file_has_the_model_and_loads(tmp_path: Path, monkeypatch: pytest.
     assert os.path.realpath(found.target.partition(":")[0]) == str(tmp_path / "apps/app.py")
     assert os.path.realpath(found.weights or "") == str(tmp_path / "apps/w.pt")
     assert (found.options, found.instances, found.batching.max_batch_size) == ({"size": 3}, 2, 8)
-
-
-def test_a_module_name_stays_the_same(tmp_path: Path) -> None:
-    TunedFile(str(tmp_path / "new.toml"), "m", ModelConfig(target="pkg.mod:M")).write({"instances": 2}, "why")
-    assert tomllib.loads((tmp_path / "new.toml").read_text())["models"]["m"]["target"] == "pkg.mod:M"
+    TunedFile("new.toml", "m", ModelConfig(target="pkg.mod:M")).write({"instances": 2}, "why")
+    assert tomllib.loads(Path("new.toml").read_text())["models"]["m"]["target"] == "pkg.mod:M", "no file, but a module"
 
 
 def test_keys_that_differ_from_the_measured_ones_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,26 +146,17 @@ def test_keys_that_differ_from_the_measured_ones_are_logged(tmp_path: Path, capl
     assert not caplog.records
 
 
-def test_a_section_with_the_same_target_is_the_model_whatever_its_name(tmp_path: Path) -> None:
-    file = tmp_path / "penstock.toml"
-    file.write_text(TEXT)
-    assert TunedFile(str(file), "other", ModelConfig(target=f"{tmp_path}/app.py:Digits")).name == "digits"
+def test_a_section_with_the_same_target_is_the_model_whatever_its_name(file: Path) -> None:
+    assert TunedFile(str(file), "other", ModelConfig(target=f"{file.parent}/app.py:Digits")).name == "digits"
 
 
-def test_a_new_file_next_to_the_tuned_configuration_is_a_copy_of_it(tmp_path: Path) -> None:
-    source = tmp_path / "penstock.toml"
-    source.write_text(TEXT)
-    TunedFile(str(tmp_path / "tuned.toml"), "digits", DIGITS, str(source)).write({"instances": 4}, "why")
-    assert source.read_text() == TEXT
-    assert tomllib.loads((tmp_path / "tuned.toml").read_text())["server"] == {"port": 8080}
-
-
-def test_a_new_file_in_another_folder_than_the_configuration_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "penstock.toml"
-    source.write_text(TEXT)
-    (tmp_path / "there").mkdir()
+def test_a_new_file_next_to_the_tuned_configuration_is_a_copy_of_it(file: Path) -> None:
+    TunedFile(str(file.parent / "tuned.toml"), "digits", DIGITS, str(file)).write({"instances": 4}, "why")
+    assert file.read_text() == TEXT
+    assert tomllib.loads((file.parent / "tuned.toml").read_text())["server"] == {"port": 8080}
+    (file.parent / "there").mkdir()
     with pytest.raises(ConfigError, match=r"paths in .*penstock\.toml are relative to its folder"):
-        TunedFile(str(tmp_path / "there/tuned.toml"), "digits", DIGITS, str(source))
+        TunedFile(str(file.parent / "there/tuned.toml"), "digits", DIGITS, str(file))
 
 
 @pytest.mark.parametrize(
@@ -198,34 +188,32 @@ def test_the_tuned_pipeline_itself_cannot_receive_the_result(tmp_path: Path) -> 
     assert load_config(str(tmp_path / "new.toml"), env={}).models["pipeline"].instances == 2
 
 
-def test_a_missing_folder_is_an_error_at_once(tmp_path: Path) -> None:
+def test_an_unwritable_file_or_folder_is_an_error_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="there is no writable folder"):
-        TunedFile(str(tmp_path / "no/penstock.toml"), "digits", DIGITS)
+        TunedFile(str(file.parent / "no/penstock.toml"), "digits", DIGITS)
+    for denied, message in ((file.parent, "there is no writable folder"), (file, "change its mode, or name another")):
+        monkeypatch.setattr(os, "access", lambda path, mode, denied=denied: path != str(denied))
+        with pytest.raises(ConfigError, match=message):
+            TunedFile(str(file), "digits", DIGITS)
 
 
-def test_an_unwritable_file_or_folder_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "penstock.toml"
-    file.write_text(TEXT)
-    monkeypatch.setattr("penstock.perf.tune.config_file.os.access", lambda path, mode: path != str(tmp_path))
-    with pytest.raises(ConfigError, match="there is no writable folder"):
-        TunedFile(str(file), "digits", DIGITS)
-    monkeypatch.setattr("penstock.perf.tune.config_file.os.access", lambda path, mode: path != str(file))
-    with pytest.raises(ConfigError, match="the file is not writable; change its mode, or name another"):
-        TunedFile(str(file), "digits", DIGITS)
+def test_an_invalid_value_or_a_full_disk_leaves_the_file_unchanged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = TunedFile(str(file), "digits", DIGITS)
 
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-def test_an_invalid_value_leaves_the_file_unchanged(tmp_path: Path) -> None:
-    file = tmp_path / "penstock.toml"
-    file.write_text(TEXT)
     with pytest.raises(ConfigError, match="instances: found -1"):
-        TunedFile(str(file), "digits", DIGITS).write({"instances": -1}, "why")
+        tuned.write({"instances": -1}, "why")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PenstockError, match="cannot be written: No space left on device; it is unchanged"):
+        tuned.write({"instances": 4}, "why")
     assert file.read_text() == TEXT
-    assert os.listdir(tmp_path) == ["penstock.toml"]
+    assert os.listdir(file.parent) == ["penstock.toml"]
 
 
-def test_a_link_and_the_mode_of_the_file_are_kept(tmp_path: Path) -> None:
-    file, link = tmp_path / "penstock.toml", tmp_path / "link.toml"
-    file.write_text(TEXT)
+def test_a_link_and_the_mode_of_the_file_are_kept(file: Path) -> None:
+    link = file.parent / "link.toml"
     file.chmod(0o600)
     link.symlink_to(file)
     TunedFile(str(link), "digits", DIGITS).write({"instances": 4}, "why")
@@ -243,21 +231,6 @@ def test_without_tomlkit_the_error_names_the_package(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "tomlkit", None)
     with pytest.raises(ConfigError, match=r"--write needs tomlkit.*pip install 'optuna"):
         TunedFile(str(tmp_path / "penstock.toml"), "digits", DIGITS)
-
-
-def test_a_full_disk_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "penstock.toml"
-    file.write_text(TEXT)
-    tuned = TunedFile(str(file), "digits", DIGITS)
-
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("penstock.perf.tune.config_file.os.fsync", full)
-    with pytest.raises(PenstockError, match="cannot be written: No space left on device; it is unchanged"):
-        tuned.write({"instances": 4}, "why")
-    assert file.read_text() == TEXT
-    assert os.listdir(tmp_path) == ["penstock.toml"]
 
 
 def test_changes_made_during_the_measurement_are_kept(tmp_path: Path) -> None:

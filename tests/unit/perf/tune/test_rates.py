@@ -63,7 +63,7 @@ def test_settings_without_answers_are_ruled_out_by_two_runs_with_requests(hill: 
     for start in (0.1, 500):
         bench, trial = Silent(constant(1)), TuningTrial(ANY)
         prober(bench).narrow(trial, start, 0.04)
-        assert "/s: p99 unknown" in trial.out
+        assert "/s: p99 n/a" in trial.out
         assert len(bench.asked) == 2
         assert all(requests >= 7.9 for *_, requests in bench.asked)
 

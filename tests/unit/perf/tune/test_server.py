@@ -15,7 +15,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
 from penstock.perf.bench.target import Target
 from penstock.perf.tune import server as module
-from penstock.perf.tune.server import TunedModel, TunedServer, keys_of, missing_device
+from penstock.perf.tune.server import TunedModel, TunedServer, keys_of
 from penstock.perf.tune.space import CandidateSettings, parse_settings
 
 
@@ -129,26 +129,33 @@ def test_a_tls_server_is_trusted_by_its_own_certificate_alone(server: Server) ->
     assert len(server.tls.get_ca_certs()) == 1
 
 
-def test_the_same_settings_change_nothing(server: Server) -> None:
-    found = served()
-    found.use(at("batch=4"))
-    assert not found.use(at("batch=4"))
-    assert (len(server.starts), server.asked) == (1, [])
+SCALED, RELOADED, RESTARTED = ["PUT /models/net/scale"], ["DELETE /models/net/1", "PUT /models/net/1"], None
 
 
-def test_instances_with_explicit_threads_are_scaled(server: Server) -> None:
-    found = served(load_timeout_s=100.0)
-    found.use(at("instances=1,threads=1"))
-    assert found.use(at("instances=3,threads=1"))
-    assert server.asked == [("PUT", "/models/net/scale", {"instances": 3})]
-    assert server.flags == [{"token": "secret", "timeout_s": 160.0}]
-
-
-def test_the_baseline_is_scaled_to_its_own_instances(server: Server) -> None:
-    found = served(instances=3, threads=1)
-    found.use(at("instances=2"))
-    assert found.use(CandidateSettings())
-    assert server.asked == [("PUT", "/models/net/scale", {"instances": 3})]
+@pytest.mark.parametrize(
+    ("before", "after", "requests"),
+    [
+        ("batch=4", "batch=4", []),
+        ("instances=1,threads=1", "instances=3,threads=1", SCALED),
+        ("instances=2", "", SCALED),  # to the model's own
+        ("instances=1", "instances=2", RELOADED),  # each instance's share of the threads changes
+        ("instances=1,threads=1", "instances=2,threads=1,batch=4", RELOADED),
+        ("batch=2,instances=1", "batch=4,instances=1", RELOADED),
+        ("device=cuda:0", "device=cuda:1", RELOADED),  # the colon of a device does not mark a class
+        ("options.width=1", "options.width=2", RESTARTED),
+        ("policy=none", "policy=pkg.mod:Mine", RESTARTED),
+        ("policy=pkg.mod:Mine", "policy=none", RESTARTED),
+    ],
+)
+def test_a_change_takes_the_smallest_step(server: Server, before: str, after: str, requests: list[str] | None) -> None:
+    found = served(load_timeout_s=100.0, **({"instances": 3, "threads": 1} if not after else {}))
+    found.use(at(before))
+    assert found.use(at(after)) == (before != after)
+    assert [f"{method} {path}" for method, path, _ in server.asked] == (requests or [])
+    assert (len(server.starts), server.stops) == ((2, 1) if requests is None else (1, 0))
+    assert all(flags == {"token": "secret", "timeout_s": 160.0} for flags in server.flags)
+    if requests == SCALED:
+        assert server.asked[0][2] == {"instances": 3}
 
 
 @pytest.mark.parametrize(
@@ -171,43 +178,6 @@ def test_the_queue_does_not_shrink_with_the_batch(server: Server, settings: str,
     assert bounded.model.with_settings(at("batch=1")).batching.max_queue == 7
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("instances=1", "instances=2"),  # each instance's share of the threads changes
-        ("instances=1,threads=1", "instances=2,threads=1,batch=4"),
-        ("batch=2,instances=1", "batch=4,instances=1"),
-    ],
-)
-def test_other_changes_reload_the_model_in_the_same_server(server: Server, before: str, after: str) -> None:
-    found = served(version="3")
-    found.use(at(before))
-    assert found.use(at(after))
-    (unload, load) = server.asked
-    assert unload == ("DELETE", "/models/net/3", None)
-    assert load[:2] == ("PUT", "/models/net/3")
-    assert load[2]["target"] == "/there/app.py:Net"
-    assert len(server.starts) == 1
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "starts", "requests"),
-    [
-        ("options.width=1", "options.width=2", 2, 0),
-        ("policy=none", "policy=pkg.mod:Mine", 2, 0),
-        ("policy=pkg.mod:Mine", "policy=none", 2, 0),
-        ("device=cuda:0", "device=cuda:1", 1, 2),  # the colon of a device does not mark a class
-    ],
-)
-def test_only_keys_and_classes_that_no_request_may_set_restart_the_server(
-    server: Server, before: str, after: str, starts: int, requests: int
-) -> None:
-    found = served()
-    found.use(at(before))
-    found.use(at(after))
-    assert (len(server.starts), server.stops, len(server.asked)) == (starts, starts - 1, requests)
-
-
 def test_a_reload_leaves_out_keys_that_only_a_configuration_may_set(server: Server) -> None:
     found = served(options={"k": 1}, weights="w.pt", name="net", traffic={"1": 1.0})
     found.use(at("batch=2"))
@@ -215,15 +185,27 @@ def test_a_reload_leaves_out_keys_that_only_a_configuration_may_set(server: Serv
     assert server.asked[1][2] == {"target": "/there/app.py:Net", "batching": {"max_batch_size": 4}}
 
 
-def test_after_settings_that_do_not_load_the_next_ones_get_a_new_server(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (HttpResponse(500, {}, b'{"error": {"message": "could not be loaded"}}'), r"\(500\): could not be loaded"),
+        (ConnectionLost("127.0.0.1: the connection ended"), r"failed with the settings: 127\.0\.0\.1: the connection"),
+    ],
+)
+def test_settings_that_do_not_load_or_end_the_server_cost_a_new_one(
+    server: Server, response: HttpResponse | PenstockError, message: str
+) -> None:
     found = served()
     found.use(at("batch=2"))
-    server.answer = HttpResponse(500, {}, b'{"error": {"message": "could not be loaded"}}')
-    with pytest.raises(LoadFailed, match=r"\(500\): could not be loaded") as caught:
+    server.answer = response
+    with pytest.raises(LoadFailed, match=message) as caught:
         found.use(at("batch=4"))
     assert caught.value.detail == "OSError: no weights"
     found.use(at("batch=2"))
     assert (len(server.starts), server.stops) == (2, 1)
+    server.alive = False
+    assert found.use(at("batch=2")), "it died in the meantime"
+    assert (len(server.starts), server.stops) == (3, 2)
 
 
 def test_a_first_server_that_does_not_start_ends_the_tuning(server: Server) -> None:
@@ -246,25 +228,6 @@ def test_settings_with_which_a_later_server_does_not_start_are_reported_in_one_l
     assert found.use(at("options.width=1"))
 
 
-def test_a_server_that_dies_does_not_end_the_tuning(server: Server) -> None:
-    found = served()
-    found.use(at("batch=2"))
-    server.answer = ConnectionLost("127.0.0.1: the connection ended before the answer")
-    with pytest.raises(LoadFailed, match=r"failed with the settings: 127\.0\.0\.1: the connection ended") as caught:
-        found.use(at("batch=4"))
-    assert caught.value.detail == "OSError: no weights"
-    found.use(at("batch=8"))
-    assert (len(server.starts), server.stops) == (2, 1)
-
-
-def test_a_server_that_died_is_restarted(server: Server) -> None:
-    found = served()
-    found.use(at("batch=2"))
-    server.alive = False
-    assert found.use(at("batch=2"))
-    assert (len(server.starts), server.stops) == (2, 1)
-
-
 @pytest.mark.parametrize(
     ("answer", "clients"),
     [
@@ -279,20 +242,3 @@ def test_clients_are_twice_the_rows_of_all_instances(server: Server, answer: byt
     found.use(at("batch=8"))
     server.answer = HttpResponse(200, {}, answer)
     assert found.clients() == clients
-
-
-@pytest.mark.parametrize(
-    ("device", "gpus", "message"),
-    [
-        ("cpu", 0, None),
-        ("cuda", 1, None),
-        ("cuda:1", 2, None),
-        ("cuda", 0, "this machine has no GPU"),
-        ("cuda:2", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
-        ("cuda:x", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
-        ("cuda:-1", 2, "there are 2 GPUs, cuda:0 to cuda:1"),
-    ],
-)
-def test_a_missing_device_is_named(device: str, gpus: int, message: str | None) -> None:
-    found = missing_device([device], gpus)
-    assert found is None if message is None else message in str(found)

@@ -32,15 +32,19 @@ def test_a_run_that_keeps_the_latency_has_no_violation_whatever_the_throughput()
     assert (found.rate, found.run.latency.p99_s, found.throughput) == (100, 0.09, 99.0)
 
 
-def test_a_violation_names_its_figures() -> None:
-    assert measured(p99_s=0.2).violation(SLO) == "p99 200 ms (wanted p99<=100ms)"
-    assert measured(errors=40, p99_s=0.01).violation(SLO) == "error 4 % (wanted error<=1%)"
-
-
-def test_too_few_samples_count_as_the_slowest_answer() -> None:
-    assert measured(max_s=0.08).violation(SLO) is None
-    assert measured(max_s=0.3).violation(SLO) == "p99 300 ms (wanted p99<=100ms)"
-    assert measured().violation(SLO) == "p99 unknown (wanted p99<=100ms)"
+@pytest.mark.parametrize(
+    ("run", "violation"),
+    [
+        (measured(p99_s=0.2), "p99 200 ms (wanted p99<=100ms)"),
+        (measured(errors=40, p99_s=0.01), "error 4.0 % (wanted error<=1%)"),
+        (measured(max_s=0.08), None),  # too few samples: they count as the slowest response
+        (measured(max_s=0.3), "p99 300 ms (wanted p99<=100ms)"),
+        (measured(), "p99 n/a (wanted p99<=100ms)"),
+        (measured(p99_s=0.01, invalid=["generator too slow"]), "invalid: generator too slow"),
+    ],
+)
+def test_a_violation_names_its_figures(run: MeasuredRun, violation: str | None) -> None:
+    assert run.violation(SLO) == violation
 
 
 def test_the_late_share_counts_answers_and_timed_out_requests() -> None:
@@ -55,10 +59,6 @@ def test_the_late_share_counts_answers_and_timed_out_requests() -> None:
     assert late(answered=970, too_slow=20) == pytest.approx(30 / 980)
     assert late(answered=0, too_slow=0) == 1.0
     assert late(answered=970) is None
-
-
-def test_an_invalid_run_violates_any_slo() -> None:
-    assert measured(p99_s=0.01, invalid=["generator too slow"]).violation(SLO) == "invalid: generator too slow"
 
 
 def test_a_curve_is_linear_between_its_points_and_beyond_the_last() -> None:

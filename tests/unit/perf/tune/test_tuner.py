@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +312,7 @@ def small(path: Path | None = None, observer: RunObserver | None = None) -> tupl
     machine, _ = drawn(3)
     slo = parse_slo("p99<=100ms")
     system = Counted(machine, slo)
-    with Journal.open(path, {"seed": "3"}) if path else Journal() as journal:
+    with Journal.open(path, {"seed": "3"}) if path else nullcontext(Journal()) as journal:
         space = parse_space("batch=1..8,instances=1,2")
         result = tune(system, space, slo, seed=3, effort=QUICK, journal=journal, observer=observer)
     return result, system.measured
@@ -348,10 +349,10 @@ def test_a_finished_search_is_replayed_from_its_journal_alone(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "best_rate", "exhaustive_s"), [(0, 345.6, 15_678), (2, 587.2, 18_140)])
-def test_the_optimum_is_found_in_a_fifth_of_the_time(seed: int, best_rate: float, exhaustive_s: float) -> None:
+def test_the_optimum_is_found_in_a_fifth_of_the_time() -> None:
     """The figures of the exhaustive search come from benchmarks/tuner_truth.py, which has more seeds and all
     strategies."""
+    seed, best_rate, exhaustive_s = 0, 345.6, 15_678
     machine, slo = drawn(seed)
     space = parse_space("batch=1..32,instances=1..16,precision=fp32,fp16,bf16")
     default = parse_settings("batch=32,instances=1,precision=fp32")
