@@ -59,11 +59,11 @@ BUILTIN: dict[str, dict[str, str]] = {
     "policy": {
         "adaptive": "penstock.core.batching.policies.adaptive:Adaptive",
         "fixed": "penstock.core.batching.policies.fixed:Fixed",
-        "none": "penstock.core.batching.policies.none:Unbatched",
+        "none": "penstock.core.batching.policies.fixed:Unbatched",
     },
     "transport": {
-        "inline": "penstock.core.transports.inline:InlineTransport",
-        "thread": "penstock.core.transports.thread:ThreadTransport",
+        "inline": "penstock.core.transports.local:InlineTransport",
+        "thread": "penstock.core.transports.local:ThreadTransport",
         "process": "penstock.core.transports.process:ProcessTransport",
         "ray": "penstock.ray.transport:RayTransport",
     },

@@ -13,8 +13,7 @@ from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import Dispatch, Entry, EntryState, Event, Outcome
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, Take, View, WaitUntil
-from penstock.core.batching.policies.fixed import Fixed
-from penstock.core.batching.policies.none import Unbatched
+from penstock.core.batching.policies.fixed import Fixed, Unbatched
 from penstock.core.batching.scheduler import Scheduler
 from penstock.testing.policies import INVARIANTS, PolicyChecker, Violation, check_invariance, check_policy
 from penstock.testing.scripts import ScriptPlayer, ScriptSetup, ScriptStep, random_setup

@@ -13,8 +13,7 @@ import pytest
 from penstock.core.batching.entry import INF, Dispatch, Entry, Outcome
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
-from penstock.core.batching.policies.fixed import Fixed
-from penstock.core.batching.policies.none import Unbatched
+from penstock.core.batching.policies.fixed import Fixed, Unbatched
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.sequences import SequenceLimits
 from penstock.errors import QueueFull

@@ -14,7 +14,7 @@ from penstock.core.batching.entry import INF, Dispatch, Entry, Outcome
 from penstock.core.batching.policies.fixed import Fixed
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.sequences import SequenceLimits
-from penstock.core.worker.sequences import SequenceStates
+from penstock.core.worker.predict import SequenceStates
 from penstock.errors import Conflict, ModelNotReady, QueueFull, SequenceLost, SequenceNotFound
 from penstock.types import SequenceRequest
 

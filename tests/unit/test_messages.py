@@ -14,7 +14,7 @@ import pytest
 from penstock.config.checks import check_bind
 from penstock.config.load import load_config
 from penstock.config.schema import Config, ServerConfig
-from penstock.core.worker.results import aligned
+from penstock.core.worker.predict import aligned
 from penstock.errors import BadOutput, ConfigError, PenstockError, install_hint, nearest
 from penstock.serving.protocols.bodies import decode_json, encode_json
 from penstock.serving.protocols.openai_embeddings import _written

@@ -102,10 +102,10 @@ def test_a_file_has_its_own_name_unless_that_is_anothers(tmp_path, monkeypatch):
 
 
 def test_plugins_are_built_in_or_named_by_module():
-    from penstock.core.transports.inline import InlineTransport
+    from penstock.core.transports.local import InlineTransport
 
     assert resolve("transport", "inline") is InlineTransport
-    assert resolve("transport", "penstock.core.transports.inline:InlineTransport") is InlineTransport
+    assert resolve("transport", "penstock.core.transports.local:InlineTransport") is InlineTransport
     with pytest.raises(ConfigError, match="unknown transport 'proces'; did you mean 'process'"):
         resolve("transport", "proces")
 

@@ -22,7 +22,7 @@ from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call
 from penstock.core.engine.handle import ModelHandle
-from penstock.core.transports.thread import ThreadTransport
+from penstock.core.transports.local import ThreadTransport
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import LoadFailed, PenstockError
 from penstock.pipeline.graph import NODE_FILTERS, Graph, Node

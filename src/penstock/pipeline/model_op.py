@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from penstock import metrics
-from penstock.core.worker.coupling import coupled
+from penstock.core.worker.profile import coupled
 from penstock.errors import BadRequest, ConfigError, WrongRowCount
 from penstock.pipeline.collate import (
     PIXELS,

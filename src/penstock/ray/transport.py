@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,9 +18,8 @@ from msgspec import structs
 
 from penstock.config.schema import RayConfig
 from penstock.core.contracts import TransportListener
-from penstock.core.transports.launch import PackedSpec, pack_spec
-from penstock.core.transports.process import unpickle
-from penstock.core.transports.slot import SlotTransport, WorkerSlot
+from penstock.core.transports.process import PackingTransport, unpickle
+from penstock.core.transports.slot import WorkerSlot
 from penstock.core.wire.messages import FromWorker, RunBatch, WorkerFailed, head_of
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.core.worker.devices import environment
@@ -119,7 +118,7 @@ NODE_LOST = "node has died"  # in the text of Ray's error, which has no other si
 GROUPS = {"run": 1, "watch": 1}  # threads of the actor, by the calls that they serve
 
 
-class RayTransport(SlotTransport):
+class RayTransport(PackingTransport):
     """One actor per slot. Slabs are copied to the cluster's object store, and never pinned."""
 
     def __init__(
@@ -137,19 +136,13 @@ class RayTransport(SlotTransport):
             config = structs.replace(config, threads=max(1, int(config.ray.num_cpus)))
         spec = structs.replace(spec, config=config, capture_output=False)  # Ray forwards what they print
         super().__init__(spec, slots, devices, pool, reply_bytes)
-        self._packed: PackedSpec | None = None
 
     def _make(self, number: int, device: str) -> WorkerSlot:
-        return _RaySlot(self._spec, number, device, self._pack)
-
-    def _pack(self) -> PackedSpec:
-        if self._packed is None:
-            self._packed = pack_spec(self._spec)
-        return self._packed
+        return _RaySlot(self, self._spec, number, device)
 
     async def start(self, listener: TransportListener) -> None:
         """See `Transport.start`. Raises LoadFailed if there is no cluster, or the target cannot be sent to it."""
-        self._pack()
+        _ = self.packed
         await asyncio.to_thread(connect, self._spec.config.ray.address)
         await super().start(listener)
 
@@ -157,16 +150,16 @@ class RayTransport(SlotTransport):
 class _RaySlot(WorkerSlot):
     """One place for an actor. A task starts it, receives its answers in the order of batches, and ends with it."""
 
-    def __init__(self, spec: WorkerSpec, number: int, device: str, pack: Callable[[], PackedSpec]) -> None:
+    def __init__(self, transport: PackingTransport, spec: WorkerSpec, number: int, device: str) -> None:
         super().__init__(spec, number, device.partition(":")[0])  # Ray chooses the GPU
-        self._pack = pack
+        self._transport = transport
         self._wanted = wanted(spec.config.ray, device)
         self._task: asyncio.Task[None] | None = None
         self._actor: Any = None
         self._error: PenstockError | None = None  # the reason for ending the actor
         self._inbox = RayReader(FromWorker)
 
-    # ---- life
+    # ---- start and end
 
     def launch(self) -> None:
         """Raises LoadFailed in a worker that must not start another."""
@@ -261,7 +254,7 @@ class _RaySlot(WorkerSlot):
         """Waits for the model. Raises LoadFailed, TargetNotFound, and errors of Ray."""
         inner = "cuda:0" if self.device == "cuda" else self.device
         load = self._actor.load.options(concurrency_group="run")
-        message = self._inbox.read(await load.remote(self._pack(), here(), inner, self.device))
+        message = self._inbox.read(await load.remote(self._transport.packed, here(), inner, self.device))
         if isinstance(message, WorkerFailed):
             raise message.error
         ready: Ready = message.ready

@@ -16,8 +16,7 @@ from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Expire, Fail, Outcome, Shed
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
-from penstock.core.batching.policies.fixed import Fixed
-from penstock.core.batching.policies.none import Unbatched
+from penstock.core.batching.policies.fixed import Fixed, Unbatched
 from penstock.core.batching.queues import MAX_BYPASSES
 from penstock.testing.scripts import TICK, ScriptPlayer, ScriptSetup, random_setup
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from penstock.config.schema import AutoscaleConfig, BatchingConfig, with_options
 from penstock.core.arrays import nbytes_of
 from penstock.core.batching.policies.base import BatchPolicy
-from penstock.core.batching.policies.none import Unbatched
+from penstock.core.batching.policies.fixed import Unbatched
 from penstock.core.batching.residency import ResidentModel
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.sequences import SequenceLimits, SequenceTable

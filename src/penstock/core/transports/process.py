@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 
 from penstock.core.contracts import TransportListener
 from penstock.core.transports.launch import Child, PackedSpec, launch, pack_spec
@@ -172,22 +173,24 @@ class Channel:
         return True
 
 
-class ProcessTransport(SlotTransport):
+class PackingTransport(SlotTransport):
+    """A transport that packs its spec once, for workers in other processes."""
+
+    @cached_property
+    def packed(self) -> PackedSpec:
+        """Raises LoadFailed when the target cannot be sent to another process."""
+        return pack_spec(self._spec)
+
+
+class ProcessTransport(PackingTransport):
     """One worker process per slot."""
 
-    _packed: PackedSpec | None = None
-
     def _make(self, number: int, device: str) -> WorkerSlot:
-        return _ProcessSlot(self._spec, number, device, self._pool, self._reply_bytes, self._pack)
-
-    def _pack(self) -> PackedSpec:
-        if self._packed is None:
-            self._packed = pack_spec(self._spec)
-        return self._packed
+        return _ProcessSlot(self, self._spec, number, device, self._pool, self._reply_bytes)
 
     async def start(self, listener: TransportListener) -> None:
         """See `Transport.start`. Raises LoadFailed when the target cannot be sent to another process."""
-        self._pack()
+        _ = self.packed
         await super().start(listener)
 
 
@@ -196,15 +199,15 @@ class _ProcessSlot(WorkerSlot):
 
     def __init__(
         self,
+        transport: PackingTransport,
         spec: WorkerSpec,
         number: int,
         device: str,
         pool: SlabPool | None,
         reply_bytes: int,
-        pack: Callable[[], PackedSpec],
     ) -> None:
         super().__init__(spec, number, device)
-        self._pack = pack
+        self._transport = transport
         self._pool = pool
         self._reply_bytes = reply_bytes
         self._child: Child | None = None
@@ -221,7 +224,7 @@ class _ProcessSlot(WorkerSlot):
         """Raises LoadFailed."""
         self._error, self._free = None, []
         try:
-            child, hello = launch(self.spec, self._pack(), self.device, self._pool, self._reply_bytes)
+            child, hello = launch(self.spec, self._transport.packed, self.device, self._pool, self._reply_bytes)
         except OSError as e:
             raise LoadFailed(f"a worker process could not be started: {e}") from e
         self._child = child

@@ -16,9 +16,8 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.messages import Unsent
 from penstock.core.wire.pickles import dumps
-from penstock.core.worker.parameters import units_of
+from penstock.core.worker.predict import aligned, units_of
 from penstock.core.worker.python_model import PythonModel
-from penstock.core.worker.results import aligned
 from penstock.errors import (
     ENDS,
     HALF_PAIR,

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.worker.results import aligned
+from penstock.core.worker.predict import aligned
 from penstock.errors import ENDS, RunTimeout, out_of_memory
 from penstock.types import Step
 

@@ -12,8 +12,7 @@ import msgspec
 
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.core.worker.item_types import ModelTypes, check_takes_items
-from penstock.core.worker.parameters import WithParameters, takes_parameters
-from penstock.core.worker.sequences import SequenceStates
+from penstock.core.worker.predict import SequenceStates, WithParameters, takes_parameters
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import ConfigError, LoadFailed, nearest

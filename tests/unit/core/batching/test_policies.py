@@ -10,8 +10,7 @@ import pytest
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import Expire
 from penstock.core.batching.policies.adaptive import Adaptive
-from penstock.core.batching.policies.fixed import Fixed
-from penstock.core.batching.policies.none import Unbatched
+from penstock.core.batching.policies.fixed import Fixed, Unbatched
 from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError
 

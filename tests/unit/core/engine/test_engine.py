@@ -323,7 +323,7 @@ async def test_a_version_that_cannot_be_closed_is_forgotten_all_the_same(monkeyp
 
 async def test_a_policy_can_be_a_user_class(transport: str) -> None:
     async with Engine() as engine:
-        keys = {"policy": "penstock.core.batching.policies.none:Unbatched"}
+        keys = {"policy": "penstock.core.batching.policies.fixed:Unbatched"}
         await engine.load("double", config(transport, **keys), target=double)
         assert await engine.infer("double", 4) == 8
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from penstock.core.transports.thread import ThreadTransport
+from penstock.core.transports.local import ThreadTransport
 from penstock.types import Item
 from support.transports import WAIT_S, TransportHarness
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.worker.sequences import SequenceStates
+from penstock.core.worker.predict import SequenceStates
 from penstock.errors import LoadFailed, SequenceLost
 from penstock.types import SequenceRequest
 

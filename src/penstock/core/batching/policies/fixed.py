@@ -1,4 +1,4 @@
-"""Fixed: a size and a delay, as in service_streamer, TorchServe and Triton."""
+"""Fixed, a size and a delay as in service_streamer, TorchServe and Triton; and Unbatched, one request per batch."""
 
 from __future__ import annotations
 
@@ -40,3 +40,18 @@ class Fixed(BatchPolicy):
 
     def explain(self) -> dict[str, object]:
         return {"policy": "fixed", "max_hold_s": self.max_hold_s}
+
+
+class Unbatched(BatchPolicy):
+    """Sends one request per batch as soon as a slot is idle."""
+
+    @classmethod
+    def of(cls, config: BatchingConfig) -> Unbatched:
+        """No key of `[models.NAME.batching]` matters."""
+        return cls()
+
+    def select(self, view: View, now: float) -> Choice:
+        return Take(1, full=True, reason="unbatched") if view.idle else None
+
+    def explain(self) -> dict[str, object]:
+        return {"policy": "none"}

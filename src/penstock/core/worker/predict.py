@@ -1,13 +1,14 @@
-"""SequenceStates: the states of the sequences in progress on one instance."""
+"""What `predict` of a model receives beside the items, and what it returns: sequences, parameters, results."""
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from penstock.errors import LoadFailed, SequenceLost
-from penstock.types import SequenceRequest
+from penstock.errors import BadOutput, LoadFailed, SequenceLost, WrongRowCount, describe
+from penstock.types import Item, SequenceRequest
 
 
 class SequenceUnit(Struct):
@@ -70,3 +71,53 @@ class SequenceStates:
                 self._states.pop(sequence.id, None)
             else:
                 self._states[sequence.id] = sequence.state
+
+
+class ParameterUnit(Struct):
+    """An argument of `predict` with the parameters of its request."""
+
+    value: Any
+    parameters: dict[str, Any]
+
+
+class WithParameters(functools.partial[Any]):
+    """A `predict` that receives units and hands the parameters to the user's function by name.
+
+    It is a partial, so that the checks of signatures and coroutines see that function.
+    """
+
+    def __call__(self, units: Sequence[ParameterUnit], /, *others: Any) -> Any:
+        return self.func([u.value for u in units], *others, parameters=[u.parameters for u in units])
+
+
+def takes_parameters(predict: Callable[..., Any]) -> bool:
+    """Whether a function has an argument named `parameters`."""
+    try:
+        return "parameters" in inspect.signature(predict).parameters
+    except (TypeError, ValueError):  # without a signature
+        return False
+
+
+def units_of(values: Sequence[Any], items: Sequence[Item]) -> list[Any]:
+    """The arguments of one call, each with its own copy of the parameters of its item."""
+    return [ParameterUnit(value, dict(item.parameters or {})) for value, item in zip(values, items, strict=True)]
+
+
+def aligned(found: Any, expected: int, did: str = "returned") -> list[Any]:
+    """The results as a list, one per item. Raises BadOutput; WrongRowCount if it has another length. `did`: what
+    predict did with them."""
+    array = hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0
+    if not isinstance(found, (list, tuple)) and (
+        not array or hasattr(found, "columns")
+    ):  # a table would give its columns
+        whole = "" if did == "returned" else "; a generator yields all parts of a step together, or return list(...)"
+        raise BadOutput(
+            f"predict {did} a {type(found).__name__}, expected a list, a tuple or an array of {expected} results{whole}"
+        )
+    try:
+        results = list(found)
+    except Exception as e:
+        raise BadOutput(f"predict {did} a {type(found).__name__} that cannot be read: {describe(e)}") from None
+    if len(results) != expected:
+        raise WrongRowCount(f"predict {did} {len(results)} results for {expected} items, expected one for each item")
+    return results
