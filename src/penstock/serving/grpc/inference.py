@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, Final
 
+import msgspec
+from google.protobuf import json_format
 from msgspec import Struct
 
-from penstock._version import __version__
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend, Ticket
 from penstock.errors import BadRequest, PenstockError
@@ -25,9 +27,10 @@ from penstock.serving.http.responses import NotImplementedHere, log_failure, sta
 from penstock.serving.http.server import parse_priority, parse_request_id
 from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.serving.protocols.oip_grpc import field_of, open_inference, read_head
-from penstock.serving.protocols.oip_routes import EXTENSIONS
+from penstock.serving.protocols.oip_routes import CALLS
+from penstock.serving.protocols.route import Read
 from penstock.serving.triton.calls import GUARDS, TritonExtensions, grpc_functions
-from penstock.types import Item, ItemResult, Sink, TensorSpec
+from penstock.types import Item, ItemResult, Sink
 
 NAME: Final = "inference.GRPCInferenceService"
 RAW_CALLS: Final = frozenset({"ModelStreamInfer"})
@@ -36,11 +39,6 @@ CODEC: Final = "oip_grpc"
 _INFER_RESPONSE: Final = 2  # number of the field in ModelStreamInferResponse
 
 _message = open_inference().message
-_Live: Final = _message("inference.ServerLiveResponse")
-_Ready: Final = _message("inference.ServerReadyResponse")
-_Server: Final = _message("inference.ServerMetadataResponse")
-_ModelReady: Final = _message("inference.ModelReadyResponse")
-_Metadata: Final = _message("inference.ModelMetadataResponse")
 _Infer: Final = _message("inference.ModelInferResponse")
 _StreamInfer: Final = _message("inference.ModelStreamInferResponse")
 
@@ -95,25 +93,6 @@ class OpenInferenceService:
         """Ends each stream as soon as it has answered what it received: an idle client would keep the server alive."""
         for stream in self._streams:
             stream.drain()
-
-    async def ServerLive(self, request: Any, context: Any) -> Any:
-        return _Live(live=True)
-
-    async def ServerReady(self, request: Any, context: Any) -> Any:
-        return _Ready(ready=self._backend.ready())
-
-    async def ServerMetadata(self, request: Any, context: Any) -> Any:
-        return _Server(name="penstock", version=__version__, extensions=EXTENSIONS)
-
-    async def ModelReady(self, request: Any, context: Any) -> Any:
-        return _ModelReady(ready=self._backend.model_ready(request.name, request.version or None))
-
-    async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        found, versions = self._backend.metadata(request.name, request.version or None)
-        answer = _Metadata(name=found.name, versions=versions, platform=found.platform)
-        _add_specs(answer.inputs, found.inputs)
-        _add_specs(answer.outputs, found.outputs)
-        return answer
 
     def ModelInfer(self, payload: Any, call: GrpcCall) -> None:
         """One response. A model that streams needs ModelStreamInfer."""
@@ -180,9 +159,19 @@ class OpenInferenceService:
         return _Request(head.model_name, head.model_version or None, head.id, item, empty_final)
 
 
-def _add_specs(found: Any, specs: tuple[TensorSpec, ...]) -> None:
-    for spec in specs:
-        found.add(name=spec.name, datatype=spec.datatype, shape=spec.shape)
+def _descriptions(backend: Backend) -> SimpleNamespace:
+    """The functions of the calls whose response HTTP gives too, under their names."""
+
+    def function(name: str, read: Read) -> Callable[[Any, Any], Awaitable[Any]]:
+        response = _message(f"inference.{name}Response")
+
+        async def answer(request: Any, context: Any) -> Any:
+            found = read(backend, getattr(request, "name", ""), getattr(request, "version", "") or None)
+            return json_format.ParseDict(msgspec.to_builtins(found), response(), ignore_unknown_fields=True)
+
+        return answer
+
+    return SimpleNamespace(**{name: function(name, read) for name, read in CALLS.items()})
 
 
 def _budget_s(timeout_us: Any, remaining_s: float | None) -> float | None:
@@ -334,7 +323,14 @@ def make_grpc_listener(
     service = OpenInferenceService(backend, limits.max_pipelined, limits.grpc_idle_timeout_s)
     health = HealthService(protos, [NAME], backend.ready)
     services = [
-        GrpcService(NAME, [service, grpc_functions(triton)], GUARD, GUARDS, raw=RAW_CALLS, direct=DIRECT_CALLS),
+        GrpcService(
+            NAME,
+            [service, _descriptions(backend), grpc_functions(triton)],
+            GUARD,
+            GUARDS,
+            raw=RAW_CALLS,
+            direct=DIRECT_CALLS,
+        ),
         GrpcService(HealthService.NAME, [health]),
         GrpcService(ReflectionService.NAME, [ReflectionService(protos, [NAME, HealthService.NAME])], GUARD),
     ]

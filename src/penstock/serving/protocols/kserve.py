@@ -19,14 +19,13 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.core.arrays import array_of
-from penstock.core.contracts import Backend
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON, decode_json, encode_json, is_countable, raw_list
 from penstock.serving.protocols.oip import OipCodec, named_outputs
 from penstock.serving.protocols.oip_messages import Tensor
 from penstock.serving.protocols.oip_routes import error_body
 from penstock.serving.protocols.oip_tensors import nested, output_array
-from penstock.serving.protocols.route import POST, Route, Template
+from penstock.serving.protocols.route import POST, Template, json_route
 from penstock.tasks import plain_result
 from penstock.types import Item, ItemResult, Many, ModelMetadata, Parts
 
@@ -299,10 +298,6 @@ class Alive(Struct):
     status: str
 
 
-def _alive(backend: Backend, route: Route) -> ItemResult:
-    return ItemResult(msgspec.json.encode(Alive("alive")), JSON)
-
-
 def _infer(path: str, verb: str, codec: str) -> Template:
     summary = f"{verb.title()} by KServe's V1 protocol"
     return Template(f"{path}:{verb}", summary, codec=codec, error_body=error_body, methods=POST)
@@ -314,5 +309,7 @@ ROUTES: Final = (
         for verb, codec in (("predict", "kserve"), ("explain", "kserve_explain"))
         for version in ("", "/versions/{version}")
     ),
-    Template("/", "Whether the server is alive, as KServe's V1 clients ask", answer=_alive, open=True, response=Alive),
+    json_route(
+        "/", "Whether the server is alive, as KServe's V1 clients ask", lambda *_: Alive("alive"), Alive, open=True
+    ),
 )

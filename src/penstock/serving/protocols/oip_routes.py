@@ -1,6 +1,6 @@
 """Open Inference Protocol v2 over HTTP: the routes, and what the server process reads of a request."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -9,14 +9,14 @@ from msgspec import Meta, Struct
 from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError, UnsupportedType
-from penstock.serving.protocols.bodies import ACCEPT_ENCODING, JSON, accepted_coding
+from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding
 from penstock.serving.protocols.oip_messages import (
     HEADER_LENGTH,
     header_length,
     parse_length,
 )
-from penstock.serving.protocols.route import READINESS, Route, Template, Terms
-from penstock.types import Item, ItemResult, TensorSpec
+from penstock.serving.protocols.route import Read, Template, Terms, json_route
+from penstock.types import Item, TensorSpec
 
 CODED: Final = "_coded"  # ends the names of the codecs that compress responses
 _LENGTH_HEADER: Final = HEADER_LENGTH.lower().encode()
@@ -144,39 +144,33 @@ class ModelList(Struct):
     versions: list[VersionState]
 
 
-def _json(value: object, status: int = 200) -> ItemResult:
-    return ItemResult(body=msgspec.json.encode(value), content_type=JSON, status=status)
+def live(backend: Backend, model: str, version: str | None) -> Live:
+    """Whether the server is alive: true."""
+    return Live(True)
 
 
-def _metadata(backend: Backend, route: Route) -> ItemResult:
-    m, versions = backend.metadata(route.model, route.version)
-    return _json(Description(m.name, versions, m.platform, m.inputs, m.outputs, m.parameters))
+def ready(backend: Backend, model: str, version: str | None) -> Ready:
+    """Whether every model can answer."""
+    return Ready(backend.ready())
 
 
-def _models(backend: Backend, route: Route) -> ItemResult:
+def _server(backend: Backend, model: str, version: str | None) -> ServerDescription:
+    return ServerDescription("penstock", __version__, EXTENSIONS)
+
+
+def _models(backend: Backend, model: str, version: str | None) -> ModelList:
     statuses = backend.statuses()
     versions = [VersionState(s.name, s.version, s.state, s.default) for s in statuses]
-    return _json(ModelList(list(dict.fromkeys(s.name for s in statuses)), versions))
+    return ModelList(list(dict.fromkeys(s.name for s in statuses)), versions)
 
 
-def _model_ready(backend: Backend, route: Route) -> ItemResult:
-    ready = backend.model_ready(route.model, route.version)
-    return _json(ModelReady(route.model, ready), 200 if ready else 503)
+def _metadata(backend: Backend, model: str, version: str | None) -> Description:
+    m, versions = backend.metadata(model, version)
+    return Description(m.name, versions, m.platform, m.inputs, m.outputs, m.parameters)
 
 
-def _server(backend: Backend, route: Route) -> ItemResult:
-    return _json(ServerDescription("penstock", __version__, EXTENSIONS))
-
-
-def live(backend: Backend, route: Route) -> ItemResult:
-    """200 while the server is alive."""
-    return _json(Live(True))
-
-
-def ready(backend: Backend, route: Route) -> ItemResult:
-    """200 if every model can answer, otherwise 503."""
-    healthy = backend.ready()
-    return _json(Ready(healthy), 200 if healthy else 503)
+def _model_ready(backend: Backend, model: str, version: str | None) -> ModelReady:
+    return ModelReady(model, backend.model_ready(model, version))
 
 
 def _infer(path: str) -> Template:
@@ -191,24 +185,25 @@ def _infer(path: str) -> Template:
     )
 
 
-def _get(
-    path: str, summary: str, answer: Callable[[Backend, Route], ItemResult], response: type[Struct], open: bool = False
-) -> Template:
-    statuses = READINESS if response in (Ready, ModelReady) else (200,)
-    return Template(
-        path, summary, answer=answer, open=open, error_body=error_body, response=response, statuses=statuses
-    )
+def _get(path: str, summary: str, read: Read, response: type[Struct], open: bool = False) -> Template:
+    return json_route(path, summary, read, response, open=open, error_body=error_body)
 
 
+_MODEL: Final = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 ROUTES: Final = (
-    _infer("/v2/models/{model}/infer"),
-    _infer("/v2/models/{model}/versions/{version}/infer"),
+    *(_infer(f"{path}/infer") for path in _MODEL),
     _get("/v2", "Name and version of the server", _server, ServerDescription),
     _get("/v2/health/live", "Whether the server is alive", live, Live, open=True),
     _get("/v2/health/ready", "Whether every model can answer", ready, Ready, open=True),
     _get("/v2/models", "All models and their versions", _models, ModelList),
-    _get("/v2/models/{model}", "Inputs and outputs of a model", _metadata, Description),
-    _get("/v2/models/{model}/versions/{version}", "Inputs and outputs of a model", _metadata, Description),
-    _get("/v2/models/{model}/ready", "Whether a model can answer", _model_ready, ModelReady),
-    _get("/v2/models/{model}/versions/{version}/ready", "Whether a model can answer", _model_ready, ModelReady),
+    *(_get(path, "Inputs and outputs of a model", _metadata, Description) for path in _MODEL),
+    *(_get(f"{path}/ready", "Whether a model can answer", _model_ready, ModelReady) for path in _MODEL),
 )
+# the same by the names of the gRPC calls
+CALLS: Final[Mapping[str, Read]] = {
+    "ServerLive": live,
+    "ServerReady": ready,
+    "ServerMetadata": _server,
+    "ModelReady": _model_ready,
+    "ModelMetadata": _metadata,
+}

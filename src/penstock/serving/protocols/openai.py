@@ -6,7 +6,6 @@ Source: OpenAI's API reference for models, completions, chat completions and emb
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -14,9 +13,9 @@ from msgspec import Meta, Raw, Struct
 
 from penstock.core.contracts import Backend
 from penstock.errors import BadRequest, PenstockError
-from penstock.serving.protocols.bodies import JSON, decode_json, raw_list
-from penstock.serving.protocols.route import POST, READINESS, Route, Template
-from penstock.types import ItemResult, ModelMetadata
+from penstock.serving.protocols.bodies import decode_json, raw_list
+from penstock.serving.protocols.route import POST, Template, json_route
+from penstock.types import ModelMetadata
 
 MAX_BODY_BYTES: Final = 8 * 2**20  # the server process reads the model's name in them, at more than 1 GB/s
 _SERVER_ERRORS: Final = {  # codes of errors for which the client is not to blame
@@ -147,14 +146,9 @@ class Models(Struct):
     models: list[str]
 
 
-def _models(backend: Backend, route: Route) -> ItemResult:
+def _models(backend: Backend, model: str, version: str | None) -> Models:
     names = list(dict.fromkeys(status.name for status in backend.statuses()))
-    return _json(Models("list", [_model(backend, name, None) for name in names], names))
-
-
-def _one(backend: Backend, route: Route) -> ItemResult:
-    found = _model(backend, route.model, route.version)
-    return _json(found, 200 if found.ready else 503)
+    return Models("list", [_model(backend, name, None) for name in names], names)
 
 
 def _model(backend: Backend, name: str, version: str | None) -> Model:
@@ -166,19 +160,11 @@ def _model(backend: Backend, name: str, version: str | None) -> Model:
     return Model(name, "model", created, "penstock", name, ready)
 
 
-def _json(value: Struct, status: int = 200) -> ItemResult:
-    return ItemResult(msgspec.json.encode(value), JSON, status)
-
-
-def _get(path: str, summary: str, answer: Callable[[Backend, Route], ItemResult], response: Any) -> Template:
-    statuses = READINESS if response is Model else (200,)
-    return Template(path, summary, answer=answer, error_body=error_body, response=response, statuses=statuses)
-
-
+_ONE: Final = "/v1/models/{model}"
 ROUTES: Final = (
-    _get("/v1/models", "All models", _models, Models),
-    _get("/v1/models/{model}", "Whether a model can answer", _one, Model),
-    _get("/v1/models/{model}/versions/{version}", "Whether a version can answer", _one, Model),
+    json_route("/v1/models", "All models", _models, Models, error_body=error_body),
+    json_route(_ONE, "Whether a model can answer", _model, Model, error_body=error_body),
+    json_route(f"{_ONE}/versions/{{version}}", "Whether a version can answer", _model, Model, error_body=error_body),
 )
 
 

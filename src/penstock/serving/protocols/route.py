@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
+from penstock.serving.protocols.bodies import JSON
 from penstock.types import Headers, Item, ItemResult
 
 CACHED_PATHS: Final = 1024
@@ -115,6 +116,33 @@ def methods_route(
 
     methods = frozenset(functions)
     return Template(path, summary, serve=serve, methods=methods, guard=guard, error_body=error_body)
+
+
+Read = Callable[[Backend, str, "str | None"], Any]
+
+
+def json_route(
+    path: str,
+    summary: str,
+    read: Read,
+    response: type[Struct],
+    *,
+    open: bool = False,
+    error_body: Callable[[PenstockError], bytes] = error_body,
+) -> Template:
+    """A GET route that answers with `read(backend, model, version)` as JSON, of the type `response`.
+
+    The status is 503 where the field `ready` is false.
+    """
+
+    def answer(backend: Backend, route: Route) -> ItemResult:
+        found = read(backend, route.model, route.version)
+        return ItemResult(msgspec.json.encode(found), JSON, 200 if getattr(found, "ready", True) else 503)
+
+    statuses = READINESS if "ready" in response.__struct_fields__ else (200,)
+    return Template(
+        path, summary, answer=answer, open=open, error_body=error_body, response=response, statuses=statuses
+    )
 
 
 class Route(Struct, frozen=True):

@@ -9,7 +9,7 @@ from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
 from penstock.serving.protocols import kserve, native, oip_routes, openai, openai_embeddings, openai_text
 from penstock.serving.protocols.bodies import CONTENT_ENCODING, JSON
-from penstock.serving.protocols.route import READINESS, Route, Template, error_body
+from penstock.serving.protocols.route import READINESS, Route, Template, error_body, json_route
 from penstock.types import ItemResult
 
 
@@ -36,15 +36,8 @@ TEMPLATES: Final = (
     *openai_text.ROUTES,
     *openai_embeddings.ROUTES,
     PING,
-    Template("/healthz", "Whether the server is alive", answer=oip_routes.live, open=True, response=oip_routes.Live),
-    Template(
-        "/readyz",
-        "Whether every model can answer",
-        answer=oip_routes.ready,
-        open=True,
-        response=oip_routes.Ready,
-        statuses=READINESS,
-    ),
+    json_route("/healthz", "Whether the server is alive", oip_routes.live, oip_routes.Live, open=True),
+    json_route("/readyz", "Whether every model can answer", oip_routes.ready, oip_routes.Ready, open=True),
 )
 
 
