@@ -30,8 +30,8 @@ from penstock.serving.http import descriptors
 KINDS = [LoopTimer, *([TimerFile] if sys.platform == "linux" else [])]
 
 
-def loops() -> list[object]:
-    found: list[object] = [pytest.param(asyncio.new_event_loop, id="asyncio")]
+def loops() -> list[Any]:
+    found: list[Any] = [pytest.param(asyncio.new_event_loop, id="asyncio")]
     try:
         import uvloop
     except ImportError:
@@ -41,9 +41,7 @@ def loops() -> list[object]:
 
 @pytest.mark.parametrize("new_loop", loops())
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_alarm_rings_once_for_each_time_that_is_set(
-    kind: type[LoopTimer] | type[TimerFile], new_loop: object
-) -> None:
+def test_an_alarm_rings_once_for_each_time_that_is_set(kind: type[LoopTimer] | type[TimerFile], new_loop: Any) -> None:
     rung: list[float] = []
 
     async def run() -> list[float]:
@@ -67,7 +65,7 @@ def test_an_alarm_rings_once_for_each_time_that_is_set(
         await asyncio.sleep(0.02)
         return asked
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:  # type: ignore[arg-type]
+    with asyncio.Runner(loop_factory=new_loop) as runner:
         asked = runner.run(run())
     assert len(rung) == 4
     slack = 0.0015 if kind is LoopTimer else 0.0  # the loop's timer has a resolution of 1 ms
@@ -76,7 +74,7 @@ def test_an_alarm_rings_once_for_each_time_that_is_set(
 
 @pytest.mark.parametrize("new_loop", loops())
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_alarm_can_be_set_again_from_its_callback(kind: type[LoopTimer] | type[TimerFile], new_loop: object) -> None:
+def test_an_alarm_can_be_set_again_from_its_callback(kind: type[LoopTimer] | type[TimerFile], new_loop: Any) -> None:
     async def run() -> int:
         rung = 0
         over = asyncio.Event()
@@ -96,7 +94,7 @@ def test_an_alarm_can_be_set_again_from_its_callback(kind: type[LoopTimer] | typ
         made.close()
         return rung
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:  # type: ignore[arg-type]
+    with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(run()) == 50
 
 
@@ -121,18 +119,28 @@ def answer(status: int = 200, body: bytes = b"ok", *head: str) -> bytes:
     return lines.encode() + b"\r\n" + body
 
 
-class Server:
-    """A server in virtual time: by default it answers each request after `takes_s`, whatever else is under way."""
+SILENT = b"<no response>"
 
-    def __init__(self, takes_s: float = 0.005) -> None:
-        self.takes_s = takes_s
+
+class Server:
+    """A server in virtual time: after `takes_s`, whatever else is under way, it sends what `sends` returns for the n-th
+    request; None ends the connection."""
+
+    def __init__(
+        self,
+        takes_s: float = 0.005,
+        sends: Callable[[int, bytes, int], bytes | None] = lambda number, request, connection: answer(),
+    ) -> None:
+        self.takes_s, self.sends = takes_s, sends
         self.here: Callable[[float], bool] = lambda now: True
         self.error: OSError | None = None  # raised on connect
         self.received: list[tuple[float, bytes]] = []
 
-    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-        """(time, response); None as response ends the connection, None alone is silence."""
-        return now + self.takes_s, answer()
+    def begins_s(self, now: float) -> float:
+        return now
+
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None]:
+        return self.begins_s(now) + self.takes_s, self.sends(len(self.received), request, connection)
 
 
 class Frozen(Server):
@@ -142,9 +150,8 @@ class Frozen(Server):
         super().__init__()
         self.start_s, self.end_s = start_s, end_s
 
-    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-        begins = self.end_s if self.start_s <= now < self.end_s else now
-        return begins + self.takes_s, answer()
+    def begins_s(self, now: float) -> float:
+        return self.end_s if self.start_s <= now < self.end_s else now
 
 
 class Transport(asyncio.Transport):
@@ -155,9 +162,9 @@ class Transport(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         now = self.loop.now
         self.loop.server.received.append((now, bytes(data)))
-        found = self.loop.server.reply(now, bytes(data), self.number)
-        if found is not None:
-            self.loop.call_at(found[0], self.comes, found[1])
+        at, sent = self.loop.server.reply(now, bytes(data), self.number)
+        if sent != SILENT:
+            self.loop.call_at(at, self.comes, sent)
 
     def comes(self, data: bytes | None) -> None:
         if data is None:
@@ -314,11 +321,8 @@ def test_lateness_of_the_generator_counts_as_latency_and_invalidates_the_run(vir
 
 
 def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually: LoadRun) -> None:
-    class Silent(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return None if request.endswith(b"2") else super().reply(now, request, connection)
-
-    samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], patience_s=2.0), Silent())
+    server = Server(sends=lambda number, request, _: SILENT if request.endswith(b"2") else answer())
+    samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], patience_s=2.0), server)
     assert list(samples.status) == [200, 200, TIMED_OUT, 200]
     assert samples.latency_s[2] == pytest.approx(2.1), "the time waited"
     assert virtually.loop.now == pytest.approx(1000 + load_run.LEAD_S + 0.3 + 2.0)  # type: ignore[attr-defined]
@@ -339,11 +343,9 @@ class Fated(Server):
         super().__init__()
         self.fates = fates
 
-    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None]:
         after_s, fate = self.fates[int(request.rpartition(b"\r\n")[2])]
-        if fate == "silent":
-            return None
-        return now + after_s, None if fate == "ends" else answer(fate)
+        return now + after_s, {"ends": None, "silent": SILENT}.get(fate, answer(fate))
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.5), st.floats(0.001, 1), FATES), min_size=1, max_size=40), st.integers(1, 5))
@@ -392,11 +394,8 @@ def test_whole_passes_send_every_request_as_often(virtually: LoadRun, asked: dic
 
 
 def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtually: LoadRun) -> None:
-    class Forgetful(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return None if connection == 2 else super().reply(now, request, connection)
-
-    samples = virtually(closed(concurrency=2, seconds=4.0, timeout_s=1.0), Forgetful(1.0 / 3))
+    server = Server(1.0 / 3, lambda number, request, connection: SILENT if connection == 2 else answer())
+    samples = virtually(closed(concurrency=2, seconds=4.0, timeout_s=1.0), server)
     assert sorted(set(samples.status)) == [TIMED_OUT, 200]
     assert list(samples.status).count(TIMED_OUT) == 1
     assert 1.0 <= samples.latency_s[list(samples.status).index(TIMED_OUT)] <= 1.2
@@ -417,11 +416,8 @@ def test_an_unreachable_address_is_an_error_before_sending(virtually: LoadRun) -
 
 
 def test_the_first_error_is_stored_with_its_body(virtually: LoadRun) -> None:
-    class Wrong(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return now + self.takes_s, answer(415, b"expected image/png, found %d" % len(self.received) + b"!" * 1000)
-
-    samples = virtually(open_(times=[0.0, 0.1, 0.2]), Wrong())
+    body = b"expected image/png, found %d" + b"!" * 1000
+    samples = virtually(open_(times=[0.0, 0.1, 0.2]), Server(sends=lambda number, *_: answer(415, body % number)))
     assert list(samples.status) == [415] * 3
     assert samples.first_error == (415, b"expected image/png, found 1" + b"!" * 473)
     run = figures(samples)
@@ -437,7 +433,7 @@ class Dies(Server):
         super().__init__()
         self.here = lambda now: now < 1.0
 
-    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
+    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None]:
         return now + self.takes_s, answer() if now < 1001.0 else None
 
 
@@ -450,42 +446,6 @@ def test_a_run_ends_early_when_its_server_is_gone(virtually: LoadRun, work: Call
     assert samples.seconds == pytest.approx(virtually.loop.now - 1000, abs=0.1)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "work", [lambda: open_(times=[0.1 * n for n in range(9)]), lambda: closed(concurrency=2, at_least=9)]
-)
-def test_a_lost_connection_fails_its_own_request_only(virtually: LoadRun, work: Callable[[], Any]) -> None:
-    class DiesOnce(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return now + self.takes_s, None if len(self.received) == 3 else answer()
-
-    samples = virtually(work(), DiesOnce())
-    assert sorted(samples.status) == [LOST] + [200] * 8
-    assert figures(samples).errors == {"lost": 1}
-    assert not samples.ended
-
-
-@pytest.mark.parametrize(
-    "work", [lambda: open_(times=[0.1 * n for n in range(9)]), lambda: closed(concurrency=2, at_least=9)]
-)
-def test_a_server_that_closes_after_each_answer_is_met_again(virtually: LoadRun, work: Callable[[], Any]) -> None:
-    class Closes(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return now + self.takes_s, answer(200, b"ok", "Connection: close")
-
-    assert list(virtually(work(), Closes()).status) == [200] * 9
-
-
-@pytest.mark.parametrize("work", [lambda: open_(times=[0.1 * n for n in range(6)]), lambda: closed(at_least=6)])
-def test_a_response_that_is_not_http_ends_the_connection(virtually: LoadRun, work: Callable[[], Any]) -> None:
-    class Babbles(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return now + self.takes_s, b"what?\r\n\r\n"
-
-    samples = virtually(work(), Babbles())
-    assert list(samples.status) == [LOST] * 6
-    assert figures(samples).first_error == "lost: not an HTTP/1 response: what?"
-
-
 BOTH = pytest.mark.parametrize(
     "work",
     [
@@ -496,47 +456,51 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_an_answer_without_a_length_ends_with_its_connection(virtually: LoadRun, work: Any, version: str) -> None:
-    close = "Connection: close\r\n" if version == "1.1" else ""
-    bodies = []
-
-    def check(number: int, status: int, body: bytes) -> bool:
-        bodies.append(body)
-        return True
-
-    server = Ending(f"HTTP/{version} 200 OK\r\n{close}\r\nhello".encode())
-    samples = virtually(work(check=check), server)
-    assert (list(samples.status), bodies) == ([200] * 4, [b"hello"] * 4)
-
-
-class Ending(Server):
-    """Ends the connection after the bytes of a response."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__()
-        self.data = data
-
-    def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-        return now + self.takes_s, self.data + ENDS
+@pytest.mark.parametrize(
+    ("sends", "statuses", "first_error"),
+    [
+        (lambda number: None if number == 3 else answer(), [200, 200, LOST, 200], "lost"),
+        (lambda number: answer(200, b"ok", "Connection: close"), [200] * 4, None),
+        (lambda number: b"what?\r\n\r\n", [LOST] * 4, "lost: not an HTTP/1 response: what?"),
+    ],
+    ids=["one connection is lost", "each response ends its connection", "not HTTP"],
+)
+def test_a_lost_connection_fails_its_own_request_only(
+    virtually: LoadRun, work: Any, sends: Callable[[int], bytes | None], statuses: list[int], first_error: str | None
+) -> None:
+    samples = virtually(work(), Server(sends=lambda number, *_: sends(number)))
+    assert list(samples.status) == statuses
+    assert figures(samples).first_error == first_error
+    assert not samples.ended
 
 
 @BOTH
-@pytest.mark.parametrize("length", ["Content-Length: 9\r\n", "Transfer-Encoding: chunked\r\n", ""])
-def test_half_an_answer_is_lost(virtually: LoadRun, work: Any, length: str) -> None:
-    half = f"HTTP/1.1 200 OK\r\nConnection: close\r\n{length}" + ("\r\n9\r\nhello" if length else "")
-    assert list(virtually(work(), Ending(half.encode())).status) == [LOST] * 4
+@pytest.mark.parametrize(
+    ("response", "body"),
+    [
+        ("1.0 200 OK\r\n\r\nhello", b"hello"),
+        ("1.1 200 OK\r\nConnection: close\r\n\r\nhello", b"hello"),
+        ("1.1 200 OK\r\nConnection: close\r\nContent-Length: 9\r\n\r\n9\r\nhello", None),
+        ("1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nhello", None),
+        ("1.1 200 OK\r\nConnection: close\r\n", None),
+    ],
+)
+def test_only_a_response_without_a_length_ends_with_its_connection(
+    virtually: LoadRun, work: Any, response: str, body: bytes | None
+) -> None:
+    bodies: list[bytes] = []
+    server = Server(sends=lambda *_: f"HTTP/{response}".encode() + ENDS)
+    samples = virtually(work(check=lambda number, status, body: bodies.append(body) is None), server)
+    lost = body is None
+    assert (list(samples.status), bodies) == ([LOST if lost else 200] * 4, [] if lost else [body] * 4)
 
 
 @BOTH
 def test_only_the_beginning_of_unchecked_responses_is_kept(virtually: LoadRun, work: Any) -> None:
-    class Long(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            head = b"HTTP/1.1 500 S\r\nTransfer-Encoding: chunked\r\n\r\n"
-            return now + self.takes_s, head + b"".join(b"1\r\n%d\r\n" % n for n in range(9)) + b"0\r\n\r\n"
-
-    assert virtually(work(), Long()).first_error == (500, b"0123")
-    assert virtually(work(check=lambda *_: False), Long()).first_error == (500, b"012345678")
+    chunks = b"".join(b"1\r\n%d\r\n" % n for n in range(9)) + b"0\r\n\r\n"
+    server = Server(sends=lambda *_: b"HTTP/1.1 500 S\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+    assert virtually(work(), server).first_error == (500, b"0123")
+    assert virtually(work(check=lambda *_: False), server).first_error == (500, b"012345678")
 
 
 @BOTH
@@ -551,22 +515,21 @@ def test_an_error_of_the_check_is_raised(virtually: LoadRun, work: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
 def test_a_machine_without_ports_or_files_makes_the_run_invalid(virtually: LoadRun, work: Any, number: int) -> None:
-    class Scarce(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            self.error = OSError(number, "no more")
-            return now + self.takes_s, answer(200, b"ok", "Connection: close")
+    server = Server()
 
-    samples = virtually(work(), Scarce())
+    def scarce(*_: object) -> bytes:
+        server.error = OSError(number, "no more")
+        return answer(200, b"ok", "Connection: close")
+
+    server.sends = scarce
+    samples = virtually(work(), server)
     assert samples.starved == 3
     assert "had no file or port for 3 more connections" in figures(samples).invalid[0]
 
 
 def test_a_server_with_one_connection_at_a_time_gets_requests_on_its_first(virtually: LoadRun) -> None:
-    class Single(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return (now + self.takes_s, answer()) if connection == 1 else None
-
-    samples = virtually(open_(times=[0.1 * n for n in range(9)], connections=5, patience_s=0.1), Single())
+    server = Server(sends=lambda number, request, connection: answer() if connection == 1 else SILENT)
+    samples = virtually(open_(times=[0.1 * n for n in range(9)], connections=5, patience_s=0.1), server)
     assert list(samples.status) == [200] * 9
 
 
@@ -575,17 +538,14 @@ def test_cpu_time_before_a_run_does_not_count(virtually: LoadRun) -> None:
 
 
 def test_the_check_sees_every_response_and_marks_rejected_ones_wrong(virtually: LoadRun) -> None:
-    class Counts(Server):
-        def reply(self, now: float, request: bytes, connection: int) -> tuple[float, bytes | None] | None:
-            return now + self.takes_s, answer(503 if len(self.received) == 2 else 200, request[-1:])
-
+    server = Server(sends=lambda number, request, _: answer(503 if number == 2 else 200, request[-1:]))
     seen: list[tuple[int, int, bytes]] = []
 
     def check(number: int, status: int, body: bytes) -> bool:
         seen.append((number, status, body))
         return number != 3
 
-    samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], check=check), Counts())
+    samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], check=check), server)
     assert seen == [(0, 200, b"0"), (1, 503, b"1"), (2, 200, b"2"), (3, 200, b"3")]
     assert list(samples.status) == [200, 503, 200, WRONG]
     assert figures(samples).errors == {"503": 1, "wrong": 1}
@@ -638,18 +598,18 @@ def test_more_clients_than_files_may_be_open_are_refused(virtually: LoadRun, mon
 
 
 @pytest.mark.parametrize(
-    "work", [{"concurrency": 0, "seconds": 1.0}, {"concurrency": 1}, {"concurrency": 1, "seconds": 1.0, "requests": []}]
+    ("loop", "given"),
+    [
+        ("closed", {"concurrency": 0, "seconds": 1.0}),
+        ("closed", {"concurrency": 1}),
+        ("closed", {"concurrency": 1, "seconds": 1.0, "requests": []}),
+        ("open", {"times": []}),
+        ("open", {"times": [0.0], "requests": []}),
+    ],
 )
-def test_a_closed_loop_without_an_end_or_a_beginning_is_refused(work: dict[str, Any]) -> None:
-    asked = {"requests": REQUESTS, **work}
-    with pytest.raises(ValueError, match="a closed loop needs"):
-        asyncio.run(load.closed_loop(HERE, **asked))
-
-
-def test_an_open_loop_without_requests_or_times_is_refused() -> None:
-    for requests, times in ((REQUESTS, []), ([], [0.0])):
-        with pytest.raises(ValueError, match="an open loop needs"):
-            asyncio.run(load.open_loop(HERE, requests, times))
+def test_a_load_without_a_beginning_or_an_end_is_refused(loop: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{loop} loop needs"):
+        asyncio.run(getattr(load, f"{loop}_loop")(HERE, **{"requests": REQUESTS, **given}))
 
 
 # ---- real sockets
@@ -670,15 +630,6 @@ async def in_pieces(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
         pass
     finally:
         writer.close()
-
-
-def loops() -> list[Any]:
-    found: list[Any] = [pytest.param(asyncio.new_event_loop, id="asyncio")]
-    try:
-        import uvloop
-    except ImportError:
-        return found
-    return [*found, pytest.param(uvloop.new_event_loop, id="uvloop")]
 
 
 @pytest.mark.parametrize("new_loop", loops())
