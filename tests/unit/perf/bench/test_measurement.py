@@ -13,6 +13,7 @@ from penstock.perf.bench.measurement import (
     group_by_load,
     p99,
     parse_label,
+    parse_slo,
     throughput,
 )
 
@@ -64,7 +65,31 @@ def test_goodput_is_worth_more_than_throughput(make_measurement: Make) -> None:
     assert goodput(make_measurement(clients=8, goodput=None)) == make_measurement(clients=8).throughput
 
 
-def test_the_knobs_of_a_label() -> None:
-    assert parse_label("batch=8,batching.timeout_s=5") == {"batch": "8", "batching.timeout_s": "5"}
-    assert parse_label("env=A=b,batch=8") == {"env": "A=b", "batch": "8"}
-    assert parse_label("just a name") == {}
+@pytest.mark.parametrize(
+    ("label", "settings"),
+    [
+        ("batch=8,batching.timeout_s=5", {"batch": "8", "batching.timeout_s": "5"}),
+        ("env=A=b,batch=8", {"env": "A=b", "batch": "8"}),
+        ("just a name", {}),
+    ],
+)
+def test_a_label_is_read_as_settings(label: str, settings: dict[str, str]) -> None:
+    assert parse_label(label) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "latency_s"),
+    [
+        ("p99<=100ms", 0.1),
+        ("p50<=20ms,p99<=200ms", 0.2),
+        ("p99<=200ms,mean<=20ms,error<=1%", 0.2),
+        ("max<=1s,p99<=100ms,p99.9<=500ms", 0.1),
+        ("p99<=1s,max<=200ms", 0.2),
+        ("p95<=90ms,p50<=20ms", 0.09),
+        ("p50<=20ms,mean<=30ms", 0.02),
+        ("mean<=20ms", 0.02),
+        ("error<=1%,throughput>=5", None),
+    ],
+)
+def test_the_tightest_tail_objective_limits_goodput(text: str, latency_s: float | None) -> None:
+    assert parse_slo(text).latency_s == latency_s

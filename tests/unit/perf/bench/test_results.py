@@ -7,13 +7,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.perf.bench import results as results_file
 from penstock.perf.bench.measurement import Latency, Load, Measurement, ServerStats
-from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, read, summary
+from penstock.perf.bench.results import (
+    RECORDS,
+    RUN,
+    SUMMARY,
+    Origin,
+    Results,
+    command_line,
+    machine,
+    read,
+    redacted,
+    summary,
+    versions,
+)
 
 ORIGIN = Origin(command="bench", target="app.py:Model", slo="p99<=100ms", seed=7, started="2026-01-01T00:00:00Z")
 
@@ -28,21 +42,21 @@ def test_measurements_are_read_as_written(tmp_path: Path) -> None:
     server = ServerStats(queue_s=0.001, batches={"1": 3, "8": 2})
     runs = [measured(50.0, latency=Latency(p50_s=0.01), server=server), measured(100.0, errors={"503": 2, "lost": 1})]
     with Results.open(tmp_path / "new" / "run", ORIGIN) as results:
-        for run in runs:
+        for number, run in enumerate(runs, 1):
             results.append(run)
+            assert len(read(tmp_path / "new" / "run")[1]) == number, "on the disk when append is done"
     assert read(tmp_path / "new" / "run") == (ORIGIN, runs)
 
 
-def test_each_measurement_is_on_the_disk_when_append_is_done(tmp_path: Path) -> None:
-    results = Results.open(tmp_path, ORIGIN)
-    results.append(measured(50.0))
-    assert len(read(tmp_path)[1]) == 1
-    results.close()
-
-
 def test_a_folder_with_a_run_is_gone_on_with_only_on_resume(tmp_path: Path) -> None:
-    with Results.open(tmp_path, ORIGIN) as results:
-        results.append(measured(50.0))
+    def interrupted() -> None:
+        with Results.open(tmp_path, ORIGIN) as results:
+            results.append(measured(50.0))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len((tmp_path / SUMMARY).read_text().splitlines()) == 2
     with pytest.raises(ConfigError, match="already holds a run; name another folder"):
         Results.open(tmp_path, ORIGIN)
     later = structs.replace(ORIGIN, started="2026-01-02T00:00:00Z")
@@ -85,42 +99,41 @@ def test_an_invalid_run_file_is_refused(tmp_path: Path, content: str) -> None:
         read(tmp_path)
 
 
-def test_a_folder_with_other_content_is_not_written_to(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"has thesis.txt, but no run.json"):
-        Results.open(tmp_path, ORIGIN)
-    assert os.listdir(tmp_path) == ["thesis.txt"]
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["thesis.txt"], r"has thesis\.txt, but no run\.json"),
+        ([RECORDS], r"records\.jsonl without run\.json"),
+        ([], r"run\.json: No such file"),
+    ],
+)
+def test_a_folder_with_other_content_is_not_written_to(tmp_path: Path, names: list[str], why: str) -> None:
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=why):
+        Results.open(tmp_path, ORIGIN) if names else read(tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine") for name in names]
 
 
-def test_records_without_a_run_file_are_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / RECORDS).touch()  # left by a start that was killed immediately
+def test_a_start_that_was_killed_immediately_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / RECORDS).touch()
     with Results.open(tmp_path, ORIGIN) as results:
         results.append(measured(50.0))
-    (tmp_path / RUN).unlink()
-    (tmp_path / SUMMARY).unlink()
-    content = (tmp_path / RECORDS).read_bytes()
-    with pytest.raises(ConfigError, match=r"records\.jsonl without run\.json"):
-        Results.open(tmp_path, ORIGIN)
-    assert (tmp_path / RECORDS).read_bytes() == content
+    assert read(tmp_path) == (ORIGIN, [measured(50.0)])
 
 
-def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_or_unreadable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
         read(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"run\.json: No such file"):
-        read(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(PenstockError, match="cannot write to"):
         Results.open(tmp_path / "file", ORIGIN)
-
-
-def test_unreadable_records_are_an_error(tmp_path: Path) -> None:
-    Results.open(tmp_path, ORIGIN).close()
-    (tmp_path / RECORDS).unlink()
-    assert read(tmp_path) == (ORIGIN, [])
-    (tmp_path / RECORDS).mkdir()
+    Results.open(folder := tmp_path / "run", ORIGIN).close()
+    (folder / RECORDS).unlink()
+    assert read(folder) == (ORIGIN, [])
+    (folder / RECORDS).mkdir()
     with pytest.raises(ConfigError, match=r"records\.jsonl cannot be read: Is a directory"):
-        read(tmp_path)
+        read(folder)
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
@@ -208,51 +221,26 @@ def test_a_failed_write_keeps_earlier_measurements(tmp_path: Path) -> None:
     assert len((tmp_path / SUMMARY).read_text().splitlines()) == 1 + int(in_memory)
 
 
-def test_a_summary_that_cannot_be_stored_leaves_no_partial_file(
+def test_a_full_disk_is_reported_and_a_run_resumes_once_there_is_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
     results = Results.open(tmp_path, ORIGIN)
     results.append(measured(50.0))
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", no_room)
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(PenstockError, match=r"the disk is full: .* takes no more results. Its content is intact"):
+            results.append(measured(60.0))
+    assert read(tmp_path)[1] == [measured(50.0)]
+    results.append(measured(70.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
         with pytest.raises(PenstockError, match="the disk is full"):
             results.close()
-    assert sorted(os.listdir(tmp_path)) == [RECORDS, RUN]
-
-
-def no_room(_: int) -> None:
-    raise OSError(28, "No space left on device")
-
-
-class Full:
-    """A file on a disk with space for `room` more bytes."""
-
-    def __init__(self, file: object, room: int) -> None:
-        self._file, self.room = file, room
-
-    def write(self, content: memoryview) -> int:
-        if not self.room:
-            raise OSError(28, "No space left on device")
-        taken: int = self._file.write(content[: self.room])
-        self.room -= taken
-        return taken
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._file, name)
-
-
-def test_a_full_disk_is_reported_and_a_run_resumes_once_there_is_space(tmp_path: Path) -> None:
-    results = Results.open(tmp_path, ORIGIN)
-    results.append(measured(50.0))
-    file = results._records
-    results._records = Full(file, room=20)
-    with pytest.raises(PenstockError, match=r"the disk is full: .* takes no more results. Its content is intact"):
-        results.append(measured(60.0))
-    assert read(tmp_path)[1] == [measured(50.0)]
-    results._records = file
-    results.append(measured(70.0))
+    assert sorted(os.listdir(tmp_path)) == [RECORDS, RUN], "no partial summary"
     assert read(tmp_path)[1] == [measured(50.0), measured(70.0)]
-    results.close()
 
 
 def test_the_summary_has_no_figures_of_an_invalid_run() -> None:
@@ -266,13 +254,14 @@ def test_the_summary_has_no_figures_of_an_invalid_run() -> None:
 
 
 def test_the_summary_has_the_servers_side_if_known() -> None:
-    side = ServerStats(
-        queue_s=0.1, preprocess_s=0.2, run_s=0.3, postprocess_s=0.4, mean_batch=5.5, cpu=1.5, memory_bytes=9
-    )
+    shown = {
+        "queue_s": 0.1, "preprocess_s": 0.2, "run_s": 0.3, "postprocess_s": 0.4, "mean_batch": 5.5, "cpu_cores": 1.5,
+        "memory_bytes": 9,
+    }  # fmt: skip
+    side = ServerStats(**{name.removesuffix("_cores"): value for name, value in shown.items()})
     known, unknown = csv.DictReader(summary([measured(50.0, server=side), measured(60.0)]).splitlines())
-    names = ("queue_s", "preprocess_s", "run_s", "postprocess_s", "mean_batch", "cpu_cores", "memory_bytes")
-    assert [known[name] for name in names] == ["0.1", "0.2", "0.3", "0.4", "5.5", "1.5", "9"]
-    assert [unknown[name] for name in names] == [""] * 7
+    assert {name: known[name] for name in shown} == {name: f"{value}" for name, value in shown.items()}
+    assert {unknown[name] for name in shown} == {""}
 
 
 def test_a_machine_is_busy_with_more_work_than_half_its_cores_do() -> None:
@@ -283,12 +272,62 @@ def test_a_machine_is_busy_with_more_work_than_half_its_cores_do() -> None:
     assert busy(4.2) == "the machine was busy before the run began: load 4.2 on 8 cores"
 
 
-def test_the_summary_is_written_at_the_end_also_of_a_run_that_fails(tmp_path: Path) -> None:
-    def run() -> None:
-        with Results.open(tmp_path, ORIGIN) as results:
-            results.append(measured(50.0))
-            raise KeyboardInterrupt
+# ---- the origin
 
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert len((tmp_path / SUMMARY).read_text().splitlines()) == 2
+
+def test_a_machine_has_the_facts_that_a_reader_compares() -> None:
+    found = machine()
+    assert found["cpu"]
+    assert found["cores"] >= 1
+    assert found["memory_gib"] > 0
+    assert set(found) == {"cpu", "cores", "memory_gib", "system", "gpus", "load_before"}
+
+
+def test_a_machine_without_proc_and_gpus_is_described_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(results_file, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(results_file.Gpus, "read", lambda self: [])
+    found = machine()
+    assert found["cpu"]
+    assert found["gpus"] == []
+
+
+def test_versions_are_those_of_installed_packages() -> None:
+    found = versions(["numpy", "no-such-library"])
+    assert {"python", "penstock", "msgspec", "numpy"} <= set(found)
+    assert "no-such-library" not in found
+
+
+def test_versions_work_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert "(" not in versions()["penstock"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("http://h:8080/predictions/m?token=t0p&x=1", "http://h:8080/predictions/m?token=***&x=1"),
+        ("https://me:p@ss@h/x.mar?X-Amz-Signature=t0p", "https://***@h/x.mar?X-Amz-Signature=***"),
+        ('{"apiKey": "t0 \\"p", "n": 1}', '{"apiKey": ***, "n": 1}'),
+        ("{hf_token = 't0 p', n = 1}", "{hf_token = ***, n = 1}"),
+        ("Authorization: Bearer t0p", "Authorization: ***"),
+        ("PASSWORD=t0p;x", "PASSWORD=***;x"),
+        ("http://h/a@b?max_tokens=5&token_file=/f&keyboard=1", "http://h/a@b?max_tokens=5&token_file=/f&keyboard=1"),
+        ("package.token:Model", "package.token:Model"),
+        ("app.py:Model", "app.py:Model"),
+    ],
+)
+def test_values_of_secret_names_are_hidden(text: str, kept: str) -> None:
+    assert redacted(text) == kept
+
+
+def test_the_command_line_is_stored_without_its_secrets() -> None:
+    words = ["bench", "app.py:My Model", "--option", "api_key=t0 p, x", "--option=db.password=t0=p", "--set", "a.key="]
+    expected = "penstock bench 'app.py:My Model' --option 'api_key=***' '--option=db.password=***' --set a.key="
+    assert command_line([*words, "--token-file", "f"]) == f"{expected} --token-file f"
+
+
+def test_bytes_that_are_not_text_are_escaped() -> None:
+    assert command_line(["a\udcff", "key=\udcff", "\udcffkey=x"]) == "penstock 'a\\udcff' 'key=***' '\\udcffkey=***'"
