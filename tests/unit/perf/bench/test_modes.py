@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from penstock.perf.bench.measurement import Latency, Load, Measurement, Slo, parse_slo
 from penstock.perf.bench.session import LoadPlan, run_plan
 
@@ -54,22 +56,24 @@ async def test_each_concurrency_is_run_in_each_repeat_one_repeat_after_the_other
     assert {load.seconds for load in fake.loads} == {3}
 
 
-async def test_a_number_of_requests_takes_the_place_of_a_time() -> None:
+@pytest.mark.parametrize(
+    ("plan", "loads"),
+    [
+        (LoadPlan(mode="closed", concurrency=(1,), requests=50), [(0, 50, 0, 0)]),
+        (
+            LoadPlan(mode="open", rates=(10, 20), repeat=2, seed=7),
+            [(10, 0, 10, 7), (20, 0, 10, 7), (10, 0, 10, 8), (20, 0, 10, 8)],
+        ),
+        (LoadPlan(mode="open", arrival="trace:a.jsonl"), [(0, 0, 10, 0)]),
+    ],
+)  # fmt: skip
+async def test_a_plan_gives_each_load_its_rate_length_and_arrivals(
+    plan: LoadPlan, loads: list[tuple[float, int, float, int]]
+) -> None:
     fake = Fake(queue(1000))
-    await fake.run(LoadPlan(mode="closed", concurrency=(1,), requests=50))
-    assert (fake.loads[0].requests, fake.loads[0].seconds) == (50, 0)
-
-
-async def test_repeats_of_an_open_loop_have_arrivals_of_their_own() -> None:
-    fake = Fake(queue(1000))
-    await fake.run(LoadPlan(mode="open", rates=(10, 20), repeat=2, seed=7))
-    assert [(load.rate, load.seed) for load in fake.loads] == [(10, 7), (20, 7), (10, 8), (20, 8)]
-
-
-async def test_a_trace_needs_no_rate() -> None:
-    fake = Fake(queue(1000))
-    await fake.run(LoadPlan(mode="open", arrival="trace:a.jsonl"))
-    assert [(load.rate, load.arrival) for load in fake.loads] == [(0, "trace:a.jsonl")]
+    await fake.run(plan)
+    assert [(load.rate, load.requests, load.seconds, load.seed) for load in fake.loads] == loads
+    assert {load.arrival for load in fake.loads} <= {plan.arrival, "poisson"}
 
 
 async def test_a_ramp_finds_the_highest_rate_that_holds() -> None:
@@ -104,19 +108,6 @@ async def test_a_ramp_whose_first_rate_is_too_high_goes_down() -> None:
     assert 900 / 1.06 < float(text.split(":")[1].split("/s")[0].replace(",", "")) <= 900
 
 
-async def test_a_ramp_ends_if_no_rate_holds_and_says_why() -> None:
-    fake = Fake(lambda load: measured(load, 1.0, errors=500))
-    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(64,)), "p99<=100ms")
-    assert text == "no knee: 1/s is already too much: 50.0% errors"
-
-
-async def test_a_ramp_does_not_exceed_its_last_rate() -> None:
-    fake = Fake(queue(1000))
-    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100, 200)), "p99<=100ms")
-    assert [load.rate for load in fake.loads] == [100, 150, 200]
-    assert text == "knee: 200/s hold p99<=100ms; no higher rate was requested"
-
-
 async def test_ramp_steps_last_until_the_percentile_has_enough_samples() -> None:
     fake = Fake(queue(1000))
     await fake.run(LoadPlan(mode="ramp", rates=(10, 10), seconds=1), "p99<=100ms")
@@ -124,45 +115,56 @@ async def test_ramp_steps_last_until_the_percentile_has_enough_samples() -> None
     assert [load.seconds for load in fake.loads] == [12, 120]
 
 
-async def test_a_ramp_ends_at_the_limit_of_the_generator_without_a_knee() -> None:
-    fake = Fake(lambda load: measured(load, load.rate, invalid="late" if load.rate > 200 else ""))
-    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(100,)), "p99<=100ms")
-    assert text == "where it breaks is not known: 150/s hold p99<=100ms; more cannot be measured, see INVALID"
+STEPS = {1: 100.0, 2: 101.0, 4: 190.0, 8: 191.0, 16: 192.0}  # one step without a gain is not the end
+RAMP, SATURATE = LoadPlan(mode="ramp", rates=(100,)), LoadPlan(mode="saturate")
 
 
-async def test_a_ramp_without_samples_for_its_percentile_names_no_knee() -> None:
-    fake = Fake(lambda load: measured(load, load.rate, None))
-    (text,) = await fake.run(LoadPlan(mode="ramp", rates=(64,)), "p99<=100ms")
-    assert text == "no knee: 1,000 good responses at 64/s are too few to judge p99<=100ms"
-    assert len(fake.loads) == 1
-
-
-async def test_clients_double_until_that_gains_nothing_twice() -> None:
-    fake = Fake(queue(400))
-    (text,) = await fake.run(LoadPlan(mode="saturate"))
-    assert [load.concurrency for load in fake.loads] == [1, 2, 4, 8, 16]
-    assert text == "saturates at 4 clients: 400/s; more clients gain less than 3 %"
-
-
-async def test_one_step_without_a_gain_is_not_the_end() -> None:
-    steps = {1: 100.0, 2: 101.0, 4: 190.0, 8: 191.0, 16: 192.0}
-    fake = Fake(lambda load: measured(load, steps[load.concurrency]))
-    (text,) = await fake.run(LoadPlan(mode="saturate"))
-    assert "saturates at 4 clients: 190/s" in text
-
-
-async def test_clients_that_get_errors_do_not_count() -> None:
-    fake = Fake(lambda load: measured(load, 100.0 * load.concurrency, errors=500 if load.concurrency > 4 else 0))
-    assert await fake.run(LoadPlan(mode="saturate")) == ["saturates at 4 clients: 400/s; more clients get errors"]
-    fake = Fake(lambda load: measured(load, 1.0, errors=500))
-    (text,) = await fake.run(LoadPlan(mode="saturate", concurrency=(8,)))
-    assert text == "no throughput: already 8 clients get more than 1% errors"
-
-
-async def test_a_generator_that_is_too_slow_saturates_nothing() -> None:
-    fake = Fake(lambda load: measured(load, 100.0 * load.concurrency, invalid="cpu" if load.concurrency > 2 else ""))
-    (text,) = await fake.run(LoadPlan(mode="saturate"))
-    assert text == "where it saturates is not known: 2 clients get 200/s; more cannot be measured, see INVALID"
+@pytest.mark.parametrize(
+    ("plan", "answer", "loads", "text"),
+    [
+        (
+            LoadPlan(mode="ramp", rates=(64,)), lambda load: measured(load, 1.0, errors=500),
+            [64, 32, 16, 8, 4, 2, 1], "no knee: 1/s is already too much: 50.0% errors",
+        ),
+        (
+            LoadPlan(mode="ramp", rates=(100, 200)), queue(1000),
+            [100, 150, 200], "knee: 200/s hold p99<=100ms; no higher rate was requested",
+        ),
+        (
+            RAMP, lambda load: measured(load, load.rate, invalid="late" if load.rate > 200 else ""),
+            [100, 150, 225, 225],
+            "where it breaks is not known: 150/s hold p99<=100ms; more cannot be measured, see INVALID",
+        ),
+        (
+            RAMP, lambda load: measured(load, load.rate, None),
+            [100], "no knee: 1,000 good responses at 100/s are too few to judge p99<=100ms",
+        ),
+        (SATURATE, queue(400), [1, 2, 4, 8, 16], "saturates at 4 clients: 400/s; more clients gain less than 3 %"),
+        (
+            SATURATE, lambda load: measured(load, STEPS[load.concurrency]),
+            [1, 2, 4, 8, 16], "saturates at 4 clients: 190/s; more clients gain less than 3 %",
+        ),
+        (
+            SATURATE, lambda load: measured(load, 100.0 * load.concurrency, errors=500 if load.concurrency > 4 else 0),
+            [1, 2, 4, 8], "saturates at 4 clients: 400/s; more clients get errors",
+        ),
+        (
+            LoadPlan(mode="saturate", concurrency=(8,)), lambda load: measured(load, 1.0, errors=500),
+            [8], "no throughput: already 8 clients get more than 1% errors",
+        ),
+        (
+            SATURATE,
+            lambda load: measured(load, 100.0 * load.concurrency, invalid="cpu" if load.concurrency > 2 else ""),
+            [1, 2, 4, 4], "where it saturates is not known: 2 clients get 200/s; more cannot be measured, see INVALID",
+        ),
+    ],
+)  # fmt: skip
+async def test_a_search_ends_with_what_it_found(
+    plan: LoadPlan, answer: Callable[[Load], Measurement], loads: list[float], text: str
+) -> None:
+    fake = Fake(answer)
+    assert await fake.run(plan, "p99<=100ms" if plan.mode == "ramp" else "") == [text]
+    assert [load.rate or load.concurrency for load in fake.loads] == loads
 
 
 async def test_a_step_that_was_disturbed_is_run_once_more() -> None:
