@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from penstock.errors import ConfigError, nearest
 
-log = logging.getLogger("penstock.bench")
+log = logging.getLogger("penstock.perf")
 
 _EXPECTED: Final = "expected poisson, constant, gamma:CV or trace:FILE"
 _CV: Final = (0.01, 100.0)

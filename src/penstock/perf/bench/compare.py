@@ -303,14 +303,14 @@ def _origins(before: Origin, after: Origin) -> list[str]:
 
 
 class GateDecision(Struct, frozen=True):
-    """An exit status; `why` has a line for each regression and for each reason that makes the answer invalid."""
+    """An exit status; `why` has a line for each regression and for each reason why there is no decision."""
 
     code: int
     why: list[str]
 
 
 def decide(comparison: Comparison, *, any_machine: bool = False) -> GateDecision:
-    """REGRESSION if any load is significantly worse. INVALID if the runs do not allow an answer: another machine, a
+    """REGRESSION if any load is significantly worse. INVALID if the runs do not allow a decision: another machine, a
     load of the baseline missing, runs marked INVALID, too few repeats. A regression takes precedence, except on another
     machine."""
     if comparison.other_machine and not any_machine:

@@ -52,7 +52,7 @@ def request_of(target: Target, payload: Payload) -> bytes:
 
 def check_of(target: Target) -> Check | None:
     """The check of 2xx responses; None if the status suffices."""
-    # some servers of the Open Inference Protocol answer 200 with {"error": ...}
+    # some servers of the Open Inference Protocol respond 200 with {"error": ...}
     return (lambda number, status, body: b'"outputs"' in body) if target.protocol == "oip" else None
 
 

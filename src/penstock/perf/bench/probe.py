@@ -211,10 +211,10 @@ class ServerProbe:
         if self._target.metrics is None:
             return None
         try:
-            reply = fetch(self._target.metrics, "GET", "/metrics", token=self._target.token, timeout_s=FETCH_S)
+            response = fetch(self._target.metrics, "GET", "/metrics", token=self._target.token, timeout_s=FETCH_S)
         except PenstockError:
             return None
-        return read_page(reply.body.decode(errors="replace"), self._target.model) if reply.ok else None
+        return read_page(response.body.decode(errors="replace"), self._target.model) if response.ok else None
 
     def _find_processes(self) -> None:
         """Finds the server's processes; in a thread, because it scans all processes of the machine."""

@@ -136,7 +136,7 @@ def _redacted_word(word: str) -> str:
 
 # ---- the folder
 
-log = logging.getLogger("penstock.bench")
+log = logging.getLogger("penstock.perf")
 
 RUN, RECORDS, SUMMARY = "run.json", "records.jsonl", "summary.csv"
 _SAME: Final = ("command", "target", "slo", "seed", "penstock")  # must agree when a run is resumed

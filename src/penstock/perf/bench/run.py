@@ -88,7 +88,7 @@ async def measure(
     gc.freeze()  # a full collection would stop the generator for milliseconds
     interrupted: asyncio.CancelledError | None = None
     try:
-        await sender.run(samples, _Probe(load, samples, late_s, on_progress))
+        await sender.run(samples, _watch(load, samples, late_s, on_progress))
     except asyncio.CancelledError as error:
         interrupted = error
     finally:
@@ -109,23 +109,23 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
         loop.default_exception_handler(context)
 
 
-class _Probe:
-    """The progress of a run. Ends it early if its beginning shows that it will be INVALID, as on a busy machine."""
+def _watch(load: Load, samples: Samples, late_s: float, show: Progress | None) -> Progress:
+    """The progress of a run, which ends early if its beginning shows that it will be INVALID, as on a busy machine."""
+    probe_s = max(PROBE_S, load.seconds / 10)
+    at_s = probe_s if load.seconds >= PROBED * probe_s and not load.requests else math.inf
+    cpu_s, clock_s = time.process_time(), time.perf_counter()
 
-    def __init__(self, load: Load, samples: Samples, late_s: float, show: Progress | None) -> None:
-        self._load, self._samples, self._late_s, self._show = load, samples, late_s, show
-        probe_s = max(PROBE_S, load.seconds / 10)
-        self._at_s = probe_s if load.seconds >= PROBED * probe_s and not load.requests else math.inf
-        self._began = time.process_time(), time.perf_counter()
-
-    def __call__(self, seconds: float, answered: int) -> bool:
-        if self._show is not None:
-            self._show(seconds, answered)
-        if seconds < self._at_s:
+    def progress(seconds: float, answered: int) -> bool:
+        nonlocal at_s
+        if show is not None:
+            show(seconds, answered)
+        if seconds < at_s:
             return False
-        self._at_s = math.inf
-        cpu_s, clock_s = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
-        return is_hopeless(self._load, self._samples, cpu_s / clock_s, self._late_s)
+        at_s = math.inf
+        cpu = (time.process_time() - cpu_s) / (time.perf_counter() - clock_s)
+        return is_hopeless(load, samples, cpu, late_s)
+
+    return progress
 
 
 class _LoadSender:
@@ -183,12 +183,8 @@ class _LoadSender:
         if load.mode == "open":
             await self._open(self._times, seconds=seconds, samples=samples, on_progress=on_progress)
         else:
-            counted: dict[str, Any] = {
-                "concurrency": load.concurrency,
-                "seconds": load.seconds,
-                "at_least": load.requests,
-            }
-            await self._closed(self._requests, **counted, samples=samples, on_progress=on_progress)
+            counted = {"concurrency": load.concurrency, "seconds": load.seconds, "at_least": load.requests}
+            await self._closed(self._requests, samples=samples, on_progress=on_progress, **counted)  # type: ignore[arg-type]
 
 
 def _arrival_times(load: Load) -> tuple[array[float], bool]:

@@ -258,11 +258,11 @@ def _target(job: SuiteJob, point: SuitePoint) -> Iterator[Target]:
         yield target
 
 
-def _json(point: SuitePoint, reply: HttpResponse) -> Any:
-    """The content of a reply. Raises PenstockError for a refusal."""
-    if not reply.ok:
-        raise PenstockError(f"{point.settings}: the server refuses: status {reply.status}: {reply.text}")
-    return reply.json()
+def _json(point: SuitePoint, response: HttpResponse) -> Any:
+    """The content of a response. Raises PenstockError for a refusal."""
+    if not response.ok:
+        raise PenstockError(f"{point.settings}: the server refuses: status {response.status}: {response.text}")
+    return response.json()
 
 
 def _check_settings(point: SuitePoint, found: dict[str, int]) -> None:

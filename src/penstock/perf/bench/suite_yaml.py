@@ -7,7 +7,7 @@ hardware. Source: the suite's guide and `benchmarks/auto_benchmark.py` of TorchS
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -146,9 +146,8 @@ def read_suite(paths: Sequence[Path]) -> tuple[list[SuiteCase], list[str]]:
 
 def _template(file: YamlFile, notes: dict[str, None]) -> list[SuiteCase]:
     """The cases of all files that a template lists, restricted to its hardware."""
+    file.check_keys((), file.data, _TEMPLATE)
     for key in file.data:
-        if key not in _TEMPLATE:
-            raise file.error((key,), f"unknown key {key!r}", f"one of {', '.join(_TEMPLATE)}{nearest(key, _TEMPLATE)}")
         if key in _IGNORED and file.data[key] is not None:
             notes.setdefault(f"{key} is ignored: {_IGNORED[key]}")
     hardware = file.data.get("hardware") or "cpu"
@@ -190,10 +189,7 @@ def _models(file: YamlFile, notes: dict[str, None]) -> list[SuiteCase]:
 
 def _case(file: YamlFile, at: tuple[str, str], keys: Mapping[str, Any], notes: dict[str, None]) -> SuiteCase:
     model, mode = at
-    for key in keys:
-        if key not in _KEYS:
-            expected = f"one of {', '.join(_KEYS)}{nearest(key, _KEYS)}"
-            raise file.error((*at, key), f"{'.'.join(at)}: unknown key {key!r}", expected)
+    file.check_keys(at, keys, _KEYS)
     if keys.get("url") is None:
         raise file.error(at, "no url", "url: FILE.mar, a model of --model-store, app.py:Model or model.onnx")
     given = {key: _value(file, at, key, keys[key]) for key in _KINDS if keys.get(key) is not None}
@@ -224,49 +220,43 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 class YamlFile:
-    """A YAML file with the lines of its keys, for errors. Raises ConfigError."""
+    """A YAML file with the lines of its keys, for errors. Raises ConfigError, also for keys that are not texts and for
+    duplicate keys, which YAML silently overwrites."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        data, self._root = load_yaml(path, str(path))
+        data, root = load_yaml(path, str(path))
         if not isinstance(data, dict) or not data:
             raise ConfigError(f"{path}: found {found(data)}, expected Model_name: eager_mode: url: ...")
-        self._check(self._root, set())
         self.data: dict[str, Any] = data
+        self._lines: dict[tuple[str | int, ...], int] = {(): 1}
+        self._read(root, (), set())
 
     def where(self, at: tuple[str | int, ...]) -> str:
-        """The file and line of the value with this path of keys."""
-        node, line = self._root, 0
-        for step in at:
-            pairs = node.value if hasattr(node, "value") and isinstance(node.value, list) else []
-            if isinstance(step, int):
-                key = node = pairs[step]
-            else:
-                found = [pair for pair in pairs if isinstance(pair, tuple) and pair[0].value == step]
-                if not found:
-                    break
-                key, node = found[0]
-            line = key.start_mark.line
-        return f"{self.path}:{line + 1}"
+        """The file and line of the value with this path of keys, or of the nearest value around it."""
+        return f"{self.path}:{next(line for k in range(len(at), -1, -1) if (line := self._lines.get(at[:k])))}"
 
     def error(self, at: tuple[str | int, ...], found: str, expected: str) -> ConfigError:
         return ConfigError(f"{self.where(at)}: found {found}, expected {expected}")
 
-    def _check(self, node: Any, seen: set[int]) -> None:
-        """Raises ConfigError for keys that are not texts, and for duplicate keys, which YAML silently overwrites."""
+    def check_keys(self, at: tuple[str, ...], keys: Iterable[str], known: Sequence[str]) -> None:
+        """Raises ConfigError for an unknown key."""
+        for key in keys:
+            if key not in known:
+                what = f"{'.'.join(at)}: unknown key {key!r}" if at else f"unknown key {key!r}"
+                raise self.error((*at, key), what, f"one of {', '.join(known)}{nearest(key, known)}")
+
+    def _read(self, node: Any, at: tuple[str | int, ...], seen: set[int]) -> None:
         if id(node) in seen or not isinstance(node.value, list):
             return
-        seen.add(id(node))
-        keys: set[str] = set()
-        for entry in node.value:
-            if not isinstance(entry, tuple):
-                self._check(entry, seen)
-                continue
-            key, value = entry
-            name, where = str(key.value), f"{self.path}:{key.start_mark.line + 1}"
-            if key.tag != "tag:yaml.org,2002:str" and name != "<<":
-                raise ConfigError(f"{where}: found the key {name}, expected a string")
-            if name in keys:
-                raise ConfigError(f"{where}: duplicate key {name!r}; remove one")
-            keys.add(name)
-            self._check(value, seen)
+        seen.add(id(node))  # an alias may contain itself
+        for index, entry in enumerate(node.value):
+            key, value = entry if isinstance(entry, tuple) else (entry, entry)
+            line = key.start_mark.line + 1
+            name = str(key.value) if isinstance(entry, tuple) else index
+            if isinstance(entry, tuple) and key.tag != "tag:yaml.org,2002:str" and name != "<<":
+                raise ConfigError(f"{self.path}:{line}: found the key {name}, expected a string")
+            if (*at, name) in self._lines:
+                raise ConfigError(f"{self.path}:{line}: duplicate key {name!r}; remove one")
+            self._lines[*at, name] = line
+            self._read(value, (*at, name), seen)

@@ -237,10 +237,10 @@ def _ports(port: int, pid: int | None) -> list[int]:
 
 def _page(at: Endpoint, path: str, token: str | None) -> bytes:
     try:
-        reply = fetch(at, "GET", path, token=token, timeout_s=_FETCH_S)
+        response = fetch(at, "GET", path, token=token, timeout_s=_FETCH_S)
     except (PenstockError, ValueError):
         return b""
-    return reply.body if reply.ok else b""
+    return response.body if response.ok else b""
 
 
 # ---- the model
@@ -300,8 +300,8 @@ def server_kind(
 
     "oip" is a third-party server with the Open Inference Protocol. `given` is the user's choice of protocol.
     """
-    reply = _authorized(endpoint, "/v2", token)
-    page = reply.json() if reply.ok else None
+    response = _authorized(endpoint, "/v2", token)
+    page = response.json() if response.ok else None
     name = str(page.get("name", "")) if isinstance(page, dict) else ""
     if name == "penstock":
         return "native", _native_names(endpoint, token)
@@ -314,8 +314,8 @@ def server_kind(
     if given != "auto":
         return given, None
     raise PenstockError(
-        f"{endpoint.url} answers, but not like Penstock, TorchServe or the Open Inference Protocol "
-        f"(GET /v2: {reply.status}); give the whole URL of its inference route"
+        f"{endpoint.url} responds, but not like Penstock, TorchServe or the Open Inference Protocol "
+        f"(GET /v2: {response.status}); give the whole URL of its inference route"
     )
 
 
@@ -337,14 +337,14 @@ def model_names(management: Endpoint, token: str | None) -> list[str]:
 def _describe(endpoint: Endpoint, model: str, names: list[str] | None, token: str | None) -> dict[str, Any]:
     """The server's description of the model. Raises ModelNotFound, ModelNotReady."""
     route = f"/v2/models/{quote(model, safe='')}"
-    reply = fetch(endpoint, "GET", route, token=token)
-    if reply.status in (400, 404):
+    response = fetch(endpoint, "GET", route, token=token)
+    if response.status in (400, 404):
         raise ModelNotFound(f"{endpoint.url} has no model '{model}'{_nearest(model, names)}")
     ready = fetch(endpoint, "GET", f"{route}/ready", token=token)
-    if not ready.ok or reply.status == 503:
+    if not ready.ok or response.status == 503:
         raise ModelNotReady(f"model '{model}' of {endpoint.url} is not ready (status {ready.status}); try again later")
-    found = reply.json()
-    return found if reply.ok and isinstance(found, dict) else {}
+    found = response.json()
+    return found if response.ok and isinstance(found, dict) else {}
 
 
 def _check_torchserve(endpoint: Endpoint, model: str, token: str | None) -> None:
@@ -352,10 +352,10 @@ def _check_torchserve(endpoint: Endpoint, model: str, token: str | None) -> None
     management = _management(endpoint, token)
     if management is None:
         return
-    reply = fetch(management, "GET", f"/models/{quote(model, safe='')}", token=token)
-    if reply.status == 404:
+    response = fetch(management, "GET", f"/models/{quote(model, safe='')}", token=token)
+    if response.status == 404:
         raise ModelNotFound(f"{endpoint.url} has no model '{model}'{_nearest(model, model_names(management, token))}")
-    found = reply.json()
+    found = response.json()
     if isinstance(found, list) and found and not any(w.get("status") == "READY" for w in found[0].get("workers", [])):
         raise ModelNotReady(f"model '{model}' of {endpoint.url} has no worker that is ready; scale it, or wait")
 
@@ -365,12 +365,12 @@ def _management(endpoint: Endpoint, token: str | None) -> Endpoint | None:
 
 
 def _authorized(endpoint: Endpoint, path: str, token: str | None) -> HttpResponse:
-    """The reply to GET. Raises Unauthorized."""
-    reply = fetch(endpoint, "GET", path, token=token)
-    if reply.status in (401, 403):
+    """The response to a GET. Raises Unauthorized."""
+    response = fetch(endpoint, "GET", path, token=token)
+    if response.status in (401, 403):
         found = "another" if token else "none"
         raise Unauthorized(f"{endpoint.url} wants a token, found {found}; give its file by --token-file")
-    return reply
+    return response
 
 
 def _nearest(model: str, names: list[str] | None) -> str:
