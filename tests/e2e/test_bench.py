@@ -160,4 +160,4 @@ def test_the_documented_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     shorter = line.replace("--duration 5", "--duration 0.3 --warmup 0")
     result = run_bench(*shlex.split(shorter.removeprefix("    $ penstock bench ")))
     assert [row.split()[:2] for row in result.stdout.splitlines()[1:3]] == [["1", "client"], ["16", "clients"]]
-    assert result.stdout.splitlines()[-1].startswith("SLO p99<=20ms: ")
+    assert "SLO p99<=20ms" in result.stdout

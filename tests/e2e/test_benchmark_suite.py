@@ -98,20 +98,17 @@ def test_the_guides_yaml_runs_unchanged(made: Path) -> None:
     found = rows(made / "guide")
     assert [(row["Workers"], row["Batch size"]) for row in found] == [(w, b) for w in "14" for b in "1248"]
     for row in found:
-        assert (row["Benchmark"], row["Model"], row["Mode"], row["Processor"]) == (
-            "penstock",
-            "Model_name",
-            "eager_mode",
-            "cpu",
-        )
-        assert (row["Batch delay"], row["Concurrency"], row["Requests"]) == ("100", "10", "30")
-        assert (row["TS failed requests"], row["TS error rate"], row["Invalid"]) == ("0", "0.0", "")
+        known = {
+            "Benchmark": "penstock", "Model": "Model_name", "Mode": "eager_mode", "Processor": "cpu",
+            "Batch delay": "100", "Concurrency": "10", "Requests": "30",
+            "TS failed requests": "0", "TS error rate": "0.0", "Invalid": "",
+            "TS latency P99": "", "SLO met": "yes",
+        }  # fmt: skip
+        assert {name: row[name] for name in known} == known, "30 requests are too few to tell the P99"
         assert float(row["TS throughput"]) > 0
         assert 0 < float(row["TS latency P50"]) <= float(row["TS latency P90"])
-        assert row["TS latency P99"] == "", "30 requests are too few to tell"
         assert float(row["Model_p50"]) > 0
         assert 1 <= float(row["Batch size mean"]) <= int(row["Batch size"])
-        assert row["SLO met"] == "yes"
     origin, measurements = read(made / "guide")
     assert origin.command == "benchmark-suite"
     assert origin.line.endswith("--output guide")
@@ -119,7 +116,7 @@ def test_the_guides_yaml_runs_unchanged(made: Path) -> None:
     page = (made / "guide" / "report.md").read_text()
     assert "Model_name eager_mode: cpu, " in page.splitlines()[2]
     assert "within p50<=60s" in page.splitlines()[2]
-    assert page.count("| cpu | ") == 8
+    assert page.count("\n| cpu | 1 | ") == page.count("\n| cpu | 4 | ") == 4
     assert out.count("/s") >= 8
 
 
@@ -194,9 +191,7 @@ def test_ctrl_c_writes_a_report_and_resume_measures_the_rest(made: Path, monkeyp
     ("text", "words", "expected"),
     [
         ("m:\n  e:\n    url: echo.mar\n    batchsize: 2\n", (), "wrong.yaml:4: found m.e: unknown key 'batchsize'"),
-        ("m:\n  e: [\n", (), "wrong.yaml:3: not valid YAML"),
         (GUIDE, (), "wrong.yaml:2: Model_name eager_mode needs gpus all, and this machine has none"),
-        (GUIDE, ("--skip-missing-hardware",), "url: no file 'Path to .mar file'"),
         ("m:\n  e:\n    url: echo.mar\n", ("--slo", "p98<=1ms"), '"p98" is none of'),
         ("m:\n  e:\n    url: echo.mar\n", ("--resume",), "give --output DIR"),
     ],
