@@ -148,7 +148,7 @@ class SignalHandlers:
 )  # fmt: skip
 @click.option(
     "--give-up", "give_up_s", type=click.FloatRange(0), default=600.0, show_default=True, metavar="S",
-    help="Stop after this many seconds without an answer from any server.",
+    help="Stop after this many seconds without a response from any server.",
 )  # fmt: skip
 @click.option("--from0", is_flag=True, help="Separate the list on standard input (INPUT -) by NUL instead of newline.")
 @click.option(

@@ -68,8 +68,9 @@ def check_outputs(outputs: OutputPaths, failures: Path) -> None:
         if file.is_dir():
             raise OutputError(f"'{file}' is a folder; name a file")
     files = (*outputs.files, failures)
-    if len({os.path.realpath(file) for file in files}) < len(files):
-        raise OutputError(f"two outputs have the same name, or the name of the failures list '{failures}'; name others")
+    path, count = Counter(map(os.path.realpath, files)).most_common(1)[0]
+    if count > 1:
+        raise OutputError(f"outputs and the failures list need different paths; found '{path}' twice")
     for folder in (*(file.parent for file in files), *outputs.all()[len(outputs.files) :]):
         existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
@@ -256,7 +257,7 @@ class SubtitleWriter(OutputWriter):
         self._last = row
 
     def end(self, seen: int) -> None:
-        """Shows the last sample as long as the one before it, or until the video ends."""
+        """Shows the last sample as long as the previous sample, or until the video ends."""
         if (last := self._last) is not None:
             until_s = last.time_s + self._gap_s
             if last.frame > 0 and seen > last.frame:

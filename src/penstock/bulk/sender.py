@@ -110,7 +110,7 @@ class ChunkSender:
             self._on_result(chunk, result)
         except Exception:
             _logger.exception(
-                "video=%r frame=%d its answer is lost: the job failed on it", chunk.video.name, chunk.frames[0]
+                "video=%r frame=%d its response is lost: the job failed on it", chunk.video.name, chunk.frames[0]
             )
 
 

@@ -308,7 +308,7 @@ def read_captions(response: HttpResponse, model: str, revision: str, frames: lis
     check_status(response, url)
     kind = response.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
-        raise WrongAnswer(f"{url}: the answer has content type '{kind[:60]}', expected application/json")
+        raise WrongAnswer(f"{url}: the response has content type '{kind[:60]}', expected application/json")
     try:
         answer = _decode(response.body)
         found = answer.parameters.revision if answer.parameters else None
@@ -318,15 +318,15 @@ def read_captions(response: HttpResponse, model: str, revision: str, frames: lis
         captions: list[str] = _column(tensors, "caption", _decode_texts)
         echoed: list[int] = _column(tensors, "frame_index", _decode_numbers)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise WrongAnswer(f"{url}: the answer is no Open Inference answer with captions: {exc}") from None
+        raise WrongAnswer(f"{url}: the response is no Open Inference response with captions: {exc}") from None
     except KeyError as exc:
-        raise WrongAnswer(f"{url}: the answer has no output {exc}") from None
+        raise WrongAnswer(f"{url}: the response has no output {exc}") from None
     if answer.model_name != model:
         raise WrongAnswer(f"{url}: model '{answer.model_name[:80]}' answered, expected '{model}'")
     if len(captions) != len(frames):
-        raise WrongAnswer(f"{url}: the answer has {len(captions)} captions, expected {len(frames)}")
+        raise WrongAnswer(f"{url}: the response has {len(captions)} captions, expected {len(frames)}")
     if echoed != frames:
-        raise WrongAnswer(f"{url}: the answer is for frames {_abridged(echoed)}, expected {_abridged(frames)}")
+        raise WrongAnswer(f"{url}: the response is for frames {_abridged(echoed)}, expected {_abridged(frames)}")
     return captions
 
 

@@ -266,7 +266,7 @@ def _matching(pattern: str) -> Iterator[str]:
         return
     depth = next(place for place, part in enumerate(parts) if glob.has_magic(part))
     root = "/".join(parts[:depth]) + "/" * bool(depth)
-    for path, _ in _below(root or ".", set()):  # glob.glob does not end in a loop of links
+    for path, _ in _below(root or ".", set()):  # glob.glob never returns on a symlink loop
         below = path.removeprefix(root or "./")
         if _matches(below.split("/"), parts[depth:]):
             yield root + below

@@ -13,9 +13,9 @@ from penstock.errors import BadRequest, ConfigError, NotSupported, nearest
 
 
 class ApiCall(Struct, frozen=True):
-    """A request of the management or metadata APIs: its answer is JSON. `body` is JSON too; None: no body.
+    """A request of the management or metadata APIs: its response is JSON. `body` is JSON too; None: no body.
 
-    `management`: it goes to the management listener. `key`: the part of the answer to return; "" for all of it.
+    `management`: it goes to the management listener. `key`: the part of the response to return; "" for all of it.
     """
 
     method: str

@@ -15,7 +15,7 @@ from penstock.client.endpoint import ConnectionLost, Unreachable
 from penstock.errors import BadRequest, ModelNotReady, PenstockError, QueueFull, RunTimeout, WorkerDied, nearest
 from penstock.types import SequenceRequest
 
-GRACE_S: Final = 0.25  # after a deadline, for the server's own answer about it to arrive
+GRACE_S: Final = 0.25  # after a deadline, for the server's own response about it to arrive
 
 
 class CallOptions(TypedDict, total=False):

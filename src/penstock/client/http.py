@@ -244,7 +244,7 @@ class _ClientProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         received = self.reader.received_bytes
-        progress = f"after {received} bytes of an answer" if received else "without an answer"
+        progress = f"after {received} bytes of a response" if received else "without a response"
         self._fail(ConnectionLost(f"{self._url} ended the connection {progress}{f': {exc}' if exc else ''}"))
         self.reader.close()
 

@@ -42,7 +42,7 @@ def encode_value(value: Any, content_type: str | None = None) -> tuple[str, Buff
 def decode_value(headers: Mapping[str, str], body: bytes) -> Any:
     """The value of a body: JSON, text as `str`, any other type as `bytes`, and None without a body.
 
-    TorchServe's answers may have no content type: then JSON if it is JSON, else text, else bytes. Raises
+    TorchServe's responses may have no content type: then JSON if it is JSON, else text, else bytes. Raises
     UnexpectedResponse for a body that is not of its type.
     """
     kind, charset = split_type(headers.get("content-type", ""))
@@ -63,12 +63,12 @@ def _decode(kind: str, charset: str, body: bytes) -> Any:
         try:
             return msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            raise UnexpectedResponse(f"the server's answer is not the JSON that its content type says: {exc}") from None
+            raise UnexpectedResponse(f"the response is not the JSON that its content type says: {exc}") from None
     if kind.startswith("text/"):
         try:
             return decode_text(body, charset)
         except BadRequest as exc:
-            raise UnexpectedResponse(f"the server's answer is not text: {exc.message}") from None
+            raise UnexpectedResponse(f"the response is not text: {exc.message}") from None
     return body
 
 

@@ -171,7 +171,7 @@ def check_model(model: ModelConfig, where: str = "") -> None:
             " give a number"
         )
     if model.transport != "ray" and model.ray != RayConfig():
-        raise ConfigError(f"{where}ray: found keys of a Ray cluster; they need transport = 'ray'")
+        raise ConfigError(f"{where}ray: [ray] keys require transport = 'ray'")
     if model.transport in ("inline", "thread", *REMOTE):
         for key in ("max_requests", "max_memory_bytes", *(() if model.transport in REMOTE else ("env",))):
             if getattr(model, key):

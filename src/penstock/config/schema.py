@@ -129,7 +129,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         Seconds, doc("longest silence of a Thrift connection; Thrift clients do not reconnect by themselves")
     ] = 3600.0
     grpc_idle_timeout_s: Annotated[Seconds, doc("longest silence of a gRPC stream of requests")] = 3600.0
-    write_timeout_s: Annotated[Seconds, doc("longest time in which a client accepts no byte of its answer")] = 60.0
+    write_timeout_s: Annotated[Seconds, doc("longest time in which a client accepts no byte of its response")] = 60.0
     write_buffer_bytes: Annotated[
         Bytes, doc("unsent bytes of one connection above which no request is read from it")
     ] = 2**20

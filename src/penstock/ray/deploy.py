@@ -18,7 +18,7 @@ from penstock.ray.actor import Place, enter, here
 from penstock.ray.transport import check_ray
 from penstock.serving.http.asgi import InferenceApp
 
-DRAIN_S = 10.0  # Serve has waited for the answers; this is for what handles left behind
+DRAIN_S = 10.0  # Serve has waited for the responses; this is for what handles left behind
 MOST_ONGOING = 256  # requests of a replica, by default; Serve's own default of 5 would be the largest batch
 
 
@@ -99,7 +99,7 @@ class ModelReplica:
         return await self._engine.infer_many(self._name, items, budget_s=deadline, priority=priority)
 
     async def stream(self, item: Any, *, deadline: float | None = None, priority: int = 0) -> AsyncIterator[Any]:
-        """The parts of a streaming model's answer. Raises the item's error."""
+        """The parts of a streaming model's response. Raises the item's error."""
         async for part in self._engine.stream(self._name, item, budget_s=deadline, priority=priority):
             yield part
 

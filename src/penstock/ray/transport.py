@@ -113,7 +113,7 @@ def no_room(want: dict[str, float], timeout_s: float) -> str:
 log = logging.getLogger("penstock.ray")
 
 STOP_S = 5.0  # for `unload`
-LAST_S = 0.1  # after the report of a death, for the answers before it
+LAST_S = 0.1  # after the report of a death, for the responses before it
 NODE_LOST = "node has died"  # in the text of Ray's error, which has no other sign of it
 GROUPS = {"run": 1, "watch": 1}  # threads of the actor, by the calls that they serve
 
@@ -148,7 +148,7 @@ class RayTransport(PackingTransport):
 
 
 class _RaySlot(WorkerSlot):
-    """One place for an actor. A task starts it, receives its answers in the order of batches, and ends with it."""
+    """One place for an actor. A task starts it, receives its responses in the order of batches, and ends with it."""
 
     def __init__(self, transport: PackingTransport, spec: WorkerSpec, number: int, device: str) -> None:
         super().__init__(spec, number, device.partition(":")[0])  # Ray chooses the GPU
@@ -261,7 +261,7 @@ class _RaySlot(WorkerSlot):
         return ready
 
     async def _receive_all(self) -> None:
-        """Receives answers until the actor dies. Raises errors of Ray; WorkerDied after an answer that is not one."""
+        """Receives answers until the actor dies. Raises errors of Ray; WorkerDied after a response that is not one."""
         receiving = asyncio.ensure_future(self._receive())
         watching = asyncio.ensure_future(_result(self._actor.watch.options(concurrency_group="watch").remote()))
         both = receiving, watching

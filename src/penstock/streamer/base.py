@@ -180,8 +180,8 @@ class ChunkingBackend:
 class ChunkedCall:
     """Ticket of a call with more items than the queue may hold. It sends the items in chunks.
 
-    The sink receives one answer: all values in order, or the first error of a whole chunk. When other callers fill the
-    queue, the call waits for a chunk in flight, and fails only if it has none.
+    The sink receives one response: all values in order, or the first error of a whole chunk. When other callers fill
+    the queue, the call waits for a chunk in flight, and fails only if it has none.
     """
 
     def __init__(self, submit: Submit, item: Item, sink: Sink, chunk_rows: int) -> None:

@@ -152,12 +152,12 @@ PATH = "/predictions/digits"
 _FAILED = {
     LOST: "the connection was lost",
     REFUSED: "no connection to the server",
-    TIMED_OUT: "no answer within a minute",
+    TIMED_OUT: "no response within a minute",
 }
 
 
 class DigitAnswer(msgspec.Struct):
-    """The model's answer to one image."""
+    """The model's response to one image."""
 
     digit: int
     probability: float

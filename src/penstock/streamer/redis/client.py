@@ -101,7 +101,7 @@ class RequestSender:
         arguments = self._arguments(groups)
         while True:
             try:
-                length, oldest_ms, *outcomes = await self._connection.run(SUBMIT, (self._queue, self._sent), arguments)
+                length, oldest_ms, *results = await self._connection.run(SUBMIT, (self._queue, self._sent), arguments)
                 break
             except PenstockError as e:
                 if type(e) is not BrokerUnavailable or not await self._wait_to_reconnect():
@@ -111,13 +111,13 @@ class RequestSender:
                 if not any(entry.number in self._requests.entries for group in groups for entry in group):
                     return
         self.queue_length = length
-        for group, outcome in zip(groups, outcomes, strict=True):
-            if isinstance(outcome, int):
-                self._requests.counts["refused"] += outcome
+        for group, result in zip(groups, results, strict=True):
+            if isinstance(result, int):
+                self._requests.counts["refused"] += result
                 found = f"{length} of {self._requests.max_queue} items wait or run"
                 group[0].call.fail(queue_full(f"the queue is full ({found})", oldest_ms / 1000))
                 continue
-            for entry, id in zip(group, outcome, strict=True):
+            for entry, id in zip(group, result, strict=True):
                 entry.id = id
                 if entry.number not in self._requests.entries:  # abandoned meanwhile
                     self._requests.abandoned.append(id)
@@ -156,7 +156,7 @@ class RequestSender:
             self._requests.fail_all(error)
 
     async def _recover_lost(self) -> None:
-        """After the broker forgot this client, or a reconnect: queues entries that vanished without an answer."""
+        """After the broker forgot this client, or a reconnect: queues entries that vanished without a response."""
         self.check_session = False
         (known,) = await self._connection.ask(("EXPIRE", self._sent, SESSION_S))
         connects = self._connection.connects + self._other.connects
@@ -185,8 +185,8 @@ class RequestSender:
 async def receive_replies(
     requests: PendingRequests, connection: RedisConnection, stream: str, on_error: Callable[[], None]
 ) -> None:
-    """Reads replies from `stream` while requests are unanswered, for ever. Each read deletes the messages of the one
-    before. `on_error` is called after each connection error, which may have lost requests."""
+    """Reads replies from `stream` while requests are unanswered, for ever. Each read deletes the messages of the
+    previous one. `on_error` is called after each connection error, which may have lost requests."""
     done: list[bytes] = []
     backoff = Backoff(*RETRY_S)
     read = ("XREAD", "COUNT", READ_MESSAGES, "BLOCK", READ_BLOCK_MS, "STREAMS", stream, "0-0")
@@ -302,7 +302,7 @@ class BrokerClient(ChunkingBackend):
         """Sends one item, or each value of a `many` as its own entry. Raises BadRequest, ModelNotReady,
         QueueFull, DeadlineExceeded.
 
-        A value that cannot be sent fails alone. Later errors of the broker arrive as the answer.
+        A value that cannot be sent fails alone. Later errors of the broker arrive as the response.
         """
         if self._closed:
             raise ModelNotReady("the streamer is closed")
@@ -333,7 +333,7 @@ class BrokerClient(ChunkingBackend):
 
     def _expire(self, call: PendingCall) -> None:
         self._requests.counts["expired"] += 1
-        call.fail(DeadlineExceeded("no answer came in time: too few workers, or none, serve this queue"))
+        call.fail(DeadlineExceeded("no response came in time: too few workers, or none, serve this queue"))
 
     def _on_session_timer(self) -> None:
         self._session_timer = None
@@ -392,7 +392,7 @@ class BrokerClient(ChunkingBackend):
                     await requests.empty.wait()
             except TimeoutError:
                 pass
-        requests.fail_all(ModelNotReady("the streamer was closed before the answer came"))
+        requests.fail_all(ModelNotReady("the streamer was closed before the response came"))
         if self._session_timer is not None:
             self._session_timer.cancel()
         for task in self._tasks:

@@ -216,7 +216,7 @@ class BrokerCodec(Codec):
             raise BadOutput(f"the model's answer cannot be sent: {e.message}") from None
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """The one answer, or a list of them. Requests of a broker have one row and are never split."""
+        """The one response, or a list of them. Requests of a broker have one row and are never split."""
         if len(parts) == 1:
             return parts[0]
         values = [decode(part.body, self.allow_pickle) for part in parts]

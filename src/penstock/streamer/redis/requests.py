@@ -71,12 +71,12 @@ class PendingCall:
         self._on_abandoned = on_abandoned
 
     def put(self, index: int, value: Any) -> None:
-        """Stores the outcome of one value: a result, or a PenstockError."""
+        """Stores what one value got: a result, or a PenstockError."""
         self.values[index] = value
         self._missing -= 1
 
     def finish(self) -> None:
-        """Answers the caller if every value has its outcome."""
+        """Answers the caller if no value is missing."""
         if self._missing or self.sink is None:
             return
         if self._many:
@@ -147,7 +147,7 @@ class PendingRequests:
         return 0.0 if oldest is None else time.monotonic() - oldest.call.began_s
 
     def add(self, call: PendingCall, values: list[Any]) -> None:
-        """Queues the values of a call for sending. A value that cannot be sent gets its error as outcome."""
+        """Queues the values of a call for sending. A value that cannot be sent gets its error at once."""
         self.counts["requests"] += len(values)
         for index, value in enumerate(values):
             try:

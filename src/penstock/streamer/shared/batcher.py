@@ -61,9 +61,9 @@ DRAIN_S: Final = 10.0  # for accepted calls, after a signal
 END_S: Final = 60  # then the kernel ends the process
 RUNNING_ROWS: Final = 256  # of one client that may run besides two batches per worker
 LOG_BYTES: Final = 2**20  # of each of the two log files
-MAX_QUESTIONS: Final = 1000  # of one client that wait for their answer
+MAX_QUESTIONS: Final = 1000  # of one client that wait for their response
 JOIN_S: Final = 10.0  # for the first message of a client
-STALL_S: Final = 30.0  # in which a client takes no byte of its answers
+STALL_S: Final = 30.0  # in which a client takes no byte of its responses
 REQUEST_BYTES: Final = 64 * 2**20  # shared memory of one client; larger payloads follow in the stream
 REPLY_BYTES: Final = 64 * 2**20
 JOIN_BYTES: Final = 16 * 2**10  # of the first message: its settings have a few hundred
@@ -172,7 +172,7 @@ class Session:
                 raise QueueFull(f"{self._rows} items of this process are in flight: try again later")
             item.payload = sealed_values(item.payload)
             self._rows += item.rows
-            self._calls[call_id] = _NO_TICKET, item.rows  # an answer may come at once
+            self._calls[call_id] = _NO_TICKET, item.rows  # a response may come at once
             sink = partial(self._answer, call_id)
             ticket = batcher.backend.submit(batcher.model, None, item, sink)
             if call_id in self._calls:
@@ -181,7 +181,7 @@ class Session:
             self._answer(call_id, ItemResult(error=e.with_traceback(None)))
 
     def _abandon(self, call_id: int) -> None:
-        """Confirms that the memory of the call is free, unless the answer is already on its way."""
+        """Confirms that the memory of the call is free, unless the response is already on its way."""
         if call_id in self._calls:
             self._calls[call_id][0].cancel()
             self._answer(call_id, ItemResult(error=Cancelled("the caller left")))
@@ -232,7 +232,7 @@ class Session:
 
     def _send(self, pieces: list[Buffer]) -> None:
         self._channel.send(pieces, more=True)
-        if not self._flush_due:  # the answers of a batch go together
+        if not self._flush_due:  # the responses of a batch go together
             self._flush_due = True
             self._loop.call_soon(self._flush)
 
@@ -338,7 +338,7 @@ class SharedBatcher:
         return WelcomeMessage(os.getpid(), REQUEST_BYTES, REPLY_BYTES, self.max_rows, most, idempotent, loading)
 
     async def _tell_when_loaded(self) -> None:
-        """Once: a client that waits too long for an answer then knows whether the model was still loading."""
+        """Once: a client that waits too long for a response then knows whether the model was still loading."""
         with suppress(PenstockError):  # callers get it
             await self.backend.ready()
         for session in self.sessions:
@@ -380,7 +380,7 @@ async def _serve(offer: Offer, listener: Any, path: str) -> None:
 
 
 class _LogFile(RotatingFileHandler):
-    """The log, to which the process itself writes too."""
+    """The batcher's log file; this process also writes to it."""
 
     def doRollover(self) -> None:
         super().doRollover()

@@ -45,7 +45,7 @@ log = logging.getLogger("penstock.streamer")
 MAX_DEATHS: Final = 2  # of batchers, while a call waits; the next one is the call's own
 MAX_CALL_BYTES: Final = 2**30  # far below the largest frame
 MAX_WAITING: Final = 65_536  # items, before the batcher states its own bound
-LATE_S: Final = 0.05  # after a deadline: the batcher knows better why there is no answer
+LATE_S: Final = 0.05  # after a deadline: the batcher knows better why there is no response
 
 
 class SharedClient:
@@ -59,7 +59,7 @@ class SharedClient:
         self._shared, self._offer = shared, offer
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
-        self._calls: dict[int, SharedCall] = {}  # without an answer
+        self._calls: dict[int, SharedCall] = {}  # without a response
         self._rows = self._bytes = 0  # of them
         self._link: BatcherLink | None = None
         self._joining = False
@@ -132,7 +132,7 @@ class SharedClient:
     def _abandon(self, call: SharedCall) -> None:
         """The caller left: the call is not run if it still waits."""
         if call.sent and self._link is not None:
-            self._link.abandon(call.id)  # its answer frees the memory
+            self._link.abandon(call.id)  # its response frees the memory
         else:
             self._end(call.id, ItemResult())
 
@@ -161,7 +161,7 @@ class SharedClient:
         body = result.body
         if type(body) is list:
             result.body = [opened(value) for value in body]
-        elif type(body) is Pickled:  # the answer to a question
+        elif type(body) is Pickled:  # the response to a question
             result.body = opened(body)
         self._end(message.part.batch_id, result)
 
@@ -241,7 +241,7 @@ class SharedClient:
         return self._link is None or self._link.loading
 
     async def ask(self, what: str) -> Any:
-        """The batcher's answer to a question, see CallMessage. Raises its errors, and what `submit` raises."""
+        """The batcher's response to a question, see CallMessage. Raises its errors, and what `submit` raises."""
 
         def put(sink: Sink) -> Ticket:
             self._check(None)
@@ -280,7 +280,7 @@ class SharedClient:
 
 
 def _only(sink: Sink, result: ItemResult) -> None:
-    """The answer to one item, from that to a list of one."""
+    """The response to one item, from that to a list of one."""
     if result.error is None:
         (value,) = result.body
         failed = isinstance(value, PenstockError)

@@ -54,7 +54,7 @@ class SharedCall:
             self._abandon(self)
 
     def settle(self, result: ItemResult) -> None:
-        """Delivers the answer, unless the caller left."""
+        """Delivers the response, unless the caller left."""
         sink, self.sink = self.sink, None
         if self.timer is not None:
             self.timer.cancel()
@@ -118,7 +118,7 @@ class BatcherLink:
             if not isinstance(message, PartMessage):
                 raise TypeError(f"a {type(message).__name__}")
         except Exception:
-            log.exception("batcher_broken: its answer cannot be read, and another one is asked")
+            log.exception("batcher_broken: its response cannot be read, and another batcher is asked")
             self._channel.close()
             self._loop.call_soon(self._on_end)
             return
@@ -134,7 +134,7 @@ class BatcherLink:
             return bytearray(data)
 
     def return_memory(self) -> None:
-        """Reports at once which replies are read: no call follows that could."""
+        """Acknowledges read replies now, because no later call will carry it."""
         if self._free:
             self._send(write(FreeReplies(self._free)))
             self._free = []

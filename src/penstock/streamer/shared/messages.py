@@ -1,4 +1,4 @@
-"""What crosses the socket of a shared batcher: the offer that starts it, and the messages.
+"""The protocol of the shared batcher's socket: the offer that starts a batcher, and the messages.
 
 The frames and most messages are those between a process and its own child. `sealed.py` has the values.
 """
@@ -100,14 +100,14 @@ def _plain(value: Any) -> Any:
 
 
 class JoinMessage(Struct, array_like=True, tag="join"):
-    """The first one of a client. `settings`: None of a client that accepts any."""
+    """The first message of a client. `settings`: None from a client that accepts any."""
 
     version: str
     settings: dict[str, str] | None
 
 
 class WelcomeMessage(Struct, array_like=True, tag="welcome"):
-    """The answer, with the descriptors of shared memory for requests and for replies.
+    """The response, with the descriptors of shared memory for requests and for replies.
 
     `max_rows` and `max_bytes`: of the unanswered calls of one client.
     """

@@ -168,8 +168,8 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-START_S: Final = 60.0  # for a batcher to listen; it waits for the end of the one before
-GREET_S: Final = 10.0  # for its answer to a new client
+START_S: Final = 60.0  # for a batcher to listen; it waits for the end of the previous batcher
+GREET_S: Final = 10.0  # for its response to a new client
 ATTEMPTS: Final = 5  # a batcher may end just when a client arrives
 READY: Final = b"1"
 STARTER_FD: Final = 3  # of the batcher: a socket to the process that starts it
