@@ -25,9 +25,3 @@ def paths() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def models(paths: None) -> ModuleType:
     return importlib.import_module("streamed")
-
-
-@pytest.fixture(scope="module", params=["penstock", "service_streamer"])
-def face(paths: None, request: pytest.FixtureRequest) -> ModuleType:
-    """The module that exports the streamers."""
-    return importlib.import_module(request.param)

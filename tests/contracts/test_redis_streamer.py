@@ -50,7 +50,7 @@ def broker(run_redis_all: Callable[..., Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def start(face: ModuleType, broker: str) -> Iterator[Start]:
+def start(broker: str) -> Iterator[Start]:
     """Starts workers and a streamer: `start(function, batch_size, ...)`. Reuses them for equal arguments."""
     made: dict[str, Any] = {}
     processes: list[Any] = []
@@ -58,13 +58,13 @@ def start(face: ModuleType, broker: str) -> Iterator[Start]:
     def make(function: Any, batch_size: int, **keys: Any) -> Any:
         key = repr((function, batch_size, keys))
         if key not in made:
-            prefix = f"{face.__name__}-{len(made)}"
+            prefix = f"streamer-{len(made)}"
             processes.extend(
-                face.run_redis_workers_forever(
+                penstock.run_redis_workers_forever(
                     function, batch_size, redis_broker=broker, prefix=prefix, block=False, lease_s=1.0, **keys
                 )
             )
-            made[key] = face.RedisStreamer(broker, prefix)
+            made[key] = penstock.RedisStreamer(broker, prefix, worker_timeout=60)
             made[key]._wait_for_worker_ready(60)
         return made[key]
 
@@ -79,15 +79,15 @@ def start(face: ModuleType, broker: str) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_and_defaults_equal_the_reference(face: ModuleType, name: str) -> None:
-    found = inspect.signature(getattr(face, name)).parameters.values()
+def test_signatures_and_defaults_equal_the_reference(name: str) -> None:
+    found = inspect.signature(getattr(penstock, name)).parameters.values()
     assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == SIGNATURES[name]
 
 
-def test_a_worker_accepts_further_arguments_like_the_reference(face: ModuleType, models: ModuleType) -> None:
-    worker = face.RedisWorker(models.Times, 8, 0.1, "localhost:6379", "", (3,), None, "more", other="too")
+def test_a_worker_accepts_further_arguments_like_the_reference(models: ModuleType) -> None:
+    worker = penstock.RedisWorker(models.Times, 8, 0.1, "localhost:6379", "", (3,), None, "more", other="too")
     assert {n: p.default for n, p in inspect.signature(worker.run_forever).parameters.items()} == {"gpu_id": None}
-    assert face.RedisWorker(models.double, batch_size=8).model_predict([1, 2]) == [2, 4]
+    assert penstock.RedisWorker(models.double, batch_size=8).model_predict([1, 2]) == [2, 4]
 
 
 def test_there_is_one_result_per_item_in_order(start: Start, models: ModuleType) -> None:
@@ -152,17 +152,15 @@ def test_pain_2_a_lone_request_is_not_held_for_max_latency(start: Start, models:
     assert time.monotonic() - started < 2.0
 
 
-def test_pain_3_a_model_that_cannot_be_loaded_ends_its_worker_with_the_error(
-    face: ModuleType, models: ModuleType, broker: str
-) -> None:
+def test_pain_3_a_model_that_cannot_be_loaded_ends_its_worker_with_the_error(models: ModuleType, broker: str) -> None:
     with pytest.raises((LoadFailed, TypeError), match=r"init_model|argument"):
-        face.RedisWorker(models.Times, 8, 0.1, broker, "broken", (1, 2, 3, 4)).run_forever()
+        penstock.RedisWorker(models.Times, 8, 0.1, broker, "broken", (1, 2, 3, 4)).run_forever()
 
 
-def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: ModuleType) -> None:
+def test_pain_5_futures_are_futures(start: Start, models: ModuleType) -> None:
     streamer = start(models.double, 64)
     future = streamer.submit([1, 2])
-    assert isinstance(future, (face.Future, concurrent.futures.Future))
+    assert isinstance(future, (penstock.Future, concurrent.futures.Future))
     assert future.result(20) == future.result() == [2, 4]
     assert future.done() is True
     assert isinstance(streamer.submit([None]).exception(20), TypeError)
@@ -181,7 +179,7 @@ def test_pain_6_requests_run_first_in_first_out(start: Start, models: ModuleType
     assert Path(file).read_text() == "abcdef"
 
 
-def test_pain_6_no_foreign_pickle_is_loaded(start: Start, models: ModuleType, face: ModuleType) -> None:
+def test_pain_6_no_foreign_pickle_is_loaded(start: Start, models: ModuleType) -> None:
     with pytest.raises(BadRequest, match="object cannot be sent over the broker"):
         start(models.echo, 64).predict([object()])
 
@@ -230,11 +228,11 @@ def test_pain_7_a_forked_child_has_its_own_connection(start: Start, models: Modu
     assert streamer.predict([4]) == [8]
 
 
-def test_pain_8_one_script_starts_two_models(face: ModuleType, broker: str, tmp_path: Path) -> None:
+def test_pain_8_one_script_starts_two_models(broker: str, tmp_path: Path) -> None:
     script = tmp_path / "two_models.py"
     script.write_text(
         textwrap.dedent(f"""
-        from {face.__name__} import ManagedModel, RedisStreamer, run_redis_workers_forever
+        from service_streamer import ManagedModel, RedisStreamer, run_redis_workers_forever
 
         class Times(ManagedModel):
             def init_model(self, factor):
@@ -247,11 +245,11 @@ def test_pain_8_one_script_starts_two_models(face: ModuleType, broker: str, tmp_
             processes = []
             for factor in (2, 3):
                 processes += run_redis_workers_forever(
-                    Times, 8, redis_broker="{broker}", prefix=f"{face.__name__}-times-{{factor}}",
+                    Times, 8, redis_broker="{broker}", prefix=f"times-{{factor}}",
                     model_init_args=[factor], block=False,
                 )
             for factor in (2, 3):
-                with RedisStreamer("{broker}", prefix=f"{face.__name__}-times-{{factor}}") as streamer:
+                with RedisStreamer("{broker}", prefix=f"times-{{factor}}") as streamer:
                     print(streamer.predict([1, 10]))
             for process in processes:
                 process.terminate()
@@ -270,10 +268,8 @@ def test_pain_8_one_script_starts_two_models(face: ModuleType, broker: str, tmp_
     assert done.stdout.split("\n")[:4] == ["[2, 20]", "[3, 30]", "0", "0"], done.stderr
 
 
-def test_pain_9_queues_are_bounded_and_calls_have_deadlines(
-    start: Start, face: ModuleType, models: ModuleType, broker: str
-) -> None:
-    with face.RedisStreamer(broker, "nobody", max_queue=4) as streamer:
+def test_pain_9_queues_are_bounded_and_calls_have_deadlines(start: Start, models: ModuleType, broker: str) -> None:
+    with penstock.RedisStreamer(broker, "nobody", max_queue=4) as streamer:
         with pytest.raises(TimeoutError):  # first: the others' time does not run while this connects
             streamer.predict([1, 2], deadline=0.05)
         futures = [streamer.submit([i], deadline=1) for i in range(10)]
@@ -285,24 +281,22 @@ def test_pain_9_queues_are_bounded_and_calls_have_deadlines(
     assert small.statistics()["waiting"] == 0
 
 
-def test_a_call_larger_than_the_queue_is_sent_in_chunks(
-    start: Start, face: ModuleType, models: ModuleType, broker: str
-) -> None:
+def test_a_call_larger_than_the_queue_is_sent_in_chunks(start: Start, models: ModuleType, broker: str) -> None:
     prefix = start(models.double, 64)._model.removeprefix("redis:")
-    with face.RedisStreamer(broker, prefix, max_queue=100) as streamer:
+    with penstock.RedisStreamer(broker, prefix, max_queue=100) as streamer:
         assert streamer.predict(range(1000)) == [2 * n for n in range(1000)]
 
 
-def test_wrong_arguments_are_refused_by_name(face: ModuleType, models: ModuleType) -> None:
+def test_wrong_arguments_are_refused_by_name(models: ModuleType) -> None:
     with pytest.raises(ValueError, match="batch_size"):
-        face.RedisWorker(models.double, 0)
+        penstock.RedisWorker(models.double, 0)
     with pytest.raises(ValueError, match="max_latency"):
-        face.RedisWorker(models.double, 1, -1)
+        penstock.RedisWorker(models.double, 1, -1)
     with pytest.raises(TypeError, match="model_class"):
-        face.RedisWorker(7, 1)
+        penstock.RedisWorker(7, 1)
     with pytest.raises(ValueError, match="worker_num"):
-        face.run_redis_workers_forever(models.double, 1, worker_num=0)
+        penstock.run_redis_workers_forever(models.double, 1, worker_num=0)
     with pytest.raises(LoadFailed, match="cannot be sent to a worker process"):
-        face.RedisWorker(lambda batch: batch, 1)
+        penstock.RedisWorker(lambda batch: batch, 1)
     with pytest.raises(Exception, match="expected host:port"):
-        face.RedisStreamer("http://host")
+        penstock.RedisStreamer("http://host")

@@ -75,14 +75,14 @@ def _starting(made: dict[str, Any], make: Start) -> Start:
 
 
 @pytest.fixture(params=["ThreadedStreamer", "Streamer", "shared"])
-def start(made: dict[str, Any], face: ModuleType, request: pytest.FixtureRequest) -> Start:
+def start(made: dict[str, Any], request: pytest.FixtureRequest) -> Start:
     """Starts a streamer of one kind: `start(function, batch_size, ...)`."""
-    return _starting(made, getattr(face, request.param, shared_streamer))
+    return _starting(made, getattr(penstock, request.param, shared_streamer))
 
 
 @pytest.fixture(params=["Streamer", "shared"])
-def start_processes(made: dict[str, Any], face: ModuleType, request: pytest.FixtureRequest) -> Start:
-    return _starting(made, getattr(face, request.param, shared_streamer))
+def start_processes(made: dict[str, Any], request: pytest.FixtureRequest) -> Start:
+    return _starting(made, getattr(penstock, request.param, shared_streamer))
 
 
 @pytest.fixture(params=["ThreadedStreamer", "Streamer", "shared"])
@@ -95,10 +95,11 @@ def make(made: dict[str, Any], request: pytest.FixtureRequest) -> Start:
 # ---- behavior that users rely on
 
 
-def test_both_modules_export_the_same_objects(face: ModuleType) -> None:
+def test_both_modules_export_the_same_objects() -> None:
+    module = importlib.import_module("service_streamer")
     for name in SERVICE_STREAMER_NAMES:
-        assert getattr(face, name) is getattr(penstock, name)
-    assert not hasattr(face, "Stream")
+        assert getattr(module, name) is getattr(penstock, name)
+    assert not hasattr(module, "Stream")
 
 
 def test_the_modules_of_service_streamer_can_be_imported_and_its_installation_brings_redis() -> None:
@@ -111,8 +112,8 @@ def test_the_modules_of_service_streamer_can_be_imported_and_its_installation_br
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("ThreadedStreamer", THREADED), ("Streamer", PROCESS)])
-def test_signatures_and_defaults_equal_the_reference(face: ModuleType, name: str, parameters: dict[str, Any]) -> None:
-    found = inspect.signature(getattr(face, name)).parameters.values()
+def test_signatures_and_defaults_equal_the_reference(name: str, parameters: dict[str, Any]) -> None:
+    found = inspect.signature(getattr(penstock, name)).parameters.values()
     assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == parameters
 
 
@@ -175,12 +176,12 @@ def test_a_model_receives_its_arguments(start_processes: Start, models: ModuleTy
     assert made.predict([1, 2]) == [4, 7]
 
 
-def test_set_gpu_id_sets_the_environment(face: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_gpu_id_sets_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    face.ManagedModel.set_gpu_id(5)
+    penstock.ManagedModel.set_gpu_id(5)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
-    assert face.ManagedModel(6).gpu_id == 6
-    assert face.ManagedModel().model is None
+    assert penstock.ManagedModel(6).gpu_id == 6
+    assert penstock.ManagedModel().model is None
 
 
 def test_worker_timeout_is_a_built_in_timeout_error(start: Start, models: ModuleType) -> None:
@@ -193,12 +194,12 @@ def test_worker_timeout_is_a_built_in_timeout_error(start: Start, models: Module
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_other_start_methods_are_accepted_with_a_warning(face: ModuleType, models: ModuleType, method: str) -> None:
+def test_other_start_methods_are_accepted_with_a_warning(models: ModuleType, method: str) -> None:
     with pytest.warns(RuntimeWarning, match="do not see changes that this process has made"):
-        streamer = face.Streamer(models.double, 4, mp_start_method=method)
+        streamer = penstock.Streamer(models.double, 4, mp_start_method=method)
     streamer.destroy_workers()
     with pytest.raises(ValueError, match="mp_start_method"):
-        face.Streamer(models.double, 4, mp_start_method="thread")
+        penstock.Streamer(models.double, 4, mp_start_method="thread")
 
 
 # ---- known problems of service_streamer
@@ -244,11 +245,11 @@ def test_pain_2_a_lone_request_is_not_held_for_max_latency(start: Start, models:
 
 
 def test_pain_3_an_error_of_init_model_is_raised_at_once_and_loading_is_retried(
-    start_processes: Start, face: ModuleType, models: ModuleType, tmp_path: Path
+    start_processes: Start, models: ModuleType, tmp_path: Path
 ) -> None:
     arguments = {"model_init_args": [str(tmp_path / "weights")]}
     with pytest.raises(LoadFailed, match="ValueError: the weights are missing") as caught:
-        face.Streamer(models.Broken, 8, wait_for_worker_ready=True, **arguments)
+        penstock.Streamer(models.Broken, 8, wait_for_worker_ready=True, **arguments)
     assert "in init_model" in str(caught.value.__cause__)
     streamer = start_processes(models.Broken, 8, **arguments)
     with pytest.raises(LoadFailed, match="the weights are missing") as caught:
@@ -296,10 +297,10 @@ def test_pain_4_a_call_that_timed_out_leaves_nothing_behind(start: Start, models
     assert engine is not None or backend.statistics("") == {"unanswered": 0, "unanswered_bytes": 0}
 
 
-def test_pain_5_futures_are_futures(start: Start, models: ModuleType, face: ModuleType) -> None:
+def test_pain_5_futures_are_futures(start: Start, models: ModuleType) -> None:
     streamer = start(models.double, 4)
     future = streamer.submit([1, 2])
-    assert isinstance(future, face.Future)
+    assert isinstance(future, penstock.Future)
     assert isinstance(future, concurrent.futures.Future)
     called = threading.Event()
     future.add_done_callback(lambda _: called.set())
@@ -389,13 +390,11 @@ def test_an_invalid_result_is_named(start: Start, models: ModuleType, function: 
             streamer.predict([1, 2, 3])
 
 
-def test_an_object_that_cannot_be_pickled_is_named(
-    start_processes: Start, face: ModuleType, models: ModuleType
-) -> None:
+def test_an_object_that_cannot_be_pickled_is_named(start_processes: Start, models: ModuleType) -> None:
     with pytest.raises(LoadFailed, match="the target, a function, cannot be sent"):
-        face.Streamer(lambda batch: batch, 4)
+        penstock.Streamer(lambda batch: batch, 4)
     with pytest.raises(LoadFailed, match=r"model_init_kwargs, a dict, cannot be sent .*generator"):
-        face.Streamer(models.Times, 4, model_init_kwargs={"factor": (x for x in ())})
+        penstock.Streamer(models.Times, 4, model_init_kwargs={"factor": (x for x in ())})
     streamer = start_processes(models.a_lock, 4)
     found = streamer.predict([1, threading.Lock(), "lock", 2], return_exceptions=True)
     assert [found[0], found[3]] == [1, 2]
@@ -417,13 +416,13 @@ def test_wrong_arguments_are_refused_by_name(make: Start, models: ModuleType, ke
         make(models.double, **{"batch_size": 4, **keys})
 
 
-def test_wrong_arguments_of_processes_are_refused_by_name(face: ModuleType, models: ModuleType) -> None:
+def test_wrong_arguments_of_processes_are_refused_by_name(models: ModuleType) -> None:
     with pytest.raises(ValueError, match="worker_num: expected 1 or more, found 0"):
-        face.Streamer(models.double, 4, worker_num=0)
+        penstock.Streamer(models.double, 4, worker_num=0)
     with pytest.raises(ValueError, match=r"cuda_devices: expected numbers .* found 'gpu'"):
-        face.Streamer(models.double, 4, cuda_devices=["gpu"])
+        penstock.Streamer(models.double, 4, cuda_devices=["gpu"])
     with pytest.raises(TypeError, match="expected a function of a list"):
-        face.Streamer("predict", 4)
+        penstock.Streamer("predict", 4)
 
 
 def test_one_item_instead_of_a_list_is_refused(start: Start, models: ModuleType) -> None:
