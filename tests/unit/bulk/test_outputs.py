@@ -156,9 +156,9 @@ def test_an_output_replaces_an_older_one_only_when_complete(tmp_path: Path) -> N
     [
         (["c.txt"], "suffix of"),
         (["c.vtt"], "--vtt"),
-        (["c.jsonl", "./c.jsonl"], "same name"),
+        (["c.jsonl", "./c.jsonl"], "need different paths"),
         (["folder.jsonl"], "is a folder"),
-        (["failures.jsonl"], "failures list"),
+        (["failures.jsonl"], "need different paths"),
         (["file.csv/below/c.csv"], "allows no new files"),
         (["closed/below/c.csv"], "'closed' allows no new files"),
     ],

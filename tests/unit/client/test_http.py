@@ -146,7 +146,7 @@ def test_a_response_with_connection_close_ends_the_connection(run: Run, server: 
 
 def test_a_reset_of_a_new_connection_is_not_retried(run: Run, server: FakeCaptioner):
     server.script_next(with_reset())
-    with pytest.raises(ConnectionLost, match="without an answer"):
+    with pytest.raises(ConnectionLost, match="without a response"):
         once(run, server, b"x")
     assert server.connections == 1
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.streamer.local import check_start_method, devices_of
+from penstock.streamer.local import devices_of
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 NESTED = """
@@ -81,18 +81,17 @@ def test_an_invalid_device_is_refused(wrong: Any) -> None:
         devices_of(wrong)
 
 
-def test_any_start_method_but_spawn_warns_or_is_refused() -> None:
-    check_start_method("spawn")
-    with pytest.warns(RuntimeWarning, match="import the module of the model anew"):
-        check_start_method("fork")
-    with pytest.raises(ValueError, match="expected 'spawn', 'fork' or 'forkserver', found 'thread'"):
-        check_start_method("thread")
+def run(folder: Path, source: str, *how: str, **keys: Any) -> subprocess.CompletedProcess[str]:
+    """Runs Python on app.py, which has this source."""
+    (folder / "app.py").write_text(textwrap.dedent(source))
+    return subprocess.run(
+        [sys.executable, *how], cwd=folder, capture_output=True, text=True, timeout=60, check=False, **keys
+    )
 
 
 @pytest.mark.parametrize("how", [["app.py"], ["-c", "import app; app.main()"]], ids=["script", "module"])
 def test_a_model_may_use_streamers_but_must_not_start_itself(how: list[str], tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text(textwrap.dedent(NESTED))
-    done = subprocess.run([sys.executable, *how], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = run(tmp_path, NESTED, *how)
     result, _, error = done.stdout.partition("\n")
     assert result == "[30]", done.stderr
     assert "5 levels deep: a model must not start itself" in error
@@ -103,11 +102,7 @@ def test_a_streamer_may_be_made_in_the_module_of_its_function(how: str, tmp_path
     source = textwrap.dedent(PROGRAM)
     if how == "-m":
         source += 'if __name__ == "__main__":\n    print(streamer.predict([1]))\n'
-    (tmp_path / "app.py").write_text(source)
-    command = ["-m", "app"] if how == "-m" else ["-c", how]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run(tmp_path, source, *(["-m", "app"] if how == "-m" else ["-c", how]))
     assert done.stdout == "[2]\n", done.stderr
 
 
@@ -118,10 +113,7 @@ def test_a_function_defined_under_the_guard_is_named_with_what_to_do(tmp_path: P
             def f(batch): return batch
             penstock.Streamer(f, 4).predict([1])
     """
-    (tmp_path / "app.py").write_text(textwrap.dedent(program))
-    done = subprocess.run(
-        [sys.executable, "app.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run(tmp_path, program, "app.py")
     last = done.stderr.splitlines()[-1]
     assert "Can't get attribute 'f'" in last
     assert last.endswith("define it at the top level of its file, not under if __name__ == '__main__'")
@@ -132,45 +124,25 @@ def test_a_program_that_workers_cannot_import_is_refused_when_the_streamer_is_ma
     how: list[str], tmp_path: Path
 ) -> None:
     program = "import time, penstock\ndef f(batch): return batch\nstreamer = penstock.Streamer(f, 4)\ntime.sleep(60)\n"
-    (tmp_path / "app.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, *how], input=program, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False
-    )
+    done = run(tmp_path, program, *how, input=program)
     expected = "needs the main program, which has no file" if how == ["-"] else "no line if __name__ == '__main__'"
     assert expected in done.stderr.splitlines()[-1]
 
 
 def test_a_streamer_called_while_a_worker_imports_its_module_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text(textwrap.dedent(PROGRAM))
-    done = subprocess.run(
-        [sys.executable, "-c", "import app"],
-        cwd=tmp_path,
-        env={**os.environ, "AT_IMPORT": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(tmp_path, PROGRAM, "-c", "import app", env={**os.environ, "AT_IMPORT": "1"})
     assert "LoadFailed" in done.stderr
     assert "would start workers of their own without end" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
 def test_a_streamer_imports_nothing_after_its_construction(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text("def echo(batch):\n    return batch\n")
     code = f"""
-        import sys, penstock, model
-        streamer = penstock.{kind}(model.echo, 4)
+        import sys, penstock, app
+        streamer = penstock.{kind}(app.echo, 4)
         before = set(sys.modules)
         streamer.predict([1])
         print(set(sys.modules) - before)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(tmp_path, "def echo(batch):\n    return batch\n", "-c", textwrap.dedent(code))
     assert done.stdout == "set()\n", done.stderr
