@@ -26,8 +26,8 @@ from penstock.torchserve.cli.logs import ServerLogs
 from penstock.torchserve.cli.pid_file import pid_path, remove_own
 from penstock.torchserve.cli.torchserve import ServerOptions, parser, resolve_options
 from penstock.torchserve.config import GrpcAddress, ListenerAddress, Properties
-from penstock.torchserve.metrics.definitions import default_config, read_config
-from penstock.torchserve.metrics.observer import FrontendCounts, TorchServeMetrics
+from penstock.torchserve.metrics.families import default_config, read_config
+from penstock.torchserve.metrics.observer import FrontendCounts, MetricsOptions, TorchServeMetrics
 from penstock.torchserve.metrics.system import measure_of, watch
 from penstock.torchserve.sequence_headers import SEQUENCE_HEADERS
 
@@ -146,7 +146,7 @@ class TorchServe:
         components.administrator.stop()
         engine.drain()
         if self._administrator is not None:
-            await asyncio.sleep(lame_duck_s(_hosts(self._options.properties)))
+            await asyncio.sleep(lame_duck_s([address.host for address in _addresses(self._options.properties)]))
         end = time.monotonic() + DRAIN_S
         await asyncio.gather(*(listener.close(DRAIN_S) for listener in listeners.running))
         await engine.close(max(0.0, end - time.monotonic()))
@@ -163,10 +163,6 @@ def _addresses(properties: Properties) -> list[ListenerAddress | GrpcAddress]:
     http = [address for address, _ in http_addresses(properties)]
     found: list[ListenerAddress | GrpcAddress] = [*http, *grpc_addresses(properties)]
     return [address for address in found if not address.path]
-
-
-def _hosts(properties: Properties) -> list[str]:
-    return [address.host for address in _addresses(properties)]
 
 
 def _warn_public(properties: Properties) -> None:
@@ -187,13 +183,14 @@ class ServerMetrics:
         path = properties.metrics_config
         config = default_config() if path is None else read_config(path)
         self._properties = properties
-        self._observer = TorchServeMetrics(
-            config,
+        options = MetricsOptions(
+            config=config,
             host=socket.gethostname(),
             mode=properties.metrics_mode,
             auto_detect=properties.model_metrics_auto_detect,
             first_worker=properties.initial_worker_port,
         )
+        self._observer = TorchServeMetrics(options)
         self.observers: list[Observer] = [self._observer.penstock, self._observer]
         self.scrape = self._observer.scrape
         self.model_metrics = None if path is None else config.section()  # the part of the file that workers receive

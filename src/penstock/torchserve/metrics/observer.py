@@ -15,8 +15,15 @@ from msgspec import Struct, field
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.serving.observe.prometheus import PrometheusObserver, UnloadedVersions
 from penstock.serving.observe.text import Page
-from penstock.torchserve.metrics.definitions import MetricDefinition, MetricsConfig
-from penstock.torchserve.metrics.series import MAX_SERIES, Labels, Owner, SeriesTable, filter_page
+from penstock.torchserve.metrics.families import (
+    MAX_SERIES,
+    Labels,
+    MetricDefinition,
+    MetricsConfig,
+    Owner,
+    SeriesTable,
+    filter_page,
+)
 from penstock.torchserve.metrics.system import SystemMetric
 from penstock.types import MetricDelta
 
@@ -51,6 +58,17 @@ class FrontendCounts(Struct, frozen=True):
 
     responses: Mapping[int, int] = field(default_factory=dict)
     requests: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+class MetricsOptions(Struct, frozen=True, kw_only=True):
+    """The properties of a server that its metrics need; `mode` is metrics_mode, `first_worker` initial_worker_port."""
+
+    config: MetricsConfig
+    host: str
+    mode: str = "log"
+    auto_detect: bool = False
+    first_worker: int = 9000
+    clock: Callable[[], float] = time.time
 
 
 class PenstockMetrics(PrometheusObserver):
@@ -88,23 +106,13 @@ class TorchServeMetrics(Observer):
 
     The files have the growth of counters in that second, gauges at its end, and a line for each value of a model
     metric. Stdout has a line for each value of every metric, as TorchServe prints them. `counts` returns the totals of
-    the listeners; `mode` is metrics_mode. Keyword arguments are its options.
+    the listeners.
     """
 
-    def __init__(
-        self,
-        config: MetricsConfig,
-        *,
-        host: str,
-        mode: str = "log",
-        auto_detect: bool = False,
-        first_worker: int = 9000,
-        counts: Callable[[], FrontendCounts] = FrontendCounts,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, options: MetricsOptions, counts: Callable[[], FrontendCounts] = FrontendCounts) -> None:
         self.penstock = PenstockMetrics()
         self.counts = counts
-        self._first_worker, self._clock = first_worker, clock
+        self._first_worker, self._clock = options.first_worker, options.clock
         self._values: dict[_Key, list[float]] = {}  # since the last flush, as are the batches
         self._batches: list[_ModelBatch | Owner] = []  # an owner: its series are to be dropped
         self._lost = 0
@@ -113,7 +121,7 @@ class TorchServeMetrics(Observer):
         self._last_responses: Mapping[int, int] = {}
         self._flushing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "torchserve-metrics")
-        self._writer = _MetricsWriter(config, host, mode, auto_detect, first_worker, clock)
+        self._writer = _MetricsWriter(options)
 
     # ---- Observer
 
@@ -214,19 +222,10 @@ class TorchServeMetrics(Observer):
 class _MetricsWriter:
     """Counts events into series and writes them to the log files. Used on the thread."""
 
-    def __init__(
-        self,
-        config: MetricsConfig,
-        host: str,
-        mode: str,
-        auto_detect: bool,
-        first_worker: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._config, self._host, self._mode = config, host, mode
-        self._auto_detect, self._first_worker, self._clock = auto_detect, first_worker, clock
+    def __init__(self, options: MetricsOptions) -> None:
+        self._options, self._config, self._host = options, options.config, options.host
         self._table = SeriesTable()
-        for definition in (*config.server.values(), *config.models.values()):
+        for definition in (*self._config.server.values(), *self._config.models.values()):
             self._table.declare(definition)
         self._detected: dict[str, MetricDefinition] = {}
         self._series: dict[tuple[str, Labels], _Series] = {}
@@ -250,14 +249,14 @@ class _MetricsWriter:
 
     def _write_server(self, values: Mapping[_Key, list[float]]) -> None:
         lines: list[str] = []
-        at = int(self._clock())
+        at, mode = int(self._options.clock()), self._options.mode
         for (name, dimensions, owner), found in values.items():
             definition = self._config.server.get(name)
             if definition is None or len(definition.dimensions) != len(dimensions) + 1:
                 continue
             labels = tuple(zip(definition.dimensions, (*dimensions, self._host), strict=True))
             self._table.change(definition, labels, found, owner)
-            if self._mode == "log" or (self._mode == "legacy" and name not in _NOT_IN_LEGACY_FILES):
+            if mode == "log" or (mode == "legacy" and name not in _NOT_IN_LEGACY_FILES):
                 value = round(float(sum(found) if definition.kind == "counter" else found[-1]), _DIGITS)
                 head = _one_line(f"{name}.{definition.unit}:")
                 tail = _one_line(f"|#{_joined(labels[:-1])}|#hostname:{self._host},timestamp:{at}")
@@ -273,7 +272,7 @@ class _MetricsWriter:
             if isinstance(batch, tuple):
                 self._table.forget(batch)
                 continue
-            worker = f"W-{self._first_worker + batch.slot}-{'_'.join(batch.owner)}-stdout"
+            worker = f"W-{self._options.first_worker + batch.slot}-{'_'.join(batch.owner)}-stdout"
             own = printed.setdefault(worker, [])
             for d in batch.deltas:
                 series = self._series_of(d) if d.unit else None  # Penstock's own metrics have no unit
@@ -283,7 +282,7 @@ class _MetricsWriter:
                 line = f"{series.head}{d.value}{series.tail}{d.request_id or 'null'},timestamp:{batch.at}"
                 lines.append(_one_line(line))
                 own.append(lines[-1])
-        if self._mode != "prometheus":
+        if self._options.mode != "prometheus":
             _log_lines(MODEL_LOG, lines)
             for worker, own in printed.items():
                 _log_lines(CONSOLE_LOG, own, worker=worker, metrics=MODEL_LOG.name)
@@ -305,7 +304,7 @@ class _MetricsWriter:
         return series
 
     def _detect(self, d: MetricDelta) -> MetricDefinition | None:
-        if not self._auto_detect or len(self._detected) >= MAX_DETECTED:
+        if not self._options.auto_detect or len(self._detected) >= MAX_DETECTED:
             return None
         found = self._detected[d.name] = MetricDefinition(d.name, d.kind, d.unit, tuple(d.labels))
         log.info("metric_detected name=%r kind=%s unit=%r", d.name, d.kind, d.unit)

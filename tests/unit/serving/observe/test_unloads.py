@@ -10,8 +10,8 @@ from penstock.config.schema import ModelConfig
 from penstock.core.engine.engine import Engine
 from penstock.serving.observe.prometheus import MAX_GONE, SHOWN_S, PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
-from penstock.torchserve.metrics.definitions import default_config
-from penstock.torchserve.metrics.observer import FrontendCounts, TorchServeMetrics
+from penstock.torchserve.metrics.families import default_config
+from penstock.torchserve.metrics.observer import FrontendCounts, MetricsOptions, TorchServeMetrics
 
 ROUNDS = 150
 TIMER_TYPES = ("TimerHandle", "Context", "tuple")  # cancelled timers stay in the event loop's heap for a while
@@ -30,7 +30,7 @@ async def test_load_and_unload_rounds_leave_a_bounded_number_of_objects_and_samp
         found, requests = requests, {}
         return FrontendCounts({2: 1}, found)
 
-    torchserve = TorchServeMetrics(default_config(), host="h", counts=counts, clock=lambda: now_s)
+    torchserve = TorchServeMetrics(MetricsOptions(config=default_config(), host="h", clock=lambda: now_s), counts)
     native = PrometheusObserver(clock=lambda: now_s)
     arrivals = ArrivalRecorder(str(tmp_path / "arrivals"))
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.serving.observe.prometheus import PrometheusObserver
-from penstock.torchserve.metrics.definitions import SERVER_METRICS, default_config
+from penstock.torchserve.metrics.families import SERVER_METRICS, default_config
 from support.dashboards import FOLDERS, SELECTED, Dashboards
 
 OF_PROMETHEUS = {"instance", "job", "le"}

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.core.contracts import BatchRecord, ServerSnapshot
 from penstock.serving.observe import prometheus
 from penstock.torchserve.metrics import observer
-from penstock.torchserve.metrics.definitions import MetricDefinition, MetricsConfig, default_config
-from penstock.torchserve.metrics.observer import FrontendCounts, TorchServeMetrics
+from penstock.torchserve.metrics.families import MetricDefinition, MetricsConfig, default_config
+from penstock.torchserve.metrics.observer import FrontendCounts, MetricsOptions, TorchServeMetrics
 from penstock.torchserve.metrics.system import SystemMetric
 from penstock.types import MetricDelta
 
@@ -53,8 +53,11 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
         logger.removeHandler(handler)
 
 
-def make(config: MetricsConfig | None = None, **settings: Any) -> TorchServeMetrics:
-    return TorchServeMetrics(config or default_config(), host="h", clock=lambda: 1700000000.9, **settings)
+def make(
+    config: MetricsConfig | None = None, counts: Callable[[], FrontendCounts] = FrontendCounts, **settings: Any
+) -> TorchServeMetrics:
+    config = config or default_config()
+    return TorchServeMetrics(MetricsOptions(config=config, host="h", clock=lambda: 1700000000.9, **settings), counts)
 
 
 async def values(metrics: TorchServeMetrics, *names: str) -> dict[str, float]:
