@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -84,8 +85,6 @@ class Listeners:
         self._components = components
         self._properties = components.properties
         self._limits = limits
-        self._tls_files: TlsFiles | None = None
-        self._context: SSLContext | None = None  # of the HTTPS listeners
 
     async def start(self, scrape: Scrape) -> None:
         """Starts all listeners; `/metrics` returns the result of `scrape`. Raises ConfigError."""
@@ -100,7 +99,7 @@ class Listeners:
                 components.administrator,
                 ListenerConfig(frozenset(groups), properties),
                 structs.replace(self._limits, max_connections=max_connections),
-                ssl=self._shared_context() if address.tls else None,
+                ssl=self._context if address.tls else None,
                 scrape=scrape,
             )
             bound = await _start_http(listener, address, min(groups, key=GROUPS.index))
@@ -108,36 +107,36 @@ class Listeners:
             for group in sorted(groups, key=GROUPS.index):
                 log.info("%s API bind to: %s", group.capitalize(), bound)
                 self.urls[group] = str(bound)
-        for grpc_listener, at in grpc_listeners(components, self._limits, (most, aside), self._tls):
+        for grpc_listener, at in grpc_listeners(components, self._limits, (most, aside), lambda: self._tls):
             self.running.append(grpc_listener)
             port = await grpc_listener.start(at.host, at.port, f"grpc_{at.group}_{'address' if at.path else 'port'}")
             log.info("%s gRPC API bind to: %s", at.group.capitalize(), structs.replace(at, port=port))
 
     def reload_tls(self) -> None:
         """Uses the changed certificate for new connections. Raises ConfigError; then nothing changes."""
-        if self._tls_files is None:
+        if "_tls" not in vars(self):
             return
-        self._tls_files.renew()
-        context = self._tls_files.context()
-        if self._context is not None:
+        self._tls.renew()
+        context = self._tls.context()
+        if "_context" in vars(self):
             replace_ssl_context(self._context, context)
         for listener in self.running:
             if not isinstance(listener, HttpServer):
-                listener.reload_tls(self._tls_files.context())
+                listener.reload_tls(self._tls.context())
 
     def close_tls(self) -> None:
-        if self._tls_files is not None:
-            self._tls_files.close()
+        if "_tls" in vars(self):
+            self._tls.close()
 
-    def _shared_context(self) -> SSLContext:
-        if self._context is None:
-            self._context = self._tls().context()
-        return self._context
-
+    @cached_property
     def _tls(self) -> TlsFiles:
-        if self._tls_files is None:
-            self._tls_files = TlsFiles(self._properties)
-        return self._tls_files
+        """Made for the first listener that needs it: a self-signed certificate is generated only then."""
+        return TlsFiles(self._properties)
+
+    @cached_property
+    def _context(self) -> SSLContext:
+        """The context that the HTTPS listeners share."""
+        return self._tls.context()
 
 
 async def _start_http(listener: HttpServer, address: ListenerAddress, group: Group) -> ListenerAddress:
