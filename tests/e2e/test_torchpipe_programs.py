@@ -108,10 +108,7 @@ def test_ctrl_c_ends_a_call_that_waits(tmp_path: Path) -> None:
     """Background jobs of a shell ignore the signal, and so do their children, so Python's handler is set."""
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + NEVER_ENDS
     with subprocess.Popen(
-        [sys.executable, "-c", program + "pipe({'data': 1})"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program + "pipe({'data': 1})"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"

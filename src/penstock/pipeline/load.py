@@ -30,16 +30,7 @@ from penstock.pipeline.keys import (
     SERVER_TABLES,
     TomlSource,
 )
-from penstock.pipeline.lower import (
-    TARGET,
-    drafts_of,
-    has_model,
-    op_class,
-    parameter_name,
-    rooted,
-    steps_of,
-    takes_size,
-)
+from penstock.pipeline.lower import TARGET, drafts_of, has_model, op_class, parameter_name, rooted, steps_of, takes_size
 from penstock.pipeline.ops.base import RESULT, parameters_of
 from penstock.values import found
 

@@ -207,11 +207,7 @@ def test_conditions_defaults_and_aliases_are_built_and_written(tmp_path: Path) -
     assert again["low.2"].n == NodeField("low.2", "n")
     with p.local() as local:
         outcomes = local.infer_many([{"data": text} for text in "178"])
-    assert [(o.error, o.fields["n"], o.fields["last"]) for o in outcomes] == [
-        (None, 1, 9),
-        (None, 0, 1),
-        (None, 0, 9),
-    ]
+    assert [(o.error, o.fields["n"], o.fields["last"]) for o in outcomes] == [(None, 1, 9), (None, 0, 1), (None, 0, 9)]
 
 
 def test_a_fan_out_is_built_from_its_first_node_or_from_a_function() -> None:

@@ -67,10 +67,7 @@ def test_edges_have_the_fields_that_ops_declare() -> None:
         ),
         ('[a]\nbackend="S[DecodeMat,Identity,SoftmaxCpu]"', "SoftmaxCpu takes 'tensor' as data, but gets 'mat'"),
         ('[a]\nnext="b"\n[b]\nfilter="filter_score"', "[b] filter 'filter_score' is unknown"),
-        (
-            '[a]\nbackend="S[Identity,(chance)Identity]"',
-            "[a] filter 'chance' of op 'Identity' is unknown",
-        ),
+        ('[a]\nbackend="S[Identity,(chance)Identity]"', "[a] filter 'chance' of op 'Identity' is unknown"),
     ],
 )
 def test_unsupported_graphs_are_rejected(text: str, message: str) -> None:

@@ -233,10 +233,7 @@ def test_a_gpu_is_used_if_there_is_one(
 
 
 def test_names_of_task_keys_are_fields(tmp_path: Path) -> None:
-    graph = load(
-        tmp_path,
-        '[a]\nnext = "b"\n[b]\nmap = "a[TASK_RESULT_KEY:TASK_DATA_KEY, data : TASK_BOX_KEY]"\n',
-    )
+    graph = load(tmp_path, '[a]\nnext = "b"\n[b]\nmap = "a[TASK_RESULT_KEY:TASK_DATA_KEY, data : TASK_BOX_KEY]"\n')
     assert graph.nodes["b"].inputs == (NodeInput("a", "result", "data"), NodeInput("a", "data", "_box"))
 
 
@@ -519,10 +516,7 @@ def test_a_map_needs_no_name_after_a_single_node(tmp_path: Path) -> None:
         ('[a]\nnext = ["b", "b"]\n[b]\n', "[a] next: found b, b, expected each node once"),
         ("[a]\nnext = 3\n[b]\n", "[a] next: there is no node '3'"),
         ("[a]\nnext = {b = 1}\n[b]\n", "[a] next: found a table, expected"),
-        (
-            '[a]\nnext = "b,c"\n[b]\nnext = "d"\n[c]\nnext = "d"\n[d]\n',
-            "[d]: takes items from b, c, but does not name",
-        ),
+        ('[a]\nnext = "b,c"\n[b]\nnext = "d"\n[c]\nnext = "d"\n[d]\n', "[d]: takes items from b, c, but does not name"),
         ('[a]\nnext="b"\n[b]\ninputs = {image = "a.result"}', "[b] inputs: found image, expected 'data' among them"),
         ('[a]\nnext="b"\n[b]\ninputs = {data = "x.result"}', "[b] inputs: there is no node 'x'"),
         ('[a]\nnext="b"\n[b]\ninputs = {data = 3}', "[b] inputs: data: found 3, expected a field such as"),

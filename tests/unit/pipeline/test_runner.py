@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.errors import (
-    BadRequest,
-    ConfigError,
-    DeadlineExceeded,
-    ItemFailed,
-    LoadFailed,
-    ModelNotReady,
-)
+from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, ItemFailed, LoadFailed, ModelNotReady
 from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp
@@ -160,11 +153,7 @@ async def test_a_join_keeps_the_context_of_an_item(stage, make_graph) -> None:
 async def test_an_item_that_ends_before_one_branch_is_not_run_on_the_other(stage, make_graph, doors) -> None:
     doors.open_all()
     graph = make_graph(
-        {
-            "a": ("Picky", "b c", {}),
-            "b": (B, "", {}),
-            "c": (NodeStep("Door", {"gate": "c"}), "", {"filter": "run"}),
-        }
+        {"a": ("Picky", "b c", {}), "b": (B, "", {}), "c": (NodeStep("Door", {"gate": "c"}), "", {"filter": "run"})}
     )
     s = await stage(graph)
     ended = await s.put("-")

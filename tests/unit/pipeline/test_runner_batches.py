@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from penstock import metrics
-from penstock.errors import (
-    QueueFull,
-)
+from penstock.errors import QueueFull
 from penstock.pipeline.engine import FLUSH_S
 from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops import catalog
@@ -204,10 +202,7 @@ async def test_metrics_of_ops_are_reported(stage, make_graph, monkeypatch) -> No
 
 async def test_a_wait_below_a_millisecond_does_not_spin_hazard_7(stage, make_graph, doors) -> None:
     graph = make_graph(
-        {
-            "a": (NodeStep("Door", {"gate": "a"}), "b", {}),
-            "b": ("BatchWords", "", {"max_batch": 8, "wait_s": 0.0007}),
-        }
+        {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": ("BatchWords", "", {"max_batch": 8, "wait_s": 0.0007})}
     )
     s = await stage(graph)
     other = s.put("2")

@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import (
-    BadOutput,
-    BadRequest,
-    DeadlineExceeded,
-    ItemFailed,
-    ModelNotReady,
-    RunTimeout,
-)
+from penstock.errors import BadOutput, BadRequest, DeadlineExceeded, ItemFailed, ModelNotReady, RunTimeout
 from penstock.pipeline.graph import NodeStep
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp

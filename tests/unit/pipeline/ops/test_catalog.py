@@ -91,11 +91,7 @@ def test_only_classes_of_ops_are_registered(cls):
 
 def test_an_op_with_a_missing_library_names_the_package_to_install(monkeypatch):
     for module in [m for m in sys.modules if m.startswith("penstock.pipeline.ops.") or m == "cv2"]:
-        if module not in (
-            "penstock.pipeline.ops.base",
-            "penstock.pipeline.ops.catalog",
-            "penstock.pipeline.ops.base",
-        ):
+        if module not in ("penstock.pipeline.ops.base", "penstock.pipeline.ops.catalog", "penstock.pipeline.ops.base"):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(ConfigError, match=r"ResizeMat needs cv2, which is not installed: pip install 'opencv"):

@@ -5,15 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from penstock.errors import ConfigError, LoadFailed
-from penstock.pipeline.ops.base import (
-    REQUIRED,
-    ItemOp,
-    OpParameter,
-    check_params,
-    make_op,
-    parameters_of,
-    takes_any,
-)
+from penstock.pipeline.ops.base import REQUIRED, ItemOp, OpParameter, check_params, make_op, parameters_of, takes_any
 
 if TYPE_CHECKING:
     import decimal as absent
