@@ -22,7 +22,6 @@ from penstock.core.worker.batch import LogLimiter
 from penstock.errors import (
     ENDS,
     BadRequest,
-    ConfigError,
     ItemFailed,
     OutOfMemory,
     PenstockError,
@@ -127,10 +126,8 @@ class NodeModel:
                 self._parts.append([made])
             elif self._parts and isinstance(self._parts[-1][-1].op, ItemOp):
                 self._parts[-1].append(made)
-            elif isinstance(op, ItemOp):
-                self._parts.append([made])
             else:
-                raise ConfigError(f"op '{step.op}' is a {type(op).__name__}, expected an ItemOp or a BatchOp")
+                self._parts.append([made])
         one_thread()
         self._shared.model = bool(models)
         first = self._parts[0][0].op if self._parts else None

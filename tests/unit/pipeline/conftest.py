@@ -124,11 +124,20 @@ OPS = (Words, Picky, BatchWords, Door, TooFew, Own)
 gates = Gates()
 
 
+@pytest.fixture(autouse=True)
+def no_ops_of_others() -> Iterator[None]:
+    """Removes the ops that a test registers."""
+    before = {*catalog.names()}
+    yield
+    for name in {*catalog.names()} - before:
+        catalog.unregister(name)
+
+
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def known(no_ops_of_others: None) -> None:
     """The ops of this file are in the catalog."""
     for op in OPS:
-        monkeypatch.setitem(catalog._registered, op.__name__, op)
+        catalog.register(op.__name__, op)
 
 
 @pytest.fixture
@@ -145,19 +154,23 @@ def _step(given: str | NodeStep) -> NodeStep:
     return given if isinstance(given, NodeStep) else NodeStep(given)
 
 
+def graph_of(nodes: dict[str, Any], **keys: Any) -> Graph:
+    """`nodes`: name -> (steps, next, keys of Node), or only the first of these; all steps but a node's first swap."""
+    made = {}
+    for name, given in nodes.items():
+        steps, *keys_of_node = given if isinstance(given, tuple) else (given,)
+        after = next((each for each in keys_of_node if isinstance(each, str)), "")
+        more = next((each for each in keys_of_node if isinstance(each, dict)), {})
+        first, *rest = [_step(s) for s in ((steps,) if isinstance(steps, (str, NodeStep)) else steps)]
+        chain = (first, *(NodeStep(s.op, s.params, "swap" if s.filter == "run" else s.filter) for s in rest))
+        inputs = tuple(NodeInput(*i) for i in more.get("inputs", ()))
+        made[name] = Node(name, chain, tuple(after.split()), **{**more, "inputs": inputs})
+    return Graph("test", made, keys.pop("entry", next(iter(made))), **keys)
+
+
 @pytest.fixture
 def make_graph() -> Callable[..., Graph]:
-    def make(nodes: dict[str, Any], **keys: Any) -> Graph:
-        """`nodes`: name -> (steps, next, keys of Node); all steps but a node's first swap."""
-        made = {}
-        for name, (steps, after, more) in nodes.items():
-            first, *rest = [_step(s) for s in ((steps,) if isinstance(steps, (str, NodeStep)) else steps)]
-            chain = (first, *(NodeStep(s.op, s.params, "swap" if s.filter == "run" else s.filter) for s in rest))
-            inputs = tuple(NodeInput(*i) for i in more.pop("inputs", ()))
-            made[name] = Node(name, chain, tuple(after.split()), inputs, **more)
-        return Graph("test", made, keys.pop("entry", next(iter(made))), **keys)
-
-    return make
+    return graph_of
 
 
 class Stage:
@@ -182,8 +195,8 @@ class Stage:
 async def stage(known: None) -> AsyncIterator[Callable[[Graph], Awaitable[Stage]]]:
     made: list[PipelineRunner] = []
 
-    async def begin(graph: Graph, **keys: Any) -> Stage:
-        runner = PipelineRunner(graph, **keys)
+    async def begin(graph: Graph | dict[str, Any], **keys: Any) -> Stage:
+        runner = PipelineRunner(graph_of(graph) if isinstance(graph, dict) else graph, **keys)
         made.append(runner)
         await runner.start()
         return Stage(runner)

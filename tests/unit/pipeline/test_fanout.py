@@ -52,22 +52,18 @@ gates: Any = None
 
 
 @pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch, doors: Any) -> None:
+def _known(doors: Any) -> None:
     global gates
     gates = doors
     for op in (Letters, Part, Batches):
-        monkeypatch.setitem(catalog._registered, op.__name__, op)
+        catalog.register(op.__name__, op)
 
 
 def fan_out(make_graph: Any, body: Any = "Part", each: Each | None = None, **keys: Any) -> Graph:
     """letters -> read, each part through crop -> end."""
     split = each or Each("crop", "part", ("result",))
-    nodes = {
-        "letters": ("Letters", "read", {}),
-        "read": ("Identity", "end", {"each": split}),
-        "end": ("Identity", "", {}),
-    }
-    found: Graph = make_graph({**nodes, "crop": (body, "", keys)})
+    nodes = {"letters": ("Letters", "read"), "read": ("Identity", "end", {"each": split}), "end": "Identity"}
+    found: Graph = make_graph({**nodes, "crop": (body, keys)})
     return found
 
 
@@ -111,10 +107,9 @@ async def test_rows_of_an_array_are_elements_and_children_cannot_change_them(sta
             seen.append(data)
             return data * 2
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(catalog._registered, "Row", Row)
-        graph = make_graph({"a": ("Identity", "", {"each": Each("b", split, ("result",))}), "b": ("Row", "", {})})
-        outcome = await ended(await stage(graph), np.arange(6).reshape(3, 2))
+    catalog.register("Row", Row)
+    graph = make_graph({"a": ("Identity", {"each": Each("b", split, ("result",))}), "b": "Row"})
+    outcome = await ended(await stage(graph), np.arange(6).reshape(3, 2))
     assert [row.tolist() for row in outcome.fields["result"]] == [[0, 2], [4, 6], [8, 10]]
     assert [row.shape for row in seen] == [(2,)] * 3
     assert not any(row.flags.writeable for row in seen)
@@ -210,9 +205,9 @@ async def test_errors_of_a_fan_out_in_a_fan_out(stage, make_graph, outer, inner)
     letters = Each("crop", "part", ("result",), on_item_error=inner)
     graph = make_graph(
         {
-            "words": ("Identity", "", {"each": words}),
-            "word": ("Letters", "", {"each": letters}),
-            "crop": ("Part", "", {"max_batch": 2}),
+            "words": ("Identity", {"each": words}),
+            "word": ("Letters", {"each": letters}),
+            "crop": ("Part", {"max_batch": 2}),
         }
     )
     outcome = await ended(await stage(graph), ["ab", "", "cx"])
@@ -274,10 +269,9 @@ async def test_only_lists_tuples_and_arrays_with_rows_are_split(stage, make_grap
             fields["box"] = value
             return data
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(catalog._registered, "Box", Box)
-        graph = make_graph({"a": ("Box", "", {"each": Each("b", "box", ("box",))}), "b": ("Identity", "", {})})
-        outcome = await ended(await stage(graph), "a")
+    catalog.register("Box", Box)
+    graph = make_graph({"a": ("Box", {"each": Each("b", "box", ("box",))}), "b": "Identity"})
+    outcome = await ended(await stage(graph), "a")
     assert f"field 'box' is {type(value).__name__}, expected a list, a tuple or an array with rows" in str(
         outcome.error
     )
@@ -293,7 +287,7 @@ async def test_an_error_of_a_child_may_leave_the_item_unchanged(stage, make_grap
 async def test_a_body_without_a_field_to_split_takes_the_item_itself(stage, make_graph) -> None:
     word = NodeStep("Words", {"word": "+"})
     nodes = {name: (word, after, {"each": Each("letters")}) for name, after in (("a", "b"), ("b", ""))}
-    s = await stage(make_graph({**nodes, "letters": ("Letters", "last", {}), "last": (word, "", {})}))
+    s = await stage({**nodes, "letters": ("Letters", "last"), "last": (word, "")})
     outcome = await ended(s, "ab")
     assert outcome.fields["result"] == "ab++++", "both nodes take it through the same body"
     assert outcome.fields["part"] == ["a", "b", "+", "+", "+"]

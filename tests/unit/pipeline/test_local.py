@@ -30,7 +30,7 @@ def make(known: None, make_graph: Callable[..., Graph]) -> Iterator[Make]:
     made: list[LocalPipeline] = []
 
     def begin(nodes: dict[str, Any] | None = None, *, lazy: bool = False, **keys: Any) -> LocalPipeline:
-        graph = make_graph(nodes or {"a": (A, "b", {}), "b": (B, "", {})}, **keys)
+        graph = make_graph(nodes or {"a": (A, "b"), "b": B}, **keys)
         made.append(LocalPipeline(graph, lazy=lazy))
         return made[-1]
 
@@ -54,7 +54,7 @@ def test_one_item_and_many(make: Make) -> None:
 
 def test_a_bad_item_of_a_call_fails_alone(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL")
-    pipeline = make({"a": ("Picky", "b", {}), "b": (B, "", {})})
+    pipeline = make({"a": ("Picky", "b"), "b": B})
     found = pipeline.infer_many([{"data": "1"}, {"data": "x"}, ({"data": "2"}, "nod"), {"data": "3"}])
     assert [o.error.code if o.error else o.fields["result"] for o in found] == [
         "1b",
@@ -140,7 +140,7 @@ def test_a_blocking_call_is_rejected_in_a_callback(make: Make) -> None:
 
 
 async def test_cancelled_items_do_not_run(make: Make, doors: Any) -> None:
-    pipeline = make({"a": ("Identity", "b", {}), "b": gate("b")}, in_flight=2)
+    pipeline = make({"a": ("Identity", "b"), "b": gate("b")}, in_flight=2)
     first = pipeline.submit({"data": "1"})
     await doors.until("b", 1)
     told: list[ItemOutcome] = []
@@ -169,17 +169,17 @@ async def test_a_budget_includes_the_time_in_the_queue(make: Make, doors: Any) -
     assert isinstance((await late).error, DeadlineExceeded)
 
 
-def test_a_pipeline_that_does_not_load_reports_the_reason(known, make_graph, monkeypatch) -> None:
+def test_a_pipeline_that_does_not_load_reports_the_reason(known, make_graph) -> None:
     class Broken(ItemOp):
         def load(self, device: str) -> None:
             raise OSError("no such device")
 
-    monkeypatch.setitem(catalog._registered, "Broken", Broken)
-    graph = make_graph({"net": ("Broken", "", {})})
+    catalog.register("Broken", Broken)
+    graph = make_graph({"net": "Broken"})
     with pytest.raises(LoadFailed, match=r"node 'net': .*no such device"):
         LocalPipeline(graph)
     with pytest.raises(ConfigError, match="is unknown"):
-        LocalPipeline(make_graph({"a": (A, "", {"filter": "odd"})}), lazy=True)
+        LocalPipeline(make_graph({"a": (A, {"filter": "odd"})}), lazy=True)
     with LocalPipeline(graph, lazy=True) as lazy:
         found = lazy.infer_many([{"data": 1}, {"data": 2}])
         assert [type(o.error) for o in found] == [LoadFailed] * 2
@@ -267,7 +267,7 @@ async def test_a_full_queue_rejects_items_immediately(make: Make, doors: Any, mo
     assert [(await f).fields["result"] for f in (inside, *waiting)] == list("0123")
 
 
-def test_closing_during_loading_rejects_waiting_items(known, make_graph, monkeypatch) -> None:
+def test_closing_during_loading_rejects_waiting_items(known, make_graph) -> None:
     loading, go_on = threading.Event(), threading.Event()
 
     class Slow(ItemOp):
@@ -275,8 +275,8 @@ def test_closing_during_loading_rejects_waiting_items(known, make_graph, monkeyp
             loading.set()
             go_on.wait(30.0)
 
-    monkeypatch.setitem(catalog._registered, "Slow", Slow)
-    pipeline = LocalPipeline(make_graph({"a": ("Slow", "", {})}), lazy=True)
+    catalog.register("Slow", Slow)
+    pipeline = LocalPipeline(make_graph({"a": "Slow"}), lazy=True)
     future = pipeline.submit({"data": "1"})
     assert loading.wait(20.0)
     pipeline.close(0.0)
@@ -316,7 +316,7 @@ def test_an_invalid_item_does_not_affect_the_next(make: Make) -> None:
 
 def test_an_item_whose_result_cannot_be_passed_on_fails_alone(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     catalog.register("GivesStrange", GivesStrange)
-    pipeline = make({"a": (NodeStep("GivesStrange"), "b", {}), "b": (B, "", {})})
+    pipeline = make({"a": (NodeStep("GivesStrange"), "b"), "b": B})
     found = pipeline.infer_many([{"data": data} for data in ("1", "strange", "2")], budget_s=20.0)
     assert [o.fields.get("result") for o in found] == ["1b", None, "2b"]
     assert found[1].error is not None

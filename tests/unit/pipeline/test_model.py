@@ -24,13 +24,12 @@ from penstock.pipeline.model import (
     answer_of,
     on_worker_device,
     outputs_of,
-    public_description,
     server_timing,
 )
 from penstock.pipeline.model import request_of as ask
 from penstock.pipeline.ops.python import op
 from penstock.pipeline.traversal import Hop, ItemOutcome
-from penstock.types import Headed, Item, ModelMetadata, ModelStatus, TensorSpec
+from penstock.types import Item, ModelMetadata, ModelStatus, TensorSpec
 
 TWO_NODES = """
 [pipeline]
@@ -159,15 +158,6 @@ def test_a_cancelled_request_is_not_answered(doors: Any, load: Callable[..., Pip
     assert not left.values
 
 
-def test_the_path_of_an_item_accompanies_its_answer(load: Callable[..., PipelineModel]) -> None:
-    (answer,) = load(TWO_NODES.format(trace="true")).predict(["a"])
-    assert isinstance(answer, Headed)
-    assert answer.value == "a1"
-    ((name, value),) = answer.headers
-    assert name == "server-timing"
-    assert [part.partition(";")[0] for part in value.split(", ") if "dur=" in part] == ["first", "second"]
-
-
 def test_headers_reach_every_protocol_but_not_local_callers(tmp_path: Path, known: None) -> None:
     (tmp_path / "net.toml").write_text(TWO_NODES.format(trace="true"))
     config = ModelConfig(target=str(tmp_path / "net.toml"))
@@ -220,14 +210,6 @@ def test_the_banner_shows_the_largest_batch_of_the_models(load: Callable[..., Pi
     assert re.search(r"m +1 +1 +5 +cpu +READY", banner({}, [status], ""))
 
 
-def test_a_wrong_file_is_an_error_of_its_configuration(load: Callable[..., PipelineModel]) -> None:
-    with pytest.raises(ConfigError, match="Identitty"):
-        load('[a]\nbackend = "Identitty"\n')
-    with pytest.raises(ConfigError, match="wrod"):
-        load('[a]\nbackend = "Words"\nwrod = "x"\n')
-    load('[a]\nbackend = "Words"\nwrod = "x"\n', compat=True)
-
-
 def test_a_pipeline_that_decodes_declares_an_input_of_bytes(load: Callable[..., PipelineModel]) -> None:
     assert load('[a]\nbackend = "DecodeMat"\n').inputs == (TensorSpec("data", "BYTES", (-1,)),)
     assert load('[a]\nbackend = "Words"\n').inputs == ()
@@ -258,15 +240,6 @@ def test_models_are_placed_on_the_gpu_of_their_worker() -> None:
     assert on_worker_device(elsewhere, "cpu") is elsewhere
     with pytest.raises(ConfigError, match=r"node 'a': device cuda:1, but this worker sees only its own GPU"):
         on_worker_device(elsewhere, "cuda:0")
-
-
-def test_clients_read_the_nodes_and_no_parameters() -> None:
-    given = graph(a=structs.replace(node("a", "OnnxTensor", model="/secret/net.onnx"), next=("b",)), b=node("b"))
-    told = public_description(given, {"a": 8, "b": 32})
-    assert [n["name"] for n in told["nodes"]] == ["a", "b"]
-    assert told["nodes"][0]["next"] == ["b"]
-    assert [n["max_batch"] for n in told["nodes"]] == [8, 32]
-    assert "secret" not in str(told)
 
 
 def test_the_outputs_of_a_last_model_have_the_names_of_the_answer() -> None:

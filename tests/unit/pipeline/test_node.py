@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import BadRequest, ConfigError, ItemFailed, OutOfMemory, WrongRowCount
+from penstock.errors import BadRequest, ItemFailed, OutOfMemory, WrongRowCount
 from penstock.pipeline.graph import Node, NodeStep
 from penstock.pipeline.node import MODEL_ROWS, SLICE_ROWS, NodeModel, SharedState, Visit, one_thread, tune_process
 from penstock.pipeline.ops import catalog
@@ -94,12 +94,12 @@ def test_without_idempotence_all_remaining_items_fail(node: Any, keys: dict[str,
     assert told(model.predict(visits("1", "-", "3"))) == ["ItemFailed", None, "ItemFailed"]
 
 
-def test_out_of_memory_is_left_for_the_worker_to_split_even_without_retry_split(node: Any, monkeypatch: Any) -> None:
+def test_out_of_memory_is_left_for_the_worker_to_split_even_without_retry_split(node: Any) -> None:
     class Large(BatchOp):
         def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
             raise MemoryError
 
-    monkeypatch.setitem(catalog._registered, "Large", Large)
+    catalog.register("Large", Large)
     model = node(NodeStep("Large"), retry_split=False)
     with pytest.raises(MemoryError):
         model.predict(visits("1", "2"))
@@ -117,7 +117,7 @@ def test_a_wrong_number_of_results_is_left_for_the_worker_to_split_unless_the_no
 
 
 @pytest.mark.parametrize("ends", [SystemExit, KeyboardInterrupt])
-def test_an_op_that_ends_the_program_fails_its_item_alone(node: Any, monkeypatch: Any, ends: Any) -> None:
+def test_an_op_that_ends_the_program_fails_its_item_alone(node: Any, ends: Any) -> None:
     class ExitsOne(ItemOp):
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
             if data == "die":
@@ -130,8 +130,8 @@ def test_an_op_that_ends_the_program_fails_its_item_alone(node: Any, monkeypatch
                 raise ends
             return data
 
-    monkeypatch.setitem(catalog._registered, "ExitsOne", ExitsOne)
-    monkeypatch.setitem(catalog._registered, "ExitsAll", ExitsAll)
+    catalog.register("ExitsOne", ExitsOne)
+    catalog.register("ExitsAll", ExitsAll)
     assert told(node(NodeStep("ExitsOne")).predict(visits("1", "die", "3"))) == ["1", "ItemFailed", "3"]
     model = node(NodeStep("ExitsAll"))
     with pytest.raises(ItemFailed, match=ends.__name__):  # the worker halves the batch
@@ -139,7 +139,7 @@ def test_an_op_that_ends_the_program_fails_its_item_alone(node: Any, monkeypatch
     assert told(model.predict(visits("die"))) == ["ItemFailed"]
 
 
-def test_errors_name_the_position_and_keep_no_frames(node: Any, monkeypatch: Any) -> None:
+def test_errors_name_the_position_and_keep_no_frames(node: Any) -> None:
     alive: list[weakref.ref[Any]] = []
 
     class Held:
@@ -151,7 +151,7 @@ def test_errors_name_the_position_and_keep_no_frames(node: Any, monkeypatch: Any
             alive.append(weakref.ref(held))
             raise BadRequest("expected an image", detail="of 3 bytes")
 
-    monkeypatch.setitem(catalog._registered, "Raises", Raises)
+    catalog.register("Raises", Raises)
     (error,) = node(NodeStep("Raises")).predict(visits("1"))
     gc.collect()
     assert (type(error), str(error)) == (BadRequest, "node 'n', op 'Raises': expected an image")
@@ -188,23 +188,14 @@ def test_the_batches_of_a_node_are_numbered_over_its_instances(node: Any) -> Non
     assert [s.size for s in stamps] == [2, 2, 2]
 
 
-def test_an_invalid_op_is_rejected(node: Any, monkeypatch: Any) -> None:
-    class Nothing:
-        def load(self, device: str) -> None: ...
-
-    monkeypatch.setitem(catalog._registered, "Nothing", Nothing)
-    with pytest.raises(ConfigError, match="op 'Nothing' is a Nothing, expected an ItemOp or a BatchOp"):
-        node(NodeStep("Nothing"))
-
-
-def test_ops_are_unloaded_with_their_node(node: Any, monkeypatch: Any) -> None:
+def test_ops_are_unloaded_with_their_node(node: Any) -> None:
     ended = []
 
     class Ends(ItemOp):
         def unload(self) -> None:
             ended.append(self)
 
-    monkeypatch.setitem(catalog._registered, "Ends", Ends)
+    catalog.register("Ends", Ends)
     model = node(NodeStep("Ends"), NodeStep("Ends"))
     model.unload()
     assert len(ended) == 2

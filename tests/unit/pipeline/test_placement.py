@@ -37,9 +37,7 @@ def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of("cuda:1", model="net.onnx") == "cuda:1"
 
 
-def test_a_gpu_is_used_if_the_runtime_supports_it(
-    providers: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_is_used_if_the_runtime_supports_it(providers: list[str], caplog: pytest.LogCaptureFixture) -> None:
     assert device_of(model="net.onnx") == "cuda:0"
     assert device_of("cpu", model="net.onnx") == "cpu"
     assert device_of(model="net.onnx", runtime="openvino") == "cpu"
@@ -98,16 +96,12 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def preparing(make_graph: Any, **more: Any) -> Any:
-    nodes = {
-        "decode": (DECODE, "prepare", TWO),
-        "prepare": ((RESIZE, TENSOR), "words", TWO),
-        "words": ("Shape", "", {}),
-    }
+    nodes = {"decode": (DECODE, "prepare", TWO), "prepare": ((RESIZE, TENSOR), "words", TWO), "words": "Shape"}
     return make_graph(nodes, **more)
 
 
 @pytest.fixture(autouse=True)
-def shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def shape() -> None:
     from penstock.pipeline.ops import catalog
     from penstock.pipeline.ops.base import ItemOp
 
@@ -115,7 +109,7 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> None:
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
             return f"{list(data.shape)} {int(data.sum())}"
 
-    monkeypatch.setitem(catalog._registered, "Shape", Shape)
+    catalog.register("Shape", Shape)
 
 
 # ---- which
@@ -125,7 +119,7 @@ def test_image_ops_on_the_cpu_run_in_the_same_call(make_graph: Any) -> None:
     graph = preparing(make_graph)
     assert node.chain(graph, "decode") == ("prepare",)
     assert node.chain(graph, "prepare") == ()  # what follows is a user's, and may wait for something
-    three = {"a": (DECODE, "b", TWO), "b": (RESIZE, "c", TWO), "c": (TENSOR, "", {})}
+    three = {"a": (DECODE, "b", TWO), "b": (RESIZE, "c", TWO), "c": TENSOR}
     assert node.chain(make_graph(three), "a") == ("b", "c")
 
 
@@ -149,7 +143,7 @@ def test_image_ops_on_the_cpu_run_in_the_same_call(make_graph: Any) -> None:
 def test_a_node_that_needs_its_own_instances_is_not_chained(
     make_graph: Any, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
-    graph = make_graph({"a": (DECODE, "b", {**TWO, **first}), "b": (RESIZE, "", {**TWO, **second})})
+    graph = make_graph({"a": (DECODE, "b", {**TWO, **first}), "b": (RESIZE, {**TWO, **second})})
     assert node.chain(graph, "a") == ()
 
 
@@ -158,7 +152,7 @@ def test_nodes_of_branches_have_calls_of_their_own(make_graph: Any) -> None:
         "a": (DECODE, "b c", TWO),
         "b": (RESIZE, "d", TWO),
         "c": (RESIZE, "d", TWO),
-        "d": (TENSOR, "", {"inputs": [("b", "result", "data"), ("c", "result", "other")]}),
+        "d": (TENSOR, {"inputs": [("b", "result", "data"), ("c", "result", "other")]}),
     }
     graph = make_graph(nodes)
     assert [node.chain(graph, name) for name in nodes] == [(), (), (), ()]
@@ -168,7 +162,7 @@ def test_a_node_whose_fields_are_used_later_is_not_chained(make_graph: Any) -> N
     nodes = {
         "a": (DECODE, "b", TWO),
         "b": (RESIZE, "c", TWO),
-        "c": (TENSOR, "", {"inputs": [("a", "result", "whole"), ("b", "result", "data")]}),
+        "c": (TENSOR, {"inputs": [("a", "result", "whole"), ("b", "result", "data")]}),
     }
     assert node.chain(make_graph(nodes), "a") == ()
 
@@ -239,7 +233,7 @@ async def test_a_slow_next_node_limits_the_first_chained_node(stage: Any, make_g
     nodes = {
         "decode": (DECODE, "prepare", TWO),
         "prepare": (TENSOR, "slow", TWO),
-        "slow": (NodeStep("Door", {"gate": "g"}), "", {"queue": 3}),
+        "slow": (NodeStep("Door", {"gate": "g"}), {"queue": 3}),
     }
     s = await stage(make_graph(nodes))
     futures = [s.put(PNG) for _ in range(20)]

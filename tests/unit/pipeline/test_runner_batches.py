@@ -21,7 +21,7 @@ A, B, C = NodeStep("Words", {"word": "a"}), NodeStep("Words", {"word": "b"}), No
 
 
 def chain(make_graph: Any, **last: Any) -> Any:
-    return make_graph({"a": (A, "b", {}), "b": (B, "c", {}), "c": (C, "", last)})
+    return make_graph({"a": (A, "b"), "b": (B, "c"), "c": (C, "", last)})
 
 
 async def test_a_node_runs_when_nothing_more_is_on_its_way(stage, make_graph, doors) -> None:
@@ -44,7 +44,7 @@ async def test_a_node_runs_when_nothing_more_is_on_its_way(stage, make_graph, do
     assert [o.fields["result"] for o in outcomes] == ["1", "2"]
 
 
-async def test_items_of_other_shapes_do_not_share_a_batch_of_a_model(stage, make_graph, monkeypatch) -> None:
+async def test_items_of_other_shapes_do_not_share_a_batch_of_a_model(stage, make_graph) -> None:
     seen: list[list[tuple[int, ...]]] = []
 
     class Model(BatchOp):
@@ -54,8 +54,8 @@ async def test_items_of_other_shapes_do_not_share_a_batch_of_a_model(stage, make
             seen.append([d.shape for d in data])
             return data
 
-    monkeypatch.setitem(catalog._registered, "Shapes", Model)
-    s = await stage(make_graph({"a": ("Identity", "b", {}), "b": ("Shapes", "", {"max_batch": 8, "wait_s": 0.05})}))
+    catalog.register("Shapes", Model)
+    s = await stage({"a": ("Identity", "b"), "b": ("Shapes", {"max_batch": 8, "wait_s": 0.05})})
     data = [np.zeros((1, 3 + i % 2)) for i in range(12)]
     await s.results(*data)
     assert sum(map(len, seen)) == 12
@@ -63,7 +63,7 @@ async def test_items_of_other_shapes_do_not_share_a_batch_of_a_model(stage, make
 
 
 async def test_the_path_of_an_item_is_recorded(stage, make_graph) -> None:
-    graph = make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("BatchWords"), "", {"max_batch": 8})}, trace=True)
+    graph = make_graph({"a": ("Identity", "b"), "b": (NodeStep("BatchWords"), {"max_batch": 8})}, trace=True)
     s = await stage(graph)
     outcomes = await asyncio.gather(*[s.put(str(i)) for i in range(4)])
     for o in outcomes:
@@ -74,7 +74,7 @@ async def test_the_path_of_an_item_is_recorded(stage, make_graph) -> None:
 
 
 async def test_a_path_contains_wait_and_run_times(stage, make_graph, doors) -> None:
-    s = await stage(make_graph({"a": (NodeStep("Door", {"gate": "a"}), "", {"max_batch": 1})}, trace=True))
+    s = await stage(make_graph({"a": (NodeStep("Door", {"gate": "a"}), {"max_batch": 1})}, trace=True))
     first = s.put("1")
     await doors.until("a", 1)
     second = s.put("2")
@@ -90,7 +90,7 @@ async def test_a_path_contains_wait_and_run_times(stage, make_graph, doors) -> N
 
 
 async def test_a_full_pipeline_rejects_immediately_hazard_6(stage, make_graph, doors) -> None:
-    graph = make_graph({"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {})}, in_flight=5)
+    graph = make_graph({"a": ("Identity", "b"), "b": NodeStep("Door", {"gate": "b"})}, in_flight=5)
     s = await stage(graph)
     inside = [s.put(str(i)) for i in range(5)]
     with pytest.raises(QueueFull, match="5 items are inside"):
@@ -105,7 +105,7 @@ async def test_a_slow_last_node_limits_the_nodes_before_it(stage, make_graph, do
         {
             "a": ("Identity", "b", {"max_batch": 4}),
             "b": ("Identity", "c", {"max_batch": 2, "queue": 3}),
-            "c": (NodeStep("Door", {"gate": "c"}), "", {"max_batch": 1, "queue": 2}),
+            "c": (NodeStep("Door", {"gate": "c"}), {"max_batch": 1, "queue": 2}),
         },
         in_flight=64,
     )
@@ -125,7 +125,7 @@ async def test_bytes_that_wait_are_bounded_but_one_large_item_passes(stage, make
     graph = make_graph(
         {
             "a": ("Identity", "b", {"max_batch": 1}),
-            "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1, "queue": 50, "queue_bytes": 2500}),
+            "b": (NodeStep("Door", {"gate": "b"}), {"max_batch": 1, "queue": 50, "queue_bytes": 2500}),
         }
     )
     s = await stage(graph)
@@ -141,10 +141,7 @@ async def test_bytes_that_wait_are_bounded_but_one_large_item_passes(stage, make
 
 async def test_a_node_does_not_wait_for_items_that_are_blocked_by_it(stage, make_graph) -> None:
     graph = make_graph(
-        {
-            "a": ("Identity", "b", {"max_batch": 1}),
-            "b": ("BatchWords", "", {"max_batch": 8, "queue": 2, "wait_s": 60.0}),
-        }
+        {"a": ("Identity", "b", {"max_batch": 1}), "b": ("BatchWords", {"max_batch": 8, "queue": 2, "wait_s": 60.0})}
     )
     s = await stage(graph)
     assert await s.results(*"123456") == list("123456")
@@ -152,7 +149,7 @@ async def test_a_node_does_not_wait_for_items_that_are_blocked_by_it(stage, make
 
 async def test_a_waiting_node_is_woken_when_an_expected_batch_is_cancelled(stage, make_graph, doors) -> None:
     graph = make_graph(
-        {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": ("BatchWords", "", {"max_batch": 8, "wait_s": 60.0})}
+        {"a": (NodeStep("Door", {"gate": "a"}), "b"), "b": ("BatchWords", {"max_batch": 8, "wait_s": 60.0})}
     )
     s = await stage(graph)
     gone = s.put("gone")
@@ -170,7 +167,7 @@ async def test_a_waiting_node_is_woken_when_an_expected_batch_is_cancelled(stage
 async def test_nodes_count_what_they_do(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
     metrics.drain()
-    s = await stage(make_graph({"a": (A, "b", {}), "b": ("Picky", "", {})}))
+    s = await stage({"a": (A, "b"), "b": "Picky"})
     await s.results("1", "x", "3")
     await asyncio.sleep(2 * FLUSH_S)
     found = {(d.name, tuple(sorted(d.labels.items()))): d for d in metrics.drain() or []}
@@ -187,22 +184,22 @@ async def test_nodes_count_what_they_do(stage, make_graph, caplog) -> None:
     assert found[("pipeline_run", (("node", "a"),))].kind == "timer"
 
 
-async def test_metrics_of_ops_are_reported(stage, make_graph, monkeypatch) -> None:
+async def test_metrics_of_ops_are_reported(stage, make_graph) -> None:
     class Counts(ItemOp):
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
             metrics.counter("faces", 2)
             return data
 
-    monkeypatch.setitem(catalog._registered, "Counts", Counts)
+    catalog.register("Counts", Counts)
     metrics.drain()
-    s = await stage(make_graph({"a": ("Counts", "", {})}))
+    s = await stage({"a": "Counts"})
     await s.results("1", "2")
     assert [d.value for d in metrics.drain() or [] if d.name == "faces"] == [4]
 
 
 async def test_a_wait_below_a_millisecond_does_not_spin_hazard_7(stage, make_graph, doors) -> None:
     graph = make_graph(
-        {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": ("BatchWords", "", {"max_batch": 8, "wait_s": 0.0007})}
+        {"a": (NodeStep("Door", {"gate": "a"}), "b"), "b": ("BatchWords", {"max_batch": 8, "wait_s": 0.0007})}
     )
     s = await stage(graph)
     other = s.put("2")
@@ -219,17 +216,15 @@ async def test_a_wait_below_a_millisecond_does_not_spin_hazard_7(stage, make_gra
     await other
 
 
-async def test_a_full_batch_passes_a_queue_head_of_another_shape_hazard_8(stage, make_graph, doors, monkeypatch):
+async def test_a_full_batch_passes_a_queue_head_of_another_shape_hazard_8(stage, make_graph, doors):
     class Shaped(BatchOp):
         takes = "tensor"
 
         def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
             return data
 
-    monkeypatch.setitem(catalog._registered, "Shaped", Shaped)
-    graph = make_graph(
-        {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": ("Shaped", "", {"max_batch": 2, "wait_s": 60.0})}
-    )
+    catalog.register("Shaped", Shaped)
+    graph = make_graph({"a": (NodeStep("Door", {"gate": "a"}), "b"), "b": ("Shaped", {"max_batch": 2, "wait_s": 60.0})})
     s = await stage(graph)
     coming = s.put("1")  # so that a lone item waits
     await doors.until("a", 1)
@@ -244,7 +239,7 @@ async def test_a_full_batch_passes_a_queue_head_of_another_shape_hazard_8(stage,
 
 
 async def test_batches_without_a_model_never_wait(stage, make_graph, doors) -> None:
-    nodes = {"a": (NodeStep("Door", {"gate": "a"}), "b", {}), "b": (B, "", {"wait_s": 60.0})}
+    nodes = {"a": (NodeStep("Door", {"gate": "a"}), "b"), "b": (B, {"wait_s": 60.0})}
     s = await stage(make_graph(nodes))
     other = s.put("2")
     await doors.until("a", 1)
@@ -257,7 +252,7 @@ async def test_capacity_is_twice_the_concurrency_and_small_for_slices(stage, mak
     nodes = {
         "a": (A, "b", {"instances": 8}),
         "b": ("BatchWords", "c", {"instances": 2, "max_batch": 4}),
-        "c": (C, "", {"instances": 3, "max_batch": 2, "queue": 5}),
+        "c": (C, {"instances": 3, "max_batch": 2, "queue": 5}),
     }
     s = await stage(make_graph(nodes))
     told = s.runner.statistics()["nodes"]
@@ -266,7 +261,7 @@ async def test_capacity_is_twice_the_concurrency_and_small_for_slices(stage, mak
 
 
 async def test_urgent_items_go_first_at_every_node(stage, make_graph, doors) -> None:
-    nodes = {"a": ("Identity", "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "", {"max_batch": 1, "queue": 10})}
+    nodes = {"a": ("Identity", "b"), "b": (NodeStep("Door", {"gate": "b"}), {"max_batch": 1, "queue": 10})}
     s = await stage(make_graph(nodes))
     first = s.put("first")
     await doors.until("b", 1)
@@ -287,7 +282,7 @@ async def test_room_freed_by_an_expired_item_is_used_immediately(stage, make_gra
         {
             "a": (NodeStep("Door", {"gate": "a"}), "b", {"max_batch": 1}),
             "b": (NodeStep("Door", {"gate": "b"}), "c", late),
-            "c": (NodeStep("Door", {"gate": "c"}), "", {"max_batch": 1, "queue": 9}),
+            "c": (NodeStep("Door", {"gate": "c"}), {"max_batch": 1, "queue": 9}),
         }
     )
     s = await stage(graph)

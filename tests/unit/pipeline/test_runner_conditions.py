@@ -17,7 +17,7 @@ def words(name: str) -> NodeStep:
 
 
 def line(make_graph: Any, **b: Any) -> Any:
-    return make_graph({"a": (words("a"), "b", {}), "b": (words("b"), "c", b), "c": (words("c"), "", {})})
+    return make_graph({"a": (words("a"), "b"), "b": (words("b"), "c", b), "c": (words("c"), "")})
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ async def test_an_item_that_does_not_meet_the_condition(stage, make_graph, other
 
 @pytest.mark.parametrize(("otherwise", "result"), [("skip", "1"), ("skip_branch", "1"), ("stop", "1")])
 async def test_a_condition_at_the_entry(stage, make_graph, otherwise, result) -> None:
-    s = await stage(make_graph({"a": (words("a"), "", {"when": "data != '1'", "otherwise": otherwise})}))
+    s = await stage({"a": (words("a"), {"when": "data != '1'", "otherwise": otherwise})})
     assert await s.results("1", "2") == [result, "2a"]
 
 
 async def test_an_item_cancelled_before_its_first_condition_does_not_run(stage, make_graph) -> None:
-    s = await stage(make_graph({"a": (words("a"), "", {"when": "data"})}))
+    s = await stage({"a": (words("a"), {"when": "data"})})
     s.put("1")
     s.last.cancel()
     assert await s.results("2") == ["2a"]
@@ -54,7 +54,7 @@ def route(make_graph: Any, **join: Any) -> Any:
     """Numbers below 5 take b, others c; both end at d."""
     return make_graph(
         {
-            "a": ("Identity", "b c", {}),
+            "a": ("Identity", "b c"),
             "b": (words("b"), "d", {"when": "data < '5'", "otherwise": "skip_branch"}),
             "c": (words("c"), "d", {"when": "data >= '5'", "otherwise": "skip_branch"}),
             "d": (words("d"), "", join),
@@ -70,9 +70,9 @@ async def test_exclusive_conditions_route_an_item_to_one_of_several_nodes(stage,
 async def test_outputs_of_which_one_is_alive_give_its_fields(stage, make_graph) -> None:
     graph = make_graph(
         {
-            "a": ("Identity", "b c", {}),
-            "b": (words("b"), "", {"when": "data == '1'", "otherwise": "skip_branch"}),
-            "c": (words("c"), "", {"when": "data == '2'", "otherwise": "skip_branch"}),
+            "a": ("Identity", "b c"),
+            "b": (words("b"), {"when": "data == '1'", "otherwise": "skip_branch"}),
+            "c": (words("c"), {"when": "data == '2'", "otherwise": "skip_branch"}),
         }
     )
     s = await stage(graph)
@@ -94,10 +94,10 @@ async def test_a_join_with_a_dead_source_takes_defaults_or_is_dead(stage, make_g
 
 async def test_a_join_that_requires_any_source_is_dead_if_all_are(stage, make_graph) -> None:
     nodes = {
-        "a": ("Identity", "b c", {}),
+        "a": ("Identity", "b c"),
         "b": (words("b"), "d", {"when": "data == '1'", "otherwise": "skip_branch"}),
         "c": (words("c"), "d", {"when": "data == '1'", "otherwise": "skip_branch"}),
-        "d": (words("d"), "", {"require": "any", "inputs": (("b", "result", "data"), ("c", "result", "x"))}),
+        "d": (words("d"), {"require": "any", "inputs": (("b", "result", "data"), ("c", "result", "x"))}),
     }
     s = await stage(make_graph(nodes))
     assert await s.results("1", "2") == ["1bd", "2"]
@@ -105,9 +105,9 @@ async def test_a_join_that_requires_any_source_is_dead_if_all_are(stage, make_gr
 
 async def test_a_default_value_is_not_shared_between_items(stage, make_graph) -> None:
     nodes = {
-        "a": ("Identity", "b c", {}),
+        "a": ("Identity", "b c"),
         "b": (words("b"), "c", {"when": "data == '1'", "otherwise": "skip_branch"}),
-        "c": ("Identity", "", {"inputs": (("a", "result", "data"), ("b", "boxes", "boxes", []))}),
+        "c": ("Identity", {"inputs": (("a", "result", "data"), ("b", "boxes", "boxes", []))}),
     }
     s = await stage(make_graph(nodes))
     one, other = [(await s.put("2")).fields["boxes"] for _ in range(2)]
@@ -125,7 +125,7 @@ def twice(make_graph: Any, **keys: Any) -> Any:
         {
             "rec": (words("r"), "mid", rec),
             "mid": (words("m"), "rec.2", {"queue": 1}),
-            "rec.2": (words("r"), "", {"alias_of": "rec", **rec}),
+            "rec.2": (words("r"), {"alias_of": "rec", **rec}),
         }
     )
 
@@ -152,10 +152,10 @@ async def test_items_of_a_node_and_its_alias_share_batches(stage, make_graph, do
     door = NodeStep("Door", {"gate": "rec"})
     graph = make_graph(
         {
-            "a": ("Identity", "rec rec.2", {}),
+            "a": ("Identity", "rec rec.2"),
             "rec": (door, "end", {"max_batch": 8}),
             "rec.2": (door, "end", {"alias_of": "rec", "max_batch": 8}),
-            "end": (words("e"), "", {"inputs": (("rec", "result", "data"), ("rec.2", "result", "x"))}),
+            "end": (words("e"), {"inputs": (("rec", "result", "data"), ("rec.2", "result", "x"))}),
         },
         trace=True,
     )
@@ -191,10 +191,10 @@ async def test_a_registered_filter_decides_for_each_item(stage, make_graph, monk
 
     monkeypatch.setitem(filters._registered, "odd", lambda config: decide)
     nodes = {
-        "a": (words("a"), "b d", {}),
+        "a": (words("a"), "b d"),
         "b": (words("b"), "c", {"filter": "odd"}),
-        "c": (words("c"), "d", {}),
-        "d": (words("d"), "", {"inputs": (("c", "result", "data"), ("a", "result", "x"))}),
+        "c": (words("c"), "d"),
+        "d": (words("d"), {"inputs": (("c", "result", "data"), ("a", "result", "x"))}),
     }
     s = await stage(make_graph(nodes))
     assert await s.results("1") == [result]

@@ -17,12 +17,12 @@ A, B, C = NodeStep("Words", {"word": "a"}), NodeStep("Words", {"word": "b"}), No
 
 
 def chain(make_graph: Any, **last: Any) -> Any:
-    return make_graph({"a": (A, "b", {}), "b": (B, "c", {}), "c": (C, "", last)})
+    return make_graph({"a": (A, "b"), "b": (B, "c"), "c": (C, "", last)})
 
 
 async def test_one_bad_item_fails_alone_hazard_1(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
-    s = await stage(make_graph({"a": (NodeStep("BatchWords", {"word": "!"}), "", {"max_batch": 8})}))
+    s = await stage({"a": (NodeStep("BatchWords", {"word": "!"}), {"max_batch": 8})})
     data = ["1", "2", "x", "4", "5", "6", "7"]
     assert await s.results(*data) == ["1!", "2!", "item_failed", "4!", "5!", "6!", "7!"]
 
@@ -30,14 +30,14 @@ async def test_one_bad_item_fails_alone_hazard_1(stage, make_graph, caplog) -> N
 async def test_a_bad_item_does_not_make_its_neighbours_skip_steps_hazard_4(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
     steps = ("Picky", NodeStep("BatchWords", {"word": "1"}), B, NodeStep("BatchWords", {"word": "2"}))
-    s = await stage(make_graph({"a": (steps, "", {"max_batch": 8})}))
+    s = await stage({"a": (steps, {"max_batch": 8})})
     assert await s.results("x", "g", "h") == ["item_failed", "g1b2", "h1b2"]
     assert await s.results("-", "g", "x", "h") == [None, "g1b2", "item_failed", "h1b2"]
 
 
 async def test_an_error_names_node_op_and_place(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
-    s = await stage(make_graph({"dec": (A, "pick", {}), "pick": ((A, "Picky"), "", {})}))
+    s = await stage({"dec": (A, "pick"), "pick": ((A, "Picky"), "")})
     outcome = (await asyncio.gather(s.put("1"), s.put("x")))[1]
     assert isinstance(outcome.error, ItemFailed)
     assert str(outcome.error) == "node 'pick', op 'Picky' raised ValueError"
@@ -47,19 +47,19 @@ async def test_an_error_names_node_op_and_place(stage, make_graph, caplog) -> No
     assert outcome.fields == {"data": "x", "result": "xa"}  # as they were before this node
 
 
-async def test_a_client_error_stays_a_client_error(stage, make_graph, monkeypatch) -> None:
+async def test_a_client_error_stays_a_client_error(stage, make_graph) -> None:
     class Refuses(ItemOp):
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
             raise BadRequest("expected an image, found 0 bytes")
 
-    monkeypatch.setitem(catalog._registered, "Refuses", Refuses)
-    outcome = await (await stage(make_graph({"a": ("Refuses", "", {})}))).put(b"")
+    catalog.register("Refuses", Refuses)
+    outcome = await (await stage({"a": "Refuses"})).put(b"")
     assert type(outcome.error) is BadRequest
     assert str(outcome.error) == "node 'a', op 'Refuses': expected an image, found 0 bytes"
 
 
 async def test_a_field_that_is_missing_is_named(stage, make_graph) -> None:
-    s = await stage(make_graph({"a": (A, "", {})}))
+    s = await stage({"a": A})
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     s.runner.submit({"image": 1}, future.set_result)
     outcome = await future
@@ -68,7 +68,7 @@ async def test_a_field_that_is_missing_is_named(stage, make_graph) -> None:
 
 
 async def test_too_few_rows_fail_the_batch_and_mix_no_results(stage, make_graph) -> None:
-    s = await stage(make_graph({"a": ("TooFew", "", {"max_batch": 4})}))
+    s = await stage({"a": ("TooFew", {"max_batch": 4})})
     outcomes = await asyncio.gather(*[s.put(str(i)) for i in range(3)])
     assert all(isinstance(o.error, BadOutput) for o in outcomes)
     assert str(outcomes[0].error) == "node 'a': op 'TooFew' returned 0 results for 1 items, expected one for each item"
@@ -76,26 +76,26 @@ async def test_too_few_rows_fail_the_batch_and_mix_no_results(stage, make_graph)
 
 async def test_a_batch_that_must_not_be_split_fails_as_a_whole(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
-    s = await stage(make_graph({"a": (("Identity", "BatchWords"), "", {"retry_split": False})}))
+    s = await stage({"a": (("Identity", "BatchWords"), {"retry_split": False})})
     assert await s.results("1", "x", "2") == ["item_failed"] * 3
     assert await s.results("1", "2") == ["1", "2"]
 
 
-async def test_an_exception_as_a_result_fails_that_item(stage, make_graph, monkeypatch, caplog) -> None:
+async def test_an_exception_as_a_result_fails_that_item(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
 
     class Places(BatchOp):
         def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
             return [KeyError("no") if d == "x" else d for d in data]
 
-    monkeypatch.setitem(catalog._registered, "Places", Places)
-    s = await stage(make_graph({"a": ("Places", "", {})}))
+    catalog.register("Places", Places)
+    s = await stage({"a": "Places"})
     assert await s.results("1", "x", "2") == ["1", "item_failed", "2"]
 
 
 async def test_a_skipped_node_passes_on_its_input(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
-    s = await stage(make_graph({"a": (A, "b", {}), "b": ("Picky", "c", {"on_error": "skip"}), "c": (C, "", {})}))
+    s = await stage({"a": (A, "b"), "b": ("Picky", "c", {"on_error": "skip"}), "c": C})
     assert await s.results("x", "1") == ["xac", "1ac"]
 
 
@@ -103,7 +103,7 @@ async def test_an_op_that_hangs_fails_only_its_own_items(stage, make_graph, door
     caplog.set_level(logging.CRITICAL)
     graph = make_graph(
         {
-            "a": ("Identity", "b", {}),
+            "a": ("Identity", "b"),
             "b": (
                 NodeStep("Door", {"gate": "b"}),
                 "",
@@ -122,14 +122,14 @@ async def test_an_op_that_hangs_fails_only_its_own_items(stage, make_graph, door
 
 
 async def test_a_node_without_an_instance_rejects_items(stage, make_graph, monkeypatch) -> None:
-    s = await stage(make_graph({"a": (A, "", {})}))
+    s = await stage({"a": A})
     monkeypatch.setattr(s.runner.node("a").engine.handle, "state", "DRAINING")
     with pytest.raises(ModelNotReady, match="node 'a': model 'a' is draining"):
         s.put("1")
     assert s.runner.in_flight == 0
 
 
-async def test_of_a_hanging_batch_only_the_hanging_item_fails(stage, make_graph, doors, monkeypatch, caplog) -> None:
+async def test_of_a_hanging_batch_only_the_hanging_item_fails(stage, make_graph, doors, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
 
     class Hangs(BatchOp):
@@ -138,8 +138,8 @@ async def test_of_a_hanging_batch_only_the_hanging_item_fails(stage, make_graph,
                 doors.door("h").wait(30.0)
             return data
 
-    monkeypatch.setitem(catalog._registered, "Hangs", Hangs)
-    graph = make_graph({"a": ("Identity", "b", {}), "b": ("Hangs", "", {"run_timeout_s": 0.2, "max_batch": 4})})
+    catalog.register("Hangs", Hangs)
+    graph = make_graph({"a": ("Identity", "b"), "b": ("Hangs", {"run_timeout_s": 0.2, "max_batch": 4})})
     s = await stage(graph)
     assert await s.results("1", "h", "3", "4") == ["1", "run_timeout", "3", "4"]
     assert await s.results("5") == ["5"]
@@ -151,10 +151,10 @@ async def test_a_hang_is_reported_once_after_its_time_and_not_repeated_without_r
     caplog.set_level(logging.CRITICAL)
     more = {"run_timeout_s": 0.3, "max_batch": 4}
     step = NodeStep("BatchWords", {"gate": "a"})
-    s = await stage(make_graph({"a": (step, "b c", more), "b": (A, "", {}), "c": (A, "", {})}))
+    s = await stage({"a": (step, "b c", more), "b": A, "c": A})
     alone = await s.results("h")
     assert (alone, doors.met["a"]) == (["run_timeout"], [["h"]])  # it ran once
-    s = await stage(make_graph({"a": (("Identity", step), "", more | {"retry_split": False})}))
+    s = await stage({"a": (("Identity", step), "", more | {"retry_split": False})})
     first = s.put("1")
     await doors.until("a", 2)
     outcomes = await asyncio.wait_for(asyncio.gather(first, *map(s.put, "234")), 10.0)
@@ -162,22 +162,20 @@ async def test_a_hang_is_reported_once_after_its_time_and_not_repeated_without_r
     assert doors.met["a"][1:] == [["1"], ["2", "3", "4"]]
 
 
-async def test_a_batch_that_runs_out_of_memory_is_halved_and_the_limit_is_remembered(
-    stage, make_graph, doors, monkeypatch
-) -> None:
+async def test_a_batch_that_runs_out_of_memory_is_halved_and_the_limit_is_remembered(stage, make_graph, doors) -> None:
     class Large(BatchOp):
         def __call__(self, data: list[Any], fields: list[dict[str, Any]]) -> list[Any]:
             if len(data) > 2:
                 raise MemoryError
             return data
 
-    monkeypatch.setitem(catalog._registered, "Large", Large)
-    s = await stage(make_graph({"a": ("Large", "", {"max_batch": 8, "retry_split": False})}))
+    catalog.register("Large", Large)
+    s = await stage({"a": ("Large", {"max_batch": 8, "retry_split": False})})
     assert await s.results(*"12345678") == list("12345678")
     assert s.runner.statistics()["nodes"]["a"]["ceiling"] == 3  # between 2, which ran, and 4, which did not
 
 
-async def test_an_op_that_ends_its_thread_fails_only_its_own_items(stage, make_graph, monkeypatch, caplog) -> None:
+async def test_an_op_that_ends_its_thread_fails_only_its_own_items(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
 
     class Exits(ItemOp):
@@ -186,11 +184,11 @@ async def test_an_op_that_ends_its_thread_fails_only_its_own_items(stage, make_g
                 raise SystemExit
             return data
 
-    monkeypatch.setitem(catalog._registered, "Exits", Exits)
+    catalog.register("Exits", Exits)
     nodes = {
         "a": ("Identity", "b", {"max_batch": 2}),
         "b": ("Exits", "c", {"max_batch": 1, "queue": 2, "instances": 2}),
-        "c": (C, "", {"max_batch": 1, "queue": 1}),
+        "c": (C, {"max_batch": 1, "queue": 1}),
     }
     s = await stage(make_graph(nodes, in_flight=64))
     found = await s.results(*[str(i) if i != 7 else "die" for i in range(30)])
@@ -199,7 +197,7 @@ async def test_an_op_that_ends_its_thread_fails_only_its_own_items(stage, make_g
 
 async def test_a_node_that_takes_too_long_is_skipped(stage, make_graph, doors) -> None:
     soft = {"max_batch": 1, "on_error": "skip", "deadline_s": 0.05}
-    nodes = {"a": (A, "b", {}), "b": (NodeStep("Door", {"gate": "b"}), "c", soft), "c": (C, "", {})}
+    nodes = {"a": (A, "b"), "b": (NodeStep("Door", {"gate": "b"}), "c", soft), "c": C}
     s = await stage(make_graph(nodes))
     first = s.put("1")
     await doors.until("b", 1)
@@ -210,7 +208,7 @@ async def test_a_node_that_takes_too_long_is_skipped(stage, make_graph, doors) -
     assert (await first).fields["result"] == "1ac"
 
 
-async def test_an_error_keeps_a_users_class(stage, make_graph, monkeypatch) -> None:
+async def test_an_error_keeps_a_users_class(stage, make_graph) -> None:
     class Blurred(BadRequest):
         def __init__(self, sharpness: float) -> None:
             super().__init__(f"the image is blurred: {sharpness}")
@@ -219,8 +217,8 @@ async def test_an_error_keeps_a_users_class(stage, make_graph, monkeypatch) -> N
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
             raise Blurred(0.1)
 
-    monkeypatch.setitem(catalog._registered, "Sharp", Sharp)
-    outcome = await (await stage(make_graph({"a": ("Sharp", "", {})}))).put("1")
+    catalog.register("Sharp", Sharp)
+    outcome = await (await stage({"a": "Sharp"})).put("1")
     assert str(outcome.error) == "node 'a', op 'Sharp': the image is blurred: 0.1"
     assert type(outcome.error) is BadRequest  # callers may lack the user's class
     assert type(outcome.error.original.error) is Blurred
@@ -229,7 +227,7 @@ async def test_an_error_keeps_a_users_class(stage, make_graph, monkeypatch) -> N
 
 async def test_a_callback_that_raises_does_not_affect_other_answers(stage, make_graph, caplog) -> None:
     caplog.set_level(logging.CRITICAL)
-    s = await stage(make_graph({"a": (A, "", {})}))
+    s = await stage({"a": A})
 
     def bad(outcome: Any) -> None:
         raise KeyError("of the caller")

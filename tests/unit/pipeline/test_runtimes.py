@@ -343,7 +343,7 @@ def test_best_is_fp16_by_tensorrt(net, gpu, caplog):
     assert caplog.records == []
 
 
-def test_a_graph_of_pixels_is_requested_with_its_inputs(tmp_path, gpu, monkeypatch):
+def test_a_graph_of_pixels_is_requested_with_its_inputs(tmp_path, gpu):
     path = write(tmp_path / "net.onnx")
     asked = []
 

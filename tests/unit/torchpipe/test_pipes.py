@@ -424,13 +424,6 @@ def test_a_registered_filter_receives_the_keys_of_its_node_that_no_op_takes(make
     assert received == [({"least": "1,2"}, None)]
 
 
-def test_the_filter_or_runs_what_has_no_result_yet(make_pipe: Callable[..., pipe]) -> None:
-    either = make_pipe({"backend": "S[Result2Key,(or)Identity]", "key": "first"})
-    item = {"data": 3}
-    either(item)
-    assert item["result"] == 3
-
-
 def test_an_interpreter_is_a_pipe_that_is_loaded_later() -> None:
     interpreter = Interpreter()
     with pytest.raises(RuntimeError, match="call init"):
