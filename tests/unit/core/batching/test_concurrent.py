@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.batching.entry import Fail, Outcome
+from penstock.core.batching.entry import Outcome
 from penstock.core.batching.policies.adaptive import Adaptive
 
 Make = Callable[..., Any]
@@ -22,85 +22,83 @@ def concurrent(make: Make, *widths: int, **keys: Any) -> Any:
     return b
 
 
-def part(b: Any, batch: int, *ids: int, failed: tuple[int, ...] = ()) -> list[int]:
-    """Some entries of a batch of the last poll are answered."""
-    dispatch = next(d for d in b.kept if d.batch_id == batch)
-    entries = [e for e in dispatch.entries if e.id in ids]
-    return b.scheduler.answered(batch, entries, frozenset(failed))
+SCRIPTS: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {  # by name: widths of the slots, keys, script
+    "batches are sent side by side as long as there is room": (
+        (6,),
+        {"depth": 8},
+        "+1 | >[1]s0 | +2 | >[2]s0 | +3 4 5 6 7 8 9 | >[3 4 5 6] | running 6 | ok 2 | >[7] | ok 3 | >[8 9]",
+    ),
+    "the slot with the most room is next": (
+        (8, 8, 8),
+        {},
+        "+0 1 2 3 | >[0 1 2 3]s0 | +4 5 | >[4 5]s1 | +6 | >[6]s2 | +7 8 | >[7 8]s2 | +9 | >[9]s1",
+    ),
+    "a partial result makes room": (
+        (4,),
+        {},
+        "+1 2 3 4 5 6 | >[1 2 3 4] | > | answer 1: 3 | >[5] | answer 1: 1 4 | >[6] | ok 1 | ok 2 | ok 3 | running 0",
+    ),
+    "a request that needs more room than there is gets the next": (
+        (4,),
+        {},
+        "+1 2 3 | >[1 2 3] | +4 rows=3 | +5 | > | answer 1: 1 | > | answer 1: 2 | >[4]",
+    ),
+    "a request larger than a batch ends with its last part": (
+        (8,),
+        {"max_batch_size": 2},
+        "+1 rows=5 | >[1] [1] [1] | ok 2 | ok 1 | ok 3 =>1",
+    ),
+    "the last slot takes others while what was in a death waits": (
+        (16, 16),
+        {},
+        "+1 | >[1]s0 | died 1 | down 0 | +2 | >[2]s1 | +3 | >[3]s1",
+    ),
+    "partly answered items are not retried": (
+        (16,),
+        {},
+        "+1 2 3 4 | >[1 2 3 4] | answer 1: 2 3 | died 1 | back 0 16 | >[1] | ok 2 | >[4] | ok 3 | "
+        "running 0 | queued 0 0",
+    ),
+    "items of a dead worker are retried on an exclusive slot, except those that were answered": (
+        (16,),
+        {},
+        "+0 1 | >[0 1] | +2 3 | >[2 3] | +4 5 | >[4 5] | answer 1: 0 | died 1 | died 2 | died 3 | "
+        "back 0 16 | +9 | >[1 2]rerun | ok 4 | >[3 4]rerun | ok 5 | >[5]rerun | ok 6 | >[9]",
+    ),
+    "items of a dead worker are retried on another slot": ((8, 8), {}, "+1 | >[1]s0 | died 1 | back 0 8 | >[1]s1"),
+    "items of a second death run alone and only the killer fails": (
+        (16, 16),
+        {},
+        "+0 1 2 3 4 5 6 7 | >[0 1 2 3]s0 [4 5 6 7]s1 | died 1 | back 0 16 | >[0 1]s0 | died 3 | "
+        "back 0 16 | >[0]s0 | ok 4 | >[1]s0 | died 5 | back 0 16 | >[2 3]s0 !worker_died 1 | "
+        "running 6",
+    ),
+    "other slots continue while one drains for a retry": (
+        (8, 8, 8),
+        {},
+        "+1 2 | >[1 2]s0 | +3 4 | >[3 4]s1 | +5 6 | >[5 6]s2 | died 1 | down 0 | +7 8 9 | >[7 8 9]s2 | "
+        "ok 2 | >[1]s1 | +10 | >[10]s2 | ok 5 | >[2]s1 | +11 | ok 7 | >[11]s1",
+    ),
+    "a retired concurrent slot answers its batches and gets no more": (
+        (8, 8),
+        {},
+        "+1 | >[1]s0 | retire 0 | +2 | >[2]s1 | ok 1 | up 0 8 | +3 | >[3]s0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(bench: Make, name: str) -> None:
+    widths, keys, script = SCRIPTS[name]
+    b = concurrent(bench, *widths, **keys)
+    b.play(script)
+    assert all(d.concurrent and not d.ahead for d in b.batches.values())
 
 
 def poll(b: Any) -> list[tuple[int, list[int]]]:
     """(slot, ids) of each batch that is sent now."""
     b.poll()
-    b.kept = [*getattr(b, "kept", []), *b.sent]
     return [(d.slot, [e.id for e in d.entries]) for d in b.sent]
-
-
-def test_batches_are_sent_side_by_side_as_long_as_there_is_room(bench: Make) -> None:
-    b = concurrent(bench, 6, depth=8)
-    for id in (1, 2):
-        b.offer(id)
-        assert poll(b) == [(0, [id])]
-        assert b.sent[0].concurrent
-        assert not b.sent[0].ahead
-    b.offer(*range(3, 10))
-    assert poll(b) == [(0, [3, 4, 5, 6])]
-    assert b.scheduler.running_rows == 6
-    b.complete(2)
-    assert poll(b) == [(0, [7])]
-    b.complete(3)
-    assert poll(b) == [(0, [8, 9])]
-
-
-def test_the_slot_with_the_most_room_is_next(bench: Make) -> None:
-    b = concurrent(bench, 8, 8, 8)
-    b.offer(*range(4))
-    assert poll(b) == [(0, [0, 1, 2, 3])]
-    b.offer(4, 5)
-    assert poll(b) == [(1, [4, 5])]
-    b.offer(6)
-    assert poll(b) == [(2, [6])]
-    b.offer(7, 8)
-    assert poll(b) == [(2, [7, 8])]
-    b.offer(9)
-    assert poll(b) == [(1, [9])]
-
-
-def test_a_partial_result_makes_room(bench: Make) -> None:
-    b = concurrent(bench, 4)
-    b.offer(*range(1, 7))
-    assert poll(b) == [(0, [1, 2, 3, 4])]
-    assert poll(b) == []
-    assert part(b, 1, 3) == []
-    assert poll(b) == [(0, [5])]
-    part(b, 1, 1, 4)
-    assert poll(b) == [(0, [6])]
-    b.complete(1)
-    b.complete(2)
-    b.complete(3)
-    assert (b.scheduler.running_rows, b.scheduler.running) == (0, 0)
-
-
-def test_a_request_that_needs_more_room_than_there_is_gets_the_next(bench: Make) -> None:
-    b = concurrent(bench, 4)
-    b.offer(1, 2, 3)
-    assert poll(b) == [(0, [1, 2, 3])]
-    b.offer(4, rows=3)
-    b.offer(5)
-    assert poll(b) == []
-    part(b, 1, 1)
-    assert poll(b) == []
-    part(b, 1, 2)
-    assert poll(b) == [(0, [4])]
-
-
-def test_a_request_larger_than_a_batch_ends_with_its_last_part(bench: Make) -> None:
-    b = concurrent(bench, 8, max_batch_size=2)
-    b.offer(1, rows=5)
-    assert poll(b) == [(0, [1]), (0, [1]), (0, [1])]
-    assert b.complete(2) == []
-    assert b.complete(1) == []
-    assert b.complete(3) == [1]
 
 
 def test_concurrent_batches_do_not_train_the_cost_model(bench: Make) -> None:
@@ -126,47 +124,6 @@ def kill(b: Any, *batches: int, slot: int = 0, concurrency: int = 16) -> None:
         b.complete(batch, "died")
     b.scheduler.slot_down(slot, b.now)
     b.scheduler.slot_up(slot, b.now, concurrency)
-
-
-def test_items_of_a_dead_worker_are_retried_on_an_exclusive_slot(bench: Make) -> None:
-    b = concurrent(bench, 16)
-    for id in range(6):
-        b.offer(id)
-        poll(b)
-    part(b, 1, 0)  # answered before: it is not run again
-    b.complete(1)
-    kill(b, 2, 3, 4, 5, 6)
-    b.offer(9)
-    for batch, ids in enumerate(([1, 2], [3, 4], [5]), 7):
-        assert poll(b) == [(0, ids)]
-        assert b.sent[0].reason == "rerun"
-        b.complete(batch)
-    assert poll(b) == [(0, [9])]
-
-
-def test_the_last_slot_takes_others_while_what_was_in_a_death_waits(bench: Make) -> None:
-    b = concurrent(bench, 16, 16)
-    b.offer(1)
-    assert poll(b) == [(0, [1])]
-    b.complete(1, "died")
-    b.scheduler.slot_down(0, b.now)
-    b.offer(2)
-    assert poll(b) == [(1, [2])]
-    b.offer(3)
-    assert poll(b) == [(1, [3])]
-
-
-def test_partly_answered_items_are_not_retried(bench: Make) -> None:
-    b = concurrent(bench, 16)
-    b.offer(1, 2, 3, 4)
-    poll(b)
-    part(b, 1, 2, 3)
-    kill(b, 1)
-    assert poll(b) == [(0, [1])]
-    b.complete(2)
-    assert poll(b) == [(0, [4])]
-    b.complete(3)
-    assert (b.scheduler.running_rows, b.scheduler.queued_rows) == (0, 0)
 
 
 def test_many_that_were_in_a_death_are_run_again_in_about_eight_pieces(bench: Make) -> None:
@@ -211,64 +168,6 @@ def test_a_retry_batch_has_one_bucket(bench: Make) -> None:
     assert poll(b) == [(0, [0])]
     b.complete(17)
     assert poll(b) == [(0, [1])]
-
-
-def test_items_of_a_dead_worker_are_retried_on_another_slot(bench: Make) -> None:
-    b = concurrent(bench, 8, 8)
-    b.offer(1)
-    assert poll(b) == [(0, [1])]
-    kill(b, 1)
-    assert poll(b) == [(1, [1])]
-
-
-def test_items_of_a_second_death_run_alone_and_only_the_killer_fails(bench: Make) -> None:
-    b = concurrent(bench, 16, 16)
-    b.offer(*range(8))
-    assert poll(b) == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])]
-    kill(b, 1)
-    assert poll(b) == [(0, [0, 1])]
-    kill(b, 3)
-    for batch, ids in enumerate(([0], [1]), 4):
-        assert poll(b) == [(0, ids)]
-        if ids != [1]:
-            b.complete(batch)
-    kill(b, 5)
-    assert poll(b) == [(0, [2, 3])]
-    assert b.told == [Fail(1, "worker_died")]
-    assert b.scheduler.running_rows == 6
-
-
-def test_other_slots_continue_while_one_drains_for_a_retry(bench: Make) -> None:
-    b = concurrent(bench, 8, 8, 8)
-    for ids in ((1, 2), (3, 4), (5, 6)):
-        b.offer(*ids)
-        poll(b)
-    b.complete(1, "died")
-    b.scheduler.slot_down(0, b.now)
-    b.offer(7, 8, 9)
-    assert poll(b) == [(2, [7, 8, 9])]  # slot 1 is given nothing: it is to be empty
-    b.complete(2)
-    assert poll(b) == [(1, [1])]
-    b.offer(10)
-    assert poll(b) == [(2, [10])]
-    b.complete(5)
-    assert poll(b) == [(1, [2])]
-    b.offer(11)
-    b.complete(7)
-    assert poll(b) == [(1, [11])]
-
-
-def test_a_retired_concurrent_slot_answers_its_batches_and_gets_no_more(bench: Make) -> None:
-    b = concurrent(bench, 8, 8)
-    b.offer(1)
-    assert poll(b) == [(0, [1])]
-    b.scheduler.slot_retired(0, b.now)
-    b.offer(2)
-    assert poll(b) == [(1, [2])]
-    b.complete(1)
-    b.scheduler.slot_up(0, b.now, 8)
-    b.offer(3)
-    assert poll(b) == [(0, [3])]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.batching.entry import Expire, Fail, Shed
+from penstock.core.batching.entry import Shed
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import WaitUntil
 from penstock.core.batching.policies.fixed import Fixed
@@ -14,6 +14,173 @@ from penstock.core.batching.scheduler import CEILING_S, Scheduler
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
 Make = Callable[..., Any]
+
+
+def keys(policy: float = 0.0, prime: tuple[float, float] | None = None, **more: Any) -> dict[str, Any]:
+    """The arguments of a bench; `policy` is the delay of a Fixed."""
+    return {"policy": Fixed(policy), "prime": prime, **more}
+
+
+SCRIPTS: dict[str, tuple[dict[str, Any], str]] = {
+    # order
+    "a batch keeps filling until a slot is idle": (keys(), "+1 | >[1] | +2 3 4 5 6 | > | ok 1 | >[2 3 4 5]"),
+    "an earlier deadline goes first and equals keep their order": (
+        keys(max_batch_size=2),
+        "+1 2 | +3 deadline_s=5 | +4 deadline_s=5 | >[3 4] | ok 1 | >[1 2]",
+    ),
+    "a lower class may wait its extra budget longer but is not starved": (
+        keys(max_batch_size=1, priority=(0.0, 1.0)),
+        "+1 priority=1 | wait 0.5 | +2 | wait 0.6 | +3 | >[2] | ok 1 | >[1] | ok 2 | >[3]",
+    ),
+    "a class beyond the last has the budget of the last": (
+        keys(max_batch_size=1, priority=(0.0, 1.0)),
+        "+1 priority=7 | +2 priority=1 | >[1]",
+    ),
+    "a batch has one bucket and the oldest head is served": (
+        keys(),
+        "+1 bucket=x | wait 1 | +2 3 4 5 bucket=y | +6 bucket=x | >[1 6] | ok 1 | >[2 3 4 5]",
+    ),
+    "a misfit is skipped and heads the next batch": (keys(), "+1 rows=3 | +2 rows=2 | +3 | >[1 3] | ok 1 | >[2]"),
+    "a full bucket does not wait for a held one": (keys(policy=1.0), "+1 bucket=x | +2 3 4 5 bucket=y | >[2 3 4 5]"),
+    # time
+    "a request that exceeds its timeout is expired": (
+        keys(slots=0),
+        "+1 expires_s=2 | > | wake 2 | >@2 !timeout 1 | wake - | queued 0 0",
+    ),
+    "a passed deadline is never run even when it passed before the offer": (keys(), "+1 deadline_s=-1 | >!expired 1"),
+    "a timeout shorter than older ones is kept": (
+        keys(slots=0),
+        "+1 expires_s=30 | +2 expires_s=1 | > | wake 1 | >@1 !timeout 2",
+    ),
+    "a second poll at the same time changes nothing": (keys(policy=1.0), "+1 | > | wake 1 | > | wake 1"),
+    # split
+    "a request larger than the batch runs in parts and ends once": (
+        keys(slots=2),
+        "+1 rows=10 | >[1] [1] | queued 1 2 | ok 2 | >[1] | queued 0 0 | ok 1 | ok 3 =>1",
+    ),
+    "a failed part purges queued parts and ends the request": (
+        keys(slots=2),
+        "+1 rows=12 | >[1] [1] | ok 1 failed=1 | queued 0 0 | ok 2 =>1 | >",
+    ),
+    "a split request that runs in part ends after a cancel when the part is back": (
+        keys(),
+        "+1 rows=8 | >[1] | cancel 1 | queued 0 0 | ok 1 =>1",
+    ),
+    "an expired split request ends with its running part": (
+        keys(),
+        "+1 rows=8 expires_s=1 | >[1] | >@1 | ok 1 | >!timeout 1",
+    ),
+    "a lower ceiling splits queued requests": (
+        keys(),
+        "+1 | >[1] | +2 rows=4 | ok 1 oom=4/3 | >[2] | running 3 | ok 2 | >[2] | ok 3 =>2",
+    ),
+    # death
+    "a batch that killed its worker is retried in pieces on other slots one at a time while others wait": (
+        keys(slots=3),
+        "+1 2 3 4 | >[1 2 3 4]s0 | +5 | died 1 | back 0 | >[1 2]s1 [5]s0 [3 4]s2",
+    ),
+    "what is run again says so": (
+        keys(slots=3),
+        "+1 2 3 4 | >[1 2 3 4] | +5 | died 1 | back 0 | >[1 2]rerun [5] [3 4]rerun",
+    ),
+    "requests that were in a death leave the last slot to others for an eighth of the horizon": (
+        keys(slots=2, max_batch_size=1),
+        "+1 2 3 4 5 | >[1] [2] | died 1 | down 0 | ok 2 | >[3] | ok 3 | >@3.7 [4] | ok 4 | >@0.2 [1] | up 0 | >[5]",
+    ),
+    "after a killer what was in a death waits a quarter of the horizon for the slot that died and spares the others": (
+        keys(slots=3, max_batch_size=1),
+        "+1 | >[1] | died 1 | down 0 | >[1] | died 2 | down 1 | +2 | >[2] !worker_died 1 | died 3 | "
+        "down 2 | up 0 | up 1 | > | wake 7.5 | +3 | >[3]s0 | up 2 | >@1 [2]s2 | died 5 | down 2 | +4 | "
+        ">[4] !worker_died 2 | died 6 | down 1 | ok 4 | >@7.4 | >@0.2 [4] | ok 7 | +5 | >@60 [5] | "
+        "died 8 | down 0 | up 1 | >[5]s1",
+    ),
+    "rows of a batch that kills again run one by one": (
+        keys(max_batch_size=8),
+        "+0 1 2 3 4 5 6 7 | >[0 1 2 3 4 5 6 7] | died 1 | up 0 | >[0 1] | ok 2 | >[2 3] | died 3 | "
+        "up 0 | >[2] | ok 4 | >[3] | died 5 | up 0 | >[4 5] !worker_died 3 | ok 6 | >[6 7]",
+    ),
+    "an item in two deaths fails": (keys(slots=2), "+1 | >[1] | died 1 | >[1] | died 2 | >!worker_died 1"),
+    "without idempotence a death fails at once": (
+        keys(slots=2, idempotent=False),
+        "+1 2 | >[1 2] | died 1 | >!worker_died 1 2",
+    ),
+    "a batch lost behind another is requeued in front without blame": (
+        keys(depth=2, max_batch_size=2),
+        "+1 2 3 4 5 | >[1 2] [3 4] | died 1 | lost 2 | back 0 | >[1] | ok 3 | >[2] [3 4] | ok 4 | ok 5 | >[5]",
+    ),
+    "nothing is sent to a slot between a death and its return": (
+        keys(),
+        "+1 | >[1] | died 1 | > | down 0 | > | up 0 | >[1]",
+    ),
+    "a part that dies twice fails its request once": (
+        keys(),
+        "+1 rows=8 | >[1] | died 1 | up 0 | >[1] | died 2 | up 0 | >!worker_died 1 | queued 0 0",
+    ),
+    "a death ends only the running batch of several sent ahead": (
+        keys(depth=8, max_batch_size=1, idempotent=False, prime=(0.0, 0.0001)),
+        "+0 1 2 3 4 5 | >[0] [1] [2] [3] [4] [5] | died 1 | lost 2 | lost 3 | lost 4 | lost 5 | "
+        "lost 6 | back 0 | >[1] [2] [3] [4] [5] !worker_died 0",
+    ),
+    # ahead
+    "a full batch is sent ahead to the slot that ends first and two to a slot at most": (
+        keys(slots=2, depth=2, prime=(1.0, 1.0)),
+        "+1 2 3 | >[1 2 3] | +4 | >@0.1 [4] | +5 6 7 | >@0.1 | +8 | >[5 6 7 8]s1 | +9 10 11 12 | "
+        ">[9 10 11 12]ahead | +13 14 15 16 | >",
+    ),
+    "nothing more is sent behind a batch that is late": (
+        keys(depth=8, max_batch_size=1, prime=(0.0, 0.0001)),
+        "+1 | >[1] | +2 3 4 5 6 7 8 9 | >@0.002 [2] | >@0.002",
+    ),
+    "brief batches that are not full keep filling": (
+        keys(depth=8, prime=(0.0001, 0.0)),
+        "+100 | >[100] | ok 1 after_s=0.0003 run_s=0.0001 | +0 1 2 3 | >[0 1 2 3] | +4 | >[4] | +5 6 | "
+        "> | +7 8 | >[5 6 7 8]",
+    ),
+    "any batch is sent ahead when the running one ends within the hand over": (
+        keys(depth=2, prime=(1.0, 1.0)),
+        "+1 | >[1] | ok 1 after_s=2 run_s=1.5 | +2 | >[2] | +3 | > | wake 1.5 | >@1.51 [3]ahead",
+    ),
+    "the slow hand over of a cold worker is not believed for long": (
+        keys(depth=2, prime=(1.0, 1.0)),
+        "+1 | >[1] | ok 1 after_s=151.5 run_s=1.5 | +2 | >[2] | ok 2 after_s=2 run_s=1.5 | +3 | >[3] | +4 | >",
+    ),
+    "an urgent request takes the place of a full lower class batch until that is sent": (
+        keys(depth=2, priority=(0.0, 10.0), prime=(1.0, 1.0)),
+        "+1 2 3 4 5 6 7 8 priority=1 | >[1 2 3 4] | +9 | > | ok 1 after_s=5 | >[9 5 6 7]",
+    ),
+    "a full batch of the most urgent class is sent ahead at once": (
+        keys(depth=2, priority=(0.0, 10.0), prime=(1.0, 1.0)),
+        "+1 2 3 4 5 6 7 8 priority=1 | >[1 2 3 4] | +11 12 13 14 | >[11 12 13 14]ahead",
+    ),
+    "lower class batches follow brief batches at once": (
+        keys(depth=8, max_batch_size=1, priority=(0.0, 10.0), prime=(0.0, 1e-05)),
+        "+1 2 3 4 5 6 7 8 9 priority=1 | >[1] [2]ahead [3]ahead [4]ahead [5]ahead [6]ahead [7]ahead [8]ahead",
+    ),
+    # slots that leave
+    "batches lost by a retired slot run elsewhere": (
+        keys(slots=2, depth=2),
+        "+1 | >[1]s0 | retire 0 | died 1 | down 0 | >[1]s1",
+    ),
+    "a slot whose worker died can be retired": (
+        keys(slots=2, depth=2, max_batch_size=1),
+        "+1 2 3 4 | >[1]s0 [2]s1 [3]s0 [4]s1 | died 1 | retire 0 | lost 3 | > | up 0 | >[1]s0 [3]s0",
+    ),
+    "a retired slot answers its batches and gets no more until its number comes again": (
+        keys(slots=2, depth=2),
+        "+0 1 2 3 | >[0 1 2 3]s0 | +4 5 6 7 | >[4 5 6 7]s1 | retire 0 | +8 9 10 11 12 | "
+        ">[8 9 10 11]s1 | ok 1 | > | down 0 | up 0 | >[12]s0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(bench: Make, name: str) -> None:
+    (made, script) = SCRIPTS[name]
+    prime = made["prime"]
+    b = bench(**{key: value for key, value in made.items() if key != "prime"})
+    if prime is not None:
+        b.prime(*prime)
+    b.play(script)
 
 
 # ---- bounds
@@ -80,67 +247,6 @@ def test_a_request_larger_than_the_queue_is_a_bad_request(
 # ---- order
 
 
-def test_a_batch_keeps_filling_until_a_slot_is_idle(bench: Make) -> None:
-    b = bench()
-    b.offer(1)
-    assert b.poll() == [[1]]
-    b.offer(2, 3, 4, 5, 6)
-    assert b.poll() == []
-    b.complete(1)
-    assert b.poll() == [[2, 3, 4, 5]]
-
-
-def test_an_earlier_deadline_goes_first_and_equals_keep_their_order(bench: Make) -> None:
-    b = bench(max_batch_size=2)
-    b.offer(1, 2)
-    b.offer(3, deadline_s=b.now + 5)
-    b.offer(4, deadline_s=b.now + 5)
-    assert b.poll() == [[3, 4]]
-    b.complete(1)
-    assert b.poll() == [[1, 2]]
-
-
-def test_a_lower_class_may_wait_its_extra_budget_longer_but_is_not_starved(bench: Make) -> None:
-    b = bench(max_batch_size=1, priority=(0.0, 1.0))
-    b.offer(1, priority=1)
-    b.now += 0.5
-    b.offer(2, priority=0)
-    b.now += 0.6
-    b.offer(3, priority=0)
-    order = []
-    for batch in (1, 2, 3):
-        order += b.poll()
-        b.complete(batch)
-    assert order == [[2], [1], [3]]
-
-
-def test_a_class_beyond_the_last_has_the_budget_of_the_last(bench: Make) -> None:
-    b = bench(max_batch_size=1, priority=(0.0, 1.0))
-    b.offer(1, priority=7)
-    b.offer(2, priority=1)
-    assert b.poll() == [[1]]
-
-
-def test_a_batch_has_one_bucket_and_the_oldest_head_is_served(bench: Make) -> None:
-    b = bench()
-    b.offer(1, bucket="x")
-    b.now += 1
-    b.offer(2, 3, 4, 5, bucket="y")
-    b.offer(6, bucket="x")
-    assert b.poll() == [[1, 6]]
-    b.complete(1)
-    assert b.poll() == [[2, 3, 4, 5]]
-
-
-def test_a_misfit_is_skipped_and_heads_the_next_batch(bench: Make) -> None:
-    b = bench()
-    for id, rows in ((1, 3), (2, 2), (3, 1)):
-        b.offer(id, rows=rows)
-    assert b.poll() == [[1, 3]]
-    b.complete(1)
-    assert b.poll() == [[2]]
-
-
 def test_an_entry_is_passed_over_at_most_eight_times(bench: Make) -> None:
     b = bench(max_queue=1000)
     b.offer(1, rows=4)
@@ -156,34 +262,6 @@ def test_an_entry_is_passed_over_at_most_eight_times(bench: Make) -> None:
 
 
 # ---- time
-
-
-def test_a_request_that_exceeds_its_timeout_is_expired(bench: Make) -> None:
-    b = bench(slots=0)
-    b.offer(1, expires_s=b.now + 2)
-    b.poll()
-    assert b.scheduler.wake_at == b.now + 2
-    assert b.poll(2.0) == []
-    assert b.told == [Expire(1, "timeout")]
-    assert b.scheduler.wake_at is None
-    assert (b.scheduler.queued, b.scheduler.queued_rows) == (0, 0)
-
-
-def test_a_passed_deadline_is_never_run_even_when_it_passed_before_the_offer(bench: Make) -> None:
-    b = bench()
-    b.offer(1, deadline_s=b.now - 1)
-    assert b.poll() == []
-    assert b.told == [Expire(1, "expired")]
-
-
-def test_a_timeout_shorter_than_older_ones_is_kept(bench: Make) -> None:
-    b = bench(slots=0)
-    b.offer(1, expires_s=b.now + 30)
-    b.offer(2, expires_s=b.now + 1)
-    b.poll()
-    assert b.scheduler.wake_at == b.now + 1
-    b.poll(1.0)
-    assert b.told == [Expire(2, "timeout")]
 
 
 def test_a_long_lived_head_does_not_keep_deadlines_of_removed_entries(bench: Make) -> None:
@@ -216,138 +294,7 @@ def test_a_running_or_unknown_request_cannot_be_cancelled(bench: Make) -> None:
     assert b.scheduler.cancel(99, b.now) is False
 
 
-# ---- split
-
-
-def test_a_request_larger_than_the_batch_runs_in_parts_and_ends_once(bench: Make) -> None:
-    b = bench(slots=2)
-    b.offer(1, rows=10)
-    assert b.poll() == [[1], [1]]
-    assert [(e.start, e.rows, e.parent.id) for d in b.sent for e in d.entries] == [(0, 4, 1), (4, 4, 1)]
-    assert b.scheduler.queued == 1
-    assert b.complete(2) == []
-    assert b.poll() == [[1]]
-    assert b.scheduler.queued == 0
-    assert b.complete(1) == []
-    assert b.complete(3) == [1]
-
-
-def test_a_failed_part_purges_queued_parts_and_ends_the_request(bench: Make) -> None:
-    b = bench(slots=2)
-    b.offer(1, rows=12)
-    b.poll()
-    assert b.complete(1, failed=frozenset({1})) == []
-    assert b.scheduler.queued_rows == 0
-    assert b.complete(2) == [1]
-    assert b.poll() == []
-
-
-def test_a_split_request_that_runs_in_part_ends_after_a_cancel_when_the_part_is_back(bench: Make) -> None:
-    b = bench()
-    b.offer(1, rows=8)
-    b.poll()
-    assert b.scheduler.cancel(1, b.now) is False
-    assert b.scheduler.queued == 0
-    assert b.complete(1) == [1]
-
-
-def test_an_expired_split_request_ends_with_its_running_part(bench: Make) -> None:
-    b = bench()
-    b.offer(1, rows=8, expires_s=b.now + 1)
-    b.poll()
-    b.poll(1.0)
-    assert b.told == []
-    assert b.complete(1) == []
-    b.poll()
-    assert b.told == [Expire(1, "timeout")]
-
-
-def test_a_lower_ceiling_splits_queued_requests(bench: Make) -> None:
-    b = bench()
-    b.offer(1)
-    b.poll()
-    b.offer(2, rows=4)
-    b.complete(1, oom=(4, 3))
-    assert b.poll() == [[2]]
-    assert b.sent[0].rows == 3
-    b.complete(2)
-    assert b.poll() == [[2]]
-    assert b.complete(3) == [2]
-
-
 # ---- death
-
-
-def test_a_batch_that_killed_its_worker_is_retried_in_pieces_on_other_slots(bench: Make) -> None:
-    b = bench(slots=3)
-    b.offer(1, 2, 3, 4)
-    b.poll()
-    assert b.sent[0].slot == 0
-    b.offer(5)
-    b.complete(1, "died")
-    b.scheduler.slot_down(0, b.now)
-    b.scheduler.slot_up(0, b.now)
-    assert b.poll() == [[1, 2], [5], [3, 4]]  # while others wait, one slot at a time is at risk
-    assert [d.slot for d in b.sent] == [1, 0, 2]
-    assert [d.reason for d in b.sent][::2] == ["rerun", "rerun"]
-
-
-def test_requests_that_were_in_a_death_leave_the_last_slot_to_others_for_a_while(bench: Make) -> None:
-    b = bench(slots=2, max_batch_size=1)
-    b.offer(1, 2, 3, 4, 5)
-    assert b.poll() == [[1], [2]]
-    b.complete(1, "died")
-    b.scheduler.slot_down(0, b.now)
-    b.complete(2)
-    assert b.poll() == [[3]]
-    b.complete(3)
-    assert b.poll(3.7) == [[4]]  # an eighth of horizon_s
-    b.complete(4)
-    assert b.poll(0.2) == [[1]]
-    b.scheduler.slot_up(0, b.now)
-    assert b.poll() == [[5]]
-
-
-def test_after_a_killer_what_was_in_a_death_waits_for_the_slot_that_died_and_spares_the_others(bench: Make) -> None:
-    b = bench(slots=3, max_batch_size=1)
-
-    def die(batch: int, slot: int) -> None:
-        b.complete(batch, "died")
-        b.scheduler.slot_down(slot, b.now)
-
-    b.offer(1)
-    assert b.poll() == [[1]]
-    die(1, 0)
-    assert b.poll() == [[1]]
-    die(2, 1)  # the killer
-    b.offer(2)
-    assert b.poll() == [[2]]
-    assert b.told == [Fail(1, "worker_died")]
-    die(3, 2)
-    b.scheduler.slot_up(0, b.now)
-    b.scheduler.slot_up(1, b.now)
-    assert b.poll() == []
-    assert b.scheduler.wake_at == pytest.approx(b.now + 7.5)  # a quarter of horizon_s
-    b.offer(3)
-    assert b.poll() == [[3]]
-    assert b.sent[0].slot == 0
-    b.scheduler.slot_up(2, b.now)
-    assert b.poll(1.0) == [[2]]
-    assert b.sent[0].slot == 2
-    die(5, 2)
-    b.offer(4)
-    assert b.poll() == [[4]]
-    die(6, 1)
-    b.complete(4)
-    assert b.poll(7.4) == []
-    assert b.poll(0.2) == [[4]]  # its slot is down for too long
-    b.complete(7)
-    b.offer(5)
-    assert b.poll(60.0) == [[5]]  # the next death is nobody's work
-    die(8, 0)
-    b.scheduler.slot_up(1, b.now)
-    assert b.poll() == [[5]]
-    assert b.sent[0].slot == 1
 
 
 def test_a_part_of_a_request_that_nobody_wants_is_no_killer(bench: Make) -> None:
@@ -357,19 +304,6 @@ def test_a_part_of_a_request_that_nobody_wants_is_no_killer(bench: Make) -> None
     assert not b.scheduler.cancel(1, b.now)
     b.complete(1, "died")
     assert not b.scheduler.killers(b.now)
-
-
-def test_a_piece_that_kills_its_worker_is_retried_item_by_item(bench: Make) -> None:
-    b = bench(slots=1, max_batch_size=8)
-    b.offer(*range(8))
-    order, told = [], []
-    for batch in range(1, 8):
-        order += b.poll()
-        told += b.told
-        b.complete(batch, "died" if 3 in order[-1] else "ok")
-        b.scheduler.slot_up(0, b.now)
-    assert order == [list(range(8)), [0, 1], [2, 3], [2], [3], [4, 5], [6, 7]]
-    assert told == [Fail(3, "worker_died")]
 
 
 def test_rows_that_are_separate_items_run_alone_after_a_death_and_the_killer_counts_as_answered(bench: Make) -> None:
@@ -389,66 +323,6 @@ def test_rows_that_are_separate_items_run_alone_after_a_death_and_the_killer_cou
     assert (starts, ended) == ([0, 1, 2], [[], [], [1]])
     assert b.poll() == []
     assert b.told == []
-
-
-def test_an_item_in_two_deaths_fails(bench: Make) -> None:
-    b = bench(slots=2)
-    b.offer(1)
-    b.poll()
-    b.complete(1, "died")
-    assert b.poll() == [[1]]
-    b.complete(2, "died")
-    assert b.poll() == []
-    assert b.told == [Fail(1, "worker_died")]
-
-
-def test_without_idempotence_a_death_fails_at_once(bench: Make) -> None:
-    b = bench(slots=2, idempotent=False)
-    b.offer(1, 2)
-    b.poll()
-    b.complete(1, "died")
-    assert b.poll() == []
-    assert b.told == [Fail(1, "worker_died"), Fail(2, "worker_died")]
-
-
-def test_a_batch_lost_behind_another_is_requeued_in_front_without_blame(bench: Make) -> None:
-    b = bench(depth=2, max_batch_size=2)
-    b.offer(1, 2, 3, 4, 5)
-    assert b.poll() == [[1, 2], [3, 4]]
-    b.complete(1, "died")
-    b.complete(2, "lost")
-    b.scheduler.slot_down(0, b.now)
-    b.scheduler.slot_up(0, b.now)
-    order = b.poll()
-    for batch in range(3, 8):
-        if b.scheduler.running:
-            b.complete(batch)
-        order += b.poll()
-    assert order == [[1], [2], [3, 4], [5]]
-
-
-def test_nothing_is_sent_to_a_slot_between_a_death_and_its_return(bench: Make) -> None:
-    b = bench()
-    b.offer(1)
-    b.poll()
-    b.complete(1, "died")
-    assert b.poll() == []
-    b.scheduler.slot_down(0, b.now)
-    assert b.poll() == []
-    b.scheduler.slot_up(0, b.now)
-    assert b.poll() == [[1]]
-
-
-def test_a_part_that_dies_twice_fails_its_request_once(bench: Make) -> None:
-    b = bench(slots=1)
-    b.offer(1, rows=8)
-    for batch in (1, 2):
-        b.poll()
-        b.complete(batch, "died")
-        b.scheduler.slot_up(0, b.now)
-    assert b.poll() == []
-    assert b.told == [Fail(1, "worker_died")]
-    assert b.scheduler.queued_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -498,25 +372,6 @@ def test_the_ceiling_never_grows_until_it_is_forgotten(bench: Make) -> None:
 # ---- ahead
 
 
-def test_a_full_batch_is_sent_ahead_to_the_slot_that_ends_first(bench: Make) -> None:
-    b = bench(Fixed(0.0), slots=2, depth=2)
-    b.prime(1.0, 1.0)
-    b.offer(1, 2, 3)
-    b.poll()
-    b.offer(4)
-    b.poll(0.1)
-    b.offer(5, 6, 7)
-    assert b.poll(0.1) == []  # not full
-    b.offer(8)
-    assert b.poll() == [[5, 6, 7, 8]]
-    assert (b.sent[0].slot, b.sent[0].ahead) == (1, True)
-    b.offer(9, 10, 11, 12)
-    assert b.poll() == [[9, 10, 11, 12]]
-    assert b.sent[0].slot == 0
-    b.offer(13, 14, 15, 16)
-    assert b.poll() == []  # two batches a slot, no more
-
-
 @pytest.mark.parametrize(("takes_s", "sent"), [(0.0001, 8), (0.0004, 3), (0.01, 2), (1.0, 2)])
 def test_more_than_one_full_batch_is_sent_ahead_only_behind_a_millisecond_of_work(
     bench: Make, takes_s: float, sent: int
@@ -526,74 +381,6 @@ def test_more_than_one_full_batch_is_sent_ahead_only_behind_a_millisecond_of_wor
     b.offer(*range(20))
     assert b.poll() == [[id] for id in range(sent)]
     assert [d.ahead for d in b.sent] == [False] + [True] * (sent - 1)
-
-
-def test_nothing_more_is_sent_behind_a_batch_that_is_late(bench: Make) -> None:
-    b = bench(depth=8, max_batch_size=1)
-    b.prime(0.0, 0.0001)
-    b.offer(1)
-    b.poll()
-    b.offer(*range(2, 20))
-    assert b.poll(after_s=0.002) == [[2]], "the first may be one that takes an hour"
-    assert b.poll(after_s=0.002) == []
-
-
-def test_brief_batches_that_are_not_full_keep_filling(bench: Make) -> None:
-    b = bench(depth=8, max_batch_size=4)
-    b.prime(0.0001, 0.0)
-    b.offer(100)
-    b.poll()
-    b.complete(1, after_s=0.0003, run_s=0.0001)  # a hand-over of 0.2 ms: every batch is about to end
-    b.offer(*range(4))
-    b.poll()
-    b.offer(4)
-    assert b.poll() == [[4]]
-    b.offer(5, 6)
-    assert b.poll() == []
-    b.offer(7, 8)
-    assert b.poll() == [[5, 6, 7, 8]]
-
-
-def test_a_death_ends_only_the_running_batch_of_several_sent_ahead(bench: Make) -> None:
-    b = bench(depth=8, max_batch_size=1, slots=1, idempotent=False)
-    b.prime(0.0, 0.0001)
-    b.offer(*range(6))
-    b.poll()
-    for place, dispatch in enumerate(b.sent):
-        b.complete(dispatch.batch_id, "lost" if place else "died")
-    b.scheduler.slot_down(0, b.now)
-    b.scheduler.slot_up(0, b.now)
-    assert b.poll() == [[1], [2], [3], [4], [5]]
-    assert [e.id for e in b.told] == [0]
-
-
-def test_any_batch_is_sent_ahead_when_the_running_one_ends_within_the_hand_over(bench: Make) -> None:
-    b = bench(Fixed(0.0), depth=2)
-    b.prime(1.0, 1.0)
-    b.offer(1)
-    b.poll()
-    b.complete(1, after_s=2.0, run_s=1.5)  # half a second of hand-over
-    b.offer(2)
-    b.poll()
-    b.offer(3)
-    assert b.poll() == []
-    wake = b.scheduler.wake_at
-    assert wake == pytest.approx(b.now + 2.0 - 0.5, abs=0.05)
-    assert b.poll(wake - b.now) == [[3]]
-    assert b.sent[0].ahead
-
-
-def test_the_slow_hand_over_of_a_cold_worker_is_not_believed_for_long(bench: Make) -> None:
-    b = bench(Fixed(0.0), depth=2)
-    b.prime(1.0, 1.0)
-    for batch, handover_s in ((1, 150.0), (2, 0.5)):
-        b.offer(batch)
-        b.poll()
-        b.complete(batch, after_s=1.5 + handover_s, run_s=1.5)
-    b.offer(3)
-    b.poll()
-    b.offer(4)
-    assert b.poll() == []  # the running one goes on for longer than a hand-over: 4 may still get company
 
 
 def test_the_time_of_a_batch_sent_ahead_counts_from_the_end_of_the_one_before_it(bench: Make) -> None:
@@ -620,50 +407,7 @@ def test_a_full_lower_class_batch_is_sent_just_in_time(bench: Make) -> None:
     assert b.sent[0].ahead
 
 
-def test_until_then_an_urgent_request_takes_its_place(bench: Make) -> None:
-    b = bench(Fixed(0.0), depth=2, priority=(0.0, 10.0))
-    b.prime(1.0, 1.0)
-    b.offer(*range(1, 9), priority=1)
-    assert b.poll() == [[1, 2, 3, 4]]
-    b.offer(9)
-    assert b.poll() == []
-    b.complete(1, after_s=5.0)
-    assert b.poll() == [[9, 5, 6, 7]]
-
-
-def test_a_full_batch_of_the_most_urgent_class_is_sent_ahead_at_once(bench: Make) -> None:
-    b = bench(Fixed(0.0), depth=2, priority=(0.0, 10.0))
-    b.prime(1.0, 1.0)
-    b.offer(*range(1, 9), priority=1)
-    b.poll()
-    b.offer(*range(11, 15))
-    assert b.poll() == [[11, 12, 13, 14]]
-
-
-def test_lower_class_batches_follow_brief_batches_at_once(bench: Make) -> None:
-    b = bench(depth=8, priority=(0.0, 10.0))
-    b.prime(0.0, 0.00001)
-    b.offer(*range(1, 33), priority=1)
-    b.poll()
-    assert [d.ahead for d in b.sent] == [False] + [True] * 7
-
-
 # ---- turns
-
-
-def test_a_second_poll_at_the_same_time_changes_nothing(bench: Make) -> None:
-    b = bench(Fixed(1.0))
-    b.offer(1)
-    assert b.poll() == []
-    wake = b.scheduler.wake_at
-    assert (b.poll(), b.told, b.scheduler.wake_at) == ([], [], wake)
-
-
-def test_a_full_bucket_does_not_wait_for_a_held_one(bench: Make) -> None:
-    b = bench(Fixed(1.0))
-    b.offer(1, bucket="x")
-    b.offer(2, 3, 4, 5, bucket="y")
-    assert b.poll() == [[2, 3, 4, 5]]
 
 
 def test_a_policy_must_not_wait_for_now(bench: Make) -> None:
@@ -712,38 +456,6 @@ def test_a_scheduler_that_could_starve_or_never_send_is_refused(wrong: dict[str,
 # ---- slots that are taken away
 
 
-def test_a_retired_slot_answers_its_batches_and_gets_no_more(bench: Make) -> None:
-    b = bench(slots=2, depth=2)
-    b.offer(*range(8))
-    b.poll()
-    assert [d.slot for d in b.sent] == [0, 1]
-    b.scheduler.slot_retired(0, b.now)
-    assert b.scheduler.explain()["slots"] == 1
-    b.offer(*range(8, 16))
-    b.poll()
-    assert {d.slot for d in b.sent} == {1}, "not even ahead"
-    b.complete(1)
-    b.poll()
-    assert 0 not in {d.slot for d in b.sent}
-    b.scheduler.slot_down(0, b.now)  # its worker ends
-    b.scheduler.slot_up(0, b.now)  # the number comes again
-    b.offer(*range(16, 24))
-    b.poll()
-    assert 0 in {d.slot for d in b.sent}
-
-
-def test_batches_lost_by_a_retired_slot_run_elsewhere(bench: Make) -> None:
-    b = bench(slots=2, depth=2)
-    b.offer(1)
-    b.poll()
-    (slot,) = (d.slot for d in b.sent)
-    b.scheduler.slot_retired(slot, b.now)
-    b.complete(b.sent[0].batch_id, "died")
-    b.scheduler.slot_down(slot, b.now)
-    assert b.poll() == [[1]]
-    assert b.sent[0].slot == 1 - slot
-
-
 @pytest.mark.parametrize("state", ["idle", "down", "unknown", "twice"])
 def test_a_slot_without_a_batch_is_forgotten_at_once(bench: Make, state: str) -> None:
     b = bench(slots=2)
@@ -755,19 +467,6 @@ def test_a_slot_without_a_batch_is_forgotten_at_once(bench: Make, state: str) ->
     b.poll()
     assert b.sent[0].slot == (0 if state == "unknown" else 1)
     assert b.scheduler.explain()["slots"] == (2 if state == "unknown" else 1)
-
-
-def test_a_slot_whose_worker_died_can_be_retired(bench: Make) -> None:
-    b = bench(slots=2, depth=2, max_batch_size=1)
-    b.offer(1, 2, 3, 4)
-    b.poll()
-    first, second = [d.batch_id for d in b.sent if d.slot == 0]
-    b.complete(first, "died")
-    b.scheduler.slot_retired(0, b.now)
-    b.complete(second, "lost")
-    assert b.scheduler.explain()["slots"] == 1
-    b.scheduler.slot_up(0, b.now)
-    assert b.scheduler.explain()["slots"] == 2
 
 
 def test_scaling_at_random_loses_nothing_and_repeats_nothing(bench: Make) -> None:
