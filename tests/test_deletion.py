@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SUBSYSTEMS = {  # with what is built on them: their conformance checks, the demo's load generator, TorchPipe's dialect
     "streamer": ["streamer"],
-    "pipeline": ["pipeline", "testing/ops.py", "torchpipe", "torchserve/workflow"],
+    "pipeline": ["pipeline", "testing/ops.py", "torchpipe", "torchserve/workflow.py"],
     "bulk": ["bulk"],
     "perf": ["perf", "cli/demo"],
     "ray": ["ray"],

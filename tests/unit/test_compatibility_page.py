@@ -20,7 +20,7 @@ from penstock.torchserve.http.listener import listener_templates
 from penstock.torchserve.ts import MODULES
 from penstock.torchserve.ts.context import Context
 from penstock.torchserve.ts.metric_cache import MetricsCache
-from penstock.torchserve.workflow.spec import NodeSettings
+from penstock.torchserve.workflow import NodeSettings
 from support.torchserve import FakeAdministration
 
 TESTS = Path(__file__).parents[1]

@@ -115,6 +115,15 @@ class NodeEngine:
         if self.batcher is not None:
             self.batcher.wake()
 
+    @property
+    def takes_arrays(self) -> bool:
+        """See SharedState."""
+        return self.shared.takes_arrays
+
+    @property
+    def draining(self) -> bool:
+        return self.handle.state == "DRAINING"
+
     def freed(self) -> None:
         """A batch or a queued item has left the node. There may be room, or nothing more to wait for."""
         self._backpressure.wake()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from penstock.core.arrays import MOST_PARTS, nbytes_of
+from penstock.core.contracts import Ticket
 from penstock.core.engine.calls import Call
 from penstock.errors import BadRequest, ItemFailed, PenstockError, describe
 from penstock.pipeline import filters
@@ -23,7 +24,7 @@ from penstock.pipeline.engine import NodeEngine
 from penstock.pipeline.graph import Graph, ItemRoute, Join, Node, arriving, unchanged
 from penstock.pipeline.node import BatchStamp, Visit
 from penstock.pipeline.ops.base import DATA, RESULT, Fields
-from penstock.types import Item, ItemResult
+from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.pipeline")
 
@@ -70,6 +71,24 @@ class Splits(Protocol):
 
     def take(self, node: RunningNode, traversal: Traversal, fields: Fields) -> None:
         """Splits an item of the node, and then passes it to the next nodes."""
+
+
+class NodeServer(Protocol):
+    """Runs the items of a node: a pipeline's engine, or a registered model of a workflow."""
+
+    @property
+    def takes_arrays(self) -> bool:
+        """Whether only arrays of one shape can share a batch."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether the node is closing."""
+
+    def submit(self, item: Item, sink: Sink, bucket: str, nbytes: int) -> Ticket:
+        """Queues an item whose `data` has `nbytes` bytes. Raises PenstockError."""
+
+    def freed(self) -> None:
+        """A batch or a queued item has left the node."""
 
 
 class Traversal:
@@ -172,7 +191,7 @@ class TraversalVisit(Visit):
         self.place = -1
         self.node = node
         self.traversal = traversal
-        self.call: Call | None = None
+        self.call: Ticket | None = None
 
     def leave(self) -> None:
         call, self.call = self.call, None
@@ -198,7 +217,7 @@ class TraversalVisit(Visit):
         fields: Fields
         stamp: BatchStamp
         fields, stamp, *further = result.body
-        if traversal.hops is not None and call is not None:
+        if traversal.hops is not None and isinstance(call, Call):
             self._hop(traversal.hops, node, stamp, call.entry.arrival_s)
         if further:
             self._pass_chained(traversal, node, fields, stamp, further)
@@ -236,8 +255,8 @@ class RunningNode:
     The runner sets `followers`, `joins`, `chained` and `body` when all nodes exist.
     """
 
-    def __init__(self, graph: Graph, node: Node, engine: NodeEngine) -> None:
-        self.name, self.node, self.engine = node.name, node, engine
+    def __init__(self, graph: Graph, node: Node, server: NodeServer) -> None:
+        self.name, self.node, self.server = node.name, node, server
         self.followers: list[RunningNode] = []  # next nodes, except joins
         self.joins: list[RunningNode] = []  # joins that wait for this node
         self.chained: RunningNode | None = None  # the next node, if it runs in the same call
@@ -250,6 +269,12 @@ class RunningNode:
         self._pad = PadTo(node.pad_to) if node.pad_to else None
         self._bucket_fields = [name.removesuffix(".shape") for name in node.bucket or ()]
 
+    @property
+    def engine(self) -> NodeEngine:
+        """The server of a node that a pipeline runs itself."""
+        assert isinstance(self.server, NodeEngine)
+        return self.server
+
     def enter(self, traversal: Traversal, fields: Fields, swap: bool) -> None:
         """Queues an item. Raises ModelNotReady, DeadlineExceeded."""
         visit = TraversalVisit(self, traversal, fields, swap)
@@ -259,14 +284,14 @@ class RunningNode:
         item = Item(visit, budget_s=traversal.budget_s(self.node.deadline_s), priority=traversal.priority)
         if traversal.behind_s:
             item.behind_s = traversal.behind_s
-        visit.call = self.engine.submit(item, visit, bucket, nbytes)
+        visit.call = self.server.submit(item, visit, bucket, nbytes)
         traversal.visits.add(visit)
 
     def _bucket(self, fields: Fields, data: Any) -> str:
         """Only items with equal buckets share a batch."""
         pad = None if self._pad is None else partial(self._pad.shape, fields=fields)
         if self.node.bucket is None:
-            return shape_of(data, pad) if self.engine.shared.takes_arrays else ""
+            return shape_of(data, pad) if self.server.takes_arrays else ""
         return " ".join(shape_of(data if name == DATA else fields.get(name), pad) for name in self._bucket_fields)
 
     def ran(self, traversal: Traversal, fields: Fields) -> None:
@@ -393,14 +418,13 @@ class RunningNode:
 
     def failed(self, visit: TraversalVisit, error: PenstockError) -> None:
         """Handles an item that failed here or was dropped."""
-        self.engine.freed()
+        self.server.freed()
         self.end_or_skip(visit.traversal, visit.fields, error)
 
     def end_or_skip(self, traversal: Traversal, fields: Fields, error: PenstockError) -> None:
         """Ends the item. With `on_error = "skip"` it goes on unchanged, unless it is late or the node is closing."""
-        over = self.engine.handle.state == "DRAINING" or (
-            traversal.deadline_s is not None and traversal.deadline_s <= time.monotonic()
-        )
+        late = traversal.deadline_s is not None and traversal.deadline_s <= time.monotonic()
+        over = late or self.server.draining
         if self.node.on_error == "skip" and not over:
             self.passed(traversal, unchanged(fields))
         else:

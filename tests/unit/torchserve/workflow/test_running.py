@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import ItemFailed
 from penstock.torchserve.handlers.answers import error_answer
 from penstock.torchserve.protocol.api import ApiError, no_worker
-from penstock.torchserve.workflow.running import RunningWorkflow
-from penstock.torchserve.workflow.spec import make_workflow
+from penstock.torchserve.workflow import RunningWorkflow, make_workflow
 from penstock.types import Item, ItemResult
 from support.backend import Call, FakeBackend
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.torchserve.protocol.api import ApiError
-from penstock.torchserve.workflow.spec import make_workflow
+from penstock.torchserve.workflow import make_workflow
 
 
 def test_a_models_keys_override_the_common_ones():
