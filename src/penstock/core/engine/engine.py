@@ -15,7 +15,7 @@ from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
 from penstock.core.engine.admission import WaitingRequest
 from penstock.core.engine.calls import Call, notify, release
 from penstock.core.engine.handle import ModelHandle
-from penstock.core.engine.registry import ModelRegistry
+from penstock.core.engine.registry import ModelRegistry, holder
 from penstock.core.engine.residency import ResidencyManager
 from penstock.core.engine.rules import devices_of, sequence_of
 from penstock.core.wire.slabs import Slab, SlabPool
@@ -63,7 +63,7 @@ class Engine:
         bytes of each device that models may use; they are then loaded when they are wanted."""
         self._limits = limits or LimitsConfig()
         self._observers = tuple(observers)
-        self._registry = ModelRegistry()
+        self._registry: ModelRegistry[ModelHandle] = ModelRegistry()
         self._live: set[ModelHandle] = set()  # includes hidden ones, which load or drain
         self._pool: SlabPool | None = None
         self.log_level = log_level
@@ -259,7 +259,7 @@ class Engine:
                 handle = registry.route(model, version)
             if handle.sequences is not None and version is None:
                 item.sequence = sequence_of(item)
-                handle = registry.holder(handle, item.sequence)
+                handle = holder(registry, handle, item.sequence)
             return handle.submit(item, sink)
         except BaseException:
             release(item)
@@ -356,7 +356,7 @@ class Engine:
         if handle.sequences is not None:
             served["max_sequences"] = handle.batching.max_sequences
         found = structs.replace(handle.metadata, parameters={**handle.metadata.parameters, **served})
-        return found, self._registry.versions(model)
+        return found, list(self._registry.versions(model))
 
     def handle(self, model: str, version: str | None) -> ModelHandle:
         """The version, or the default version for None. Raises ModelNotFound."""

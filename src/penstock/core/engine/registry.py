@@ -1,18 +1,29 @@
-"""ModelRegistry: (name, version) -> handle, and the version for requests without one."""
+"""ModelRegistry: (name, version) -> handle, and the version for requests without one.
+
+TorchServe's versions are registered by the same rules, with other texts.
+"""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
 from penstock.config.checks import check_traffic
 from penstock.core.engine.handle import ModelHandle
-from penstock.errors import ConfigError, ModelNotFound, nearest
+from penstock.errors import ConfigError, ModelNotFound, PenstockError, nearest
 from penstock.types import SequenceRequest
 
 
 class Servable(Protocol):
     """A model version that can receive traffic."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+
+    @property
+    def version(self) -> str:
+        """The version's name."""
 
     @property
     def ready(self) -> bool:
@@ -59,24 +70,26 @@ class TrafficSplit(Generic[T]):
                 share.handle = new
 
 
-class ModelRegistry:
+class ModelRegistry(Generic[T]):
     """The models of one engine. Each request costs one dictionary look-up."""
 
+    successor: ClassVar = -1  # of the remaining versions, the index of the one that replaces a removed default
+
     def __init__(self) -> None:
-        self.handles: dict[tuple[str, str | None], ModelHandle] = {}  # version None: the default
-        self.splits: dict[str, TrafficSplit[ModelHandle]] = {}
+        self.handles: dict[tuple[str, str | None], T] = {}  # version None: the default
+        self.splits: dict[str, TrafficSplit[T]] = {}
 
     # ---- changes: each is atomic for requests
 
-    def add(self, handle: ModelHandle) -> None:
-        """Adds a version; the first one of a name is its default. Raises ConfigError for a duplicate."""
+    def add(self, handle: T) -> None:
+        """Adds a version; the first one of a name is its default. Raises the error of `duplicate`."""
         key = (handle.name, handle.version)
         if key in self.handles:
-            raise ConfigError(f"model '{handle.name}' version '{handle.version}' is already loaded; unload it first")
+            raise self.duplicate(handle)
         self.handles[key] = handle
         self.handles.setdefault((handle.name, None), handle)
 
-    def replace(self, old: ModelHandle, new: ModelHandle) -> None:
+    def replace(self, old: T, new: T) -> None:
         """`new` takes over all requests of `old`."""
         name = old.name
         assert (name, old.version) == (new.name, new.version)
@@ -88,8 +101,8 @@ class ModelRegistry:
         if name in self.splits:
             self.splits[name].replace(old, new)
 
-    def remove(self, handle: ModelHandle) -> None:
-        """Removes a version. The newest remaining version replaces a removed default, and all share its traffic.
+    def remove(self, handle: T) -> None:
+        """Removes a version. Another one replaces a removed default, and the others share its traffic.
 
         Idempotent: a failed load and an unload may both remove a handle.
         """
@@ -97,11 +110,11 @@ class ModelRegistry:
         if self.handles.get((name, handle.version)) is not handle:
             return
         del self.handles[(name, handle.version)]
-        others = self._versions(name)
+        others = self.versions(name)
         if self.handles[(name, None)] is handle:
             del self.handles[(name, None)]
             if others:
-                self.handles[(name, None)] = list(others.values())[-1]
+                self.handles[(name, None)] = list(others.values())[self.successor]
         split = self.splits.pop(name, None)
         if split is not None:
             weights = {v: w for v, w in split.weights.items() if v != handle.version}
@@ -118,13 +131,13 @@ class ModelRegistry:
         """Splits requests without a version by weight. Raises ModelNotFound, ConfigError."""
         for version in (None, *weights):
             self.find(name, version)
-        others = self._versions(name)
-        check_traffic(f"traffic of model '{name}'", weights, others)
+        others = self.versions(name)
+        self.check_weights(name, weights)
         self.splits[name] = TrafficSplit(weights, others)
 
     # ---- lookups
 
-    def route(self, name: str, version: str | None) -> ModelHandle:
+    def route(self, name: str, version: str | None) -> T:
         """The handle for the next request. Raises ModelNotFound."""
         if version is None and self.splits:
             split = self.splits.get(name)
@@ -132,39 +145,50 @@ class ModelRegistry:
                 return split.next()
         return self.find(name, version)
 
-    def holder(self, handle: ModelHandle, sequence: SequenceRequest | None) -> ModelHandle:
-        """The version on which a sequence is in progress, else `handle`."""
-        if sequence is None or sequence.start:
-            return handle
-        others = self._versions(handle.name).values()
-        return next((h for h in others if h.sequences is not None and sequence.id in h.sequences), handle)
-
-    def get(self, name: str, version: str) -> ModelHandle | None:
+    def get(self, name: str, version: str) -> T | None:
         return self.handles.get((name, version))
 
-    def find(self, name: str, version: str | None) -> ModelHandle:
-        """The handle of the version, or of the default. Raises ModelNotFound, which lists the known names."""
+    def find(self, name: str, version: str | None) -> T:
+        """The handle of the version, or of the default. Raises the error of `unknown`."""
         handle = self.handles.get((name, version))
-        if handle is not None:
-            return handle
-        versions = self.versions(name)
-        if version is not None and versions:
-            raise ModelNotFound(f"model '{name}' has no version '{version[:100]}'; it has {', '.join(versions)}")
-        names = sorted({h.name for h in self})
-        raise ModelNotFound(f"no model is named '{name}'{nearest(name, names)}")
+        if handle is None:
+            raise self.unknown(name, version)
+        return handle
 
-    def share(self, handle: ModelHandle) -> tuple[bool, float]:
+    def share(self, handle: T) -> tuple[bool, float]:
         """(is the default, share of the requests without a version)."""
         default = self.handles.get((handle.name, None)) is handle
         split = self.splits.get(handle.name)
         return default, float(default) if split is None else split.weights.get(handle.version, 0.0)
 
-    def versions(self, name: str) -> list[str]:
-        return list(self._versions(name))
-
-    def _versions(self, name: str) -> dict[str, ModelHandle]:
+    def versions(self, name: str) -> dict[str, T]:
         """Version -> handle for a name, the newest last."""
         return {h.version: h for h in self if h.name == name}
 
-    def __iter__(self) -> Iterator[ModelHandle]:
+    def __iter__(self) -> Iterator[T]:
         return iter([h for (_, version), h in self.handles.items() if version is not None])
+
+    # ---- rules and texts, which TorchServe's registry overrides
+
+    def duplicate(self, handle: T) -> PenstockError:
+        """The error of a version that is there already."""
+        return ConfigError(f"model '{handle.name}' version '{handle.version}' is already loaded; unload it first")
+
+    def unknown(self, name: str, version: str | None) -> PenstockError:
+        """The error of a model or version that is not there; it lists the known names."""
+        versions = self.versions(name)
+        if version is not None and versions:
+            return ModelNotFound(f"model '{name}' has no version '{version[:100]}'; it has {', '.join(versions)}")
+        return ModelNotFound(f"no model is named '{name}'{nearest(name, sorted({h.name for h in self}))}")
+
+    def check_weights(self, name: str, weights: Mapping[str, float]) -> None:
+        """Raises ConfigError for weights that are no traffic split."""
+        check_traffic(f"traffic of model '{name}'", weights, self.versions(name))
+
+
+def holder(registry: ModelRegistry[ModelHandle], handle: ModelHandle, sequence: SequenceRequest | None) -> ModelHandle:
+    """The version on which a sequence is in progress, else `handle`."""
+    if sequence is None or sequence.start:
+        return handle
+    others = registry.versions(handle.name).values()
+    return next((h for h in others if h.sequences is not None and sequence.id in h.sequences), handle)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError, describe
 from penstock.torchserve.admin.archives import ArchiveOpener, run_in_thread
-from penstock.torchserve.admin.describe import ModelDescriber
 from penstock.torchserve.admin.model_spec import VersionRequest, requested_settings
 from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
 from penstock.torchserve.admin.snapshots import SnapshotKind, Snapshots, state_of
 from penstock.torchserve.admin.tokens import Tokens
-from penstock.torchserve.admin.workers import DeviceAllocator, WorkerManager
+from penstock.torchserve.admin.workers import DeviceAllocator, ModelDescriber, WorkerManager
 from penstock.torchserve.config import Properties
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest
 
@@ -107,7 +106,7 @@ class Administrator:
 
     async def describe(self, model: str, version: str | None, *, customized: bool = False) -> list[dict[str, Any]]:
         """The objects of `GET /models/{m}[/{version}|/all]`; `version` "all" means every version."""
-        found = self._models.versions(model) if version == "all" else [self._models.find(model, version)]
+        found = self._models.all_of(model) if version == "all" else [self._models.find(model, version)]
         return await self._describer.describe(found, customized=customized)
 
     def models(self) -> list[tuple[str, str]]:
@@ -169,7 +168,7 @@ class Administrator:
     async def reload(self) -> None:
         """Loads the versions again whose archive in the store has changed, without losing a request.
 
-        A version that does not load answers as before, and `_ended` logs the reason.
+        A version that does not load serves as before, and `_ended` logs the reason.
         """
         await asyncio.gather(*(self.change(self._reload(each)) for each in list(self._models)), return_exceptions=True)
 
@@ -310,9 +309,11 @@ class Administrator:
         for version in self._models:
             if version.request is not None and version.request.workflow:
                 continue
-            default, weight = self._models.is_default(version), self._models.weight(version)
-            state = state_of(version, default=default, weight=weight)
-            models.setdefault(version.name, {})[version.version] = state
+            name = version.name
+            split = self._models.splits.get(name)
+            weight = None if split is None else split.weights.get(version.version)
+            state = state_of(version, default=self._models.handles[name, None] is version, weight=weight)
+            models.setdefault(name, {})[version.version] = state
         self._snapshots.write(kind, models, self.workflows.states())
 
     def stop(self) -> None:

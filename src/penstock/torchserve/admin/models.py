@@ -1,4 +1,4 @@
-"""The registered model versions, and the requests that wait for the first workers of a version.
+"""The registered model versions, and the Backend of TorchServe's listeners, which sends requests to them.
 
 A version may have no workers; the engine does not know such a version. Lookups raise ApiError with TorchServe's texts
 and happen once per request.
@@ -6,26 +6,35 @@ and happen once per request.
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import ClassVar, Protocol
 
 from msgspec import Struct, field
 
+from penstock.core.contracts import Ticket
 from penstock.core.engine.admission import AdmissionQueue
+from penstock.core.engine.calls import release
+from penstock.core.engine.engine import Engine
 from penstock.core.engine.handle import ModelHandle
-from penstock.core.engine.registry import TrafficSplit
+from penstock.core.engine.registry import ModelRegistry
+from penstock.core.wire.slabs import Slab
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull
 from penstock.torchserve.admin.model_spec import ModelSpec, VersionRequest
 from penstock.torchserve.archive.store import UnpackedArchive
-from penstock.torchserve.protocol.api import ApiError, no_worker
+from penstock.torchserve.metrics.observer import UNVERSIONED
+from penstock.torchserve.protocol.api import MAX_SHOWN, ApiError, no_worker
+from penstock.torchserve.protocol.codec import WORKFLOW
+from penstock.torchserve.sequence_headers import sequence_headers
+from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 
-MAX_SHOWN = 100  # characters of a client's name that a message shows
 
+class WorkflowRequests(Protocol):
+    """The part of Workflows that takes requests; see there."""
 
-def submit_error(error: PenstockError, model: str, version: str | None) -> PenstockError:
-    """The engine's error as TorchServe's clients know it."""
-    if isinstance(error, (ModelNotFound, ModelNotReady, QueueFull)):
-        return no_worker(model, version, error.message)
-    return error
+    def submit(self, name: str, item: Item, sink: Sink) -> Ticket: ...
+
+    def ready(self, name: str) -> bool: ...
 
 
 class ModelVersion(Struct, eq=False):
@@ -48,14 +57,11 @@ class ModelVersion(Struct, eq=False):
     pending: AdmissionQueue = field(default_factory=AdmissionQueue)  # requests that arrived during loading
     worker_ids: dict[int, int] = field(default_factory=dict)  # slot -> id
     request: VersionRequest | None = None  # that registered it
+    name: str = ""  # the specification's, also of a later one
+    version: str = ""
 
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def version(self) -> str:
-        return self.spec.version
+    def __post_init__(self) -> None:
+        self.name, self.version = self.spec.name, self.spec.version
 
     @property
     def up(self) -> int:
@@ -72,74 +78,42 @@ class ModelVersion(Struct, eq=False):
         return self.up >= min(self.expected, self.min_workers)
 
 
-class _Model(Struct, eq=False):
-    """The versions of one name, in the order of their registration."""
-
-    versions: dict[str, ModelVersion]
-    default: ModelVersion
-    split: TrafficSplit[ModelVersion] | None = None
-
-
-class VersionRegistry:
+class VersionRegistry(ModelRegistry[ModelVersion]):
     """Every registered version by name and version, and the version that serves requests without one."""
 
-    def __init__(self) -> None:
-        self._models: dict[str, _Model] = {}
+    successor: ClassVar = 0  # the oldest remaining version becomes the default, as in TorchServe
 
-    # ---- changes: atomic, because no change awaits
+    def duplicate(self, handle: ModelVersion) -> ApiError:
+        text = f"Model version {handle.version} is already registered for model {handle.name}"
+        return ApiError("ConflictStatusException", text)
 
-    def add(self, version: ModelVersion) -> None:
-        """The first version of a name becomes its default. Raises ApiError for a registered version."""
-        model = self._models.setdefault(version.name, _Model({}, version))
-        if version.version in model.versions:
-            raise ApiError(
-                "ConflictStatusException",
-                f"Model version {version.version} is already registered for model {version.name}",
-            )
-        model.versions[version.version] = version
+    def unknown(self, name: str, version: str | None) -> ApiError:
+        if version is None or (name, None) not in self.handles:
+            return ApiError("ModelNotFoundException", f"Model not found: {name[:MAX_SHOWN]}")
+        text = f"Model version: {version[:MAX_SHOWN]} does not exist for model: {name}"
+        return ApiError("ModelVersionNotFoundException", text)
+
+    def check_weights(self, name: str, weights: Mapping[str, float]) -> None:
+        """Any weights from 0, of which one is above 0."""
+        if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
+            text = f"weights: found {weights}, expected numbers from 0, at least one above 0"
+            raise ApiError("BadRequestException", text)
+
+    def remove(self, handle: ModelVersion) -> None:
+        handle.gone = True
+        super().remove(handle)
 
     def check_removal(self, version: ModelVersion) -> None:
         """Raises ApiError for the default version while the model has other versions."""
-        model = self._models[version.name]
-        if model.default is version and len(model.versions) > 1:
+        if self.find(version.name, None) is version and len(self.versions(version.name)) > 1:
             raise ApiError("InvalidModelVersionException", f"Cannot remove default version for model {version.name}")
 
-    def remove(self, version: ModelVersion) -> None:
-        """Removes the version; the others share its traffic, and the oldest replaces a removed default. Idempotent."""
-        model = self._models.get(version.name)
-        version.gone = True
-        if model is None or model.versions.get(version.version) is not version:
-            return
-        del model.versions[version.version]
-        if not model.versions:
-            del self._models[version.name]
-            return
-        if model.default is version:
-            model.default = next(iter(model.versions.values()))
-        if model.split is not None:
-            weights = {v: w for v, w in model.split.weights.items() if v != version.version}
-            model.split = TrafficSplit(weights, model.versions) if any(weights.values()) else None
-
     def set_default(self, name: str, version: str) -> None:
-        """Sends all requests without a version to this version."""
         self.find(name, None)
-        found = self._models[name].versions.get(version)
-        if found is None:
-            message = f"Model version {version[:MAX_SHOWN]} does not exist for model {name}"
-            raise ApiError("ModelVersionNotFoundException", message)
-        self._models[name].default, self._models[name].split = found, None
-
-    def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:
-        """Splits requests without a version by weight; at least one weight is above 0."""
-        for version in (None, *weights):
-            self.find(name, version)
-        if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
-            raise ApiError(
-                "BadRequestException", f"weights: found {weights}, expected numbers from 0, at least one above 0"
-            )
-        self._models[name].split = TrafficSplit(weights, self._models[name].versions)
-
-    # ---- lookups
+        if (name, version) not in self.handles:
+            text = f"Model version {version[:MAX_SHOWN]} does not exist for model {name}"
+            raise ApiError("ModelVersionNotFoundException", text)
+        super().set_default(name, version)
 
     def only(self) -> str:
         """The name of the only model that was loaded at startup. Raises ApiError if there are none or several."""
@@ -148,45 +122,108 @@ class VersionRegistry:
             raise ApiError("BadRequestException", "Parameter model_name is required.")
         return names.pop()
 
-    def route(self, name: str, version: str | None) -> ModelVersion:
-        """The version that serves the next request."""
-        if version is None:
-            model = self._models.get(name)
-            if model is not None:
-                return model.default if model.split is None else model.split.next()
-        return self.find(name, version)
-
-    def find(self, name: str, version: str | None) -> ModelVersion:
-        """The version, or the default version."""
-        model = self._models.get(name)
-        if model is None:
-            raise ApiError("ModelNotFoundException", f"Model not found: {name[:MAX_SHOWN]}")
-        if version is None:
-            return model.default
-        found = model.versions.get(version)
-        if found is None:
-            raise ApiError(
-                "ModelVersionNotFoundException",
-                f"Model version: {version[:MAX_SHOWN]} does not exist for model: {name}",
-            )
-        return found
-
-    def versions(self, name: str) -> list[ModelVersion]:
+    def all_of(self, name: str) -> list[ModelVersion]:
         """All versions of a model, oldest first."""
         self.find(name, None)
-        return list(self._models[name].versions.values())
+        return list(self.versions(name).values())
 
     def defaults(self) -> list[ModelVersion]:
         """The default version of every model, by name."""
-        return [self._models[name].default for name in sorted(self._models)]
+        return [self.handles[name, None] for name in sorted({version.name for version in self})]
 
-    def is_default(self, version: ModelVersion) -> bool:
-        return self._models[version.name].default is version
 
-    def weight(self, version: ModelVersion) -> float | None:
-        """Its share of the requests without a version; None without a traffic split."""
-        split = self._models[version.name].split
-        return None if split is None else split.weights.get(version.version)
+# ---- requests
 
-    def __iter__(self) -> Iterator[ModelVersion]:
-        return iter([version for model in self._models.values() for version in model.versions.values()])
+
+class ModelsBackend:
+    """See `Backend` in core/contracts.py. `submit` raises ApiError, except for an expired deadline.
+
+    `build_components` sets `workflows`.
+    """
+
+    workflows: WorkflowRequests
+
+    def __init__(self, engine: Engine, models: VersionRegistry) -> None:
+        self._engine = engine
+        self._models = models
+        self._requests: dict[tuple[str, str], int] = {}
+
+    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
+        """Queues one item. Without a version, the default or the traffic split decides. While the first workers load,
+        the item waits for them. A name that begins with WORKFLOW is a workflow's; "" is the only model of the start."""
+        if WORKFLOW in model:
+            return self.workflows.submit(model[1:], item, sink)
+        try:
+            model = model or self._models.only()
+            found = self._models.route(model, version)
+            label = version or UNVERSIONED
+            self._requests[model, label] = self._requests.get((model, label), 0) + 1
+            handle = found.handle
+            # with useJobTicket, no request waits in the queue
+            if handle is None or (found.spec.settings.use_job_ticket and handle.pending >= handle.instances.up):
+                raise no_worker(model, version)
+            if found.spec.settings.sequence_batching:
+                sink = partial(_end_named, handle, sink)
+            if found.loading:
+                if len(found.pending) >= found.spec.settings.job_queue_size:
+                    raise no_worker(model, version, "the queue for the first worker is full")
+                request = found.pending.add(item, sink, explain=lambda error: submit_error(error, model, version))
+                request.label = label
+                return request
+        except BaseException:
+            release(item)
+            raise
+        try:
+            call = self._engine.submit(model, found.version, item, sink)
+            call.label = label
+            return call
+        except PenstockError as e:
+            raise submit_error(e, model, version) from e
+
+    def take_requests(self) -> dict[tuple[str, str], int]:
+        """(model, requested version or UNVERSIONED) -> number of requests since the last call."""
+        found, self._requests = self._requests, {}
+        return found
+
+    def ready(self) -> bool:
+        """False while draining, and if the default version of any model has fewer workers than expected."""
+        return not self._engine.draining and all(version.healthy for version in self._models.defaults())
+
+    def model_ready(self, model: str, version: str | None) -> bool:
+        """Raises ApiError."""
+        if WORKFLOW in model:
+            return self.workflows.ready(model[1:])
+        return self._models.find(model or self._models.only(), version).ready and not self._engine.draining
+
+    def metadata(self, model: str, version: str | None) -> tuple[ModelMetadata, list[str]]:
+        """Raises ApiError."""
+        found = self._models.find(model, version)
+        versions = list(self._models.versions(model))
+        if found.handle is None or found.handle.metadata is None:
+            raise no_worker(model, version)
+        return found.handle.metadata, versions
+
+    def statuses(self) -> list[ModelStatus]:
+        return self._engine.statuses()
+
+    def allocate(self, nbytes: int) -> Slab | None:
+        return self._engine.allocate(nbytes)
+
+    def when_free(self, wake: Callable[[], None]) -> None:
+        self._engine.when_free(wake)
+
+
+def _end_named(handle: ModelHandle, sink: Sink, result: ItemResult) -> None:
+    """Ends the sequences that the handler named, divided by ";", in the header for it; then delivers the result."""
+    name, sequences = sequence_headers()[2].decode().lower(), handle.sequences
+    if sequences is not None:
+        for id in [id for key, ids in result.headers or () if key.lower() == name for id in ids.split(";")]:
+            sequences.end(id.strip())
+    sink(result)
+
+
+def submit_error(error: PenstockError, model: str, version: str | None) -> PenstockError:
+    """The engine's error as TorchServe's clients know it."""
+    if isinstance(error, (ModelNotFound, ModelNotReady, QueueFull)):
+        return no_worker(model, version, error.message)
+    return error

@@ -14,9 +14,8 @@ from penstock.core.os_threads import usable_cores
 from penstock.errors import ConfigError, PenstockError
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.archives import ArchiveOpener
-from penstock.torchserve.admin.backend import ModelsBackend
 from penstock.torchserve.admin.model_spec import VersionRequest
-from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
+from penstock.torchserve.admin.models import ModelsBackend, ModelVersion, VersionRegistry
 from penstock.torchserve.admin.snapshots import SavedVersion, Snapshots, saved_versions
 from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.admin.workers import usable_gpus

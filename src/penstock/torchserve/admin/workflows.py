@@ -16,17 +16,16 @@ from penstock.core.engine.calls import release
 from penstock.errors import ArchiveError, PenstockError, describe
 from penstock.torchserve.admin.archives import mar_name, open_archive, read_yaml, run_in_thread
 from penstock.torchserve.admin.model_spec import VersionRequest
-from penstock.torchserve.admin.models import MAX_SHOWN, ModelVersion
+from penstock.torchserve.admin.models import ModelVersion
 from penstock.torchserve.admin.snapshots import SnapshotKind
 from penstock.torchserve.archive.manifest import Manifest, check_model_name
 from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
 from penstock.torchserve.config import Properties
-from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest, WorkflowRequest
+from penstock.torchserve.protocol.api import MAX_SHOWN, ApiError, ChangeResult, RegisterRequest, WorkflowRequest
 from penstock.types import Item, Sink
 
 if TYPE_CHECKING:  # a server without workflows loads no pipeline
-    from penstock.torchserve.workflow.running import RunningWorkflow
-    from penstock.torchserve.workflow.spec import WorkflowNode, WorkflowSpec
+    from penstock.torchserve.workflow import RunningWorkflow, WorkflowNode, WorkflowSpec
 
 log = logging.getLogger("penstock.torchserve")
 
@@ -174,7 +173,7 @@ class Workflows:
         return ChangeResult(f"Workflow {name} has been registered and scaled successfully.")
 
     def _open(self, request: WorkflowRequest) -> tuple[str, str, UnpackedArchive, WorkflowSpec]:
-        from penstock.torchserve.workflow.spec import invalid, make_workflow
+        from penstock.torchserve.workflow import invalid, make_workflow
 
         try:
             files = open_archive(self._store, request.url, request.workflow_name, request.s3_sse_kms)
@@ -203,7 +202,7 @@ class Workflows:
             raise
 
     async def _start(self, found: _Workflow, request: WorkflowRequest, workers: Mapping[str, Any] | None) -> None:
-        from penstock.torchserve.workflow.running import RunningWorkflow
+        from penstock.torchserve.workflow import RunningWorkflow
 
         nodes = found.spec.nodes
         requests = {name: self._request(found, node, request, workers is not None) for name, node in nodes.items()}

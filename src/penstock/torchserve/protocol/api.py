@@ -13,6 +13,7 @@ from penstock.errors import PenstockError
 
 Group = Literal["inference", "management", "metrics"]
 
+MAX_SHOWN: Final = 100  # characters of a client's name that a message shows
 STATUS_OF: Final = {
     "BadRequestException": 400,
     "ModelException": 400,

@@ -37,7 +37,7 @@ def test_the_first_version_is_the_default_until_it_is_removed() -> None:
     assert registry.find("m", "2") is two
     registry.remove(one)
     assert registry.find("m", None) is two
-    assert registry.versions("m") == ["2"]
+    assert list(registry.versions("m")) == ["2"]
 
 
 def test_the_newest_remaining_version_becomes_the_default(three: Any) -> None:

@@ -35,67 +35,12 @@ def test_the_first_version_is_the_default(models: VersionRegistry) -> None:
     assert models.find("m", None).version == "1.0"
     assert models.route("m", None).version == "1.0"
     assert models.route("m", "2.0").version == "2.0"
-    assert [v.version for v in models.versions("m")] == ["1.0", "2.0"]
-
-
-def test_a_version_is_registered_once(models: VersionRegistry, refused: Refused) -> None:
-    with pytest.raises(ApiError) as found:
-        models.add(version("m", "1.0"))
-    assert refused(found) == (
-        409,
-        "ConflictStatusException",
-        "Model version 1.0 is already registered for model m",
-    )
-
-
-def test_an_unknown_model_or_version_has_torchserves_text(models: VersionRegistry, refused: Refused) -> None:
-    with pytest.raises(ApiError) as found:
-        models.route("x", None)
-    assert refused(found) == (404, "ModelNotFoundException", "Model not found: x")
-    with pytest.raises(ApiError) as found:
-        models.route("m", "3.0")
-    assert refused(found) == (
-        404,
-        "ModelVersionNotFoundException",
-        "Model version: 3.0 does not exist for model: m",
-    )
-
-
-def test_a_default_stays_while_other_versions_exist(models: VersionRegistry, refused: Refused) -> None:
-    with pytest.raises(ApiError) as found:
-        models.check_removal(models.find("m", None))
-    assert refused(found) == (403, "InvalidModelVersionException", "Cannot remove default version for model m")
-    other = models.find("m", "2.0")
-    models.check_removal(other)
-    models.remove(other)
-    last = models.find("m", None)
-    models.check_removal(last)
-    models.remove(last)
-    assert list(models) == []
-    with pytest.raises(ApiError):
-        models.find("m", None)
+    assert [v.version for v in models.all_of("m")] == ["1.0", "2.0"]
 
 
 def test_the_oldest_other_version_replaces_a_default_that_failed(models: VersionRegistry) -> None:
     models.remove(models.find("m", "1.0"))
     assert models.find("m", None).version == "2.0"
-
-
-def test_removing_a_version_twice_keeps_its_successor(models: VersionRegistry) -> None:
-    first = models.find("m", "2.0")
-    models.remove(first)
-    again = version("m", "2.0")
-    models.add(again)
-    models.remove(first)
-    assert models.find("m", "2.0") is again
-
-
-def test_a_new_default_receives_the_requests(models: VersionRegistry) -> None:
-    models.set_default("m", "2.0")
-    assert models.route("m", None).version == "2.0"
-    assert [v.version for v in models.defaults()] == ["2.0"]
-    with pytest.raises(ApiError, match="does not exist"):
-        models.set_default("m", "3.0")
 
 
 def test_traffic_is_split_by_weight_until_a_default_is_set(models: VersionRegistry) -> None:
@@ -105,18 +50,6 @@ def test_traffic_is_split_by_weight_until_a_default_is_set(models: VersionRegist
     assert models.route("m", "1.0").version == "1.0"
     models.set_default("m", "1.0")
     assert {models.route("m", None).version for _ in range(8)} == {"1.0"}
-
-
-def test_the_others_take_the_traffic_of_a_removed_version(models: VersionRegistry) -> None:
-    models.set_traffic("m", {"1.0": 1, "2.0": 9})
-    models.remove(models.find("m", "2.0"))
-    assert {models.route("m", None).version for _ in range(8)} == {"1.0"}
-
-
-def test_traffic_to_an_unknown_version_changes_nothing(models: VersionRegistry) -> None:
-    with pytest.raises(ApiError, match=r"3\.0 does not exist"):
-        models.set_traffic("m", {"1.0": 1, "3.0": 1})
-    assert {models.route("m", None).version for _ in range(4)} == {"1.0"}
 
 
 @pytest.mark.parametrize(
