@@ -109,89 +109,6 @@ def test_a_model_is_registered_scaled_made_default_and_removed(api: Api) -> None
     )
 
 
-REFUSED = [
-    ("PUT", "/models/m?min_worker=-1", 400),
-    ("PUT", "/models/m?min_worker=1000000", 400),
-    ("PUT", "/models/m?min_worker=2&max_worker=1", 400),
-    ("PUT", "/models/x?min_worker=1", 404),
-    ("POST", "/models?url=m-2.0.mar&initial_workers=1000000", 400),
-    ("POST", "/models", 400),
-    ("POST", "/models?url=", 404),
-    ("POST", "/models?url=none.mar", 404),
-    ("POST", "/models?url=http://127.0.0.1:9/m.mar", 404),
-    ("POST", "/models?url=/etc", 404),
-    ("POST", "/models?url=../m.mar", 404),
-    ("DELETE", "/models/x", 404),
-    ("GET", "/models/x", 404),
-]
-
-
-def test_an_invalid_request_is_refused_and_changes_nothing(api: Api) -> None:
-    before = api.ask("GET", "/models/m")[1][0]["workers"][0]["pid"]
-    for method, path, code in REFUSED:
-        found, answer = api.ask(method, path)
-        assert (found, answer["code"]) == (code, code), (method, path, answer)
-    assert [w["pid"] for w in api.ask("GET", "/models/m")[1][0]["workers"]] == [before]
-    assert api.ask("GET", "/models")[1]["models"] == [{"modelName": "m", "modelUrl": "m-1.0.mar"}]
-    assert api.predict("m") == (200, 1.0)
-
-
-BAD_NUMBERS = (
-    "1e30",
-    "-1e30",
-    str(10**30),
-    str(2**31),
-    "9" * 5000,
-    "1e999",
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "true",
-    "[[1]]",
-)
-INTEGERS = ("batch_size", "max_batch_delay", "initial_workers", "response_timeout", "startup_timeout")
-
-
-def test_no_number_in_a_management_request_hangs_or_changes_the_server(torchserve: Any, api: Api) -> None:
-    """In a JSON body a number must be one. As in TorchServe, the default replaces an invalid number of a query."""
-
-    def ask(method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> tuple[int, str]:
-        began = time.monotonic()
-        url = torchserve.url("Management") + path
-        status, text = torchserve.fetch(url, body, method=method, Content_Type=kind)
-        assert time.monotonic() - began < 10, (path, body)
-        return status, text.decode()[:500]
-
-    before, listed = api.ask("GET", "/models/m")[1][0]["workers"][0]["pid"], api.ask("GET", "/models")
-    for value in BAD_NUMBERS:
-        for key in INTEGERS:
-            body = f'{{"url": "m-2.0.mar", "{key}": {value}}}'.encode()
-            assert ask("POST", "/models", body)[0] == 400, body
-            assert ask("POST", f"/models?url=m-1.0.mar&{key}={value}")[0] == 409
-        for body in (f'{{"1.0": {value}}}', f'{{"1.0": 1, "2.0": {value}}}', f'{{"1.0": "{value}"}}'):
-            assert ask("PUT", "/models/m/traffic", body.encode())[0] in (400, 404), body
-        for query in (f"min_worker={value}", f"max_worker={value}", f"min_worker=1&max_worker={value}"):
-            assert ask("PUT", f"/models/m?{query}&synchronous=true")[0] in (200, 400), query
-        assert ask("GET", f"/models?limit={value}&next_page_token={value}")[0] == 200
-    for path in ("/models?url=m-2.0.mar&initial_workers=2147483647", "/models/m?min_worker=2147483647"):
-        assert ask("POST" if "url" in path else "PUT", path)[0] == 400
-    assert [w["pid"] for w in api.ask("GET", "/models/m")[1][0]["workers"]] == [before]
-    assert api.ask("GET", "/models") == listed
-    assert api.predict("m") == (200, 1.0)
-
-
-def test_a_model_without_workers_refuses_until_it_has_workers_again(api: Api) -> None:
-    assert api.status("PUT", "/models/m?min_worker=0&synchronous=true") == (200, "Workers scaled to 0 for model: m")
-    code, answer = api.predict("m")
-    assert (code, answer["type"]) == (503, "ServiceUnavailableException")
-    assert answer["message"].startswith('Model "m" has no worker to serve inference request.')
-    assert api.status("PUT", "/models/m?min_worker=1") == (202, "Processing worker updates...")
-    end = time.monotonic() + 20
-    while api.predict("m")[0] != 200:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_ping_reports_a_dead_worker_within_a_second(torchserve: Any, api: Api) -> None:
     def ping_becomes(wanted: int, seconds: float) -> Any:
         end = time.monotonic() + seconds
@@ -209,16 +126,6 @@ def test_ping_reports_a_dead_worker_within_a_second(torchserve: Any, api: Api) -
     file.write_text(HANDLER)
     assert ping_becomes(200, 30.0) == {"status": "Healthy"}
     assert api.predict("m") == (200, 1.0)
-
-
-def test_accepted_requests_are_answered_when_a_model_is_removed(api: Api) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        requests = [pool.submit(api.predict, "m", b"0.5") for _ in range(4)]
-        while api.ask("GET", "/models/m")[1][0]["jobQueueStatus"]["pendingRequests"] < 2:
-            assert not any(request.done() for request in requests)
-        time.sleep(0.1)  # the last one may be on its way
-        assert api.status("DELETE", "/models/m") == (200, 'Model "m" unregistered')
-        assert [request.result() for request in requests] == [(200, 1.0)] * 4
 
 
 def test_a_server_restarts_with_its_models(torchserve: Any, api: Api) -> None:

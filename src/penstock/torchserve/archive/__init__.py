@@ -1,6 +1,6 @@
 """Model archives: reading, checking, unpacking, downloading and writing them.
 
-Each error here carries TorchServe's message. Its docstring names the status and type of TorchServe's answer.
+Each error has TorchServe's message. Its docstring names the status and type of TorchServe's response.
 """
 
 from penstock.errors import ArchiveError

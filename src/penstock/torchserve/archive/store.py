@@ -67,14 +67,16 @@ def read_folder(folder: Path, *, name: str = "") -> Archive:
         raise ArchiveError(e.message.replace(MANIFEST, manifest), detail=e.detail) from None
 
 
-def unpack_archive(file: BinaryIO, name: str, target: Path, *, limits: UnpackLimits = LIMITS) -> Archive:
-    """Unpacks an open archive into the new folder `target`: a zip if its `name` ends in .mar or .war, else a .tar.gz.
+def unpack_archive(
+    file: BinaryIO, file_name: str, target: Path, *, name: str = "", limits: UnpackLimits = LIMITS
+) -> Archive:
+    """Unpacks an open archive into the new folder `target`: a zip if it is a .mar or .war file, else a .tar.gz.
 
-    Raises ArchiveError and then leaves no `target`.
+    `name` names a model without a manifest. Raises ArchiveError and then leaves no `target`.
     """
-    unpack(file, target, tar=not name.endswith((".mar", ".war")), limits=limits)
+    unpack(file, target, tar=not file_name.endswith((".mar", ".war")), limits=limits)
     try:
-        return read_folder(target, name=name)
+        return read_folder(target, name=name or file_name)
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
@@ -243,10 +245,11 @@ class ModelStore:
             cached = self.cache / digest
             with _exclusive(cached) as lock:
                 try:
-                    if not cached.exists():
+                    if cached.exists():
+                        archive = read_folder(cached, name=name or path.name)
+                    else:
                         _remove_leftovers(cached)
-                        unpack_archive(file, path.name, cached, limits=self.limits)
-                    archive = read_folder(cached, name=name or path.name)
+                        archive = unpack_archive(file, path.name, cached, name=name, limits=self.limits)
                 except BaseException:
                     if not cached.exists():
                         lock.unlink()

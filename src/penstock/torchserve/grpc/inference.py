@@ -107,7 +107,7 @@ class _Output(Struct):
     data: list[Any]
 
 
-class _InferAnswer(Struct):
+class _HandlerResponse(Struct):
     id: str | int
     model_name: str
     model_version: str | int
@@ -202,9 +202,9 @@ def _raw_values(tensor: Any, data: bytes) -> Any:
 def _infer_response(body: bytes, quoted: bool) -> Any:
     """Raises BadOutput."""
     try:
-        answer = msgspec.convert(json.loads(body), _InferAnswer)
-        response = _Infer(id=str(answer.id), model_name=answer.model_name, model_version=str(answer.model_version))
-        for output in answer.outputs:
+        given = msgspec.convert(json.loads(body), _HandlerResponse)
+        response = _Infer(id=str(given.id), model_name=given.model_name, model_version=str(given.model_version))
+        for output in given.outputs:
             tensor = response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
             values = output.data
             if output.datatype == "BYTES":

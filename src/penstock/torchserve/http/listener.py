@@ -134,7 +134,7 @@ def operation_of(template: Template) -> Operation:
     prefix += "version_" if "{model_version}" in path else ""
     name = prefix + words[-1] + ("_path" if "...}" in path else "")
     if not template.codec:
-        return Operation("GET", path, name, template.summary, responses=((200, "The answer", "object"),))
+        return Operation("GET", path, name, template.summary, responses=((200, "The response", "object"),))
     return Operation("POST", path, name, template.summary, body="bytes", responses=PREDICTED)
 
 

@@ -47,11 +47,9 @@ def _template(path: str, table: dict[str, Action], guard: Group | None) -> Templ
 
     async def serve(request: HttpRequest) -> ItemResult:
         action = table.get(request.method, first)
-        operation = action.operation
-        if operation.method in ("POST", "PUT", "DELETE") and request.query:
-            ignored = api.unknown_parameters(request.query, (parameter.name for parameter in operation.parameters))
-            if ignored:
-                log.warning("event=unknown_parameters route=%s names=%r consequence=ignored", operation.id, ignored)
+        changes = action.operation.method in ("POST", "PUT", "DELETE")
+        if changes and request.query and (ignored := api.unknown_parameters(action.operation, request.query)):
+            log.warning("event=unknown_parameters route=%s names=%r consequence=ignored", action.operation.id, ignored)
         return await action.serve(request)
 
     methods = None if first.any_method else frozenset(table)

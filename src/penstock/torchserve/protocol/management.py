@@ -8,7 +8,7 @@ which states what was found and what was expected.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Final
 
@@ -258,9 +258,9 @@ def read_weights(body: bytes | memoryview) -> dict[str, float]:
     return weights
 
 
-def unknown_parameters(query: Query, known: Iterable[str]) -> list[str]:
+def unknown_parameters(operation: Operation, query: Query) -> list[str]:
     """The parameters without effect, for the log: at most ten, truncated."""
-    known = frozenset(known)
+    known = [parameter.name for parameter in operation.parameters]
     return [name[:_SHOWN] for name in query if name not in known][:10]
 
 
@@ -276,7 +276,7 @@ def _read(operation: Operation, values: Mapping[str, Any], warn: Warn, *, strict
         if parameter.kind == "boolean":
             read[name] = parameter.default if value is None else _boolean(name, value)
         elif parameter.kind == "string":  # an empty URL is an archive that does not exist
-            text = convert(value, str | None, name, error=_bad_request)
+            text = value if isinstance(value, str | None) else convert(value, str, name, error=_bad_request)
             read[name] = text if parameter.required else text or None
         elif parameter.least is not None:
             read[name] = None if value is None else _integer(name, value, parameter.least, warn, strict)

@@ -53,11 +53,6 @@ async def test_a_stream_has_one_message_per_part(grpc_site):
         ]
 
 
-async def test_a_stream_of_one_answer_has_one_message(grpc_site):
-    async with grpc_site({"m": lambda call: call.reply(b"all")}) as ask:
-        assert [part.prediction for part in await ask("StreamPredictions", model_name="m")] == [b"all"]
-
-
 async def test_parts_reach_the_client_before_the_answer_ends(grpc_site):
     async with grpc_site({"m": lambda call: call.reply(b"one", final=False)}) as ask:
         stream = ask.begin("StreamPredictions", model_name="m")
@@ -164,13 +159,6 @@ async def test_a_request_whose_client_left_is_cancelled(grpc_site, wait_until, c
         await wait_until(lambda: ask.backend.calls[0].cancelled)
         with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
             await reading
-
-
-async def test_a_request_that_was_answered_is_not_cancelled(grpc_site):
-    async with grpc_site({"m": in_parts}) as ask:
-        await ask("Predictions", model_name="m")
-        await ask("StreamPredictions", model_name="m")
-        assert [call.cancelled for call in ask.backend.calls] == [False, False]
 
 
 async def test_unread_parts_are_bounded(grpc_site, monkeypatch):
@@ -440,8 +428,3 @@ async def test_an_invalid_answer_is_an_internal_error(grpc_site, changes):
 async def test_an_answer_that_is_not_an_object_is_an_internal_error(grpc_site, body):
     async with grpc_site({"m": lambda call: call.reply(body)}) as ask:
         assert (await ask.refusal("ModelInfer", model_name="m"))[0] == "INTERNAL"
-
-
-async def test_the_service_exists_only_when_enabled(grpc_site):
-    async with grpc_site(ts_open_inference_protocol=False) as ask:
-        assert (await ask.refusal("ServerLive"))[0] == "UNIMPLEMENTED"

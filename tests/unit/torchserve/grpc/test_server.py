@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from pathlib import Path
 
@@ -37,14 +36,6 @@ async def test_a_port_in_use_is_refused_with_its_key(administration, capfd):
         server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS)
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: the port is in use.*with grpc_inference_port"):
             await server.start("127.0.0.1", port, "grpc_inference_port")
-        await server.close(0.0)
-
-
-async def test_two_servers_do_not_share_a_port(grpc_site, administration, capfd):
-    async with grpc_site() as ask:
-        server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS)
-        with pytest.raises(ConfigError):
-            await server.start("127.0.0.1", ask.port, "grpc_inference_port")
         await server.close(0.0)
 
 
@@ -86,15 +77,6 @@ async def test_closing_answers_running_calls_and_refuses_new_ones(grpc_site, wai
         assert (await ask.refusal("Ping"))[0] == "UNAVAILABLE"
 
 
-async def test_calls_that_outlast_the_drain_are_cancelled(grpc_site, wait_until):
-    async with grpc_site({"m": lambda call: None}) as ask:
-        running = asyncio.ensure_future(ask.refusal("Predictions", model_name="m"))
-        await wait_until(lambda: ask.backend.calls)
-        await ask.server.close(0.05)
-        assert (await running)[0] in ("UNAVAILABLE", "CANCELLED")
-        await wait_until(lambda: ask.backend.calls[0].cancelled)
-
-
 async def test_old_connections_are_closed(administration):
     limits = GrpcLimits(LIMITS.limits, max_age_ms=100, max_age_grace_ms=100)
     server = make_grpc_listener(FakeBackend({"m": lambda call: None}), administration, INFERENCE, limits)
@@ -124,21 +106,6 @@ async def test_a_silent_connection_is_closed(administration, limit, sent, word):
         assert word in await asyncio.wait_for(reader.read(), 10.0)
         writer.close()
         await writer.wait_closed()
-    finally:
-        await server.close(1.0)
-
-
-async def test_more_connections_than_allowed_are_closed(administration):
-    server = make_grpc_listener(FakeBackend(), administration, INFERENCE, GrpcLimits(LimitsConfig(max_connections=3)))
-    port = await server.start("127.0.0.1", 0, "a_key")
-    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        with contextlib.suppress(ConnectionResetError):
-            assert await asyncio.wait_for(reader.read(), 5.0) == b""
-        for _, each in (*silent, (reader, writer)):
-            each.close()
-        assert b"Healthy" in await ping(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
     finally:
         await server.close(1.0)
 

@@ -1,4 +1,4 @@
-"""Token checks on every gRPC call, and the wire format of TorchServe's services."""
+"""Token checks on every gRPC call, the status and text of errors, and the wire format of TorchServe's services."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from datetime import UTC, datetime, timedelta
 import grpc
 import pytest
 
+from penstock.serving.grpc.messages import code_of
 from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.grpc import services
+from penstock.torchserve.protocol.api import STATUS_OF, ApiError
 from support.backend import Call
 
 GUARDS = {
@@ -112,6 +114,47 @@ async def test_health_reports_the_state_of_the_models(grpc_site, administration)
         assert ((await ask("Check")).status, (await ask("Check", service=name)).status) == (2, 2)
         assert await ask.refusal("Check", service="no") == ("NOT_FOUND", "there is no service 'no'")
         assert (await ask.refusal("Watch"))[0] == "UNIMPLEMENTED"
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (400, "INVALID_ARGUMENT"), (401, "UNAUTHENTICATED"), (403, "PERMISSION_DENIED"), (404, "NOT_FOUND"),
+        (405, "FAILED_PRECONDITION"), (408, "FAILED_PRECONDITION"), (409, "ABORTED"), (413, "RESOURCE_EXHAUSTED"),
+        (416, "OUT_OF_RANGE"), (429, "RESOURCE_EXHAUSTED"), (499, "CANCELLED"), (500, "INTERNAL"),
+        (501, "UNIMPLEMENTED"), (503, "UNAVAILABLE"), (504, "DEADLINE_EXCEEDED"), (507, "INTERNAL"), (599, "INTERNAL"),
+    ],
+)  # fmt: skip
+def test_each_status_has_its_code(status, code):
+    assert code_of(status).name == code
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "name"),
+    [
+        ("BadRequestException", "INVALID_ARGUMENT", "org.pytorch.serve.http.BadRequestException"),
+        ("ConflictStatusException", "ABORTED", "org.pytorch.serve.http.ConflictStatusException"),
+        ("ModelNotFoundException", "NOT_FOUND", "org.pytorch.serve.archive.model.ModelNotFoundException"),
+        ("DownloadArchiveException", "INVALID_ARGUMENT", "org.pytorch.serve.archive.DownloadArchiveException"),
+        ("IllegalArgumentException", "PERMISSION_DENIED", "java.lang.IllegalArgumentException"),
+    ],
+)
+def test_a_management_error_names_its_java_class(kind, code, name):
+    found = services.management_error(ApiError(kind, "what happened"))
+    assert (found.code.name, found.details) == (code, f"what happened\n{name}")
+
+
+@pytest.mark.parametrize("kind", STATUS_OF)
+def test_a_prediction_without_a_worker_is_internal(kind):
+    found = services.submit_error(ApiError(kind, "why"))
+    named = {
+        "ModelNotFoundException": "org.pytorch.serve.archive.model.ModelNotFoundException",
+        "ModelVersionNotFoundException": "org.pytorch.serve.archive.model.ModelVersionNotFoundException",
+    }.get(kind, "InternalServerException.()")
+    assert (found.code.name, found.details) == ("INTERNAL", f"why\n{named}")
 
 
 # ---- messages and services

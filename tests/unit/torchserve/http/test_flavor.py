@@ -33,7 +33,7 @@ from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
 from penstock.torchserve.protocol.api import ApiError
 from penstock.types import ItemResult
-from support.backend import Call, FakeBackend, FakeBuffer
+from support.backend import Call, FakeBackend
 from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
@@ -473,23 +473,6 @@ async def test_a_body_over_the_limit_is_413_with_an_empty_body(line, sent):
         assert peer.administration.asked == []
 
 
-async def test_a_body_at_the_limit_is_accepted_in_shared_memory():
-    async with listening(limits={"max_body_bytes": 300_000}) as peer:
-        for size in (70_000, 300_000):
-            peer.ask("PUT", "/predictions/m", b"x" * size)
-            assert await peer.answer() == (ok(size), b"x" * size)
-            assert isinstance(peer.backend.calls[-1].item.payload, FakeBuffer)
-        assert peer.backend.used_bytes == 0
-
-
-async def test_expect_is_answered_with_100_continue():
-    async with listening() as peer:
-        peer.send(b"POST /predictions/m HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\n")
-        assert await peer.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
-        peer.send(b"a")
-        assert await peer.answer() == (ok(1), b"a")
-
-
 # ---- what a handler may set
 
 
@@ -531,13 +514,6 @@ async def test_head_has_no_body():
         assert await peer.head() == ok(4).replace(b"ID", peer.backend.calls[0].item.request_id.encode())
         peer.ask("GET", "/predictions/m")
         assert await peer.answer() == (ok(4), b"four")
-
-
-@pytest.mark.parametrize("size", [0, 10, 100_000])
-async def test_bodies_of_any_size_are_sent_completely(size):
-    async with listening({"m": lambda call: call.reply(b"x" * size, "")}) as peer:
-        peer.ask("POST", "/predictions/m")
-        assert await peer.answer() == (ok(size), b"x" * size)
 
 
 # ---- streams
@@ -608,40 +584,6 @@ async def test_pipelined_requests_are_answered_in_order_each_under_its_own_id():
         assert len(ids) == 9
         assert all(str(uuid.UUID(i)) == i and uuid.UUID(i).version == 4 for i in ids)
         assert {uuid.UUID(i).variant for i in ids} == {uuid.RFC_4122}
-
-
-async def test_requests_pipelined_after_an_error_are_not_answered():
-    calls: list[Call] = []
-    async with listening({"m": calls.append}) as peer:
-        peer.ask("POST", "/predictions/m", b"0")
-        peer.ask("POST", "/predictions/m", b"1")
-        peer.send(b"POST /predictions/m HTTP/1.1\r\nContent-Length: 100000\r\n\r\nabc")  # and not all of a third
-        while len(calls) < 2 or not peer.backend.used_bytes:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        calls[0].sink(ItemResult(error=ItemFailed("no")))
-        assert (await peer.rest()).count(b"HTTP/1.1") == 1
-        while not calls[1].cancelled:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        assert len(calls) == 2
-        assert peer.backend.used_bytes == 0
-
-
-async def test_connection_close_is_honored():
-    async with listening() as peer:
-        peer.ask("POST", "/predictions/m", b"a", "Connection: close")
-        assert await peer.answer() == (ok(1).replace(b"keep-alive", b"close"), b"a")
-        assert await peer.rest() == b""
-
-
-async def test_a_client_that_leaves_is_cancelled():
-    calls: list[Call] = []
-    async with listening({"m": calls.append}, limits={"write_timeout_s": 0.4}) as peer:
-        peer.ask("POST", "/predictions/m", b"a")
-        while not calls:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        peer.writer.close()
-        while not calls[0].cancelled:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def test_without_tokens_on_loopback_foreign_pages_and_hosts_are_refused():

@@ -100,26 +100,6 @@ async def test_an_error_is_answered_and_a_bug_reveals_nothing(caplog):
         assert "event=bug where=route path='/do/bug'" in caplog.text
 
 
-async def test_requests_of_one_connection_are_answered_in_order():
-    gates = {name: asyncio.Event() for name in ("a", "b")}
-
-    async def wait(request: HttpRequest) -> ItemResult:
-        await gates[request.names["what"]].wait()
-        return ItemResult(body=request.names["what"].encode())
-
-    async with serving(wait) as (server, port):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /do/a HTTP/1.1\r\n\r\nGET /do/b HTTP/1.1\r\nConnection: close\r\n\r\n")
-        while len(server.listener.tasks) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        gates["b"].set()
-        await asyncio.sleep(0.01)
-        gates["a"].set()
-        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
-        assert answer.index(b"\r\n\r\na") < answer.index(b"\r\n\r\nb")
-        writer.close()
-
-
 async def test_a_change_completes_after_its_client_leaves_and_closing_waits_for_it():
     begun, gate, made = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -142,27 +122,6 @@ async def test_a_change_completes_after_its_client_leaves_and_closing_waits_for_
         gate.set()
         await asyncio.wait_for(closing, LIMIT_S)
         assert made.is_set()
-
-
-async def test_closing_waits_at_most_the_given_time():
-    cancelled = asyncio.Event()
-
-    async def hang(request: HttpRequest) -> ItemResult:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-        raise AssertionError
-
-    async with serving(hang) as (server, port):
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"PUT /do/it HTTP/1.1\r\n\r\n")
-        while not server.listener.tasks:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0)
-        await server.close(0.05)
-        assert cancelled.is_set()
-        writer.close()
 
 
 # ---- metrics

@@ -18,7 +18,7 @@ from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
 from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.http.listener import make_listener
-from support.backend import Call, FakeBackend
+from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 
 LIMIT_S = 10.0
@@ -83,20 +83,6 @@ async def post(port: int, body: bytes) -> bytes:
     return answer
 
 
-@pytest.mark.parametrize("size", [0, 10, 100_000, 3_000_000])
-async def test_bodies_of_any_size_pass_through_tls(size):
-    async with guarded() as (server, port):
-        assert await post(port, b"x" * size) == b"x" * size
-        await until_gone(server)
-
-
-async def test_many_clients_at_once_pass_through_tls():
-    async with guarded() as (server, port):
-        bodies = [b"%d" % n for n in range(30)]
-        assert await asyncio.gather(*(post(port, body) for body in bodies)) == bodies
-        await until_gone(server)
-
-
 @pytest.mark.parametrize(
     "data", [b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n", b"G", b"nonsense\n", b"POST / " + b"x" * 99_999]
 )
@@ -156,23 +142,6 @@ async def test_clients_that_disconnect_leave_nothing_behind():
         await until_gone(server)
 
 
-async def test_silent_connections_count_as_connections():
-    async with guarded(max_connections=2) as (server, port):
-        silent = [await plain(port) for _ in range(2)]
-        async with asyncio.timeout(LIMIT_S):
-            while waiting(server) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-        reader, writer = await plain(port)
-        with contextlib.suppress(ConnectionError):
-            assert await rest(reader) == b""
-        writer.close()
-        assert server.listener.counts.refused == 1
-        for _, writer in silent:
-            writer.close()
-        await until_gone(server)
-        assert await post(port, b"a") == b"a"
-
-
 async def test_closing_drops_connections_before_their_handshake():
     async with guarded() as (server, port):
         peers = [await plain(port) for _ in range(3)]
@@ -186,22 +155,6 @@ async def test_closing_drops_connections_before_their_handshake():
                 assert await rest(reader) == b""
             writer.close()
         await until_gone(server)
-
-
-async def test_a_request_in_flight_is_answered_when_the_listener_closes():
-    calls: list[Call] = []
-    async with guarded() as (server, port):
-        server.listener.backend.models["m"] = calls.append  # type: ignore[attr-defined]
-        reader, writer = await secured(port)
-        writer.write(b"POST /predictions/m HTTP/1.1\r\nContent-Length: 1\r\n\r\na")
-        while not calls:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        closing = asyncio.ensure_future(server.close(5.0))
-        await asyncio.sleep(0)
-        calls[0].reply(b"late", "")
-        assert (await rest(reader)).endswith(b"\r\n\r\nlate")
-        writer.close()
-        await closing
 
 
 async def test_a_port_in_use_and_an_invalid_host_are_refused():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ItemFailed
-from penstock.torchserve.handlers.answers import error_answer
+from penstock.torchserve.handlers.responses import error_response
 from penstock.torchserve.protocol.api import ApiError, no_worker
 from penstock.torchserve.workflow import RunningWorkflow, make_workflow
 from penstock.types import Item, ItemResult
@@ -116,7 +116,7 @@ def failing(times: int, answer: Callable[[Call], None]) -> Callable[[Call], None
 
 FAILURES: dict[str, Callable[[Call], None]] = {
     "an error": lambda call: call.sink(ItemResult(error=ItemFailed("Prediction failed"))),
-    "an error with a status": lambda call: call.sink(ItemResult(error_answer(513, "no").body, status=513)),
+    "an error with a status": lambda call: call.sink(ItemResult(error_response(513, "no").body, status=513)),
     "silence": lambda call: None,
 }
 
