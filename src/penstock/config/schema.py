@@ -135,10 +135,10 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = 2**20
     max_transit_bytes: Annotated[
         Bytes,
-        doc("bytes that all clients of a listener may occupy while they send requests or read answers; then 503"),
+        doc("bytes that all clients of a listener may occupy while they send requests or read responses; then 503"),
     ] = 2**30
     pool_bytes: Annotated[Bytes, doc("shared memory for request payloads over 64 KiB")] = 256 * 2**20
-    reply_bytes: Annotated[Bytes, doc("shared memory of each worker for answers over 64 KiB")] = 64 * 2**20
+    reply_bytes: Annotated[Bytes, doc("shared memory of each worker for responses over 64 KiB")] = 64 * 2**20
     max_instances: Annotated[Instances, doc("most instances of one version of a model")] = 64
     max_versions: Annotated[Positive, doc("most versions of all models together")] = 256
     max_queue_bytes: Annotated[Bytes, doc("bytes of payload that may wait in the queue of a model")] = 512 * 2**20

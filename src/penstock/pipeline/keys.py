@@ -80,7 +80,7 @@ NODE: Final = {
     "else": Key(
         Literal["skip", "skip_branch", "stop", "fail"],
         "items that do not meet `when` pass unchanged (`skip`), leave this branch (`skip_branch`), end here with their"
-        " fields as the answer (`stop`), or fail",
+        " fields as the response (`stop`), or fail",
         "skip",
     ),
     "require": Key(
@@ -130,7 +130,7 @@ PIPELINE: Final = {
     "name": Key(str, "the pipeline's name", "the file's, without .toml"),
     "entry": Key(str, "the node where an item begins unless it names one", "the only node that no `next` names"),
     "compat": Key(bool | Literal["torchpipe"], "unknown keys cause warnings instead of errors", "false"),
-    "trace": Key(bool, "each answer includes the item's path", "false"),
+    "trace": Key(bool, "each response includes the item's path", "false"),
     "in_flight": Key(Count, "most items inside at once", "the sum of what nodes and queues hold"),
     "inputs": Key(Names, "the fields that callers send", "data"),
     "outputs": Key(Names, "the fields that callers receive", "result"),
