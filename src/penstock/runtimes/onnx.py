@@ -144,7 +144,7 @@ def open_tensorrt(
 
 
 def _profile(inputs: Sequence[Any], least_rows: int, most_rows: int) -> dict[str, str] | None:
-    """The shapes of an engine: {} if the graph fixes them all, None if another size than the rows is dynamic."""
+    """The profile of an engine: {} if the graph fixes all sizes, None if a size other than the rows is dynamic."""
     shapes = {i.name: list(i.shape) for i in inputs}
     if any(not isinstance(n, int) for shape in shapes.values() for n in shape[1:]):
         return None

@@ -27,7 +27,7 @@ _PLAIN: Final = {"b": "BOOL", "i": "INT64", "u": "INT64", "f": "FP32"}  # dataty
 
 
 class Input(Struct, frozen=True):
-    """An input of a program; datatype and shape are None if it declares none. -1 is any size, as of rows on axis 0."""
+    """An input of a program. Datatype and shape are None if undeclared; -1 is any size, such as the rows on axis 0."""
 
     name: str
     datatype: str | None = None
@@ -52,10 +52,10 @@ class Program(Protocol):
 
 
 def cannot_be_rows(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Whether sizes on axis 0, as a file declares them, show that it is not rows: a fixed one other than 1, or outputs
-    that do not follow the inputs.
+    """Whether the declared sizes on axis 0 rule out rows: a fixed size other than 1, or outputs that do not follow the
+    inputs.
 
-    A size is a number, a name, -1 if nothing is known of it, None for a scalar.
+    A size is a number, a name, -1 if unknown, or None for a scalar.
     """
     known = set(inputs) - {-1}
     first = known.pop() if known else -1
@@ -66,10 +66,11 @@ def cannot_be_rows(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
 
 
 def samples_of(inputs: Sequence[Input], unbatched: bool = False) -> list[Arrays]:
-    """Two rows for the warm-up, or requests without rows; nothing if a size is unknown.
+    """Two warm-up rows, or requests without rows; empty if a size is unknown.
 
-    Floats are random, with other means, as a model that joins rows may only see their mean; from 0 to 1, where also
-    indices, pixels and probabilities are valid. Other numbers are zeros, which are valid as indices and flags.
+    Floats are random between 0 and 1, which is valid for indices, pixels and probabilities. The samples have different
+    means, because a model that mixes rows may depend only on their mean. Other numbers are zeros, which are valid as
+    indices and flags.
     """
     if any(i.datatype in (None, "BYTES") or i.shape is None or -1 in i.shape[1:] for i in inputs):
         return []

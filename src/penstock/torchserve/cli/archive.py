@@ -26,7 +26,7 @@ class Abbreviating(click.Command):
 
 
 def warn_of_namesake() -> None:
-    """Says that pip replaced the command of a package of the same name, if TorchServe's is installed too."""
+    """Warns that pip replaced the console script of TorchServe's own package, if that is installed too."""
     from importlib.metadata import PackageNotFoundError, version
 
     name = os.path.basename(sys.argv[0])

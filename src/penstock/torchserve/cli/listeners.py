@@ -31,7 +31,7 @@ log = logging.getLogger("penstock.torchserve")
 
 GROUPS: Final[tuple[Group, ...]] = ("inference", "management", "metrics")
 GRPC_GROUPS: Final[tuple[Literal["inference", "management"], ...]] = ("inference", "management")
-_SLOWEST: Final = 2**20  # bytes/s of a client that sends the largest body
+_SLOWEST: Final = 2**20  # bytes/s: a client on a slow line may still send the largest body
 _ADVICE: Final = "put it into a keystore, whose password is keystore_pass"
 _SELF_SIGNED: Final = "req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost"
 
@@ -152,7 +152,7 @@ async def _start_http(listener: HttpServer, address: ListenerAddress, group: Gro
 def grpc_listeners(
     components: ServerComponents, limits: LimitsConfig, shares: tuple[int, int], tls_files: Callable[[], TlsFiles]
 ) -> Iterable[tuple[GrpcListener, GrpcAddress]]:
-    """The gRPC listeners, not yet started; without hpack a warning and none. Raises ConfigError.
+    """Yields the gRPC listeners, not yet started. Without hpack, logs a warning and yields none. Raises ConfigError.
 
     `shares` are the connections of the inference port and of the management port.
     """
@@ -206,7 +206,7 @@ class TlsFiles:
             raise
 
     def context(self) -> SSLContext:
-        """A server's context from the files as they are now. A key of 1024 bits causes a warning.
+        """A server context from the current files. Warns about a key of 1024 bits.
 
         Raises ConfigError for unreadable files, or a key that does not match the certificate.
         """
@@ -215,7 +215,7 @@ class TlsFiles:
         return context
 
     def renew(self) -> None:
-        """Extracts the keystore as it is now. Raises ConfigError."""
+        """Extracts the current keystore. Raises ConfigError."""
         if self._keystore is not None and self._keystore.keystore is not None:
             self._extract(self._keystore.keystore, self._keystore.keystore_pass, self._keystore.keystore_type)
 

@@ -82,7 +82,7 @@ class TorchServeFormatter(TextFormatter):
 
 
 class _Console(logging.StreamHandler[Any]):
-    """Lines on stdout, until its reader closes it."""
+    """Writes lines to stdout until its reader closes it."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__(sys.stdout)

@@ -22,7 +22,7 @@ SERVER_MODULE: Final = "penstock.torchserve.cli.server"
 JAVA_SERVER: Final = "org.pytorch.serve.ModelServer"  # TorchServe's process, which uses the same file
 ALREADY_RUNNING: Final = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
 NOT_RUNNING: Final = "TorchServe is not currently running."
-STOP_S: Final = 60.0
+STOP_S: Final = 60.0  # as TorchServe's launcher waits
 
 
 def pid_path() -> str:

@@ -33,13 +33,13 @@ from penstock.torchserve.sequence_headers import SEQUENCE_HEADERS
 
 log = logging.getLogger("penstock.torchserve")
 
-DRAIN_S: Final = 30.0
+DRAIN_S: Final = 30.0  # Kubernetes kills a pod after as many seconds by default
 STARTED: Final = "Model server started."
 STOPPED: Final = "Torchserve stopped."
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status of the process that `torchserve --start` leaves running. The first word is only a mark."""
+    """The exit status of the process that `torchserve --start` leaves running. The first word only marks it."""
     try:
         return serve(parser().parse_args(words[1:]))
     finally:

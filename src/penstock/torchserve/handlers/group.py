@@ -24,7 +24,7 @@ from penstock.torchserve.protocol.codec import HandlerRequest
 
 log = logging.getLogger("penstock.torchserve")
 
-PORT_TRIES: Final = 3
+PORT_TRIES: Final = 3  # another program takes a free port only by accident
 _LENGTH: Final = struct.Struct("<Q")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[HandlerRequest]).decode
@@ -44,7 +44,7 @@ class GroupHandlerModel(HandlerModel):
     """Rank 0 of a group."""
 
     def load(self, device: str) -> None:
-        """Loads all ranks at the same time, again if another program took their port. Raises LoadFailed, which names a
+        """Loads all ranks at once, and again if another program took their port. Raises LoadFailed, which names a
         rank that ended, and the errors of rank 0."""
         import_path = list(sys.path)  # rank 0 changes it
         for left in reversed(range(PORT_TRIES)):
@@ -70,7 +70,7 @@ class GroupHandlerModel(HandlerModel):
 
 
 class _OtherRanks:
-    """The processes of the ranks from 1 on, each with a pipe for batches and one for signs that it is done."""
+    """The processes of ranks 1 and up. Each receives batches on one pipe and reports on another that it is ready."""
 
     def __init__(self, ranks: int, port: int, import_path: list[str]) -> None:
         self._ranks, self._port, self._import_path = ranks, port, import_path

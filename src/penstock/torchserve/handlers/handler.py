@@ -177,9 +177,9 @@ class HandlerModel:
     def _call(
         self, context: Any, requests: list[HandlerRequest], send: SendParts | None, places: list[int], count: int
     ) -> Iterator[HandlerCall]:
-        """A call that the block makes: it sets `returned`, or raises an error for all callers. Then come `responses`.
+        """A call of the handler. The block sets `returned`, or raises an error for all callers; then come `responses`.
 
-        Parts that the handler sends after the call has returned are dropped. Raises the errors of `predict`.
+        Parts that the handler sends after it has returned are dropped. Raises the errors of `predict`.
         """
         call, parts = HandlerCall(time.perf_counter()), context.cl_socket
         parts.begin(send, [request.id for request in requests], places, count)
@@ -194,7 +194,7 @@ class HandlerModel:
             parts.end()
 
     def _responses(self, returned: Any, context: Any, requests: list[HandlerRequest]) -> list[Any]:
-        """The responses in what the handler returned. Raises BadOutput."""
+        """Converts what the handler returned. Raises BadOutput."""
         return batch_responses(returned, context, len(requests), self.setup.max_response_size)
 
     def _own_context(self, requests: list[HandlerRequest]) -> Any:
@@ -206,7 +206,7 @@ class HandlerModel:
         return context
 
     def _assign(self, context: Any, requests: list[HandlerRequest]) -> None:
-        """Makes this batch the context's batch."""
+        """Attaches a batch to the context."""
         context.request_ids = context.metrics.request_ids = {i: request.id for i, request in enumerate(requests)}
         context.request_processor = [self._processor(request.headers) for request in requests]
 
@@ -294,7 +294,7 @@ class HandlerSteps:
 
 
 def find_steps(handle: Any, context: Any) -> HandlerSteps | None:
-    """The steps of the handler with this method `handle`; None unless it is BaseHandler's own."""
+    """The three steps behind a handler's `handle`; None unless `handle` is BaseHandler's own."""
     service = getattr(handle, "__self__", None)
     if service is None or os.environ.get("ENABLE_TORCH_PROFILER"):
         return None

@@ -33,7 +33,7 @@ class ContinuousHandlerModel(HandlerModel):
         self.__penstock_send_parts_to__(self._collect)
 
     def _collect(self, parts: list[HandlerResponse | None]) -> None:
-        """Keeps parts that the handler sends during a step; they leave with the step's own parts."""
+        """Keeps the parts that the handler sends during a step, to send them with the step's own part."""
         for early, part in zip(self._early, parts, strict=True):
             if part is not None:
                 early.append(bytes(part.body))
@@ -60,7 +60,7 @@ class ContinuousHandlerModel(HandlerModel):
         return found
 
     def evict(self, request: HandlerRequest) -> None:
-        """Removes what the handler keeps of a request that ended for any reason."""
+        """Drops the handler's cached state of a request that has ended, whatever the reason."""
         cache = getattr(self._context, "cache", None)
         if isinstance(cache, dict):
             cache.pop(request.id, None)

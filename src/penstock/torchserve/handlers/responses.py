@@ -28,7 +28,7 @@ def batch_responses(returned: Any, context: Any, count: int, limit_bytes: int) -
 
 
 def check_results(returned: Any, count: int) -> None:
-    """Raises BadOutput, with TorchServe's message, unless this is a list of so many results."""
+    """Raises BadOutput, with TorchServe's message, unless this is a list of `count` results."""
     if not isinstance(returned, list):
         raise BadOutput("Invalid model predict output", detail=f"found a {type(returned).__name__}, expected a list")
     if len(returned) != count:

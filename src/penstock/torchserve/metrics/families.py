@@ -134,7 +134,7 @@ def _metric(where: str, kind: str, metric: Any) -> MetricDefinition:
 
 # ---- values
 
-MAX_SERIES: Final = 10_000
+MAX_SERIES: Final = 10_000  # a choice: users may put anything into dimensions, and each series stays
 # TorchServe's bounds, and larger ones because its times are in ms and µs.
 BOUNDS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0,

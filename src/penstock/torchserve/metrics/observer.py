@@ -34,7 +34,7 @@ CONSOLE_LOG: Final = logging.getLogger("METRICS_CONSOLE")
 """Prints every value on stdout. Its records have `worker`, and in `metrics` the name of TorchServe's logger."""
 CONSOLE_LOG.setLevel(logging.CRITICAL + 1)  # until the server's logs turn it on
 
-FLUSH_S: Final = 1.0
+FLUSH_S: Final = 1.0  # the files' timestamps are whole seconds
 MAX_BATCHES: Final = 50_000  # batches whose metrics wait for the thread
 MAX_VALUES: Final = 1_000_000  # of one series between two flushes
 MAX_DETECTED: Final = 1_000  # metrics without a definition
@@ -47,9 +47,9 @@ _NOT_IN_LEGACY_FILES: Final = (
 )
 _COUNTS: Final = ("Requests2XX", "Requests4XX", "Requests5XX", "ts_inference_requests_total")
 _CHUNK: Final = 64  # batches that the thread counts before the event loop gets the GIL
-_PAUSE_S: Final = 0.0005
-_DIGITS: Final = 3
-_LINES: Final = 500  # of one record
+_PAUSE_S: Final = 0.0005  # enough for the event loop to take the GIL
+_DIGITS: Final = 3  # times are in ms and µs
+_LINES: Final = 500  # of one record, some 75 KB
 _HOST: Final = ("Host",)
 
 

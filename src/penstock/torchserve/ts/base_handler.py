@@ -344,7 +344,7 @@ def call_model(model: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def captum() -> Any:
-    """The module `captum.attr`, which explains responses. Raises ImportError with the extra to install."""
+    """The module `captum.attr`, which explains predictions. Raises ImportError with the extra to install."""
     return require("captum.attr", f"explanations need Captum: {install_hint('explain')}")
 
 
