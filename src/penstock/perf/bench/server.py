@@ -83,7 +83,6 @@ class ServerProcess:
         management: bool = False,
         properties: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
-        env: Mapping[str, str] | None = None,
         start_s: float = START_S,
     ) -> None:
         """`management` enables management requests that change models. `properties` are keys of config.properties
@@ -91,7 +90,7 @@ class ServerProcess:
         self.urls: dict[str, str] = {}
         self._verb, self._arguments, self._port = verb, list(arguments), port
         self._management, self._properties = management, dict(properties or {})
-        self._cwd, self._env, self._start_s = cwd, dict(env or {}), start_s
+        self._cwd, self._start_s = cwd, start_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._alive_fd = -1  # the server stops when this end of the pipe closes
@@ -196,7 +195,7 @@ class ServerProcess:
                 self._command(),
                 pass_fds=(ready_fd, parent_fd),
                 cwd=self._cwd,
-                env={**self._environment(), **self._env, **fds},
+                env={**self._environment(), **fds},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -82,25 +82,24 @@ def open_target(
     metrics: str | None = None,
     options: Sequence[str] = (),
     sets: Sequence[str] = (),
-    flags: Sequence[str] = (),
     management: bool = False,
 ) -> Iterator[Target]:
     """The target that `text` names, ready for requests; a server started for it stops with the context. Blocks.
 
     `text` is a URL of a server or of an inference route, something to serve (`app.py:Model`, `model.onnx`, `x.toml`,
     `model.mar`), or the name of a model at 127.0.0.1:8080. `model` selects one of several. `metrics` is the URL of the
-    metrics listener if it cannot be found. `options`, `sets`, `flags` (further arguments of `penstock serve`) and
-    `management` apply to a started server. Many parameters: each is one option of a command. Raises ConfigError for any
-    other text, Unreachable, ModelNotFound, ModelNotReady, Unauthorized, PenstockError for a server that does not start.
+    metrics listener if it cannot be found. `options`, `sets` and `management` apply to a started server. Many
+    parameters: each is one option of a command. Raises ConfigError for any other text, Unreachable, ModelNotFound,
+    ModelNotReady, Unauthorized, PenstockError for a server that does not start.
     """
     given = _TargetOptions(text=text, protocol=protocol, model=model, token=token, tls=tls)
     watched = None if metrics is None else _metrics_at(metrics, tls)
     if "://" not in text and is_served(text):
-        with _server(text, options, sets, flags, management) as server:
+        with _server(text, options, sets, management) as server:
             found = _of_server(given, server)
             yield found if watched is None else structs.replace(found, metrics=watched)
         return
-    if options or sets or flags:
+    if options or sets:
         raise ConfigError(f"'{text}' is a running server; --option and --set are for a server started for the run")
     found = _of_url(given) if "://" in text else _of_name(given)
     yield _with_processes(found, watched)
@@ -124,24 +123,21 @@ def is_served(text: str) -> bool:
 # ---- servers started for the run
 
 
-def _server(
-    text: str, options: Sequence[str], sets: Sequence[str], flags: Sequence[str], management: bool
-) -> ServerProcess:
+def _server(text: str, options: Sequence[str], sets: Sequence[str], management: bool) -> ServerProcess:
     if text.endswith(".mar"):
         archive = Path(text)
         if not archive.is_file():
             raise ConfigError(f"TARGET '{text}': no such file")
-        if options or sets or flags:
+        if options or sets:
             raise ConfigError(f"TARGET '{text}' is served like TorchServe does, without --option and --set")
         if set(archive.name) & set(",="):
             raise ConfigError(f"TARGET '{text}': ',' and '=' separate archives in a list; rename the file")
         name = re.sub(r"[^\w.-]", "_", archive.stem, flags=re.ASCII).lstrip("_.-") or "model"
         words = ["--model-store", str(archive.resolve().parent), "--models", f"{name}={archive.name}"]
         return ServerProcess(words, verb="torchserve", management=management)
-    words = [text, *flags]
-    words += [word for option in options for word in ("--option", option)]
-    words += [word for key in sets for word in ("--set", key)]
-    return ServerProcess(words, management=management)
+    options = [word for option in options for word in ("--option", option)]
+    sets = [word for key in sets for word in ("--set", key)]
+    return ServerProcess([text, *options, *sets], management=management)
 
 
 def _of_server(given: _TargetOptions, server: ServerProcess) -> Target:
