@@ -12,6 +12,7 @@ from penstock.perf.bench.document import (
     Plot,
     Report,
     TableBlock,
+    align,
     around,
     by_text,
     make_report,
@@ -38,6 +39,11 @@ def test_seconds_have_the_unit_that_suits(value: float | None, text: str) -> Non
 
 def test_an_interval_has_one_unit() -> None:
     assert around(0.0123, 0.0119, 1.5) == "12.3 ms (11.9..1,500)"
+
+
+def test_lines_stand_in_columns() -> None:
+    found = align([["load", "good/s"], ["1 client", "7"], ["64 clients"]])
+    assert found == ["load        good/s", "1 client         7", "64 clients"]
 
 
 @pytest.mark.parametrize(

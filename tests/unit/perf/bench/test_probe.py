@@ -12,6 +12,7 @@ from penstock.client.response import HttpResponse
 from penstock.core.contracts import BatchRecord
 from penstock.core.readings import GpuReading
 from penstock.perf.bench import probe as module
+from penstock.perf.bench.measurement import Gpu
 from penstock.perf.bench.probe import MetricsPage, ServerProbe, between, read_page
 from penstock.perf.bench.target import Target
 from penstock.serving.observe.prometheus import PrometheusObserver
@@ -63,20 +64,13 @@ def test_quantiles_use_all_buckets_in_any_order() -> None:
     assert between(MetricsPage(), page)["worker_at_s"] == pytest.approx({"p50": 1.0, "p90": 3.6, "p99": 3.96})
 
 
-def test_a_model_without_stages_is_timed_as_a_whole() -> None:
-    observer = PrometheusObserver()
-    before = shown(observer)
-    observer.on_complete(batch(1, None))
-    stats = between(before, shown(observer))
-    assert stats["run_s"] == pytest.approx(0.2)
-    assert not stats.keys() & {"preprocess_s", "postprocess_s"}
-
-
-def test_values_beyond_the_last_bound_stand_at_it() -> None:
+def test_a_model_without_stages_is_timed_as_a_whole_and_large_batches_stand_at_the_last_bound() -> None:
     observer = PrometheusObserver()
     before = shown(observer)
     observer.on_complete(batch(5000, None))
     stats = between(before, shown(observer))
+    assert stats["run_s"] == pytest.approx(0.2)
+    assert not stats.keys() & {"preprocess_s", "postprocess_s"}
     assert stats["batches"] == {"2048": 1}
     inf = 'penstock_run_seconds_bucket{model="m",le="1"} 0\npenstock_run_seconds_bucket{le="+Inf"} 100\n'
     assert between(MetricsPage(), read_page(inf, "m"))["worker_at_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
@@ -88,18 +82,11 @@ def test_a_quantile_needs_enough_values(count: int, expected: list[str]) -> None
     assert list(between(MetricsPage(), page).get("queue_at_s", {})) == expected
 
 
-def test_a_server_that_restarted_yields_nothing() -> None:
-    observer = PrometheusObserver()
-    observer.on_complete(batch(8, None))
-    observer.on_complete(batch(8, None))
-    fresh = PrometheusObserver()
-    fresh.on_complete(batch(8, None))
+def test_a_server_that_restarted_or_ran_no_batch_yields_nothing() -> None:
+    observer, fresh = PrometheusObserver(), PrometheusObserver()
+    for each in (observer, observer, fresh):
+        each.on_complete(batch(8, None))
     assert between(shown(observer), shown(fresh)) == {}
-
-
-def test_without_batches_there_are_no_means() -> None:
-    observer = PrometheusObserver()
-    observer.on_complete(batch(8, None))
     assert between(shown(observer), shown(observer)) == {}
 
 
@@ -123,15 +110,12 @@ def test_torchserve_stats_use_its_counters_and_its_last_batch() -> None:
     assert between(*requests) == {}  # an unknown wait is not 0
 
 
-def test_an_invalid_metrics_page_yields_nothing() -> None:
-    for text in (
-        "",
-        "<html>\n",
-        'penstock_run_seconds_sum{model="m"} many\n',
-        "penstock_run_seconds_count 3",
-        "\x00\xff",
-    ):
-        assert between(MetricsPage(), read_page(text, "m")) == {}
+@pytest.mark.parametrize(
+    "text",
+    ["", "<html>\n", 'penstock_run_seconds_sum{model="m"} many\n', "penstock_run_seconds_count 3", "\x00\xff"],
+)
+def test_an_invalid_metrics_page_yields_nothing(text: str) -> None:
+    assert between(MetricsPage(), read_page(text, "m")) == {}
 
 
 HERE = parse_url("http://127.0.0.1:8080")
@@ -173,13 +157,8 @@ def test_processes_and_gpus_are_sampled_during_the_run(monkeypatch: pytest.Monke
     assert len(probe.memory) >= 3
     assert side.memory_bytes == max(held for _, held in probe.memory) > 2**20
     assert [at for at, _ in probe.memory] == sorted(at for at, _ in probe.memory)
-    (gpu,) = side.gpus
-    assert (gpu.name, gpu.memory_bytes, gpu.total_bytes) == (
-        "0 H",
-        5000,
-        9000,
-    )  # the last of five samples, one of them before the run
-    assert gpu.utilization == pytest.approx((0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
+    # the last of five samples, one of them before the run, and their mean
+    assert side.gpus == [Gpu(name="0 H", memory_bytes=5000, total_bytes=9000, utilization=pytest.approx(0.3))]
 
 
 class Process:

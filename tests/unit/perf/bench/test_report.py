@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.document import Paragraph, Report, TableBlock, markdown, percent, seconds
+from penstock.perf.bench.document import Paragraph, Report, TableBlock, markdown, seconds
 from penstock.perf.bench.measurement import Latency, Measurement, RunnerUp, ServerStats, Verdict, p99
 from penstock.perf.bench.report import compose, publish
 from penstock.perf.bench.results import Origin, Results
@@ -95,7 +96,6 @@ VERDICT = Verdict(
     cost_per_million=0.42, notes=["the budget of 600 s ended the search"],
     runners_up=[RunnerUp(settings="batch=16,instances=2", why="p99 up to 112 ms at 410/s")],
 )  # fmt: skip
-Make = Callable[..., Measurement]
 
 
 def lines(report: Report) -> list[str]:
@@ -120,57 +120,67 @@ def test_the_verdict_of_tuning_is_complete(make_measurement: Make) -> None:
     assert "| batch=16,instances=2 | p99 up to 112 ms at 410/s |" in head
 
 
-def test_an_slo_that_no_settings_meet_names_the_nearest() -> None:
-    verdict = Verdict(slo=SLO, chosen="batch=1", default="batch=1", met=False, goodput=None)
-    assert "**No settings meet p99<=100ms. Nearest: batch=1.**" in lines(compose(ORIGIN, [], verdict))
-
-
-def test_an_unproven_choice_is_marked() -> None:
-    verdict = Verdict(slo=SLO, chosen="batch=1", default="batch=1", proven=False, goodput=90.0)
-    text = lines(compose(ORIGIN, [], verdict))
-    assert "**Not proven: batch=1: 90 good responses/s within p99<=100ms.**" in text
-
-
-def test_a_search_without_measurements_says_so() -> None:
-    text = lines(compose(ORIGIN, [], Verdict(slo=SLO, chosen="", default="batch=1", met=False)))
-    assert text[2] == "**No measurement shows whether p99<=100ms can be met.**"
-    assert text[3:5] == ["", "## Machine"]
-    assert lines(compose(Origin(command="tune"), []))[0] == "# penstock tune"
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        ({"met": False, "chosen": "batch=1", "goodput": None}, "**No settings meet p99<=100ms. Nearest: batch=1.**"),
+        ({"proven": False}, "**Not proven: batch=8,instances=2: 412 good responses/s within p99<=100ms.**"),
+        ({"chosen": "", "met": False}, "**No measurement shows whether p99<=100ms can be met.**"),
         ({"chosen": "batch=1,instances=1"}, "That is the default: no other settings were shown to be better."),
         ({"gain": None}, "is not known to meet the SLO at any rate, so the gain is unknown."),
         ({"interval": None}, "298/s): +38 %."),
         ({"gain": -0.02, "interval": (-0.04, 0.01)}, "-2.0 %, between -4.0 % and +1.0 % (95 %)."),
+        (
+            {"table": [["workers", "p99_ms"], ["2", "81"]]},
+            "## Settings\n\n| workers | p99_ms |\n| --- | --- |\n| 2 | 81 |",
+        ),
     ],
 )
-def test_the_gain_is_reported_if_known(change: dict[str, object], expected: str) -> None:
-    verdict = Verdict(**({name: getattr(VERDICT, name) for name in VERDICT.__struct_fields__} | change))
-    assert expected in markdown(compose(ORIGIN, [], verdict))
+def test_what_a_search_found_is_said(change: dict[str, Any], expected: str) -> None:
+    assert expected in markdown(compose(ORIGIN, [], structs.replace(VERDICT, **change)))
 
 
-def test_the_results_of_all_settings_form_a_table() -> None:
-    tuned = structs.replace(VERDICT, table=[["workers", "p99_ms"], ["2", "81"]])
-    text = markdown(compose(ORIGIN, [], tuned))
-    assert "## Settings\n\n| workers | p99_ms |\n| --- | --- |\n| 2 | 81 |" in text
-    assert "## Settings" not in markdown(compose(ORIGIN, [], structs.replace(VERDICT, table=[["workers"]])))
+def test_a_search_without_measurements_has_no_empty_parts() -> None:
+    text = lines(compose(ORIGIN, [], Verdict(slo=SLO, chosen="", default="batch=1", met=False, table=[["workers"]])))
+    assert text[2:5] == ["**No measurement shows whether p99<=100ms can be met.**", "", "## Machine"]
+    assert lines(compose(Origin(command="tune"), []))[0] == "# penstock tune"
 
 
-def test_without_tuning_the_verdict_is_the_highest_load_that_meets_the_slo(make_measurement: Make) -> None:
-    runs = [make_measurement(rate=rate, base_s=0.02, slo=SLO) for rate in (200.0, 500.0, 950.0)]
-    text = lines(compose(ORIGIN, runs))
-    assert text[2] == "**SLO p99<=100ms met up to 495 good responses/s (500/s poisson).**"
-    assert text[4].startswith("- missed, 950/s poisson: p99<=100ms is ")
+Runs = list[dict[str, Any]]
+SLOW: Runs = [{"rate": 500.0, "base_s": 0.2}]
+
+
+@pytest.mark.parametrize(
+    ("slo", "runs", "first", "more"),
+    [
+        (
+            SLO, [{"rate": rate, "base_s": 0.02} for rate in (200.0, 500.0, 950.0)],
+            "**SLO p99<=100ms met up to 495 good responses/s (500/s poisson).**", "- missed, 950/s poisson: p99<=100ms",
+        ),
+        (SLO, SLOW * 3, "**No measured load met SLO p99<=100ms.**", "in 3 of 3"),
+        ("p99<=9s", [{"clients": 8, "errors": {"503": 400}}], "**No measured", "- missed, 8 clients: 5.0 % errors"),
+        (
+            "p99<=1ms,error<=0.1%,throughput>=5000/s,p50<=9s", [{"clients": 8, "errors": {"503": 40}}], "**No measured",
+            "- missed, 8 clients: p99<=1ms is 31 ms, error<=0.1% is 0.50 %, throughput>=5000/s is 800/s",
+        ),
+        (
+            SLO, [{"rate": 5.0, "latency": Latency(p50_s=0.01)}],
+            "**Too few requests to judge SLO p99<=100ms.**", "- unknown, 5/s poisson: too few requests",
+        ),
+        (SLO, [{"rate": 5.0, "latency": Latency(p50_s=0.01)}, *SLOW], "**No measured load met SLO p99<=100ms.**", ""),
+        ("", [{"clients": n} for n in (1, 8, 64)], "Highest throughput: 1,000/s, 64 clients, p99 224 ms.", ""),
+        ("", [{"clients": 1, "invalid": ["late"]}], "**INVALID: 1 of 1 runs measure", "**No valid measurement.**"),
+        ("", [], "**No valid measurement.**", ""),
+    ],
+)  # fmt: skip
+def test_without_tuning_the_verdict_is_about_the_loads(
+    make_measurement: Make, slo: str, runs: Runs, first: str, more: str
+) -> None:
+    origin = structs.replace(ORIGIN, slo=slo)
+    text = lines(compose(origin, [make_measurement(**run, slo=slo) for run in runs]))
+    assert text[2].startswith(first)
+    assert more in text[4]
     assert "penstock bench app.py:Model --rate 100" in text
-
-
-def test_an_slo_that_no_load_meets_is_reported(make_measurement: Make) -> None:
-    text = lines(compose(ORIGIN, [make_measurement(rate=500.0, base_s=0.2, slo=SLO) for _ in range(3)]))
-    assert text[2] == "**No measured load met SLO p99<=100ms.**"
-    assert text[4].endswith("in 3 of 3")
 
 
 def test_a_missed_objective_has_the_value_of_the_repeats_that_missed_it(make_measurement: Make) -> None:
@@ -184,11 +194,6 @@ def test_a_missed_objective_has_the_value_of_the_repeats_that_missed_it(make_mea
     assert text[2].endswith("(800/s poisson), but missed at a lower load (500/s poisson).")
 
 
-def test_errors_that_the_slo_does_not_name_are_the_reason(make_measurement: Make) -> None:
-    run = make_measurement(clients=8, slo="p99<=9s", errors={"503": 400})
-    assert f"- missed, 8 clients: {percent(run.error_share)} errors" in lines(compose(ORIGIN, [run]))
-
-
 def test_a_tuning_with_a_result_says_nothing_red_of_invalid_runs(make_measurement: Make) -> None:
     bad = make_measurement(rate=900.0, invalid=["the generator used 0.97 of a core"])
     report = compose(ORIGIN, [bad, make_measurement(rate=100.0)], VERDICT)
@@ -196,58 +201,25 @@ def test_a_tuning_with_a_result_says_nothing_red_of_invalid_runs(make_measuremen
     assert "- 900/s poisson: the generator used 0.97 of a core" in markdown(report)
 
 
-def test_each_missed_objective_is_reported_in_its_unit(make_measurement: Make) -> None:
-    slo = "p99<=1ms,error<=0.1%,throughput>=5000/s,p50<=9s"
-    run = make_measurement(clients=8, slo=slo, errors={"503": 40})
-    text = markdown(compose(ORIGIN, [run]))
-    assert "\n- missed, 8 clients: p99<=1ms is 31 ms, error<=0.1% is 0.50 %, throughput>=5000/s is 800/s\n" in text
-
-
-def test_too_few_requests_do_not_judge_the_slo(make_measurement: Make) -> None:
-    run = make_measurement(rate=5.0, slo=SLO, latency=Latency(p50_s=0.01))
-    text = lines(compose(ORIGIN, [run]))
-    assert text[2:5] == [
-        f"**Too few requests to judge SLO {SLO}.**",
-        "",
-        "- unknown, 5/s poisson: too few requests",
-    ]
-    missed = make_measurement(rate=500.0, base_s=0.2, slo=SLO)
-    assert f"**No measured load met SLO {SLO}.**" in lines(compose(ORIGIN, [run, missed]))
-
-
-def test_without_an_slo_the_highest_throughput_is_reported(make_measurement: Make) -> None:
-    runs = [make_measurement(clients=clients) for clients in (1, 8, 64)]
-    assert lines(compose(ORIGIN, runs))[2] == "Highest throughput: 1,000/s, 64 clients, p99 224 ms."
-
-
-def test_repeats_are_one_row_with_their_spread(make_measurement: Make) -> None:
-    runs = [make_measurement(clients=8, most=most, repeat=n) for n, most in enumerate((500.0, 520.0, 510.0))]
-    (row,) = loads(compose(ORIGIN, runs))
-    assert (row["load"], row["runs"], row["throughput/s"]) == ("8 clients", "3", "510 (500..520)")
-    assert row["p99 (95 %)"] == "54.9 ms (53.8..56)"
-
-
-def test_a_single_run_has_the_interval_of_its_p99_and_invalid_repeats_are_counted(make_measurement: Make) -> None:
-    invalid = make_measurement(clients=8, repeat=1, invalid=["late"])
-    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8), invalid]))
-    assert (row["runs"], row["throughput/s"], row["p99 (95 %)"]) == ("1 (+1 invalid)", "800", "31 ms (29.4..33.2)")
-    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, most=most) for most in (500.0, 520.0)]))
-    assert (row["runs"], row["throughput/s"], row["p99 (95 %)"]) == ("2", "510 (500..520)", "54.9 ms (53.8..56)")
-    unbound = structs.replace(make_measurement(clients=8).latency, p99_high_s=None)
-    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, latency=unbound)]))
-    assert row["p99 (95 %)"] == "31 ms"
+@pytest.mark.parametrize(
+    ("runs", "cells"),
+    [
+        ([{"most": most} for most in (500.0, 520.0, 510.0)], ("3", "510 (500..520)", "54.9 ms (53.8..56)")),
+        ([{"most": most} for most in (500.0, 520.0)], ("2", "510 (500..520)", "54.9 ms (53.8..56)")),
+        ([{}, {"invalid": ["late"]}], ("1 (+1 invalid)", "800", "31 ms (29.4..33.2)")),
+        ([{"latency": Latency(p50_s=0.01, p99_s=0.0301)}], ("1", "800", "30.1 ms")),
+        ([{}, {"latency": Latency(p50_s=0.01)}], ("2", "800 (800..800)", "n/a")),
+    ],
+)
+def test_the_repeats_of_a_load_are_one_row(make_measurement: Make, runs: Runs, cells: tuple[str, str, str]) -> None:
+    (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, repeat=n, **run) for n, run in enumerate(runs)]))
+    assert (row["runs"], row["throughput/s"], row["p99 (95 %)"]) == cells
 
 
 def test_a_percentile_without_enough_samples_is_unknown(make_measurement: Make) -> None:
     latency = Latency(p50_s=0.01, p90_s=0.02, p99_s=0.0301)
     (row,) = loads(compose(ORIGIN, [make_measurement(clients=8, latency=latency)]))
     assert (row["p50"], row["p99 (95 %)"], row["p99.9"]) == ("10 ms", "30.1 ms", "n/a")
-
-
-def test_a_percentile_missing_from_one_repeat_is_empty(make_measurement: Make) -> None:
-    runs = [make_measurement(clients=8), make_measurement(clients=8, latency=Latency(p50_s=0.01))]
-    (row,) = loads(compose(ORIGIN, runs))
-    assert row["p99 (95 %)"] == "n/a"
 
 
 def test_an_invalid_run_has_a_reason_instead_of_figures(make_measurement: Make) -> None:
@@ -259,11 +231,6 @@ def test_an_invalid_run_has_a_reason_instead_of_figures(make_measurement: Make) 
     first, second = loads(report)
     assert (first["SLO"], first["throughput/s"], first["p50"]) == ("INVALID", "", "")
     assert second["throughput/s"] == "100"
-
-
-def test_nothing_valid_is_a_verdict_too(make_measurement: Make) -> None:
-    assert "**No valid measurement.**" in lines(compose(ORIGIN, [make_measurement(clients=1, invalid=["late"])]))
-    assert "**No valid measurement.**" in lines(compose(ORIGIN, []))
 
 
 def test_a_caveat_appears_once_with_all_its_loads(make_measurement: Make) -> None:

@@ -14,6 +14,7 @@ from penstock.perf.bench import target as module
 from penstock.perf.bench.target import is_served, open_target
 
 Pages = dict[str, Any]
+FAR = "http://far.example:8080"
 
 NATIVE: Pages = {
     "/v2": {"name": "penstock"},
@@ -25,6 +26,7 @@ NATIVE: Pages = {
     },
     "/v2/models/digits/ready": {"ready": True},
 }
+FOREIGN: Pages = {**NATIVE, "/v2": {"name": "triton", "version": "2"}}
 TORCHSERVE: Pages = {"/ping": {"status": "Healthy"}}
 
 
@@ -44,9 +46,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         beside = (None, Endpoint("127.0.0.1", 8081)) if management is not None else (None, None)
         monkeypatch.setattr(module, "fetch", fetch)
         monkeypatch.setattr(module, "check_reachable", lambda endpoint: fetch(endpoint, "GET", "/"))
-        for each in (module, module):
-            monkeypatch.setattr(each, "listening_process", lambda port: None)
-            monkeypatch.setattr(each, "find_listeners", lambda endpoint, pid, token: beside)
+        monkeypatch.setattr(module, "listening_process", lambda port: None)
+        monkeypatch.setattr(module, "find_listeners", lambda endpoint, pid, token: beside)
 
     return fake
 
@@ -54,9 +55,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def opened(text: str, **more: Any) -> module.Target:
     with open_target(text, **more) as found:
         return found
-
-
-FAR = "http://far.example:8080"
 
 
 def test_the_only_model_of_a_server_is_its_target(serve: Callable[..., None]) -> None:
@@ -70,33 +68,31 @@ def test_the_only_model_of_a_server_is_its_target(serve: Callable[..., None]) ->
         assert (found.metrics, found.management, found.pids) == (None, None, ())
 
 
-def test_a_route_determines_model_and_protocol(serve: Callable[..., None]) -> None:
-    serve(NATIVE)
-    for path, protocol, whole in [
+@pytest.mark.parametrize(
+    ("path", "protocol", "route"),
+    [
         ("/predictions/digits", "native", ""),
         ("/predictions/digits/1", "native", ""),
         ("/predictions/digits?x=1", "native", ""),
         ("/v2/models/digits/infer", "oip", ""),
         ("/v2/models/digits/versions/1/infer", "oip", ""),
         ("/v2/models/digits", "oip", "/v2/models/digits/infer"),
-    ]:
-        found = opened(FAR + path)
-        assert (found.model, found.protocol, found.path) == ("digits", protocol, whole or path)
-
-
-def test_routes_may_stand_under_a_prefix(serve: Callable[..., None]) -> None:
-    serve(NATIVE, prefix="/team/one")
-    found = opened(f"{FAR}/team/one/predictions/digits")
-    assert (found.endpoint.prefix, found.path) == ("/team/one", "/predictions/digits")
-    found = opened(f"{FAR}/team/one", model="digits", protocol="oip")
-    assert (found.endpoint.prefix, found.path) == ("/team/one", "/v2/models/digits/infer")
-
-
-def test_a_route_that_contradicts_the_protocol_is_refused(serve: Callable[..., None]) -> None:
+    ],
+)
+def test_a_route_determines_model_and_protocol(
+    serve: Callable[..., None], path: str, protocol: str, route: str
+) -> None:
     serve(NATIVE)
-    for path, protocol in [("/predictions/digits", "oip"), ("/v2/models/digits/infer", "native")]:
-        with pytest.raises(ConfigError, match=f"is not a route of --protocol {protocol}"):
-            opened(FAR + path, protocol=protocol)
+    found = opened(FAR + path)
+    assert (found.model, found.protocol, found.path) == ("digits", protocol, route or path)
+    other = "native" if protocol == "oip" else "oip"
+    with pytest.raises(ConfigError, match=f"is not a route of --protocol {other}"):
+        opened(FAR + path, protocol=other)
+    serve(NATIVE, prefix="/team/one")
+    found = opened(f"{FAR}/team/one{path}")
+    assert (found.endpoint.prefix, found.path) == ("/team/one", route or path)
+    found = opened(f"{FAR}/team/one", model="digits", protocol=protocol)
+    assert found.path == ("/v2/models/digits/infer" if protocol == "oip" else "/predictions/digits")
 
 
 def test_any_other_url_is_used_unchanged(serve: Callable[..., None]) -> None:
@@ -129,48 +125,41 @@ def test_an_unreachable_server_is_an_error(serve: Callable[..., None]) -> None:
     assert "app.py:Model" in str(raised.value)
 
 
-def test_an_unknown_torchserve_model_suggests_the_closest_name(serve: Callable[..., None]) -> None:
-    serve(NATIVE)
-    with pytest.raises(ModelNotFound, match="did you mean 'digits'"):
-        opened(f"{FAR}/predictions/digit")
-    with pytest.raises(ModelNotFound, match="it has digits"):
-        opened("zebra")
+@pytest.mark.parametrize(
+    ("pages", "given", "error", "why"),
+    [
+        (NATIVE, {"text": f"{FAR}/predictions/digit"}, ModelNotFound, "did you mean 'digits'"),
+        (NATIVE, {"text": "zebra"}, ModelNotFound, "it has digits"),
+        (
+            {**NATIVE, "/openapi.json": {"paths": {"/predictions/a": {}, "/predictions/digits": {}}}}, {"text": FAR},
+            ConfigError, "has the models a, digits; choose one with --model",
+        ),
+        (
+            {**NATIVE, "/v2/models/digits/ready": (503, {"ready": False})}, {"text": f"{FAR}/predictions/digits"},
+            ModelNotReady, "not ready",
+        ),
+        ({**NATIVE, "/openapi.json": {"paths": {}}}, {"text": FAR}, ModelNotReady, "no model that is ready"),
+        ({"/v2": (401, {"error": {}})}, {"text": FAR}, Unauthorized, "found none; give its file by --token-file"),
+        ({}, {"text": FAR}, PenstockError, "give the whole URL of its inference route"),
+        (FOREIGN, {"text": FAR}, ConfigError, "does not list its models; choose one"),
+        (NATIVE, {"text": "two words"}, ConfigError, "expected a URL such as"),
+        (NATIVE, {"text": "localhost:8080"}, ConfigError, "did you mean 'http://localhost:8080'"),
+        (NATIVE, {"text": "localhost:8080/predictions/m"}, ConfigError, "did you mean 'http://localhost:8080/predict"),
+        (NATIVE, {"text": "nowhere/model.mar"}, ConfigError, "no such file"),
+        (NATIVE, {"text": FAR, "sets": ["models.m.instances=2"]}, ConfigError, "--option and --set are for"),
+    ],
+)  # fmt: skip
+def test_a_target_that_cannot_be_measured_is_refused_with_what_to_do(
+    serve: Callable[..., None], pages: Pages, given: dict[str, Any], error: type[PenstockError], why: str
+) -> None:
+    serve(pages)
+    with pytest.raises(error, match=why):
+        opened(**given)
 
 
-def test_one_of_several_models_must_be_chosen(serve: Callable[..., None]) -> None:
-    several = {**NATIVE, "/openapi.json": {"paths": {"/predictions/a": {}, "/predictions/digits": {}}}}
-    serve(several)
-    with pytest.raises(ConfigError, match=r"has the models a, digits; choose one with --model"):
-        opened(FAR)
-    assert opened(FAR, model="digits").model == "digits"
-
-
-def test_a_model_that_is_not_ready_is_an_error(serve: Callable[..., None]) -> None:
-    serve({**NATIVE, "/v2/models/digits/ready": (503, {"ready": False})})
-    with pytest.raises(ModelNotReady, match="not ready"):
-        opened(f"{FAR}/predictions/digits")
-    serve({**NATIVE, "/openapi.json": {"paths": {}}})
-    with pytest.raises(ModelNotReady, match="no model that is ready"):
-        opened(FAR)
-
-
-def test_a_missing_token_is_an_error(serve: Callable[..., None]) -> None:
-    serve({"/v2": (401, {"error": {}})})
-    with pytest.raises(Unauthorized, match="found none; give its file by --token-file"):
-        opened(FAR)
-
-
-def test_an_unknown_server_needs_the_url_of_its_route(serve: Callable[..., None]) -> None:
-    serve({})
-    with pytest.raises(PenstockError, match="give the whole URL of its inference route"):
-        opened(FAR)
-
-
-def test_a_server_of_somebody_elses_that_speaks_open_inference_is_asked_so(serve: Callable[..., None]) -> None:
-    serve({**NATIVE, "/v2": {"name": "triton", "version": "2"}})
+def test_a_third_party_server_that_speaks_open_inference_is_asked_so(serve: Callable[..., None]) -> None:
+    serve(FOREIGN)
     assert opened(FAR, model="digits").path == "/v2/models/digits/infer"
-    with pytest.raises(ConfigError, match="does not list its models; choose one"):
-        opened(FAR)
 
 
 def described(*workers: str) -> list[dict[str, Any]]:
@@ -194,19 +183,6 @@ def test_a_torchserve_is_asked_for_its_workers(serve: Callable[..., None]) -> No
     assert opened(f"{FAR}/predictions/bert").model == "bert"
     with pytest.raises(ConfigError, match="does not list its models; choose one with --model"):
         opened(FAR)
-
-
-def test_an_unknown_target_is_refused_with_the_valid_forms() -> None:
-    with pytest.raises(ConfigError, match="expected a URL such as"):
-        opened("two words")
-    with pytest.raises(ConfigError, match="did you mean 'http://localhost:8080'"):
-        opened("localhost:8080")
-    with pytest.raises(ConfigError, match="did you mean 'http://localhost:8080/predictions/m'"):
-        opened("localhost:8080/predictions/m")
-    with pytest.raises(ConfigError, match="no such file"):
-        opened("nowhere/model.mar")
-    with pytest.raises(ConfigError, match="--option and --set are for"):
-        opened(FAR, sets=["models.m.instances=2"])
 
 
 def test_something_to_serve_is_distinguished_from_a_model_name() -> None:
