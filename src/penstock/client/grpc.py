@@ -109,14 +109,16 @@ class GrpcTransport:
         request = encode_infer((model, call.version or "", call.request_id), raw_inputs(value), None, parameters)
 
         async def attempt(now: float) -> Parts:
-            invoke = self._open().stream_stream(SERVICE + "ModelStreamInfer")
-            stream = GrpcStream(self._url, invoke(metadata=self._headers(call)), call)
+            stream = self._open().stream_stream(SERVICE + "ModelStreamInfer")(metadata=self._headers(call))
             try:
-                await stream.open(request)
+                await _checked(self._url, stream.write(request))
+                await _checked(self._url, stream.done_writing())
+                left_s = call.ends_at - asyncio.get_running_loop().time()
+                first = await _receive(self._url, stream, left_s)
             except BaseException:
-                await stream.aclose()
+                stream.cancel()
                 raise
-            return stream
+            return _responses(self._url, stream, call, first)
 
         return attempt
 
@@ -181,55 +183,34 @@ class GrpcTransport:
         return message(f"inference.{name}Response").FromString(data)
 
 
-class GrpcStream:
-    """The responses to one request of ModelStreamInfer."""
+async def _responses(url: str, stream: Any, call: Call, found: tuple[InferResponse, bool] | None) -> Parts:
+    """The responses to one request of ModelStreamInfer, of which `found` is the first."""
+    try:
+        while found is not None:
+            response, final = found
+            if response.outputs or not final:
+                yield response
+            if final:
+                return
+            left_s = call.deadline_at + GRACE_S - asyncio.get_running_loop().time()
+            found = await _receive(url, stream, min(call.timeout_s, left_s))
+    finally:
+        stream.cancel()
 
-    def __init__(self, url: str, stream: Any, call: Call) -> None:
-        self._url = url
-        self._stream = stream
-        self._call = call
-        self._first: InferResponse | None = None
-        self._ended = False
 
-    async def open(self, request: bytes) -> None:
-        """Sends the request and waits for its first response."""
-        await _checked(self._url, self._stream.write(request))
-        await _checked(self._url, self._stream.done_writing())
-        self._first = await self._next(self._call.ends_at - asyncio.get_running_loop().time())
-
-    def __aiter__(self) -> GrpcStream:
-        return self
-
-    async def __anext__(self) -> InferResponse:
-        found, self._first = self._first, None
-        if found is None:
-            now = asyncio.get_running_loop().time()
-            found = await self._next(min(self._call.timeout_s, self._call.deadline_at + GRACE_S - now))
-        if found is None:
-            raise StopAsyncIteration
-        return found
-
-    async def _next(self, wait_s: float) -> InferResponse | None:
-        """None at the end."""
-        if self._ended:
-            return None
-        try:
-            async with asyncio.timeout(wait_s):
-                data = await _checked(self._url, self._stream.read())
-        except TimeoutError:
-            raise ResponseTimeout(f"{self._url}: the stream had no part within {max(0.0, wait_s):g} s") from None
-        if data is grpc.aio.EOF:
-            self._ended = True
-            return None
-        text, response = decode_stream_infer(data)
-        if text:
-            self._ended = True
-            raise named_error(str(response.parameters.get(ERROR_CODE, "")), text) or ItemFailed(text)
-        self._ended = bool(response.parameters.pop(FINAL, False))
-        return response if response.outputs or not self._ended else None
-
-    async def aclose(self) -> None:
-        self._stream.cancel()
+async def _receive(url: str, stream: Any, wait_s: float) -> tuple[InferResponse, bool] | None:
+    """The next response, and whether it is the last; None at the end. Raises the error that a response reports."""
+    try:
+        async with asyncio.timeout(wait_s):
+            data = await _checked(url, stream.read())
+    except TimeoutError:
+        raise ResponseTimeout(f"{url}: the stream had no part within {max(0.0, wait_s):g} s") from None
+    if data is grpc.aio.EOF:
+        return None
+    text, response = decode_stream_infer(data)
+    if text:
+        raise named_error(str(response.parameters.get(ERROR_CODE, "")), text) or ItemFailed(text)
+    return response, bool(response.parameters.pop(FINAL, False))
 
 
 async def _checked(url: str, answer: Awaitable[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -13,7 +13,7 @@ from penstock.client.apis import ApiCall, PenstockApi
 from penstock.client.calls import GRACE_S, Call
 from penstock.client.endpoint import Endpoint, ResponseTimeout, authorization, check_token_privacy
 from penstock.client.http import Buffer, ClientConnection, HttpCall
-from penstock.client.response import HttpResponse, UnexpectedResponse, check
+from penstock.client.response import HttpResponse, ResponseBody, UnexpectedResponse, check
 from penstock.client.values import EVENTS, PartReader, decode_value, encode_value, raw_inputs
 from penstock.errors import ConfigError
 from penstock.serving.protocols.bodies import JSON
@@ -85,12 +85,7 @@ T = TypeVar("T")
 Attempt = Callable[[float], Awaitable[T]]  # sends the request once; the argument is the time on the loop's clock
 
 
-class Parts(Protocol):
-    """The parts of a stream that has begun. `aclose` cancels its request unless it has ended."""
-
-    def __aiter__(self) -> AsyncIterator[Any]: ...
-
-    async def aclose(self) -> None: ...
+Parts = AsyncGenerator[Any, None]  # of a stream that has begun; `aclose` cancels its request unless it has ended
 
 
 class Transport(Protocol):
@@ -115,66 +110,36 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-class PartStream:
-    """The parts of a response over HTTP. Owns its connection until the end."""
-
-    def __init__(self, pool: ConnectionPool, connection: ClientConnection, call: Call) -> None:
-        self._pool = pool
-        self._connection: ClientConnection | None = connection
-        self._call = call
-        self._ready: deque[Any] = deque()
-
-    async def open(self, http_call: HttpCall, max_part_bytes: int) -> None:
-        """Sends the request and receives the head of the response."""
-        assert self._connection is not None
-        left_s = self._call.ends_at - asyncio.get_running_loop().time()
-        response = await self._connection.send(
-            http_call, timeout_s=left_s, max_response_bytes=max_part_bytes, stream=True
-        )
-        check(response, self._pool.endpoint.url)
+async def _parts(
+    pool: ConnectionPool, connection: ClientConnection, response: HttpResponse, call: Call, max_part_bytes: int
+) -> Parts:
+    """The parts of a response, whose connection it returns to the pool. An early end closes the connection, which
+    cancels the request at the server."""
+    complete = False
+    try:
         assert response.parts is not None
-        self._pieces = response.parts
-        self._reader = PartReader(response.headers, max_part_bytes)
+        reader = PartReader(response.headers, max_part_bytes)
+        while (piece := await _next_piece(response.parts, call, pool.endpoint.url)) is not None:
+            for part in reader.feed(piece):
+                yield part
+        rest = reader.end()
+        complete = True
+        for part in rest:
+            yield part
+    finally:
+        if not complete:
+            connection.close()
+        pool.give_back(connection)
 
-    def __aiter__(self) -> PartStream:
-        return self
 
-    async def __anext__(self) -> Any:
-        try:
-            while not self._ready and self._connection is not None:
-                piece = await self._next_piece()
-                if piece is None:
-                    self._ready.extend(self._reader.end())
-                    self._release()
-                else:
-                    self._ready.extend(self._reader.feed(piece))
-        except BaseException:
-            await self.aclose()
-            raise
-        if not self._ready:
-            raise StopAsyncIteration
-        return self._ready.popleft()
-
-    async def _next_piece(self) -> bytes | None:
-        """None at the end."""
-        wait_s = min(self._call.timeout_s, self._call.deadline_at + GRACE_S - asyncio.get_running_loop().time())
-        try:
-            async with asyncio.timeout(wait_s):
-                return await anext(self._pieces, None)
-        except TimeoutError:
-            url = self._pool.endpoint.url
-            raise ResponseTimeout(f"{url}: the stream had no further part within {max(0.0, wait_s):g} s") from None
-
-    async def aclose(self) -> None:
-        """Closes the connection unless the response is complete, which cancels the request at the server."""
-        if self._connection is not None:
-            self._connection.close()
-            self._release()
-
-    def _release(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._pool.give_back(connection)
+async def _next_piece(pieces: ResponseBody, call: Call, url: str) -> bytes | None:
+    """None at the end."""
+    wait_s = min(call.timeout_s, call.deadline_at + GRACE_S - asyncio.get_running_loop().time())
+    try:
+        async with asyncio.timeout(wait_s):
+            return await anext(pieces, None)
+    except TimeoutError:
+        raise ResponseTimeout(f"{url}: the stream had no further part within {max(0.0, wait_s):g} s") from None
 
 
 class Listener:
@@ -238,14 +203,17 @@ class HttpTransport:
         async def attempt(now: float) -> Parts:
             headers = self._headers(self._inference, call, [("Content-Type", kind), ("Accept", accept)], now)
             http_call = HttpCall("POST", path, headers, [body], resend=bool(call.key))
-            pool = self._inference.pool
-            stream = PartStream(pool, await pool.take(call.ends_at - now), call)
+            pool, most = self._inference.pool, self._max_response_bytes
+            connection = await pool.take(call.ends_at - now)
             try:
-                await stream.open(http_call, self._max_response_bytes)
+                left_s = call.ends_at - asyncio.get_running_loop().time()
+                response = await connection.send(http_call, timeout_s=left_s, max_response_bytes=most, stream=True)
+                check(response, pool.endpoint.url)
             except BaseException:
-                await stream.aclose()
+                connection.close()
+                pool.give_back(connection)
                 raise
-            return stream
+            return _parts(pool, connection, response, call, most)
 
         return attempt
 
