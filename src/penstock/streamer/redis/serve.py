@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
 from penstock.core.transports.launch import pack_target
 from penstock.errors import PenstockError
@@ -35,7 +36,6 @@ from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.worker import BrokerWorker, InstanceWatcher
 
 if TYPE_CHECKING:
-    from penstock.serving.observe.prometheus import PrometheusObserver
     from penstock.streamer.redis.metrics import MetricsOptions
 
 log = logging.getLogger("penstock.streamer")
@@ -67,8 +67,12 @@ async def serve_queue(
     ConfigError."""
     address, name = parse_address(queue.redis_broker), config.name or MODEL
     watcher = InstanceWatcher()
-    observer = None if metrics is None else _observer()
-    engine = Engine(None, [watcher] if observer is None else [watcher, observer])
+    observers: list[Observer] = [watcher]
+    if metrics is not None:
+        from penstock.serving.observe.prometheus import PrometheusObserver
+
+        observers.append(observer := PrometheusObserver())
+    engine = Engine(None, observers)
     options: dict[str, Any] = {"lease_s": queue.lease_s, "allow_pickle": queue.allow_pickle}
     worker = BrokerWorker(engine, name, address, queue.prefix, watcher=watcher, **options)
     loop = asyncio.get_running_loop()
@@ -76,7 +80,7 @@ async def serve_queue(
     loading = loop.create_task(engine.load(name, config, target=target, sys_path=[p for p in sys.path if p]))
     async with AsyncExitStack() as owned:
         owned.push_async_callback(_end, engine, (stopped, ready, loading))
-        if metrics is not None and observer is not None:
+        if metrics is not None:
             from penstock.streamer.redis.metrics import worker_listening
 
             place = (address, queue.prefix)
@@ -89,12 +93,6 @@ async def serve_queue(
             await worker.run(stop, queue.drain_s)
         if loading.done():
             loading.result()
-
-
-def _observer() -> PrometheusObserver:
-    from penstock.serving.observe.prometheus import PrometheusObserver
-
-    return PrometheusObserver()
 
 
 async def _end(engine: Engine, tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -76,7 +76,7 @@ class Session:
         self._batcher = batcher
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, tuple[Ticket, int]] = {}  # ticket and rows of unanswered calls
+        self._calls: dict[int, tuple[Ticket | None, int]] = {}  # ticket and rows of unanswered calls
         self._rows = 0
         self._requests: mmap.mmap | None = None  # the client's; None before it has joined
         self._replies: SlabPool | None = None
@@ -102,7 +102,8 @@ class Session:
             self._stall.cancel()
         calls, self._calls = self._calls, {}
         for ticket, _ in calls.values():
-            ticket.cancel()
+            if ticket is not None:
+                ticket.cancel()
         for task in self._tasks:
             task.cancel()
         if self._replies is not None:
@@ -172,7 +173,7 @@ class Session:
                 raise QueueFull(f"{self._rows} items of this process are in flight: try again later")
             item.payload = sealed_values(item.payload)
             self._rows += item.rows
-            self._calls[call_id] = _NO_TICKET, item.rows  # a response may come at once
+            self._calls[call_id] = None, item.rows  # a response may come at once
             sink = partial(self._answer, call_id)
             ticket = batcher.backend.submit(batcher.model, None, item, sink)
             if call_id in self._calls:
@@ -183,7 +184,8 @@ class Session:
     def _abandon(self, call_id: int) -> None:
         """Confirms that the memory of the call is free, unless the response is already on its way."""
         if call_id in self._calls:
-            self._calls[call_id][0].cancel()
+            if (ticket := self._calls[call_id][0]) is not None:
+                ticket.cancel()
             self._answer(call_id, ItemResult(error=Cancelled("the caller left")))
 
     def _request_memory(self, offset: int, length: int, writable: bool) -> memoryview:
@@ -255,12 +257,6 @@ class Session:
         self._channel.stop_reading()
 
 
-class _NoTicket:
-    def cancel(self) -> None:
-        pass
-
-
-_NO_TICKET = _NoTicket()
 _QUESTION = Item(None)
 
 
