@@ -11,9 +11,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from ssl import SSLContext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -42,6 +43,8 @@ from penstock.types import ModelStatus, TensorSpec
 if TYPE_CHECKING:
     from penstock.serving.grpc.listener import GrpcListener
     from penstock.torchpipe.thrift import ThriftServer
+
+T = TypeVar("T")
 
 log = logging.getLogger("penstock.cli")
 
@@ -80,7 +83,7 @@ def run(
 
 
 class Server:
-    """Everything in the server process of `penstock serve`."""
+    """Everything in the server process of `penstock serve`. Its attributes are the listeners and what they share."""
 
     def __init__(
         self, config: Config, logs: ServerLog, recorder: ArrivalRecorder | None, reread: Callable[[], Config]
@@ -220,13 +223,8 @@ class Server:
         host, key = s.grpc_host or s.host, "server.grpc_port"
         check = self._flavors["inference"].check_guard
         self._grpc = make_grpc_listener(engine, triton, self._limits, check, tls)
-        try:
-            port = await self._grpc.start(host, GRPC_PORT if s.grpc_port is None else s.grpc_port, key)
-        except PortInUse:
-            if s.grpc_port is not None:
-                raise
-            port = await self._grpc.start(host, 0, key)
-            log.warning("event=port_in_use listener=grpc port=%d consequence=listens_on_%d", GRPC_PORT, port)
+        start = partial(self._grpc.start, host, key=key)
+        port = await _start_beside_others(start, "grpc", s.grpc_port, GRPC_PORT)
         self._note("grpc", host or "::", port, "grpc")
 
     async def _bind_admin(self, engine: Engine, management: Management) -> None:
@@ -242,14 +240,7 @@ class Server:
         ):
             server = HttpServer(engine, limits, ssl=self._tls, flavor=self._flavor(name, host, routes))
             key = f"server.{name}_port"
-            try:
-                address = await server.start(host, MANAGEMENT_PORT if port is None else port, key)
-            except PortInUse:
-                if port is not None:
-                    raise
-                address = await server.start(host, 0, key)
-                text = "event=port_in_use listener=%s port=%d consequence=listens_on_%d"
-                log.warning(text, name, MANAGEMENT_PORT, address[1])
+            address = await _start_beside_others(partial(server.start, host, key=key), name, port, MANAGEMENT_PORT)
             self._note(name, *address)
             self._admin.append(server)
 
@@ -290,6 +281,19 @@ class Server:
         if on_ready is not None:
             on_ready(self.urls)
         report_ready(self.urls)
+
+
+async def _start_beside_others(start: Callable[..., Awaitable[T]], name: str, port: int | None, default: int) -> T:
+    """What `start(port=...)` returns. Without a configured port it takes the default, or else a free one."""
+    try:
+        return await start(port=default if port is None else port)
+    except PortInUse:
+        if port is not None:
+            raise
+    found = await start(port=0)
+    listens = found[1] if isinstance(found, tuple) else found
+    log.warning("event=port_in_use listener=%s port=%d consequence=listens_on_%d", name, default, listens)
+    return found
 
 
 def _reading(engine: Engine, http: HttpServer) -> ServerSnapshot:
