@@ -10,9 +10,10 @@ import csv
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import msgspec
@@ -137,20 +138,6 @@ def _write_video(writers: list[OutputWriter], video: Video, path: Path) -> None:
         writer.end(state.end.seen)
 
 
-@contextmanager
-def _open_file(path: Path) -> Iterator[OutputWriter]:
-    with spool.atomic_file(path) as file:
-        suffix = path.suffix.lower()
-        if suffix == ".jsonl":
-            yield JsonLinesWriter(file)
-        elif suffix == ".csv":
-            yield CsvWriter(file)
-        else:
-            parquet = ParquetWriter(file)
-            yield parquet
-            parquet.close()
-
-
 class OutputWriter:
     """Receives one video after another: `begin`, each `row` in frame order, `end`."""
 
@@ -164,31 +151,32 @@ class OutputWriter:
         """The video had `seen` frames."""
 
 
-class JsonLinesWriter(OutputWriter):
-    """`{"video": ..., "frame": 12, "time": 0.4, "caption": ...}` for each row."""
+class RowWriter(OutputWriter):
+    """Passes the cells of each row, in the order of `COLUMNS`, to `write`."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def row(self, row: CaptionRow) -> None:
-        fields = {"video": self._video, "frame": row.frame, "time": row.time_s, "caption": row.caption}
-        self._file.write(msgspec.json.encode(fields) + b"\n")
-
-
-class CsvWriter(OutputWriter):
-    """A line of column names, then one line for each row, in the dialect of spreadsheets."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._csv = csv.writer(self)
-        self._csv.writerow(COLUMNS)
-
-    def write(self, line: str) -> None:
-        """Called by csv.writer."""
-        self._file.write(line.encode())
+    def __init__(self, write: Callable[[tuple[str, int, float, str]], object]) -> None:
+        self._write = write
 
     def row(self, row: CaptionRow) -> None:
-        self._csv.writerow((self._video, row.frame, row.time_s, row.caption))
+        self._write((self._video, row.frame, row.time_s, row.caption))
+
+
+@contextmanager
+def _open_file(path: Path) -> Iterator[OutputWriter]:
+    """The writer of one file in the format of its suffix: an object a line, a spreadsheet's dialect, or Parquet."""
+    suffix = path.suffix.lower()
+    with spool.atomic_file(path) as file:
+        if suffix == ".jsonl":
+            encode = msgspec.json.encode
+            yield RowWriter(lambda cells: file.write(encode(dict(zip(COLUMNS, cells, strict=True))) + b"\n"))
+        elif suffix == ".csv":
+            writer = csv.writer(SimpleNamespace(write=lambda line: file.write(line.encode())))
+            writer.writerow(COLUMNS)
+            yield RowWriter(writer.writerow)
+        else:
+            groups = ParquetGroups(file)
+            yield RowWriter(groups.add)
+            groups.close()
 
 
 def _pyarrow() -> Any:
@@ -199,7 +187,7 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-class ParquetWriter(OutputWriter):
+class ParquetGroups:
     """Columns video, frame, time, caption; one group of rows at a time."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -210,8 +198,8 @@ class ParquetWriter(OutputWriter):
         self._writer = arrow.parquet.ParquetWriter(file, self._schema)
         self._rows: list[tuple[str, int, float, str]] = []
 
-    def row(self, row: CaptionRow) -> None:
-        self._rows.append((self._video, row.frame, row.time_s, row.caption))
+    def add(self, cells: tuple[str, int, float, str]) -> None:
+        self._rows.append(cells)
         if len(self._rows) == GROUP_ROWS:
             self._write_group()
 

@@ -9,7 +9,7 @@ import click
 from penstock.config.checks import check_bind
 from penstock.config.load import load_config
 from penstock.config.schema import Config
-from penstock.config.targets import devices_list, number_or_auto, read_options, split_targets
+from penstock.config.targets import devices_list, errors_end_the_command, number_or_auto, read_options, split_targets
 from penstock.errors import ConfigError, PenstockError
 from penstock.platforms.native import vertex_targets, with_platform
 from penstock.plugins import is_pipeline_file
@@ -145,7 +145,7 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
     the TOML file of a pipeline or a configuration. NAME=TARGET chooses a model's name. Without a TARGET, --platform
     vertex serves the folder AIP_STORAGE_URI.
     """
-    try:
+    with errors_end_the_command():
         config = build_config(targets, flags, sets)
         check = None
         if _has_pipelines(config):
@@ -156,13 +156,7 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
 
         if check is not None:
             check.result()
-        code = run(config, record=record, reread=lambda: build_config(targets, flags, sets))
-    except PenstockError as e:
-        click.echo(f"penstock: {e}", err=True)
-        if e.detail:
-            click.echo(e.detail, err=True)
-        code = e.exit_status
-    sys.exit(code)
+        sys.exit(run(config, record=record, reread=lambda: build_config(targets, flags, sets)))
 
 
 # ---- penstock config
@@ -186,7 +180,7 @@ def check(file: str) -> None:
     from penstock.pipeline.cli import check_pipelines, pipelines_of
     from penstock.plugins import resolve
 
-    try:
+    with errors_end_the_command():
         if describes_model(file):
             raise ConfigError(f"{file} is a pipeline; check it with: penstock pipeline check {file}")
         found = load_config(file, env=os.environ)
@@ -203,8 +197,5 @@ def check(file: str) -> None:
         with errors:
             check_pipelines(pipelines_of(found))
         errors.check()
-    except ConfigError as error:
-        click.echo(f"penstock: {error.message}", err=True)
-        sys.exit(error.exit_status)
     models = ", ".join(f"{name} ({model.target})" for name, model in found.models.items())
     click.echo(f"ok: {models or 'no models'}")

@@ -2,13 +2,16 @@
 
 import ast
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from penstock.config.load import describes_model, toml_value
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.plugins import MODEL_FILES, is_pipeline_file, is_whole_file
 
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -127,3 +130,15 @@ def number_or_auto(_: click.Context, parameter: click.Parameter, value: str | No
 def devices_list(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
     """Click callback for an option that takes devices, separated by commas."""
     return None if value is None else [d.strip() for d in value.split(",") if d.strip()]
+
+
+@contextmanager
+def errors_end_the_command() -> Iterator[None]:
+    """Prints a PenstockError that the block raises, and exits with its status."""
+    try:
+        yield
+    except PenstockError as e:
+        click.echo(f"penstock: {e}", err=True)
+        if e.detail:
+            click.echo(e.detail, err=True)
+        sys.exit(e.exit_status)

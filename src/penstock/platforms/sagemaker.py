@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import click
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.config.targets import errors_end_the_command
+from penstock.errors import ConfigError
 from penstock.platforms import SageMakerEnvironment, read_sagemaker
 from penstock.torchserve.cli.torchserve import ServerOptions
 from penstock.torchserve.config import Properties
@@ -34,19 +35,13 @@ def serve(insecure: bool) -> None:
 
     A model is a folder with TorchScript in model.pt, or with code/inference.py.
     """
-    try:
+    with errors_end_the_command():
         environment = read_sagemaker(os.environ)
         options = ServerOptions(properties=properties_of(environment, insecure), snapshots=False)
         install_requirements(environment)
         from penstock.torchserve.cli.server import run
 
-        code = run(lambda: options)
-    except PenstockError as e:
-        click.echo(f"penstock: {e}", err=True)
-        if e.detail:
-            click.echo(e.detail, err=True)
-        code = e.exit_status
-    sys.exit(code)
+        sys.exit(run(lambda: options))
 
 
 def properties_of(environment: SageMakerEnvironment, insecure: bool) -> Properties:

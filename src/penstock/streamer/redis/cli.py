@@ -13,9 +13,9 @@ import msgspec
 
 from penstock.config.load import load_config
 from penstock.config.schema import ModelConfig
-from penstock.config.targets import devices_list, number_or_auto, split_targets
+from penstock.config.targets import devices_list, errors_end_the_command, number_or_auto, split_targets
 from penstock.core.worker.spec import Wrapped
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.serving.process import TextFormatter, say
 from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.serve import QueueOptions, run_until_stopped, serve_queue
@@ -90,13 +90,6 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-def _fail(error: PenstockError) -> None:
-    click.echo(f"penstock: {error}", err=True)
-    if error.detail:
-        click.echo(error.detail, err=True)
-    sys.exit(error.exit_status)
-
-
 @click.command()
 @click.argument("target", metavar="TARGET")
 @_broker
@@ -140,7 +133,7 @@ def worker(
     _log_to_stderr()
     batching = {"max_batch_size": flags["max_batch_size"]}
     keys = {"instances": flags["workers"], "devices": flags["devices"], "batching": batching}
-    try:
+    with errors_end_the_command():
         config = build_config(target, keys, sets)
         broker = parse_address(redis)
         metrics = _listener("worker", flags)
@@ -157,8 +150,6 @@ def worker(
             )
 
         run_until_stopped(serve)
-    except PenstockError as e:
-        _fail(e)
 
 
 @click.command()
@@ -177,7 +168,7 @@ def queue(redis: str, prefixes: tuple[str, ...], **flags: Any) -> None:
     _log_to_stderr()
     from penstock.streamer.redis.metrics import QueueMetrics, serve_queues
 
-    try:
+    with errors_end_the_command():
         address, options = parse_address(redis), _listener("queue", flags)
 
         async def show(stop: asyncio.Event) -> None:
@@ -192,5 +183,3 @@ def queue(redis: str, prefixes: tuple[str, ...], **flags: Any) -> None:
                 await queues.close()
 
         run_until_stopped(show)
-    except PenstockError as e:
-        _fail(e)
