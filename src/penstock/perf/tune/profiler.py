@@ -97,13 +97,13 @@ class _Failure(Struct, tag="failure"):
     detail: str = ""
 
 
-def profile_instance(request: ProfileRequest, *, instances: int = 1) -> InstanceProfile:
+def profile_instance(request: ProfileRequest) -> InstanceProfile:
     """The profile of one instance. Blocks; the process ends with this call and with this process.
 
-    It has the environment of a worker among `instances`. Raises LoadFailed, with the process's output in its detail,
+    It has the environment of a worker. Raises LoadFailed, with the process's output in its detail,
     if the model does not load, ends its process, or exceeds its own limits.
     """
-    spec = WorkerSpec(request.name, request.config.version, request.config, request.config.target, instances)
+    spec = WorkerSpec(request.name, request.config.version, request.config, request.config.target)
     env, inner = environment(spec, request.device, os.environ)
     limit_s = request.config.load_timeout_s + BUDGET_S + 2 * request.config.batching.run_timeout_s
     read, write = os.pipe()

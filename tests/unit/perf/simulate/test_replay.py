@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import ConfigError
 from penstock.perf.bench.arrivals import parse_arrival, times
 from penstock.perf.bench.measurement import Slo, parse_slo
 from penstock.perf.simulate.replay import (
@@ -45,26 +44,11 @@ def test_durations_and_costs_are_read() -> None:
     assert parse_cost("0ms,4ms") == pytest.approx((0.0, 0.004))
 
 
-@pytest.mark.parametrize("text", ["", "5", "5ms", "5ms,1", "5ms,1ms,1ms", "-5ms,1ms", "0ms,0ms", "5 m s,1ms"])
-def test_an_invalid_cost_is_rejected(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"5ms|no policy"):
-        parse_cost(text)
-
-
 def test_policies_are_read_with_their_delays() -> None:
     found = parse_policies("adaptive, fixed:5ms,fixed,none,adaptive:0ms,fixed:5ms")
     assert [policy.text for policy in found] == ["adaptive", "fixed:5ms", "fixed", "none", "adaptive:0ms"]
     assert found[1].make().explain() == {"policy": "fixed", "max_hold_s": 0.005}
     assert found[1].make() is not found[1].make(), "a policy learns"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("adaptve", "adaptive"), ("", "unknown policy"), ("fixed:5", "no time"), ("none:5ms", "holds nothing")],
-)
-def test_an_invalid_policy_is_rejected(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_policies(text)
 
 
 def test_each_combination_runs_once_and_the_policy_none_ignores_the_batch_size() -> None:
@@ -123,9 +107,7 @@ def test_the_best_meets_the_slo_with_the_fewest_instances() -> None:
 def test_an_slo_without_a_p99_needs_no_p99() -> None:
     found = results(arrivals=[n * 0.1 for n in range(40)], instances=[2, 1], slo=parse_slo("p50<=50ms"))
     assert [one.latency.p99_s for one in found] == [None, None]
-    first = best(found)
-    assert first is not None
-    assert first.instances == 1
+    assert best(found) is found[1]
 
 
 def test_without_an_slo_the_best_keeps_up_with_the_lowest_p99() -> None:

@@ -55,18 +55,9 @@ def test_the_curve_has_the_time_of_each_size_and_samples_are_answered_as_over_ht
     assert not found.error
 
 
-def test_larger_sizes_are_skipped_after_one_exceeds_the_limit(tmp_path: Path) -> None:
-    source = """
-    import time
-
-
-    class Model:
-        def predict(self, items):
-            time.sleep(0.5 if len(items) > 1 else 0)
-            return items
-    """
-    found = profile_instance(order(tmp_path, source, sizes=[1, 16, 32], limit_s=0.2))
-    assert sorted(found.curve) == [1, 16]
+def predict(body: str, before: str = "") -> str:
+    """A model with this `predict`."""
+    return f"{before}class Model:\n    def predict(self, items):\n        {body}\n"
 
 
 COUPLED = """
@@ -80,20 +71,39 @@ COUPLED = """
             x = np.array(items, float).reshape(len(items), -1)
             return list(x - x.mean(0))
 """
-PAIRS = "class Model:\n    def predict(self, items):\n        return items[:1]\n"
+SLOW = predict("time.sleep(0.5 if len(items) > 1 else 0); return items", "import time\n")
+FULL = predict("return items if len(items) <= 2 else bytes(2**60)")
+STREAM = predict('yield [f"{item} a " for item in items]; yield [f"{item} b" for item in items]')
+ONE = [RequestBody(b"1", "application/json")]
 
 
 @pytest.mark.parametrize(
-    ("source", "reason"), [(COUPLED, "other results beside another"), (PAIRS, "2 rows give another number of rows")]
-)
-def test_a_model_that_cannot_share_batches_is_timed_alone(tmp_path: Path, source: str, reason: str) -> None:
-    found = profile_instance(order(tmp_path, source, sizes=[1, 2, 4]))
-    assert sorted(found.curve) == [1]
-    assert reason in found.alone
+    ("source", "asked", "sizes", "found"),
+    [
+        (SLOW, {"sizes": [1, 16, 32], "limit_s": 0.2}, [1, 16], {}),  # larger ones are skipped
+        (COUPLED, {"sizes": [1, 2, 4]}, [1], {"alone": "a row has other results beside another"}),
+        (predict("return items[:1]"), {"sizes": [1, 2, 4]}, [1], {"alone": "2 rows give another number of rows"}),
+        (FULL, {"sizes": [1, 2, 4, 8]}, [1, 2], {"oom_rows": 4}),
+        (
+            predict('return [item["x"] for item in items]'), {"sizes": [1], "samples": ONE}, [],
+            {"error": "the model raised TypeError", "errors": ["the model raised TypeError"]},
+        ),
+        (STREAM, {"sizes": [1], "samples": ONE}, [1], {"error": "", "bodies": [b"1 a 1 b"]}),
+    ],
+    ids=["slow", "coupled", "pairs", "full", "failing", "stream"],
+)  # fmt: skip
+def test_a_profile_tells_what_one_instance_can_do(
+    tmp_path: Path, source: str, asked: dict[str, Any], sizes: list[int], found: dict[str, Any]
+) -> None:
+    profile = profile_instance(order(tmp_path, source, **asked))
+    assert sorted(profile.curve) == sizes
+    known = msgspec.structs.asdict(profile)
+    known |= {"bodies": [r.body for r in profile.responses], "errors": [r.error for r in profile.responses]}
+    assert {name: known[name] for name in found} == found
 
 
 def test_the_keys_of_the_configuration_reach_the_model(tmp_path: Path) -> None:
-    asked = order(tmp_path, MODEL, samples=[RequestBody(b"1", "application/json")])
+    asked = order(tmp_path, MODEL, samples=ONE)
     asked.config = ModelConfig(target=asked.config.target, precision="fp16", batching=BatchingConfig(max_batch_size=64))
     found = profile_instance(asked)
     assert found.responses[0].body == b'{"twice":3}'
@@ -118,55 +128,6 @@ def test_an_open_inference_body_is_decoded_into_tensors(tmp_path: Path) -> None:
     given = profile_instance(order(tmp_path, source, samples=[body])).responses[0]
     assert not given.error
     assert b'"data":[2.0,4.0]' in given.body
-
-
-def test_an_instance_gets_its_share_of_the_threads(tmp_path: Path) -> None:
-    source = """
-    import os
-
-
-    class Model:
-        def predict(self, items):
-            return [os.environ["OMP_NUM_THREADS"] for _ in items]
-    """
-    asked = order(tmp_path, source, samples=[RequestBody(b"1", "application/json")])
-    assert profile_instance(asked, instances=10_000).responses[0].body == b"1"
-
-
-def test_the_size_that_runs_out_of_memory_is_reported_and_no_larger_one_runs(tmp_path: Path) -> None:
-    source = """
-    class Model:
-        def predict(self, items):
-            if len(items) > 2:
-                raise MemoryError
-            return items
-    """
-    found = profile_instance(order(tmp_path, source, sizes=[1, 2, 4, 8]))
-    assert (sorted(found.curve), found.oom_rows) == ([1, 2], 4)
-
-
-def test_a_request_that_the_model_cannot_answer_is_reported(tmp_path: Path) -> None:
-    source = """
-    class Model:
-        def predict(self, items):
-            return [item["x"] for item in items]
-    """
-    found = profile_instance(order(tmp_path, source, sizes=[1], samples=[RequestBody(b"1", "application/json")]))
-    assert found.error == "the model raised TypeError"
-    assert found.responses[0].error == "the model raised TypeError"
-    assert not found.curve
-
-
-def test_the_parts_of_a_streamed_answer_are_joined(tmp_path: Path) -> None:
-    source = """
-    class Model:
-        def predict(self, items):
-            yield [f"{item} a " for item in items]
-            yield [f"{item} b" for item in items]
-    """
-    found = profile_instance(order(tmp_path, source, sizes=[1], samples=[RequestBody(b"1", "application/json")]))
-    assert found.responses[0].body == b"1 a 1 b"
-    assert not found.error
 
 
 def test_a_process_that_ends_before_it_reads_its_input_is_reported(

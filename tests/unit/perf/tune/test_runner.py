@@ -158,7 +158,7 @@ def test_a_search_cut_off_anywhere_resumes_as_if_it_had_not_been(
     content = (tmp_path / "whole").read_bytes()
     assert content.count(b'"reading"') > 40
     assert b'"failed"' in content
-    for cut in random.Random(search).sample(range(len(content)), 12):
+    for cut in [*random.Random(search).sample(range(len(content)), 12), len(content)]:
         path = tmp_path / f"{cut}"
         path.write_bytes(content[:cut])
         kept = content[: content.rfind(b"\n", 0, cut) + 1].splitlines()
@@ -219,17 +219,6 @@ def test_the_cost_of_a_settings_change_excludes_the_run(hill: Any) -> None:
     assert runner.change_s == 5
 
 
-def test_a_failed_load_costs_time_too(hill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = hill(lambda _: 1000)
-    bench.fails.add(ONE)
-    now = itertools.count(step=7.04)
-    monkeypatch.setattr("penstock.perf.tune.runner.time.monotonic", lambda: next(now))
-    runner = TrialRunner(bench, Journal())
-    with pytest.raises(Infeasible):
-        runner.measure(ONE, 100, 2)
-    assert runner.spent_s == 7.0
-
-
 def test_each_measurement_has_its_own_seed(hill: Any) -> None:
     runner = TrialRunner(hill(lambda _: 1000), Journal(), seed=2)
     seeds = [runner.measure(ONE, 100, 1).run.load.seed for _ in range(3)]
@@ -271,10 +260,15 @@ def test_a_journalled_run_is_not_repeated_and_its_time_counts(hill: Any, tmp_pat
     assert seen == [(ONE.text, 100, False), (ONE.text, 100, True), (ONE.text, 100, False)]
 
 
-def test_settings_that_do_not_load_are_infeasible_also_from_the_journal(hill: Any) -> None:
-    bench, journal = hill(lambda _: 1000), Journal()
+def test_settings_that_do_not_load_are_infeasible_also_from_the_journal(
+    hill: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, journal, now = hill(lambda _: 1000), Journal(), itertools.count(step=7.04)
     bench.fails.add(ONE)
+    monkeypatch.setattr("penstock.perf.tune.runner.time.monotonic", lambda: next(now))
     for _ in range(2):
+        runner = TrialRunner(bench, journal)
         with pytest.raises(Infeasible, match="no room for it"):
-            TrialRunner(bench, journal).measure(ONE, 100, 1)
+            runner.measure(ONE, 100, 1)
+        assert runner.spent_s == 7.0, "a failed load costs time, too"
     assert bench.prepared == [ONE]
