@@ -10,10 +10,12 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from penstock.perf.bench.server import ServerProcess
+from click.testing import CliRunner
 
-PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+from penstock.cli.main import main
+from penstock.perf.bench.server import ServerProcess
+from support.pages import ROOT, blocks
+
 URL = "http://127.0.0.1:8080"
 
 
@@ -33,16 +35,13 @@ def test_a_server_that_saw_batches_of_one_size_only_is_named(tmp_path: Path) -> 
         url = server.urls["inference"]
         for _ in range(20):
             urllib.request.urlopen(f"{url}/predictions/rank", data=b'"a"', timeout=60).close()
-        words = ["plan", "--arrivals", "poisson:10", "--slo", "p99<=1s", "--cost", url]
-        done = subprocess.run(
-            [sys.executable, "-m", "penstock.cli.main", *words], capture_output=True, text=True, timeout=60, check=False
-        )
-    assert done.returncode == 2
+        done = CliRunner().invoke(main, ["plan", "--arrivals", "poisson:10", "--slo", "p99<=1s", "--cost", url])
+    assert done.exit_code == 2
     assert done.stderr.startswith(f"penstock: {url} has not learned what a batch of rank costs, which takes")
 
 
 def test_every_command_of_the_page_on_planning_works(tmp_path: Path) -> None:
-    found = BLOCK.findall(PAGE.read_text())
+    found = blocks((ROOT / "docs/plan.md").read_text())
     app = next(text for language, text in found if language == "python")
     (tmp_path / "app.py").write_text(app)
     (tmp_path / "item.json").write_text('"a short text"\n')

@@ -163,36 +163,28 @@ def test_a_second_start_resumes_and_repeats_no_measurement(tuned: Tuned) -> None
     assert records[: len(tuned.measured)] == tuned.measured
     assert len(records) > len(tuned.measured)
     assert "(measured before)" in tuned.second.stderr
+    lines = [line for line in tuned.second.stderr.splitlines() if "/s poisson:" in line]
+    assert all(re.match(r"[01] of 2, \d+:\d\d of [13]:00: ", line) for line in lines), lines
+    assert ": baseline: " in lines[0]
+    assert any(line.startswith("1 of 2, ") for line in lines)
 
 
-def test_the_verdict_has_the_choice_and_the_reasons_against_the_others(tuned: Tuned) -> None:
-    found = verdict(tuned)
-    assert found["met"]
-    assert (found["chosen"], found["proven"]) == ("batch=8,instances=1,precision=fp32", True)
-    assert found["default_goodput"] < found["goodput"]
-    assert found["goodput"] > 0
-    assert found["cost_per_million"] == pytest.approx(2 / (found["goodput"] * 3600) * 1e6)
-    assert found["command"].startswith("penstock tune app.py:Net --slo 'p99<=2s,error<=25%' ")
-    whys = {other["settings"]: other["why"] for other in found["runners_up"]}
-    assert "1 of 1 responses differ; line 1: [0]: found 3, expected 2" in whys["batch=8,instances=1,precision=bf16"]
-
-
-def test_the_folder_has_results_and_a_report_in_both_formats(tuned: Tuned) -> None:
+def test_the_folder_has_results_the_verdict_and_a_report_in_both_formats(tuned: Tuned) -> None:
     folder = tuned.folder / "tune-net"
-    for name in (
-        "run.json",
-        "records.jsonl",
-        "summary.csv",
-        "journal.jsonl",
-        "settings.csv",
-        "report.md",
-        "report.html",
-    ):
+    for name in ("run.json", "records.jsonl", "summary.csv", "journal.jsonl", "settings.csv", "report.html"):
         assert (folder / name).stat().st_size > 0, name
     report = (folder / "report.md").read_text()
     assert f"within {SLO}" in report
     assert "| settings | slo | throughput_per_s | p99_ms | offered_per_s | device | workers |" in report
     assert f"within {SLO}" in tuned.second.stdout
+    found = verdict(tuned)
+    assert found["met"]
+    assert (found["chosen"], found["proven"]) == ("batch=8,instances=1,precision=fp32", True)
+    assert 0 < found["default_goodput"] < found["goodput"]
+    assert found["cost_per_million"] == pytest.approx(2 / (found["goodput"] * 3600) * 1e6)
+    assert found["command"].startswith("penstock tune app.py:Net --slo 'p99<=2s,error<=25%' ")
+    whys = {other["settings"]: other["why"] for other in found["runners_up"]}
+    assert "1 of 1 responses differ; line 1: [0]: found 3, expected 2" in whys["batch=8,instances=1,precision=bf16"]
 
 
 def test_the_toml_has_the_result_and_every_comment(tuned: Tuned) -> None:
@@ -203,13 +195,6 @@ def test_the_toml_has_the_result_and_every_comment(tuned: Tuned) -> None:
     model = tomllib.loads(text)["models"]["net"]
     assert (model["instances"], model["precision"], model["batching"]["max_batch_size"]) == (1, "fp32", 8)
     assert model["batching"]["timeout_s"] == 5.0
-
-
-def test_progress_tells_the_settings_and_the_time_so_far(tuned: Tuned) -> None:
-    lines = [line for line in tuned.second.stderr.splitlines() if "/s poisson:" in line]
-    assert all(re.match(r"[01] of 2, \d+:\d\d of [13]:00: ", line) for line in lines), lines
-    assert ": baseline: " in lines[0]
-    assert any(line.startswith("1 of 2, ") for line in lines)
 
 
 def test_settings_that_are_worse_than_the_default_are_not_written(tuned: Tuned) -> None:
@@ -235,18 +220,21 @@ def test_a_server_with_that_toml_keeps_the_slo_in_a_fresh_bench(tuned: Tuned) ->
     assert run["answered"] == run["requests"] > 0
 
 
-def test_an_app_that_does_not_load_ends_the_tuning_with_its_error(tuned: Tuned) -> None:
-    found = penstock(tuned.folder, "tune", "app.py:Broken", "--slo", SLO)
-    assert found.returncode == 1
-    assert "OSError: no weights here" in found.stderr
-    assert "Traceback" not in found.stdout
-
-
-def test_data_that_the_app_cannot_answer_ends_the_tuning_with_its_error(tuned: Tuned) -> None:
+@pytest.mark.parametrize(
+    ("target", "more", "message"),
+    [
+        ("app.py:Broken", [], "OSError: no weights here"),
+        ("app.py:Net", ["--data", "wrong.jsonl"], "penstock: the app cannot answer the requests: the model raised"),
+    ],
+)
+def test_an_app_that_does_not_load_or_answer_ends_the_tuning_with_its_error(
+    tuned: Tuned, target: str, more: list[str], message: str
+) -> None:
     (tuned.folder / "wrong.jsonl").write_text('{"a": 1}\n')
-    found = penstock(tuned.folder, "tune", "app.py:Net", "--slo", SLO, "--data", "wrong.jsonl", "--output", "wrong")
+    found = penstock(tuned.folder, "tune", target, "--slo", SLO, "--output", "wrong", *more)
     assert found.returncode == 1
-    assert "penstock: the app cannot answer the requests: the model raised" in found.stderr
+    assert message in found.stderr
+    assert "Traceback" not in found.stdout
 
 
 def test_for_an_impossible_slo_the_nearest_settings_are_reported_and_nothing_is_written(tuned: Tuned) -> None:

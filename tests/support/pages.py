@@ -41,7 +41,7 @@ def write(block: str, folder: Path) -> None:
 
 
 class PageShell:
-    """Runs shell blocks in a folder. `shorter` replaces texts that make a command long."""
+    """Runs shell blocks in a folder. `shorter` maps patterns of what makes a command long to replacements."""
 
     def __init__(self, folder: Path, *, env: Mapping[str, str] = {}, shorter: Mapping[str, str] = {}) -> None:
         self.folder = folder
@@ -74,11 +74,11 @@ class PageShell:
         """
         first, *others = _TERMINAL.split(re.sub(r"(?m)^pip install .*\n", "", block))
         if not others:
-            return self._output(first)
+            return self.output(first)
         *before, server = first.splitlines(keepends=True)
-        shown = self._output("".join(before))
-        with self._serving(server):
-            return shown + self._output(others[0])
+        shown = self.output("".join(before))
+        with self.serving(server):
+            return shown + self.output(others[0])
 
     def _torchserve_ports(self) -> Path:
         names = ("inference_address", "management_address", "metrics_address", "grpc_inference_port")
@@ -93,19 +93,21 @@ class PageShell:
 
     def _words(self, script: str) -> list[str]:
         for long, short in self._shorter.items():
-            script = script.replace(long, short)
+            script = re.sub(long, short, script)
         return ["bash", "-ec", re.sub(r"127\.0\.0\.1:(\d+)", lambda m: f"127.0.0.1:{self.ports[int(m[1])]}", script)]
 
-    def _output(self, script: str) -> str:
+    def output(self, script: str) -> str:
+        """The stdout of commands. They must succeed, unless the output says that the machine is too busy."""
         done = subprocess.run(
             self._words(script), cwd=self.folder, env=self._env, capture_output=True, text=True, timeout=300
         )
-        unproven = "nothing is written to" in done.stderr  # what the tuner says on a busy machine
-        assert done.returncode == 0 or unproven, f"{script}\n{done.stdout}\n{done.stderr}"
+        busy = "nothing is written to" in done.stderr or "INVALID" in done.stdout
+        assert done.returncode == 0 or busy, f"{script}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     @contextmanager
-    def _serving(self, line: str) -> Iterator[None]:
+    def serving(self, line: str) -> Iterator[None]:
+        """Runs the server of this line meanwhile."""
         log = self.folder / "tmp" / "server.log"
         with open(log, "w") as file:
             process = subprocess.Popen(
@@ -125,8 +127,12 @@ class PageShell:
             yield
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+                self.stop(process)
             process.wait(60)
+
+    def stop(self, process: subprocess.Popen[bytes]) -> None:
+        """Asks a server to end."""
+        process.send_signal(signal.SIGTERM)
 
     def _ready(self) -> bool:
         try:

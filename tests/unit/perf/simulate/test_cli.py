@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.perf.cli import simulate
+from support.pages import ROOT, blocks
 
 
 def run(*arguments: str) -> Result:
@@ -46,16 +46,15 @@ def test_the_table_has_a_line_for_each_combination_and_then_the_best() -> None:
 
 
 def test_the_docs_page_shows_what_its_commands_print(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "simulate.md").read_text()
-    blocks = [block for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.S | re.M)]
+    shown = [block for _, block in blocks((ROOT / "docs/simulate.md").read_text())]
     monkeypatch.chdir(Path(trace).parent)
     results = [
         run(*shlex.split(line)[2:], *(["--model", "a"] if "jsonl" in line else []))
-        for line in "".join(blocks).splitlines()
+        for line in "".join(shown).splitlines()
         if line.startswith("penstock simulate")
     ]
     assert [result.exit_code for result in results] == [0, 0, 0]
-    assert results[0].stdout == blocks[1]
+    assert results[0].stdout == shown[1]
 
 
 def test_it_says_when_no_combination_is_good_enough() -> None:
