@@ -111,7 +111,7 @@ class PageShell:
         log = self.folder / "tmp" / "server.log"
         with open(log, "w") as file:
             process = subprocess.Popen(
-                self._words(f"exec {line}"),
+                self._words(f"exec env {line}"),
                 cwd=self.folder,
                 env=self._env,
                 stdout=file,

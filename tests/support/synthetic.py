@@ -97,8 +97,7 @@ class SyntheticMachine(Struct, frozen=True, kw_only=True):
     """A machine on which a batch of n takes (a + b*n) seconds with one instance; `factors` scale a and b by precision.
 
     m instances slow each other down by 1 + sigma*(m-1) + kappa*m*(m-1), the universal scalability law: sigma stands for
-    contention, kappa for coherency. Throughput therefore peaks at some m. An instance holds `memory_bytes`, plus
-    `row_bytes` for each row of its largest batch; the machine has `limit_bytes`.
+    contention, kappa for coherency. Throughput therefore peaks at some m.
     """
 
     a: float
@@ -108,9 +107,6 @@ class SyntheticMachine(Struct, frozen=True, kw_only=True):
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
     jitter: float = 0.05
     tail: float = 0.002
-    memory_bytes: int = 0
-    row_bytes: int = 0
-    limit_bytes: int | None = None
 
     def service(self, settings: CandidateSettings) -> ServiceTime:
         """The service time of a batch with these settings."""
@@ -118,11 +114,6 @@ class SyntheticMachine(Struct, frozen=True, kw_only=True):
         slowdown = 1 + self.sigma * (m - 1) + self.kappa * m * (m - 1)
         fa, fb = self.factors.get(str(settings.get("precision", "")), (1.0, 1.0))
         return ServiceTime(self.a * fa * slowdown, self.b * fb * slowdown, jitter=self.jitter, tail=self.tail)
-
-    def memory(self, settings: CandidateSettings) -> int:
-        """Bytes that all instances hold."""
-        batch, instances = _whole(settings, "batch"), _whole(settings, "instances")
-        return instances * (self.memory_bytes + batch * self.row_bytes)
 
 
 def drawn(seed: int) -> tuple[SyntheticMachine, Slo]:
@@ -157,16 +148,13 @@ class SyntheticSystem:
     def curve(self, settings: CandidateSettings) -> BatchCurve | None:
         if not self._has_curve:
             return None
-        one, largest = self.machine.service(settings.put(instances=1)), settings.put(batch=32, instances=1)
+        one = self.machine.service(settings.put(instances=1))
         points = tuple((n, one.t(n)) for n in CURVE_SIZES)
         self.spent_s += (cost_s := 3 * sum(t for _, t in points))
-        memory, limit = self.machine.memory(largest), self.machine.limit_bytes
-        return BatchCurve(points=points, memory_bytes=memory or None, limit_bytes=limit, cost_s=cost_s)
+        return BatchCurve(points=points, cost_s=cost_s)
 
     def prepare(self, settings: CandidateSettings) -> None:
-        limit = self.machine.limit_bytes
-        if limit is not None and self.machine.memory(settings) > limit:
-            raise LoadFailed(f"{settings}: needs {self.machine.memory(settings)} bytes, the machine has {limit}")
+        pass
 
     def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> MeasuredRun:
         load = Load(mode="open", rate=rate, seconds=seconds, seed=seed)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
 
 from penstock.client.endpoint import read_token
 from penstock.errors import ConfigError
@@ -36,22 +35,16 @@ _SAME: Final = 1.1  # mean batches of two runs whose sizes differ by less are on
 _FETCH_S: Final = 5.0
 
 
-class CostCurve(Struct, frozen=True, kw_only=True):
-    """Seconds of a batch by its rows: (rows, seconds), ascending in both.
+class CostCurve(BatchCurve, frozen=True, kw_only=True):
+    """A curve that ascends in both, from any source.
 
-    `largest` is the largest measured batch, None if the cost is a formula. `memory_bytes` is the memory of one
-    instance, if known. `source` says where the curve is from, `notes` what to know about it.
+    `largest` is the largest measured batch, None if the cost is a formula. `source` says where the curve is from,
+    `notes` what to know about it.
     """
 
-    points: tuple[tuple[float, float], ...]
     source: str
     largest: int | None = None
-    memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
-
-    def seconds(self, rows: int) -> float:
-        """The time of a batch: interpolated between points, extrapolated beyond the last one."""
-        return BatchCurve(points=self.points).seconds(rows)  # type: ignore[arg-type]  # sizes of runs are means
 
     def service(self, most_rows: int, jitter: float) -> ServiceTime:
         """The service time of batches of up to `most_rows` rows."""

@@ -255,7 +255,11 @@ class Planner:
             slots=instances, depth=DEPTH, handover_s=o.handover_s, max_batch_size=batch, slo_s=o.slo.latency_s,
             seed=o.seed,
         )  # fmt: skip
-        day, autoscaled = self._over_all(settings)
+        self.requests += len(self.load.arrivals) * (1 if o.start_s is None else 2)
+        day = profile(simulated(self.service, o.policy.make(), self.load, settings))
+        memory = o.memory_bytes or self.curve.memory_bytes
+        hour = None if o.price is None else o.price * instances
+        million = None if hour is None else hour * day.seconds / 3600 / day.requests * 1e6
         return CapacityPlan(
             met=met,
             slo=o.slo.text,
@@ -268,17 +272,11 @@ class Planner:
             limit=PlanLimit(limit.offered, limit.offered / needed, limit.busy, limit.wait_s or 0.0) if limit else None,
             full_rate=self.service.capacity(instances, batch) / self._rows,
             day=day,
-            autoscaled=autoscaled,
+            autoscaled=None if o.start_s is None else scaled(self.load, self.service, settings, o.start_s),
             tried=sorted(self.tried.values(), key=lambda one: (one.batch, one.instances)),
             notes=self._notes(batch),
-            cost=self._cost(instances, day),
+            cost=PlanCost(None if memory is None else memory * instances, hour, million),
         )
-
-    def _cost(self, instances: int, day: DayProfile) -> PlanCost:
-        memory = self.options.memory_bytes or self.curve.memory_bytes
-        hour = None if self.options.price is None else self.options.price * instances
-        million = None if hour is None else hour * day.seconds / 3600 / day.requests * 1e6
-        return PlanCost(None if memory is None else memory * instances, hour, million)
 
     def _limit(self, instances: int, batch: int) -> ReplayResult:
         """The result at the highest rate that the SLO allows, for arrivals of the peak's shape."""
@@ -294,13 +292,6 @@ class Planner:
             else:
                 high = middle
         return best
-
-    def _over_all(self, settings: SimulationSettings) -> tuple[DayProfile, ScalingProfile | None]:
-        """All arrivals on the planned instances, and on as many as an autoscaler starts."""
-        start_s = self.options.start_s
-        self.requests += len(self.load.arrivals) * (1 if start_s is None else 2)
-        fixed = profile(simulated(self.service, self.options.policy.make(), self.load, settings))
-        return fixed, None if start_s is None else scaled(self.load, self.service, settings, start_s)
 
     def _notes(self, batch: int) -> list[str]:
         """What to know about the arrivals and the simulation."""

@@ -65,37 +65,34 @@ def read_samples(path: str) -> list[AccuracySample]:
     of the names; an `expected.jsonl` has a line for each.
     """
     file = Path(path)
-    if not file.exists():
-        raise ConfigError(f"--accuracy-check {path}: no such file; expected .jsonl, .npz, or a folder of inputs")
-    if file.is_dir():
-        samples = _of_folder(file)
-    elif file.suffix == ".jsonl":
-        samples = _of_lines(file)
-    elif file.suffix == ".npz":
-        samples = _of_arrays(file)
-    else:
-        samples = [_of_file(file)]
-    if not samples:
-        raise ConfigError(f"--accuracy-check {path}: found no input; expected one or more")
+    readers = {".jsonl": _of_lines, ".npz": _of_arrays}
+    try:
+        if not file.exists():
+            raise ConfigError("no such file; expected .jsonl, .npz, or a folder of inputs")
+        samples = _of_folder(file) if file.is_dir() else readers.get(file.suffix, _of_file)(file)
+        if not samples:
+            raise ConfigError("found no input; expected one or more")
+    except OSError as error:
+        raise ConfigError(f"--accuracy-check {path}: cannot be read: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--accuracy-check {path}: {error.message}") from None
     return samples
 
 
-def _of_file(file: Path, expected: Any = UNSET) -> AccuracySample:
-    return AccuracySample(file.name, RequestBody(_bytes(file), content_type_of(file)), expected)
+def _of_file(file: Path, expected: Any = UNSET) -> list[AccuracySample]:
+    return [AccuracySample(file.name, RequestBody(file.read_bytes(), content_type_of(file)), expected)]
 
 
 def _of_folder(folder: Path) -> list[AccuracySample]:
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.name != _EXPECTED and not f.name.startswith("."))
     responses = folder / _EXPECTED
-    if not responses.exists():
-        return [_of_file(f) for f in files]
-    expected = [value for _, value in _lines(responses)]
+    expected = [value for _, value in _lines(responses)] if responses.exists() else [UNSET] * len(files)
     if len(expected) != len(files):
         raise ConfigError(
-            f"--accuracy-check {folder}: found {len(files)} inputs and {len(expected)} lines in {_EXPECTED}; expected a"
-            " line for each input, in the order of their names"
+            f"found {len(files)} inputs and {len(expected)} lines in {_EXPECTED}; expected a line for each input, in"
+            " the order of their names"
         )
-    return [_of_file(f, value) for f, value in zip(files, expected, strict=True)]
+    return [sample for f, value in zip(files, expected, strict=True) for sample in _of_file(f, value)]
 
 
 def _of_lines(file: Path) -> list[AccuracySample]:
@@ -108,21 +105,20 @@ def _of_lines(file: Path) -> list[AccuracySample]:
     outputs = sum(s.expected is not UNSET for s in samples)
     if without is not None and outputs:
         raise ConfigError(
-            f'--accuracy-check {file}: {outputs} of {len(samples)} lines have an "output", {without.name} has none;'
-            ' expected {"input": ..., "output": ...} in all lines, or in none'
+            f'{outputs} of {len(samples)} lines have an "output", {without.name} has none; expected'
+            ' {"input": ..., "output": ...} in all lines, or in none'
         )
     return samples
 
 
 def _lines(file: Path) -> list[tuple[int, Any]]:
     found = []
-    for number, line in enumerate(_bytes(file).splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
-            found.append((number, msgspec.json.decode(line)))
+            if line.strip():
+                found.append((number, msgspec.json.decode(line)))
         except _JSON_ERRORS as error:
-            raise ConfigError(f"--accuracy-check {file}: line {number} is not JSON: {error}") from None
+            raise ConfigError(f"{file.name}, line {number} is not JSON: {error}") from None
     return found
 
 
@@ -131,33 +127,22 @@ def _of_arrays(file: Path) -> list[AccuracySample]:
         with np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # TypeError: a .npy
-        raise ConfigError(f"--accuracy-check {file}: cannot be read as .npz: {error}") from None
+        raise ConfigError(f"cannot be read as .npz: {error}") from None
     for name, array in found.items():
         if name not in ("inputs", "outputs"):
             hint = nearest(name, ("inputs", "outputs"))
-            raise ConfigError(f"--accuracy-check {file}: found an array '{name}', expected inputs and outputs{hint}")
+            raise ConfigError(f"found an array '{name}', expected inputs and outputs{hint}")
         if array.dtype.kind not in "biufU":
-            raise ConfigError(
-                f"--accuracy-check {file}: {name} are {array.dtype}, expected numbers, booleans or strings"
-            )
+            raise ConfigError(f"{name} are {array.dtype}, expected numbers, booleans or strings")
     if "inputs" not in found or not found["inputs"].ndim:
-        raise ConfigError(f"--accuracy-check {file}: found no array 'inputs' whose axis 0 indexes requests")
+        raise ConfigError("found no array 'inputs' whose axis 0 indexes requests")
     inputs, outputs = found["inputs"], found.get("outputs")
     if outputs is not None and (not outputs.ndim or len(outputs) != len(inputs)):
-        raise ConfigError(
-            f"--accuracy-check {file}: found {len(inputs)} inputs and {len(outputs) if outputs.ndim else 'no'} outputs;"
-            " expected one for each"
-        )
+        count = len(outputs) if outputs.ndim else "no"
+        raise ConfigError(f"found {len(inputs)} inputs and {count} outputs; expected one for each")
     bodies = [RequestBody(msgspec.json.encode(row.tolist()), JSON) for row in inputs]
     expected = [UNSET] * len(inputs) if outputs is None else outputs.tolist()
     return [AccuracySample(f"row {i}", body, e) for i, (body, e) in enumerate(zip(bodies, expected, strict=True))]
-
-
-def _bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--accuracy-check {file}: cannot be read: {error.strerror}") from None
 
 
 # ---- comparison
@@ -210,7 +195,7 @@ def _value(response: SampleResponse) -> Any:
 
 def difference(expected: Any, found: Any, where: str = "") -> tuple[float, str]:
     """(the largest difference on the scale of the tolerance, its place in words); infinite if it is not numeric."""
-    if _is_number(expected) and _is_number(found):
+    if _are_numbers([expected], [found]):
         return _of_numbers([expected], [found], where, "")
     if isinstance(expected, dict) and isinstance(found, dict):
         missing = [key for key in (*expected, *found) if key not in expected or key not in found]
@@ -228,10 +213,6 @@ def difference(expected: Any, found: Any, where: str = "") -> tuple[float, str]:
     else:
         return float("inf"), f"{where or 'the response'}: found {_shown(found)}, expected {_shown(expected)}"
     return max((difference(e, f, at) for at, e, f in pairs), key=lambda d: d[0], default=(0.0, ""))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _are_numbers(expected: list[Any], found: list[Any]) -> bool:

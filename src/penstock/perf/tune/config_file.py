@@ -137,7 +137,7 @@ def patched(text: str, section: str, values: Mapping[str, Any], note: str) -> st
     """
     text = _without_mark(text)
     wanted = tomllib.loads(text)
-    _put(wanted["models"][section], values)
+    put(wanted["models"][section], values)
     comment = [f"{MARK}: {line}" for line in note.splitlines()]
     for changed in _variants(text, section, values, comment):
         if _means(changed, wanted):
@@ -149,7 +149,7 @@ def _variants(text: str, section: str, values: Mapping[str, Any], comment: list[
     """Texts with the keys and the comment, the neatest first. Their meaning still has to be checked."""
     tomlkit, path = _tomlkit(), ("models", section)
     document = tomlkit.parse(text)
-    _put(document["models"][section], values, tomlkit.inline_table)
+    put(document["models"][section], values, tomlkit.inline_table)
     changed = document.as_string()
     if _header(text, path) is not None:
         yield _by_lines(text, path, values, comment)
@@ -165,7 +165,7 @@ def _by_lines(text: str, path: tuple[str, ...], values: Mapping[str, Any], comme
     for key, value in values.items():
         *tables, last = key.split(".")
         if value is None or last in _table(model, tables, dict, make=False):
-            _put(model, {key: value})
+            put(model, {key: value})
         else:
             own = (*path, *tables) if _header(text, (*path, *tables)) else path
             below.setdefault(own, []).append(_line([*path, *tables, last][len(own) :], value))
@@ -175,8 +175,8 @@ def _by_lines(text: str, path: tuple[str, ...], values: Mapping[str, Any], comme
     return changed
 
 
-def _put(model: Any, values: Mapping[str, Any], new: Callable[[], Any] = dict) -> None:
-    """Sets or removes keys of a model; `new` makes missing tables."""
+def put(model: Any, values: Mapping[str, Any], new: Callable[[], Any] = dict) -> None:
+    """Sets keys such as "batching.max_batch_size" of a model, or removes them for None; `new` makes missing tables."""
     for key, value in values.items():
         *tables, last = key.split(".")
         table = _table(model, tables, new, make=value is not None)

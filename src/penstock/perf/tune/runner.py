@@ -106,12 +106,12 @@ class BatchCurve(Struct, frozen=True, kw_only=True):
     `cost_s` is the time that the measurement took.
     """
 
-    points: tuple[tuple[int, float], ...]
+    points: tuple[tuple[float, float], ...]
     memory_bytes: int | None = None
     limit_bytes: int | None = None
     cost_s: float = 0.0
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: float) -> float:
         """The time of a batch: interpolated between points, extrapolated beyond the last one."""
         points = self.points
         if len(points) == 1 or rows <= points[0][0]:
@@ -120,7 +120,7 @@ class BatchCurve(Struct, frozen=True, kw_only=True):
         (n, t), (m, u) = points[at - 1], points[at]
         return t + (rows - n) * (u - t) / (m - n)
 
-    def per_second(self, batch: int, within_s: float | None = None) -> float:
+    def per_second(self, batch: float, within_s: float | None = None) -> float:
         """The most rows per second of one instance, in batches of at most `batch` rows that take at most `within_s`;
         0 if even one row takes longer."""
         sizes = {batch, *(n for n, _ in self.points if n < batch)}

@@ -49,9 +49,8 @@ class SearchState:
         if limit_s is not None and curve.seconds(1) > limit_s:
             return f"offline, a batch of one takes {curve.seconds(1) * 1e3:.3g} ms"
         instances, batch = settings.get("instances", 1), settings.get("batch", "auto")
-        largest = (
-            not isinstance(batch, int) or batch >= curve.points[-1][0]
-        )  # memory is known for the largest batch only
+        # memory is known for the largest batch only
+        largest = not isinstance(batch, int) or batch >= curve.points[-1][0]
         needed = (curve.memory_bytes or 0) * (instances if largest and isinstance(instances, int) else 0)
         if curve.limit_bytes and needed > curve.limit_bytes:
             return f"needs {needed / 2**20:,.0f} MiB, the machine has {curve.limit_bytes / 2**20:,.0f}"

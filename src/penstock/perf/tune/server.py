@@ -20,7 +20,7 @@ from penstock.core.engine.rules import queue_bound
 from penstock.errors import LoadFailed, PenstockError
 from penstock.perf.bench.server import fetch
 from penstock.perf.bench.target import Target, open_target
-from penstock.perf.tune.config_file import changed_keys
+from penstock.perf.tune.config_file import changed_keys, put
 from penstock.perf.tune.space import KEYS, UNCHANGED, CandidateSettings
 
 log = logging.getLogger("penstock.tune")
@@ -53,13 +53,8 @@ class TunedModel(Struct, frozen=True, kw_only=True):
 
     def with_settings(self, settings: CandidateSettings) -> ModelConfig:
         """The model's configuration with these settings."""
-        tree: dict[str, Any] = to_builtins(self.model)
-        for key, value in self.keys(settings).items():
-            *tables, last = key.split(".")
-            table = tree
-            for name in tables:
-                table = table.setdefault(name, {})
-            table[last] = value
+        tree = to_builtins(self.model)
+        put(tree, self.keys(settings))
         return convert(tree, ModelConfig)
 
     def keys(self, settings: CandidateSettings) -> dict[str, Any]:

@@ -241,45 +241,24 @@ def test_divisible_requests_fill_batches_that_whole_ones_leave_partly_empty() ->
     assert throughput(True) >= 1.15 * throughput(False)
 
 
-# ---- the holds of the adaptive policy
-
-
-def holds(policy: Adaptive) -> Any:
-    """How often the policy held a batch, by reason."""
-    return policy.explain()["holds_by_kind"]
-
-
-def test_adaptive_staggers_several_slots_but_not_a_single_one() -> None:
-    for slots, staggers in ((4, True), (1, False)):
-        policy = Adaptive()
-        arrivals = poisson(0.3 * ACC.capacity(slots, 64), 2000, random.Random(3))
-        simulate(ACC, policy, OpenLoop(arrivals), SimulationSettings(slots=slots))
-        assert (holds(policy)["stagger"] > 0) == staggers
-
-
-def test_adaptive_regroups_a_closed_loop_into_one_batch_but_not_a_single_client() -> None:
-    for clients, regroups in ((8, True), (1, False)):
-        policy = Adaptive()
-        result = simulate(ACC, policy, ClosedLoop(clients, 1.0))
-        assert (holds(policy)["regroup"] > 0) == regroups
-        assert result.mean_batch > 0.85 * clients
-
-
-def test_a_hold_of_zero_is_strictly_work_conserving() -> None:
-    loads: tuple[tuple[OpenLoop | ClosedLoop, int], ...] = (
-        (ClosedLoop(8, 1.0), 1),
-        (OpenLoop(poisson(3000, 2000, random.Random(3))), 4),
-    )
-    for load, slots in loads:
-        policy = Adaptive(0.0)
-        simulate(ACC, policy, load, SimulationSettings(slots=slots))
-        assert set(holds(policy).values()) == {0}
-
-
-def test_nothing_is_held_if_a_batch_has_no_fixed_cost() -> None:
+@pytest.mark.parametrize(
+    ("kind", "slots", "load", "holds"),
+    [
+        ("stagger", 4, OpenLoop([k / (0.3 * ACC.capacity(4, 64)) for k in range(2000)]), True),
+        ("stagger", 1, OpenLoop([k / (0.3 * ACC.capacity(1, 64)) for k in range(2000)]), False),
+        ("regroup", 1, ClosedLoop(8, 1.0), True),
+        ("regroup", 1, ClosedLoop(1, 1.0), False),
+    ],
+)
+def test_adaptive_staggers_several_slots_and_regroups_several_clients(
+    kind: str, slots: int, load: OpenLoop | ClosedLoop, holds: bool
+) -> None:
     policy = Adaptive()
-    simulate(ServiceTime(0.0, 0.001), policy, ClosedLoop(20, 1.0), SimulationSettings(slots=2))
-    assert set(holds(policy).values()) == {0}
+    result = simulate(ACC, policy, load, SimulationSettings(slots=slots))
+    found: Any = policy.explain()["holds_by_kind"]
+    assert (found[kind] > 0) == holds
+    if isinstance(load, ClosedLoop):
+        assert result.mean_batch > 0.85 * load.clients
 
 
 @pytest.mark.parametrize(("slots", "clients", "gain"), [(2, 64, 1.1), (4, 64, 1.15), (3, 33, 1.0), (2, 200, 0.98)])

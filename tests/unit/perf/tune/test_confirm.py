@@ -28,19 +28,12 @@ def test_finalists_run_in_turn_and_each_round_begins_with_another(hill: Any) -> 
     assert [settings for settings, _ in bench.asked] == [A, B, C, B, C, A, C, A, B]
 
 
-def test_a_finalist_that_keeps_the_slo_with_certainty_stays_at_its_rate(hill: Any) -> None:
-    one = Finalist(A, 850)
+@pytest.mark.parametrize(("rate", "lowered"), [(850, 0), (950, 2)])
+def test_a_rate_that_violates_the_slo_is_lowered_until_it_is_met(hill: Any, rate: float, lowered: int) -> None:
+    one = Finalist(A, rate)  # sustains 900
     proven(hill(lambda _: 1000), one)
-    assert (one.met, one.rate, len(one.runs)) == (True, 850, 3)
-
-
-def test_a_rate_that_violates_the_slo_is_lowered_until_it_is_kept(hill: Any) -> None:
-    one = Finalist(A, 950)  # sustains 900
-    proven(hill(lambda _: 1000), one)
-    assert one.met
-    assert one.rate < 900
-    assert one.lowered == 2
-    assert len(one.runs) == 3
+    assert (one.met, one.lowered, len(one.runs)) == (True, lowered, 3)
+    assert one.rate == 850 if not lowered else one.rate < 900
 
 
 def test_the_rate_of_an_overloaded_finalist_is_lowered_to_its_throughput(hill: Any) -> None:

@@ -219,12 +219,9 @@ def test_a_search_with_nothing_to_measure_ends(hill: Any) -> None:
         assert bench.asked == []
 
 
-def test_an_unknown_search_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_search_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no search 'halfing'; did you mean 'halving'\?"):
         strategy("halfing")
-
-
-def test_tpe_without_optuna_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"pip install 'optuna"):
         strategy("tpe")
