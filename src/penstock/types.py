@@ -87,7 +87,7 @@ class Item(Struct, omit_defaults=True):
 
 
 class ItemResult(Struct, omit_defaults=True):
-    """The answer to one Item, or one part of a streamed answer.
+    """The response to one Item, or one part of a streamed response.
 
     `body` is bytes for wire codecs, any value for codec "object". Errors are data: with `error` the item failed. Every
     item gets any number of results with `final=False` and exactly one with `final=True`.

@@ -342,7 +342,7 @@ class Observer:
     """
 
     def on_arrival(self, model: str, version: str) -> None:
-        """A request arrived. It is in flight until its one answer or rejection."""
+        """A request arrived. It is in flight until its one response or rejection."""
 
     def on_request(self, model: str, version: str, rows: int, size_bytes: int) -> None:
         """A request of this size is about to be queued, which may still fail. Follows its `on_arrival`."""
@@ -357,7 +357,7 @@ class Observer:
         before the last send, and its latency since arrival."""
 
     def on_reject(self, model: str, version: str, reason: str) -> None:
-        """A request ended without an answer of the model; `docs/metrics.md` lists the reasons."""
+        """A request ended without a response of the model; `docs/metrics.md` lists the reasons."""
 
     def on_complete(self, record: BatchRecord) -> None:
         """A batch ended."""

@@ -172,7 +172,7 @@ class Autoscaler:
 
     @property
     def _window_s(self) -> float:
-        """Seconds of the past that predict the next ones."""
+        """Look-back window for the prediction of the load, in seconds."""
         return max(4 * self.limits.tick_s, min(self.limits.quiet_s / 2, 2 * self.start_s + 3.0))
 
     def _predicted(self) -> tuple[float, float]:

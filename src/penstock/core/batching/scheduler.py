@@ -240,7 +240,7 @@ class Scheduler:
         return self._queue.answered(entries, failed)
 
     def streams(self, entry: Entry) -> None:
-        """The first part of an answer came from a concurrent slot."""
+        """The first part of a response came from a concurrent slot."""
         self._queue.streams(entry)
 
     def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:

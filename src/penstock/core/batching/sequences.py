@@ -139,7 +139,7 @@ class SequenceTable:
         return None, []
 
     def streams(self, entry: Entry) -> Entry | None:
-        """The answer of a request has begun, on a slot that runs several: returns the next one, which may join it."""
+        """The response of a request has begun, on a slot that runs several: returns the next one, which may join it."""
         found = self._sequences.get("" if entry.sequence is None else entry.sequence.id)
         if found is None or found.head is not entry:
             return None

@@ -25,7 +25,7 @@ _RUNNABLE = SOURCES[EntryState.RUNNING]
 
 
 class SplitRequest(Struct, eq=False):
-    """A split request: its waiting parts, the number of running parts, and the rows without an answer. `over`: no more
+    """A split request: its waiting parts, the number of running parts, and the rows without a response. `over`: no more
     parts will run; `verdict` is then the event that ends it, None if the batch that ends it reports it."""
 
     root: Entry
@@ -265,7 +265,7 @@ class WaitingQueue:
                 self._close(split)
         return ended
 
-    # ---- out, without an answer
+    # ---- out, without a response
 
     def expire(self, now: float) -> None:
         """Ends requests that have waited past their deadline or timeout."""
@@ -307,7 +307,7 @@ class WaitingQueue:
         """(the entries of an unanswered batch that run again, the ids of the split requests that ended).
 
         If the worker `died` while running them, an entry fails that was alone and in an earlier death; without `retry`
-        all of them fail. If its rows are separate items, it counts as answered instead: the death is their answer."""
+        all of them fail. If its rows are separate items, it counts as answered instead: the death is their response."""
         again: list[tuple[Entry, SplitRequest | None]] = []
         ended: list[int] = []
         alone = sum([e.rows if e.separate else 1 for e in entries]) == 1

@@ -154,7 +154,7 @@ class Batcher:
             self._abandon_unwanted(running)
 
     def _late(self, call: Call, last: bool = False) -> None:
-        """The deadline of a request passed. If it runs, its answer will be ignored."""
+        """The deadline of a request passed. If it runs, its response will be ignored."""
         running = self._running.get(call.batch_id)
         if running is not None and running.dispatch.concurrent and not last:
             call.timer = self._loop.call_later(LATE_S, self._late, call, True)
@@ -259,7 +259,7 @@ class Batcher:
         if running is None:
             return
         if part.final or part.at is not None:
-            if self._inbox is not None:  # what came before the answers is counted before them
+            if self._inbox is not None:  # what came before the responses is counted before them
                 self._inbox.drain()
             if part.final:
                 del self._running[part.batch_id]
@@ -346,7 +346,7 @@ class Batcher:
             running.failed.add(entry.id)
 
     def _lost(self, running: RunningBatch, part: BatchPart, error: PenstockError) -> None:
-        """The worker died. Abandoned requests, and requests with a part of their answer sent, do not run again. For
+        """The worker died. Abandoned requests, and requests with a part of their response sent, do not run again. For
         separate items that do not run again, the error is their result."""
         now = time.monotonic()
         both = zip(running.calls, running.dispatch.entries, strict=True)

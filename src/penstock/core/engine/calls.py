@@ -1,4 +1,4 @@
-"""Requests and batches on their way through a Batcher: merged answers, errors, and the reports to observers."""
+"""Requests and batches on their way through a Batcher: merged responses, errors, and the reports to observers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ observe_log = logging.getLogger("penstock.observe")
 
 
 class Call(Struct, eq=False):
-    """One accepted request: its caller and the state of its answer.
+    """One accepted request: its caller and the state of its response.
 
     `label` is its front-end's name for the version, for observers. `sent_s` and `batch_id` belong to the last batch it
     was sent in. `end` is how it ended for its caller: "" (not yet), "ok" or "failed" (answered), else the reason.
@@ -34,25 +34,25 @@ class Call(Struct, eq=False):
     label: str = ""
     sent_s: float = 0.0
     batch_id: int = 0
-    streamed: bool = False  # a part of the answer was sent: the request must not run again
+    streamed: bool = False  # a part of the response was sent: the request must not run again
     timer: asyncio.TimerHandle | None = None  # of its deadline
     hung: bool = False  # a batch with it exceeded `run_timeout_s`
     parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
 
     def settle(self, result: ItemResult, reason: str = "") -> None:
-        """Delivers the final answer, once, unless the caller left. `reason`: why a model did not answer."""
+        """Delivers the final response, once, unless the caller left. `reason`: why a model did not answer."""
         sink, self.sink = self.sink, None
         if sink is not None:
             self.end = reason or ("ok" if result.error is None else "failed")
             self._call_sink(sink, result)
 
     def deliver(self, result: ItemResult) -> None:
-        """Delivers a part of the answer, unless the caller left."""
+        """Delivers a part of the response, unless the caller left."""
         if self.sink is not None:
             self._call_sink(self.sink, result)
 
     def keep(self, start: int, result: ItemResult) -> None:
-        """Keeps the answer to the part of a split request that begins at row `start`."""
+        """Keeps the response to the part of a split request that begins at row `start`."""
         if self.parts is None:
             self.parts = {}
         self.parts[start] = result
@@ -92,14 +92,14 @@ def release(item: Item) -> None:
 
 
 class PartMerger:
-    """Merges the answers to the parts of split requests of one model version."""
+    """Merges the responses to the parts of split requests of one model version."""
 
     def __init__(self, name: str, version: str) -> None:
         self.name = name
         self._codecs = ModelCodecs(ModelMetadata(name, version))
 
     def merge(self, item: Item, parts: Mapping[int, ItemResult], streamed: bool) -> ItemResult:
-        """One answer from `parts` (first row -> answer), in row order; an error if a part failed or they do not fit."""
+        """One response from `parts` (first row -> answer), in row order; an error if a part failed or they do not fit."""
         ordered = [result for _, result in sorted(parts.items())]
         bad = next((p for p in ordered if p.error is not None), None)
         if bad is not None or (streamed and not item.many):  # the parts are already sent: only the end is left

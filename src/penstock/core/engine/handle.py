@@ -323,7 +323,7 @@ class ModelHandle:
 
     @property
     def pending(self) -> int:
-        """The number of accepted requests without an answer."""
+        """The number of accepted requests without a response."""
         return self.batcher.pending if self.batcher else len(self._early)
 
     @property

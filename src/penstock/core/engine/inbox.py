@@ -86,7 +86,7 @@ class RequestInbox:
             if isinstance(request, tuple):
                 request[2](ItemResult(error=ModelNotReady("the portal is closed")))
             else:
-                with suppress(RuntimeError):  # the loop is closed; a request behind this one still needs its answer
+                with suppress(RuntimeError):  # the loop is closed; a request behind this one still needs its response
                     self._loop.call_soon_threadsafe(request)
 
     def _taken(self) -> Iterator[_Request | _Callback]:

@@ -1,4 +1,4 @@
-"""How greenlets wait for an answer: through their hub, so that the other greenlets of their thread keep running.
+"""How greenlets wait for a response: through their hub, so that the other greenlets of their thread keep running.
 
 Only for programs patched by gevent. The portal's thread never touches a greenlet's objects; it posts calls to the loop
 of the hub.

@@ -190,7 +190,7 @@ class Portal:
                 thread.inbox.put(*request)
             answered = waiter.wait(timeout_s)
         finally:
-            if not answered:  # or interrupted: a late answer must not wake the thread's next call
+            if not answered:  # or interrupted: a late response must not wake the thread's next call
                 self._waiters.waiter = None
                 thread.inbox.post(waiter.leave)
         if not answered:

@@ -1,4 +1,4 @@
-"""How callers wait for an answer: a thread on a lock, a greenlet on its hub, and the holder of a `Future`.
+"""How callers wait for a response: a thread on a lock, a greenlet on its hub, and the holder of a `Future`.
 
 Each is a sink of `Backend.submit`. The sink, `accepted` and `leave` are called on the portal's loop.
 """
@@ -21,11 +21,11 @@ class Revocable(Protocol):
 
 
 Post = Callable[..., object]  # `RequestInbox.post` of the portal's inbox
-Convert = Callable[[ItemResult], Any]  # turns an answer into the caller's result, or raises its error
+Convert = Callable[[ItemResult], Any]  # turns a response into the caller's result, or raises its error
 
 
 class SyncWaiter:
-    """What one thread waits on: a held lock that the answer releases. The thread reuses it for its next call."""
+    """What one thread waits on: a held lock that the response releases. The thread reuses it for its next call."""
 
     __slots__ = ("lock", "ticket", "value")
 
@@ -61,7 +61,7 @@ WOKEN_AT_ONCE = 1  # threads that are woken at the same time
 
 
 class WaitingThreads:
-    """The threads that wait for answers of one portal.
+    """The threads that wait for responses of one portal.
 
     Threads that a batch wakes all at once wait for the interpreter together, and each looks every 5 ms whether it is
     free. So a few are woken, and each of them wakes another one as soon as it runs.
@@ -72,7 +72,7 @@ class WaitingThreads:
         self._answered: list[ThreadWaiter] = []
 
     def answered(self, waiter: ThreadWaiter) -> None:
-        """Wakes the waiter: now if few wait, else after all answers of this pass of the loop."""
+        """Wakes the waiter: now if few wait, else after all responses of this pass of the loop."""
         self.waiting -= 1
         if self.waiting < WOKEN_AT_ONCE and not self._answered:
             waiter.lock.release()
@@ -149,7 +149,7 @@ _LONGEST_S = 10**6  # some platforms refuse longer timeouts
 class Future(concurrent.futures.Future[Any]):
     """A `concurrent.futures.Future` that can also be awaited, on any running asyncio loop.
 
-    `cancel` removes a queued request. A running request is not interrupted; its answer is dropped.
+    `cancel` removes a queued request. A running request is not interrupted; its response is dropped.
     """
 
     def __init__(self, post: Post, convert: Convert) -> None:
@@ -163,7 +163,7 @@ class Future(concurrent.futures.Future[Any]):
         return asyncio.wrap_future(self).__await__()
 
     def cancel(self) -> bool:
-        """True if there will be no answer; False if it already arrived."""
+        """True if there will be no response; False if it already arrived."""
         if self.cancelled():
             return True
         if not super().cancel():

@@ -1,7 +1,7 @@
 """The worker's end for a model that runs batches concurrently.
 
-The reader thread passes batches on as they arrive. The model's own threads send its answers: at once, or, if the model
-has an event loop, all answers of one pass together. The main thread reports metrics and free slabs, at most ten times a
+The reader thread passes batches on as they arrive. The model's own threads send its responses: at once, or, if the model
+has an event loop, all responses of one pass together. The main thread reports metrics and free slabs, at most ten times a
 second.
 """
 
@@ -31,7 +31,7 @@ SIGN_S = 1.0
 
 
 class ConcurrentBatch:
-    """Passes a batch to the model and turns its answers into parts. Each item counts once, even if answered twice.
+    """Passes a batch to the model and turns its responses into parts. Each item counts once, even if answered twice.
 
     A model that answers with a `Step` streams: its part is sent, and the item ends when it is done. `done` is called
     with the places of completed items, in the thread that answered. It calls `part` for them, one call at a time; the
@@ -147,7 +147,7 @@ class ConcurrentBatch:
         return found
 
     def part(self, places: list[int]) -> BatchPart:
-        """The answers of these completed items; each place is requested once."""
+        """The responses of these completed items; each place is requested once."""
         self._left -= len(places)
         part = BatchPart(self.batch_id, [self._result(i) for i in places], final=not self._left, at=places)
         if part.final:

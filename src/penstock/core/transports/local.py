@@ -42,7 +42,7 @@ class ThreadTransport(SlotTransport):
 
 
 class LocalSlot(WorkerSlot):
-    """A slot whose model runs in this process. It keeps slabs pinned while the model or its answers refer to them."""
+    """A slot whose model runs in this process. It keeps slabs pinned while the model or its responses refer to them."""
 
     _held: Sequence[Lease] = ()
 
@@ -148,7 +148,7 @@ class _WorkerThread:
         while (work := self.batches.get()) is not None and not self.abandoned:
             batch_id, items, leases = work
             part = run_batch(runner, batch_id, items, self._emit)
-            del work, items  # from here on only the model or the answer refers to a slab
+            del work, items  # from here on only the model or the response refers to a slab
             self._post(self._slot.on_part, self, part, leases)
             del part
         runner.close()

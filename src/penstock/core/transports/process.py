@@ -103,7 +103,7 @@ class Channel:
                     self._loop.remove_reader(self._sock.fileno())
 
     def drain(self) -> None:
-        """Reads everything that has arrived: the answers of a worker before its death."""
+        """Reads everything that has arrived: the responses of a worker before its death."""
         while self._open and self._receive():
             pass
 
@@ -286,7 +286,7 @@ class _ProcessSlot(WorkerSlot):
         child = self._child
         if child is None:
             return
-        self._channel.drain()  # its answers before the death count
+        self._channel.drain()  # its responses before the death count
         self._channel.close()
         self._child = None
         how = child.ended()

@@ -43,7 +43,7 @@ class Sent(Struct):
     on_part: OnPart
     slabs: list[Slab]  # pinned
     started_s: float  # of the run; on a concurrent slot, of the last part
-    open: set[int] | None = None  # places of the items without an answer, where batches run side by side
+    open: set[int] | None = None  # places of the items without a response, where batches run side by side
 
 
 class WorkerHistory:
@@ -100,7 +100,7 @@ class WorkerSlot:
         self.closing = False
         self.sent: dict[int, Sent] = {}  # by batch, in the order of sending
         self.concurrent = False  # the worker runs batches concurrently
-        self._heard_s = 0.0  # concurrent slot: its last answer, or the first batch after an idle time
+        self._heard_s = 0.0  # concurrent slot: its last response, or the first batch after an idle time
         self.idle = asyncio.Event()  # nothing is sent
         self.idle.set()
         self._history = WorkerHistory(spec.config.restart, spec.config.max_requests)
@@ -294,7 +294,7 @@ class SlotTransport:
     """A Transport of `slots` independent slots; slot i is on `devices[i % len(devices)]`.
 
     Slabs are pinned while a worker may read them, and stay the caller's. `pool` holds request slabs in shared memory;
-    `reply_bytes` is the size of each worker process's own region for answers.
+    `reply_bytes` is the size of each worker process's own region for responses.
     """
 
     depth = 8

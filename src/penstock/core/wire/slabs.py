@@ -213,7 +213,7 @@ Lease = tuple[int, "weakref.ref[Any]"]
 
 
 class HeldSlabs:
-    """In a worker: the request slabs that a model still references after its answer."""
+    """In a worker: the request slabs that a model still references after its response."""
 
     def __init__(self) -> None:
         self._held: list[Lease] = []
@@ -227,7 +227,7 @@ class HeldSlabs:
         return {offset for offset, _ in self._held}
 
     def after(self, leases: list[Lease], collect: bool = True) -> tuple[list[int], list[int]]:
-        """(offsets of `leases` held after an answer, offsets held before and released since).
+        """(offsets of `leases` held after a response, offsets held before and released since).
 
         `collect`: runs the garbage collector, so that a slab in a reference cycle does not count as held.
         """

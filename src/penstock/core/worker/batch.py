@@ -259,7 +259,7 @@ class BatchRun:
             self.emit(BatchPart(self.batch_id, parts, final=False))
 
     def final(self) -> BatchPart:
-        """The answer of every item."""
+        """The response of every item."""
         outcomes: list[list[Any]] = [[] for _ in self.d.items]
         for u, outcome in enumerate(self.outcomes):
             outcomes[self.d.owners[u]].append(self.finished(u, outcome))
@@ -270,7 +270,7 @@ class BatchRun:
         return BatchPart(self.batch_id, results, oom=oom, miscounted=self.miscounted and oom is not None)
 
     def answer(self, i: int, outcomes: list[Any]) -> ItemResult:
-        """The answer of item `i` from the finished outcomes of its units."""
+        """The response of item `i` from the finished outcomes of its units."""
         item = self.d.items[i]
         error = self.d.errors.get(i)
         if error is not None:

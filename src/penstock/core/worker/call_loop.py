@@ -38,7 +38,7 @@ class CallLoop:
         self._send_parts_to = send_parts_to
         self.loop = asyncio.new_event_loop()
         self._predict = predict
-        self.silence_s = EARLY * batching.run_timeout_s  # the longest time of a batch without a part or an answer
+        self.silence_s = EARLY * batching.run_timeout_s  # the longest time of a batch without a part or a response
         self._idempotent, self._retry_split = batching.idempotent, batching.retry_split
         self.alone = False  # each value is a call of its own
 

@@ -51,7 +51,7 @@ class StepLimits(Struct, frozen=True):
 
 
 class Whole(Struct):
-    """The part of a `Step` that ends an item without other parts: an answer that is no stream."""
+    """The part of a `Step` that ends an item without other parts: a response that is no stream."""
 
     value: Any
 
@@ -158,7 +158,7 @@ class ActiveSteps:
         return outcomes
 
     def _admit(self, outcomes: list[StepOutcome]) -> None:
-        """Gives places to waiting items. An item that needs more than are free lets no later one pass."""
+        """Gives places to waiting items. An item that needs more than are free blocks later items."""
         while self._waiting and self._places < self._fits:
             item = self._waiting[0]
             try:

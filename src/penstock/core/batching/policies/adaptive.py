@@ -113,7 +113,7 @@ class Adaptive:
         r = self._returns
         if r.width > 0:
             j = int((now - r.since_s) / r.width + BIN_TOLERANCE)
-            if 0 <= j < BINS:  # below 0: it arrived before the answers, but was seen after them
+            if 0 <= j < BINS:  # below 0: it arrived before the responses, but was seen after them
                 r.counts[j] += entry.rows
 
     def on_complete(self, batch: SlotBatch, seconds: float, view: View, now: float) -> None:

@@ -44,7 +44,7 @@ Choice = Take | Drop | WaitUntil | None
 
 class SlotBatch(Struct, eq=False):
     """A batch on a slot. `end_s` is its predicted end. On a `concurrent` slot there is no prediction, and `rows` counts
-    the rows without an answer."""
+    the rows without a response."""
 
     id: int
     slot: int

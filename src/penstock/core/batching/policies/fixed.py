@@ -20,7 +20,7 @@ class Fixed(BatchPolicy):
         """The policy that `[models.NAME.batching]` describes.
 
         With max_hold_s "auto" the delay is 0.1 s, and at most half of the latency target: a longer one would only
-        produce late answers.
+        produce late responses.
         """
         if config.max_hold_s == "auto":
             return cls(min(DEFAULT_DELAY_S, (config.slo_s or config.timeout_s) / 2))

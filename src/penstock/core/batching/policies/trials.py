@@ -173,7 +173,7 @@ class HoldTrials:
     # ---- the search
 
     def completed(self, batch: SlotBatch, view: View, cap_s: float, closed: bool, now: float) -> None:
-        """A batch was answered. `cap_s` caps holds; `closed`: clients return at once after an answer."""
+        """A batch was answered. `cap_s` caps holds; `closed`: clients return at once after a response."""
         self.clients = max(self.clients, view.inside_rows)
         self._capped = cap_s < INF
         slots, full = max(1, view.slots), view.max_rows
@@ -309,7 +309,7 @@ class HoldTrials:
     # ---- the hold
 
     def until(self, view: View, rows: int, answered_s: float, now: float) -> float:
-        """When a slot with `rows` waiting rows must stop waiting for more; 0: now. `answered_s`: the last answer."""
+        """When a slot with `rows` waiting rows must stop waiting for more; 0: now. `answered_s`: the last response."""
         self.clients = max(self.clients, view.inside_rows)
         share = self.share(view)
         start = now if view.ahead else min(view.held_s, answered_s)
