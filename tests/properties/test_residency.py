@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.batching.residency import Residency, ResidentModel
-from penstock.errors import ConfigError
 
 LOAD_S = 0.2
 
@@ -171,12 +170,3 @@ def test_memory_is_learned_from_loads() -> None:
         needs.append(declared.need["cpu"])
     assert needs == sorted(set(needs))
     assert needs[-1] == 100
-
-
-def test_a_budget_smaller_than_a_model_is_refused() -> None:
-    residency = Residency({"cpu": 100})
-    residency.add(ResidentModel(("a", "1"), {"cpu": 60}, pinned=True, declared=True))
-    with pytest.raises(ConfigError, match=r"needs 50 bytes of cpu, .* is 100 bytes, of which pinned models hold 60"):
-        residency.add(ResidentModel(("b", "1"), {"cpu": 50}, declared=True))
-    with pytest.raises(ConfigError, match=r"needs 101 bytes of cpu, and its budget is 100 bytes: raise it"):
-        Residency({"cpu": 100}).add(ResidentModel(("b", "1"), {"cpu": 101}, declared=True))

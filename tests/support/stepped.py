@@ -89,26 +89,6 @@ async def check_a_bad_item_fails_alone(make: MakeTransport) -> None:
         assert found == [[2, 1, 0], [3, ItemFailed], [ItemFailed], [1, 0]]
 
 
-async def check_too_few_results_fail_the_states_of_the_step(make: MakeTransport) -> None:
-    async with TransportHarness(make, TARGET) as harness:
-        await harness.up()
-        number = harness.post([Item(("few", 3)), Item(3)])
-        await harness.final(number)
-        assert [streamed(harness, number, place) for place in (0, 1)] == [[2, BadOutput], [2, BadOutput]]
-        again = harness.post([Item(2)])
-        await harness.final(again)
-        assert streamed(harness, again) == [1, 0]
-
-
-async def check_an_item_without_an_end_fails_after_max_steps(make: MakeTransport) -> None:
-    async with TransportHarness(make, TARGET, max_steps=3) as harness:
-        await harness.up()
-        number = harness.post([Item(10**9)])
-        await harness.final(number)
-        assert streamed(harness, number)[-1] is ItemFailed
-        assert len(streamed(harness, number)) == 4
-
-
 async def check_several_items_in_one_request(make: MakeTransport) -> None:
     async with TransportHarness(make, TARGET) as harness:
         await harness.up()

@@ -11,7 +11,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.contracts import Transport
 from penstock.core.wire.slabs import SlabPool
 from penstock.core.worker.spec import WorkerSpec
-from penstock.errors import BadOutput, BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound, WorkerDied
+from penstock.errors import BadRequest, ItemFailed, LoadFailed, PenstockError, TargetNotFound, WorkerDied
 from penstock.types import Batch, BatchPart, Item, MetricDelta, Ready
 
 MakeTransport = Callable[[WorkerSpec, SlabPool], Transport]
@@ -133,29 +133,6 @@ async def check_an_item_that_raises_fails_alone(make: MakeTransport) -> None:
         assert type(refused) is BadRequest
         assert refused.message == "too dark"
         assert fine == 1
-
-
-async def check_an_exception_as_result_fails_its_item(make: MakeTransport) -> None:
-    async with TransportHarness(make) as harness:
-        fine, bad = await harness.values(1, ("return", "no"))
-        assert fine == 1
-        assert type(bad) is ItemFailed
-
-
-async def check_invalid_results_are_named(make: MakeTransport) -> None:
-    async with TransportHarness(make) as harness:
-        found, *others = await harness.values(("length", 4), 2, 3)
-        assert isinstance(found, BadOutput)
-        assert "returned 4 results for 1 items" in found.message
-        assert others == [2, 3]
-        (found,) = await harness.values(("instead", {"a": 1}))
-        assert type(found) is BadOutput
-        assert "dict" in found.message
-
-
-async def check_without_retry_split_the_whole_batch_fails(make: MakeTransport) -> None:
-    async with TransportHarness(make, retry_split=False) as harness:
-        assert all(type(found) is ItemFailed for found in await harness.values(1, ("raise", "no"), 3))
 
 
 async def check_out_of_memory_halves_the_batch_and_is_reported(make: MakeTransport) -> None:

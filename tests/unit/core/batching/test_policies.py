@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.batching.entry import Expire
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.fixed import Fixed, Unbatched
 from penstock.core.engine.rules import policy_of
@@ -16,29 +15,41 @@ from penstock.errors import ConfigError
 
 Make = Callable[..., Any]
 
+SCRIPTS: dict[str, tuple[Callable[[], Any], tuple[float, float] | None, dict[str, int], str]] = {
+    "none sends every request alone": (Unbatched, None, {"slots": 2}, "+1 2 3 | >[1] [2]"),
+    "none sends a request of many rows whole": (Unbatched, None, {}, "+1 rows=3 | >[1] | running 3"),
+    "fixed waits for its delay": (
+        lambda: Fixed(0.5), None, {}, "+1 | > | wake 0.5 | wait 0.2 | +2 | > | >@0.3 [1 2]"
+    ),
+    "fixed sends a full batch at once": (lambda: Fixed(0.5), None, {}, "+1 2 3 4 5 | >[1 2 3 4]"),
+    "fixed without a delay is greedy": (lambda: Fixed(0.0), None, {"slots": 2}, "+1 2 | >[1 2]"),
+    "adaptive sends a lone request at once": (
+        Adaptive, (0.005, 0.0002), {"slots": 4, "max_batch_size": 64}, "+1 | >[1]"
+    ),
+    "adaptive spreads a long queue over idle slots": (  # the knee is at 2 rows
+        Adaptive, (1.0, 0.5), {"slots": 2, "max_batch_size": 64}, "+0 1 2 3 4 5 6 7 | >[0 1 2 3] [4 5 6 7]"
+    ),
+    # below, n rows take (1 + n) s, times 1.15 and a little less to be sure
+    "adaptive takes the largest batch that enough can bear and skips tight heads": (
+        Adaptive, (1.0, 1.0), {"max_batch_size": 8},
+        "+1 deadline_s=3 | +2 3 4 5 6 7 deadline_s=20 | >[2 3 4 5 6 7]deadline | queued 1 1",
+    ),
+    "adaptive drops requests that cannot meet their deadline alone": (
+        Adaptive, (1.0, 1.0), {}, "+1 deadline_s=1.9 | +2 deadline_s=9 | >[2] !expired 1"
+    ),
+    "adaptive drops many rows by the time of all of them": (
+        Adaptive, (1.0, 1.0), {"max_batch_size": 8}, "+1 rows=8 deadline_s=6 | +2 deadline_s=6 | >[2] !expired 1"
+    ),
+}  # fmt: skip
 
-def test_none_sends_every_request_alone(bench: Make) -> None:
-    b = bench(Unbatched(), slots=2)
-    b.offer(1, 2, 3)
-    assert b.poll() == [[1], [2]]
 
-
-def test_none_sends_a_request_of_many_rows_whole(bench: Make) -> None:
-    b = bench(Unbatched())
-    b.offer(1, rows=3)
-    b.poll()
-    assert b.sent[0].rows == 3
-
-
-def test_fixed_waits_for_its_delay(bench: Make) -> None:
-    b = bench(Fixed(0.5))
-    b.offer(1)
-    assert b.poll() == []
-    assert b.scheduler.wake_at == b.now + 0.5
-    b.now += 0.2
-    b.offer(2)
-    assert b.poll() == []
-    assert b.poll(0.3) == [[1, 2]]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(bench: Make, name: str) -> None:
+    policy, prime, keys, script = SCRIPTS[name]
+    b = bench(policy(), **keys)
+    if prime is not None:
+        b.prime(*prime)
+    b.play(script)
 
 
 def test_fixed_does_not_hold_a_request_until_its_deadline_is_lost(bench: Make) -> None:
@@ -48,60 +59,6 @@ def test_fixed_does_not_hold_a_request_until_its_deadline_is_lost(bench: Make) -
     assert b.poll() == []
     assert b.poll(b.scheduler.wake_at - b.now) == [[1]]
     assert b.now + 1.0 < 103.0
-
-
-def test_fixed_sends_a_full_batch_at_once(bench: Make) -> None:
-    b = bench(Fixed(0.5))
-    b.offer(1, 2, 3, 4, 5)
-    assert b.poll() == [[1, 2, 3, 4]]
-
-
-def test_fixed_without_a_delay_is_greedy(bench: Make) -> None:
-    b = bench(Fixed(0.0), slots=2)
-    b.offer(1, 2)
-    assert b.poll() == [[1, 2]]
-
-
-def test_adaptive_sends_a_lone_request_at_once(bench: Make) -> None:
-    b = bench(Adaptive(), slots=4, max_batch_size=64)
-    b.prime(0.005, 0.0002)
-    b.offer(1)
-    assert b.poll() == [[1]]
-
-
-def test_adaptive_spreads_a_long_queue_over_idle_slots(bench: Make) -> None:
-    b = bench(Adaptive(), slots=2, max_batch_size=64)
-    b.prime(1.0, 0.5)  # the knee is at 2 rows
-    b.offer(*range(8))
-    assert [len(batch) for batch in b.poll()] == [4, 4]
-
-
-def test_adaptive_takes_the_largest_batch_that_enough_can_bear_and_skips_tight_heads(bench: Make) -> None:
-    b = bench(Adaptive(), max_batch_size=8)
-    b.prime(1.0, 1.0)  # n rows take (1 + n) s, times 1.15 and a little less to be sure
-    b.offer(1, deadline_s=b.now + 3.0)
-    b.offer(*range(2, 8), deadline_s=b.now + 20.0)
-    assert b.poll() == [[2, 3, 4, 5, 6, 7]]
-    assert b.sent[0].reason == "deadline"
-    assert b.scheduler.queued == 1
-
-
-def test_adaptive_drops_requests_that_cannot_meet_their_deadline_alone(bench: Make) -> None:
-    b = bench(Adaptive())
-    b.prime(1.0, 1.0)
-    b.offer(1, deadline_s=b.now + 1.9)
-    b.offer(2, deadline_s=b.now + 9.0)
-    assert b.poll() == [[2]]
-    assert b.told == [Expire(1, "expired")]
-
-
-def test_adaptive_drops_many_rows_by_the_time_of_all_of_them(bench: Make) -> None:
-    b = bench(Adaptive(), max_batch_size=8)
-    b.prime(1.0, 1.0)
-    b.offer(1, rows=8, deadline_s=b.now + 6.0)
-    b.offer(2, rows=1, deadline_s=b.now + 6.0)
-    assert b.poll() == [[2]]
-    assert b.told == [Expire(1, "expired")]
 
 
 # ---- by name

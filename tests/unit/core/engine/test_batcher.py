@@ -10,7 +10,7 @@ import pytest
 from penstock.core.batching.entry import INF
 from penstock.core.engine.batcher import Batcher
 from penstock.core.wire.slabs import SlabPool
-from penstock.errors import DeadlineExceeded, ItemFailed, Quarantined, QueueFull, RunTimeout, WorkerDied
+from penstock.errors import DeadlineExceeded, ItemFailed, Quarantined, RunTimeout, WorkerDied
 from penstock.types import Item, ItemResult
 
 
@@ -44,19 +44,6 @@ async def test_requests_of_one_loop_iteration_share_a_batch(make_batcher, transp
     assert batcher.pending == 0
 
 
-async def test_a_batch_grows_while_the_slot_is_busy(make_batcher, transport, caller) -> None:
-    batcher = make_batcher()
-    submit(batcher, caller())
-    await turns()
-    for _ in range(3):
-        submit(batcher, caller())
-        await turns()
-    assert len(transport.sent) == 1
-    transport.answer()
-    await turns()
-    assert len(transport.sent[0][0].items) == 3
-
-
 async def test_listeners_are_called_before_a_batch_is_sent(make_batcher, transport, caller) -> None:
     batcher, heard = make_batcher(), []
     batcher.on_dispatch = lambda dispatch: heard.append((dispatch.rows, len(transport.sent)))
@@ -66,17 +53,6 @@ async def test_listeners_are_called_before_a_batch_is_sent(make_batcher, transpo
     assert (batcher.scheduler.running_rows, batcher.scheduler.queued_rows, batcher.scheduler.queued_bytes) == (3, 0, 0)
     transport.answer()
     assert batcher.scheduler.running_rows == 0
-
-
-async def test_one_bad_item_fails_only_itself(make_batcher, transport, caller) -> None:
-    batcher = make_batcher()
-    good, bad = caller(), caller()
-    submit(batcher, good)
-    submit(batcher, bad)
-    await turns()
-    transport.answer(results=[ItemResult(body=b"ok"), ItemResult(error=ItemFailed("no"))])
-    assert good.answer.body == b"ok"
-    assert isinstance(bad.answer.error, ItemFailed)
 
 
 async def test_a_sink_that_raises_does_not_cost_others_their_answer(make_batcher, transport, caller) -> None:
@@ -91,22 +67,6 @@ async def test_a_sink_that_raises_does_not_cost_others_their_answer(make_batcher
     await turns()
     transport.answer()
     assert after.answer.error is None
-
-
-async def test_a_full_queue_refuses_at_once(make_batcher, transport, caller) -> None:
-    batcher = make_batcher(max_queue=2)
-    for _ in range(2):
-        submit(batcher, caller())
-    with pytest.raises(QueueFull):
-        submit(batcher, caller())
-
-
-async def test_a_deadline_already_past_is_never_run(make_batcher, transport, caller) -> None:
-    batcher = make_batcher()
-    with pytest.raises(DeadlineExceeded):
-        submit(batcher, caller(), budget_s=0.0)
-    await turns()
-    assert not transport.sent
 
 
 async def test_a_deadline_that_passes_in_the_queue_is_answered_and_never_run(make_batcher, transport, caller) -> None:
@@ -202,22 +162,6 @@ async def test_a_slab_is_given_back_when_its_request_is_answered_cancelled_or_re
     pool.close()
 
 
-async def test_the_batch_of_a_dead_worker_is_retried_in_halves(make_batcher, transport, caller) -> None:
-    batcher = make_batcher()
-    callers = [caller() for _ in range(4)]
-    for sink in callers:
-        submit(batcher, sink)
-    await turns()
-    await died(batcher, transport)
-    await turns()
-    sizes = []
-    while transport.sent:
-        sizes.append(len(transport.answer().items))
-        await turns()
-    assert sizes == [2, 2]
-    assert all(c.answer.error is None for c in callers)
-
-
 async def test_a_batch_that_hung_runs_again_with_little_time_and_one_that_crashed_with_all(
     make_batcher, transport, caller
 ) -> None:
@@ -239,42 +183,6 @@ async def test_a_batch_that_hung_runs_again_with_little_time_and_one_that_crashe
     await turns()
     await died(batcher, transport, error=RunTimeout("hangs"))
     assert transport.sent[0][0].limit_s == pytest.approx(20, rel=0.2)  # ten times what two rows take
-
-
-async def test_an_item_in_two_deaths_fails(make_batcher, transport, caller) -> None:
-    batcher = make_batcher()
-    sink = caller()
-    submit(batcher, sink)
-    for _ in range(2):
-        await turns()
-        await died(batcher, transport)
-    await turns()
-    assert isinstance(sink.answer.error, WorkerDied)
-    assert not transport.sent
-    assert batcher.pending == 0
-
-
-async def test_a_batch_that_only_waited_behind_a_death_bears_no_blame(make_batcher, transport, caller) -> None:
-    batcher = make_batcher()
-    sink = caller()
-    submit(batcher, sink)
-    for _ in range(3):
-        await turns()
-        await died(batcher, transport, started=False)
-    await turns()
-    transport.answer()
-    assert sink.answer.error is None
-
-
-async def test_a_model_that_is_not_idempotent_is_not_run_again(make_batcher, transport, caller) -> None:
-    batcher = make_batcher(idempotent=False)
-    sink = caller()
-    submit(batcher, sink)
-    await turns()
-    await died(batcher, transport)
-    await turns()
-    assert isinstance(sink.answer.error, WorkerDied)
-    assert not transport.sent
 
 
 async def test_a_stream_that_was_cut_by_a_death_ends_with_the_error(make_batcher, transport, caller) -> None:

@@ -69,17 +69,6 @@ async def test_the_payload_of_an_answered_item_is_freed_while_its_batch_runs(bat
     assert pool.in_use_bytes == 0
 
 
-async def test_a_partial_result_makes_room_for_waiting_requests(make_batcher, transport, caller) -> None:
-    batcher = make_batcher(width=2)
-    for _ in range(3):
-        submit(batcher, caller())
-    await turns()
-    assert [len(batch.items) for batch, _ in transport.sent] == [2]
-    transport.some(1, 1)
-    await turns()
-    assert [len(batch.items) for batch, _ in transport.sent] == [2, 1]
-
-
 async def test_a_worker_that_takes_many_batches_hears_the_time_that_each_request_has_left(
     batcher, transport, caller
 ) -> None:
@@ -105,28 +94,6 @@ async def test_a_worker_that_keeps_deadlines_itself_answers_first_and_a_silent_o
     assert named.answer.error.message == "node 'b'"
     assert isinstance(silent.answer.error, DeadlineExceeded)
     assert transport.abandoned == (0, 1)
-
-
-async def test_unanswered_items_of_a_dead_worker_are_retried(batcher, transport, caller) -> None:
-    callers = [caller() for _ in range(4)]
-    for i, sink in enumerate(callers):
-        submit(batcher, sink, b"%d" % i)
-        await turns()
-    submit(batcher, last := caller(), b"4")
-    submit(batcher, caller(), b"5")
-    await turns()
-    transport.some(2, 0, final=True)
-    transport.sent.pop(1)
-    transport.some(5, 0)
-    await died(batcher, transport)
-    found = []
-    while transport.sent:
-        found += [item.payload for item in transport.answer().items]
-        await turns()
-    assert found == [b"0", b"2", b"3", b"5"]
-    assert [c.answer.body for c in callers] == [b"0", b"1", b"2", b"3"]
-    assert last.answer.body == b"4"
-    assert batcher.pending == 0
 
 
 async def test_a_caller_that_left_is_not_run_again_after_a_death(batcher, transport, caller) -> None:

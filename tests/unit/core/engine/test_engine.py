@@ -13,7 +13,6 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.engine.engine import Engine
 from penstock.errors import (
-    BadRequest,
     ConfigError,
     DeadlineExceeded,
     LoadFailed,
@@ -136,13 +135,6 @@ async def test_a_past_deadline_and_an_unknown_model_are_refused_at_once() -> Non
             await engine.infer("n", 1)
         with pytest.raises(ModelNotFound):
             await engine.infer("m", 1, version="9")
-
-
-async def test_more_rows_than_the_queue_can_ever_hold_is_a_bad_request() -> None:
-    async with Engine() as engine:
-        await engine.load("m", config(max_queue=10), target=double)
-        with pytest.raises(BadRequest, match="11 rows"):
-            await engine.infer_many("m", list(range(11)))
 
 
 async def test_a_cancelled_caller_frees_its_place() -> None:

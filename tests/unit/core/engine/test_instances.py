@@ -311,15 +311,6 @@ async def test_an_unusable_first_worker_fails_the_load(monkeypatch: pytest.Monke
     await stage.handle.close(0)
 
 
-async def test_an_empty_list_of_priorities_is_refused_and_nothing_hangs() -> None:
-    stage = Stage()
-    loading = await stage.begin(stage.handle.load())
-    stage.up(0, priority=[])
-    with pytest.raises(ConfigError, match="priority"):
-        await loading
-    await stage.handle.close(0)
-
-
 async def test_slots_can_change_after_the_scheduler_broke(stage: Stage, caplog: Any) -> None:
     answer = stage.ask()
     await asyncio.sleep(0)

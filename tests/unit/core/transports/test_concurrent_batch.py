@@ -96,18 +96,6 @@ def test_a_model_can_answer_before_it_reads_the_whole_batch() -> None:
     assert len(stage.parts) == 2
 
 
-def test_an_exception_answers_all_unanswered_items() -> None:
-    class Breaks(Late):
-        def __penstock_submit__(self, values: list[Any], budgets_s: list[float | None], answer: Any) -> Any:
-            answer([(1, "b")])
-            raise RuntimeError("no more")
-
-    stage = Stage(Breaks(), [Item(0), Item(1), Item(2)])
-    (_, (second,), _), (places, errors, final) = stage.told
-    assert (second, places, final) == ("b", [0, 2], True)
-    assert all(type(e) is ItemFailed for e in errors)
-
-
 def test_a_cancelled_batch_ends_and_late_answers_are_dropped() -> None:
     stage = Stage(Late(), [Item(0), Item(1)])
     stage.model.answer([(0, "a")])
@@ -151,15 +139,6 @@ def test_preprocess_and_postprocess_are_called_as_for_any_model() -> None:
     stage.model.answer([(2, "end")])
     ((_, (ended,), _),) = stage.told[2:]
     assert ended.message == "postprocess raised SystemExit"
-
-
-def test_each_value_has_the_budget_of_its_item() -> None:
-    stage = Stage(Late(), [Item([1, 2], many=True, budget_s=3.0), Item(3)])
-    assert stage.model.values == [1, 2, 3]
-    assert stage.model.budgets_s == [3.0, 3.0, None]
-    stage.model.answer([(1, "b"), (2, "c")])
-    stage.model.answer([(0, "a")])
-    assert stage.told == [([1], ["c"], False), ([0], [["a", "b"]], True)]
 
 
 def test_answers_of_many_threads_are_sent_once_each() -> None:

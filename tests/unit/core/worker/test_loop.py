@@ -216,12 +216,6 @@ def test_wrong_results_fail_with_both_lengths_or_the_type(found, told):
     assert all(told in v.message for v in values(part))
 
 
-def test_an_error_of_penstock_keeps_its_class_and_message():
-    (part,) = run(lambda items: [BadRequest("too dark"), 2], [1, 2])
-    assert kinds(part) == [BadRequest, int]
-    assert values(part)[0].message == "too dark"
-
-
 def test_hooks_run_once_an_item_and_fail_it_alone():
     class Hooked:
         def preprocess(self, item):
