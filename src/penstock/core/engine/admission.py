@@ -50,11 +50,12 @@ class WaitingRequest:
         try:
             self._call = submit(self._item, self._sink)
             self._call.label = self.label
-        except PenstockError as e:
+        except Exception as e:
+            release(self._item)
+            if not isinstance(e, PenstockError):  # the others that wait need their responses
+                log.exception("submit_failed")
+                e = PenstockError("internal error")
             self._refuse(e)
-        except Exception:  # the others that wait need their responses
-            log.exception("submit_failed")
-            self._refuse(PenstockError("internal error"))
 
     def fail(self, error: PenstockError) -> None:
         """Ends the request with an error, unless it has left the queue."""

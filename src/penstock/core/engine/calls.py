@@ -99,7 +99,7 @@ class PartMerger:
         self._codecs = ModelCodecs(ModelMetadata(name, version))
 
     def merge(self, item: Item, parts: Mapping[int, ItemResult], streamed: bool) -> ItemResult:
-        """One response from `parts` (first row -> answer), in row order; an error if a part failed or they do not fit."""
+        """One response from `parts`, by first row and in row order; an error if a part failed or they do not fit."""
         ordered = [result for _, result in sorted(parts.items())]
         bad = next((p for p in ordered if p.error is not None), None)
         if bad is not None or (streamed and not item.many):  # the parts are already sent: only the end is left

@@ -20,7 +20,7 @@ from penstock.core.contracts import RESTART_WAIT_S, ModelSnapshot, Observer, Tra
 from penstock.core.engine.admission import AdmissionQueue, WaitingRequest
 from penstock.core.engine.autoscaling import LoadScaler
 from penstock.core.engine.batcher import Batcher
-from penstock.core.engine.calls import Call, notify, overriding, reason_of, release
+from penstock.core.engine.calls import Call, notify, overriding, reason_of
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import (
     DEFAULT_BATCH,
@@ -263,16 +263,9 @@ class ModelHandle:
     def _forward_early(self) -> None:
         known, self._arrival_observers = self._arrival_observers, []  # they were notified when it arrived
         try:
-            self._early.forward(self._submit_early)
+            self._early.forward(self.submit)
         finally:
             self._arrival_observers = known
-
-    def _submit_early(self, item: Item, sink: Sink) -> Call | WaitingRequest:
-        try:
-            return self.submit(item, sink)
-        except BaseException:
-            release(item)
-            raise
 
     def not_loaded(self, error: PenstockError) -> None:
         """Answers all requests that wait for a worker."""

@@ -1,8 +1,8 @@
 """The worker's end of the process transport: `python -m penstock.core.transports.child`, started by `launch.py` alone.
 
-The main thread runs the model and sends the responses; a reader thread receives and decodes the next batch. Between short
-batches the main thread receives, because a change of threads would cost more than it hides. Models that run batches
-concurrently use `concurrent.py`. The child ends when its socket closes, and with its parent.
+The main thread runs the model and sends the responses; a reader thread receives and decodes the next batch. Between
+short batches the main thread receives, because a change of threads would cost more than it hides. Models that run
+batches concurrently use `concurrent.py`. The child ends when its socket closes, and with its parent.
 """
 
 import faulthandler

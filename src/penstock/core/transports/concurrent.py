@@ -1,8 +1,8 @@
 """The worker's end for a model that runs batches concurrently.
 
-The reader thread passes batches on as they arrive. The model's own threads send its responses: at once, or, if the model
-has an event loop, all responses of one pass together. The main thread reports metrics and free slabs, at most ten times a
-second.
+The reader thread passes batches on as they arrive. The model's own threads send its responses: at once, or, if the
+model has an event loop, all responses of one pass together. The main thread reports metrics and free slabs, at most ten
+times a second.
 """
 
 from __future__ import annotations

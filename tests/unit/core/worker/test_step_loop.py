@@ -11,7 +11,6 @@ import pytest
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
 from penstock.core.worker.step_loop import StepLoop
-from penstock.errors import DeadlineExceeded
 from penstock.types import Step
 
 WAIT_S = 20.0
@@ -77,19 +76,6 @@ def running() -> Iterator[Callable[..., tuple[Gated, StepLoop]]]:
         assert not thread.is_alive()
 
 
-def test_items_join_between_two_steps(running: Callable[..., tuple[Gated, StepLoop]]) -> None:
-    model, loop = running()
-    first, second = Caller(loop), Caller(loop)
-    loop.submit([3], [None], first.answer)
-    assert model.began.acquire(timeout=WAIT_S)
-    loop.submit([1, 9], [None, None], second.answer)
-    model.permits.release(3)
-    first.until(lambda: len(first.found) == 3)
-    assert first.found == [(0, Step(2)), (0, Step(1)), (0, Step(done=True))]
-    assert second.found[0] == (0, Step(done=True))
-    assert model.entered[:3] == [1, 2, 2]
-
-
 def test_a_cancelled_submission_is_answered_no_more(running: Callable[..., tuple[Gated, StepLoop]]) -> None:
     model, loop = running()
     first, second = Caller(loop), Caller(loop)
@@ -101,14 +87,6 @@ def test_a_cancelled_submission_is_answered_no_more(running: Callable[..., tuple
     second.until(lambda: len(second.found) == 2)
     assert first.found == [(0, Step(99))]
     assert model.entered[:3] == [1, 1, 1]
-
-
-def test_an_item_past_its_deadline_gets_the_error(running: Callable[..., tuple[Gated, StepLoop]]) -> None:
-    _, loop = running()
-    caller = Caller(loop)
-    loop.submit([5], [-1.0], caller.answer)
-    caller.until(lambda: caller.found)
-    assert [type(value) for _, value in caller.found] == [DeadlineExceeded]
 
 
 def test_no_more_than_one_step_is_computed_ahead_of_what_is_sent(
@@ -131,17 +109,6 @@ def test_no_more_than_one_step_is_computed_ahead_of_what_is_sent(
     assert caller.found == []
     sent.set()
     caller.until(lambda: len(caller.found) == 2)
-
-
-def test_active_items_without_parts_give_signs_of_life(running: Callable[..., tuple[Gated, StepLoop]]) -> None:
-    model, loop = running(run_timeout_s=1e-6)
-    caller = Caller(loop)
-    model.admit = lambda item: [10**6]  # type: ignore[method-assign]
-    model.step = lambda states: [Step() for _ in states]  # type: ignore[method-assign]
-    cancel = loop.submit([1], [None], caller.answer)
-    caller.until(lambda: len(caller.found) > 3)
-    cancel()
-    assert caller.found[:3] == [(0, Step())] * 3
 
 
 def test_a_batch_runs_to_its_end_in_rows_of_parts() -> None:
