@@ -93,23 +93,6 @@ class Parent:
     Raises BadRequest for more elements than `max_fanout`, ItemFailed for a field that cannot be split.
     """
 
-    __slots__ = (
-        "_body",
-        "_children",
-        "_each",
-        "_elements",
-        "_fields",
-        "_gathered",
-        "_given",
-        "_left",
-        "_nbytes",
-        "_next",
-        "_node",
-        "_timer",
-        "_traversal",
-        "deadline_s",
-    )
-
     def __init__(self, body: Body, node: RunningNode, traversal: Traversal, fields: Fields) -> None:
         assert node.node.each is not None
         each = node.node.each
@@ -164,7 +147,7 @@ class Parent:
             _left_alone,
             self.deadline_s,
             traversal.priority,
-            traversal.hops is not None,
+            None if traversal.hops is None else [],
         )
         child.shared = self._given[DATA]
         child.behind_s = row_s * len(self._children)

@@ -176,21 +176,23 @@ def outcome_of(future: concurrent.futures.Future[Any]) -> ItemOutcome:
     return found
 
 
-class _WaitingItem:
+class _WaitingItem(Struct, eq=False):
     """One item in the queue, later inside. A Ticket. `item` is None once it has left the queue."""
 
-    __slots__ = ("backend", "done", "end_s", "item", "nbytes", "priority", "timer", "traversal")
+    backend: PipelineBackend
+    item: NewItem | None
+    done: Done | None
+    end_s: float | None
+    priority: int
+    nbytes: int = 0
+    timer: asyncio.TimerHandle | None = None
+    traversal: Traversal | None = None
 
-    def __init__(self, backend: PipelineBackend, item: NewItem, done: Done, budget_s: float | None, priority: int):
-        self.backend = backend
-        self.item: NewItem | None = item
-        self.nbytes = _nbytes(item.fields)
-        self.done: Done | None = done
-        self.end_s = None if budget_s is None else backend.loop.time() + budget_s
-        self.timer = None if self.end_s is None else backend.loop.call_at(self.end_s, self.expire)
-        backend.waiting_bytes += self.nbytes
-        self.priority = priority
-        self.traversal: Traversal | None = None
+    def __post_init__(self) -> None:
+        assert self.item is not None
+        self.nbytes = _nbytes(self.item.fields)
+        self.timer = None if self.end_s is None else self.backend.loop.call_at(self.end_s, self.expire)
+        self.backend.waiting_bytes += self.nbytes
 
     def leave(self) -> NewItem | None:
         """Leaves the queue. Returns the item, or None if it had left before."""
@@ -295,18 +297,16 @@ class PipelineBackend:
         if len(self._queue) >= MAX_WAITING or self.waiting_bytes >= MAX_WAITING_BYTES:
             found = f"{len(self._queue)} items ({self.waiting_bytes} bytes)"
             raise QueueFull(f"{found} wait for room in the pipeline: try again later")
-        if not item.many:
-            waiting = _WaitingItem(self, item.payload, lambda o: sink(ItemResult(o)), item.budget_s, item.priority)
-            self._queue.append(waiting)
-            self.pump()
-            return waiting
-        many = _ManyItems(len(item.payload), sink)
-        terms = item.budget_s, item.priority
-        tickets = [_WaitingItem(self, new, many.done(i), *terms) for i, new in enumerate(item.payload)]
-        many.tickets = tickets
+        end_s = None if item.budget_s is None else self.loop.time() + item.budget_s
+        many = _ManyItems(len(item.payload), sink) if item.many else None
+        if many is None:
+            tickets = [_WaitingItem(self, item.payload, lambda o: sink(ItemResult(o)), end_s, item.priority)]
+        else:
+            new = enumerate(item.payload)
+            tickets = many.tickets = [_WaitingItem(self, one, many.done(i), end_s, item.priority) for i, one in new]
         self._queue.extend(tickets)
         self.pump()
-        return many
+        return many or tickets[0]
 
     def pump(self) -> None:
         """Moves items from the queue into the graph while there is room. Does nothing during loading."""

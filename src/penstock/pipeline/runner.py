@@ -114,7 +114,7 @@ class PipelineRunner:
         if self.in_flight >= self.width:
             raise QueueFull(f"the pipeline is full ({self.in_flight} items are inside): try again later")
         deadline_s = None if budget_s is None else time.monotonic() + budget_s
-        traversal = Traversal(path, done, self._ended, deadline_s, priority, self.graph.trace)
+        traversal = Traversal(path, done, self._ended, deadline_s, priority, [] if self.graph.trace else None)
         self.in_flight += 1
         first = self._nodes[path.start]
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from penstock.core.arrays import MOST_PARTS, nbytes_of
 from penstock.core.contracts import Ticket
@@ -91,52 +91,30 @@ class NodeServer(Protocol):
         """A batch or a queued item has left the node."""
 
 
-class Traversal:
+class Traversal(Struct, eq=False):
     """One accepted item. Its caller may `cancel` it.
 
     `waits` counts, for each join, the nodes that have not finished yet. `kept` has the fields of nodes that later joins
     read. `outputs` has the fields that reached an output. `dead` has the nodes that a condition removed from the item's
-    path, with the fields before the removal.
+    path, with the fields before the removal. `hops` is None unless the path is recorded.
     """
 
-    __slots__ = (
-        "behind_s",
-        "dead",
-        "deadline_s",
-        "done",
-        "hops",
-        "kept",
-        "on_end",
-        "outputs",
-        "priority",
-        "route",
-        "shared",
-        "visits",
-        "waits",
-    )
+    route: ItemRoute
+    done: Done | None
+    on_end: Callable[[Traversal], None]
+    deadline_s: float | None = None
+    priority: int = 0
+    hops: list[Hop] | None = None
+    visits: set[Leaves] = field(default_factory=set)
+    waits: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, Fields] = field(default_factory=dict)
+    outputs: dict[str, Fields] = field(default_factory=dict)
+    dead: dict[str, Fields] | None = None
+    shared: Any = None  # data that children share: their parent counts its bytes
+    behind_s: float = 0.0  # how much later a child may be served than others that arrive with it
 
-    def __init__(
-        self,
-        route: ItemRoute,
-        done: Done,
-        on_end: Callable[[Traversal], None],
-        deadline_s: float | None,
-        priority: int,
-        trace: bool,
-    ) -> None:
-        self.route = route
-        self.done: Done | None = done
-        self.on_end = on_end
-        self.deadline_s = deadline_s
-        self.priority = priority
-        self.hops: list[Hop] | None = [] if trace else None
-        self.visits: set[Leaves] = set()
-        self.waits: dict[str, int] = dict(route.waits) if route.waits else {}
-        self.kept: dict[str, Fields] = {}
-        self.outputs: dict[str, Fields] = {}
-        self.dead: dict[str, Fields] | None = None
-        self.shared: Any = None  # data that children share: their parent counts its bytes
-        self.behind_s = 0.0  # how much later a child may be served than others that arrive with it
+    def __post_init__(self) -> None:
+        self.waits |= self.route.waits
 
     def arrived(self, fields: Fields, node: str) -> None:
         """Ends the item when all its outputs are decided. It has the fields of all that are alive, or of all dead."""

@@ -216,7 +216,7 @@ class RunningWorkflow:
                 result = ItemResult(error=e)
             sink(result)
 
-        traversal = Traversal(self._route, done, self._ended, None, 0, False)
+        traversal = Traversal(self._route, done, self._ended)
         fields = {DATA: given.payload, CONTEXT: given}
         # later, because the request may end at once, and its caller has no ticket yet
         asyncio.get_running_loop().call_soon(self._nodes[self._route.start].begin, traversal, fields)
