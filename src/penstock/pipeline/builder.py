@@ -148,7 +148,7 @@ class Pipeline:
     - `folder`: base of relative paths, by default the working directory.
     - `entry`: where an item begins unless it names a node.
     - `inputs`: the fields that callers send.
-    - `trace`: answers include the item's path.
+    - `trace`: responses include the item's path.
     - `in_flight`: most items inside at once.
     """
 
@@ -216,7 +216,7 @@ class Pipeline:
         return NodeRef(self, name)
 
     def output(self, *ends: NodeRef | NodeField) -> None:
-        """Declares where items end. Fields also declare the answer: `p.output(net.label, net.score)`."""
+        """Declares where items end. Fields also declare the response: `p.output(net.label, net.score)`."""
         fields = [end.name for end in ends if isinstance(end, NodeField)]
         if fields:
             self._settings["outputs"] = list(dict.fromkeys([*self._settings.get("outputs", ()), *fields]))

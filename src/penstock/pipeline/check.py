@@ -218,10 +218,10 @@ def _gates(graph: Graph, name: str) -> Iterator[Node]:
 
 
 def _check_outputs(graph: Graph, source: TomlSource) -> None:
-    """Raises ConfigError if an item reaches two outputs that give the same field of the answer."""
+    """Raises ConfigError if an item reaches two outputs that give the same field of the response."""
     for start in (name for name in graph.nodes if name == graph.entry or not graph.producers(name)):
         reached = {start, *graph.downstream(start)}
-        answers = _answers(graph, start)
+        returned = _returned(graph, start)
         ends = [name for name in graph.nodes if name in reached and not graph.nodes[name].next]
         for one, other in combinations(ends, 2):
             paths = {one: graph.upstream(one) | {one}, other: graph.upstream(other) | {other}}
@@ -229,7 +229,7 @@ def _check_outputs(graph: Graph, source: TomlSource) -> None:
             if all(any(graph.nodes[name].otherwise == "skip_branch" for name in names) for names in own):
                 continue  # conditions select one of them
             given = [_written(graph, names) for names in own]
-            if both := [name for name in sorted(answers) if name in given[0] & given[1]]:
+            if both := [name for name in sorted(returned) if name in given[0] & given[1]]:
                 raise source.error(
                     other,
                     "",
@@ -238,10 +238,10 @@ def _check_outputs(graph: Graph, source: TomlSource) -> None:
                 )
 
 
-def _answers(graph: Graph, start: str) -> set[str]:
-    """The fields that items which begin at a node answer, or that fan-outs gather from them."""
+def _returned(graph: Graph, start: str) -> set[str]:
+    """The fields of a response to items that begin at a node, or those that fan-outs gather from them."""
     calls = [graph.nodes[name].each for name in graph.callers(start)]
-    return {name for each in calls if each is not None for name in each.gather or (RESULT,)} or {*graph.answers}
+    return {name for each in calls if each is not None for name in each.gather or (RESULT,)} or {*graph.gives}
 
 
 def _written(graph: Graph, names: Iterable[str]) -> set[str]:

@@ -119,7 +119,7 @@ def run(file: str, inputs: tuple[str, ...], node: str | None, trace: bool, compa
     with LocalPipeline(replace(graph, trace=trace)) as running:
         outcomes = running.infer_many([({"data": Path(name).read_bytes()}, node) for name in inputs])
     for name, outcome in zip(inputs, outcomes, strict=True):
-        click.echo(json.dumps({"file": name} | _answer(graph, outcome, trace=trace)))
+        click.echo(json.dumps({"file": name} | _response(graph, outcome, trace=trace)))
         if trace:
             click.echo(f"{name}\n{trace_text(graph, outcome.hops)}", err=True)
     sys.exit(any(outcome.error is not None for outcome in outcomes))
@@ -156,8 +156,8 @@ def _metrics_page(server: str) -> str:
     if not url.startswith(("http://", "https://")):
         _exit(f"--server: found {server}, expected an address such as http://127.0.0.1:8082")
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return answer.read(_MOST_PAGE).decode()  # type: ignore[no-any-return]
+        with urllib.request.urlopen(url, timeout=10) as page:
+            return page.read(_MOST_PAGE).decode()  # type: ignore[no-any-return]
     except (OSError, ValueError, http.client.HTTPException) as e:
         _exit(f"{url}: {describe(e)}", 1)
 
@@ -184,14 +184,14 @@ def _exit(message: str, status: int = 2) -> NoReturn:
     sys.exit(status)
 
 
-def _answer(graph: Graph, outcome: ItemOutcome, *, trace: bool) -> dict[str, Any]:
+def _response(graph: Graph, outcome: ItemOutcome, *, trace: bool) -> dict[str, Any]:
     if outcome.error is not None:
-        answer: dict[str, Any] = {"error": {"code": outcome.error.code, "message": outcome.error.message}}
+        response: dict[str, Any] = {"error": {"code": outcome.error.code, "message": outcome.error.message}}
     else:
-        answer = {name: _plain(outcome.fields[name]) for name in graph.answers if name in outcome.fields}
-    answer["node"] = outcome.node
+        response = {name: _plain(outcome.fields[name]) for name in graph.gives if name in outcome.fields}
+    response["node"] = outcome.node
     if trace:
-        answer["trace"] = [
+        response["trace"] = [
             {
                 "node": hop.node,
                 **({"element": list(hop.element)} if hop.element else {}),
@@ -202,7 +202,7 @@ def _answer(graph: Graph, outcome: ItemOutcome, *, trace: bool) -> dict[str, Any
             }
             for hop in outcome.hops
         ]
-    return answer
+    return response
 
 
 def _plain(value: Any) -> Any:

@@ -86,9 +86,9 @@ def _edges(graph: Graph) -> Iterator[str]:
         yield f"{producer} -> {consumer}: {_fields(fields)}"
     left = fields_of(graph)
     for name in graph.outputs:
-        answered = {field: left[name].get(field, "any") for field in graph.answers}
-        missing = [field for field in answered if field not in left[name] and OPEN not in left[name]]
-        yield f"{name} -> caller: {_fields(answered)}" + (f" (never set: {', '.join(missing)})" if missing else "")
+        returned = {field: left[name].get(field, "any") for field in graph.gives}
+        missing = [field for field in returned if field not in left[name] and OPEN not in left[name]]
+        yield f"{name} -> caller: {_fields(returned)}" + (f" (never set: {', '.join(missing)})" if missing else "")
 
 
 def _fields(fields: Kinds) -> str:

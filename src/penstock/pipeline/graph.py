@@ -111,10 +111,10 @@ class Graph(Struct, frozen=True, omit_defaults=True):
 
     - `entry`: where an item begins unless it names a node.
     - `in_flight`: most items inside at once. None: the sum of what nodes and queues hold.
-    - `trace`: answers include the item's path.
+    - `trace`: responses include the item's path.
     - `compat`: TorchPipe's dialect, in which unknown keys cause warnings instead of errors.
     - `folder`: base of relative paths.
-    - `takes`, `answers`: the fields that callers send and receive.
+    - `takes`, `gives`: the fields that callers send and receive.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Graph(Struct, frozen=True, omit_defaults=True):
     compat: bool = False
     folder: str = "."
     takes: tuple[str, ...] = ("data",)
-    answers: tuple[str, ...] = ("result",)
+    gives: tuple[str, ...] = ("result",)
 
     def edges(self) -> Iterator[tuple[str, str, bool]]:
         """Producer, consumer, and whether the edge begins a fan-out, for each edge in the order of the producers."""

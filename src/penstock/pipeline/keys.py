@@ -65,7 +65,7 @@ NODE: Final = {
     ),
     "queue": Key(Count, "most items that wait for the node", "2 x instances x max_batch"),
     "queue_bytes": Key(Bytes, "most bytes that wait for the node", "64 MiB"),
-    "deadline_ms": Key(Deadline, "an item fails if the node has not answered it after this time", "none"),
+    "deadline_ms": Key(Deadline, "an item fails if the node has not run it after this time", "none"),
     "run_timeout_s": Key(RunTime, "a batch that runs longer fails, and its instance is replaced", "60"),
     "retry_split": Key(bool, "a batch whose call raised is run again in halves", "true"),
     "idempotent": Key(bool, "items may be run more than once", "true"),
@@ -137,7 +137,7 @@ PIPELINE: Final = {
 }
 """The keys of `[pipeline]`."""
 
-GRAPH_FIELDS: Final = {"trace": "trace", "in_flight": "in_flight", "inputs": "takes", "outputs": "answers"}
+GRAPH_FIELDS: Final = {"trace": "trace", "in_flight": "in_flight", "inputs": "takes", "outputs": "gives"}
 """The fields of `graph.Graph` by their keys in `[pipeline]`; the other keys need more than a default."""
 
 

@@ -140,7 +140,7 @@ def _new_items(many: Sequence[Fields | tuple[Fields, str | None]]) -> list[NewIt
 
 
 class SubmittedItems:
-    """The ticket of submitted items, and the sink of their answer on the loop."""
+    """The ticket of submitted items, and the sink of their outcome on the loop."""
 
     __slots__ = ("_done", "_portal", "_ticket")
 
@@ -293,7 +293,7 @@ class PipelineBackend:
         return self.runner.width
 
     def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
-        """See `PortalBackend.submit`. The answer's body is an ItemOutcome, or a list of them. Raises QueueFull."""
+        """See `PortalBackend.submit`. The result's body is an ItemOutcome, or a list of them. Raises QueueFull."""
         if len(self._queue) >= MAX_WAITING or self.waiting_bytes >= MAX_WAITING_BYTES:
             found = f"{len(self._queue)} items ({self.waiting_bytes} bytes)"
             raise QueueFull(f"{found} wait for room in the pipeline: try again later")

@@ -75,13 +75,13 @@ class PipelineModel:
         self._whole = True
 
     def predict(self, items: list[Any]) -> list[Any]:
-        """The answers, with an exception for each failed item."""
+        """The responses, with an exception for each failed item."""
         requests = [self._request(item) for item in items]
         valid = [request for request in requests if isinstance(request, PipelineRequest)]
         many = [(fields, request.node) for request in valid for fields in request.fields]
         outcomes = iter(self._pipeline.infer_many(many))
         return [
-            self._answer(request, [next(outcomes) for _ in request.fields])
+            self._response(request, [next(outcomes) for _ in request.fields])
             if isinstance(request, PipelineRequest)
             else request
             for request in requests
@@ -95,7 +95,7 @@ class PipelineModel:
     def __penstock_submit__(
         self, values: list[Any], budgets_s: list[float | None], answer: Answer
     ) -> Callable[[], None]:
-        """Submits a batch of requests and answers each as soon as its items end. Only for a worker's own process."""
+        """Submits a batch of requests, and responds to each when its items end. Only for a worker's own process."""
         if not self._tuned:
             self._tuned = True
             tune_process()
@@ -103,14 +103,14 @@ class PipelineModel:
         known: list[tuple[int, Any]] = []
 
         def ended(place: int, request: PipelineRequest, outcomes: list[ItemOutcome]) -> None:
-            answer([(place, self._answer(request, outcomes))])
+            answer([(place, self._response(request, outcomes))])
 
         for place, (value, budget_s) in enumerate(zip(values, budgets_s, strict=True)):
             request = self._request(value)
             if not isinstance(request, PipelineRequest):
                 known.append((place, request))
             elif not request.fields:
-                known.append((place, self._answer(request, [])))
+                known.append((place, self._response(request, [])))
             else:
                 submitted.append(self._submit(request, partial(ended, place, request), budget_s))
         if known:
@@ -132,7 +132,7 @@ class PipelineModel:
         return self._pipeline.start_many(many, done, budget_s=budget_s)
 
     def __penstock_soon__(self, call: Callable[[], None]) -> None:
-        """Groups the answers of one turn of the pipeline's loop. Answers of other threads leave at once."""
+        """Groups the responses of one turn of the pipeline's loop. Those from other threads leave at once."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -149,16 +149,16 @@ class PipelineModel:
         except Exception as e:
             return e
 
-    def _answer(self, request: PipelineRequest, outcomes: list[ItemOutcome]) -> Any:
-        """The answer to a request whose items have ended: a value, or an exception."""
+    def _response(self, request: PipelineRequest, outcomes: list[ItemOutcome]) -> Any:
+        """The response to a request whose items have ended: a value, or an exception."""
         if not outcomes:
             known = {
                 spec.name: np.empty([max(n, 0) for n in (0, *spec.shape[1:])], DTYPES[spec.datatype])
                 for spec in self.outputs
             }
-            return known or {name: np.empty(0, np.float32) for name in self._graph.answers}
+            return known or {name: np.empty(0, np.float32) for name in self._graph.gives}
         try:
-            value = answer_of(request, outcomes, self._graph.answers)
+            value = response_of(request, outcomes, self._graph.gives)
         except Exception as e:
             return e
         if not self._graph.trace:
@@ -194,9 +194,9 @@ def _may_use_gpu(node: Node) -> bool:
 
 
 def outputs_of(graph: Graph, metadata: Mapping[str, ModelMetadata]) -> tuple[TensorSpec, ...]:
-    """The answer's tensors, if the result is the rows of a model's output. `metadata` is by node."""
+    """The response's tensors, if the result is the rows of a model's output. `metadata` is by node."""
     if (
-        graph.answers != (RESULT,)
+        graph.gives != (RESULT,)
         or len(graph.outputs) != 1
         or not catalog.is_model(graph.nodes[graph.outputs[0]].steps[-1].op)
         or metadata[graph.outputs[0]].unbatched
@@ -220,7 +220,7 @@ def public_description(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Any]
     return {
         "entry": graph.entry,
         "inputs": list(graph.takes),
-        "outputs": list(graph.answers),
+        "outputs": list(graph.gives),
         "nodes": [
             {
                 "name": node.name,
@@ -235,7 +235,7 @@ def public_description(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Any]
     }
 
 
-# ---- requests and answers
+# ---- requests and responses
 
 
 class PipelineRequest(Struct):
@@ -292,8 +292,8 @@ def _row(arrays: Mapping[str, np.ndarray[Any, Any]], i: int, kind: str) -> Field
     }
 
 
-def answer_of(request: PipelineRequest, outcomes: Sequence[ItemOutcome], outputs: Sequence[str]) -> Any:
-    """The value that answers a request: the only output, or several by name. Raises the error of a failed item.
+def response_of(request: PipelineRequest, outcomes: Sequence[ItemOutcome], outputs: Sequence[str]) -> Any:
+    """The response to a request: the only output, or several by name. Raises the error of a failed item.
 
     For rows it is a dict of arrays: results `[1, ...]` are concatenated, others are stacked on a new axis.
     """

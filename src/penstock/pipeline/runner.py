@@ -153,7 +153,7 @@ class PipelineRunner:
 
     @property
     def ready(self) -> bool:
-        """True while every node can answer."""
+        """True while every node can run items."""
         return self._state == "READY" and all(engine.handle.ready for engine in self._engines)
 
     def statistics(self) -> dict[str, object]:

@@ -159,7 +159,7 @@ class Traversal(Struct, eq=False):
 
 
 class TraversalVisit(Visit):
-    """A Visit with its traversal, its node, and the call that runs it. It is the sink of the node's answer."""
+    """A Visit with its traversal, its node, and the call that runs it. It is the sink of the node's result."""
 
     __slots__ = ("call", "node", "traversal")
 
@@ -177,16 +177,16 @@ class TraversalVisit(Visit):
             call.cancel()
 
     def __call__(self, result: ItemResult) -> None:
-        """Takes the answer of the node. The item then ends or goes on, whatever happens."""
+        """Takes the node's result. Always ends the item or passes it on, even if this raises."""
         self.traversal.visits.discard(self)
         try:
-            self._answered(result)
+            self._took(result)
         except Exception as e:  # for instance a value whose attributes raise
             log.exception("hand_over_failed node=%s", self.node.name)
             error = self.node.located(PenstockError(f"internal error: {describe(e)}"))
             self.traversal.end(dict(self.fields), error, self.node.name)
 
-    def _answered(self, result: ItemResult) -> None:
+    def _took(self, result: ItemResult) -> None:
         call, self.call = self.call, None  # breaks a reference cycle
         traversal, node = self.traversal, self.node
         if result.error is not None:

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from penstock.core import os_threads
 from penstock.core.portal.waiters import SyncWaiter, new_waiter
 
-log = logging.getLogger("penstock.compat")
+log = logging.getLogger("penstock.torchpipe")
 
-_answering: set[int] = set()  # threads that currently deliver answers
+_answering: set[int] = set()  # threads that currently deliver results
 
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Marks this thread as one that delivers answers, and therefore must not wait for one."""
+    """Marks this thread as one that delivers results, and therefore must not wait for one."""
     _answering.add(os_threads.thread_id())
     try:
         yield
@@ -26,7 +26,7 @@ def answering() -> Iterator[None]:
 class Event:
     """Set when `num` items are done: those whose dicts contain it as `event`, in one call or in several.
 
-    Callbacks run once, on the thread that delivers the answers, before any waiting thread wakes. The last callback runs
+    Callbacks run once, on the thread that delivers the results, before any waiting thread wakes. The last callback runs
     first. Callbacks may begin other items with an event, but must not wait for any. An event serves `num` items once.
     """
 
@@ -87,7 +87,7 @@ class Event:
             if self._over:
                 return
             if os_threads.thread_id() in _answering:
-                raise RuntimeError("a callback must not wait for an event: its thread delivers the answers")
+                raise RuntimeError("a callback must not wait for an event: its thread delivers the results")
             waiter = new_waiter()
             self._waiters.append(waiter)
         if not waiter.wait(timeout_s):

@@ -22,7 +22,7 @@ from penstock.pipeline.traversal import ItemOutcome
 from penstock.torchpipe.boundary import NoData, NoSuchNode, as_runtime_error, is_rows, to_array, to_tensor
 from penstock.torchpipe.events import Event, answering
 
-log = logging.getLogger("penstock.compat")
+log = logging.getLogger("penstock.torchpipe")
 
 EXCEPTION = "exception"
 """The field with the error of an item that failed while its call succeeded."""

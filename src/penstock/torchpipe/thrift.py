@@ -19,7 +19,7 @@ from penstock.serving.http.sockets import SocketServer, readable
 from penstock.torchpipe import thrift_protocol as thrift
 from penstock.types import Item, ItemResult
 
-log = logging.getLogger("penstock.frontends")
+log = logging.getLogger("penstock.torchpipe")
 
 MORE_BYTES: Final = 4096  # for fields after the data of a call
 AHEAD_BYTES: Final = 64 * 1024  # of later calls during a running one; beyond that the socket is not read
@@ -65,7 +65,7 @@ class ThriftConnection(asyncio.Protocol):
         self._memory: Buffer | None = None  # for large data, from its announcement until it is submitted
         self._paused = False
         self._starved = False  # waits in the memory queue
-        self._choked = False  # the client does not read its answer
+        self._choked = False  # the client does not read its response
         self._ending = False
         self.deadline = INF
         self.unread, self.stuck_s = 0, 0.0
@@ -266,16 +266,16 @@ class ThriftConnection(asyncio.Protocol):
         if memory is not None:
             memory.release()
 
-    # ---- answers
+    # ---- responses
 
     def _answered(self, result: ItemResult) -> None:
-        """The sink. It ignores partial results, which a Thrift answer cannot carry."""
+        """The sink. It ignores partial results, which a Thrift response cannot carry."""
         if not result.final or self._running is None:
             return
         if result.error is not None:
             self._reject(result.error)
         elif not result.body:
-            self._fail(thrift.INTERNAL_ERROR, "bad_output: the model streams its answer, which Thrift does not support")
+            self._fail(thrift.INTERNAL_ERROR, "bad_output: the model streams its response, which Thrift cannot carry")
         else:
             self._finish(thrift.reply(self._running, bytes(result.body)))
 

@@ -1,4 +1,4 @@
-"""Thrift's binary protocol for one service: incremental reading of calls, and answers.
+"""Thrift's binary protocol for one service: incremental reading of calls, and responses.
 
     struct InferenceParams { 1: required string uuid, 2: required binary data }
     struct InferenceResult { 1: required string label, 2: required double score }
@@ -186,7 +186,7 @@ def is_framed(first: bytes | bytearray) -> bool:
 
 
 def reply(call: ThriftCall, result: bytes | None) -> bytes:
-    """The answer to a call: the codec's `result`, or None for a method without a result."""
+    """The response to a call: the codec's `result`, or None for a method without a result."""
     body = b"\0" if result is None else b"\x0c\0\0%b\0" % result
     return _message(call, REPLY, body)
 
@@ -233,7 +233,7 @@ class ThriftCodec(Codec):
         return ItemResult(body=pack_result(str(label), score))
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """The only answer, because a call has one row and is never split."""
+        """The only response, because a call has one row and is never split."""
         return parts[0]
 
 

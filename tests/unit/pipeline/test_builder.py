@@ -107,7 +107,7 @@ def test_fields_of_several_nodes_meet_in_one(tmp_path: Path) -> None:
         NodeInput("decode", "box", "box"),
     )
     assert graph.nodes["one"].inputs == (NodeInput("both", "small", "data"),)
-    assert (graph.answers, graph.takes, graph.trace, graph.in_flight) == (("small",), ("data", "box"), True, 9)
+    assert (graph.gives, graph.takes, graph.trace, graph.in_flight) == (("small",), ("data", "box"), True, 9)
     assert graph.nodes["decode"].next == ("small", "both")
 
 

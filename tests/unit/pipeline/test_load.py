@@ -467,7 +467,7 @@ def test_settings_of_the_pipeline_are_its_own(tmp_path: Path) -> None:
     text = '[pipeline]\nname = "nets"\nentry = "b"\ntrace = true\nin_flight = 5\ninputs = ["data", "box"]\n'
     graph = load(tmp_path, text + 'outputs = ["label"]\n[server]\nport = 1\n[a]\n[b]\n')
     assert (graph.name, graph.entry, graph.trace, graph.in_flight) == ("nets", "b", True, 5)
-    assert (graph.takes, graph.answers, list(graph.nodes)) == (("data", "box"), ("label",), ["a", "b"])
+    assert (graph.takes, graph.gives, list(graph.nodes)) == (("data", "box"), ("label",), ["a", "b"])
 
 
 def test_relative_paths_start_at_the_folder_of_the_file(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.model import (
     PipelineModel,
     PipelineRequest,
-    answer_of,
     on_worker_device,
     outputs_of,
+    response_of,
     server_timing,
 )
 from penstock.pipeline.model import request_of as ask
@@ -252,7 +252,7 @@ def test_the_outputs_of_a_last_model_have_the_names_of_the_answer() -> None:
     assert told(given, one) == (TensorSpec("result", "FP32", (-1, 1000)),)
     assert [spec.name for spec in told(given, one, two)] == ["result_0", "result_1"]
     assert told(given) == ()
-    assert told(structs.replace(given, answers=("result", "label")), one) == ()
+    assert told(structs.replace(given, gives=("result", "label")), one) == ()
     after = structs.replace(given.nodes["b"], steps=(*given.nodes["b"].steps, NodeStep("Identity")))
     assert told(structs.replace(given, nodes={**given.nodes, "b": after}), one) == ()
 
@@ -337,21 +337,21 @@ def test_rows_of_tensors_are_items_of_their_own() -> None:
 
 def test_one_output_is_itself_and_several_are_an_object() -> None:
     array = np.zeros((1, 3))
-    assert answer_of(ONE, [outcome(result=array)], ("result",)) is array
-    assert answer_of(ONE, [outcome(result=0, label="cat")], ("label", "result")) == {"label": "cat", "result": 0}
-    assert answer_of(ONE, [outcome(result=0)], ("label", "result")) == {"label": None, "result": 0}
+    assert response_of(ONE, [outcome(result=array)], ("result",)) is array
+    assert response_of(ONE, [outcome(result=0, label="cat")], ("label", "result")) == {"label": "cat", "result": 0}
+    assert response_of(ONE, [outcome(result=0)], ("label", "result")) == {"label": None, "result": 0}
 
 
 def test_an_item_without_any_output_failed() -> None:
     with pytest.raises(ItemFailed, match=r"^the item ended at node 'last' without result or label$"):
-        answer_of(ONE, [outcome(data=1)], ("result", "label"))
+        response_of(ONE, [outcome(data=1)], ("result", "label"))
 
 
 def test_the_error_of_an_item_is_that_of_its_request() -> None:
     bad = ItemOutcome({}, BadRequest("wrong"))
     for question, outcomes in ((ONE, [bad]), (ROWS, [outcome(result=1), bad])):
         with pytest.raises(BadRequest, match="wrong"):
-            answer_of(question, outcomes, ("result",))
+            response_of(question, outcomes, ("result",))
 
 
 @pytest.mark.parametrize(
@@ -365,19 +365,19 @@ def test_the_error_of_an_item_is_that_of_its_request() -> None:
     ],
 )
 def test_rows_are_joined_along_the_first_axis(values: list[Any], wanted: Any) -> None:
-    answer = answer_of(ROWS, [outcome(result=value) for value in values], ("result",))
+    answer = response_of(ROWS, [outcome(result=value) for value in values], ("result",))
     assert answer.keys() == {"result"}
     assert answer["result"].tolist() == wanted
 
 
 def test_several_tensors_of_a_model_are_outputs_with_names_of_their_own() -> None:
     rows = [outcome(result=[np.array([[i]]), np.array([[i, i]])]) for i in (1, 2)]
-    answer = answer_of(ROWS, rows, ("result",))
+    answer = response_of(ROWS, rows, ("result",))
     assert {name: array.tolist() for name, array in answer.items()} == {
         "result_0": [[1], [2]],
         "result_1": [[1, 1], [2, 2]],
     }
-    named = answer_of(ROWS, [outcome(result={"score": 0.5}), outcome(result={"score": 1.0})], ("result",))
+    named = response_of(ROWS, [outcome(result={"score": 0.5}), outcome(result={"score": 1.0})], ("result",))
     assert named["score"].tolist() == [0.5, 1.0]
 
 
@@ -391,13 +391,13 @@ def test_several_tensors_of_a_model_are_outputs_with_names_of_their_own() -> Non
 )
 def test_rows_that_form_no_array_are_an_error(values: list[Any], told: str) -> None:
     with pytest.raises(BadOutput, match=told):
-        answer_of(ROWS, [outcome(result=value) for value in values], ("result",))
+        response_of(ROWS, [outcome(result=value) for value in values], ("result",))
 
 
 def test_tensors_of_torch_are_arrays() -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.ones(1, 2, requires_grad=True)
-    assert answer_of(ONE, [outcome(result=tensor)], ("result",)).tolist() == [[1, 1]]
+    assert response_of(ONE, [outcome(result=tensor)], ("result",)).tolist() == [[1, 1]]
 
 
 def test_the_path_of_an_item_is_a_server_timing_header() -> None:

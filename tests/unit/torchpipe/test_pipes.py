@@ -43,12 +43,12 @@ def test_hazard_5_an_undecodable_image_has_no_result_but_a_reason(
     double: pipe, caplog: pytest.LogCaptureFixture
 ) -> None:
     item: dict[str, Any] = {"data": "bad", "result": "stale"}
-    with caplog.at_level(logging.WARNING, "penstock.compat"):
+    with caplog.at_level(logging.WARNING, "penstock.torchpipe"):
         double(item)
         double({"data": "bad"})
     assert item.keys() == {"data", "exception"}
     assert isinstance(item["exception"], DecodeError)
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "penstock.compat"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "penstock.torchpipe"]
     assert "no known image format" in line, "once a minute, not for each"
 
 

@@ -20,7 +20,7 @@ from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
 from penstock.pipeline.ops.mat import DataFormat, cv2, tensor_of
 from penstock.pipeline.ops.resize import sized
 
-log = logging.getLogger("penstock.ops")
+log = logging.getLogger("penstock.pipeline")
 
 MAX_PIXELS = 50_000_000  # 150 MB of pixels; accepts a camera's 8000 x 6000
 

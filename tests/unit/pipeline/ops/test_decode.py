@@ -381,7 +381,7 @@ def test_both_sides_must_be_set_or_neither():
 
 
 def test_reduced_decoding_logs_its_accuracy_at_load(caplog):
-    caplog.set_level(logging.INFO, "penstock.ops")
+    caplog.set_level(logging.INFO, "penstock.pipeline")
     DecodeMat().load("cpu")
     assert DecodeMat().note() == ""
     assert not caplog.records

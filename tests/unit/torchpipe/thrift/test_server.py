@@ -241,7 +241,7 @@ async def test_a_streaming_model_is_an_error() -> None:
     async with listening(stream) as listener:
         client = await listener.connect()
         client.send(infer(b"x"))
-        assert "streams its answer" in (await client.answer()).message
+        assert "streams its response" in (await client.answer()).message
 
 
 @pytest.mark.parametrize(
