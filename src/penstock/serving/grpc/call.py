@@ -42,7 +42,7 @@ from penstock.serving.http2.streams import NO_SPACE, RECEIVE_WINDOW, Stream, Str
 from penstock.types import Headers
 
 SPACE_BYTES: Final = 2**30  # granted at once: a window has less than 2^31
-SMALL_HEAD: Final = 2**10  # decoded metadata that nobody counts
+SMALL_HEAD: Final = 2**10  # decoded metadata up to this size is not counted
 MESSAGE: Final = 4  # units of `turn` for a message of a client's stream
 DETAILS_BYTES: Final = 2400  # of a status, three times as much in the trailers: clients take 8 KiB of headers
 _PRINTABLE: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
@@ -59,13 +59,13 @@ class CallOwner(Protocol):
     """A connection, as its calls see it."""
 
     listener: Listener
-    receiving: dict[GrpcCall, float]  # calls whose client has to send more, and when it must be here
+    receiving: dict[GrpcCall, float]  # incomplete calls, and the deadline of what is missing
 
     def check(self, head: CallHead) -> None:
         """Raises GrpcError for a call that is not served."""
 
     def start(self, call: GrpcCall) -> None:
-        """Runs a call whose message is here, or whose messages may come."""
+        """Runs a call: its message has arrived, or it is a stream of messages."""
 
     def settle(self) -> None:
         """A call has ended."""
@@ -79,8 +79,8 @@ class GrpcCall(Stream):
         self.head = head
         self.owner = owner
         self.on_cancel: Callable[[], object] | None = None  # ends the work for a client that left
-        self.messages: deque[Any] = deque()  # received and not taken
-        self.seen = 0  # bytes that had been received at the last sweep
+        self.messages: deque[Any] = deque()  # received, not taken by the method yet
+        self.seen = 0  # bytes received up to the last sweep
         self._untaken = 0  # bytes of `messages`
         self._held = 0  # bytes in the budget of the listener
         self._begun = False  # the headers of the response were sent
@@ -114,7 +114,7 @@ class GrpcCall(Stream):
         return await self.take()
 
     async def take(self) -> Any:
-        """The first message that is here, as it was before it was compressed. Raises GrpcError."""
+        """The first received message, unpacked. Raises GrpcError."""
         message = self.pop()
         self._replenish()
         if isinstance(message, Compressed):
@@ -123,7 +123,7 @@ class GrpcCall(Stream):
         return message
 
     def pop(self) -> Any:
-        """The first message that is here."""
+        """The first received message."""
         message = self.messages.popleft()
         if self._held or self.messages or not self.ended:  # not of the usual call, whose one message is here
             self._untaken -= size_of(message)
@@ -267,7 +267,7 @@ class GrpcCall(Stream):
     # ---- messages
 
     def _begin(self, reader: MessageReader) -> None:
-        """A message is here in part. Raises GrpcError."""
+        """Called when a part of a message has arrived. Raises GrpcError."""
         if not reader.starved:
             self._expect()
             self._replenish()
@@ -275,7 +275,7 @@ class GrpcCall(Stream):
             memory = self.owner.listener.memory
             if memory or not self.reserve():
                 self._waiting = True
-                self.owner.receiving.pop(self, None)  # it is we who do not read: the client is not to blame
+                self.owner.receiving.pop(self, None)  # the server does not read: the client is not late
                 memory.add(self)
 
     def reserve(self) -> bool:
@@ -308,11 +308,11 @@ class GrpcCall(Stream):
             raise refused(budget.refusal())
 
     def _expect(self) -> None:
-        """Bounds the time for what the client still has to send; a steady message has more, see `Clock.extended`."""
+        """Sets the deadline for the rest of a message; steady data moves it, see `Clock.extended`."""
         self.owner.receiving.setdefault(self, self.owner.listener.clock.body_at)
 
     def _take(self, flag: int, payload: Any) -> None:
-        """A whole message is here."""
+        """Called when a whole message has arrived."""
         method = self.head.method
         assert method is not None
         coding = ENCODINGS.get(self.head.encoding)
@@ -387,7 +387,7 @@ class GrpcCall(Stream):
             cancel()
 
     def _release(self) -> None:
-        """Frees what the call does not need any more."""
+        """Frees everything that an ended call holds."""
         self.on_cancel = None
         if self._timer is not None:
             self._timer.cancel()

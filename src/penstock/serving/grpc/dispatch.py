@@ -43,7 +43,7 @@ class GrpcService(Struct, frozen=True):
 
 
 class CallDispatcher:
-    """Finds the method of each call as soon as its headers are here, and runs it when its message is.
+    """Finds the method of each call when its headers arrive, and runs it when its message has arrived.
 
     `authorize` receives a guard and the value of the metadata key `authorization`; it raises GrpcError. `failure` gives
     the status of an error.
@@ -78,7 +78,7 @@ class CallDispatcher:
             raise method.refused
 
     def start(self, call: GrpcCall, listener: Listener) -> None:
-        """Runs the method of a call whose message is here, or whose messages may come."""
+        """Runs the method of a call: its message has arrived, or it is a stream of messages."""
         method = call.head.method
         assert method is not None
         if method.direct and not isinstance(call.messages[0], Compressed):
@@ -175,7 +175,7 @@ class HealthService:
         self._healthy = healthy
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """Whether the server can answer; the same for each of its services."""
+        """Whether the server is ready; all its services share one state."""
         if request.service not in self._known:
             raise GrpcError(Code.NOT_FOUND, f"there is no service {request.service[:200]!r}")
         return self._answer(status=SERVING if self._healthy() else NOT_SERVING)

@@ -22,7 +22,7 @@ from penstock.errors import BadRequest, PenstockError
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService, ReflectionService
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
-from penstock.serving.grpc.messages import AnswerParts, Code, GrpcError, code_of
+from penstock.serving.grpc.messages import Code, GrpcError, ResponseParts, code_of
 from penstock.serving.http.responses import NotImplementedHere, log_failure, status_of
 from penstock.serving.http.server import parse_priority, parse_request_id
 from penstock.serving.protocols.bodies import ERROR_CODE
@@ -190,7 +190,7 @@ class _InferStream:
         self._service = service
         self._backend = backend
         self._call = call
-        self._parts = AnswerParts(call.owner.listener.budget)
+        self._parts = ResponseParts(call.owner.listener.budget)
         self._running: dict[object, Ticket | None] = {}
         self._room: asyncio.Future[None] | None = None
         self._received_all = False
@@ -227,7 +227,7 @@ class _InferStream:
                 yield part.body
 
     def drain(self) -> None:
-        """Ends the stream after the answers to what it has received."""
+        """Ends the stream after the responses to the requests that it has received."""
         self._end_with(GrpcError(Code.UNAVAILABLE, "the server is shutting down"))
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ from penstock.serving.http2.connection import Http2Connection
 from penstock.serving.http2.frames import NO_ERROR, PING, HeaderReader, Http2Error, frame
 from penstock.serving.http2.streams import Outbox
 
-CALLS_PER_TURN: Final = 32  # that begin when a client has read its answers: a thousand may wait
-CALL_BYTES: Final = 3072  # of memory, about: a call that waits for its message
+CALLS_PER_TURN: Final = 32  # started when a client has read its responses: a thousand may wait
+CALL_BYTES: Final = 3072  # estimated memory of a call that waits for its message
 _HTTP1: Final = b"gRPC needs HTTP/2; send HTTP/1.1 requests to the inference port\n"
 _HTTP1_ANSWER: Final = (
     b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n%b"
@@ -44,7 +44,11 @@ class SharedState(Struct):
 
 
 class GrpcConnection(asyncio.BufferedProtocol):
-    """Receives the calls of one client."""
+    """Receives the calls of one client.
+
+    It has more than 15 attributes because it serves three sides: the event loop (what was read, and how to go on), the
+    clock of the listener (four deadlines), and its calls.
+    """
 
     transport: asyncio.Transport
 

@@ -25,7 +25,7 @@ from penstock.serving.protocols.bodies import ERROR_CODE
 from penstock.types import Headers, ItemResult, Sink
 
 PUSHBACK: Final = "grpc-retry-pushback-ms"  # when a client should try again (gRFC A6)
-UNREAD_BYTES: Final = 16 * 2**20  # parts of an answer that wait for a slow client
+UNREAD_BYTES: Final = 16 * 2**20  # parts of a response that wait for a slow client
 
 
 class Code(IntEnum):
@@ -95,7 +95,7 @@ def code_of(status: int) -> Code:
     return _CODES.get(status) or (Code.FAILED_PRECONDITION if status < 500 else Code.INTERNAL)
 
 
-class AnswerParts:
+class ResponseParts:
     """The sink of one or more requests. It copies bodies, which may be views that are valid only during the call."""
 
     def __init__(self, budget: Budget) -> None:
@@ -121,7 +121,7 @@ class AnswerParts:
         self.wake()
 
     def close(self) -> None:
-        """Forgets the parts that wait, and those to come."""
+        """Drops the waiting parts and all later ones."""
         self._overflow = True
         self._waiting.clear()
         self._count(-self._bytes)
@@ -151,7 +151,7 @@ class AnswerParts:
 
 async def parts_of(submit: Callable[[Sink], Ticket], budget: Budget) -> AsyncGenerator[ItemResult, None]:
     """The results of one request, which ends if its caller leaves. Raises the errors of `submit`, and QueueFull."""
-    answer = AnswerParts(budget)
+    answer = ResponseParts(budget)
     ticket = submit(answer.put)
     final = False
     try:
@@ -245,17 +245,17 @@ class Compressed(NamedTuple):
 
 
 class MessageReader:
-    """Cuts the data of one stream into messages. `take` receives flag and payload of each.
+    """Cuts the data of one stream into messages, and passes the flag and payload of each to `take`.
 
     A large message waits for memory: `starved` is then true, until `reserve` returns True. Its data goes to `space`,
     from where `filled` counts it.
     """
 
     def __init__(self, backend: Backend, most: int, take: Callable[[int, Any], None]) -> None:
-        self.space: memoryview | None = None  # the part of a large message that is not here yet
+        self.space: memoryview | None = None  # memory for the missing part of a large message
         self.starved = False
-        self.missing = 0  # bytes of the message that have not come
-        self.part = bytearray()  # those of a small or starved message that have, or of a prefix
+        self.missing = 0  # bytes of the message that have not arrived
+        self.part = bytearray()  # received bytes of a small or starved message, or of a prefix
         self._backend = backend
         self._most = most
         self._take = take
@@ -306,7 +306,7 @@ class MessageReader:
         return True
 
     def filled(self) -> None:
-        """The memory of a large message is full."""
+        """Completes a large message: all its bytes have arrived."""
         buffer, self._buffer, self.space, self.missing = self._buffer, None, None, 0
         self._take(self._flag, buffer)
 

@@ -220,7 +220,7 @@ class InferenceApp:
 
 
 class ErrorResponse:
-    """An ASGI application whose answer is an error, as the native routes send it: status, JSON body, Retry-After."""
+    """An ASGI application that responds with an error as the native routes do: status, JSON body, Retry-After."""
 
     def __init__(self, error: PenstockError) -> None:
         self.error = error

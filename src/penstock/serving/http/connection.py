@@ -1,4 +1,4 @@
-"""One connection of the inference listener: httptools in, Items out, answers in order, everything bounded."""
+"""One connection of the inference listener: httptools in, Items out, responses in order, everything bounded."""
 
 import asyncio
 import logging
@@ -34,11 +34,11 @@ log = logging.getLogger("penstock.serving")
 POOL: Final = 4
 
 KNOWN_HEAD_BYTES: Final = 2048
-REQUEST_BYTES: Final = 2048  # of memory, about: a request without a body that waits for the ones before it
+REQUEST_BYTES: Final = 2048  # estimated memory of a request without a body that waits for earlier requests
 CONNECT: Final = b"CONNECT"
 
 LENGTH, TYPE, SPECIAL, CODINGS = 1, 2, 3, 4
-_kinds: dict[bytes, int] = {}  # every spelling of a header name that came by, so that most need no lower()
+_kinds: dict[bytes, int] = {}  # header names as clients have spelled them: most need no lower()
 
 
 def _learn(name: bytes) -> int:
@@ -129,7 +129,7 @@ class Connection(asyncio.BufferedProtocol):
             self._between_reads(nbytes)
 
     def eof_received(self) -> bool:
-        """The client sends no more: it has left, or waits for the answers to its whole requests. Data tells, which
+        """The client sends no more: it has left, or waits for the responses to its complete requests. Data tells, which
         the system of a client that left answers with a reset.
 
         A half-sent request is forgotten. A client that ends in the middle of a stream has left, because nothing can be
@@ -347,7 +347,7 @@ class Connection(asyncio.BufferedProtocol):
         return self.writer.flavor.find(context, method, url)
 
     def _check_large(self, route: Route) -> None:
-        """What is worth a refusal before the body is sent. Raises PayloadTooLarge, ModelNotFound."""
+        """Refuses a request before its body is sent. Raises PayloadTooLarge, ModelNotFound."""
         most, length = self.listener.most_of(route), self.head.length
         if length > most:
             key = " (limits.max_body_bytes)" if most == self.listener.config.max_body_bytes else ""
@@ -384,7 +384,7 @@ class Connection(asyncio.BufferedProtocol):
     def reserve(self) -> bool:
         """Gets memory for a large body; False while there is none. True also when it is no longer wanted."""
         if self.phase == DISCARD:
-            return True  # an earlier answer has closed the connection
+            return True  # an earlier response has closed the connection
         try:
             self._begin_body()
             found = self.intake.reserve()
@@ -429,7 +429,7 @@ class Connection(asyncio.BufferedProtocol):
             if self.writer.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self.abort()
         elif self.writer.paused:
-            self.deadline = self.listener.clock.body_at  # it is we who do not read: the client is not to blame
+            self.deadline = self.listener.clock.body_at  # the server does not read: the client is not late
         else:
             self._refuse(RequestTimeout(self._late()))
 

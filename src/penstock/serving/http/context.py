@@ -34,7 +34,7 @@ from penstock.types import Headers, Item, ItemResult
 log = logging.getLogger("penstock.serving")
 
 STREAM_BACKLOG: Final = 16  # times limits.write_buffer_bytes: unsent bytes at which the reader of a stream is dropped
-QUICK_PER_TURN: Final = 4  # of a connection: 50 connections then cost the others less than 0.1 s
+QUICK_PER_TURN: Final = 4  # of a connection; a measurement: 50 connections then cost the others less than 0.1 s
 BEGINNING: Final = b"HTTP/1.1 "  # of every response
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -136,7 +136,7 @@ class ResponseWriter:
         self.connection: Receiver = connection
         self.paused = 0
         self.inflight: deque[RequestContext] = deque()
-        self.backlog: deque[RequestContext] = deque()  # came in one read beyond limits.max_pipelined
+        self.backlog: deque[RequestContext] = deque()  # received in one read beyond limits.max_pipelined
         self.continue_due = False  # the client waits for 100 Continue
         self.begun = False  # the beginning of the next response was sent
         self.advancing = False
@@ -277,7 +277,7 @@ class ResponseWriter:
             log.exception("event=bug where=submit consequence=answered_500")
             context.fail(PenstockError("internal error"))
 
-    # ---- answers
+    # ---- responses
 
     def finish(self, data: bytes) -> None:
         """Writes the whole response to the first request in flight."""
@@ -355,7 +355,7 @@ class ResponseWriter:
 
     @property
     def unread(self) -> int:
-        """Bytes of answers that the client has not taken."""
+        """Bytes of responses that the client has not read."""
         return self.kept + self.transport.get_write_buffer_size()
 
     def check_unsent(self) -> None:

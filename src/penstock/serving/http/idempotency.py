@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key: a repeated request runs once, and every copy gets the answer."""
+"""Requests with an Idempotency-Key: a repeated request runs once, and every copy gets its response."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _fingerprint(body: bytes | memoryview) -> tuple[int, int]:
 
 
 class _Kept(Struct):
-    """A final answer and the fingerprint of its request."""
+    """A final response and the fingerprint of its request."""
 
     fingerprint: tuple[int, int]
     result: ItemResult
@@ -49,7 +49,7 @@ class _Kept(Struct):
 
 
 class _Caller:
-    """One of the callers that wait for the same answer."""
+    """A caller that waits for a shared response."""
 
     def __init__(self, shared: _Shared, sink: Sink) -> None:
         self._shared = shared
@@ -61,7 +61,7 @@ class _Caller:
 
 
 class _Answered:
-    """The ticket of a caller that was answered at once."""
+    """The ticket of a caller that got a cached response."""
 
     def cancel(self) -> None:
         """Does nothing."""
@@ -156,7 +156,7 @@ class IdempotencyCache:
             del self._shared[key]
 
     def keep(self, key: _Key, fingerprint: tuple[int, int], result: ItemResult) -> None:
-        """Caches a final answer, unless it alone exceeds the memory bound."""
+        """Caches a final response, unless it alone exceeds the memory limit."""
         if len(result.body) > MAX_KEPT_BYTES:
             return
         self._kept[key] = _Kept(fingerprint, result, self._now() + KEPT_S)

@@ -19,8 +19,9 @@ ALIGNMENT: Final = 64
 
 
 def aligned(backend: Backend, length: int) -> Buffer | None:
-    """Memory whose end is aligned: there is the last tensor, which no worker has to copy then. None while there is
-    none. Raises PayloadTooLarge if there will never be."""
+    """Memory with an aligned end, so that no worker has to copy the last tensor; None while the pool is full.
+
+    Raises PayloadTooLarge for more than the pool holds."""
     before = -length % ALIGNMENT
     buffer = backend.allocate(length + before)
     if buffer is not None:
@@ -29,9 +30,9 @@ def aligned(backend: Backend, length: int) -> Buffer | None:
 
 
 class Budget:
-    """The bytes that all clients of a listener occupy while they send requests or read answers.
+    """The bytes that all clients of a listener occupy while they send requests or read responses.
 
-    Parts of requests count at once, unread answers and open calls from one sweep of the clock to the next. A small
+    Parts of requests count at once, unread responses and open calls from one sweep of the clock to the next. A small
     request that comes whole, and what is in shared memory, costs nothing here.
     """
 

@@ -28,14 +28,14 @@ WARN_S: Final = 60.0
 # bytes/s of a body below which its time runs out. Kestrel has 240 and Apache 500; here a large body holds shared memory
 # from its beginning, and a body that arrives within limits.body_timeout_s has no lowest rate.
 BODY_RATE: Final = 16 * 1024
-STUCK_S: Final = 4.0  # while the budget is full, a client must have read some of its answers in this time ...
+STUCK_S: Final = 4.0  # while the budget is full, a client must read some of its responses within this time ...
 STUCK_BYTES: Final = 2**16  # ... if so many wait
 KNOWN_HEADS: Final = 512
 STEADY_NAMES: Final = frozenset({b"accept", b"authorization", b"connection"})  # special headers that clients repeat
 
 
 class Reserving(Protocol):
-    """What waits for memory for a large body."""
+    """A connection or call that waits for memory for a large body."""
 
     def reserve(self) -> bool:
         """Tries to get the memory; False while there is none."""
@@ -45,14 +45,14 @@ class Waiting(Protocol):
     """A connection, as the clock sees it."""
 
     deadline: float
-    unread: int  # bytes of answers at the last sweep
-    stuck_s: float  # how long these have not become fewer
+    unread: int  # bytes of unread responses at the last sweep
+    stuck_s: float  # how long they have not decreased
 
     def expire(self) -> None:
         """The time of the connection's phase is over."""
 
     def check_writing(self, now: float) -> tuple[int, int]:
-        """Drops a client that does not read. Returns the bytes of unread answers, and others that it occupies."""
+        """Drops a client that does not read. Returns the bytes of unread responses, and others that it occupies."""
 
     def close_soon(self) -> None:
         """Closes after the last response, or after a short silence."""
@@ -237,7 +237,11 @@ class Counters:
 
 
 class Listener:
-    """The state that connections share. All calls on one event loop's thread."""
+    """The state that connections share. All calls on one event loop's thread.
+
+    It has more than 15 attributes because each part (budget, clock, memory, unpacking, hang-ups, counts) is an object
+    of its own; the rest is the state of accepting and closing.
+    """
 
     def __init__(self, backend: Backend, config: LimitsConfig) -> None:
         self.backend = backend

@@ -155,7 +155,7 @@ def status_of(error: PenstockError) -> int:
 
 
 def error_result(error: PenstockError, error_body: Callable[[PenstockError], bytes]) -> ItemResult:
-    """The whole answer for an error, with the headers that belong to its status."""
+    """The whole response for an error, with the headers of its status."""
     status = status_of(error)
     headers = [(ERROR_CODE, error.code)]
     if status in (429, 503):
@@ -336,7 +336,7 @@ class ResponseFraming(RequestOptions):
             self._whole(writer, result)
 
     def _log(self, status: int, error: PenstockError) -> None:
-        """Logs a 5xx, except of a health check, whose answer is the news."""
+        """Logs a 5xx, except of a health check, whose job is to report it."""
         route = self.route
         if status >= 500 and route is not None and not self._answers_at_once:
             log_failure((route.model, route.version), self.request_id, status, error)

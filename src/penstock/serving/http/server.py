@@ -215,7 +215,7 @@ def read_special(options: RequestOptions, route: Route, special: dict[bytes, byt
         options.codec = route.template.select(special, options.content_type.encode("latin-1"))
     budget, priority, key = get(b"x-deadline-ms"), get(b"x-priority"), get(b"idempotency-key")
     if key is not None and route.template.codec:
-        # the stored answer has the coding that the first request demanded
+        # the stored response has the coding that the first request demanded
         options.key = parse_key(key, b"%b %b" % (get(ACCEPT_ENCODING, b""), get(b"authorization", b"")))
     if priority is not None:
         options.priority = parse_priority(priority)

@@ -365,7 +365,7 @@ class SocketServer:
         return asyncio.get_running_loop()
 
     async def close(self, drain_s: float) -> None:
-        """Accepts the connections that wait, then no more; answers what they and all others have sent.
+        """Accepts the waiting connections, then no more, and answers every request that clients have sent.
 
         Drops the rest after `drain_s`.
         """

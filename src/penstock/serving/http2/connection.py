@@ -74,7 +74,7 @@ from penstock.types import Headers
 CONNECTION_WINDOW: Final = 2**30  # half of what RFC 9113 allows: the windows of the streams bound what waits
 USEFUL_BYTES: Final = 2**10  # a choice: a smaller window lets data drip, which explains nothing
 PREMATURE_S: Final = 0.01  # a choice: a stream that was reset within this time had no use, and explains nothing
-_DRAINED: Final = b"drained?"  # in a PING: its answer comes after all streams that the client began before it
+_DRAINED: Final = b"drained?"  # in a PING: its acknowledgement follows all streams that the client opened before
 _DRAIN: Final = goaway(MAX_WINDOW, NO_ERROR) + frame(PING, 0, 0, _DRAINED)
 
 

@@ -59,26 +59,26 @@ class Stream:
         self.last = b""  # the frame that follows `unsent` and ends the stream
 
     def on_open(self) -> None:
-        """The headers are here."""
+        """Called once the headers have arrived."""
 
     def on_data(self, data: memoryview, last: bool) -> int:
-        """Data in the order of the stream, in pieces of any size. Returns how much was taken; the rest comes again.
+        """Called with data in order, in pieces of any size. Returns how much was taken; the rest comes again.
 
         After the `last` piece, `on_end` is next.
         """
         return len(data)
 
     def on_filled(self) -> None:
-        """`space` is full; it is empty now."""
+        """Called when `space` is full; it is empty now."""
 
     def on_end(self) -> None:
-        """The client has sent everything."""
+        """Called when the client has sent everything."""
 
     def on_sent(self) -> None:
-        """Nothing is unsent any more."""
+        """Called when everything has been sent."""
 
     def on_closed(self) -> None:
-        """The client has reset the stream, or left."""
+        """Called when the client has reset the stream or left."""
 
     @property
     def received(self) -> int:

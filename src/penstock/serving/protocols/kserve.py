@@ -175,7 +175,7 @@ class KServeCodec(OipCodec):
         return ItemResult(encode_json({"outputs": columns} if context else {self.key: rows}), JSON)
 
     def encode_part(self, value: Any, item: Item, context: Any, first: bool) -> ItemResult:
-        """Raises BadRequest: an answer of this protocol is one JSON object."""
+        """Raises BadRequest: a response of this protocol is one JSON object."""
         raise BadRequest("the model streams its response, which this protocol cannot carry; use /v2 or /predictions")
 
     def _cells(self, name: str, value: Any) -> list[Any]:
@@ -184,7 +184,7 @@ class KServeCodec(OipCodec):
         return _texts(name, cells) if array.dtype.kind == "O" else cells
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """The rows, or the columns, of all parts in one answer."""
+        """The rows, or the columns, of all parts in one response."""
         for part in parts:
             if part.error is not None or len(parts) == 1:
                 return part

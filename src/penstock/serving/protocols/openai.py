@@ -249,7 +249,7 @@ class ChatMessageAnswer(Struct):
 
 
 class ChatChoice(Struct):
-    """One answer of a chat."""
+    """One choice of a chat."""
 
     index: int
     message: ChatMessageAnswer
@@ -265,7 +265,7 @@ class Delta(Struct, omit_defaults=True):
 
 
 class ChatChunk(Struct):
-    """A part of an answer of a chat."""
+    """A part of a choice of a chat."""
 
     index: int
     delta: Delta
@@ -291,12 +291,12 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """The body of the answer of a chat."""
+    """The body of a chat response."""
 
     choices: list[ChatChoice]
 
 
 class AnswerPart(Answer):
-    """A part of an answer that is joined."""
+    """A response that is to be joined."""
 
     choices: list[Raw]

@@ -117,7 +117,7 @@ class CompletionsCodec(Codec):
     peek = staticmethod(_rows)
     controls: type[Controls] = CompletionControls
     answer: type[Answer] = CompletionAnswer
-    names = ("cmpl-", "text_completion", "text_completion")  # of ids, of a whole answer, of a chunk
+    names = ("cmpl-", "text_completion", "text_completion")  # id prefix, `object` of a response, `object` of a chunk
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class CompletionsCodec(Codec):
 
     @classmethod
     def response_content(cls, model: ModelMetadata) -> dict[str, Any]:
-        """A whole answer, or the events of a stream."""
+        """A whole response, or the events of a stream."""
         return {JSON: schema_of(cls.answer), SSE: {"type": "string"}}
 
     # ---- requests
@@ -299,15 +299,15 @@ class ChatCodec(CompletionsCodec):
         return []
 
     def choice(self, index: int, text: str, part: TextPart) -> Any:
-        """One whole answer."""
+        """One whole message."""
         return ChatChoice(index, ChatMessageAnswer(text), part.finish_reason or "stop")
 
     def chunk(self, text: str, first: bool) -> Any:
-        """A part of the answer; the first one has the role."""
+        """A part of the message; the first one has the role."""
         return ChatChunk(0, Delta(text, "assistant" if first else None)) if text or first else None
 
     def end(self, part: TextPart) -> Any:
-        """The end of the answer."""
+        """The end of the message."""
         return ChatChunk(0, Delta(), part.finish_reason or "stop")
 
 
@@ -319,7 +319,7 @@ def plain_prompt(messages: Sequence[ChatMessage]) -> str:
 
 
 def _converted(fields: dict[str, Any], kind: Any) -> Any:
-    if "messages" in fields and isinstance(fields["messages"], list):  # clients send answers back with their nulls
+    if "messages" in fields and isinstance(fields["messages"], list):  # clients send responses back with their nulls
         messages = [
             {name: value for name, value in each.items() if value is not None} if isinstance(each, dict) else each
             for each in fields["messages"]

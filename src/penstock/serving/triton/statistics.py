@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from penstock.core.contracts import BatchRecord, Observer
 
 MAX_BATCH_SIZES: Final = 1024  # of one version; batches of further sizes are in the sums only
-COUNTED: Final = 64  # answers or batches at once: one by one they would take 15 calls of each request
+COUNTED: Final = 64  # responses or batches at once: one by one they would take 15 calls of each request
 _NS: Final = 1e9
 
 
@@ -74,7 +74,7 @@ class VersionStatistics(Struct):
         size.add(1, stages_s)
 
     def body(self, name: str, version: str) -> dict[str, Any]:
-        """One element of Triton's `model_stats`. A cache of answers does not exist here, so its counts are 0."""
+        """One element of Triton's `model_stats`. There is no response cache, so its counts are 0."""
         none = Duration().body()
         sums = {part: getattr(self, part).body() for part in ("success", "fail", "queue")}
         return {

@@ -10,7 +10,7 @@ import pytest
 from hpack import Encoder
 
 from penstock.errors import QueueFull
-from penstock.serving.grpc.messages import AnswerParts
+from penstock.serving.grpc.messages import ResponseParts
 from penstock.serving.http import listener as listener_module
 from penstock.serving.http.intake import Budget
 from penstock.serving.http2 import frames as h2
@@ -42,9 +42,7 @@ async def test_messages_under_way_count_over_all_connections(name, wait_until):
         status, text, _ = await senders[4].reply(1)
         assert (status, text[: len(REFUSED)]) == ("8", REFUSED)
         assert "limits.max_transit_bytes" in text
-        senders[4].call(3, INFER)
-        await senders[4].message(3, request(10))
-        assert (await senders[4].reply(3))[0] == "0"  # what comes whole costs nothing
+        assert (await senders[4].ask(3))[0] == "0"  # what comes whole costs nothing
         senders[0].send(frame(h2.RST_STREAM, 0, 1, bytes(4)))
         await wait_until(lambda: found.budget._parts < 200_000)
         senders[4].call(5, path)
@@ -71,16 +69,11 @@ async def test_metadata_counts_as_it_is_decoded():
 async def test_open_calls_and_unread_answers_count_and_the_client_that_holds_them_is_refused(wait_until):
     async with site(max_transit_bytes=200_000, **SOON) as found:
         slow, other = await found.connect(CLOSED), await found.connect()
-        slow.call(1, INFER)
-        await slow.message(1, request(300_000))
+        await slow.infer(1, request(300_000))
         await wait_until(lambda: found.budget.full)
-        slow.call(3, INFER)
-        await slow.message(3, request(10))
-        assert (await slow.reply(3))[0] == "8"
+        assert (await slow.ask(3))[0] == "8"
         for id in (1, 3):
-            other.call(id, INFER)
-            await other.message(id, request(10))
-            assert (await other.reply(id))[0] == "0"
+            assert (await other.ask(id))[0] == "0"
         slow.send(h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}), h2.window_update(0, 2**20))
         assert (await slow.reply(1))[0] == "0"
         await wait_until(lambda: not found.budget.full)
@@ -91,17 +84,14 @@ async def test_open_calls_and_unread_answers_count_and_the_client_that_holds_the
         await wait_until(lambda: found.budget.full)
         client.call(201, STREAM)
         assert (await client.reply(201))[0] == "8"
-        other.call(1, INFER)
-        await other.message(1, request(10))
-        assert (await other.reply(1))[0] == "0"
+        assert (await other.ask(1))[0] == "0"
 
 
 async def test_a_full_budget_drops_who_reads_nothing(monkeypatch, wait_until):
     monkeypatch.setattr(listener_module, "STUCK_S", 0.2)
     async with site(max_transit_bytes=100_000, **SOON) as found:
         slow = await found.connect(CLOSED)
-        slow.call(1, INFER)
-        await slow.message(1, request(300_000))
+        await slow.infer(1, request(300_000))
         assert await slow.ended() is None
         await wait_until(lambda: not found.budget.full)
 
@@ -115,7 +105,7 @@ async def test_open_header_blocks_and_reads_that_wait_for_their_turn_count(wait_
 
 async def test_parts_of_an_answer_count_until_they_are_sent_or_forgotten():
     budget = Budget(1000)
-    parts = AnswerParts(budget)
+    parts = ResponseParts(budget)
     for _ in range(3):
         parts.put(ItemResult(body=bytes(300), final=False))
     assert len((await parts.next()).body) == 300
