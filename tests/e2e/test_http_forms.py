@@ -100,34 +100,6 @@ class Asker:
         return response.status, response.read()
 
 
-@pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "tls", "websocket"])
-def test_an_offer_is_ignored_on_the_routes_of_every_port(server: Any, offer: dict[str, str]) -> None:
-    requests: dict[str, list[tuple[str, str, str, bytes]]] = {
-        "inference": [
-            ("POST", "/predictions/show", "text/plain", b"hello"),
-            ("PUT", "/predictions/show/1", JSON, b'{"a": 1}'),
-            ("POST", "/predictions/show", BLOB, bytes(300_000)),
-            ("POST", "/v2/models/tensors/infer", JSON, json.dumps(TENSORS).encode()),
-            ("POST", "/v1/models/show:predict", JSON, b'{"instances": [1]}'),
-            ("POST", "/v1/completions", JSON, b'{"model": "text", "prompt": "hello"}'),
-            ("GET", "/v2/models/show/ready", JSON, b""),
-        ],
-        "management": [
-            ("PUT", "/models/show/scale", JSON, b'{"instances": 1}'),
-            ("PUT", "/models/show/default", JSON, b'{"version": "1"}'),
-        ],
-        "metrics": [("GET", "/debug/batches?limit=1", "", b"")],
-    }
-    for port, rows in requests.items():
-        with Asker(server.urls[port]) as asker:
-            for row in rows:
-                plain = asker.ask(*row)
-                offered = asker.ask(*row, **offer)
-                assert (plain[0], offered[0]) == (200, 200), (row, plain, offered)
-                if row[1] != "/v1/completions" and port == "inference":  # others tell ids and times
-                    assert plain == offered
-
-
 def test_an_offer_is_ignored_on_torchserves_routes(torchserve: Any) -> None:
     handler = "def handle(data, context):\n    return [repr(r.get('body', r.get('data'))) for r in data or ()]\n"
     torchserve.add_model(handler)
@@ -154,13 +126,6 @@ def test_curl_that_offers_http2_is_answered(server: Any, tmp_path: Path, size: i
     command = ["curl", "-sS", "--http2", "-H", f"content-type: {BLOB}", "--data-binary", f"@{tmp_path / 'body'}"]
     done = subprocess.run([*command, f"{server.url}/predictions/show"], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == (f"{size} bytes", "")
-
-
-def test_blanks_after_the_values_of_headers_change_nothing(server: Any) -> None:
-    headers = {"x-priority": "1 ", "idempotency-key": "k\t", "x-deadline-ms": "20000 ", "accept": "*/* "}
-    with Asker(server.url) as asker:
-        assert asker.ask("POST", "/predictions/show", JSON + " ", b"[1]", **headers) == (200, b"[1]")
-        assert asker.ask("POST", "/v2/models/tensors/infer", JSON, json.dumps(TENSORS).encode(), **headers)[0] == 200
 
 
 ASKED = {**TENSORS, "parameters": {"binary_data_output": True}}

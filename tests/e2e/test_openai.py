@@ -304,15 +304,6 @@ def test_the_document_has_the_routes_of_the_loaded_tasks(server: Any) -> None:
     assert {"temperature", "stop", "stream", "n"} < schema["properties"].keys()
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'{"model": 1}', b"\xff\xfe", b'{"model": "shout"'])
-def test_a_body_without_a_model_is_refused(server: Any, body: bytes) -> None:
-    headers = {"authorization": f"Bearer {TOKEN}", "accept": "text/event-stream"}
-    for path in ("completions", "chat/completions", "embeddings"):
-        status, answer = server.post(f"/v1/{path}", body, **headers)
-        assert (status, json.loads(answer)["error"]["type"]) == (400, "invalid_request_error")
-    assert server.get("/v1/completions", **headers)[0] == 405
-
-
 # ---- the examples
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -148,58 +147,6 @@ def test_a_pickle_is_never_loaded_however_it_comes(server, tmp_path):
     assert not canary.exists()
     pickle.loads(pickle.dumps(Canary(canary)))  # it would have sung
     assert canary.exists()
-
-
-@pytest.mark.parametrize(
-    ("shape", "size", "data", "why"),
-    [
-        ((2**32, 2**32, 2**32, 3), 12, bytes(12), "needs 237684487542793012780631851008 bytes"),
-        ((1, 2**62, 2**62, 3), 0, b"", "needs"),
-        ((1, 0, 2**62, 3), 0, b"", "too large"),
-        ((1, -2, -2, 3), 12, bytes(12), "negative axis"),
-        ((-1, 2, 2, 3), 12, bytes(12), "negative axis"),
-        ((1, 2, 2, 3), 12, bytes(11), "only 11 bytes remain"),
-        ((1, 2, 2, 3), 11, bytes(11), "needs 12 bytes, found 11"),
-        ((1, 2, 2, 3), 12, bytes(13), "13 bytes follow the JSON"),
-        ((1, 2, 2, 3), 10**15, bytes(12), "only 12 bytes remain"),
-    ],
-)
-def test_a_tensor_that_lies_about_its_size_is_refused(server, shape, size, data, why):
-    tensor = {"name": "frames", "shape": shape, "datatype": "UINT8", "parameters": {"binary_data_size": size}}
-    response = ask(server, "frames", json.dumps({"inputs": [tensor]}).encode(), [data])
-    assert response.status_code == 400
-    assert why in response.json()["error"]
-
-
-def test_elements_of_bytes_that_lie_about_their_length_are_refused(server):
-    for data in (b"\xff\xff\xff\xff", b"\2\0\0\0a", b"\0\0\0\0\0", b"\1\0\0"):
-        head, _ = encode_request([("x", "BYTES", (1,), data)])
-        assert ask(server, "same", head, [data]).status_code == 400
-
-
-def test_an_unknown_datatype_is_refused(server):
-    tensor = {"name": "x", "shape": [1], "datatype": "FP8", "parameters": {"binary_data_size": 1}}
-    response = ask(server, "same", json.dumps({"inputs": [tensor]}).encode(), [b"a"])
-    assert (response.status_code, response.json()["error"][:39]) == (400, "input 'x': unknown datatype 'FP8', expe")
-
-
-@pytest.mark.parametrize("length", ["0", "-1", "1e3", "junk", "", "65537", "99999999999999999999", "500"])
-def test_a_header_length_that_cannot_be_is_refused(server, length):
-    head, buffers = encode_arrays({"x": np.zeros(4)})
-    body = b"".join([head, *buffers])
-    response = post(server, "same", body, inference_header_content_length=length)
-    assert response.status_code == 400
-    assert HEADER_LENGTH in response.json()["error"]
-
-
-def test_10_gb_are_refused_before_they_are_sent(server):
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as raw:
-        raw.sendall(
-            b"POST /v2/models/frames/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 10000000000\r\n"
-            b"Inference-Header-Content-Length: 200\r\n\r\n"
-        )
-        assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_model_that_streams_does_so_in_json(server):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -55,6 +55,16 @@ class RawClient:
                 window += found.window_increment
             window -= len(part)
             self.send(frame(h2.DATA, h2.END_STREAM if end and at + size >= len(whole) else 0, id, part))
+
+    async def infer(self, id: int, data: bytes, headers: Sequence[tuple[str, str]] = (), **options: Any) -> None:
+        """Sends a call of ModelInfer with its message."""
+        self.call(id, INFER, *headers)
+        await self.message(id, data, **options)
+
+    async def ask(self, id: int) -> tuple[str, str, bytes]:
+        """The response to a small call."""
+        await self.infer(id, request(10))
+        return await self.reply(id)
 
     async def next(self) -> Any:
         """The next frame; None at the end of the connection."""

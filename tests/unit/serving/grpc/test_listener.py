@@ -37,8 +37,7 @@ async def test_a_message_arrives_whole_in_frames_of_any_size(size, length):
         client = await found.connect()
         if size == 1:
             data = request(min(length, 5000))
-        client.call(1, INFER)
-        await client.message(1, data, size=min(size, 60_000))
+        await client.infer(1, data, size=min(size, 60_000))
         assert await client.reply(1) == ("0", "", data)
         assert found.backend.used_bytes == 0
 
@@ -68,14 +67,11 @@ async def test_a_large_message_waits_for_memory_and_the_small_ones_pass_it(wait_
     held: list[Any] = []
     async with site({"echo": lambda call: call.reply(), "hold": held.append}, pool_bytes=300_000) as found:
         client = await found.connect()
-        client.call(1, INFER)
-        await client.message(1, request(250_000, "hold"), size=60_000)
+        await client.infer(1, request(250_000, "hold"), size=60_000)
         await wait_until(lambda: held)
         client.call(3, INFER)
         client.send(frame(h2.DATA, 0, 3, struct.pack(">BI", 0, len(request(200_000))) + request(200_000)[:60_000]))
-        client.call(5, INFER)
-        await client.message(5, request(10))
-        assert (await client.reply(5))[0] == "0"
+        assert (await client.ask(5))[0] == "0"
         assert len(found.backend.calls) == 2
         held[0].reply()
         await client.until(lambda f: f.type == h2.WINDOW_UPDATE and f.stream_id == 3)
@@ -91,9 +87,7 @@ async def test_calls_that_end_early_free_their_memory():
             client.call(id, INFER)
             client.send(frame(h2.DATA, 0, id, struct.pack(">BI", 0, 250_000) + bytes(1000)))
         client.send(frame(h2.RST_STREAM, 0, 3, bytes(4)), frame(h2.RST_STREAM, 0, 1, bytes(4)))
-        client.call(5, INFER)
-        await client.message(5, request(10))
-        assert (await client.reply(5))[0] == "0"
+        assert (await client.ask(5))[0] == "0"
         assert found.backend.used_bytes == 0
 
 
@@ -102,8 +96,7 @@ async def test_a_message_larger_than_a_window_may_be_is_granted_in_parts(monkeyp
     data = request(350_000)
     async with site() as found:
         client = await found.connect()
-        client.call(1, INFER)
-        await client.message(1, data)
+        await client.infer(1, data)
         assert await client.reply(1) == ("0", "", data)
         granted = [each.window_increment for each in client.frames if each.type == h2.WINDOW_UPDATE and each.stream_id]
         assert max(granted) <= 100_000
@@ -137,8 +130,9 @@ async def test_messages_are_unpacked_a_large_one_into_shared_memory(length, pack
     async with site({"echo": keep}) as found:
         client = await found.connect()
         packed = pack(data)
-        client.call(1, INFER, ("grpc-encoding", "gzip" if pack is gzip.compress else "deflate"))
-        await client.message(1, packed, flag=1)
+        await client.infer(
+            1, packed, flag=1, headers=[("grpc-encoding", "gzip" if pack is gzip.compress else "deflate")]
+        )
         assert await client.reply(1) == ("0", "", data)
         assert kinds == [FakeBuffer if length > 2**16 else bytes]
         assert found.backend.used_bytes == 0
@@ -148,8 +142,7 @@ async def test_what_unpacks_to_a_small_size_may_have_any_ratio_and_more_may_not(
     async with site() as found:
         client = await found.connect()
         for id, size, status in ((1, 900_000, "0"), (3, 3_000_000, "8")):
-            client.call(id, INFER, ("grpc-encoding", "deflate"))
-            await client.message(id, zlib.compress(request(size)), flag=1)
+            await client.infer(id, zlib.compress(request(size)), flag=1, headers=[("grpc-encoding", "deflate")])
             answer = await client.reply(id)
             assert answer[0] == status
         assert "200 times its size" in answer[1]
@@ -161,8 +154,7 @@ async def test_unpacked_messages_share_the_memory_of_all_and_are_refused_without
     async with site({"echo": held.append}, pool_bytes=1_000_000) as found:
         client = await found.connect()
         for id in range(1, 40, 2):
-            client.call(id, INFER, ("grpc-encoding", "deflate"))
-            await client.message(id, zlib.compress(request(300_000)), flag=1)
+            await client.infer(id, zlib.compress(request(300_000)), flag=1, headers=[("grpc-encoding", "deflate")])
         for status, count in (("8", 17), ("0", 3)):
             for _ in range(count):
                 end = await client.until(lambda each: each.type == h2.HEADERS and "grpc-status" in each.fields)
@@ -177,8 +169,7 @@ async def test_a_call_that_is_reset_while_its_message_is_unpacked_frees_its_memo
     monkeypatch.setattr(intake, "PIECE_BYTES", 1000)
     async with site() as found:
         client = await found.connect()
-        client.call(1, INFER, ("grpc-encoding", "deflate"))
-        await client.message(1, zlib.compress(request(900_000)), flag=1)
+        await client.infer(1, zlib.compress(request(900_000)), flag=1, headers=[("grpc-encoding", "deflate")])
         await wait_until(lambda: found.backend.used_bytes)
         client.send(frame(h2.RST_STREAM, 0, 1, bytes(4)))
         await wait_until(lambda: not found.backend.used_bytes)
@@ -212,16 +203,13 @@ async def test_a_bad_message_ends_its_call_alone(name):
         answer = await client.reply(1)
         assert answer[0] == status
         assert text in answer[1]
-        client.call(3, INFER)
-        await client.message(3, request(10))
-        assert (await client.reply(3))[0] == "0"
+        assert (await client.ask(3))[0] == "0"
 
 
 async def test_a_second_message_and_an_end_within_a_message_are_refused():
     async with site() as found:
         client = await found.connect()
-        client.call(1, INFER)
-        await client.message(1, request(10), end=False)
+        await client.infer(1, request(10), end=False)
         await client.message(1, request(10))
         assert (await client.reply(1))[:2] == ("13", "found a second message, expected one")
         client.call(3, INFER)
@@ -260,8 +248,7 @@ async def test_a_client_of_http1_learns_what_the_port_speaks():
 async def test_metadata_in_base64_is_decoded_and_the_deadline_is_the_budget():
     async with site() as found:
         client = await found.connect()
-        client.call(1, INFER, ("x-a-bin", "AAEC/w"), ("x-b", "text"), ("grpc-timeout", "5S"))
-        await client.message(1, request(10))
+        await client.infer(1, request(10), headers=[("x-a-bin", "AAEC/w"), ("x-b", "text"), ("grpc-timeout", "5S")])
         assert (await client.reply(1))[0] == "0"
         (call,) = found.backend.calls
         assert dict(call.item.headers) == {b"x-a-bin": b"\0\1\2\xff", b"x-b": b"text"}
@@ -271,8 +258,7 @@ async def test_metadata_in_base64_is_decoded_and_the_deadline_is_the_budget():
 async def test_a_deadline_ends_a_call_that_the_client_leaves_open(wait_until):
     async with site({"echo": lambda call: None}) as found:
         client = await found.connect()
-        client.call(1, INFER, ("grpc-timeout", "50m"))
-        await client.message(1, request(10))
+        await client.infer(1, request(10), headers=[("grpc-timeout", "50m")])
         assert (await client.reply(1))[:2] == ("4", "Deadline Exceeded")
         await wait_until(lambda: found.backend.calls[0].cancelled)
         client.call(3, STREAM, ("grpc-timeout", "50m"))
@@ -282,8 +268,7 @@ async def test_a_deadline_ends_a_call_that_the_client_leaves_open(wait_until):
 async def test_the_text_of_a_status_fits_into_the_headers_of_every_client():
     async with site({"echo": lambda call: call.reply(error=BadRequest("\u00fc" * 30_000))}) as found:
         client = await found.connect()
-        client.call(1, INFER)
-        await client.message(1, request(10))
+        await client.infer(1, request(10))
         status, text, _ = await client.reply(1)
         assert (status, text) == ("3", "%C3%BC" * (call_module.DETAILS_BYTES // 2))
         assert max(len(each.data) for each in client.frames if each.type == h2.HEADERS) < 2**13
@@ -293,9 +278,7 @@ async def test_a_client_without_a_header_table_reads_the_answers():
     async with site() as found:
         client = await found.connect(h2.PREFACE + h2.settings({1: 0}))
         client.decoder.max_allowed_table_size = 0  # the decoder insists on blocks that say so
-        client.call(1, INFER)
-        await client.message(1, request(10))
-        assert (await client.reply(1))[0] == "0"
+        assert (await client.ask(1))[0] == "0"
         client.call(3, "/no.Service/Call")
         assert (await client.reply(3))[0] == "12"
 
@@ -307,11 +290,8 @@ async def test_an_answer_waits_for_the_windows_of_the_client():
     data = request(200_000)
     async with site() as found:
         client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 1000}))
-        client.call(1, INFER)
-        await client.message(1, data)
-        client.call(3, INFER)
-        await client.message(3, request(10))
-        assert (await client.reply(3))[0] == "0"  # the first call does not hold it up
+        await client.infer(1, data)
+        assert (await client.ask(3))[0] == "0"  # the first call does not hold it up
         held = sum(len(each.data) for each in client.frames if each.type == h2.DATA and each.stream_id == 1)
         assert held == 1000
         client.send(h2.window_update(0, 2**20), h2.settings({h2.INITIAL_WINDOW_SIZE: 2**20}))
@@ -338,8 +318,7 @@ async def test_what_follows_the_end_of_an_answer_that_waits_for_its_window_is_no
 async def test_a_client_that_reads_nothing_is_dropped():
     async with site(write_timeout_s=0.1) as found:
         client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
-        client.call(1, INFER)
-        await client.message(1, request(1000))
+        await client.infer(1, request(1000))
         await client.ended()
 
 
@@ -347,12 +326,10 @@ async def test_no_call_begins_while_too_much_is_unread(monkeypatch):
     monkeypatch.setattr(listener_module, "UNREAD_BYTES", 50_000)
     async with site() as found:
         client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
-        client.call(1, INFER)
-        await client.message(1, request(60_000))
+        await client.infer(1, request(60_000))
         await client.until(lambda each: each.type == h2.HEADERS)
         for id in (3, 5, 7):
-            client.call(id, INFER)
-            await client.message(id, request(10))
+            await client.infer(id, request(10))
         client.send(frame(h2.RST_STREAM, 0, 5, bytes(4)), frame(h2.PING, 0, 0, b"12345678"))
         await client.until(lambda each: each.type == h2.PING)
         assert len(found.backend.calls) == 1
@@ -366,12 +343,10 @@ async def test_calls_that_waited_begin_in_several_turns_of_the_event_loop(monkey
     loop, begun = asyncio.get_running_loop(), []
     async with site({"echo": lambda call: call.reply(), "count": lambda call: None}) as found:
         client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
-        client.call(1, INFER)
-        await client.message(1, request(60_000))
+        await client.infer(1, request(60_000))
         await client.until(lambda each: each.type == h2.HEADERS)
         for id in range(3, 403, 2):
-            client.call(id, INFER)
-            await client.message(id, request(10, "count"))
+            await client.infer(id, request(10, "count"))
         client.send(frame(h2.PING, 0, 0, bytes(8)))
         await client.until(lambda each: each.type == h2.PING)
 
@@ -391,15 +366,12 @@ async def test_calls_that_are_reset_before_they_begin_do_not_pile_up(monkeypatch
     monkeypatch.setattr(listener_module, "MAX_STREAMS", 10)
     async with site() as found:
         client = await found.connect(h2.PREFACE + h2.settings({h2.INITIAL_WINDOW_SIZE: 0}))
-        client.call(1, INFER)
-        await client.message(1, request(60_000))
+        await client.infer(1, request(60_000))
         await client.until(lambda each: each.type == h2.HEADERS)
         for id in range(3, 203, 2):
-            client.call(id, INFER)
-            await client.message(id, request(10))
+            await client.infer(id, request(10))
             client.send(frame(h2.RST_STREAM, 0, id, bytes(4)))
-        client.call(203, INFER)
-        await client.message(203, request(10))
+        await client.infer(203, request(10))
         client.send(frame(h2.PING, 0, 0, bytes(8)))
         await client.until(lambda each: each.type == h2.PING)
         gc.collect()  # calls of other tests
@@ -541,8 +513,7 @@ async def test_a_read_full_of_calls_lets_others_have_their_turn_and_keeps_the_or
 async def test_a_client_with_calls_must_answer_a_ping():
     async with site({"echo": lambda call: None}, idle_timeout_s=0.1, write_timeout_s=0.1) as found:
         client = await found.connect()
-        client.call(1, INFER)
-        await client.message(1, request(10))
+        await client.infer(1, request(10))
         for _ in range(3):
             await client.until(lambda each: each.type == h2.PING)
             client.send(frame(h2.PING, h2.ACK, 0, bytes(8)))
@@ -555,13 +526,11 @@ async def test_a_close_answers_what_was_sent_before_the_client_knew(wait_until):
     held: list[Any] = []
     async with site({"echo": held.append}) as found:
         client = await found.connect()
-        client.call(1, INFER)
-        await client.message(1, request(10))
+        await client.infer(1, request(10))
         await client.until(lambda each: each.type == h2.SETTINGS)
         closing = asyncio.ensure_future(found.listener.close(LIMIT_S))
         ping = await client.until(lambda each: each.type == h2.PING)
-        client.call(3, INFER)
-        await client.message(3, request(10))
+        await client.infer(3, request(10))
         client.send(frame(h2.PING, h2.ACK, 0, ping.opaque_data))
         await wait_until(lambda: len(held) == 2)
         for call in held:
@@ -574,8 +543,7 @@ async def test_a_close_answers_what_was_sent_before_the_client_knew(wait_until):
 async def test_a_breach_of_the_protocol_is_named_and_cancels_the_calls(wait_until):
     async with site({"echo": lambda call: None}) as found:
         client = await found.connect()
-        client.call(1, INFER)
-        await client.message(1, request(10))
+        await client.infer(1, request(10))
         await wait_until(lambda: found.backend.calls)
         client.send(frame(h2.PING, 0, 1, bytes(8)))
         goaway = await client.ended()

@@ -139,6 +139,18 @@ def listen() -> Listen:
     return run
 
 
+@pytest.fixture
+def asking(listen: Listen) -> Listen:
+    """`async with asking(...) as (listener, client)`: as `listen`, with a first connection."""
+
+    @asynccontextmanager
+    async def run(*backend: FakeBackend, **options: Any) -> AsyncIterator[tuple[Listener, Client]]:
+        async with listen(*backend, **options) as listener:
+            yield listener, await listener.connect()
+
+    return run
+
+
 class _Loop(uvloop.Loop):
     """Closes the servers that a failed test left open: `uvloop.Loop.close` may wait for them for ever."""
 

@@ -54,15 +54,13 @@ async def test_who_does_not_read_is_refused_and_then_dropped_and_others_are_serv
         await wait_until(lambda: not budget.full)
 
 
-async def test_heads_and_requests_that_wait_count(listen, wait_until):
+async def test_heads_and_requests_that_wait_count(asking, wait_until):
     limits = {"header_timeout_s": 5.0, "write_timeout_s": 0.2, "max_transit_bytes": 20_000}
-    async with listen(**limits) as listener:
-        client = await listener.connect()
+    async with asking(**limits) as (listener, client):
         client.send(HEAD + b"x-a: " + b"b" * 30_000)
         await wait_until(lambda: [each.phase for each in listener.server.listener.connections] == [HTTP_HEAD])
         client.send(b"b" * 30_000)
         await wait_until(lambda: listener.server.listener.budget.full)
-    async with listen(FakeBackend({"echo": lambda call: None}), **limits, max_pipelined=1) as listener:
-        client = await listener.connect()
+    async with asking(FakeBackend({"echo": lambda call: None}), **limits, max_pipelined=1) as (listener, client):
         client.send((HEAD + b"Content-Length: 2\r\n\r\n{}") * 100)
         await wait_until(lambda: listener.server.listener.budget.full)

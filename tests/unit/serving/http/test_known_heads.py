@@ -95,9 +95,8 @@ def test_a_repeated_head_is_handled_like_the_first(requests: list[Any], cuts: li
     asyncio.run(run())
 
 
-async def test_a_known_head_is_refused_once_its_token_is_revoked(listen):
-    async with listen(tokens=frozenset({b"old"})) as listener:
-        client = await listener.connect()
+async def test_a_known_head_is_refused_once_its_token_is_revoked(asking):
+    async with asking(tokens=frozenset({b"old"})) as (listener, client):
         for status in (200, 200, 200, 401, 401):
             if status == 401:
                 listener.server.flavor.set_tokens(frozenset({b"new"}))
@@ -107,9 +106,8 @@ async def test_a_known_head_is_refused_once_its_token_is_revoked(listen):
             assert (await client.answer()).status == status
 
 
-async def test_a_known_health_check_is_answered_from_the_state_of_now(listen):
-    async with listen() as listener:
-        client = await listener.connect()
+async def test_a_known_health_check_is_answered_from_the_state_of_now(asking):
+    async with asking() as (listener, client):
         for healthy in (True, True, True, False, True):
             listener.backend.ready = lambda healthy=healthy: healthy
             client.get("/ping")
@@ -119,11 +117,10 @@ async def test_a_known_health_check_is_answered_from_the_state_of_now(listen):
             )
 
 
-async def test_heads_that_never_repeat_fill_no_memory(listen, monkeypatch):
+async def test_heads_that_never_repeat_fill_no_memory(asking, monkeypatch):
     monkeypatch.setattr("penstock.serving.http.listener.SWEEP_S", 1000.0)  # a sweep clears what is full
     limits = dict.fromkeys(("header_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s"), 10_000.0)
-    async with listen(**limits) as listener:
-        client = await listener.connect()
+    async with asking(**limits) as (listener, client):
         for n in range(KNOWN_HEADS + 100):
             client.post("/predictions/echo", b"", f"x-trace: {n}")
             assert (await client.answer()).status == 200

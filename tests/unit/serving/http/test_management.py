@@ -239,7 +239,8 @@ async def test_the_metrics_api() -> None:
         assert (await c.head("/metrics")).headers["content-length"] == "5"
         assert (await c.post("/metrics")).headers["allow"] == "GET, HEAD"
         assert (await c.get("/debug/batches?limit=7&model=m")).text == "7"
-        assert (await c.get("/debug/batches?limit=1e3")).status_code == 400
+        for limit in ("1e3", "0", "1001", "x", "-1", ""):
+            assert "limit is " in (await c.get(f"/debug/batches?limit={limit}")).json()["error"]["message"]
         assert "did you mean 'limit'" in (await c.get("/debug/batches?limits=1")).json()["error"]["message"]
 
 

@@ -160,10 +160,9 @@ async def test_answers_keep_their_order_and_the_loop_its_turns(listen):
         assert [item.headers for item in packed] == [[(b"Host", b"test")]] * 3
 
 
-async def test_a_client_that_leaves_while_its_body_is_unpacked_is_not_run(listen, wait_until):
+async def test_a_client_that_leaves_while_its_body_is_unpacked_is_not_run(asking, wait_until):
     packed = gzip.compress(NUMBERS)
-    async with listen() as listener:
-        client = await listener.connect()
+    async with asking() as (listener, client):
         for _ in range(5):
             client.post("/predictions/echo", packed, "Content-Encoding: gzip")
         await wait_until(lambda: listener.server.listener.tasks)
@@ -173,13 +172,12 @@ async def test_a_client_that_leaves_while_its_body_is_unpacked_is_not_run(listen
         await wait_until(lambda: listener.backend.used_bytes == 0)
 
 
-async def test_a_deadline_that_passes_while_a_body_is_unpacked_counts(listen, monkeypatch):
+async def test_a_deadline_that_passes_while_a_body_is_unpacked_counts(asking, monkeypatch):
     async def slowly(self: Unpacking, payload: bytes, *rest: Any) -> bytes:
         await asyncio.sleep(0.02)
         return payload
 
     monkeypatch.setattr(Unpacking, "unpack", slowly)
-    async with listen() as listener:
-        client = await listener.connect()
+    async with asking() as (_, client):
         client.post("/predictions/echo", b"1", "Content-Encoding: gzip", "x-deadline-ms: 10")
         assert (await client.answer()).status == 504
