@@ -115,10 +115,8 @@ class Http2Connection(StreamSet):
         return len(self._block[2]) if self.partial_head else 0
 
     def receive(self, data: memoryview, now: float) -> int:
-        """Handles frames in `data`. Returns how many bytes were used: the rest comes again, with more behind it, or, if
-        `turn` is not positive, without: the others have their turn first.
-
-        Raises Http2Error; the connection is then of no more use.
+        """The number of bytes of `data` that were handled. The rest comes again: with more behind it, or, if `turn` is
+        not positive, after the turns of others. Raises Http2Error; the connection is then useless.
         """
         at, end = 0, len(data)
         self.turn, self._now = TURN, now
@@ -173,11 +171,15 @@ class Http2Connection(StreamSet):
             if self._reader.work:
                 self.turn, self._reader.work = self.turn - self._reader.work, 0
         if self._credit < CONNECTION_WINDOW // 2:
-            self.outbox.write(window_update(0, CONNECTION_WINDOW - self._credit))
-            self._credit = CONNECTION_WINDOW
+            self._refill()
         if at == end:
             self.turn = max(self.turn, 1)
         return at
+
+    def _refill(self) -> None:
+        """Grants what the client has spent of the connection's window."""
+        self.outbox.write(window_update(0, CONNECTION_WINDOW - self._credit))
+        self._credit = CONNECTION_WINDOW
 
     def drain(self) -> None:
         """Asks the client to open no further streams. `drained` becomes true when those that it has opened are here."""
@@ -219,9 +221,8 @@ class Http2Connection(StreamSet):
         bounds = self._bounds
         values = {MAX_CONCURRENT_STREAMS: bounds.max_streams, MAX_FRAME_SIZE: RECEIVE_FRAME}
         values |= {MAX_HEADER_LIST_SIZE: bounds.max_header_bytes, INITIAL_WINDOW_SIZE: RECEIVE_WINDOW}
-        more = CONNECTION_WINDOW - self._credit
-        self._credit = CONNECTION_WINDOW
-        self.outbox.write(settings(values) + window_update(0, more))
+        self.outbox.write(settings(values))
+        self._refill()
 
     def _frame(self, kind: int, flags: int, id: int, whole: memoryview) -> None:
         """Any frame but data. hyperframe parses those that are not on the path of every call."""
