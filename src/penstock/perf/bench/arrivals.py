@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, nearest
 log = logging.getLogger("penstock.perf")
 
 _EXPECTED: Final = "expected poisson, constant, gamma:CV or trace:FILE"
-_CV: Final = (0.01, 100.0)
+_CV: Final = (0.01, 100.0)  # outside, arrivals are constant, or a few bursts that no run is long enough for
 _MOST: Final = 30_000_000  # arrivals of one run: 1 GB of samples
 
 

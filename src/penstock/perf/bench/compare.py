@@ -15,9 +15,10 @@ from penstock.perf.bench.results import MACHINE, Origin
 
 # ---- statistics: no seed, no clock. The unit is the repeat, because the requests of one run are not independent
 
-TRIM: Final = 0.2  # of the repeats are dropped at each end, so that one disturbed repeat does not decide
-LEAST: Final = 3  # repeats per side
-_ROUNDS: Final = 4000
+# Dropped at each end, so that one disturbed repeat does not decide; the usual share for Yuen's test.
+TRIM: Final = 0.2
+LEAST: Final = 3  # repeats per side: fewer have no variance worth the name
+_ROUNDS: Final = 4000  # the tails of a 95 % interval then rest on 100 draws each
 
 
 class Difference(Struct, frozen=True):
@@ -122,7 +123,7 @@ def _beta(x: float, a: float, b: float) -> float:
 RunResults = tuple[Origin, Sequence[Measurement]]
 Judged = Literal["better", "worse", "same", "n/a"]
 
-TOLERANCE: Final = 0.05
+TOLERANCE: Final = 0.05  # a choice: smaller changes are rarely worth an action
 CONFIDENCE: Final = 0.95  # for all changes of a comparison together
 VISIBLE: Final = 0.10  # an interval that reaches beyond this would hide a relevant change
 

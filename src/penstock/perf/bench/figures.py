@@ -17,15 +17,17 @@ from penstock.errors import ConfigError, install_hint
 from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, UNDER_WAY, WRONG, Samples
 from penstock.perf.bench.measurement import GeneratorHealth, Latency, Load, Measurement, ServerStats, Slo
 
-LATE_S: Final = 0.001
-MOST_LATE: Final = 0.01  # of the sends
+# All limits below are choices: a run is rejected rather than believed.
+LATE_S: Final = 0.001  # a loop's own timer is this exact; the alarms of the generator are exact to microseconds
+MOST_LATE: Final = 0.01  # of the sends: a p99 ignores one request in a hundred
 MATTERS: Final = 0.1  # lateness above this share of a latency distorts it
-MOSTLY: Final = 0.5
+MOSTLY: Final = 0.5  # the largest latency is a single request, so only lateness that explains half of it is noted
 CHANCE: Final = 3  # this many late sends prove nothing
 HOPELESS: Final = 5  # times the limits of lateness: the beginning of a run decides
 MOST_CPU: Final = 0.9  # of a core; above it, the generator may be the bottleneck
 CONFIDENCE: Final = 0.95
-_EXACT: Final = 50_000  # above this sample size the normal approximation of the binomial distribution is used
+# Above this sample size the normal approximation of the binomial distribution is used: it is off by two ranks at most.
+_EXACT: Final = 50_000
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
@@ -36,7 +38,7 @@ NO_HISTOGRAM: Final = f"no histogram was stored: {install_hint('bench')}"
 
 _LEAST_US: Final = 1
 _MOST_US: Final = 3_600_000_000  # an hour
-_DIGITS: Final = 3
+_DIGITS: Final = 3  # as in the tables
 
 
 # ---- histograms: HDR, microseconds, V2 compressed, base64

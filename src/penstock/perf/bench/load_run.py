@@ -27,13 +27,13 @@ REFUSED: Final = -2  # no connection to the server
 WRONG: Final = -3  # a 2xx response that the check rejected
 UNDER_WAY: Final = -4  # unanswered when the run ended early: neither a success nor an error
 
-MOST_CONNECTIONS: Final = 8000
+MOST_CONNECTIONS: Final = 8000  # a choice: more than one generator keeps busy
 SPARE_FILES: Final = 100  # open files that are not connections
-CONNECT_S: Final = 5.0
+CONNECT_S: Final = 5.0  # a lost SYN is sent again after 1 and 3 s
 GONE_S: Final = 2.0  # connections refused for this long, without any response: the server is gone
-TICK_S: Final = 0.1
+TICK_S: Final = 0.1  # often enough for a display, rarely enough to cost nothing
 LEAD_S: Final = 0.02  # between the start of an open loop and its time 0
-FIRST_ERROR_BYTES: Final = 500
+FIRST_ERROR_BYTES: Final = 500  # a choice: enough for a message
 FIRST_PIECES: Final = 4  # of an unchecked response: enough to show it as the first error
 _LOCAL_ERRORS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)  # not caused by the server
 

@@ -13,7 +13,8 @@ from msgspec import Struct, field
 from penstock.errors import ConfigError
 from penstock.values import TIME_UNITS
 
-MOST_ERRORS = 0.01  # for an SLO that does not limit errors
+# For an SLO that does not limit errors: a server that rejects most requests responds quickly to the others.
+MOST_ERRORS = 0.01
 SCHEMA = 1  # of all files in a results folder
 
 

@@ -24,8 +24,8 @@ BYTES: Final = "application/octet-stream"
 RANDOM: Final = "random"
 MOST_BYTES: Final = 2**30  # of all payloads together, which stay in memory
 HOW_MANY: Final = 16  # random payloads, if they fit: enough to defeat a cache in the model
-FREE_AXIS: Final = 16  # size of an inner axis of any size
-JSON_ELEMENTS: Final = 4096  # larger random tensors are sent in binary
+FREE_AXIS: Final = 16  # size of an inner axis of any size, such as the tokens of a text
+JSON_ELEMENTS: Final = 4096  # larger random tensors are sent in binary: JSON of an image would measure its parser
 _TYPES: Final = {".json": JSON, ".txt": "text/plain", ".npy": NPY, ".bin": BYTES}
 _HINT: Final = "give --data FILE, DIR, LINES.jsonl or random"
 

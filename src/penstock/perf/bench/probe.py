@@ -23,8 +23,8 @@ from penstock.perf.bench.measurement import Gpu, ServerStats
 from penstock.perf.bench.server import fetch
 from penstock.perf.bench.target import Target
 
-EVERY_S: Final = 0.5
-FETCH_S: Final = 5.0
+EVERY_S: Final = 0.5  # a sample costs well under a millisecond; a short run still gets several
+FETCH_S: Final = 5.0  # before and after the run, so it may take its time
 
 Buckets = dict[float, float]
 
@@ -42,9 +42,11 @@ _PLAIN: Final = {
     "QueueTime": "ts_last_queue_ms",
     "PredictionTime": "ts_last_run_ms",
 }
+# TorchServe reports the last value of these, not a sum.
 _GAUGES: Final = ("ts_last_queue_ms", "ts_last_run_ms")
 _SAMPLE: Final = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})?[ ]+([^\s#]+)", re.MULTILINE)
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# The label is Penstock's, TorchServe's, or that of TorchServe's older metrics.
 _MODEL: Final = ("model", "model_name", "ModelName")
 _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 

@@ -28,11 +28,11 @@ from penstock.perf.bench.target import Target
 
 LOOKS: Final = 5  # test requests, one after another; if all fail, no load is sent
 LOOKS_S: Final = 30.0  # no further test request after this time
-CLOSED_S: Final = 60.0  # timeout of a request
+CLOSED_S: Final = 60.0  # timeout of a request, as of the client
 OPEN_S: Final = 10.0  # wait after the last request of an open loop
 
 SLICE_S: Final = 0.5  # of warm-up
-SLICE_REQUESTS: Final = 10
+SLICE_REQUESTS: Final = 10  # the speed of fewer says nothing
 LONGEST_S: Final = 10.0
 STILL: Final = 1.05  # a larger gain in speed: not warm yet
 
@@ -42,7 +42,7 @@ PROBED: Final = 4  # times the probe: a shorter run is not worth it
 TREND_S: Final = 5.0  # a shorter run shows no trend
 WINDOWS: Final = 9  # consecutive parts of a run that are compared
 FEW: Final = 10 * WINDOWS  # fewer samples show no trend
-SLOWER: Final = 1.25
+SLOWER: Final = 1.25  # a choice: medians of parts of a steady run differ by less
 GROWN: Final = 0.05  # of the initial memory
 GROWN_BYTES: Final = 16 * 2**20  # normal fluctuation of an allocator
 

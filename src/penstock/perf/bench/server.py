@@ -26,6 +26,7 @@ USAGE: Final = 2  # exit status of `penstock serve` for wrong usage, which it re
 USAGE_PREFIX: Final = "penstock: "  # of that line
 _TAIL: Final = 4000  # characters of output in an error
 _MOST_OUTPUT: Final = 2**20  # bytes; a model may print without end
+# It would otherwise go to the background, and the next server would continue with the models of this one.
 _TORCHSERVE_FLAGS: Final = ("--foreground", "--no-config-snapshots")
 
 

@@ -32,7 +32,7 @@ _FORMS: Final = (
     f" at {DEFAULT_URL}"
 )
 _MOST_LISTENERS: Final = 6  # of one server that are examined
-_FETCH_S: Final = 2.0
+_FETCH_S: Final = 2.0  # a listener of another protocol may never respond
 _METRICS: Final = (b"penstock_", b"ts_inference_", b"QueueTime", b"nv_inference_")
 
 
@@ -209,6 +209,7 @@ def find_listeners(endpoint: Endpoint, pid: int | None, token: str | None) -> tu
     """(metrics listener, management listener) of the server at `endpoint`; None if not found."""
     metrics = management = None
     token = None if pid is None else token  # an unknown process must not receive it
+    # Neither server tells where its other listeners are, so the likely ports are asked for what only these have.
     for port in _ports(endpoint.port, pid):
         at = Endpoint(endpoint.host, port, "", endpoint.tls)
         if metrics is None and any(word in _page(at, "/metrics", token) for word in _METRICS):
