@@ -47,6 +47,15 @@ MET: Final[dict[bool | None, str]] = {True: "met", False: "missed", None: UNKNOW
 INVALID: Final = "INVALID"
 
 
+def in_a_line(run: Measurement) -> str:
+    """The main figures of a run, or why it has none."""
+    if run.invalid:
+        return f"{INVALID}: {run.invalid[0]}"
+    tails = ((name, getattr(run.latency, f"{name}_s")) for name in ("p50", "p99"))
+    known = "".join(f", {name} {seconds(value)}" for name, value in tails if value is not None)
+    return f"{run.throughput:,.5g}/s{known}{f', {percent(run.error_share)} errors' if run.errors else ''}"
+
+
 def publish(folder: Path | str, verdict: Verdict | None = None) -> tuple[Path, Path]:
     """Writes report.md, report.html and the verdict into a results folder and returns the paths of the reports.
 
@@ -133,6 +142,7 @@ def load_verdict(points: Sequence[LoadPoint], slo: str) -> list[Block]:
     if not valid:
         return [Paragraph("No valid measurement.", "bad")]
     met = [point for point in valid if point.met]
+    # "up to" is true only if no lighter load missed the SLO, as it may on a server that batches
     best = max(met or valid, key=lambda point: point.median(goodput) or 0)
     if not any(run.slo for point in valid for run in point.runs):
         rate, tail = number(best.median(throughput)), seconds(best.median(p99))

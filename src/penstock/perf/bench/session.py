@@ -22,7 +22,7 @@ from penstock.perf.bench.measurement import (
     server_stats,
 )
 from penstock.perf.bench.payload import check_of
-from penstock.perf.bench.report import INVALID, load_verdict, publish
+from penstock.perf.bench.report import INVALID, in_a_line, load_verdict, publish
 from penstock.perf.bench.results import Origin, Results, json_text
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.target import Target
@@ -37,7 +37,7 @@ NEAR: Final = 1.06  # between the last rate that holds and the first that does n
 DOWN: Final = 64.0  # the lowest rate tried, as a divisor of the first
 KNEE: Final = 5.0  # limit of the p99 without an SLO, as a multiple of the lowest rate's
 GAIN: Final = 1.03  # the smallest relevant gain
-MOST_CLIENTS: Final = 4096
+MOST_CLIENTS: Final = 4096  # of a generator; it has 8000 connections
 
 
 class LoadPlan(Struct, frozen=True, kw_only=True):
@@ -234,7 +234,7 @@ class BenchSession(Struct, kw_only=True):
         if self.results is not None:
             self.results.append(run)
         if not self.as_json:
-            click.echo(_CLEAR * sys.stderr.isatty() + line(run, self.plan.repeat), err=True)
+            click.echo(_CLEAR * sys.stderr.isatty() + f"{name_of(run, self.plan.repeat)}: {in_a_line(run)}", err=True)
 
     def print(self) -> None:
         if self.as_json:
@@ -370,11 +370,3 @@ def _server(run: Measurement) -> str:
         parts.append(f"memory {server.memory_bytes / 2**20:,.0f} MiB")
     parts += [f"{gpu.name} {gpu.utilization:.0%}, {gpu.memory_bytes / 2**20:,.0f} MiB" for gpu in server.gpus]
     return " · ".join(parts)
-
-
-def line(run: Measurement, repeats: int) -> str:
-    name = name_of(run, repeats)
-    if run.invalid:
-        return f"{name}: {INVALID}"
-    failed = f", {run.error_share:.1%} errors" if run.errors else ""
-    return f"{name}: {run.throughput:,.5g}/s, p50 {_ms(run.latency.p50_s)} ms, p99 {_ms(run.latency.p99_s)} ms{failed}"

@@ -25,7 +25,7 @@ from penstock.perf.bench.document import PAGE, REPORT, as_lines
 from penstock.perf.bench.document import publish as publish_report
 from penstock.perf.bench.measurement import Load, Measurement, Slo
 from penstock.perf.bench.payload import RANDOM, check_of, payloads, request_of
-from penstock.perf.bench.report import INVALID
+from penstock.perf.bench.report import in_a_line
 from penstock.perf.bench.results import NotWritten, Results
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.server import START_S, ServerProcess, fetch
@@ -329,17 +329,12 @@ class SuiteSession:
         )
 
     def _store(self, number: int, point: SuitePoint, run: Measurement) -> None:
-        text = f"{run.throughput:,.5g}/s"
-        if run.latency.p99_s is not None:
-            text += f", p99 {run.latency.p99_s * 1e3:,.4g} ms"
-        if run.errors:
-            text += f", {run.error_share:.1%} errors"
-        if run.invalid:
-            text = f"{INVALID}: {run.invalid[0]}"
         try:
             self._results.append(run)
         finally:  # print only what is stored, because Ctrl-C may follow the line; print it even if the disk is full
-            click.echo(f"[{number}/{self._count}] {point.case.text}, {point.settings}, {run.load.label}: {text}")
+            click.echo(
+                f"[{number}/{self._count}] {point.case.text}, {point.settings}, {run.load.label}: {in_a_line(run)}"
+            )
 
     def report(self, notes: Sequence[str]) -> bool:
         """Prints the recommendations, writes ab_report.csv and the reports; returns whether every run is valid."""

@@ -187,8 +187,8 @@ def test_repeats_run_in_turn_and_a_failing_server_affects_only_its_runs(servers:
     assert (done.exit_code, servers.asked) == (1, once * 2)
     lines = done.stdout.splitlines()
     assert lines[:3] == [
-        "[1/8] good e, cpu, 1 worker, batch 1, 1 client: 100/s, p99 3 ms",
-        "[2/8] good e, cpu, 1 worker, batch 1, 2 clients: 100/s, p99 3 ms",
+        "[1/8] good e, cpu, 1 worker, batch 1, 1 client: 100/s, p50 2 ms, p99 3 ms",
+        "[2/8] good e, cpu, 1 worker, batch 1, 2 clients: 100/s, p50 2 ms, p99 3 ms",
         "[3/8] bad e, cpu, 1 worker, batch 1, 1 client: INVALID: it does not load",
     ]
     assert lines[-3:] == [
@@ -249,7 +249,7 @@ def test_a_full_disk_ends_the_suite_and_the_unstored_run_is_printed(
     monkeypatch.setattr(Results, "append", full)
     done = invoke()
     assert (done.exit_code, servers.asked) == (1, ["start good", "1 clients", "2 clients"])
-    assert done.stdout.splitlines()[1] == "[2/4] good e, cpu, 1 worker, batch 1, 2 clients: 100/s, p99 3 ms"
+    assert done.stdout.splitlines()[1] == "[2/4] good e, cpu, 1 worker, batch 1, 2 clients: 100/s, p50 2 ms, p99 3 ms"
     assert done.stderr.endswith(
         "disk is full: out takes no more results. Its content is intact; make room for the next run\n"
     )

@@ -3,7 +3,8 @@ from __future__ import annotations
 from msgspec import structs
 
 from penstock.perf.bench.measurement import Gpu, Latency, Load, Measurement, ObjectiveResult, ServerStats
-from penstock.perf.bench.session import line, notes, rows, server_lines
+from penstock.perf.bench.report import in_a_line
+from penstock.perf.bench.session import notes, rows, server_lines
 
 RUN = Measurement(
     load=Load(mode="closed", concurrency=8),
@@ -78,8 +79,8 @@ def test_the_servers_side_is_one_line_a_run() -> None:
 
 
 def test_a_finished_run_is_printed_in_one_line() -> None:
-    assert line(RUN, 1) == "8 clients: 1,234.6/s, p50 5 ms, p99 12.3 ms, 0.2% errors"
-    assert line(BROKEN, 2) == "64 clients #1: INVALID"
+    assert in_a_line(RUN) == "1,234.6/s, p50 5 ms, p99 12.3 ms, 0.20 % errors"
+    assert in_a_line(BROKEN) == "INVALID: the generator was late"
 
 
 def test_many_errors_miss_an_slo_that_does_not_limit_them() -> None:
