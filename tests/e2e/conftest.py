@@ -207,6 +207,15 @@ class TorchServeFolder:
         )
         return done.returncode, self.said()[before:]
 
+    def bash(self, line: str) -> str:
+        """The output of a README's command, which must succeed; a request goes to this server."""
+        if "http://127.0.0.1:8080" in line:
+            line = line.replace("http://127.0.0.1:8080", self.url()) + " -s -f"
+        env = {**self.env, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{self.env['PATH']}"}
+        done = subprocess.run(["bash", "-c", line], cwd=self.folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def start(self, *arguments: str, wait: bool = True) -> None:
         """Runs `torchserve --start ARGUMENTS`; returns when the server reports that it has started."""
         before = len(self.said())

@@ -295,22 +295,15 @@ def test_mask_rcnn_says_what_it_needs_when_torchvision_is_not_there(
 def test_the_archive_of_the_readme_serves_the_same_figures(torchserve: Any) -> None:
     shutil.copytree(EXAMPLE, torchserve.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     torchserve.configure_like((EXAMPLE / "config.properties").read_text())
-    torchserve.env |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{torchserve.env['PATH']}"}
+    torchserve.env["OMP_NUM_THREADS"] = "1"
     section = README.partition("## As TorchServe's users serve it")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if re.match(r"(python|torch|curl)\S* ", line)]
     assert [line.split()[0] for line in lines] == ["python", "torch-model-archiver", "torchserve", "curl", "torchserve"]
 
-    def bash(line: str) -> str:
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=torchserve.folder, env=torchserve.env, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    bash(lines[0])
-    bash(lines[1])
+    torchserve.bash(lines[0])
+    torchserve.bash(lines[1])
     torchserve.start(*lines[2].split()[2:])
-    told = json.loads(bash(lines[3].replace("http://127.0.0.1:8080", torchserve.url()) + " -s -f"))
+    told = json.loads(torchserve.bash(lines[3]))
     stated = json.loads(re.findall(r"(?m)^(\{\"classes\".*)$", README)[0])
     assert told["classes"] == stated["classes"]
     assert np.abs(np.subtract(told["boxes"], stated["boxes"])).max() < 0.01

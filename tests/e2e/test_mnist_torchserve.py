@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +18,16 @@ COMMANDS = ("python", "torch-model-archiver", "torchserve", "curl")
 def test_the_commands_of_the_readme_train_archive_serve_predict_and_explain(torchserve: Any) -> None:
     shutil.copytree(EXAMPLE, torchserve.folder, dirs_exist_ok=True)
     torchserve.configure_like((EXAMPLE / "config.properties").read_text())
-    env = {**torchserve.env, "OMP_NUM_THREADS": "1"}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    torchserve.env = env
     lines = [line for line in (EXAMPLE / "README.md").read_text().splitlines() if line.split(" ")[0] in COMMANDS]
     assert [line.split()[0] for line in lines] == [*COMMANDS[:3], "curl", "curl", "torchserve"]
 
-    def bash(line: str) -> str:
-        done = subprocess.run(["bash", "-c", line], cwd=torchserve.folder, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    score = re.search(r"([\d.]+)% of 450", bash(lines[0]))
+    score = re.search(r"([\d.]+)% of 450", torchserve.bash(lines[0]))
     assert score is not None
     assert float(score[1]) > 97
-    bash(lines[1])
+    torchserve.bash(lines[1])
+    torchserve.env["OMP_NUM_THREADS"] = "1"
     torchserve.start(*lines[2].split()[2:])
-    here = torchserve.url()
-    predicted, explained = (
-        json.loads(bash(line.replace("http://127.0.0.1:8080", here) + " -s -f")) for line in lines[3:5]
-    )
+    predicted, explained = (json.loads(torchserve.bash(line)) for line in lines[3:5])
     assert list(predicted) == ["seven"]
     assert predicted["seven"] > 0.9
     assert [len(explained), *map(len, explained[0])] == [1, *[8] * 8]

@@ -44,14 +44,14 @@ class Handler(BaseHandler):
 """
 
 
-@pytest.fixture
-def server(torchserve: Any) -> Any:
+@pytest.fixture(scope="module")
+def server(torchserve_all: Any) -> Any:
     """A server whose model "m" evaluates the Python code in the request."""
-    torchserve.add_model(HANDLER)
-    torchserve.configure(default_response_timeout="2")
-    torchserve.env["GO"] = str(torchserve.folder / "go")
-    torchserve.start("--models", "m.mar", "--disable-token-auth")
-    return torchserve
+    torchserve_all.add_model(HANDLER)
+    torchserve_all.configure(default_response_timeout="2")
+    torchserve_all.env["GO"] = str(torchserve_all.folder / "go")
+    torchserve_all.start("--models", "m.mar", "--disable-token-auth")
+    return torchserve_all
 
 
 @contextmanager
