@@ -1,4 +1,4 @@
-"""`penstock tune` on a small model, from the first measurement to a server that keeps the SLO."""
+"""`penstock tune` on a small model, from the first measurement to a server that meets the SLO."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_settings_that_are_worse_than_the_default_are_not_written(tuned: Tuned) 
     assert ": baseline: " in measured[0]
 
 
-def test_a_server_with_that_toml_keeps_the_slo_in_a_fresh_bench(tuned: Tuned) -> None:
+def test_a_server_with_that_toml_meets_the_slo_in_a_fresh_bench(tuned: Tuned) -> None:
     rate = max(60.0, 0.25 * verdict(tuned)["goodput"])
     found = penstock(
         tuned.folder, "bench", "penstock.toml", "--rate", f"{rate:.3g}", "--requests", "150", "--warmup", "0.3",

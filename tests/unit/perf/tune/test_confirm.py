@@ -1,4 +1,4 @@
-"""The proof interleaves finalists, lowers rates until the upper bound keeps the SLO, and bounds the gain."""
+"""The proof interleaves finalists, lowers rates until the upper bound meets the SLO, and bounds the gain."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_finalist_that_fell_behind_has_its_turn_when_those_ahead_fail(hill: An
     assert second.rate < 100
 
 
-def test_a_finalist_that_never_keeps_the_slo_is_dropped_with_a_reason(hill: Any) -> None:
+def test_a_finalist_that_never_meets_the_slo_is_dropped_with_a_reason(hill: Any) -> None:
     bench, one = hill(lambda _: 1000, base_s=0.2), Finalist(A, 900)
     proven(bench, one)
     assert one.met is False
@@ -99,8 +99,8 @@ def test_the_bound_of_three_repeats_has_the_promised_confidence(hill: Any) -> No
     assert passed <= 0.075 * 400
 
 
-def test_a_rare_slow_batch_counts_by_its_share_of_answers(hill: Any) -> None:
-    """One repeat of eight has a p99 of seven times the SLO from 2 % of its answers; 0.3 % of all responses are late."""
+def test_a_rare_slow_batch_counts_by_its_share_of_responses(hill: Any) -> None:
+    """One of eight repeats has a p99 of seven times the SLO from 2 % of its responses; 0.3 % of all are late."""
     bench = hill(lambda _: 1e9, base_s=0.02)
     runs = [bench.measure(A, 100, 10, seed) for seed in range(7)]
     bench.base_s = 0.141
@@ -133,8 +133,8 @@ def test_an_invalid_repeat_is_measured_again(hill: Any) -> None:
     assert (other.met, other.why) == (False, "invalid: the generator was too slow")
 
 
-def test_a_p99_is_certain_only_with_enough_answers(hill: Any) -> None:
-    """299 timely answers prove with 95 % confidence that at most 1 % are late; fewer do not."""
+def test_a_p99_is_certain_only_with_enough_responses(hill: Any) -> None:
+    """299 timely responses prove with 95 % confidence that at most 1 % are late; fewer do not."""
     bench = hill(lambda _: 1e9, base_s=1e-6)
     few = [bench.measure(A, 10, 9.9, seed) for seed in range(3)]
     assert violated(SLO, few, 0) is None
@@ -146,16 +146,16 @@ def test_a_p99_is_certain_only_with_enough_answers(hill: Any) -> None:
     assert sum(run.run.answered for run in one.runs) >= 299
 
 
-def test_goodput_counts_late_answers_that_the_slo_permits(hill: Any) -> None:
-    """A mean can be kept although a quarter of the answers exceed it."""
+def test_goodput_counts_late_responses_that_the_slo_permits(hill: Any) -> None:
+    """A mean can be kept although a quarter of the responses exceed it."""
     bench, one = hill(lambda _: 1e9, base_s=0.5), Finalist(A, 100)
     one.runs = [bench.measure(A, rate, 10, 0) for rate in (98, 100, 103)]
     assert one.runs[0].late_share == pytest.approx(0.25)
     assert one.goodput == pytest.approx(301 / 3)
 
 
-def test_a_reference_far_behind_needs_to_keep_the_slo_only_on_the_mean(hill: Any) -> None:
-    """At 89.9/s 0.98 % of its answers are late: it keeps the SLO, but not with certainty."""
+def test_a_reference_far_behind_needs_to_meet_the_slo_only_on_the_mean(hill: Any) -> None:
+    """At 89.9/s 0.98 % of its responses are late: it meets the SLO, but not with certainty."""
     able = {A: 1000, B: 100, C: 2}
     found: dict[str, tuple[bool | None, float, int]] = {}
     for name, best, reference in (("far behind", A, True), ("no reference", A, False), ("nothing better", C, True)):
@@ -172,7 +172,7 @@ def test_a_reference_far_behind_needs_to_keep_the_slo_only_on_the_mean(hill: Any
 
 
 def test_a_reference_that_is_not_refuted_at_its_bar_ends_the_proof(hill: Any) -> None:
-    """At its highest rate, far below the leader's, it keeps the SLO on the mean but not with certainty."""
+    """At its highest rate, far below the leader's, it meets the SLO on the mean but not with certainty."""
     able = {A: 1000, B: 100}
     bench, leader, other = hill(lambda settings: able[settings]), Finalist(A, 850), Finalist(B, 30, reference=True)
     other.most = 89.9
@@ -182,7 +182,7 @@ def test_a_reference_that_is_not_refuted_at_its_bar_ends_the_proof(hill: Any) ->
 
 
 def test_repeats_that_agree_by_chance_are_no_proof(hill: Any) -> None:
-    bench = hill(lambda _: 1e9, base_s=0.09)  # of 400 answers each, 3 are late
+    bench = hill(lambda _: 1e9, base_s=0.09)  # of 400 responses each, 3 are late
     assert violated(SLO, [bench.measure(A, 40, 10, seed) for seed in range(3)], 0) is None
     assert "up to 1.6 %" in str(violated(SLO, [bench.measure(A, 40, 10, seed) for seed in range(3)], 1))
 
@@ -232,4 +232,4 @@ def test_a_gain_has_the_interval_of_its_repeats(hill: Any) -> None:
     default.runs = default.runs[:1]
     assert gain(chosen, default, seed=1)[1] is None
     default.runs = [msgspec.structs.replace(r, run=Measurement(load=r.run.load)) for r in default.runs]
-    assert gain(chosen, default, seed=1)[0] == pytest.approx(1.0), "without answers its rate counts"
+    assert gain(chosen, default, seed=1)[0] == pytest.approx(1.0), "without responses its rate counts"

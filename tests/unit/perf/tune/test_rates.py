@@ -51,7 +51,7 @@ def test_an_slo_that_even_a_light_load_violates_is_reported_with_its_figures(hil
     assert light <= 0.05 * before, "requests rarely overlap there"
 
 
-def test_settings_without_answers_are_ruled_out_by_two_runs_with_requests(hill: Any) -> None:
+def test_settings_without_responses_are_ruled_out_by_two_runs_with_requests(hill: Any) -> None:
     class Silent(hill):  # type: ignore[misc]
         def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> Any:
             self.asked.append((settings, rate, rate * seconds))

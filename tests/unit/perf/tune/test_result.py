@@ -82,7 +82,7 @@ def table(*runs: Measurement) -> list[dict[str, str]]:
     return [dict(zip(heading, row, strict=True)) for row in found]
 
 
-def test_a_row_shows_the_largest_rate_that_kept_the_slo() -> None:
+def test_a_row_shows_the_largest_rate_that_met_the_slo() -> None:
     (found,) = table(*(run("batch=8,instances=2", rate, rate / 1000) for rate in (50, 80, 120)))
     assert found == {
         "device": "cuda:0",
@@ -108,7 +108,7 @@ def test_a_run_that_a_longer_one_contradicts_is_ignored() -> None:
     assert (found["offered_per_s"], found["slo"]) == ("80", "missed")
 
 
-def test_settings_that_never_kept_the_slo_come_last_at_their_smallest_rate() -> None:
+def test_settings_that_never_met_the_slo_come_last_at_their_smallest_rate() -> None:
     found = table(run("batch=1", 900, 0.9), run("batch=1", 500, 0.5), run("batch=2", 5, 0.05))
     assert [(row["settings"], row["offered_per_s"], row["slo"]) for row in found] == [
         ("batch=2", "5", "met"),

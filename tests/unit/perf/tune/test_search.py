@@ -182,7 +182,7 @@ def test_auto_measures_all_settings_if_there_are_few(hill: Any) -> None:
     assert len([trial for trial in found.trials.values() if found.prober.settled(trial)]) == 2
 
 
-def test_a_climb_leaves_a_region_where_nothing_keeps_the_slo(hill: Any) -> None:
+def test_a_climb_leaves_a_region_where_nothing_meets_the_slo(hill: Any) -> None:
     """Large batches have the highest bound but take too long; small ones do not."""
 
     class Slow(hill):  # type: ignore[misc]

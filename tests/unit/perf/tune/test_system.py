@@ -47,9 +47,9 @@ def test_a_violation_names_its_figures(run: MeasuredRun, violation: str | None) 
     assert run.violation(SLO) == violation
 
 
-def test_the_late_share_counts_answers_and_timed_out_requests() -> None:
+def test_the_late_share_counts_responses_and_timed_out_requests() -> None:
     """Of 1000 requests 20 failed and 10 timed out; of 970 answers 950 were in time. Rates do not matter: they exclude
-    the answers after the end."""
+    the responses after the end."""
 
     def late(**other: Any) -> float | None:
         errors = {"503": 20, "timeout": 10}
