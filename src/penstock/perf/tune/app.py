@@ -100,7 +100,7 @@ class AppUnderTest:
 
     def _reference(self, baseline: InstanceProfile) -> tuple[InstanceProfile, str]:
         """The profile whose responses count as correct: fp32 if the space has it and it runs, else the baseline."""
-        if any(p.name == "precision" and "fp32" in p.values for p in self._space.parameters):
+        if "fp32" in self._space.values("precision"):
             found = self._profiles.get(UNCHANGED.put(precision="fp32"))
             if not isinstance(found, LoadFailed) and not found.failure:
                 return found, "in fp32"
@@ -125,8 +125,7 @@ class AppUnderTest:
             return f"does not load: {found.message}"
         if why := found.failure:
             return f"cannot answer: {why}"
-        batch = settings.get("batch")
-        if found.alone and isinstance(batch, int) and batch > 1:
+        if found.alone and (settings.whole("batch") or 1) > 1:
             return f"its requests run one by one: {found.alone}"
         assert self._expected is not None, "started"
         agreed = agreement(self._profiles.samples, self._expected, found.responses, self._tolerance)
@@ -251,8 +250,7 @@ class _Profiles:
         return self._devices(settings)[0].startswith("cuda") or 2 * _free_bytes() < self._free_bytes
 
     def _request(self, settings: CandidateSettings) -> ProfileRequest:
-        batches = (v for p in self._space.parameters if p.name == "batch" for v in p.values if isinstance(v, int))
-        largest = max(batches, default=1)
+        largest = max((v for v in self._space.values("batch") if isinstance(v, int)), default=1)
         return ProfileRequest(
             name=self._model.name,
             config=self._model.with_settings(settings),

@@ -67,11 +67,11 @@ def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
         raise ConfigError(f'--slo "{flags["slo"]}" bounds no latency; expected for instance "p99<=100ms"')
     batch_and_instances = f"batch=1..32,instances=1..{min(MOST_INSTANCES, max(2, usable_cores()))}"
     space = parse_space(batch_and_instances if flags["space"] is None else flags["space"])
-    if flags["gpu"] and not any(p.name == "device" for p in space.parameters):
+    if flags["gpu"] and not space.values("device"):
         space = parse_space(f"{space.text},device=cpu,cuda")
     strategy(flags["search"])
     tuned, source = _tuned_model(target, flags)
-    devices = tuple(str(v) for p in space.parameters if p.name == "device" for v in p.values)
+    devices = tuple(map(str, space.values("device")))
     check_devices(msgspec.structs.replace(tuned.model, devices=devices or tuned.model.devices))
     folder = flags["output"] or Path(f"tune-{tuned.name}")
     return TuneJob(

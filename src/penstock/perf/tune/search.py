@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.perf.bench.measurement import SearchStep, Slo
 from penstock.perf.tune.rates import GAIN, Effort, RateProber, TuningTrial
 from penstock.perf.tune.runner import Infeasible, TrialRunner
-from penstock.perf.tune.space import CandidateSettings, SearchSpace, TunedParameter, Value, settings_of
+from penstock.perf.tune.space import CandidateSettings, SearchSpace, TunedParameter, settings_of
 from penstock.plugins import optional_module
 
 TIE: Final = 0.015  # cheaper settings may be worse by this share
@@ -48,10 +48,10 @@ class SearchState:
             return ""
         if limit_s is not None and curve.seconds(1) > limit_s:
             return f"offline, a batch of one takes {curve.seconds(1) * 1e3:.3g} ms"
-        instances, batch = settings.get("instances", 1), settings.get("batch", "auto")
+        instances, batch = settings.whole("instances", 1) or 0, settings.whole("batch")
         # memory is known for the largest batch only
-        largest = not isinstance(batch, int) or batch >= curve.points[-1][0]
-        needed = (curve.memory_bytes or 0) * (instances if largest and isinstance(instances, int) else 0)
+        largest = batch is None or batch >= curve.points[-1][0]
+        needed = (curve.memory_bytes or 0) * (instances if largest else 0)
         if curve.limit_bytes and needed > curve.limit_bytes:
             return f"needs {needed / 2**20:,.0f} MiB, the machine has {curve.limit_bytes / 2**20:,.0f}"
         return ""
@@ -63,8 +63,7 @@ class SearchState:
     def bound(self, settings: CandidateSettings) -> float | None:
         """The most requests per second that the curve allows, if instances do not slow each other down. None if the
         settings leave the number of instances or the batch size to the app."""
-        known = isinstance(settings.get("instances"), int) and isinstance(settings.get("batch"), int)
-        return self.promise(settings) if known else None
+        return self.promise(settings) if settings.whole("instances") and settings.whole("batch") else None
 
     def promise(self, settings: CandidateSettings) -> float | None:
         """Like `bound`, to compare settings; an unknown number of instances counts as one, an unknown batch size as the
@@ -72,9 +71,8 @@ class SearchState:
         curve = self.runner.curve(settings)
         if curve is None:
             return None
-        batch, instances = settings.get("batch"), settings.get("instances")
-        largest = batch if isinstance(batch, int) else curve.points[-1][0]
-        return (instances if isinstance(instances, int) else 1) * curve.per_second(largest, self.slo.latency_s)
+        largest = settings.whole("batch") or curve.points[-1][0]
+        return (settings.whole("instances") or 1) * curve.per_second(largest, self.slo.latency_s)
 
     def guess(self, settings: CandidateSettings) -> float:
         """The expected sustainable rate: the promise, scaled like the nearest settings that were measured."""
@@ -231,20 +229,16 @@ def _starts(state: SearchState) -> list[CandidateSettings]:
     """Where to begin, best first: the largest batch, which is only a limit and costs nothing while few requests wait;
     then the medium number of instances, then the largest promise."""
     found = state.open()
-    counts = sorted({_number(settings.get("instances", 1)) for settings in found})
+    counts = sorted({settings.whole("instances", 1) or 0 for settings in found})
     if not counts:
         return []
     middle = counts[len(counts) // 2]
 
     def merit(settings: CandidateSettings) -> tuple[float, bool, float]:
-        batch, medium = _number(settings.get("batch")), _number(settings.get("instances", 1)) == middle
-        return batch, medium, state.promise(settings) or 0.0
+        medium = (settings.whole("instances", 1) or 0) == middle
+        return settings.whole("batch") or 0, medium, state.promise(settings) or 0.0
 
     return sorted(found, key=merit, reverse=True)
-
-
-def _number(value: Value | None) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _ascend(state: SearchState) -> None:

@@ -60,11 +60,10 @@ class TunedModel(Struct, frozen=True, kw_only=True):
     def keys(self, settings: CandidateSettings) -> dict[str, Any]:
         """The keys of `[models.NAME]` that these settings set. The queue's limit follows max_batch_size, so a smaller
         batch keeps the baseline's: otherwise it would refuse clients that the baseline serves."""
-        found, batch = keys_of(settings), settings.get("batch")
-        if self.queue_rows and isinstance(batch, int):
-            instances = settings.get("instances", self.model.instances)
-            own = queue_bound(self.model.batching, instances if isinstance(instances, int) else 1, batch)
-            if own < self.queue_rows:
+        found, batch = keys_of(settings), settings.whole("batch")
+        if self.queue_rows and batch is not None:
+            instances = settings.whole("instances", self.model.instances) or 1
+            if queue_bound(self.model.batching, instances, batch) < self.queue_rows:
                 found.setdefault("batching.max_queue", self.queue_rows)
         return found
 

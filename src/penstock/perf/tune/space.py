@@ -58,6 +58,11 @@ class CandidateSettings(Struct, frozen=True):
         """The parameter's value, or the default if these settings leave it unchanged."""
         return next((value for key, value in self.items if key == name), default)
 
+    def whole(self, name: str, default: Value | None = None) -> int | None:
+        """The parameter's value if it is a number, as `batch` and `instances` are; None if it is left to the app."""
+        value = self.get(name, default)
+        return value if isinstance(value, int) else None
+
     def put(self, **values: Value) -> CandidateSettings:
         """A copy with these values."""
         return settings_of(dict(self.items) | values)
@@ -100,6 +105,10 @@ class SearchSpace(Struct, frozen=True):
     def text(self) -> str:
         """The form that `parse_space` reads, with ranges written out."""
         return ",".join(f"{p.name}={','.join(map(shown, p.values))}" for p in self.parameters)
+
+    def values(self, name: str) -> tuple[Value, ...]:
+        """The values of a parameter; none if the space does not have it."""
+        return next((p.values for p in self.parameters if p.name == name), ())
 
     def __len__(self) -> int:
         return math.prod(len(p.values) for p in self.parameters)
