@@ -338,6 +338,11 @@ class Slo(Struct, frozen=True):
         return ",".join(objective.text for objective in self.objectives)
 
     @property
+    def bounds(self) -> tuple[Objective, ...]:
+        """All but the throughput, which a lower rate than the required one cannot reach."""
+        return tuple(objective for objective in self.objectives if objective.name != "throughput")
+
+    @property
     def latency_s(self) -> float | None:
         """The latency up to which a request counts as goodput; None without a latency objective.
 

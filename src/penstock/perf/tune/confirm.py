@@ -176,7 +176,7 @@ def _lower(one: Finalist, step: float) -> float:
 
 
 def violated(slo: Slo, runs: Sequence[MeasuredRun], side: int) -> str | None:
-    """Which part of the SLO the repeats violate together; None if they meet it. "throughput" parts are ignored.
+    """Which part of the SLO the repeats violate together; None if they meet it.
 
     `side` 0 judges by the mean of the repeats; 1 and -1 by its upper and lower bound, each with 95 % confidence.
 
@@ -184,9 +184,7 @@ def violated(slo: Slo, runs: Sequence[MeasuredRun], side: int) -> str | None:
     the p99s is larger: a rare slow batch may dominate the p99 of one repeat and be absent from another.
     """
     which = {-1: "at least ", 0: "", 1: "up to "}[side]
-    for part in slo.objectives:
-        if part.name == "throughput":
-            continue
+    for part in slo.bounds:
         late = [share for r in runs if (share := r.late_share) is not None]
         if part.name == "p99" and part.limit == slo.latency_s and len(late) == len(runs):
             over = _bounded(late, math.sqrt(0.01 / max(1, runs[0].run.requests)), side)

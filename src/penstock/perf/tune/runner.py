@@ -76,15 +76,10 @@ class MeasuredRun(Struct, frozen=True, kw_only=True):
         return self.run.latency.max_s if found is None and name != "error" else found
 
     def violation(self, slo: Slo) -> str | None:
-        """Which part of the SLO the run violates, as "p99 140 ms (wanted p99<=100ms)"; None if it meets the SLO.
-
-        "throughput" parts are ignored, because a load below the required throughput cannot meet them.
-        """
+        """Which part of the SLO the run violates, as "p99 140 ms (wanted p99<=100ms)"; None if it meets the SLO."""
         if self.run.invalid:
             return f"invalid: {self.invalid}"
-        for part in slo.objectives:
-            if part.name == "throughput":
-                continue
+        for part in slo.bounds:
             value = self.value(part.name)
             if value is None or not part.met_by(value):
                 return f"{part.name} {value_text(part.name, value)} (wanted {part.text})"
@@ -94,8 +89,7 @@ class MeasuredRun(Struct, frozen=True, kw_only=True):
         """The largest ratio of a measured value to its limit, ignoring throughput; infinite if invalid."""
         if self.invalid:
             return math.inf
-        parts = [part for part in slo.objectives if part.name != "throughput"]
-        values = [(self.value(part.name), max(part.limit, 1e-9)) for part in parts]
+        values = [(self.value(part.name), max(part.limit, 1e-9)) for part in slo.bounds]
         return max((math.inf if value is None else value / limit for value, limit in values), default=0.0)
 
 

@@ -77,7 +77,7 @@ def tune(
     Raises ConfigError for an unknown search, or an SLO without a latency or error part; PenstockError if the system
     fails before the first result.
     """
-    if all(part.name == "throughput" for part in slo.objectives):
+    if not slo.bounds:
         raise ConfigError(f'SLO "{slo.text}" bounds no latency and no errors; expected for instance "p99<=100ms"')
     run = strategy(search)
     journal = Journal() if journal is None else journal
@@ -364,8 +364,7 @@ class ResultBuilder:
         trials = self.state.trials.values()
         if found := [(t.settings, t.bad) for t in trials if t.bad is not None and not t.bad.invalid]:
             settings, measured = min(found, key=lambda pair: pair[1].excess(self.slo))
-            parts = [part.name for part in self.slo.objectives if part.name != "throughput"]
-            values = ", ".join(f"{name} {value_text(name, measured.value(name))}" for name in parts)
+            values = ", ".join(f"{o.name} {value_text(o.name, measured.value(o.name))}" for o in self.slo.bounds)
             return str(settings), f"{none}: the nearest, {settings}, reach {values} at {measured.rate:g}/s"
         if invalid := next((trial.bad for trial in trials if trial.bad is not None), None):
             return "", f"could not measure whether any settings meet {self.slo.text}: {invalid.invalid}"
