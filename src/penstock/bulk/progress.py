@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.bulk.types import EndpointStats
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 
 Style = Literal["auto", "bar", "plain", "json", "none", "quiet"]
 
@@ -285,8 +285,6 @@ def make_reporter(style: Style, stream: IO[str] | None = None) -> ProgressReport
         "bar": BarReporter, "plain": ProgressReporter, "json": JsonReporter, "none": SummaryReporter,
         "quiet": QuietReporter,
     }  # fmt: skip
-    if style not in kinds:
-        raise ConfigError(f"progress must be one of auto, {', '.join(kinds)}, found '{style}'")
     return kinds[style](stream)
 
 

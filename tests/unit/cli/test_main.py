@@ -25,9 +25,3 @@ def test_the_benchmark_suite_downloads_archives_through_the_model_store(
     result = CliRunner().invoke(main, ["benchmark-suite", "models.yaml"])
     assert (result.exit_code, list(tmp_path.glob("benchmark-suite-*"))) == (1, [])
     assert "Failed to download archive from: http://127.0.0.1:1/m.mar" in result.stderr
-
-
-def test_a_misspelt_command_is_refused_with_the_nearest_one() -> None:
-    result = CliRunner().invoke(main, ["sevre", "app.py:Model"])
-    assert result.exit_code == 2
-    assert "there is no command 'sevre'; did you mean 'serve'?" in result.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 
@@ -24,16 +22,6 @@ def test_options_reach_the_models_of_the_command_line_and_set_wins() -> None:
     said = {"model": "org/name", "tokens": 12, "prompt": "a photo of", "exact": True}
     assert config.models["a"].options == {**said, "tokens": 7}
     assert config.models["b"].options == said
-
-
-@pytest.mark.parametrize(
-    ("flag", "told"), [({"model": "x"}, "--option is for"), ({"max_batch_size": 4}, "--max-batch-size is for")]
-)
-def test_what_is_said_of_no_model_is_refused(flag: dict[str, object], told: str, tmp_path: Path) -> None:
-    toml = tmp_path / "a.toml"
-    toml.write_text('[models.m]\ntarget = "pkg:A"\n')
-    with pytest.raises(ConfigError, match=told):
-        build_config((str(toml),), {**FLAGS, "options": (), **flag}, ())
 
 
 @pytest.mark.parametrize(

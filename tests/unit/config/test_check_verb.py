@@ -15,16 +15,6 @@ def test_a_valid_file_prints_ok_and_its_models(toml: Callable[[str], str]) -> No
     assert (result.exit_code, result.output) == (0, "ok: digits (pkg.mod:Digits)\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("[server]\nprot = 1\n", "did you mean 'port'"), ('[server]\nhost = "0.0.0.0"\n', "--insecure")],
-)
-def test_an_invalid_file_exits_with_2_and_the_reason(toml: Callable[[str], str], text: str, message: str) -> None:
-    result = CliRunner().invoke(config, ["check", toml(text)])
-    assert result.exit_code == 2
-    assert message in result.output
-
-
 def test_the_environment_is_checked_too(toml: Callable[[str], str]) -> None:
     result = CliRunner().invoke(config, ["check", toml("")], env={"PENSTOCK_SERVER__PORT": "x"})
     assert result.exit_code == 2

@@ -199,11 +199,11 @@ class Network:
         options: NetworkOptions,
     ) -> None:
         self.spec, self.dtype, self.device = spec, dtype, model.device
-        self._model, self._tokenizer, self._compiled = model, tokenizer, options.compiled
+        self.model, self._tokenizer, self._compiled = model, tokenizer, options.compiled
         self._prompt = kind.prompt(model.config, tokenizer, options.prompt)
         writer = model.get_submodule(kind.writer) if kind.writer else model
-        self._settings = _settings(writer.generation_config, *options.tokens, options.compiled)
-        self._greedy = bool(self._prompt.greedy) and is_plainly_greedy(self._settings)
+        self.settings = _settings(writer.generation_config, *options.tokens, options.compiled)
+        self.greedy = bool(self._prompt.greedy) and is_plainly_greedy(self.settings)
 
     def tokens(self, pixels: torch.Tensor) -> list[list[int]]:
         """The tokens for each row of floats `[rows, 3, height, width]`, without the prompt."""
@@ -222,9 +222,9 @@ class Network:
 
     def _write(self, pixels: torch.Tensor) -> list[list[int]]:
         with torch.inference_mode():
-            if self._greedy:
-                ends = _as_list(self._settings.eos_token_id)
-                return write_greedily(self._model, pixels, self._prompt.greedy, self._settings, ends).tolist()
+            if self.greedy:
+                ends = _as_list(self.settings.eos_token_id)
+                return write_greedily(self.model, pixels, self._prompt.greedy, self.settings, ends).tolist()
             return self._generate(pixels).tolist()
 
     def _generate(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ class Network:
         }
         if "input_ids" in arguments:
             arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
-        written: torch.Tensor = self._model.generate(pixel_values=pixels, generation_config=self._settings, **arguments)
+        written: torch.Tensor = self.model.generate(pixel_values=pixels, generation_config=self.settings, **arguments)
         return written[:, self._prompt.skipped :]
 
     def texts(self, tokens: list[list[int]]) -> list[str]:

@@ -81,7 +81,7 @@ def test_damaged_weights_are_rejected(edited: Callable[..., Path]) -> None:
 def test_pickled_weights_load_without_running_anything(edited: Callable[..., Path]) -> None:
     folder = edited("config.json")
     network = opened(folder)
-    torch.save(network._model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(network.model.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     expected = network.tokens(pixels(3))
     assert opened(folder, trust="pickle").tokens(pixels(3)) == expected
@@ -92,7 +92,7 @@ def test_pickled_weights_load_without_running_anything(edited: Callable[..., Pat
 def test_a_checkpoints_sampling_is_disabled_and_its_beams_are_kept(edited: Callable[..., Path]) -> None:
     keys = {"do_sample": True, "temperature": 2.0, "top_k": 5, "num_beams": 3, "max_length": 9}
     network = opened(edited("generation_config.json", "vision-encoder-decoder", **keys))
-    assert network._settings.num_beams == 3
+    assert network.settings.num_beams == 3
     assert network.tokens(pixels(4)) == network.tokens(pixels(4))
 
 
@@ -104,13 +104,13 @@ def test_buckets_of_a_compiled_network_change_no_caption(
     plain = opened(captioner_folder(kind))
     compiled = opened(captioner_folder(kind), compiled=True)
     seen = []
-    generate = compiled._model.generate
+    generate = compiled.model.generate
 
     def spy(**arguments: Any) -> Any:
         seen.append(len(arguments["pixel_values"]))
         return generate(**arguments)
 
-    monkeypatch.setattr(compiled._model, "generate", spy)
+    monkeypatch.setattr(compiled.model, "generate", spy)
     assert compiled.tokens(pixels(rows)) == plain.tokens(pixels(rows))
     assert seen == runs
     if rows == 1:  # once is enough
@@ -130,7 +130,7 @@ def test_a_network_without_a_padding_token_pads_with_its_end_token(edited: Calla
     config["pad_token_id"] = config["decoder"]["pad_token_id"] = None
     (folder / "config.json").write_text(json.dumps(config))
     network = opened(folder)
-    assert network._settings.pad_token_id == 2
+    assert network.settings.pad_token_id == 2
     assert len(network.tokens(pixels(3))) == 3
 
 
@@ -159,19 +159,19 @@ def random_pixels(seed: int = 3) -> torch.Tensor:
 
 def ending(network: Network, token: int) -> Network:
     """The network with another end token, which it writes in some captions and not in others."""
-    network._settings.eos_token_id = token
+    network.settings.eos_token_id = token
     return network
 
 
 def both(network: Network, shown: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
     """The tokens of our own loop and of the library's."""
-    assert network._greedy
+    assert network.greedy
     ours = network.tokens(shown)
-    network._greedy = False
+    network.greedy = False
     try:
         return ours, network.tokens(shown)
     finally:
-        network._greedy = True
+        network.greedy = True
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_checking_seldom_only_adds_padding(
     captioner_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = opened_greedy(captioner_folder("blip-2"), tokens=(0, 11))
-    settings, ends = network._settings, [4, 5, 6, 7, 8, 9, 10]
+    settings, ends = network.settings, [4, 5, 6, 7, 8, 9, 10]
     settings.eos_token_id = ends
     often = network.tokens(random_pixels())
     assert len(often[0]) < 11

@@ -385,6 +385,5 @@ async def test_batchers_that_die_before_they_answer_are_started_after_growing_pa
     with pytest.raises(WorkerDied, match="the shared batcher that ran this call died"):
         await call(found, 1)
     assert len(started) == 3
-    assert found._backoff.next_s() == pytest.approx(0.004)
     await found.close(0)
     assert all(sock.fileno() == -1 for sock in started)
