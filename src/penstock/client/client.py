@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, Unpack
 from penstock.client.apis import ApiCall, PenstockApi, find_api
 from penstock.client.calls import Call, CallOptions, CallWindow, RetryPolicy, read_options
 from penstock.client.endpoint import parse_url, tls_context
-from penstock.client.transport import Attempt, ConnectionPool, HttpTransport, Listener, Transport
+from penstock.client.transport import Attempt, ConnectionPool, HttpTransport, Listener
 from penstock.errors import BadRequest, ConfigError, PenstockError, not_installed
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class AsyncClient:
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._transport: Transport
+        self._transport: HttpTransport | GrpcTransport
         if url.startswith(GRPC_SCHEMES):
             if protocol == "torchserve" or management_url is not None:
                 raise ConfigError("gRPC has the Open Inference Protocol only; use http:// for other calls")

@@ -7,7 +7,7 @@ import email.utils
 import math
 from collections import deque
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import httptools
 import msgspec
@@ -41,12 +41,6 @@ FRAMING: Final = 8
 UNREAD_BYTES: Final = 2**20  # of a stream that its caller does not read; then the socket is not read either
 
 
-class _Socket(Protocol):
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
 class ResponseBody:
     """The body of a streamed response, as an asynchronous iterator of pieces.
 
@@ -61,12 +55,12 @@ class ResponseBody:
         self._unread_bytes = self._open_bytes = 0
         self._open: list[bytes] = []  # the piece that is arriving
         self._arrival: asyncio.Future[None] | None = None
-        self._socket: _Socket | None = None
+        self._socket: asyncio.ReadTransport | None = None
         self._paused = False
         self._error: PenstockError | None = None
         self.ended = False
 
-    def attach(self, socket: _Socket | None) -> None:
+    def attach(self, socket: asyncio.ReadTransport | None) -> None:
         """The socket to pause while too much is unread."""
         self._socket = socket
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -88,28 +88,6 @@ Attempt = Callable[[float], Awaitable[T]]  # sends the request once; the argumen
 Parts = AsyncGenerator[Any, None]  # of a stream that has begun; `aclose` cancels its request unless it has ended
 
 
-class Transport(Protocol):
-    """Prepares requests, which may then be attempted several times. Used on one event loop."""
-
-    def predict(self, call: Call, model: str, value: Any, content_type: str | None) -> Attempt[Any]: ...
-
-    def infer(
-        self, call: Call, model: str, inputs: Mapping[str, Any], outputs: Sequence[str] | None
-    ) -> Attempt[InferResponse]: ...
-
-    def stream(self, call: Call, model: str, value: Any, content_type: str | None, events: bool) -> Attempt[Parts]:
-        """The attempt returns when the response has begun."""
-
-    def check_health(self, call: Call, ready: bool, model: str | None) -> Attempt[bool]: ...
-
-    def metadata(self, call: Call, model: str) -> Attempt[dict[str, Any]]: ...
-
-    def ask(self, call: Call, prepare: Callable[[PenstockApi], ApiCall]) -> tuple[bool, Attempt[Any]]:
-        """A request of the management or metadata API, and whether it may run twice."""
-
-    async def close(self) -> None: ...
-
-
 async def _parts(
     pool: ConnectionPool, connection: ClientConnection, response: HttpResponse, call: Call, max_part_bytes: int
 ) -> Parts:
@@ -153,7 +131,10 @@ class Listener:
 
 
 class HttpTransport:
-    """HTTP/1.1 with pools of persistent connections."""
+    """HTTP/1.1 with pools of persistent connections. Used on one event loop.
+
+    Its methods prepare a request, which may then be attempted several times; `GrpcTransport` has the same methods.
+    """
 
     def __init__(
         self, api: PenstockApi, inference: Listener, management: Listener | None, max_response_bytes: int
@@ -196,6 +177,7 @@ class HttpTransport:
         return attempt
 
     def stream(self, call: Call, model: str, value: Any, content_type: str | None, events: bool) -> Attempt[Parts]:
+        """The attempt returns when the response has begun."""
         path = self._api.predict(model, call.version)
         kind, body = encode_value(value, content_type)
         accept = EVENTS if events and self._api.events else "*/*"
@@ -235,6 +217,7 @@ class HttpTransport:
         return self.ask(call, lambda api: api.metadata(model, call.version))[1]
 
     def ask(self, call: Call, prepare: Callable[[PenstockApi], ApiCall]) -> tuple[bool, Attempt[Any]]:
+        """A request of the management or metadata API, and whether it may run twice."""
         asked = prepare(self._api)
         listener = self._management if asked.management else self._inference
         if listener is None:

@@ -1,18 +1,19 @@
 """ThreadedStreamer and Streamer: the model runs in a thread of this program, or in processes that it starts."""
 
+from __future__ import annotations
+
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from penstock.config.load import model_config
 from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig, RayConfig
-from penstock.core.portal.loop_thread import PortalBackend
 from penstock.core.portal.portal import Portal
 from penstock.core.transports.launch import pack_target
 from penstock.core.worker import nesting
@@ -21,6 +22,9 @@ from penstock.errors import DeadlineExceeded
 from penstock.streamer.backend import LocalBackend
 from penstock.streamer.base import BaseStreamer
 from penstock.streamer.model import wrapped
+
+if TYPE_CHECKING:
+    from penstock.streamer.shared.client import SharedClient
 
 CudaDevices = int | str | Iterable[int | str]
 _CUDA_DEVICE = re.compile("[0-9]{1,4}|(GPU|MIG)-[0-9a-zA-Z/-]{1,100}")
@@ -34,14 +38,6 @@ class Shared(Struct, frozen=True):
 
     name: str
     linger_s: float
-
-
-class StreamerBackend(PortalBackend, Protocol):
-    """The backend of a streamer with a model of its own, or with a shared one."""
-
-    @property
-    def loading(self) -> bool:
-        """Whether the model is still loading."""
 
 
 class LocalStreamer(BaseStreamer):
@@ -84,7 +80,7 @@ class LocalStreamer(BaseStreamer):
         )
         config = ModelConfig(target=name, batching=batching, **keys)
         self._shared = shared is not None
-        make: Callable[[], StreamerBackend]
+        make: Callable[[], LocalBackend | SharedClient]
         if shared is not None:
             from penstock.streamer.shared.client import shared_backend  # others need none of it
 
@@ -93,9 +89,9 @@ class LocalStreamer(BaseStreamer):
             packed = target if config.transport == "thread" else pack_target(target)
             sys_path = [path for path in sys.path if path]
             make = partial(LocalBackend, name, config, packed, sys_path, max_queue, limits)
-        self._backend: StreamerBackend | None = None  # of this process
+        self._backend: LocalBackend | SharedClient | None = None  # of this process
 
-        def begin() -> StreamerBackend:
+        def begin() -> LocalBackend | SharedClient:
             self._backend = make()
             return self._backend
 
