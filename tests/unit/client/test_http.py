@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -53,6 +54,27 @@ def server() -> Iterator[FakeCaptioner]:
         yield server
 
 
+def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test, run on an event loop of asyncio, and on one of uvloop."""
+
+    def call(run: Run, **fixtures: Any) -> None:
+        run(test(**fixtures))
+
+    parameters = [inspect.Parameter("run", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    parameters += inspect.signature(test).parameters.values()
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__name__, call.__module__ = test.__name__, test.__module__
+    return call
+
+
+@pytest.fixture
+def connection(run: Run, server: FakeCaptioner) -> Iterator[ClientConnection]:
+    """A connection to the server, not open yet."""
+    connection = ClientConnection(parse_url(server.url))
+    yield connection
+    connection.close()
+
+
 def echo(request: Incoming, server: FakeCaptioner) -> None:
     request.respond(200, request.body, "X-Two: a", "x-two: b")
 
@@ -61,20 +83,9 @@ async def post(connection: ClientConnection, *body: bytes | memoryview, **limits
     return await connection.request("POST", "/echo", [("X-One", "1")], body, **{"timeout_s": 20.0, **limits})
 
 
-def once(run: Run, server: FakeCaptioner, *body: bytes | memoryview, **limits: Any) -> Any:
-    async def go() -> HttpResponse:
-        connection = ClientConnection(parse_url(server.url))
-        try:
-            return await post(connection, *body, **limits)
-        finally:
-            connection.close()
-
-    return run(go())
-
-
-def test_a_body_of_many_buffers_arrives_as_one(run: Run, server: FakeCaptioner):
+def test_a_body_of_many_buffers_arrives_as_one(run: Run, server: FakeCaptioner, connection: ClientConnection):
     server.script_next(echo)
-    response = once(run, server, b"head", memoryview(b"x" * 5_000_000), memoryview(bytearray(b"tail")))
+    response = run(post(connection, b"head", memoryview(b"x" * 5_000_000), memoryview(bytearray(b"tail"))))
     assert response.status == 200
     assert response.body == b"head" + b"x" * 5_000_000 + b"tail"
     assert response.headers["x-two"] == "a, b"
@@ -82,20 +93,19 @@ def test_a_body_of_many_buffers_arrives_as_one(run: Run, server: FakeCaptioner):
     assert server.seen[0].path == "/echo"
 
 
-def test_a_connection_is_reused_for_the_next_request(run: Run, server: FakeCaptioner):
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        for text in (b"one", b"two", b""):
-            server.script_next(echo)
-            assert (await post(connection, text)).body == text
-        connection.close()
-
-    run(go())
+@on_both_loops
+async def test_a_connection_is_reused_for_the_next_request(server: FakeCaptioner, connection: ClientConnection):
+    for text in (b"one", b"two", b""):
+        server.script_next(echo)
+        assert (await post(connection, text)).body == text
     assert server.connections == 1
 
 
 @pytest.mark.parametrize("body", [b"x", b"x" * 3_000_000])
-def test_a_reused_connection_that_was_closed_is_reopened_silently(run: Run, server: FakeCaptioner, body: bytes):
+@on_both_loops
+async def test_a_reused_connection_that_was_closed_is_reopened_silently(
+    server: FakeCaptioner, connection: ClientConnection, body: bytes
+):
     closed = threading.Event()
 
     def answer_and_close(request: Incoming, server: FakeCaptioner) -> None:
@@ -103,69 +113,58 @@ def test_a_reused_connection_that_was_closed_is_reopened_silently(run: Run, serv
         reset(request.connection)
         closed.set()
 
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        server.script_next(answer_and_close, echo)
-        await post(connection, b"first")
-        closed.wait(10)  # blocks the loop, which learns of the reset only when it sends
-        assert (await post(connection, body)).body == body
-        connection.close()
-
-    run(go())
+    server.script_next(answer_and_close, echo)
+    await post(connection, b"first")
+    closed.wait(10)  # blocks the loop, which learns of the reset only when it sends
+    assert (await post(connection, body)).body == body
     assert server.connections == 2
 
 
-def test_a_server_killed_by_a_request_on_a_reused_connection_is_a_lost_connection(run: Run, server: FakeCaptioner):
+@on_both_loops
+async def test_a_server_killed_by_a_request_on_a_reused_connection_is_a_lost_connection(
+    server: FakeCaptioner, connection: ClientConnection
+):
     def die(request: Incoming, server: FakeCaptioner) -> None:
         _ = request.body
         server.stop()
 
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        server.script_next(echo, die)
-        await post(connection)
-        with pytest.raises(ConnectionLost):
-            await post(connection, b"x")
-        with pytest.raises(Unreachable):
-            await post(connection, b"x")
-
-    run(go())
+    server.script_next(echo, die)
+    await post(connection)
+    with pytest.raises(ConnectionLost):
+        await post(connection, b"x")
+    with pytest.raises(Unreachable):
+        await post(connection, b"x")
 
 
-def test_a_response_with_connection_close_ends_the_connection(run: Run, server: FakeCaptioner):
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        server.script_next(with_status(200, "Connection: close"), echo)
-        await post(connection)
-        assert (await post(connection, b"x")).body == b"x"
-        connection.close()
-
-    run(go())
+@on_both_loops
+async def test_a_response_with_connection_close_ends_the_connection(
+    server: FakeCaptioner, connection: ClientConnection
+):
+    server.script_next(with_status(200, "Connection: close"), echo)
+    await post(connection)
+    assert (await post(connection, b"x")).body == b"x"
     assert server.connections == 2
 
 
-def test_a_reset_of_a_new_connection_is_not_retried(run: Run, server: FakeCaptioner):
+def test_a_reset_of_a_new_connection_is_not_retried(run: Run, server: FakeCaptioner, connection: ClientConnection):
     server.script_next(with_reset())
     with pytest.raises(ConnectionLost, match="without a response"):
-        once(run, server, b"x")
+        run(post(connection, b"x"))
     assert server.connections == 1
 
 
-def test_a_reset_in_the_middle_of_a_response_is_reported(run: Run, server: FakeCaptioner):
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        server.script_next(echo, with_reset(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"))
+@on_both_loops
+async def test_a_reset_in_the_middle_of_a_response_is_reported(server: FakeCaptioner, connection: ClientConnection):
+    server.script_next(echo, with_reset(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"))
+    await post(connection)
+    with pytest.raises(ConnectionLost):
         await post(connection)
-        with pytest.raises(ConnectionLost):
-            await post(connection)
-
-    run(go())
 
 
-def test_a_closed_port_is_unreachable(run: Run, server: FakeCaptioner):
+def test_a_closed_port_is_unreachable(run: Run, server: FakeCaptioner, connection: ClientConnection):
     server.stop()
     with pytest.raises(Unreachable, match="cannot connect"):
-        once(run, server)
+        run(post(connection))
 
 
 def test_an_unknown_host_is_unreachable(run: Run):
@@ -186,31 +185,29 @@ def test_an_unknown_host_is_unreachable(run: Run):
         (b"HTTP/1.1 200 OK\r\nX-Error-Code: a \t\r\nContent-Length: 2 \r\n\r\nok", b"ok"),
     ],
 )
-def test_every_form_of_response_is_read_and_keeps_the_connection(
-    run: Run, server: FakeCaptioner, raw: bytes, body: bytes
+@on_both_loops
+async def test_every_form_of_response_is_read_and_keeps_the_connection(
+    server: FakeCaptioner, connection: ClientConnection, raw: bytes, body: bytes
 ):
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        for pieces in ([raw], [bytes([b]) for b in raw]):
-            server.script_next(with_raw(*pieces))
-            response = await post(connection, b"x")
-            assert response.body == body
-            assert "x" not in response.headers
-            assert response.headers.get("x-error-code", "a") == "a"
-        connection.close()
-
-    run(go())
+    for pieces in ([raw], [bytes([b]) for b in raw]):
+        server.script_next(with_raw(*pieces))
+        response = await post(connection, b"x")
+        assert response.body == body
+        assert "x" not in response.headers
+        assert response.headers.get("x-error-code", "a") == "a"
     assert server.connections == 1
 
 
-def test_a_body_without_a_length_ends_with_the_connection(run: Run, server: FakeCaptioner):
+def test_a_body_without_a_length_ends_with_the_connection(
+    run: Run, server: FakeCaptioner, connection: ClientConnection
+):
     def response(request: Incoming, server: FakeCaptioner) -> None:
         _ = request.body
         request.connection.sendall(b"HTTP/1.1 200 OK\r\n\r\nall of it")
         request.connection.shutdown(1)
 
     server.script_next(response)
-    assert once(run, server).body == b"all of it"
+    assert run(post(connection)).body == b"all of it"
 
 
 @pytest.mark.parametrize(
@@ -220,10 +217,10 @@ def test_a_body_without_a_length_ends_with_the_connection(run: Run, server: Fake
      b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
      b"HTTP/1.1 101 X\r\nUpgrade: y\r\nConnection: upgrade\r\n\r\n"],
 )  # fmt: skip
-def test_malformed_http_is_reported(run: Run, server: FakeCaptioner, raw: bytes):
+def test_malformed_http_is_reported(run: Run, server: FakeCaptioner, connection: ClientConnection, raw: bytes):
     server.script_next(with_raw(raw))
     with pytest.raises(MalformedResponse):
-        once(run, server, timeout_s=5.0)
+        run(post(connection, timeout_s=5.0))
 
 
 @pytest.mark.parametrize(
@@ -241,34 +238,32 @@ def test_malformed_http_is_reported(run: Run, server: FakeCaptioner, raw: bytes)
     ids=["declared", "chunked", "until the end", "headers", "one header", "interim", "extension", "trailer"],
 )
 def test_an_endless_response_is_rejected_before_it_is_stored(
-    run: Run, server: FakeCaptioner, first: bytes, forever: bytes
+    run: Run, server: FakeCaptioner, connection: ClientConnection, first: bytes, forever: bytes
 ):
     server.script_next(with_raw(first, forever=forever))
     with pytest.raises((ResponseTooLarge, MalformedResponse)):
-        once(run, server, max_response_bytes=200_000)
+        run(post(connection, max_response_bytes=200_000))
 
 
-def test_a_response_of_the_largest_allowed_size_is_read(run: Run, server: FakeCaptioner):
+def test_a_response_of_the_largest_allowed_size_is_read(run: Run, server: FakeCaptioner, connection: ClientConnection):
     server.script_next(echo, echo)
-    assert len(once(run, server, b"x" * 1000, max_response_bytes=1000).body) == 1000
+    assert len(run(post(connection, b"x" * 1000, max_response_bytes=1000)).body) == 1000
     with pytest.raises(ResponseTooLarge, match="the 999 bytes allowed"):
-        once(run, server, b"x" * 1000, max_response_bytes=999)
+        run(post(connection, b"x" * 1000, max_response_bytes=999))
 
 
-def test_an_early_rejection_is_received_while_the_body_is_being_sent(run: Run, server: FakeCaptioner):
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        server.script_next(with_status(413, early=True), echo)
-        response = await post(connection, memoryview(bytes(40_000_000)))
-        assert response.status == 413
-        assert (await post(connection, b"x")).body == b"x"
-        connection.close()
-
-    run(go())
+@on_both_loops
+async def test_an_early_rejection_is_received_while_the_body_is_being_sent(
+    server: FakeCaptioner, connection: ClientConnection
+):
+    server.script_next(with_status(413, early=True), echo)
+    response = await post(connection, memoryview(bytes(40_000_000)))
+    assert response.status == 413
+    assert (await post(connection, b"x")).body == b"x"
     assert server.connections == 2
 
 
-def test_a_slow_drip_ends_at_the_request_timeout(run: Run, server: FakeCaptioner):
+def test_a_slow_drip_ends_at_the_request_timeout(run: Run, server: FakeCaptioner, connection: ClientConnection):
     stop = threading.Event()
 
     def drip(request: Incoming, server: FakeCaptioner) -> None:
@@ -279,61 +274,51 @@ def test_a_slow_drip_ends_at_the_request_timeout(run: Run, server: FakeCaptioner
 
     server.script_next(drip)
     with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
-        once(run, server, timeout_s=0.2)
+        run(post(connection, timeout_s=0.2))
     stop.set()
 
 
-def test_a_server_that_reads_nothing_ends_at_the_request_timeout(run: Run, server: FakeCaptioner):
+def test_a_server_that_reads_nothing_ends_at_the_request_timeout(
+    run: Run, server: FakeCaptioner, connection: ClientConnection
+):
     release = threading.Event()
     server.script_next(lambda request, server: release.wait(20) and None)
     with pytest.raises(DeadlineExceeded):
-        once(run, server, memoryview(bytes(40_000_000)), timeout_s=0.2)
+        run(post(connection, memoryview(bytes(40_000_000)), timeout_s=0.2))
     release.set()
 
 
-def test_a_request_after_a_failed_one_opens_a_new_connection(run: Run, server: FakeCaptioner):
+@on_both_loops
+async def test_a_request_after_a_failed_one_opens_a_new_connection(server: FakeCaptioner, connection: ClientConnection):
     release = threading.Event()
 
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        server.script_next(with_wait(release, echo), echo)
-        with pytest.raises(DeadlineExceeded):
-            await post(connection, timeout_s=0.05)
-        assert (await post(connection, b"x")).body == b"x"
-        connection.close()
-
-    run(go())
+    server.script_next(with_wait(release, echo), echo)
+    with pytest.raises(DeadlineExceeded):
+        await post(connection, timeout_s=0.05)
+    assert (await post(connection, b"x")).body == b"x"
     release.set()
     assert server.connections == 2
 
 
-def test_unsolicited_bytes_do_not_become_the_next_response(run: Run, server: FakeCaptioner):
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        server.script_next(with_raw(OK, OK.replace(b"ok", b"no")), echo)
-        assert (await post(connection)).body == b"ok"
-        await asyncio.sleep(0.05)  # the second response arrives while nothing waits for it
-        assert (await post(connection, b"x")).body == b"x"
-        connection.close()
-
-    run(go())
+@on_both_loops
+async def test_unsolicited_bytes_do_not_become_the_next_response(server: FakeCaptioner, connection: ClientConnection):
+    server.script_next(with_raw(OK, OK.replace(b"ok", b"no")), echo)
+    assert (await post(connection)).body == b"ok"
+    await asyncio.sleep(0.05)  # the second response arrives while nothing waits for it
+    assert (await post(connection, b"x")).body == b"x"
 
 
-def test_a_cancelled_caller_leaves_no_open_connection(run: Run, server: FakeCaptioner):
+@on_both_loops
+async def test_a_cancelled_caller_leaves_no_open_connection(server: FakeCaptioner, connection: ClientConnection):
     release = threading.Event()
 
-    async def go() -> None:
-        connection = ClientConnection(parse_url(server.url))
-        server.script_next(with_wait(release, echo), echo)
-        task = asyncio.ensure_future(post(connection, b"x" * 1000))
-        await asyncio.sleep(0.02)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (await post(connection, b"y")).body == b"y"
-        connection.close()
-
-    run(go())
+    server.script_next(with_wait(release, echo), echo)
+    task = asyncio.ensure_future(post(connection, b"x" * 1000))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await post(connection, b"y")).body == b"y"
     release.set()
 
 
