@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta, Struct, field, structs
@@ -11,7 +11,6 @@ from msgspec import Meta, Struct, field, structs
 from penstock.config.checks import is_loopback
 from penstock.config.schema import Count, Port, Positive
 from penstock.errors import ConfigError, nearest
-from penstock.torchserve.java_properties import Property, parse_properties
 from penstock.torchserve.protocol.api import Group
 from penstock.values import bare, convert
 
@@ -191,6 +190,14 @@ class Properties(_IgnoredProperties, frozen=True, kw_only=True):
         return parse_address(group, getattr(self, f"{group}_address"))
 
 
+class Property(Struct, frozen=True):
+    """One key with its value and its first line (from 1)."""
+
+    key: str
+    value: str
+    line: int
+
+
 class ListenerConfig(Struct, frozen=True):
     """The groups that one listener serves, and the keys that determine its routes and headers."""
 
@@ -219,8 +226,12 @@ _LENIENT: Final = frozenset(  # TorchServe starts with any integer
 )
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _SILENT: Final = frozenset({"version", "tsConfigFile", "name", "modelCount", "created"})  # other keys of snapshots
+_BLANK: Final = " \t\f"
+_ESCAPES: Final = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
+_LINE = re.compile(r"((?:\\.|[^\\=: \t\f])*+\\?)[ \t\f]*[=:]?[ \t\f]*(.*)", re.DOTALL)  # key, value
+_ESCAPED = re.compile(r"\\(u.{0,4}|.?)", re.DOTALL)
+_HEX4 = re.compile(r"[0-9a-fA-F]{4}")
 _VARIABLE = re.compile(r"\$\$(\w+)\$\$")
-_FALSE: Final = ("false", "")
 
 
 def load_properties(path: str | None, *, env: Mapping[str, str], flags: Mapping[str, str] | None = None) -> Properties:
@@ -319,7 +330,9 @@ def _value(text: str, kind: Any, where: str) -> Any:
     text = text.strip()
     plain = bare(kind)
     if plain is bool:
-        return _boolean(text, where)
+        if text.lower() not in ("true", "false", ""):
+            log.warning("%s: found %r, expected true or false; as in TorchServe, this means false", where, text)
+        return text.lower() == "true"
     if plain == list[str]:
         return [part.strip() for part in text.split(",") if part.strip()]
     if plain is str:
@@ -331,14 +344,6 @@ def _value(text: str, kind: Any, where: str) -> Any:
     return convert(text, kind, where, loose=True)
 
 
-def _boolean(text: str, where: str) -> bool:
-    if text.lower() == "true":
-        return True
-    if text.lower() not in _FALSE:
-        log.warning("%s: found %r, expected true or false; as in TorchServe, this means false", where, text)
-    return False
-
-
 def _json(text: str, kind: Any, where: str) -> Any:
     try:
         value = json.loads(text)
@@ -347,3 +352,50 @@ def _json(text: str, kind: Any, where: str) -> Any:
             f"{where}: not valid JSON: {error}; expected {{...}}, with a \\ at the end of continued lines"
         ) from None
     return convert(value, kind, where)
+
+
+# ---- the format of Java's .properties files; source: java.util.Properties
+
+
+def parse_properties(text: str, source: str) -> dict[str, Property]:
+    """The keys of the text; the last value of a repeated key counts. Raises ConfigError with `source` and line."""
+    found: dict[str, Property] = {}
+    for number, line in _logical_lines(text):
+        match = _LINE.fullmatch(line)
+        assert match is not None  # each part may be empty
+        key, value = (_unescape(part, f"{source}:{number}") for part in match.groups())
+        found[key] = Property(key, value, number)
+    return found
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of each logical line: continuation lines are joined, comments and blank lines skipped."""
+    parts: list[str] = []
+    first = 0
+    for number, raw in enumerate(re.split(r"\r\n|\r|\n", text), 1):
+        line = raw.lstrip(_BLANK)
+        if not parts:
+            if not line or line[0] in "#!":
+                continue
+            first = number
+        if (len(line) - len(line.rstrip("\\"))) % 2:
+            parts.append(line[:-1])
+            continue
+        yield first, "".join([*parts, line])
+        parts = []
+    if parts:  # the last line ends with a continuation
+        yield first, "".join(parts)
+
+
+def _unescape(text: str, where: str) -> str:
+    def character(match: re.Match[str]) -> str:
+        escaped = match[1]
+        if escaped[:1] != "u":
+            return _ESCAPES.get(escaped, escaped)
+        if not _HEX4.fullmatch(escaped[1:]):
+            raise ConfigError(f"{where}: found \\{escaped}, expected four hexadecimal digits after \\u")
+        return chr(int(escaped[1:], 16))
+
+    plain = _ESCAPED.sub(character, text)
+    # Characters beyond 16 bits are surrogate pairs.
+    return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

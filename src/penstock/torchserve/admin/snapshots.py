@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from msgspec import Struct, to_builtins
 
-from penstock.torchserve.java_properties import format_properties
 from penstock.torchserve.protocol.api import RegisterRequest
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ SnapshotKind = Literal["startup", "snapshot", "shutdown"]
 KEEP: Final = 100  # files; older ones are removed
 
 _NAME = re.compile(r"\d{17}-(startup|snapshot|shutdown)\.cfg")
+_SPECIAL: Final = {"\t": "\\t", "\n": "\\n", "\r": "\\r", "\f": "\\f"}  # characters with an escape of their own
 _OWN: Final = frozenset({"model_snapshot", "load_models"})
 _LEAST: Final = {
     "minWorkers": 0, "maxWorkers": 0, "batchSize": 1, "maxBatchDelay": 0, "responseTimeout": 1, "startupTimeout": 1,
@@ -153,6 +153,22 @@ def _files(folder: Path) -> list[Path]:
         return sorted(file for file in folder.iterdir() if _NAME.fullmatch(file.name))
     except OSError:
         return []
+
+
+def format_properties(values: Iterable[tuple[str, str]]) -> str:
+    """The ASCII text of a file that `parse_properties` and Java read back as these keys and values."""
+    return "".join(f"{_escape(key, is_key=True)}={_escape(value, is_key=False)}\n" for key, value in values)
+
+
+def _escape(text: str, *, is_key: bool) -> str:
+    def escaped(match: re.Match[str]) -> str:
+        character = match[0]
+        if " " <= character <= "~":
+            return character if character == " " and match.start() and not is_key else f"\\{character}"
+        units = character.encode("utf-16-be", "surrogatepass").hex()
+        return _SPECIAL.get(character) or re.sub("(....)", r"\\u\1", units)
+
+    return re.sub(r"[\\=:#! ]|[^ -~]", escaped, text)
 
 
 def write_private(file: Path, text: str) -> None:

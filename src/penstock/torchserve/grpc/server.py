@@ -10,12 +10,13 @@ from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.grpc.messages import Code, GrpcError
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config import ListenerConfig
-from penstock.torchserve.grpc.inference import InferenceService, OpenInferenceService
 from penstock.torchserve.grpc.services import (
     DISABLED,
     MANAGEMENT,
     PROTOS,
     STANDARD,
+    InferenceService,
+    OpenInferenceService,
     log_5xx,
     management_error,
     message_class,

@@ -1,19 +1,31 @@
-"""TorchServe's gRPC services: their names and messages, the status and text of every error, and a model's responses."""
+"""TorchServe's gRPC services for inference: names and messages, the status and text of every error, and the calls.
 
-from collections.abc import AsyncGenerator
+A client's metadata and deadline do not reach the handler. A request whose client left before it began is not run.
+"""
+
+import base64
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Final
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
 
 from penstock.core.contracts import Backend, Ticket
-from penstock.errors import PenstockError, QueueFull
+from penstock.errors import BadOutput, BadRequest, PenstockError, QueueFull
 from penstock.serving import protocols
 from penstock.serving.grpc.dispatch import HEALTH as HEALTH
 from penstock.serving.grpc.messages import Code, GrpcError, code_of, parts_of
 from penstock.serving.http.listener import Listener
 from penstock.serving.http.responses import log_failure
-from penstock.serving.protocols.oip_grpc import ProtoSet
-from penstock.torchserve.http.flavor import api_error
-from penstock.torchserve.protocol.api import ApiError, read_error
+from penstock.serving.protocols.oip_grpc import CONTENTS, ProtoSet
+from penstock.serving.protocols.oip_messages import unsupported
+from penstock.serving.protocols.oip_tensors import check_form, from_bytes
+from penstock.torchserve.admin.administrator import Administrator
+from penstock.torchserve.http.flavor import api_error, new_id
+from penstock.torchserve.protocol.api import ApiError, json_text, read_error
+from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Item, ItemResult, Sink
 
 INFERENCE: Final = "org.pytorch.serve.grpc.inference"
@@ -24,6 +36,17 @@ PROTOS: Final = ProtoSet(__package__, protocols.__name__)
 message_class = PROTOS.message
 service_descriptor = PROTOS.service
 
+CODEC: Final = "torchserve_inputs"
+
+_Prediction: Final = message_class(f"{INFERENCE}.PredictionResponse")
+_Status: Final = message_class("google.rpc.Status")
+_Ping: Final = message_class(f"{INFERENCE}.TorchServeHealthResponse")
+_Live: Final = message_class(f"{OPEN_INFERENCE}.ServerLiveResponse")
+_Ready: Final = message_class(f"{OPEN_INFERENCE}.ServerReadyResponse")
+_ModelReady: Final = message_class(f"{OPEN_INFERENCE}.ModelReadyResponse")
+_Metadata: Final = message_class(f"{OPEN_INFERENCE}.ModelMetadataResponse")
+_Infer: Final = message_class(f"{OPEN_INFERENCE}.ModelInferResponse")
+_encode = msgspec.msgpack.Encoder().encode
 _HTTP: Final = "org.pytorch.serve.http."
 _MODEL: Final = "org.pytorch.serve.archive.model."
 _JAVA_CLASSES: Final = {
@@ -114,3 +137,176 @@ def _body(result: ItemResult, backend: Backend, model: str, version: str | None,
         error, status, message = PenstockError(read), result.status, read
     log_5xx(model, version, item.request_id, status, error)
     raise prediction_error(status, message) from result.error
+
+
+# ---- services
+
+
+class InferenceService:
+    """TorchServe's inference service. Methods have the names of the calls."""
+
+    NAME: Final = f"{INFERENCE}.InferenceAPIsService"
+
+    def __init__(self, administration: Administrator) -> None:
+        self._administration = administration
+
+    async def Ping(self, request: Any, context: Any) -> Any:
+        status = "Healthy" if self._administration.healthy() else "Unhealthy"
+        return _Ping(health=json_text({"status": status}))
+
+    async def Predictions(self, request: Any, context: Any) -> Any:
+        """The whole response, also of a handler that sends parts."""
+        return _Prediction(prediction=await whole_response(context.owner.listener, *_submission(request)))
+
+    async def StreamPredictions(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """One message per part that the handler sends."""
+        async with aclosing(response_parts(context.owner.listener, *_submission(request))) as parts:
+            async for part in parts:
+                yield _Prediction(prediction=part)
+
+    async def StreamPredictions2(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """One message per part of each response, in the order of the requests. A failed request ends with a status in a
+        message; the call goes on. Requests without a sequence share one that the server names."""
+        id_name, start_name, _ = sequence_headers()
+        own = ""
+        async for request in requests:
+            if isinstance(request, GrpcError):
+                raise request
+            headers = []
+            if not request.sequence_id and not own:
+                own = f"ts-seq-{new_id()}"
+                headers.append((start_name, b"true"))
+            id = request.sequence_id or own
+            model, version, item = _submission(request)
+            item.headers = [(id_name, id.encode()), *headers]
+            try:
+                async with aclosing(response_parts(context.owner.listener, model, version, item)) as parts:
+                    async for part in parts:
+                        yield _Prediction(prediction=part, sequence_id=id)
+            except GrpcError as error:
+                status = _Status(code=int(error.code), message=error.details.partition("\n")[0])
+                yield _Prediction(sequence_id=id, status=status)
+
+
+def _submission(request: Any) -> tuple[str, str | None, Item]:
+    """(model, version, item) of a prediction request."""
+    item = Item(_encode(dict(request.input)), CODEC, request_id=new_id())
+    return (*model_of(request.model_name, request.model_version), item)
+
+
+class _Output(Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[Any]
+
+
+class _HandlerResponse(Struct):
+    id: str | int
+    model_name: str
+    model_version: str | int
+    outputs: list[_Output]
+
+
+class OpenInferenceService:
+    """The Open Inference service. The handler gets and returns the JSON of KServe V2, in which input of type BYTES is
+    Base64. ServerMetadata is not served.
+
+    `codec` is the HTTP listener's: both decode JSON alike. With `quoted`, output of type BYTES has quotes, as in
+    TorchServe.
+    """
+
+    NAME: Final = f"{OPEN_INFERENCE}.GRPCInferenceService"
+
+    def __init__(self, backend: Backend, administration: Administrator, codec: str, *, quoted: bool = True) -> None:
+        self._backend = backend
+        self._administration = administration
+        self._codec = codec
+        self._quoted = quoted
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        return _Live(live=True)
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        """Always ready, whatever the state of the models."""
+        return _Ready(ready=True)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        return _ModelReady(ready=self._is_ready(*model_of(request.name, request.version, "name")))
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:
+        name, version = model_of(request.name, request.version)
+        self._is_ready(name, version)  # raises for an unknown model or version
+        described = await self._administration.describe(name, "all")
+        return _Metadata(name=name, versions=[each["modelVersion"] for each in described])
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:
+        """The handler returns `{"id", "model_name", "model_version", "outputs"}`."""
+        model, version = model_of(request.model_name, request.model_version)
+        for holder in (request, *request.inputs, *request.outputs):
+            for error in filter(None, map(unsupported, holder.parameters)):
+                raise GrpcError(Code.INVALID_ARGUMENT, error.message)
+        given = {"id": request.id, "model_name": model, "inputs": _inputs(request)}
+        item = Item(json.dumps(given).encode(), self._codec, "application/json", request_id=new_id())
+        body = await whole_response(context.owner.listener, model, version, item)
+        try:
+            return _infer_response(body, self._quoted)
+        except BadOutput as error:
+            log_5xx(model, version, item.request_id, 500, error)
+            raise prediction_error(500, error.message) from error
+
+    def _is_ready(self, name: str, version: str | None) -> bool:
+        try:
+            return self._backend.model_ready(name, version)
+        except PenstockError as error:
+            raise management_error(api_error(error, self._backend, name, version)) from error
+
+
+def _inputs(request: Any) -> list[dict[str, Any]]:
+    """The inputs as KServe's V2 JSON. Raises BadRequest."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise BadRequest(f"found {len(raw)} raw_input_contents, expected one for each of {len(request.inputs)} inputs")
+    found = []
+    for i, tensor in enumerate(request.inputs):
+        each = {"name": tensor.name, "shape": list(tensor.shape), "datatype": tensor.datatype}
+        values = _raw_values(tensor, raw[i]) if raw else _typed_values(tensor)
+        if values is not None:
+            is_bytes = tensor.datatype == "BYTES"
+            each["data"] = [base64.b64encode(v).decode() for v in values] if is_bytes else list(values)
+        found.append(each)
+    return found
+
+
+def _typed_values(tensor: Any) -> Any:
+    field = CONTENTS.get(tensor.datatype)
+    return None if field is None else getattr(tensor.contents, field)
+
+
+def _raw_values(tensor: Any, data: bytes) -> Any:
+    """Raises BadRequest."""
+    name = f"input '{tensor.name[:100]}'"
+    if tensor.HasField("contents"):
+        raise BadRequest(f"{name} has contents, and the request raw_input_contents; send one of them")
+    shape = list(tensor.shape)
+    check_form(name, tensor.datatype, shape, BadRequest)
+    return from_bytes(name, tensor.datatype, shape, memoryview(data)).ravel().tolist()
+
+
+def _infer_response(body: bytes, quoted: bool) -> Any:
+    """Raises BadOutput."""
+    try:
+        given = msgspec.convert(json.loads(body), _HandlerResponse)
+        response = _Infer(id=str(given.id), model_name=given.model_name, model_version=str(given.model_version))
+        for output in given.outputs:
+            tensor = response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+            values = output.data
+            if output.datatype == "BYTES":
+                plain = not quoted and all(isinstance(value, str) for value in values)
+                values = [(value if plain else json.dumps(value)).encode() for value in values]
+            getattr(tensor.contents, CONTENTS[output.datatype]).extend(values)
+            tensor.contents.SetInParent()
+        return response
+    except (ValueError, TypeError, RecursionError, KeyError, msgspec.ValidationError) as error:
+        text = f"the handler's answer is not an Open Inference response: {type(error).__name__}: {str(error)[:200]}"
+        raise BadOutput(text) from error

@@ -61,13 +61,12 @@ async def test_packages_are_installed_if_enabled(server: ServerSetup, installs: 
     assert len(installs.asked) == 1
 
 
-@pytest.mark.parametrize("venv", [False, True])
-async def test_packages_of_a_folder_in_the_store_are_installed_elsewhere(server: ServerSetup, venv: bool) -> None:
+async def test_packages_of_a_folder_in_the_store_are_installed_elsewhere(server: ServerSetup) -> None:
     folder = server.store / "m"
     (folder / "MAR-INF").mkdir(parents=True)
     model = {"modelName": "m", "modelVersion": "1.0", "handler": "service.py", "requirementsFile": "requirements.txt"}
     (folder / "MAR-INF" / "MANIFEST.json").write_text(json.dumps({"model": {**model, "configFile": "c.yaml"}}))
-    (folder / "c.yaml").write_text(f"useVenv: {venv}")
+    (folder / "c.yaml").write_text("useVenv: true")
     (folder / "requirements.txt").write_text(f"{write_wheel(server.folder)}\n")
     (folder / "helper.py").write_text("from penstock_tiny import NAME")
     code = "import helper\ndef handle(data, context):\n    return data and [helper.NAME for _ in data]\n"

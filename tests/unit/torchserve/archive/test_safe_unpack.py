@@ -322,21 +322,13 @@ def test_more_members_than_the_limit_are_refused(archives: Any):
         refused(path, "more than 10 members", UnpackLimits(members=10))
 
 
-def test_a_million_members_are_refused_before_they_are_read(archives: Any):
+@pytest.mark.parametrize(("members", "rule"), [(200_000, "too many members"), (20_000, "more than 10000 members")])
+def test_too_many_members_are_refused_before_one_is_written(archives: Any, members: int, rule: str):
     entry = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", 20, 20, 0, 0, 0, 33, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0)
-    directory = b"".join(entry + b"%07d" % i for i in range(1_000_000))
-    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, len(directory), 0, 0)
-    path = archives.folder / "m.mar"
-    path.write_bytes(directory + end)
-    refused(path, "too many members")
-
-
-def test_a_hundred_thousand_members_are_refused_before_one_is_written(archives: Any):
-    entry = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", 20, 20, 0, 0, 0, 33, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0)
-    directory = b"".join(entry + b"%07d" % i for i in range(100_000))
+    directory = b"".join(entry + b"%07d" % i for i in range(members))
     end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, len(directory), 0, 0)
     (archives.folder / "m.mar").write_bytes(directory + end)
-    refused(archives.folder / "m.mar", "more than 10000 members")
+    refused(archives.folder / "m.mar", rule)
 
 
 def test_a_million_members_of_a_tar_are_refused_at_the_limit(archives: Any):

@@ -224,15 +224,15 @@ with closing(ModelStore(Path(sys.argv[1]), cache=Path(sys.argv[2])).open("m.mar"
 """
 
 
+def other_process(store: ModelStore) -> subprocess.Popen[str]:
+    """Opens m.mar, prints its folder, and closes it at the end of its input."""
+    command = [sys.executable, "-c", OTHER_PROCESS, str(store.root), str(store.cache)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def test_two_processes_share_one_folder(store: ModelStore):
-    other = subprocess.Popen(
-        [sys.executable, "-c", OTHER_PROCESS, str(store.root), str(store.cache)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdout is not None
-    with other:
+    with other_process(store) as other:
+        assert other.stdout is not None
         folder = Path(other.stdout.readline().strip())
         with closing(store.open("m.mar")) as mine:
             assert mine.archive.folder == folder
@@ -242,13 +242,7 @@ def test_two_processes_share_one_folder(store: ModelStore):
 
 
 def test_files_used_by_a_killed_process_can_be_removed(store: ModelStore):
-    other = subprocess.Popen(
-        [sys.executable, "-c", OTHER_PROCESS, str(store.root), str(store.cache)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with other:
+    with other_process(store) as other:
         assert other.stdout is not None
         folder = Path(other.stdout.readline().strip())
         other.kill()

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.torchserve.config import IGNORED, ListenerAddress, Properties, load_properties, parse_address
-from penstock.torchserve.java_properties import format_properties, parse_properties
+from penstock.torchserve.admin.snapshots import format_properties
+from penstock.torchserve.config import (
+    IGNORED,
+    ListenerAddress,
+    Properties,
+    load_properties,
+    parse_address,
+    parse_properties,
+)
 
 CAPTIONING = r"""
 inference_address=http://0.0.0.0:12345
