@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -42,10 +42,13 @@ class BatchMarks(BatchOp):
 
 
 @pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalog._registered, "Marks", Marks)
-    monkeypatch.setitem(catalog._registered, "BatchMarks", BatchMarks)
+def _known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    catalog.register("Marks", Marks)
+    catalog.register("BatchMarks", BatchMarks)
     monkeypatch.setattr("penstock.pipeline.node.log.disabled", True)
+    yield
+    catalog.unregister("Marks")
+    catalog.unregister("BatchMarks")
 
 
 NAMES = "abcdef"

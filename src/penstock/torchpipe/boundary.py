@@ -31,11 +31,8 @@ def to_array(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu()
         return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    if type(value) in (list, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-        return [to_array(v) for v in value]
-    if type(value) is list and value and all(type(v) is list for v in value):
-        return [to_array(v) for v in value]
-    return value
+    tensors = type(value) in (list, tuple) and any(isinstance(v, torch.Tensor) for v in value)
+    return [to_array(v) for v in value] if tensors or _is_lists(value) else value
 
 
 def to_tensor(value: Any) -> Any:
@@ -47,11 +44,12 @@ def to_tensor(value: Any) -> Any:
         if value.dtype.kind not in "biufc":
             return value
         return torch.from_numpy(value if value.flags.writeable and min(value.strides, default=0) >= 0 else value.copy())
-    if type(value) in (list, tuple) and value and all(isinstance(v, np.ndarray) for v in value):
-        return [to_tensor(v) for v in value]
-    if type(value) is list and value and all(type(v) is list for v in value):
-        return [to_tensor(v) for v in value]
-    return value
+    arrays = type(value) in (list, tuple) and value and all(isinstance(v, np.ndarray) for v in value)
+    return [to_tensor(v) for v in value] if arrays or _is_lists(value) else value
+
+
+def _is_lists(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(type(v) is list for v in value)
 
 
 def is_rows(value: Any) -> bool:
