@@ -57,7 +57,7 @@ else:  # a type checker that saw `__getattr__` would accept every name
         "Client": "penstock.client.sync",
         "Engine": "penstock.core.engine.engine",
         "Future": "penstock.core.portal.waiters",
-        "InferResponse": "penstock.serving.protocols.oip_binary",
+        "InferResponse": "penstock.serving.protocols.oip_messages",
         "ManagedModel": "penstock.streamer.model",
         "ModelConfig": "penstock.config.schema",
         "Pipeline": "penstock.pipeline.builder",
