@@ -9,7 +9,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.contracts import Codec
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadOutput, BadRequest, Cancelled, ItemFailed, OutOfMemory, PenstockError
+from penstock.errors import BadOutput, BadRequest, Cancelled, ConfigError, ItemFailed, OutOfMemory, WrongRowCount
 from penstock.types import Item, ItemResult, ModelMetadata
 
 
@@ -74,16 +74,74 @@ def counting(fails):
     return predict, sizes
 
 
-def test_results_are_aligned_and_run_time_is_reported():
-    (part,) = run(lambda items: [i + 1 for i in items], [1, 2, 3])
-    assert values(part) == [2, 3, 4]
-    assert 0 < part.run_s < 1
-    assert part.oom is None
+def when(guilty, wrong):
+    """A model that returns its items, or raises or returns `wrong(items)` if `guilty(items)`."""
+
+    def predict(items):
+        found = wrong(items) if guilty(items) else items
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    return predict
 
 
-@pytest.mark.parametrize("found", [(1, 2), np.array([1, 2])])
-def test_tuples_and_arrays_are_results(found):
-    assert values(run(lambda items: found, [0, 0])[0]) == [1, 2]
+def five(items):
+    return 5 in items
+
+
+def above_two(items):
+    return len(items) > 2
+
+
+def no_memory(items):
+    return MemoryError()
+
+
+EIGHT = list(range(8))
+BATCHES = {  # name: target, items, options, (values or classes of errors, oom, miscounted)
+    "results are aligned": (lambda items: [i + 1 for i in items], [1, 2, 3], {}, ([2, 3, 4], None, False)),
+    "a tuple is results": (lambda items: (1, 2), [0, 0], {}, ([1, 2], None, False)),
+    "an array is results": (lambda items: np.array([1, 2]), [0, 0], {}, ([1, 2], None, False)),
+    "one result too many": (when(five, lambda items: [1] * (len(items) + 1)), EIGHT, {},
+                            ([0, 1, 2, 3, 4, WrongRowCount, 6, 7], None, False)),
+    "no list": (when(five, lambda items: None), EIGHT, {}, ([0, 1, 2, 3, 4, BadOutput, 6, 7], None, False)),
+    "a bad output of its own": (when(five, lambda items: BadOutput("no list")), EIGHT, {},
+                                ([0, 1, 2, 3, 4, BadOutput, 6, 7], None, False)),
+    "an item that is lost alone says nothing about the size": (
+        lambda items: [i for i in items if i != 3], EIGHT, {}, ([0, 1, 2, WrongRowCount, 4, 5, 6, 7], None, False)),
+    "a batch of another number of rows is halved and its size reported": (
+        when(above_two, lambda items: items[:1]), EIGHT, {}, (EIGHT, (4, 2), True)),
+    "... without leave to retry it fails": (
+        when(above_two, lambda items: items[:1]), EIGHT, {"retry_split": False}, ([WrongRowCount] * 8, None, False)),
+    "out of memory halves even without retry_split": (
+        when(above_two, lambda items: type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")), EIGHT,
+        {"retry_split": False}, (EIGHT, (4, 2), False)),
+    "one item too large for memory is named": (
+        when(lambda items: 3 in items, no_memory), [0, 1, 2, 3], {}, ([0, 1, 2, OutOfMemory], (1, 2), False)),
+    "rows are counted when memory ends": (
+        when(bool, no_memory), [Item(1, rows=5)], {}, ([OutOfMemory], (5, 0), False)),
+    "out of memory fails the whole batch of a model that is not idempotent": (
+        when(bool, no_memory), [1, 2], {"idempotent": False}, ([OutOfMemory] * 2, (2, 0), False)),
+    "predict is not called without items": (
+        len, [Item(b"", "upper")], {}, ([BadRequest], None, False)),
+    "an unknown codec fails its item": (
+        lambda items: items, [Item(b"", "no_such_codec"), 1], {}, ([ConfigError, 1], None, False)),
+    "many without items are answered": (lambda items: items, [Item([], many=True)], {}, ([[]], None, False)),
+    "many that are no list are refused": (lambda items: items, [Item(5, many=True)], {}, ([BadRequest], None, False)),
+    "without rows each item is a call": (
+        when(lambda items: len(items) > 1, no_memory), [1, Item([2, 3], rows=2, many=True)], {"rows": "none"},
+        ([1, [2, 3]], None, False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_has_one_outcome_for_each_item(name):
+    target, items, options, (expected, oom, miscounted) = BATCHES[name]
+    (part,) = run(target, items, **options)
+    kinds_of = [type(v) if isinstance(v, Exception) else v for v in values(part)]
+    assert (kinds_of, part.oom, part.miscounted) == (expected, oom, miscounted)
+    assert 0 <= part.run_s < 1
 
 
 def test_the_guilty_item_is_found_by_halves():
@@ -105,52 +163,6 @@ def test_without_retries_the_whole_batch_fails(off):
     assert sizes == [8]
 
 
-@pytest.mark.parametrize("wrong", [[1], None, BadOutput("no list")])
-def test_an_invalid_answer_is_split_until_the_guilty_item_is_alone(wrong):
-    def predict(items):
-        if 5 not in items:
-            return items
-        if isinstance(wrong, Exception):
-            raise wrong
-        return wrong and [1] * (len(items) + 1)
-
-    [part] = run(predict, range(8))
-    assert kinds(part) == [int] * 5 + [BadOutput] + [int] * 2
-
-
-def test_out_of_memory_halves_even_without_retry_split():
-    def predict(items):
-        if len(items) > 2:
-            raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory")
-        return items
-
-    (part,) = run(predict, range(8), retry_split=False)
-    assert values(part) == list(range(8))
-    assert part.oom == (4, 2)
-
-
-def test_a_batch_of_another_number_of_rows_is_halved_and_its_size_reported():
-    def halved(items):
-        return items if len(items) <= 2 else items[:1]
-
-    (part,) = run(halved, range(8))
-    assert (values(part), part.oom, part.miscounted) == (list(range(8)), (4, 2), True)
-    (part,) = run(halved, range(8), retry_split=False)
-    assert (kinds(part), part.oom, part.miscounted) == ([BadOutput] * 8, None, False)
-
-
-def test_an_item_that_is_lost_alone_says_nothing_about_the_size():
-    (part,) = run(lambda items: [i for i in items if i != 3], range(8))
-    assert kinds(part) == [int] * 3 + [BadOutput] + [int] * 4
-    assert (part.oom, part.miscounted) == (None, False)
-
-
-def test_without_rows_each_item_is_a_call():
-    predict, sizes = counting(lambda items: False)
-    (part,) = run(predict, [1, Item([2, 3], rows=2, many=True)], rows="none")
-    assert (values(part), sizes) == ([10, [20, 30]], [1, 1, 1])
-
-
 def test_the_memory_of_a_failed_call_is_freed_before_the_retry():
     import weakref
 
@@ -169,34 +181,6 @@ def test_the_memory_of_a_failed_call_is_freed_before_the_retry():
 
     run(predict, [1, 2, 3, 4])
     assert freed == [True] * 7
-
-
-def test_one_item_too_large_for_memory_is_named():
-    def predict(items):
-        if 3 in items:
-            raise MemoryError
-        return items
-
-    (part,) = run(predict, range(4))
-    assert kinds(part) == [int, int, int, OutOfMemory]
-    assert part.oom == (1, 2)
-
-
-def test_rows_are_counted_when_memory_ends():
-    def predict(items):
-        raise MemoryError
-
-    (part,) = run(predict, [Item(1, rows=5)])
-    assert part.oom == (5, 0)
-
-
-def test_out_of_memory_fails_the_whole_batch_of_a_non_idempotent_model():
-    def predict(items):
-        raise MemoryError
-
-    (part,) = run(predict, [1, 2], idempotent=False)
-    assert kinds(part) == [OutOfMemory] * 2
-    assert part.oom == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +221,6 @@ def test_hooks_run_once_an_item_and_fail_it_alone():
     ]
 
 
-def test_predict_is_not_called_without_items():
-    def predict(items):
-        raise AssertionError
-
-    (part,) = run(predict, [Item(b"", "upper")])
-    assert kinds(part) == [BadRequest]
-
-
 def test_codecs_decode_and_encode_each_item_by_itself():
     (part,) = run(lambda items: items, [Item(b, "upper") for b in (b"a", b"", b"cannot", b"b")])
     assert [r.body for r in part.results if r.error is None] == [b"A", b"B"]
@@ -252,12 +228,6 @@ def test_codecs_decode_and_encode_each_item_by_itself():
     (part,) = run(lambda items: [5], [Item(b"a", "upper")])
     assert kinds(part) == [BadOutput]
     assert "a int that cannot be sent" in values(part)[0].message
-
-
-def test_an_unknown_codec_fails_its_item():
-    (part,) = run(lambda items: items, [Item(b"", "no_such_codec"), 1])
-    assert isinstance(values(part)[0], PenstockError)
-    assert values(part)[1] == 1
 
 
 def test_many_is_flattened_and_put_together_again():
@@ -269,12 +239,6 @@ def test_many_is_flattened_and_put_together_again():
     first, single, second = values(part)
     assert (first, single, second[1]) == ([1, 2], 9, 4)
     assert type(second[0]) is ItemFailed
-
-
-@pytest.mark.parametrize("payload", [[], 5])
-def test_many_without_items_is_answered(payload):
-    (part,) = run(lambda items: items, [Item(payload, many=True)])
-    assert kinds(part) == [list if payload == [] else BadRequest]
 
 
 def stream(items):
@@ -541,16 +505,6 @@ def test_a_batch_is_prepared_when_it_is_decoded():
     assert values(run(Preparing(), [])[-1]) == []
 
 
-def test_the_list_that_a_model_gets_is_its_own():
-    def greedy(items):
-        taken = [items.pop() for _ in range(len(items))]
-        if taken == ["b", "a"]:
-            raise ValueError
-        return taken
-
-    assert values(run(greedy, ["a", "b"])[-1]) == ["a", "b"]
-
-
 def test_a_users_own_names_are_no_hooks():
     class Own:
         def prepare(self, items):
@@ -630,3 +584,13 @@ def test_the_time_of_a_failed_call_counts_as_predict_time(monkeypatch):
     parts = []
     made.run(1, made.decode([Item(1), Item(2)]), parts.append)
     assert parts[0].stages_s == (2, 30, 0)  # the batch, and its halves
+
+
+def test_the_list_that_a_model_gets_is_its_own():
+    def greedy(items):
+        taken = [items.pop() for _ in range(len(items))]
+        if taken == ["b", "a"]:
+            raise ValueError
+        return taken
+
+    assert values(run(greedy, ["a", "b"])[-1]) == ["a", "b"]
