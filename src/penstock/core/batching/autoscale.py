@@ -16,16 +16,17 @@ from collections import deque
 
 from msgspec import Struct
 
+# Choices, checked by benchmarks/autoscale.py: late requests, and cost against an oracle that knows the load.
 MISSES = 0.002  # the share of requests for which the margin lets the wait exceed its target
 _MARGIN = -math.log(MISSES) / 2
-_SURE = 4.0  # standard deviations by which a short window must exceed the mean to count
+_SURE_SIGMAS = 4.0  # standard deviations by which a short window must exceed the mean to count
 _TICKS = 240  # readings in a quiet window
-_MOST_DRAIN = 2.0  # times the lasting need: many starts at once delay each other, which must not cause further ones
-_FEWEST_ROWS = 8  # of a window that predicts a rate
-_MOST_DISPERSION = 8.0
+_MAX_DRAIN = 2.0  # times the lasting need: many starts at once delay each other, which must not cause further ones
+_MIN_ROWS = 8  # of a window that predicts a rate
+_MAX_DISPERSION = 8.0
 MIN_TICK_S = 0.05
 START_S = 1.0  # assumed time of a start before one was measured
-_LEAST_WAIT = 0.25  # of the SLO: a target remains even if a batch takes nearly as long as the SLO
+_MIN_WAIT = 0.25  # of the SLO: a target remains even if a batch takes nearly as long as the SLO
 
 
 class AutoscaleLimits(Struct, frozen=True, kw_only=True):
@@ -80,7 +81,7 @@ class Stay:
             self._area = self._area * fade + (now - t) * (present + reading.running_rows) / 2
             self._left = self._left * fade + max(0, left - before)
         self._last = now, left, reading.running_rows
-        return self._area / self._left if self._left >= _FEWEST_ROWS else 0.0
+        return self._area / self._left if self._left >= _MIN_ROWS else 0.0
 
 
 class Autoscaler:
@@ -156,7 +157,7 @@ class Autoscaler:
         capacity = reading.full_rows / full_s  # rows/s of an instance
         wait_s = limits.wait_s
         if limits.slo_s is not None:
-            wait_s = max(limits.slo_s - full_s, _LEAST_WAIT * limits.slo_s)
+            wait_s = max(limits.slo_s - full_s, _MIN_WAIT * limits.slo_s)
         rate, dispersion = self._predicted()
         steady = (rate + _MARGIN * dispersion / wait_s) / capacity if rate else 0.0
         # when an instance that starts now is up; those that start already serve for as long as they have been starting
@@ -167,7 +168,7 @@ class Autoscaler:
             drain_s = max(wait_s, self.start_s)
             drain = (rate * drain_s + waiting) / (capacity * (drain_s + wait_s / 2))
             late = waiting / (capacity * 2 * wait_s)  # one more suffices if the wait is shorter than twice its target
-            need = max(need, min(drain, max(steady + 1, min(late, _MOST_DRAIN * steady))))
+            need = max(need, min(drain, max(steady + 1, min(late, _MAX_DRAIN * steady))))
         return math.ceil(need - 0.02)
 
     @property
@@ -185,14 +186,14 @@ class Autoscaler:
         dispersion, tick_s = self._dispersion(), self.limits.tick_s
         longest = self._window_s
         start, rows = self._at(end - longest)
-        doubt = _SURE / 2 * math.sqrt(total - rows) if end - start < 0.9 * longest else 0.0
+        doubt = _SURE_SIGMAS / 2 * math.sqrt(total - rows) if end - start < 0.9 * longest else 0.0
         mean = max(0.0, total - rows - doubt) / max(end - start, tick_s)
         above, below, span = (mean, longest), (mean, longest), longest / 2
         while span >= 2 * tick_s:
             t, rows = self._at(end - span)
             seconds, rows = max(end - t, tick_s), total - rows
-            noise = _SURE * math.sqrt(max(rows, mean * seconds) * dispersion)
-            if rows >= _FEWEST_ROWS and (rows - noise) / seconds > mean:
+            noise = _SURE_SIGMAS * math.sqrt(max(rows, mean * seconds) * dispersion)
+            if rows >= _MIN_ROWS and (rows - noise) / seconds > mean:
                 above = max(above, ((rows - noise / 2) / seconds, span))
             below = min(below, ((rows + noise) / seconds, span))
             span /= 2
@@ -200,7 +201,7 @@ class Autoscaler:
         half, deviation = longest / 2, dispersion**0.5
         # a step is in one half of the window, a rise in both
         rise = min(
-            self._slope(end, longest, _SURE * deviation),
+            self._slope(end, longest, _SURE_SIGMAS * deviation),
             self._slope(end, half, deviation),
             self._slope(end - half, half, deviation),
         )
@@ -240,4 +241,4 @@ class Autoscaler:
                 squares += (rows - last) ** 2 / 2  # neighbours: a slow change of the rate is no dispersion
                 total += rows
             last = rows
-        return min(_MOST_DISPERSION, max(1.0, squares / total)) if total >= 64 else 1.0
+        return min(_MAX_DISPERSION, max(1.0, squares / total)) if total >= 64 else 1.0

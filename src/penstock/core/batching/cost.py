@@ -1,12 +1,13 @@
 """Cost: the run time of a batch of n rows, learned from finished batches."""
 
-MOST_S = 1e6  # longer claims are not measurements, and their sums would overflow
+# Chosen by simulating models with jitter, steps, stragglers and drift; `MAX_SECONDS` only guards the sums.
+MAX_SECONDS = 1e6  # longer claims are not measurements, and their sums would overflow
 SKIPPED_SAMPLES = 2  # the first ones include lazy initialization
 READY_SAMPLES = 6  # after the skipped ones: fewer samples predict noise
 _FORGET = 0.995  # share of its weight that a size keeps per sample of any size
 _MAX_WEIGHT = 30.0
 _STRAGGLER = 3.0  # times the mean of its size: counts in `ratio`, is clipped in the mean
-_SPREAD = 0.2  # variance of the sizes, from which on a line through their times says what its parts are
+_SPREAD = 0.2  # variance of the sizes from which on a line through their times separates a from b
 _UPPER = 0.97  # the quantile of measured / predicted that `ratio` follows
 
 
@@ -47,7 +48,7 @@ class Cost:
 
     def add(self, n: int, seconds: float) -> None:
         """Learns from one batch; ignores impossible values."""
-        if n < 1 or not 0 <= seconds < MOST_S:  # false for NaN, too
+        if n < 1 or not 0 <= seconds < MAX_SECONDS:  # false for NaN, too
             return
         self._seen += 1
         if self._seen <= SKIPPED_SAMPLES:

@@ -19,7 +19,7 @@ class Entry(Struct, eq=False):
     `rows` is its share of a batch. `deadline_s` is the caller's deadline or arrival + slo, whichever is earlier, on the
     scheduler's clock; INF without either. `expires_s` ends the waiting (`timeout_s`). `priority` is a class; 0 is the
     most urgent and the default. Only entries of one `bucket` share a batch. A request larger than the batch waits as
-    parts; a `divisible` one may also be cut to fill a batch. `parent` is then the request, `start` the part's first
+    pieces; a `divisible` one may also be cut to fill a batch. `parent` is then the request, `start` the piece's first
     row. The rows of a `separate` request are items of their own: one can fail without the others. `behind_s` puts it
     behind requests that arrive up to so much later. Requests of one `sequence` run in order, one at a time.
     """
@@ -51,7 +51,7 @@ class Entry(Struct, eq=False):
 
 
 class Dispatch(Struct, frozen=True):
-    """Send these entries (or parts of split ones) to this slot now. `reason` explains the size to people.
+    """Send these entries (or pieces of split ones) to this slot now. `reason` explains the size to people.
 
     `concurrent`: the slot runs batches concurrently. `ended`: ids of sequences of the slot that ended since its last
     batch; its worker drops their states.
@@ -109,12 +109,12 @@ class Outcome(Struct, frozen=True):
 
 
 class EntryState(IntEnum):
-    """The state of an entry: a request, or a part of a split one."""
+    """The state of an entry: a request, or a piece of a split one."""
 
     NEW = 0
     WAITING = 1
     RUNNING = 2
-    SPLIT = 3  # larger than the batch or than the room in it: its parts wait and run instead
+    SPLIT = 3  # larger than the batch or than the room in it: its pieces wait and run instead
     DONE = 4  # answered
     DROPPED = 5  # expired, shed, failed or cancelled
 

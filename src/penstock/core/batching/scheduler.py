@@ -14,16 +14,17 @@ from penstock.core.batching.slots import BRIEF_S, Slots
 from penstock.core.batching.waiting import WaitingQueue
 from penstock.errors import BadRequest, PayloadTooLarge, QueueFull
 
+# choices, unless a measurement is named
 CEILING_S = 600.0
 """How long an out-of-memory error lowers the batch size; other processes on the device come and go."""
 LAST_SLOT_S = 5.0
 """How long, at most, requests that were in a death leave the last slot to others that wait: most workers restart in
 that time, and a second death would leave no slot. With a short `horizon_s` it is an eighth of that."""
-KILLERS = 16
-"""For so many times that patience (a minute) after a request died alone for the second time, a death is probably the
-work of another one. What was in it waits for the slot that died, up to twice the patience, and spares the others."""
-KEPT = 8
-"""One part in this many of the queue is reserved for the most urgent class, so that a bulk job cannot fill it all."""
+SUSPICION_PATIENCES = 16
+"""For so many times that patience, about a minute, after a request died alone for the second time, a death is probably
+the work of another one. What was in it waits for the slot that died, up to twice the patience, and spares the rest."""
+RESERVED_PART = 8
+"""One row in this many of the queue is reserved for the most urgent class, so that a bulk job cannot fill it all."""
 
 
 class Scheduler:
@@ -121,7 +122,7 @@ class Scheduler:
             return 0
         else:
             rows = full if queue.rows >= full else self._wake_rows - 1 - queue.rows
-        return max(0, min(rows, (self._max_queue - self._max_queue // KEPT - queue.rows) // 2))
+        return max(0, min(rows, (self._max_queue - self._max_queue // RESERVED_PART - queue.rows) // 2))
 
     @property
     def max_queue(self) -> int:
@@ -135,8 +136,8 @@ class Scheduler:
         self._max_queue = rows
 
     def killers(self, now: float) -> bool:
-        """Whether a death is probably the work of a request, see KILLERS."""
-        return now < self._killer_s + KILLERS * self._patience_s
+        """Whether a death is probably the work of a request, see SUSPICION_PATIENCES."""
+        return now < self._killer_s + SUSPICION_PATIENCES * self._patience_s
 
     def prime(self, samples: list[tuple[int, float]]) -> None:
         """Learns from (rows, seconds) of warm-up runs."""
@@ -178,7 +179,7 @@ class Scheduler:
         max_rows, max_bytes = self._max_queue, self._max_queue_bytes
         self.arrived_rows += rows
         if priority:
-            max_rows, max_bytes = max_rows - max_rows // KEPT, max_bytes - max_bytes // KEPT
+            max_rows, max_bytes = max_rows - max_rows // RESERVED_PART, max_bytes - max_bytes // RESERVED_PART
         if rows < 1 or queue.rows + rows > max_rows or queue.nbytes + entry.nbytes > max_bytes:
             self._refuse(entry, max_rows, max_bytes)
         if self.sequences is not None:
@@ -205,8 +206,8 @@ class Scheduler:
         raise QueueFull(f"the queue is full ({full} wait): try again later", retry_after_s=self.drain_s())
 
     def cancel(self, id: int, now: float) -> bool:
-        """True: the request waited and is removed; no event follows. False: at least a part of it runs and ends later
-        (waiting parts are removed), or the request is unknown."""
+        """True: the request waited and is removed; no event follows. False: at least a piece of it runs and ends later
+        (waiting pieces are removed), or the request is unknown."""
         return self._queue.cancel(id)
 
     def slot_up(self, slot: int, now: float, concurrency: int = 1) -> None:
@@ -244,8 +245,8 @@ class Scheduler:
         self._queue.streams(entry)
 
     def complete(self, batch_id: int, outcome: Outcome, now: float) -> list[int]:
-        """A batch ended. Returns the ids of the split requests that ended with it: all parts answered, one failed, or
-        the caller left. A split request ends only when no part of it runs. `poll` reports requests that a death
+        """A batch ended. Returns the ids of the split requests that ended with it: all pieces answered, one failed, or
+        the caller left. A split request ends only when no piece of it runs. `poll` reports requests that a death
         ends; entries of separate items that it ends are DONE, and the caller answers them."""
         answered = outcome.kind == "ok"
         if self.sequences is not None:
@@ -319,7 +320,7 @@ class Scheduler:
         choice = self._policy.select(view, now)
         if type(choice) is Drop:
             for entry in choice.entries:
-                if entry.state == EntryState.WAITING:  # else purged a moment ago with another part of its request
+                if entry.state == EntryState.WAITING:  # else purged a moment ago with another piece of its request
                     expired = choice.reason == "expired"
                     self._queue.drop(entry, Expire(entry.id, "expired") if expired else Shed(entry.id, "overload"))
         return choice

@@ -1,9 +1,9 @@
-"""WaitingQueue: all waiting requests, as buckets, parts of split requests, re-runs and expiry times.
+"""WaitingQueue: all waiting requests, as buckets, pieces of split requests, re-runs and expiry times.
 
-A request larger than the batch, or than the room left in it, is cut into parts. A part is an Entry with the request's
-id, `parent` the request and `start` its first row. A split request ends when all its rows are answered. Once a part has
-failed or expired, or the caller has left, it ends as soon as no part runs, because a worker may still read its payload;
-its waiting parts are purged at once. Every request leaves the queue exactly once.
+A request larger than the batch, or than the room left in it, is cut into pieces. A piece is an Entry with the request's
+id, `parent` the request and `start` its first row. A split request ends when all its rows are answered. Once a piece
+has failed or expired, or the caller has left, it ends as soon as no piece runs, because a worker may still read its
+payload; its waiting pieces are purged at once. Every request leaves the queue exactly once.
 """
 
 from heapq import heapify, heappop, heappush
@@ -16,7 +16,7 @@ from penstock.core.batching.entry import INF, SOURCES, Entry, EntryState, Event,
 from penstock.core.batching.queues import Bucket, Expiries
 from penstock.core.batching.sequences import SequenceTable
 
-FILL = 8  # cut a request if more than 1/FILL of a batch would stay empty; each part costs a decoding
+MIN_FILL = 8  # a choice: cut a request if more than 1/MIN_FILL of a batch would stay empty; each piece costs a decoding
 
 STALE_HEADS = 64  # as many entries of the heap may be out of date, and as many again as there are buckets
 
@@ -25,8 +25,8 @@ _RUNNABLE = SOURCES[EntryState.RUNNING]
 
 
 class SplitRequest(Struct, eq=False):
-    """A split request: its waiting parts, the number of running parts, and the rows without a response. `over`: no more
-    parts will run; `verdict` is then the event that ends it, None if the batch that ends it reports it."""
+    """A split request: its waiting pieces, the number of running pieces, and the rows without a response. `over`: no
+    more pieces will run; `verdict` is then the event that ends it, None if the batch that ends it reports it."""
 
     root: Entry
     waiting: list[Entry]
@@ -37,11 +37,11 @@ class SplitRequest(Struct, eq=False):
 
 
 def cut(entry: Entry, rows: int) -> list[Entry]:
-    """Parts of at most `rows` rows, in row order, of a request or of a part that has become too large."""
-    return [_part(entry, k, min(rows, entry.rows - k)) for k in range(0, entry.rows, rows)]
+    """Pieces of at most `rows` rows, in row order, of a request or of a piece that has become too large."""
+    return [_piece(entry, k, min(rows, entry.rows - k)) for k in range(0, entry.rows, rows)]
 
 
-def _part(entry: Entry, start: int, rows: int) -> Entry:
+def _piece(entry: Entry, start: int, rows: int) -> Entry:
     return replace(
         entry,
         rows=rows,
@@ -53,7 +53,7 @@ def _part(entry: Entry, start: int, rows: int) -> Entry:
 
 
 class WaitingQueue:
-    """The waiting entries of one Scheduler. No entry has more than `max_rows` rows: larger ones wait as parts.
+    """The waiting entries of one Scheduler. No entry has more than `max_rows` rows: larger ones wait as pieces.
 
     `events` collects the events of the next poll. `waiting` holds the requests that wait, at least in part. `dirty`
     names the buckets that got an entry with a deadline since the last look. `reruns` holds the entries that were in a
@@ -86,8 +86,8 @@ class WaitingQueue:
         self.rows += entry.rows
         self.nbytes += entry.nbytes
         if entry.rows > self.max_rows:
-            for part in self._cut(entry, cut(entry, self.max_rows)):
-                self._push(part)
+            for piece in self._cut(entry, cut(entry, self.max_rows)):
+                self._push(piece)
         else:
             assert entry.state == 0, f"request {entry.id} was offered before"
             entry.state = _WAITING
@@ -108,8 +108,8 @@ class WaitingQueue:
         if entry.deadline_s != INF:
             self.dirty[name] = None
 
-    def _cut(self, entry: Entry, parts: list[Entry]) -> list[Entry]:
-        """Returns `parts`, which replace `entry`; they are in no bucket yet."""
+    def _cut(self, entry: Entry, pieces: list[Entry]) -> list[Entry]:
+        """Returns `pieces`, which replace `entry`; they are in no bucket yet."""
         root = entry.parent or entry
         split = self._splits.get(root.id)
         if split is None:
@@ -117,9 +117,9 @@ class WaitingQueue:
         if entry.parent is not None:
             split.waiting.remove(entry)
         move([entry], EntryState.SPLIT)
-        move(parts, EntryState.WAITING)
-        split.waiting += parts
-        return parts
+        move(pieces, EntryState.WAITING)
+        split.waiting += pieces
+        return pieces
 
     def resize(self, max_rows: int) -> None:
         """Sets the most rows of an entry; cuts entries that became too large, in place."""
@@ -129,21 +129,21 @@ class WaitingQueue:
         for bucket in list(self.buckets.values()):
             for entry in [e for e in bucket.entries if e.rows > max_rows]:
                 bucket.remove(entry)
-                for part in reversed(self._cut(entry, cut(entry, max_rows))):
-                    bucket.push_back(part)
-                    self.expiries.add(part)
+                for piece in reversed(self._cut(entry, cut(entry, max_rows))):
+                    bucket.push_back(piece)
+                    self.expiries.add(piece)
             self._touch(bucket)
-        self.reruns = [part for entry in self.reruns for part in self._fitted(entry, max_rows)]
+        self.reruns = [piece for entry in self.reruns for piece in self._fitted(entry, max_rows)]
 
     def _fitted(self, entry: Entry, rows: int) -> list[Entry]:
-        """A waiting entry that is in no bucket, or its parts of at most `rows` rows, with their expiry recorded."""
-        parts = [entry] if entry.rows <= rows else self._cut(entry, cut(entry, rows))
-        for part in parts:
-            self.expiries.add(part)
-        return parts
+        """A waiting entry that is in no bucket, or its pieces of at most `rows` rows, with their expiry recorded."""
+        pieces = [entry] if entry.rows <= rows else self._cut(entry, cut(entry, rows))
+        for piece in pieces:
+            self.expiries.add(piece)
+        return pieces
 
     def put_back(self, entries: list[Entry], exact: bool, rows: int) -> None:
-        """Requeues running entries: as `exact` re-runs, or else in their old places. Cuts separate ones into parts of
+        """Requeues running entries: as `exact` re-runs, or else in their old places. Cuts separate ones into pieces of
         at most `rows` rows."""
         move(entries, EntryState.WAITING)
         fitting: list[Entry] = []
@@ -198,14 +198,14 @@ class WaitingQueue:
     # ---- out, to a slot
 
     def take(self, bucket: Bucket, rows: int, until_s: float, fill: bool) -> list[Entry]:
-        """Removes and returns entries of a bucket, see `Bucket.take`; they run now. `fill`: if more than 1/FILL of the
-        rows stay empty, cuts a divisible entry that is too large."""
+        """Removes and returns entries of a bucket, see `Bucket.take`; they run now. `fill`: if more than 1/MIN_FILL of
+        the rows stay empty, cuts a divisible entry that is too large."""
         entries = bucket.take(min(rows, self.max_rows), until_s)
         left = min(rows, self.max_rows) - sum([e.rows for e in entries]) if fill else 0
-        if left * FILL > rows and (large := bucket.first(until_s)) is not None and large.divisible:
+        if left * MIN_FILL > rows and (large := bucket.first(until_s)) is not None and large.divisible:
             bucket.remove(large)
-            part, rest = self._cut(large, [_part(large, 0, left), _part(large, left, large.rows - left)])
-            entries.append(part)
+            piece, rest = self._cut(large, [_piece(large, 0, left), _piece(large, left, large.rows - left)])
+            entries.append(piece)
             bucket.push_back(rest)
             self.expiries.add(rest)
         self._touch(bucket)
@@ -247,21 +247,21 @@ class WaitingQueue:
     def answered(self, entries: list[Entry], failed: frozenset[int]) -> list[int]:
         """Ends entries that ran. Returns the ids of the split requests that ended with them."""
         ended = []
-        for part in entries:
-            assert part.state == _RUNNING, f"entry {part!r} cannot become DONE"
-            part.state = _DONE
-            if part.parent is None:
-                if part.slot >= 0:
-                    self._next(part, answered=part.id not in failed)
+        for entry in entries:
+            assert entry.state == _RUNNING, f"entry {entry!r} cannot become DONE"
+            entry.state = _DONE
+            if entry.parent is None:
+                if entry.slot >= 0:
+                    self._next(entry, answered=entry.id not in failed)
                 continue
-            split = self._splits[part.id]
+            split = self._splits[entry.id]
             split.running -= 1
-            split.rows_left -= part.rows
-            if part.id in failed and not split.over:
+            split.rows_left -= entry.rows
+            if entry.id in failed and not split.over:
                 self._purge(split, None)
             if not split.running and (split.over or not split.rows_left):
                 if split.verdict is None:
-                    ended.append(part.id)
+                    ended.append(entry.id)
                 self._close(split)
         return ended
 
@@ -270,7 +270,7 @@ class WaitingQueue:
     def expire(self, now: float) -> None:
         """Ends requests that have waited past their deadline or timeout."""
         for e in self.expiries.due(now):
-            if e.state == _WAITING:  # else purged a moment ago, with another part of its request
+            if e.state == _WAITING:  # else purged a moment ago, with another piece of its request
                 self.drop(e, Expire(e.id, "timeout" if e.expires_s < e.deadline_s else "expired"))
 
     def drop(self, entry: Entry, verdict: Event) -> None:
@@ -287,7 +287,7 @@ class WaitingQueue:
             self._next(entry)
 
     def cancel(self, id: int) -> bool:
-        """True: the request waited and is removed. False: a part of it runs and ends later, or it does not wait."""
+        """True: the request waited and is removed. False: a piece of it runs and ends later, or it does not wait."""
         entry = self.waiting.get(id)
         if entry is None:
             return False
@@ -331,7 +331,7 @@ class WaitingQueue:
             if not split.over:
                 self._purge(split, fail)
             if not split.running:
-                split.verdict = split.verdict or fail  # after a failed part or a cancel this batch reports nothing
+                split.verdict = split.verdict or fail  # after a failed piece or a cancel this batch reports nothing
                 self._close(split)
         move([e for e, split in again if split is not None and split.over], EntryState.DROPPED)
         return [e for e, split in again if split is None or not split.over], ended
@@ -350,14 +350,14 @@ class WaitingQueue:
         move([entry], EntryState.DROPPED)
 
     def _left(self, request: Entry) -> None:
-        """Records that no part of a request waits."""
+        """Records that no piece of a request waits."""
         if self.waiting.pop(request.id, None) is not None:
             self.nbytes -= request.nbytes
 
     def _purge(self, split: SplitRequest, verdict: Event | None) -> None:
-        """Removes all waiting parts. The request closes as soon as no part of it runs."""
-        for part in split.waiting:
-            self._remove(part)
+        """Removes all waiting pieces. The request closes as soon as no piece of it runs."""
+        for piece in split.waiting:
+            self._remove(piece)
         split.waiting = []
         self._left(split.root)
         split.over, split.verdict = True, verdict

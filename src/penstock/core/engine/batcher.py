@@ -31,7 +31,7 @@ from penstock.core.contracts import Observer, Transport
 from penstock.core.engine.calls import (
     Call,
     Notifier,
-    PartMerger,
+    PieceMerger,
     RunningBatch,
     error_of,
     of_requests,
@@ -77,7 +77,7 @@ class Batcher:
         self.scheduler = scheduler
         self._transport = transport
         self._config = config
-        self._merger = PartMerger(name, version)
+        self._merger = PieceMerger(name, version)
         listening = of_requests(observers)
         self._notifier = Notifier(name, version, listening) if listening else None
         self._quarantine = Quarantine(name, quarantine_s)
@@ -142,7 +142,7 @@ class Batcher:
         return call
 
     def _cancelled(self, call: Call) -> None:
-        """A caller left. Its payload is released at once unless a worker has it, or a part of it."""
+        """A caller left. Its payload is released at once unless a worker has it, or a piece of it."""
         now = time.monotonic()
         if self.scheduler.cancel(call.entry.id, now):
             self._left([call.entry.id], now)
@@ -216,7 +216,7 @@ class Batcher:
         calls: list[Call] = []
         items: list[Item] = []
         for entry in dispatch.entries:
-            call = self._waiting[entry.id]  # parts have the id of their request
+            call = self._waiting[entry.id]  # pieces have the id of their request
             call.sent_s, call.batch_id = now, dispatch.batch_id
             calls.append(call)
             item = call.item
@@ -336,7 +336,7 @@ class Batcher:
     def _settle_split(self, requests: list[int], now: float) -> None:
         for request in requests:
             call = self._waiting[request]
-            call.settle(self._merger.merge(call.item, call.parts or {}, call.streamed))
+            call.settle(self._merger.merge(call.item, call.pieces or {}, call.streamed))
         self._left(requests, now)
 
     def _note_failures(self, running: RunningBatch, entry: Entry, call: Call, result: ItemResult) -> None:
@@ -371,7 +371,7 @@ class Batcher:
             elif call.sink is None or call.streamed:
                 call.settle(ItemResult(error=error), "worker_died")
                 gone = self.scheduler.cancel(entry.id, now)
-                if gone or entry.parent is None:  # another part of a split request may run: the request ends with it
+                if gone or entry.parent is None:  # another piece of a split request may run: the request ends with it
                     self._left([entry.id], now)
         self._settle_split(split, now)
         self._report(running, part, now, outcome.kind)

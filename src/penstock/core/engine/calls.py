@@ -37,7 +37,7 @@ class Call(Struct, eq=False):
     streamed: bool = False  # a part of the response was sent: the request must not run again
     timer: asyncio.TimerHandle | None = None  # of its deadline
     hung: bool = False  # a batch with it exceeded `run_timeout_s`
-    parts: dict[int, ItemResult] | None = None  # of a split request: first row -> answer
+    pieces: dict[int, ItemResult] | None = None  # of a split request: first row -> response
 
     def settle(self, result: ItemResult, reason: str = "") -> None:
         """Delivers the final response, once, unless the caller left. `reason`: why a model did not answer."""
@@ -52,10 +52,10 @@ class Call(Struct, eq=False):
             self._call_sink(self.sink, result)
 
     def keep(self, start: int, result: ItemResult) -> None:
-        """Keeps the response to the part of a split request that begins at row `start`."""
-        if self.parts is None:
-            self.parts = {}
-        self.parts[start] = result
+        """Keeps the response to the piece of a split request that begins at row `start`."""
+        if self.pieces is None:
+            self.pieces = {}
+        self.pieces[start] = result
 
     def _call_sink(self, sink: Sink, result: ItemResult) -> None:
         try:
@@ -91,28 +91,28 @@ def release(item: Item) -> None:
         item.payload.release()
 
 
-class PartMerger:
-    """Merges the responses to the parts of split requests of one model version."""
+class PieceMerger:
+    """Merges the responses to the pieces of split requests of one model version."""
 
     def __init__(self, name: str, version: str) -> None:
         self.name = name
         self._codecs = ModelCodecs(ModelMetadata(name, version))
 
-    def merge(self, item: Item, parts: Mapping[int, ItemResult], streamed: bool) -> ItemResult:
-        """One response from `parts`, by first row and in row order; an error if a part failed or they do not fit."""
-        ordered = [result for _, result in sorted(parts.items())]
+    def merge(self, item: Item, pieces: Mapping[int, ItemResult], streamed: bool) -> ItemResult:
+        """One response from `pieces`, by first row and in row order; an error if a piece failed or they do not fit."""
+        ordered = [result for _, result in sorted(pieces.items())]
         bad = next((p for p in ordered if p.error is not None), None)
         if bad is not None or (streamed and not item.many):  # the parts are already sent: only the end is left
             return bad or ordered[-1]
         try:
             if item.codec == OBJECT:
-                return ItemResult(body=[value for part in ordered for value in part.body])
+                return ItemResult(body=[value for piece in ordered for value in piece.body])
             return self._codecs.get(item.codec).join(ordered)
         except PenstockError as e:
             return ItemResult(error=e)
         except Exception as e:
             log.exception("join_failed model=%s", self.name)
-            text = f"the parts of the answer could not be joined: {type(e).__name__}"
+            text = f"the pieces of the response could not be joined: {type(e).__name__}"
             return ItemResult(error=ItemFailed(text))
 
 

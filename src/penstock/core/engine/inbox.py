@@ -16,7 +16,8 @@ from penstock.types import Item, ItemResult
 
 log = logging.getLogger("penstock.engine")
 
-A_PASS = 256  # requests submitted in one pass of the loop
+# choices
+REQUESTS_PER_PASS = 256  # submitted in one pass of the loop
 LOOK_S = 0.02  # a request waits at most this long for the loop to run for another reason
 
 
@@ -105,7 +106,7 @@ class RequestInbox:
         submit = self.backend.submit
         # a flood is spread over several passes, so that submitted requests are sent in between
         try:
-            for request in islice(self._taken(), A_PASS):
+            for request in islice(self._taken(), REQUESTS_PER_PASS):
                 if not isinstance(request, tuple):
                     request()
                     continue

@@ -22,7 +22,7 @@ from penstock.types import MetricDelta, Ready
 
 log = logging.getLogger("penstock.engine")
 
-HOPELESS = 2  # consecutive failures after which callers no longer wait for the next attempt
+HOPELESS_FAILURES = 2  # consecutive failures after which callers no longer wait for the next attempt
 
 
 class Instance(Struct, eq=False):
@@ -138,7 +138,7 @@ class Instances:
 
     def back_in_s(self) -> float | None:
         """Like `retry_in_s`, without workers that failed repeatedly, whose next attempt will probably fail too."""
-        return self._soonest(i for i in self._slots.values() if i.failures < HOPELESS)
+        return self._soonest(i for i in self._slots.values() if i.failures < HOPELESS_FAILURES)
 
     @staticmethod
     def _soonest(instances: Iterable[Instance]) -> float | None:

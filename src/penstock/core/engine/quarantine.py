@@ -18,7 +18,7 @@ from penstock.types import Item
 log = logging.getLogger("penstock.engine")
 
 MAX_PAYLOADS = 1024  # of each table; the oldest are forgotten first
-SAMPLES = 256  # bytes of a sample, at least if the payload has as many
+SAMPLE_BYTES = 256  # bytes of a sample, at least if the payload has as many
 
 Sample = tuple[str, str, int, bytes]
 V = TypeVar("V")
@@ -94,7 +94,7 @@ def _sample(item: Item) -> Sample | None:
     data = _bytes(item)
     if not data:
         return None
-    return (item.codec, item.content_type, len(data), bytes(data[:: max(1, len(data) // SAMPLES)]))
+    return (item.codec, item.content_type, len(data), bytes(data[:: max(1, len(data) // SAMPLE_BYTES)]))
 
 
 def _digest(item: Item) -> bytes:

@@ -13,12 +13,13 @@ from penstock.core.readings import resident_bytes
 
 log = logging.getLogger("penstock.engine")
 
+# choices
 CHECK_S = 1.0  # between two readings of a worker's memory
 RETRY_S = 60.0  # between two attempts to replace a worker
 WINDOW_S = 20.0
-RISES = 6  # windows with more memory than before, after which growth is reported
-LEAST_RISE = 2**20  # of a window
-LEAST_GROWTH = 48 * 2**20  # of all
+MIN_RISES = 6  # windows with more memory than before, after which growth is reported
+MIN_RISE_BYTES = 2**20  # of a window
+MIN_GROWTH_BYTES = 48 * 2**20  # of all
 
 
 class MemoryGrowth:
@@ -44,12 +45,12 @@ class MemoryGrowth:
             self._close_window()
         self._ends_s, self._low = now_s + WINDOW_S, nbytes
         grown = 0 if self._base is None else self._last - self._base
-        return grown if self._rises >= RISES and grown >= LEAST_GROWTH else 0
+        return grown if self._rises >= MIN_RISES and grown >= MIN_GROWTH_BYTES else 0
 
     def _close_window(self) -> None:
-        if self._base is None or self._low < self._last - LEAST_RISE:  # the first window, or memory was freed
+        if self._base is None or self._low < self._last - MIN_RISE_BYTES:  # the first window, or memory was freed
             self._base, self._rises = self._low, 0
-        elif self._low < self._last + LEAST_RISE:
+        elif self._low < self._last + MIN_RISE_BYTES:
             return
         else:
             self._rises += 1

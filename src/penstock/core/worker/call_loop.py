@@ -14,8 +14,9 @@ from penstock.core.worker.predict import aligned
 from penstock.errors import ENDS, RunTimeout, out_of_memory
 from penstock.types import Step
 
-AUTO = 256  # rows in progress on an instance whose `predict` is async
-EARLY = 0.95  # of `run_timeout_s`, after which a silent batch is cancelled; at the end of it the worker is replaced
+# choices
+AUTO_CONCURRENCY = 256  # rows in progress on an instance whose `predict` is async
+CANCEL_SHARE = 0.95  # of `run_timeout_s`: then a silent batch is cancelled; at its end the worker is replaced
 END_S = 1.0  # for cancelled batches to clean up, before `unload`
 
 Answer = Callable[[list[tuple[int, Any]]], None]
@@ -38,13 +39,13 @@ class CallLoop:
         self._send_parts_to = send_parts_to
         self.loop = asyncio.new_event_loop()
         self._predict = predict
-        self.silence_s = EARLY * batching.run_timeout_s  # the longest time of a batch without a part or a response
+        self.silence_s = CANCEL_SHARE * batching.run_timeout_s  # the longest time without a part or a response
         self._idempotent, self._retry_split = batching.idempotent, batching.retry_split
         self.alone = False  # each value is a call of its own
 
     def submit(self, values: list[Any], budgets_s: list[float | None], answer: Answer) -> Callable[[], None]:
         """Begins a batch and returns a function that cancels it; see `PythonModel.submit`."""
-        call = _Call(self, answer)
+        call = _RunningBatch(self, answer)
         self.loop.call_soon_threadsafe(call.begin, values)
         return lambda: self.soon(call.cancel)
 
@@ -70,7 +71,7 @@ class CallLoop:
         """Whether a batch that raised runs again in halves."""
         return self._idempotent and (self._retry_split or out_of_memory(error))
 
-    async def attempt(self, call: _Call, places: list[int], values: list[Any]) -> None:
+    async def attempt(self, call: _RunningBatch, places: list[int], values: list[Any]) -> None:
         """Predicts these values; after an error in halves, if no part was sent and the configuration allows it."""
         if self.alone and len(places) > 1:
             for place, value in zip(places, values, strict=True):
@@ -107,7 +108,7 @@ class CallLoop:
             call.answer([(place, error) for place in places])
 
 
-class _Call:
+class _RunningBatch:
     """One batch in progress. All methods run on the loop."""
 
     def __init__(self, owner: CallLoop, answer: Answer) -> None:

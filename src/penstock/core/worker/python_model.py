@@ -173,12 +173,12 @@ class PythonModel:
             return
         check_takes_items(self.predict)
         if rows != 1 and (rows != "auto" or is_async(self.predict)):
-            from penstock.core.worker.call_loop import AUTO, CallLoop  # other models do not need asyncio
+            from penstock.core.worker.call_loop import AUTO_CONCURRENCY, CallLoop  # other models do not need asyncio
 
             self.loop = calls = CallLoop(self.predict, batching, self.send_parts_to)
             calls.alone = self.unbatched
             self.submit, self.soon = calls.submit, calls.soon
-            self.concurrency = AUTO if rows == "auto" else rows
+            self.concurrency = AUTO_CONCURRENCY if rows == "auto" else rows
 
     def unbatch(self) -> None:
         """From now on axis 0 is not rows: a request is passed on uncut, and so is its result."""

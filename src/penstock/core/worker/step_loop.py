@@ -18,7 +18,7 @@ from penstock.types import Step
 log = logging.getLogger("penstock.worker")
 
 REPORT_S = 0.1  # between two reports of the metrics
-SIGNS = 4  # signs of life of an item without parts in `run_timeout_s`
+SIGNS_PER_LIMIT = 4  # signs of life of an item without parts in `run_timeout_s`
 
 Answer = Callable[[list[tuple[int, Any]]], None]
 
@@ -43,7 +43,7 @@ class StepLoop:
         self._steps = ActiveSteps(model, self.limits)
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._calls: Queue[Callable[[], None]] = Queue()  # of the sender
-        self._sign_s = batching.run_timeout_s / SIGNS
+        self._sign_s = batching.run_timeout_s / SIGNS_PER_LIMIT
         self._signed_s = self._reported_s = 0.0
         self._seconds: list[float] = []  # of the steps since the last report
         self._items = 0  # that advanced in them

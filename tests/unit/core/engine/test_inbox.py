@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.engine.inbox import A_PASS, RequestInbox
+from penstock.core.engine.inbox import REQUESTS_PER_PASS, RequestInbox
 from penstock.errors import PenstockError, QueueFull
 from penstock.types import Item, ItemResult
 
@@ -42,13 +42,13 @@ async def passes(count: int = 5) -> None:
 
 async def test_a_flood_of_requests_leaves_passes_of_the_loop_to_others() -> None:
     backend, inbox = new_inbox()
-    for n in range(3 * A_PASS):
+    for n in range(3 * REQUESTS_PER_PASS):
         inbox.put("m", Item(n), Silent())
     seen = []
-    while backend.submitted < 3 * A_PASS:
+    while backend.submitted < 3 * REQUESTS_PER_PASS:
         await asyncio.sleep(0)
         seen.append(backend.submitted)
-    assert seen[-3:] == [A_PASS, 2 * A_PASS, 3 * A_PASS]
+    assert seen[-3:] == [REQUESTS_PER_PASS, 2 * REQUESTS_PER_PASS, 3 * REQUESTS_PER_PASS]
 
 
 async def test_the_error_of_a_refused_request_does_not_keep_its_item() -> None:

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.schema import ModelConfig
-from penstock.core.engine.upkeep import LEAST_GROWTH, LEAST_RISE, RETRY_S, RISES, WINDOW_S, MemoryGrowth, Upkeep
+from penstock.core.engine.upkeep import (
+    MIN_GROWTH_BYTES,
+    MIN_RISE_BYTES,
+    MIN_RISES,
+    RETRY_S,
+    WINDOW_S,
+    MemoryGrowth,
+    Upkeep,
+)
 
 MIB = 2**20
 
@@ -22,13 +30,13 @@ def test_steady_growth_is_found_after_some_windows() -> None:
     """One MiB a second, under the noise of batches that allocate and free up to 40 MiB."""
     found = readings(MemoryGrowth(), *(400 * MIB + i * MIB + (i % 5) * 10 * MIB for i in range(400)))
     first = next(i for i, grown in enumerate(found) if grown)
-    assert RISES * WINDOW_S <= first <= (RISES + 2) * WINDOW_S
-    assert found[first] >= LEAST_GROWTH
+    assert MIN_RISES * WINDOW_S <= first <= (MIN_RISES + 2) * WINDOW_S
+    assert found[first] >= MIN_GROWTH_BYTES
     slow = readings(MemoryGrowth(), *(400 * MIB + i * MIB // 10 for i in range(3600)))
     assert any(slow)
 
 
-@given(st.lists(st.integers(0, 500), min_size=1, max_size=400), st.integers(0, RISES - 2))
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=400), st.integers(0, MIN_RISES - 2))
 def test_noise_above_a_level_and_a_cache_that_fills_are_no_growth(noise: list[int], fills: int) -> None:
     values = []
     for i, above in enumerate(noise):
@@ -39,7 +47,7 @@ def test_noise_above_a_level_and_a_cache_that_fills_are_no_growth(noise: list[in
 
 def test_freed_memory_starts_anew() -> None:
     saw = (i % 80 for i in range(2000))
-    assert not any(readings(MemoryGrowth(), *(200 * MIB + i * LEAST_RISE for i in saw)))
+    assert not any(readings(MemoryGrowth(), *(200 * MIB + i * MIN_RISE_BYTES for i in saw)))
 
 
 class Bench:

@@ -79,10 +79,10 @@ class Returns:
         `room`)."""
         rows, ahead, out = 0.0, 0.0, []
         for i in range(j, BINS):
-            part = left_s if i == j else self.width
+            width_s = left_s if i == j else self.width
             if self._served[i] > 0:
-                rows += served * self._arrived[i] / self._served[i] * part / self.width
-            ahead += part
+                rows += served * self._arrived[i] / self._served[i] * width_s / self.width
+            ahead += width_s
             out.append((ahead, min(rows, room)))
         return out
 
@@ -176,9 +176,9 @@ class Adaptive:
         if wait:
             return wait
         if view.idle > 1 and bucket.rows <= cost.max_seen:  # more rows than ever before teach what they cost together
-            parts = min(view.idle, max(1, int(bucket.rows / max(1.0, cost.knee))))
-            if parts > 1:
-                return Take(ceil(rows / parts), until_s, reason="spread")
+            batches = min(view.idle, max(1, int(bucket.rows / max(1.0, cost.knee))))
+            if batches > 1:
+                return Take(ceil(rows / batches), until_s, reason="spread")
         return Take(rows, until_s, reason=self._trials.reason(view, now) or "all that waits")
 
     def _share(self, view: View) -> int:
