@@ -83,12 +83,7 @@ def test_a_looser_slo_never_costs_more_and_each_instance_is_needed(
     assert tight.cost.hour == tight.instances
     assert tight.limit is not None
     assert tight.limit.rate >= tight.chosen.offered
-    assert tight.needed == 1 or not one.at(tight.needed - 1, tight.batch).met or tight.needed == floor(one, tight.batch)
-
-
-def floor(one: Planner, batch: int) -> int:
-    """The fewest instances that a plan may have: they must not be full in the mean."""
-    return one._floor(batch)
+    assert tight.needed == 1 or not one.at(tight.needed - 1, tight.batch).met or tight.needed == one.floor(tight.batch)
 
 
 @settings(max_examples=8, deadline=None)

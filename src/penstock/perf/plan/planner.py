@@ -174,15 +174,10 @@ class Planner:
 
     def plan(self) -> CapacityPlan:
         """The plan. Raises ConfigError if the requests are too few to judge the SLO."""
-        batches = sorted(self.options.batches, reverse=True)  # the largest needs the fewest instances, nearly always
-        most = self.options.most - self.options.failures
-        first = self._fewest(batches[0], most)
-        best = None if first is None else (first, batches[0])
-        for batch in batches[1:]:
+        best: tuple[int, int] | None = None
+        for batch in sorted(self.options.batches, reverse=True):  # the largest needs the fewest, nearly always
             best = self._better(best, batch)
-        if best is None:
-            return self._finish(self._nearest(), met=False)
-        return self._finish(best, met=True)
+        return self._finish(best or self._nearest(), met=best is not None)
 
     def _better(self, best: tuple[int, int] | None, batch: int) -> tuple[int, int] | None:
         """The better one of `best` and the fewest instances for a batch ceiling."""
@@ -196,7 +191,7 @@ class Planner:
     def _fewest(self, batch: int, most: int) -> int | None:
         """The fewest instances, at most `most`, that meet the SLO with this ceiling; None if they do not. To half a
         percent."""
-        low, high = self._floor(batch) - 1, self._floor(batch)  # the first does not meet it
+        low, high = self.floor(batch) - 1, self.floor(batch)  # the first does not meet it
         if high > most:
             return None
         if not self._meets(high, batch):
@@ -210,8 +205,8 @@ class Planner:
             low, high = (low, middle) if self._meets(middle, batch) else (middle, high)
         return high
 
-    def _floor(self, batch: int) -> int:
-        """The fewest instances that full batches need at the mean rate of the peak."""
+    def floor(self, batch: int) -> int:
+        """The fewest instances that a plan may have: full batches need them at the mean rate of the peak."""
         return max(1, math.ceil(self._peak_rate / LOAD / self.service.capacity(1, batch)))
 
     @property
@@ -237,7 +232,7 @@ class Planner:
         batch = min(self.options.batches, key=lambda batch: tail(self.at(most, batch), slo))
         if not self.at(most, batch).keeps_up:
             return max(self.tried, key=lambda key: self.tried[key].throughput)
-        least, n = tail(self.at(most, batch), slo), self._floor(batch)
+        least, n = tail(self.at(most, batch), slo), self.floor(batch)
         while n < most and tail(self.at(n, batch), slo) > ALIKE * least:
             n *= 2
         return min(key for key, one in self.tried.items() if tail(one, slo) <= ALIKE * least)
@@ -250,7 +245,7 @@ class Planner:
         left = instances - max(1, o.failures)
         limit = self._limit(needed, batch) if met else None
         for factor in _SWEEP:
-            self.at(min(o.most, max(self._floor(batch), math.ceil(factor * instances))), batch)
+            self.at(min(o.most, max(self.floor(batch), math.ceil(factor * instances))), batch)
         settings = SimulationSettings(
             slots=instances, depth=DEPTH, handover_s=o.handover_s, max_batch_size=batch, slo_s=o.slo.latency_s,
             seed=o.seed,

@@ -28,7 +28,7 @@ from penstock.serving.http.server import resolve
 from penstock.serving.protocols.route import RouteTable
 from penstock.serving.protocols.routes import TEMPLATES
 
-log = logging.getLogger("penstock.tune")
+log = logging.getLogger("penstock.perf")
 
 WARM_S: Final = 0.5  # of load that is not counted, with settings that were warmed up before
 PATIENCE: Final = 3.0  # times the latency of the SLO: a slower response violates it anyway
@@ -206,7 +206,7 @@ class _Profiles:
         self.samples: Sequence[AccuracySample] = ()
         self.failed_s = 0.0
         self._known: dict[CandidateSettings, tuple[InstanceProfile | LoadFailed, float]] = {}  # with its cost
-        self._free_bytes = _free_bytes()
+        self._free_bytes = free_bytes()
 
     def get(self, settings: CandidateSettings) -> InstanceProfile | LoadFailed:
         """The profile of an instance with these settings, or why it does not load."""
@@ -220,7 +220,7 @@ class _Profiles:
         devices = self._devices(settings)
         memory, limit = found.memory_bytes, self._free_bytes
         if devices[0].startswith("cuda"):
-            memory, limit = found.device_bytes, _gpu_bytes(len(devices))
+            memory, limit = found.device_bytes, gpu_bytes(len(devices))
         return BatchCurve(
             points=tuple(sorted(found.curve.items())),
             memory_bytes=memory or None,
@@ -247,7 +247,7 @@ class _Profiles:
 
     def _memory_is_short(self, settings: CandidateSettings) -> bool:
         """Whether there may be no room for one more instance next to the server's."""
-        return self._devices(settings)[0].startswith("cuda") or 2 * _free_bytes() < self._free_bytes
+        return self._devices(settings)[0].startswith("cuda") or 2 * free_bytes() < self._free_bytes
 
     def _request(self, settings: CandidateSettings) -> ProfileRequest:
         largest = max((v for v in self._space.values("batch") if isinstance(v, int)), default=1)
@@ -274,7 +274,7 @@ def _body(payload: Payload, path: str) -> RequestBody:
     return RequestBody(payload.body, payload.content_type, codec or template.codec, payload.headers)
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Memory that is available to instances, within the limit of a container."""
     free = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):  # no container, or "max"
@@ -282,6 +282,6 @@ def _free_bytes() -> int:
     return free
 
 
-def _gpu_bytes(count: int) -> int:
+def gpu_bytes(count: int) -> int:
     """Memory of this many GPUs, each as large as the smallest; 0 if unknown."""
     return min((total for _, _, _, total in Gpus().read()), default=0) * count

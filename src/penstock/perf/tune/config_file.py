@@ -17,7 +17,7 @@ from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import ConfigError, PenstockError, nearest
 from penstock.plugins import is_whole_file, optional_module
 
-log = logging.getLogger("penstock.tune")
+log = logging.getLogger("penstock.perf")
 
 _RELATIVE: Final = ("target", "weights", "name")  # keys that a file may write differently
 MARK: Final = "# penstock tune"
@@ -139,13 +139,13 @@ def patched(text: str, section: str, values: Mapping[str, Any], note: str) -> st
     wanted = tomllib.loads(text)
     put(wanted["models"][section], values)
     comment = [f"{MARK}: {line}" for line in note.splitlines()]
-    for changed in _variants(text, section, values, comment):
+    for changed in variants(text, section, values, comment):
         if _means(changed, wanted):
             return changed
     raise ConfigError(f"found no place for the tuned keys; expected [models.{section}] as a table with a header")
 
 
-def _variants(text: str, section: str, values: Mapping[str, Any], comment: list[str]) -> Iterator[str]:
+def variants(text: str, section: str, values: Mapping[str, Any], comment: list[str]) -> Iterator[str]:
     """Texts with the keys and the comment, the neatest first. Their meaning still has to be checked."""
     tomlkit, path = _tomlkit(), ("models", section)
     document = tomlkit.parse(text)

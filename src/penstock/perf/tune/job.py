@@ -197,7 +197,7 @@ def run_job(target: str, flags: dict[str, Any]) -> int:
             click.echo(f"{job.tuned.name}: {len(job.space)} settings, search {job.flags['search']}", err=True)
             _warn_of_short_budget(job)
             try:
-                result, tuned, payload_bytes = _search(job, results, journal, origin.line)
+                result, tuned, payload_bytes = run_search(job, results, journal, origin.line)
             finally:
                 measured = bool(len(journal) or results.measurements)
     except BaseException:
@@ -207,7 +207,7 @@ def run_job(target: str, flags: dict[str, Any]) -> int:
     return _report(msgspec.structs.replace(job, tuned=tuned), result, payload_bytes)
 
 
-def _search(job: TuneJob, results: Results, journal: Journal, command: str) -> tuple[TuningResult, TunedModel, int]:
+def run_search(job: TuneJob, results: Results, journal: Journal, command: str) -> tuple[TuningResult, TunedModel, int]:
     """(the result, the model that was tuned, the mean size of the requests)."""
     flags = job.flags
     app = AppUnderTest(

@@ -25,7 +25,7 @@ from penstock.perf.bench.measurement import SCHEMA, Measurement, Slo, measured_v
 from penstock.perf.bench.results import append_line, open_locked, writing
 from penstock.perf.tune.space import CandidateSettings
 
-log = logging.getLogger("penstock.tune")
+log = logging.getLogger("penstock.perf")
 
 LOAD_PARAMETERS: Final = ("batch", "instances", "hold", "policy")  # have no effect on one batch of one instance
 JOURNAL: Final = "journal.jsonl"

@@ -23,7 +23,7 @@ from penstock.perf.bench.target import Target, open_target
 from penstock.perf.tune.config_file import changed_keys, put
 from penstock.perf.tune.space import KEYS, UNCHANGED, CandidateSettings
 
-log = logging.getLogger("penstock.tune")
+log = logging.getLogger("penstock.perf")
 
 _CONFIGURED: Final = ("env", "options", "trust", "weights")  # keys that no request may set
 _PRINTED: Final = 2000  # characters of the server's output in an error

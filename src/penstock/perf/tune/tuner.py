@@ -20,7 +20,7 @@ from penstock.perf.tune.runner import BudgetExhausted, Journal, RunObserver, Sys
 from penstock.perf.tune.search import SearchState, Strategy, strategy
 from penstock.perf.tune.space import UNCHANGED, CandidateSettings, SearchSpace
 
-log = logging.getLogger("penstock.tune")
+log = logging.getLogger("penstock.perf")
 
 Ending = Literal["done", "budget", "interrupted", "failed"]
 

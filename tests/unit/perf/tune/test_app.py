@@ -75,7 +75,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(module, "payloads", lambda data, target, seed: [Payload(b"[1]", "application/json", "a.json")])
     monkeypatch.setattr(module, "profile_instance", found.profile_instance)
     monkeypatch.setattr(module, "measure", found.measure)
-    monkeypatch.setattr(module, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(module, "free_bytes", lambda: 1000)
     return found
 
 
@@ -182,7 +182,7 @@ def test_settings_that_do_not_affect_one_instance_share_its_profile_which_needs_
 def test_the_curve_has_times_and_the_memory_of_its_device_with_its_limit(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_gpu_bytes", lambda count: 80 * count)
+    monkeypatch.setattr(module, "gpu_bytes", lambda count: 80 * count)
     world.profiles |= {None: profile(device_bytes=7), "bf16": LoadFailed("no")}
     for devices, memory in ((("cpu",), (100, 1000)), (("cuda:0", "cuda:1"), (7, 160))):
         monkeypatch.setattr(module, "expanded", lambda _, devices=devices: devices)
@@ -199,7 +199,7 @@ def test_the_server_stops_while_an_instance_is_profiled_if_memory_is_short_or_on
     world: World, monkeypatch: pytest.MonkeyPatch, device: str, left: int, closed: int
 ) -> None:
     app = make(start=False)
-    monkeypatch.setattr(module, "_free_bytes", lambda: left)
+    monkeypatch.setattr(module, "free_bytes", lambda: left)
     monkeypatch.setattr(module, "expanded", lambda devices: (device,))
     app.start()
     assert world.used[1:] == [CLOSED] * closed
@@ -216,13 +216,13 @@ def test_the_limit_of_a_container_bounds_the_free_memory(
 
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=800))
     monkeypatch.setattr(module.Path, "read_text", read_text)
-    assert module._free_bytes() == free
+    assert module.free_bytes() == free
 
 
 @pytest.mark.parametrize(("totals", "limit"), [([], 0), ([80, 40], 120)])
 def test_each_gpu_counts_as_the_smallest(monkeypatch: pytest.MonkeyPatch, totals: list[int], limit: int) -> None:
     monkeypatch.setattr(module, "Gpus", lambda: SimpleNamespace(read=lambda: [("0", 0.5, 1, n) for n in totals]))
-    assert module._gpu_bytes(3) == limit
+    assert module.gpu_bytes(3) == limit
 
 
 def test_newly_loaded_settings_warm_up_until_they_settle(world: World) -> None:

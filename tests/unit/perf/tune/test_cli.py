@@ -159,7 +159,7 @@ def test_a_search_that_fails_before_its_first_answer_leaves_nothing_behind(
             journal.add(entry)
         raise ConfigError("the app cannot answer the requests")
 
-    monkeypatch.setattr(job, "_search", search)
+    monkeypatch.setattr(job, "run_search", search)
     words = ("app.py:Net", "--slo", "p99<=100ms")
     assert run(*words).exit_code == 2
     assert not (folder / "tune-net").exists()

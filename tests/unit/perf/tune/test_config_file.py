@@ -71,7 +71,7 @@ def test_a_comment_stays_in_place_and_line_endings_are_kept() -> None:
 
 
 def test_if_no_place_keeps_the_meaning_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.perf.tune.config_file._variants", lambda *_: iter(["[", TEXT]))
+    monkeypatch.setattr("penstock.perf.tune.config_file.variants", lambda *_: iter(["[", TEXT]))
     with pytest.raises(ConfigError, match=r"found no place for the tuned keys; expected \[models\.digits\]"):
         patched(TEXT, "digits", {"threads": 1}, "why")
 
