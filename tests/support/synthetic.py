@@ -27,6 +27,10 @@ from support.simulator import ClosedLoop, SimulationResult, SimulationSettings, 
 CURVE_SIZES: Final = (1, 2, 4, 8, 16, 32)
 
 
+BaseTime = Callable[["Hill", CandidateSettings, float, float], float]
+"""The `base_s` of a measurement, from the system, the settings, the rate and the seconds."""
+
+
 class Hill:
     """A SystemUnderTest: settings that sustain `able(settings)` requests/s have a p99 of `base_s / (1 - rate / able)`.
 
@@ -36,7 +40,7 @@ class Hill:
 
     limit_s = 0.1
 
-    def __init__(self, able: Callable[[CandidateSettings], float], base_s: float = 0.01) -> None:
+    def __init__(self, able: Callable[[CandidateSettings], float], base_s: float | BaseTime = 0.01) -> None:
         self.able, self.base_s = able, base_s
         self.asked: list[tuple[CandidateSettings, float]] = []
         self.prepared: list[CandidateSettings] = []
@@ -62,7 +66,8 @@ class Hill:
         if len(self.asked) == self.interrupt_at:
             raise KeyboardInterrupt
         able = self.able(settings)
-        p99 = self.base_s / (1 - rate / able) if rate < able else 100.0
+        base_s = self.base_s if isinstance(self.base_s, float) else self.base_s(self, settings, rate, seconds)
+        p99 = base_s / (1 - rate / able) if rate < able else 100.0
         self.invalid -= 1
         return self._measured(settings, Load(mode="open", rate=rate, seconds=seconds, seed=seed), min(rate, able), p99)
 

@@ -12,7 +12,7 @@ from penstock.perf.bench.measurement import Measurement, parse_slo
 from penstock.perf.tune.confirm import MOST_LOWERED, Finalist, confirm, gain, violated
 from penstock.perf.tune.rates import Effort
 from penstock.perf.tune.runner import BudgetExhausted, Journal, MeasuredRun, TrialRunner
-from penstock.perf.tune.space import CandidateSettings, parse_settings
+from penstock.perf.tune.space import parse_settings
 
 SLO = parse_slo("p99<=100ms,error<=1%")
 A, B, C = (parse_settings(f"batch={n}") for n in (1, 2, 4))
@@ -53,14 +53,9 @@ def test_a_finalist_that_fell_behind_waits_until_those_ahead_are_proven(hill: An
 
 
 def test_a_finalist_that_fell_behind_has_its_turn_when_those_ahead_fail(hill: Any) -> None:
-    class OneNever(hill):  # type: ignore[misc]
-        def measure(self, settings: CandidateSettings, *args: Any) -> MeasuredRun:
-            self.base_s = 0.2 if settings == A else 0.01
-            found: MeasuredRun = super().measure(settings, *args)
-            return found
-
     first, second = Finalist(A, 950), Finalist(B, 940)
-    proven(OneNever(lambda settings: 1000 if settings == A else 100), first, second)
+    bench = hill(lambda settings: 1000 if settings == A else 100, lambda _, s, *__: 0.2 if s == A else 0.01)
+    proven(bench, first, second)
     assert (first.met, second.met) == (False, True)
     assert second.rate < 100
 
@@ -74,12 +69,7 @@ def test_a_finalist_that_never_meets_the_slo_is_dropped_with_a_reason(hill: Any)
 
 
 def test_repeats_with_a_large_spread_are_not_certain_although_their_mean_is_fine(hill: Any) -> None:
-    class Shaky(hill):  # type: ignore[misc]
-        def measure(self, *args: Any) -> Any:
-            self.base_s = 0.09 if len(self.asked) % 3 == 0 else 0.02
-            return super().measure(*args)
-
-    bench = Shaky(lambda _: 1e9)
+    bench = hill(lambda _: 1e9, lambda b, *_: 0.09 if len(b.asked) % 3 == 1 else 0.02)
     runs = [bench.measure(A, 100, 10, seed) for seed in range(3)]
     assert violated(SLO, runs, 0) is None
     assert "% of all responses are late" in str(violated(SLO, runs, 1))
@@ -113,12 +103,7 @@ def test_a_rare_slow_batch_counts_by_its_share_of_responses(hill: Any) -> None:
 
 
 def test_contenders_repeat_while_their_outcome_is_uncertain(hill: Any) -> None:
-    class Shaky(hill):  # type: ignore[misc]
-        def measure(self, settings: CandidateSettings, *args: Any) -> Any:
-            self.base_s = 0.13 if settings == A and len(self.asked) in (2, 3) else 0.05
-            return super().measure(settings, *args)
-
-    bench, one = Shaky(lambda _: 1e9), Finalist(A, 500)
+    bench, one = hill(lambda _: 1e9, lambda b, *_: 0.13 if len(b.asked) in (3, 4) else 0.05), Finalist(A, 500)
     proven(bench, one)
     assert (one.met, one.rate, len(one.runs)) == (True, 500, 9)
 

@@ -106,12 +106,7 @@ def test_an_invalid_run_is_repeated_once(hill: Any) -> None:
 def test_only_a_narrow_miss_is_repeated_with_a_long_run(hill: Any, rate: float, looks: int) -> None:
     """At 905/s the p99 is 105 ms, at 940/s 2.8 % are late; the server is faster in long runs."""
 
-    class Moody(hill):  # type: ignore[misc]
-        def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> Any:
-            self.base_s = 0.009 if seconds >= 4 else 0.01
-            return super().measure(settings, rate, seconds, seed)
-
-    bench, trial = Moody(constant(1000)), TuningTrial(ANY)
+    bench, trial = hill(constant(1000), lambda *run: 0.009 if run[-1] >= 4 else 0.01), TuningTrial(ANY)
     assert prober(bench).probe(trial, rate) is (looks == 2)
     assert len(bench.asked) == looks
 

@@ -185,12 +185,7 @@ def test_auto_measures_all_settings_if_there_are_few(hill: Any) -> None:
 def test_a_climb_leaves_a_region_where_nothing_meets_the_slo(hill: Any) -> None:
     """Large batches have the highest bound but take too long; small ones do not."""
 
-    class Slow(hill):  # type: ignore[misc]
-        def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> Any:
-            self.base_s = 0.2 if int(settings.get("batch") or 0) > 2 else 0.01
-            return super().measure(settings, rate, seconds, seed)
-
-    bench = Slow(able)
+    bench = hill(able, lambda _, settings, *__: 0.2 if settings.whole("batch") > 2 else 0.01)
     bench.curves = {
         CandidateSettings((("precision", p),)): BatchCurve(points=((1, 0.001), (32, 0.010)))
         for p in ("fp32", "bf16", "fp16")

@@ -83,12 +83,8 @@ def test_a_load_generator_that_is_the_limit_is_reported(hill: Any) -> None:
 
 
 def test_settings_whose_repeats_break_the_promise_of_short_runs_are_not_chosen(hill: Any) -> None:
-    class Fades(hill):  # type: ignore[misc]
-        def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> Any:
-            self.base_s = 0.5 if seconds >= 4 and (settings, rate) in self.asked else 0.01
-            return super().measure(settings, rate, seconds, seed)
-
-    result = tuned(Fades(able), SPACE, SLO, default=DEFAULT, search="climb")
+    bench = hill(able, lambda b, settings, rate, s: 0.5 if s >= 4 and (settings, rate) in b.asked[:-1] else 0.01)
+    result = tuned(bench, SPACE, SLO, default=DEFAULT, search="climb")
     assert (result.chosen, result.verdict.met) == (None, False)
     assert f"no settings meet p99<=100ms with certainty: the nearest, {BEST}, at " in result.verdict.notes[0]
 
@@ -105,12 +101,8 @@ def test_the_cheapest_of_equally_good_settings_is_chosen(hill: Any) -> None:
 
 
 def test_for_an_slo_that_no_settings_keep_the_nearest_are_named(hill: Any) -> None:
-    class Slow(hill):  # type: ignore[misc]
-        def measure(self, settings: CandidateSettings, *args: Any) -> Any:
-            self.base_s = 0.15 if settings.text == "batch=2,instances=1" else 0.3
-            return super().measure(settings, *args)
-
-    result = tuned(Slow(able), SPACE, SLO, default=DEFAULT, search="grid")
+    bench = hill(able, lambda _, settings, *__: 0.15 if settings.text == "batch=2,instances=1" else 0.3)
+    result = tuned(bench, SPACE, SLO, default=DEFAULT, search="grid")
     verdict = result.verdict
     assert (result.chosen, result.rate, verdict.met, verdict.gain) == (None, 0.0, False, None)
     assert verdict.chosen == "batch=2,instances=1"
@@ -203,15 +195,12 @@ def test_gaps_in_the_knowledge_of_the_default_are_reported(hill: Any, share: flo
 def test_with_little_time_the_proof_stays_below_the_highest_rate(hill: Any) -> None:
     """At the highest rate every other long run misses the SLO by chance, so that several rounds prove nothing."""
 
-    class Edge(hill):  # type: ignore[misc]
-        def measure(self, settings: CandidateSettings, rate: float, seconds: float, seed: int) -> MeasuredRun:
-            unlucky = seconds >= 8 and rate >= 0.86 * self.able(settings) and len(self.asked) % 2
-            self.base_s = 0.013 if unlucky else 0.01
-            found: MeasuredRun = super().measure(settings, rate, seconds, seed)
-            return found
+    def edge(bench: Any, settings: CandidateSettings, rate: float, seconds: float) -> float:
+        unlucky = seconds >= 8 and rate >= 0.86 * able(settings) and not len(bench.asked) % 2
+        return 0.013 if unlucky else 0.01
 
     space = parse_space("batch=4,instances=2")
-    result = tuned(Edge(able), space, SLO, default=DEFAULT, budget_s=200.0)
+    result = tuned(hill(able, edge), space, SLO, default=DEFAULT, budget_s=200.0)
     assert (result.confirmed, result.verdict.proven) == (True, True)
     assert result.rate < 860
 
