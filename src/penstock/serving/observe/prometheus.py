@@ -56,7 +56,7 @@ _COUNTERS = (
 )
 _BY_LABEL = (
     ("answered", _counter("penstock_answers_total", "Requests that the model answered.", "outcome")),
-    ("rejected", _counter("penstock_rejections_total", "Requests that ended without an answer.", "reason")),
+    ("rejected", _counter("penstock_rejections_total", "Requests that ended without a response.", "reason")),
     ("batches", _counter("penstock_batches_total", "Batches sent to an instance.", "outcome")),
     ("failed", _counter("penstock_item_failures_total", "Items that failed.", "code")),
     ("workers", _counter("penstock_worker_events_total", "Worker lifecycle events.", "state")),
