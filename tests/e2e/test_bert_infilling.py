@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -96,25 +96,10 @@ def test_the_futures_get_the_words_of_the_plain_loop() -> None:
     assert "same words: True" in done.stdout
 
 
-@pytest.fixture
-def redis_url(example: Callable[..., Any], tmp_path: Path) -> Iterator[str]:
-    """The address of a real redis-server of this test's own, on a Unix socket."""
-    socket = tmp_path / "redis.sock"
-    command = ["redis-server", "--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "ready to accept" in line.lower():
-            break
-    yield f"unix://{socket}"
-    process.terminate()
-    process.communicate()
-
-
 def test_redis_answers_from_a_worker_that_the_web_server_does_not_know(
-    example: Callable[..., Any], redis_url: str
+    redis_server: Any, example: Callable[..., Any]
 ) -> None:
-    env = {"REDIS": redis_url}
+    env = {"REDIS": f"redis://{redis_server.address}"}
     worker = example(FOLDER, "redis_streamer_gunicorn.py", env=env, url=False)
     server = example(
         FOLDER, "-m", "gunicorn", "redis_streamer_gunicorn:app", "-b", "127.0.0.1:0", "-k", "gevent",

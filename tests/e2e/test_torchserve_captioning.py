@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,6 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchserve_blip2"
 FULL_HD = (1080, 1920, 3)  # 6.2 MB per frame
 LARGE = 32 if os.environ.get("CHAOS") == "full" else 10  # frames: 199 MB, or 62 MB
-
-
-def load_client() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torchserve_blip2_client", EXAMPLE / "client.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow
@@ -46,7 +37,7 @@ def test_a_torchserve_captioning_server_runs_with_its_files_unchanged(torchserve
     torchserve.wait_for("Model server started")
     assert torchserve.said().count("other_machines_can_reach_them") == 1
 
-    client = load_client()
+    client = SimpleNamespace(**runpy.run_path(str(EXAMPLE / "client.py")))
     url, key = torchserve.url() + "/predictions/blip2", client.inference_key(folder / "key_file.json")
     logged = (folder / "logs" / "ts_log.log").read_text()
     frames = np.random.default_rng(0).integers(0, 256, (4, 90, 160, 3), dtype=np.uint8)
