@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.torchserve")
 
 T = TypeVar("T")
-CLOSE_S: Final = 5.0
+CLOSE_S: Final = 5.0  # a choice: the engine has drained by then, and only files are left to release
 _IN_PROGRESS = ChangeResult("Processing worker updates...", 202)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -52,18 +52,11 @@ class ArchiveOpener:
     def __init__(
         self, store: ModelStore, properties: Properties, model_metrics: Mapping[str, Any] | None = None
     ) -> None:
-        self._store = store
+        self.store = store
         self._properties = properties
         self._model_metrics = model_metrics
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._installs: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # while in use
-
-    def names(self) -> list[str]:
-        return self._store.names()
-
-    def missing(self, urls: Iterable[str]) -> list[str]:
-        """The local archives that do not exist."""
-        return [url for url in urls if not self._store.has(url)]
 
     async def open(self, request: VersionRequest) -> tuple[ModelSpec, UnpackedArchive]:
         """The spec of a version, and its files, which the caller closes."""
@@ -76,13 +69,13 @@ class ArchiveOpener:
         if request.functions is not None:
             files = UnpackedArchive(request.functions)
         else:
-            files = open_archive(self._store, registration.url, registration.model_name, registration.s3_sse_kms)
+            files = open_archive(self.store, registration.url, registration.model_name, registration.s3_sse_kms)
         try:
             archive = files.archive
             if archive.manifest.is_workflow:
                 raise ApiError("InvalidModelException", f"{url} is a workflow: register it with POST /workflows")
             yaml = read_yaml(archive.folder, archive.manifest.config_file)
-            source = ArchiveSource(archive, url, mar_name(url), yaml, self._store.packages(files))
+            source = ArchiveSource(archive, url, mar_name(url), yaml, self.store.packages(files))
             return make_spec(source, self._properties, request, model_metrics=self._model_metrics), files
         except BaseException:
             self._discard(url, files)
@@ -94,7 +87,7 @@ class ArchiveOpener:
 
     def _discard(self, url: str, files: UnpackedArchive) -> None:
         files.close()
-        self._store.forget(url)
+        self.store.forget(url)
 
     async def install(self, spec: ModelSpec) -> None:
         """Installs the model's requirements, if there are any and install_py_dep_per_model is on."""

@@ -46,8 +46,8 @@ WRAPPER: Final = "penstock.torchserve.handlers.handler:HandlerModel"
 CONTINUOUS: Final = "penstock.torchserve.handlers.modes:ContinuousHandlerModel"
 GROUP: Final = "penstock.torchserve.handlers.group:GroupHandlerModel"
 ASYNC: Final = "penstock.torchserve.handlers.modes:AsyncHandlerModel"
-SEQUENCE_IDLE_S: Final = 60.0  # without sequenceMaxIdleMSec
-CALLS: Final = 256  # calls in progress of an asynchronous handler
+SEQUENCE_IDLE_S: Final = 60.0  # a choice: without sequenceMaxIdleMSec, a lost client must not hold a place for ever
+CALLS: Final = 256  # a choice: calls in progress of an asynchronous handler
 NO_TIMEOUT_S: Final = 30 * 24 * 3600.0  # a request's maximum wait if clients have no timeout
 
 
@@ -147,7 +147,7 @@ def resolve_settings(
 
 
 def _refuse_unsupported(model: str, settings: ModelSettings) -> None:
-    """Raises ApiError for combinations with which the handler would not run correctly."""
+    """Raises ApiError for settings that exclude each other."""
     asked = ""
     if settings.async_communication and (settings.continuous_batching or settings.sequence_batching):
         other = "continuousBatching" if settings.continuous_batching else "sequenceBatching"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.torchserve")
 
 SnapshotKind = Literal["startup", "snapshot", "shutdown"]
-KEEP: Final = 100  # files; older ones are removed
+KEEP: Final = 100  # files, a choice: each has a few kB; older ones are removed
 
 _NAME = re.compile(r"\d{17}-(startup|snapshot|shutdown)\.cfg")
 _SPECIAL: Final = {"\t": "\\t", "\n": "\\n", "\r": "\\r", "\f": "\\f"}  # characters with an escape of their own

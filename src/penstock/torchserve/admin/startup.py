@@ -130,8 +130,8 @@ async def load_startup(components: ServerComponents) -> int:
 
 
 async def _check_archives(components: ServerComponents, wanted: Sequence[SavedVersion]) -> None:
-    urls = [each.registration.url or "" for each in wanted]
-    missing = await asyncio.to_thread(components.opener.missing, urls)
+    store, urls = components.opener.store, [each.registration.url or "" for each in wanted]
+    missing = await asyncio.to_thread(lambda: [url for url in urls if not store.has(url)])
     if missing:
         properties = components.properties
         key, otherwise = (
@@ -168,7 +168,7 @@ async def _startup_models(components: ServerComponents) -> Sequence[SavedVersion
         return saved_versions(properties.model_snapshot)
     listed = properties.load_models
     if [each.lower() for each in listed] == ["all"]:
-        names = await asyncio.to_thread(components.opener.names)
+        names = await asyncio.to_thread(components.opener.store.names)
         return [SavedVersion(RegisterRequest(url=name)) for name in names]
     pairs = (each.partition("=") if "=" in each else ("", "", each) for each in listed)
     return [

@@ -243,7 +243,7 @@ class Workflows:
     async def _start_node(
         self, found: _Workflow, node: WorkflowNode, request: VersionRequest, workers: Any = None
     ) -> None:
-        """Raises ApiError. `workers` are the snapshot's [minimum, maximum], or anything that is not."""
+        """Raises ApiError. `workers` come from a snapshot: [minimum, maximum], unless users changed it."""
         try:
             version = await self._administrator.claim(request, at_startup=workers is not None)
         except PenstockError as e:
@@ -275,7 +275,7 @@ class Workflows:
 
 
 def _stored(url: str) -> str:
-    """The URL with which an archive can be opened again: the store has downloads under their names."""
+    """The URL that opens an archive again: the store keeps a download under its name."""
     return mar_name(url) if url.startswith(("http://", "https://")) else url
 
 

@@ -67,7 +67,7 @@ OWN_HEADERS: Final = frozenset(
     }
 )  # fmt: skip
 KSERVE_PATHS: Final = ("/v1/", "/v2/")
-LOGGED_TARGET_BYTES: Final = 80
+LOGGED_TARGET_BYTES: Final = 80  # keeps a line of the access log below 170 bytes
 _NOTHING: Final = Template("", "")
 _UNROUTED: Final = Route(_NOTHING)
 _random_bits = random.Random().getrandbits  # seeded by the system once: an id need not be hard to guess

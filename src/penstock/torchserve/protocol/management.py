@@ -1,6 +1,6 @@
 """TorchServe's management API: its operations, and the values of their parameters. Pure.
 
-The parameters that an operation documents are the parameters that it reads. As in TorchServe, the first value of a
+An operation reads the parameters that it documents. As in TorchServe, the first value of a
 repeated parameter counts, unknown parameters are ignored, and the default replaces a number that cannot be used; `warn`
 receives a line about it. Other invalid values, and text or fractions where a JSON body has a number, raise ApiError,
 which states what was found and what was expected.

@@ -1,22 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from pathlib import Path
 
 import grpc
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from penstock.config.schema import LimitsConfig
-from penstock.errors import ConfigError
 from penstock.serving.grpc.listener import GrpcLimits
-from penstock.serving.http.auth import make_ssl_context
 from penstock.torchserve.config import ListenerConfig, Properties
 from penstock.torchserve.grpc.server import make_grpc_listener
 from support.backend import FakeBackend
 
-TLS = Path(__file__).parents[3] / "tls"
 LIMITS = GrpcLimits(LimitsConfig(max_body_bytes=1000, max_connections=10))
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 INFERENCE = ListenerConfig(frozenset({"inference"}), Properties())
@@ -30,15 +25,6 @@ async def ping(channel, timeout_s=10.0):
         await channel.close()
 
 
-async def test_a_port_in_use_is_refused_with_its_key(administration, capfd):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS)
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: the port is in use.*with grpc_inference_port"):
-            await server.start("127.0.0.1", port, "grpc_inference_port")
-        await server.close(0.0)
-
-
 async def test_a_unix_socket_is_removed_at_the_end(administration, tmp_path):
     path = tmp_path / "s"
     server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS)
@@ -48,33 +34,6 @@ async def test_a_unix_socket_is_removed_at_the_end(administration, tmp_path):
     finally:
         await server.close(1.0)
     assert not path.exists()
-
-
-async def test_a_tls_listener_speaks_only_tls(administration):
-    certificate = (TLS / "cert.pem").read_bytes()
-    tls = make_ssl_context(str(TLS / "cert.pem"), str(TLS / "key.pem"))
-    server = make_grpc_listener(FakeBackend(), administration, INFERENCE, LIMITS, tls)
-    port = await server.start("127.0.0.1", 0, "a_key")
-    try:
-        trusting = grpc.ssl_channel_credentials(certificate)
-        options = [("grpc.ssl_target_name_override", "localhost")]
-        assert b"Healthy" in await ping(grpc.aio.secure_channel(f"127.0.0.1:{port}", trusting, options))
-        with pytest.raises(grpc.aio.AioRpcError):
-            await ping(grpc.aio.insecure_channel(f"127.0.0.1:{port}"), 1.0)
-    finally:
-        await server.close(1.0)
-
-
-async def test_closing_answers_running_calls_and_refuses_new_ones(grpc_site, wait_until):
-    async with grpc_site({"m": lambda call: None}) as ask:
-        running = asyncio.ensure_future(ask("Predictions", model_name="m"))
-        await wait_until(lambda: ask.backend.calls)
-        closing = asyncio.ensure_future(ask.server.close(10.0))
-        await asyncio.sleep(0)
-        ask.backend.calls[0].reply(b"late")
-        assert (await running).prediction == b"late"
-        await closing
-        assert (await ask.refusal("Ping"))[0] == "UNAVAILABLE"
 
 
 async def test_old_connections_are_closed(administration):
