@@ -6,7 +6,6 @@ import csv
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from click.testing import CliRunner
 
 from penstock.perf.bench.cli import benchmark_suite
 from penstock.perf.bench.results import read
+from support.any_machine import penstock
 
 GUIDE = (Path(__file__).parents[1] / "unit" / "perf" / "bench" / "guide.yaml").read_text()
 # Both take long beside what the generator does for a request: else it is the generator that is measured.
@@ -45,23 +45,9 @@ class Broken:
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-# A machine that is busy with other tests makes no run invalid: what is invalid is measured again on resume.
-ANY_MACHINE = """
-import penstock.perf.bench.figures as figures
-from penstock.cli.main import main
-
-figures.MOST_LATE, figures.MOST_CPU = 2.0, 100.0
-main()
-"""
-
-
-def arguments(*words: str) -> list[str]:
-    return [sys.executable, "-c", ANY_MACHINE, *words]
-
-
 def suite(folder: Path, *words: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the command in the folder, on a machine without GPUs."""
-    command = arguments("benchmark-suite", *words)
+    command = penstock("benchmark-suite", *words)
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, **NO_GPUS}, capture_output=True, text=True, timeout=300, check=False
     )
@@ -82,10 +68,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "Path to model input").write_text("hello")
     (folder / "item.json").write_text('{"text": "hello"}')
     words = ("archive", "--model-name", "echo", "--version", "1.0", "--handler", "echo.py")
-    subprocess.run(arguments(*words), cwd=folder, check=True, capture_output=True)
+    subprocess.run(penstock(*words), cwd=folder, check=True, capture_output=True)
     (folder / "strict.yaml").write_text("strict_delay: true\n")
     words = ("archive", "--model-name", "strict", "--version", "1.0", "--handler", "echo.py")
-    subprocess.run(arguments(*words, "--config-file", "strict.yaml"), cwd=folder, check=True, capture_output=True)
+    subprocess.run(penstock(*words, "--config-file", "strict.yaml"), cwd=folder, check=True, capture_output=True)
     return folder
 
 
@@ -153,7 +139,7 @@ def test_ctrl_c_writes_a_report_and_resume_measures_the_rest(made: Path, monkeyp
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background jobs
     try:
         process: Any = subprocess.Popen(
-            arguments(*words),
+            penstock(*words),
             cwd=made,
             env={**os.environ, **NO_GPUS, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
