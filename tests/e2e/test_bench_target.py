@@ -76,26 +76,26 @@ def served(folder: Path) -> Iterator[Target]:
 def post(target: Target, count: int) -> None:
     payload = payloads(None, target)[0]
     for _ in range(count):
-        reply = fetch(target.endpoint, "POST", target.path, payload.body, content_type=payload.content_type)
-        assert (reply.status, reply.json()) == (200, 6.0)
+        response = fetch(target.endpoint, "POST", target.path, payload.body, content_type=payload.content_type)
+        assert (response.status, response.json()) == (200, 6.0)
 
 
-def test_an_app_is_served_for_the_run_and_answers_its_example(served: Target) -> None:
+def test_an_app_is_served_for_the_run_and_responds_to_its_example(served: Target) -> None:
     assert (served.model, served.path) == ("sum", "/predictions/sum")
     assert served.server is not None
     assert served.server.alive
     assert served.pids == (served.server.pid,)
     post(served, 1)
     chance = payloads("random", served)[0]
-    reply = fetch(served.endpoint, "POST", chance.path, chance.body, content_type=chance.content_type)
-    assert reply.status == 200
+    response = fetch(served.endpoint, "POST", chance.path, chance.body, content_type=chance.content_type)
+    assert response.status == 200
     assert "predicting 1" in served.server.output()
 
 
 def test_models_of_a_server_that_was_started_to_be_changed_can_be(served: Target) -> None:
     assert served.management is not None
-    reply = fetch(served.management, "PUT", "/models/sum/scale", b'{"instances": 1}')
-    assert reply.ok, reply.text
+    response = fetch(served.management, "PUT", "/models/sum/scale", b'{"instances": 1}')
+    assert response.ok, response.text
 
 
 def test_a_server_that_runs_is_found_with_its_process_and_its_other_listeners(served: Target) -> None:
@@ -133,8 +133,8 @@ def test_an_archive_is_served_as_torchserve_does(tmp_path: Path) -> None:
     subprocess.run([*packed, "--handler", "upper.py", "--export-path", "."], cwd=tmp_path, check=True)
     with open_target(str(tmp_path / "upper.mar")) as target:
         assert (target.model, target.path, target.protocol) == ("upper", "/predictions/upper", "torchserve")
-        reply = fetch(target.endpoint, "POST", target.path, b"abc", content_type="application/octet-stream")
-        assert (reply.status, reply.body) == (200, b"ABC")
+        response = fetch(target.endpoint, "POST", target.path, b"abc", content_type="application/octet-stream")
+        assert (response.status, response.body) == (200, b"ABC")
         with open_target(f"{target.endpoint.url}/predictions/upper") as found:
             assert (found.protocol, found.metrics) == ("torchserve", target.metrics)
 

@@ -109,7 +109,7 @@ def test_errors_that_come_are_worse_and_the_same_few_are_not(make_measurement: M
         assert by(compare((ORIGIN, before), (ORIGIN, after)), "errors", "8 clients").judged == judged
 
 
-def test_a_server_that_answers_nothing_any_more_is_worse(make_measurement: Make) -> None:
+def test_a_server_without_good_responses_is_worse(make_measurement: Make) -> None:
     before = [make_measurement(clients=8, repeat=n) for n in range(3)]
     after = [
         structs.replace(m, throughput=0.0, answered=0, errors={"503": m.requests}, latency=Latency()) for m in before

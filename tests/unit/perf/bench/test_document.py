@@ -101,7 +101,7 @@ def test_the_value_of_an_objective_has_its_unit() -> None:
 EVIL = '<script src="https://x/y.js">&'
 
 
-class PlotData(HTMLParser):
+class ParsedPage(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
@@ -127,7 +127,7 @@ def test_every_kind_of_block_is_rendered_and_markup_is_escaped() -> None:
         CodeBlock(EVIL, EVIL),
         TableBlock([EVIL], [[EVIL]], EVIL),
     ]
-    parsed = PlotData(text := page(Report(EVIL, blocks, blocks), [Plot(EVIL, "<svg></svg>", EVIL)], ""))
+    parsed = ParsedPage(text := page(Report(EVIL, blocks, blocks), [Plot(EVIL, "<svg></svg>", EVIL)], ""))
     assert not parsed.open
     names = [tag for tag, _ in parsed.tags]
     assert {"h1", "h2", "p", "li", "pre", "td", "th", "svg", "figcaption"} <= set(names)
@@ -138,7 +138,7 @@ def test_every_kind_of_block_is_rendered_and_markup_is_escaped() -> None:
 def test_nothing_is_fetched_and_nothing_runs() -> None:
     text = page(Report("t", [Paragraph("s")], []), [], "")
     assert "default-src 'none'" in text
-    assert not {attribute for _, attributes in PlotData(text).tags for attribute in attributes} & {"src", "href"}
+    assert not {attribute for _, attributes in ParsedPage(text).tags for attribute in attributes} & {"src", "href"}
     assert "url(" not in text
 
 

@@ -106,7 +106,7 @@ def test_the_ranks_of_the_interval_are_those_of_the_binomial_distribution(n: int
 # ---- a run
 
 
-def test_a_run_of_good_answers() -> None:
+def test_a_run_of_good_responses() -> None:
     run = summarise(OPEN, samples(*even(1000)), label="a", repeat=2, started="now", server=ServerStats(cpu=1.0))
     assert (run.label, run.repeat, run.started, run.server) == ("a", 2, "now", ServerStats(cpu=1.0))
     assert (run.requests, run.answered, run.errors, run.first_error) == (1000, 1000, {}, None)
@@ -155,8 +155,8 @@ def test_the_slo_is_judged_and_goodput_counts_responses_within_its_latency() -> 
     assert (run.too_slow, run.met) == (200, False)
 
 
-def test_answers_after_the_window_of_the_throughput_are_not_too_slow() -> None:
-    """`tune` judges by the share of slow answers: a growing queue at the end of a run is no violation by itself."""
+def test_responses_after_the_window_of_the_throughput_are_not_too_slow() -> None:
+    """`tune` judges by the share of slow responses: a growing queue at the end of a run is no violation by itself."""
     run = summarise(OPEN, samples(*((at, 0.01 + at / 20, 200) for at, _, _ in even(1000))), parse_slo("p99<=1s"))
     assert run.goodput == run.throughput < 100
     assert (run.answered, run.too_slow) == (1000, 0)

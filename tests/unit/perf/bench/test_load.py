@@ -215,7 +215,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return transport, protocol
 
 
-LoadRun = Callable[[Coroutine[Any, Any, Any], Server], Any]
+Virtually = Callable[[Coroutine[Any, Any, Any], Server], Any]
 
 
 @contextlib.contextmanager
@@ -231,7 +231,7 @@ def virtual(server: Server) -> Iterator[VirtualLoop]:
 
 
 @pytest.fixture
-def virtually() -> Iterator[LoadRun]:
+def virtually() -> Iterator[Virtually]:
     """Runs a coroutine against a server in virtual time; `virtually.loop` afterwards has the loop."""
 
     def run(work: Coroutine[Any, Any, Any], server: Server) -> Any:
@@ -257,7 +257,7 @@ def figures(samples: Samples, mode: str = "open") -> Measurement:
 # ---- the open loop
 
 
-def test_a_server_stall_delays_every_request_that_arrives_during_it(virtually: LoadRun) -> None:
+def test_a_server_stall_delays_every_request_that_arrives_during_it(virtually: Virtually) -> None:
     """Coordinated omission: 100 requests per second for 20 s, of which the server is stalled for 2 s."""
     run = figures(virtually(open_(), Frozen(1009.02, 1011.02)))
     assert run.requests == run.answered == 2000
@@ -269,14 +269,14 @@ def test_a_server_stall_delays_every_request_that_arrives_during_it(virtually: L
     assert not run.invalid
 
 
-def test_a_closed_loop_warns_that_it_cannot_see_stalls(virtually: LoadRun) -> None:
+def test_a_closed_loop_warns_that_it_cannot_see_stalls(virtually: Virtually) -> None:
     run = figures(virtually(closed(concurrency=1, seconds=20.0), Frozen(1009.02, 1011.02)), "closed")
     assert run.latency.p99_s == pytest.approx(0.005)
     assert run.latency.max_s == pytest.approx(2.005, rel=0.02)
     assert any("cannot see stalls: use --mode open" in caveat for caveat in run.caveats)
 
 
-def test_requests_leave_at_their_times_in_turn(virtually: LoadRun) -> None:
+def test_requests_leave_at_their_times_in_turn(virtually: Virtually) -> None:
     server = Server()
     times = [0.0, 0.0, 0.001, 0.5, 0.5004, 1.25]
     samples = virtually(open_(times=times), server)
@@ -291,14 +291,14 @@ def test_requests_leave_at_their_times_in_turn(virtually: LoadRun) -> None:
     assert samples.seconds == pytest.approx(1.25 * 6 / 5)
 
 
-def test_more_connections_are_opened_while_none_is_free(virtually: LoadRun) -> None:
+def test_more_connections_are_opened_while_none_is_free(virtually: Virtually) -> None:
     samples = virtually(open_(times=[0.0, 0.001, 0.002, 1.0], connections=2), Server())
     assert (samples.waited, virtually.loop.opened) == (1, 3)  # type: ignore[attr-defined]
     assert list(samples.latency_s) == pytest.approx([0.005] * 4, abs=1e-6)
 
 
 def test_requests_without_a_free_connection_wait_and_the_wait_counts(
-    virtually: LoadRun, monkeypatch: pytest.MonkeyPatch
+    virtually: Virtually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_run, "MOST_CONNECTIONS", 1)
     samples = virtually(open_(times=[0.0, 0.001, 0.002]), Server(0.010))
@@ -307,7 +307,7 @@ def test_requests_without_a_free_connection_wait_and_the_wait_counts(
     assert any("2 requests waited for a connection" in caveat for caveat in figures(samples).caveats)
 
 
-def test_lateness_of_the_generator_counts_as_latency_and_invalidates_the_run(virtually: LoadRun) -> None:
+def test_lateness_of_the_generator_counts_as_latency_and_invalidates_the_run(virtually: Virtually) -> None:
     def stumbles(number: int, status: int, body: bytes) -> bool:
         virtually.loop.now += 0.050  # type: ignore[attr-defined]
         return True
@@ -320,7 +320,7 @@ def test_lateness_of_the_generator_counts_as_latency_and_invalidates_the_run(vir
     assert "the generator was late" in run.invalid[0]
 
 
-def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually: LoadRun) -> None:
+def test_a_request_without_a_response_times_out_after_the_wait(virtually: Virtually) -> None:
     server = Server(sends=lambda number, request, _: SILENT if request.endswith(b"2") else answer())
     samples = virtually(open_(times=[0.0, 0.1, 0.2, 0.3], patience_s=2.0), server)
     assert list(samples.status) == [200, 200, TIMED_OUT, 200]
@@ -329,7 +329,7 @@ def test_a_request_without_an_answer_is_waited_for_and_then_timed_out(virtually:
     assert figures(samples).first_error == "timeout: no response 2 s after the last request"
 
 
-def test_requests_that_all_come_at_once_have_a_throughput(virtually: LoadRun) -> None:
+def test_requests_that_all_come_at_once_have_a_throughput(virtually: Virtually) -> None:
     assert figures(virtually(open_(times=[0.0, 0.0, 0.0]), Server(0.5))).throughput == pytest.approx(6)
 
 
@@ -370,7 +370,7 @@ def test_every_request_has_its_own_latency_or_error(drawn: list[tuple[float, flo
 # ---- the closed loop
 
 
-def test_every_client_sends_after_its_response(virtually: LoadRun) -> None:
+def test_every_client_sends_after_its_response(virtually: Virtually) -> None:
     server = Server(0.010)
     samples = virtually(closed(concurrency=3, seconds=0.095), server)
     assert len(server.received) == 30, "ten times three, the last of them at 90 ms"
@@ -380,7 +380,7 @@ def test_every_client_sends_after_its_response(virtually: LoadRun) -> None:
     assert figures(samples, "closed").throughput == pytest.approx(300), "the last three count by half"
 
 
-def test_so_many_requests_are_sent_as_were_asked_for(virtually: LoadRun) -> None:
+def test_the_requested_number_of_requests_is_sent(virtually: Virtually) -> None:
     samples = virtually(closed(at_least=7), Server(0.010))
     assert list(samples.status) == [200] * 7
     assert samples.seconds == pytest.approx(0.030), "until the last response"
@@ -388,12 +388,12 @@ def test_so_many_requests_are_sent_as_were_asked_for(virtually: LoadRun) -> None
 
 
 @pytest.mark.parametrize(("asked", "sent"), [({"at_least": 7}, 10), ({"seconds": 0.015}, 10), ({"at_least": 1}, 5)])
-def test_whole_passes_send_every_request_as_often(virtually: LoadRun, asked: dict[str, Any], sent: int) -> None:
+def test_whole_passes_send_every_request_as_often(virtually: Virtually, asked: dict[str, Any], sent: int) -> None:
     samples = virtually(closed(whole_passes=True, **asked), Server(0.010))
     assert sorted(samples.number) == sorted([*range(5)] * (sent // 5))
 
 
-def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtually: LoadRun) -> None:
+def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtually: Virtually) -> None:
     server = Server(1.0 / 3, lambda number, request, connection: SILENT if connection == 2 else answer())
     samples = virtually(closed(concurrency=2, seconds=4.0, timeout_s=1.0), server)
     assert sorted(set(samples.status)) == [TIMED_OUT, 200]
@@ -406,7 +406,7 @@ def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtua
 # ---- bad servers
 
 
-def test_an_unreachable_address_is_an_error_before_sending(virtually: LoadRun) -> None:
+def test_an_unreachable_address_is_an_error_before_sending(virtually: Virtually) -> None:
     server = Server()
     server.here = lambda now: False
     with pytest.raises(Unreachable, match=r"no connection to http://127\.0\.0\.1:9: .*refused"):
@@ -415,7 +415,7 @@ def test_an_unreachable_address_is_an_error_before_sending(virtually: LoadRun) -
         virtually(closed(seconds=1.0), server)
 
 
-def test_the_first_error_is_stored_with_its_body(virtually: LoadRun) -> None:
+def test_the_first_error_is_stored_with_its_body(virtually: Virtually) -> None:
     body = b"expected image/png, found %d" + b"!" * 1000
     samples = virtually(open_(times=[0.0, 0.1, 0.2]), Server(sends=lambda number, *_: answer(415, body % number)))
     assert list(samples.status) == [415] * 3
@@ -438,7 +438,7 @@ class Dies(Server):
 
 
 @pytest.mark.parametrize("work", [lambda: open_(connections=2), lambda: closed(seconds=20.0)])
-def test_a_run_ends_early_when_its_server_is_gone(virtually: LoadRun, work: Callable[[], Any]) -> None:
+def test_a_run_ends_early_when_its_server_is_gone(virtually: Virtually, work: Callable[[], Any]) -> None:
     samples = virtually(work(), Dies())
     assert samples.ended == "gone"
     assert set(samples.status) == {200, LOST, REFUSED}
@@ -466,7 +466,7 @@ BOTH = pytest.mark.parametrize(
     ids=["one connection is lost", "each response ends its connection", "not HTTP"],
 )
 def test_a_lost_connection_fails_its_own_request_only(
-    virtually: LoadRun, work: Any, sends: Callable[[int], bytes | None], statuses: list[int], first_error: str | None
+    virtually: Virtually, work: Any, sends: Callable[[int], bytes | None], statuses: list[int], first_error: str | None
 ) -> None:
     samples = virtually(work(), Server(sends=lambda number, *_: sends(number)))
     assert list(samples.status) == statuses
@@ -486,7 +486,7 @@ def test_a_lost_connection_fails_its_own_request_only(
     ],
 )
 def test_only_a_response_without_a_length_ends_with_its_connection(
-    virtually: LoadRun, work: Any, response: str, body: bytes | None
+    virtually: Virtually, work: Any, response: str, body: bytes | None
 ) -> None:
     bodies: list[bytes] = []
     server = Server(sends=lambda *_: f"HTTP/{response}".encode() + ENDS)
@@ -496,7 +496,7 @@ def test_only_a_response_without_a_length_ends_with_its_connection(
 
 
 @BOTH
-def test_only_the_beginning_of_unchecked_responses_is_kept(virtually: LoadRun, work: Any) -> None:
+def test_only_the_beginning_of_unchecked_responses_is_kept(virtually: Virtually, work: Any) -> None:
     chunks = b"".join(b"1\r\n%d\r\n" % n for n in range(9)) + b"0\r\n\r\n"
     server = Server(sends=lambda *_: b"HTTP/1.1 500 S\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
     assert virtually(work(), server).first_error == (500, b"0123")
@@ -504,7 +504,7 @@ def test_only_the_beginning_of_unchecked_responses_is_kept(virtually: LoadRun, w
 
 
 @BOTH
-def test_an_error_of_the_check_is_raised(virtually: LoadRun, work: Any) -> None:
+def test_an_error_of_the_check_is_raised(virtually: Virtually, work: Any) -> None:
     def check(number: int, status: int, body: bytes) -> bool:
         raise ZeroDivisionError
 
@@ -514,7 +514,7 @@ def test_an_error_of_the_check_is_raised(virtually: LoadRun, work: Any) -> None:
 
 @BOTH
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
-def test_a_machine_without_ports_or_files_makes_the_run_invalid(virtually: LoadRun, work: Any, number: int) -> None:
+def test_a_machine_without_ports_or_files_makes_the_run_invalid(virtually: Virtually, work: Any, number: int) -> None:
     server = Server()
 
     def scarce(*_: object) -> bytes:
@@ -527,17 +527,17 @@ def test_a_machine_without_ports_or_files_makes_the_run_invalid(virtually: LoadR
     assert "had no file or port for 3 more connections" in figures(samples).invalid[0]
 
 
-def test_a_server_with_one_connection_at_a_time_gets_requests_on_its_first(virtually: LoadRun) -> None:
+def test_a_server_with_one_connection_at_a_time_gets_requests_on_its_first(virtually: Virtually) -> None:
     server = Server(sends=lambda number, request, connection: answer() if connection == 1 else SILENT)
     samples = virtually(open_(times=[0.1 * n for n in range(9)], connections=5, patience_s=0.1), server)
     assert list(samples.status) == [200] * 9
 
 
-def test_cpu_time_before_a_run_does_not_count(virtually: LoadRun) -> None:
+def test_cpu_time_before_a_run_does_not_count(virtually: Virtually) -> None:
     assert virtually(open_(times=[0.0]), Server()).busy_s == pytest.approx(load_run.LEAD_S)
 
 
-def test_the_check_sees_every_response_and_marks_rejected_ones_wrong(virtually: LoadRun) -> None:
+def test_the_check_sees_every_response_and_marks_rejected_ones_wrong(virtually: Virtually) -> None:
     server = Server(sends=lambda number, request, _: answer(503 if number == 2 else 200, request[-1:]))
     seen: list[tuple[int, int, bytes]] = []
 
@@ -552,7 +552,7 @@ def test_the_check_sees_every_response_and_marks_rejected_ones_wrong(virtually: 
 
 
 @pytest.mark.parametrize("loop", [open_, closed])
-def test_a_cancelled_run_keeps_its_samples(virtually: LoadRun, loop: Any) -> None:
+def test_a_cancelled_run_keeps_its_samples(virtually: Virtually, loop: Any) -> None:
     samples = Samples()
     given = {"times": [n / 10 for n in range(100)]} if loop is open_ else {"concurrency": 1, "seconds": 10.0}
 
@@ -574,7 +574,7 @@ def test_a_cancelled_run_keeps_its_samples(virtually: LoadRun, loop: Any) -> Non
     assert any("1 requests under way" in text for text in run.caveats)
 
 
-def test_progress_is_reported_during_the_run(virtually: LoadRun) -> None:
+def test_progress_is_reported_during_the_run(virtually: Virtually) -> None:
     reported: list[tuple[float, int]] = []
     virtually(open_(times=[n / 10 for n in range(10)], on_progress=lambda s, n: reported.append((s, n))), Server())
     assert len(reported) == 9
@@ -582,7 +582,7 @@ def test_progress_is_reported_during_the_run(virtually: LoadRun) -> None:
     assert reported[-1] == (pytest.approx(0.88), 9)
 
 
-def test_more_clients_than_files_may_be_open_are_refused(virtually: LoadRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_clients_than_files_may_be_open_are_refused(virtually: Virtually, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[int, int]] = [(256, 1024)]
     monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(descriptors.resource, "setrlimit", lambda _, given: limits.append(given))
@@ -634,7 +634,7 @@ async def in_pieces(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 
 @pytest.mark.parametrize("new_loop", loops())
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_answers_that_come_in_pieces_are_put_together(new_loop: Any, tls: bool) -> None:
+def test_responses_that_arrive_in_pieces_are_joined(new_loop: Any, tls: bool) -> None:
     from penstock.serving.http.auth import make_ssl_context
 
     bodies: list[tuple[int, int, bytes]] = []

@@ -48,7 +48,7 @@ def test_measurements_are_read_as_written(tmp_path: Path) -> None:
     assert read(tmp_path / "new" / "run") == (ORIGIN, runs)
 
 
-def test_a_folder_with_a_run_is_gone_on_with_only_on_resume(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_continues_only_on_resume(tmp_path: Path) -> None:
     def interrupted() -> None:
         with Results.open(tmp_path, ORIGIN) as results:
             results.append(measured(50.0))
@@ -178,7 +178,7 @@ for number in itertools.count():
 """
 
 
-def test_a_run_that_is_killed_loses_at_most_the_measurement_at_work(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_loses_at_most_the_measurement_in_progress(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _WRITES, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         for _ in range(20):

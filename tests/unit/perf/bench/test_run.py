@@ -114,7 +114,7 @@ async def test_a_target_that_fails_slowly_gets_few_test_requests(monkeypatch: py
     assert server.asked == 1
 
 
-async def test_a_first_answer_that_fails_by_chance_stops_nothing() -> None:
+async def test_a_first_response_that_fails_by_chance_stops_nothing() -> None:
     async with numbered(lambda number: (503 if number == 0 else 200, b"busy")) as server:
         run = await measure(target(server), REQUESTS, CLOSED, warm_s=0)
     assert run.answered == 50
@@ -183,7 +183,7 @@ async def test_a_model_that_slows_down_is_flagged(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    class PlotData:
+    class LeakingServer:
         def __init__(self, target: Target) -> None:
             self.memory = [(n / 2, (500 + 10 * n) * 2**20) for n in range(30)]
 
@@ -191,7 +191,7 @@ async def test_a_server_that_leaks_is_flagged(monkeypatch: pytest.MonkeyPatch) -
 
         async def stop(self) -> None: ...
 
-    monkeypatch.setattr(module, "ServerProbe", PlotData)
+    monkeypatch.setattr(module, "ServerProbe", LeakingServer)
     monkeypatch.setattr(module, "TREND_S", 0.0)
     async with numbered() as server:
         run = await measure(target(server), REQUESTS, CLOSED, warm_s=0)

@@ -11,11 +11,11 @@ from penstock.client.endpoint import ConnectionLost, Endpoint, MalformedResponse
 from penstock.perf.bench.server import check_reachable, fetch
 from penstock.perf.bench.target import find_listeners, listening_process
 
-Paragraph = Callable[[bytes], Endpoint]
+Says = Callable[[bytes], Endpoint]
 
 
 @pytest.fixture
-def says() -> Iterator[Paragraph]:
+def says() -> Iterator[Says]:
     """`says(answer)` starts a server that answers each request with these bytes and closes; b"-": never.
 
     After b"..." it goes on with dots, for ever.
@@ -63,13 +63,13 @@ def http(body: bytes, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
-def test_fetch_returns_replies_of_any_status(says: Paragraph) -> None:
+def test_fetch_returns_responses_of_any_status(says: Says) -> None:
     assert fetch(says(http(b'{"a": 1}')), "GET", "/x").json() == {"a": 1}
-    reply = fetch(says(http(b"not JSON", b"503 Busy")), "POST", "/x", b"{}")
-    assert (reply.status, reply.ok, reply.json(), reply.text) == (503, False, None, "not JSON")
+    response = fetch(says(http(b"not JSON", b"503 Busy")), "POST", "/x", b"{}")
+    assert (response.status, response.ok, response.json(), response.text) == (503, False, None, "not JSON")
 
 
-def test_failed_requests_have_distinct_errors(says: Paragraph) -> None:
+def test_failed_requests_have_distinct_errors(says: Says) -> None:
     with pytest.raises(ConnectionLost):
         fetch(says(b""), "GET", "/")
     with pytest.raises(MalformedResponse):
@@ -88,7 +88,7 @@ def test_failed_requests_have_distinct_errors(says: Paragraph) -> None:
         check_reachable(Endpoint("a..b", 80))
 
 
-def test_a_server_and_its_other_listeners_are_found_by_port(says: Paragraph) -> None:
+def test_a_server_and_its_other_listeners_are_found_by_port(says: Says) -> None:
     here = says(http(b"{}", b"404 Not Found"))
     metrics = says(http(b"# HELP\npenstock_build_info 1\n"))
     management = says(http(b'{"models":[]}'))
