@@ -23,15 +23,14 @@ from penstock.torchpipe.expressions import (
 )
 from penstock.values import found
 
-KeyState = Literal["used", "accepted", "ignored", "rewritten", "not supported"]
+KeyState = Literal["used", "ignored", "rewritten", "not supported"]
 
 
 class TorchPipeKey(Struct, frozen=True):
     """A key of TorchPipe's files.
 
-    "accepted" keys are kept, but a graph that has them does not run yet. "ignored" keys change no result and cause a
-    warning. "rewritten" keys become others before they are read (see `expressions`). "not supported" keys cause an
-    error with the reason `why`.
+    "ignored" keys change no result and cause a warning. "rewritten" keys become others before they are read (see
+    `expressions`). "not supported" keys cause an error with the reason `why`.
     """
 
     name: str
@@ -247,7 +246,7 @@ def map_inputs(value: Any) -> dict[str, str]:
 
 DIALECT = Dialect(
     keys=frozenset(TORCHPIPE),
-    used_keys=tuple(key.name for key in TORCHPIPE.values() if key.state in ("used", "accepted")),
+    used_keys=tuple(key.name for key in TORCHPIPE.values() if key.state == "used"),
     tables=lambda tables, source: with_calls(with_instances(tables, source)),
     table=native_table,
     flatten=flattened,

@@ -54,10 +54,30 @@ class TransportHarness:
         return now
 
 
-def test_without_anything_on_its_way_nothing_is_waited_for() -> None:
-    harness = TransportHarness(wait_s=10.0)
-    harness.offer(1, 0.0)
-    assert harness.poll(0.0) == [1]
+NOTHING = (INF, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "coming", "cost", "sent"),
+    [
+        (1, NOTHING, None, [1]),
+        (1, (0.005, 1), None, []),
+        (4, (0.005, 1), None, [4]),  # a full batch
+        (1, (0.02, 1), None, [1]),  # too late
+        (1, (0.005, 1), (0.008, 0.001), []),
+        (1, (0.005, 1), (0.002, 0.001), [1]),  # waiting costs more than the set-up that it saves
+        (3, (0.005, 100), (0.008, 0.001), [3]),  # one more fits: 8 ms that three would wait 5 ms for
+        (1, (0.001, 1), (0.0, 0.003), [1]),  # nothing to save
+    ],
+)
+def test_a_batch_is_held_only_for_requests_that_are_coming_and_save_more_than_they_cost(
+    rows: int, coming: tuple[float, int], cost: tuple[float, float] | None, sent: list[int]
+) -> None:
+    harness = TransportHarness()
+    now = 0.0 if cost is None else harness.learn(*cost)
+    harness.coming = (now + coming[0], coming[1])
+    harness.offer(rows, now)
+    assert harness.poll(now) == sent
 
 
 def test_a_batch_waits_for_expected_requests_within_its_limit() -> None:
@@ -68,37 +88,6 @@ def test_a_batch_waits_for_expected_requests_within_its_limit() -> None:
     assert harness.scheduler.wake_at == 0.01
     assert harness.poll(0.009) == []
     assert harness.poll(0.01) == [1]
-
-
-def test_a_full_batch_is_sent_at_once() -> None:
-    harness = TransportHarness()
-    harness.coming = (0.005, 1)
-    harness.offer(4, 0.0)
-    assert harness.poll(0.0) == [4]
-
-
-def test_late_requests_are_not_waited_for() -> None:
-    harness = TransportHarness()
-    harness.coming = (0.02, 1)
-    harness.offer(1, 0.0)
-    assert harness.poll(0.0) == [1]
-
-
-@pytest.mark.parametrize(("set_up_s", "sent"), [(0.008, []), (0.002, [1])])
-def test_a_wait_must_save_more_than_it_costs(set_up_s: float, sent: list[int]) -> None:
-    harness = TransportHarness()
-    now = harness.learn(set_up_s, 0.001)
-    harness.coming = (now + 0.005, 1)
-    harness.offer(1, now)
-    assert harness.poll(now) == sent
-
-
-def test_requests_beyond_a_full_batch_save_nothing() -> None:
-    harness = TransportHarness()
-    now = harness.learn(0.008, 0.001)
-    harness.coming = (now + 0.005, 100)
-    harness.offer(3, now)
-    assert harness.poll(now) == [3], "one more fits: 8 ms that three would wait 5 ms for"
 
 
 @pytest.mark.parametrize(("ahead_s", "answer"), [(0.001, type(None)), (0.01, Take)])
@@ -114,14 +103,6 @@ def test_behind_a_running_batch_the_wait_ends_when_that_does(ahead_s: float, ans
     choice = policy.select(view, 0.0)
     assert type(choice) is answer
     assert not isinstance(choice, Take) or not choice.full, "another slot may be idle sooner"
-
-
-def test_batches_without_savings_are_never_held() -> None:
-    harness = TransportHarness()
-    now = harness.learn(0.0, 0.003)
-    harness.coming = (now + 0.001, 1)
-    harness.offer(1, now)
-    assert harness.poll(now) == [1]
 
 
 def test_a_hold_ends_before_the_deadline_of_the_head() -> None:
@@ -160,16 +141,13 @@ def test_a_slice_of_slow_items_is_small_and_of_brief_ones_large() -> None:
         assert harness.poll(now)[:1] == [rows]
 
 
-def test_queued_requests_are_shared_among_idle_slots() -> None:
-    harness = TransportHarness(wait_s=0.0, slice_s=0.001, slots=4, most=32)
-    harness.offer(8, 0.0)
-    assert harness.poll(0.0) == [2, 2, 2, 2]
-
-
-def test_a_slice_without_a_known_cost_is_small() -> None:
-    harness = TransportHarness(wait_s=0.0, slice_s=0.001, most=32)
-    harness.offer(32, 0.0)
-    assert harness.poll(0.0)[:1] == [4]
+@pytest.mark.parametrize(("slots", "rows", "sent"), [(1, 32, [4]), (4, 8, [2, 2, 2, 2])])
+def test_without_a_known_cost_slices_are_small_and_shared_among_idle_slots(
+    slots: int, rows: int, sent: list[int]
+) -> None:
+    harness = TransportHarness(wait_s=0.0, slice_s=0.001, slots=slots, most=32)
+    harness.offer(rows, 0.0)
+    assert harness.poll(0.0) == sent
 
 
 def test_work_shorter_than_a_hand_over_is_not_shared() -> None:

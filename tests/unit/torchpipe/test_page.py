@@ -26,10 +26,9 @@ from penstock.torchpipe.ops import BRANCHES, FILTERS, NOT_HERE, OPS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migrate-from-torchpipe.md").read_text()
 TESTS = Path(__file__).parents[2]
-STATES = {"works", "differently", "later", "ignored", "never"}
+STATES = {"works", "differently", "ignored", "never"}
 OF_CODE = {
     "used": {"works", "differently"},
-    "accepted": {"later"},
     "ignored": {"ignored"},
     "rewritten": {"works", "differently"},
     "not supported": {"never"},
