@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, field
 
-from penstock.errors import BadRequest, ConfigError, ItemFailed
+from penstock.errors import BadRequest, ItemFailed
 from penstock.pipeline import filters
 from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
 
@@ -287,24 +287,6 @@ def route(graph: Graph, start: str, passed: frozenset[str] = frozenset()) -> Ite
                 " which the item does not pass"
             )
     return ItemRoute(start, tuple(name for name, n in graph.nodes.items() if name in reach and not n.next), waits)
-
-
-def check_runnable(graph: Graph) -> None:
-    """Raises ConfigError for a graph that can be written down but not run."""
-    nodes = list(graph.nodes.values())
-    if unknown := unknown_filters(nodes):
-        raise ConfigError("; ".join(unknown))
-    for node in nodes:
-        sources = join_sources(graph, node.name)
-        if sources and not node.inputs:
-            raise ConfigError(
-                f"node '{node.name}' follows {', '.join(sorted(sources))} but does not name the fields it takes:"
-                " set inputs (map)"
-            )
-        for i in node.inputs:
-            if i.producer not in graph.upstream(node.name):
-                raise ConfigError(f"node '{node.name}': inputs name '{i.producer}', which does not come before it")
-    graph.order()
 
 
 def unknown_filters(nodes: Sequence[Node]) -> list[str]:

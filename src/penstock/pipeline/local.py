@@ -15,7 +15,7 @@ from penstock.core.contracts import Ticket
 from penstock.core.portal.portal import Portal
 from penstock.core.portal.waiters import Future
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
-from penstock.pipeline.graph import Graph, check_runnable
+from penstock.pipeline.graph import Graph
 from penstock.pipeline.ops.base import DATA, Fields
 from penstock.pipeline.runner import PipelineRunner
 from penstock.pipeline.traversal import Done, ItemOutcome, Traversal
@@ -34,8 +34,7 @@ class LocalPipeline:
     """
 
     def __init__(self, graph: Graph, *, lazy: bool = False) -> None:
-        """Raises ConfigError; without `lazy` also LoadFailed."""
-        check_runnable(graph)
+        """`graph` has passed `check`. Raises LoadFailed and ConfigError, unless it is `lazy`."""
         self.graph = graph
         self._portal = Portal(make=lambda: PipelineBackend(graph), lazy=lazy, word="pipeline")
         if not lazy:

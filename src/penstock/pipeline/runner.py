@@ -13,7 +13,7 @@ from penstock.core.worker.devices import visible_gpus
 from penstock.errors import BadRequest, LoadFailed, ModelNotReady, PenstockError, QueueFull, nearest
 from penstock.pipeline.engine import Backpressure, NodeEngine
 from penstock.pipeline.fanout import Body
-from penstock.pipeline.graph import AUTO, Graph, ItemRoute, Node, chain_of, check_runnable, route, subgraph_of
+from penstock.pipeline.graph import AUTO, Graph, ItemRoute, Node, chain_of, route, subgraph_of
 from penstock.pipeline.lower import files_of
 from penstock.pipeline.node import SharedState, computes
 from penstock.pipeline.ops import catalog
@@ -34,11 +34,7 @@ class PipelineRunner:
     def __init__(
         self, graph: Graph, *, observers: Sequence[Observer] = (), on_room: Callable[[], object] = lambda: None
     ) -> None:
-        """`on_room` is called when bytes leave the queue of the entry while it is full.
-
-        Raises ConfigError for an unknown filter, and for a join without inputs.
-        """
-        check_runnable(graph)
+        """`graph` has passed `check`. `on_room` is called when bytes leave the queue of the entry while it is full."""
         self.graph = graph = placed(graph)
         self.in_flight = 0  # items
         self._routes: dict[str, ItemRoute] = {graph.entry: route(graph, graph.entry)}

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from penstock.errors import BadRequest, ConfigError
-from penstock.pipeline.graph import Graph, Node, NodeInput, check_runnable, join_sources, route
+from penstock.errors import BadRequest
+from penstock.pipeline.graph import Graph, Node, NodeInput, join_sources, route
 
 
 def graph(**edges: str) -> Graph:
@@ -75,9 +75,3 @@ def test_a_route_has_its_outputs_and_joins() -> None:
 def test_a_route_on_which_a_join_would_wait_forever_is_rejected() -> None:
     with pytest.raises(BadRequest, match="cannot begin at node 'c': node 'd' needs a field of node 'a'"):
         route(FORK, "c")
-
-
-def test_fields_of_a_node_that_does_not_come_before_are_refused() -> None:
-    with pytest.raises(ConfigError, match="node 'b': inputs name 'c', which does not come before it"):
-        check_runnable(joined(a=("b c", ()), b=("", (NodeInput("c", "x", "data"),)), c=("", ())))
-    check_runnable(FORK)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.core.arrays import nbytes_of
-from penstock.errors import BadRequest, ConfigError, DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
+from penstock.errors import BadRequest, DeadlineExceeded, LoadFailed, ModelNotReady, QueueFull
 from penstock.pipeline.collate import shape_of
 from penstock.pipeline.graph import Graph, NodeStep
 from penstock.pipeline.local import LocalPipeline
@@ -178,8 +178,6 @@ def test_a_pipeline_that_does_not_load_reports_the_reason(known, make_graph) -> 
     graph = make_graph({"net": "Broken"})
     with pytest.raises(LoadFailed, match=r"node 'net': .*no such device"):
         LocalPipeline(graph)
-    with pytest.raises(ConfigError, match="is unknown"):
-        LocalPipeline(make_graph({"a": (A, {"filter": "odd"})}), lazy=True)
     with LocalPipeline(graph, lazy=True) as lazy:
         found = lazy.infer_many([{"data": 1}, {"data": 2}])
         assert [type(o.error) for o in found] == [LoadFailed] * 2

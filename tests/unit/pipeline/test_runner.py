@@ -317,15 +317,3 @@ async def test_an_unknown_op_and_a_wrong_parameter_are_told_at_start(known, make
         await PipelineRunner(make_graph({"a": "Wodrs"})).start()
     with pytest.raises(ConfigError, match=r"node 'a': Words has no parameter 'wrod'"):
         await PipelineRunner(make_graph({"a": NodeStep("Words", {"wrod": "1"})})).start()
-
-
-def test_an_unknown_filter_is_rejected(make_graph) -> None:
-    with pytest.raises(ConfigError, match=r"\[b\] filter 'odd' is unknown"):
-        PipelineRunner(make_graph({"a": (A, "b"), "b": (B, {"filter": "odd"})}))
-    with pytest.raises(ConfigError, match=r"\[a\] filter 'odd' of op 'Words' is unknown"):
-        PipelineRunner(make_graph({"a": ((A, NodeStep("Words", {}, "odd")), "")}))
-
-
-def test_a_join_must_name_its_fields(make_graph) -> None:
-    with pytest.raises(ConfigError, match=r"node 'd' follows b, c but does not name the fields"):
-        PipelineRunner(make_graph({"a": (A, "b c"), "b": (B, "d"), "c": (C, "d"), "d": A}))
