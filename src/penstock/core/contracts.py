@@ -162,7 +162,7 @@ class Codec(Protocol):
 
     @staticmethod
     def response_content(model: ModelMetadata) -> dict[str, Any]:
-        """The same of a response."""
+        """The JSON schema of a response by content type, for OpenAPI."""
         return {"application/json": {}}
 
     def decode(self, item: Item) -> tuple[Any, Any]:
@@ -177,7 +177,7 @@ class Codec(Protocol):
     def encode_part(self, value: Any, item: Item, context: Any, first: bool) -> ItemResult:
         """One part of a streamed response. Raises BadOutput, and BadRequest if the format has no such parts.
 
-        A stream may begin anew with the same context; the parts that were sent are then not sent again.
+        A stream may restart with the same context; parts that were sent are then not sent again.
         """
         return self.encode(value, item, context)
 
@@ -186,7 +186,8 @@ class Codec(Protocol):
         return ItemResult()
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
-        """One response from the responses to the parts of a split request, in row order. Runs in the server process."""
+        """One response from the responses to the pieces of a split request, in row order. Runs in the server
+        process."""
 
 
 @runtime_checkable
@@ -278,7 +279,7 @@ class Transport(Protocol):
 
 
 class BatchRecord(Struct):
-    """One finished batch. `waits_s` is the queue time of each of its requests, or parts of requests.
+    """One finished batch. `waits_s` is the queue time of each of its requests, or pieces of requests.
 
     `outcome` is "ok" (answered), "died" (its worker died while running it) or "lost" (its worker died before it ran).
     `run_s` is the worker's own time, `stages_s` the time of its stages (see BatchPart), `seconds` the time from sending
@@ -373,7 +374,7 @@ class Observer:
         `max_requests` or above `max_memory_bytes`), or "removed" (the slot is gone for good)."""
 
     def on_unload(self, model: str, version: str) -> None:
-        """No handle of this version is left: no hook is called for it again unless it is loaded anew."""
+        """No handle of this version is left: no hook is called for it again unless it is loaded again."""
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         """The model's own counters and timers changed."""

@@ -12,7 +12,7 @@ log = logging.getLogger("penstock.engine")
 
 
 class WaitingRequest:
-    """Ticket of a request in an AdmissionQueue, later of the call that it became. `label`: see Call."""
+    """The ticket of a request in an AdmissionQueue; once forwarded, of the resulting call. `label`: see Call."""
 
     __slots__ = ("_began_s", "_call", "_explain", "_item", "_queue", "_sink", "label", "nbytes", "rows", "timer")
 
@@ -42,7 +42,7 @@ class WaitingRequest:
             release(self._item)
 
     def forward(self, submit: "Submit") -> None:
-        """Submits the request with what is left of its deadline. A refusal becomes its response."""
+        """Submits the request with the time left until its deadline. A refusal becomes its response."""
         if not self._queue.remove(self):
             return
         if self._item.budget_s is not None:
@@ -94,8 +94,8 @@ class AdmissionQueue:
         timeout_s: float | None = None,
         explain: Callable[[PenstockError], PenstockError] | None = None,
     ) -> WaitingRequest:
-        """The ticket of a new request, which waits for at most `timeout_s` and its deadline. `explain` gives an error
-        the form that the caller's API knows."""
+        """The ticket of a new request, which waits for at most `timeout_s` and its deadline. `explain` translates an
+        error for the caller's API."""
         request = WaitingRequest(self, item, sink, nbytes, timeout_s, explain)
         self._requests[request] = None
         self.rows += request.rows

@@ -31,7 +31,7 @@ def limits_of(config: AutoscaleConfig, batching: BatchingConfig) -> AutoscaleLim
 
 
 class LoadScaler:
-    """Reads the load after a turn, at most once in `tick_s`, and changes the number of instances.
+    """Reads the load after a turn, at most every `tick_s` seconds, and changes the number of instances.
 
     Its timer runs only while there is work or an instance that may leave.
     """

@@ -40,6 +40,7 @@ from penstock.core.engine.calls import (
 from penstock.core.engine.inbox import inbox_of
 from penstock.core.engine.quarantine import Quarantine
 from penstock.core.engine.timer import Timer
+from penstock.core.transports.slot import within
 from penstock.core.wire.slabs import Slab
 from penstock.errors import DeadlineExceeded, PenstockError, Quarantined, RunTimeout
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
@@ -387,7 +388,7 @@ class Batcher:
                     self._left([call.entry.id], now)
 
     def fail_queued(self, error: PenstockError) -> None:
-        """Answers the requests of which nothing runs."""
+        """Fails the requests of which no piece is running."""
         now = time.monotonic()
         for call in list(self._waiting.values()):
             if self.scheduler.cancel(call.entry.id, now):
@@ -410,10 +411,7 @@ class Batcher:
         """Waits up to `seconds` until no request waits or runs; True when none is left."""
         if self._waiting:
             self._emptied = self._emptied or asyncio.Event()
-            try:
-                await asyncio.wait_for(self._emptied.wait(), seconds)
-            except TimeoutError:
-                return False
+            return await within(self._emptied, seconds)
         return True
 
     def close(self, error: PenstockError) -> None:

@@ -167,7 +167,7 @@ class Notifier:
         self._served_observers = overriding(observers, "on_served")
 
     def ended(self, calls: Sequence[Call], now: float) -> None:
-        """Reports that these requests ended, each as its `end` states; called once for each."""
+        """Reports ended requests by their `end`; called once for each request."""
         latencies, failed = [now - c.entry.arrival_s for c in calls if c.end == "ok"], 0
         if len(latencies) < len(calls):
             for call in calls:

@@ -210,7 +210,7 @@ class ModelHandle:
 
     @property
     def _most_instances(self) -> int:
-        """The instances that the queue feeds; those that the load may start count from the beginning."""
+        """The largest number of instances that the queue may feed."""
         return self.instances.count if self.scaler is None else self.scaler.autoscaler.limits.most
 
     # ---- requests
@@ -310,7 +310,7 @@ class ModelHandle:
         )
 
     def _declared_batch(self) -> int | None:
-        """The batch size that a model declares which forms its own batches, as pipelines do."""
+        """The declared batch size of a model that forms its own batches, such as a pipeline."""
         found = self.metadata.parameters.get("max_batch_size") if self.metadata else None
         return found if isinstance(found, int) else None
 
@@ -343,8 +343,7 @@ class ModelHandle:
         )
 
     def statistics(self) -> dict[str, object]:
-        """The statistics of the scheduler, the autoscaler and the residency; those of the former two once a worker was
-        up."""
+        """The statistics of the scheduler and the autoscaler, once a worker was up, and of the residency."""
         found: dict[str, object] = {}
         if self.batcher is not None:
             found = {"mode": self.mode, **self.batcher.scheduler.explain()}

@@ -104,7 +104,7 @@ class Instances:
 
     @property
     def loaded(self) -> bool:
-        """True once the first load has ended, well or not."""
+        """True once the first load has ended, successfully or not."""
         return self._loaded.done()
 
     def devices(self) -> tuple[str, ...]:
@@ -115,7 +115,8 @@ class Instances:
         return {slot: i.pid for slot, i in self._slots.items() if i.up and i.pid not in (0, os.getpid())}
 
     def pid(self, slot: int) -> int | None:
-        """The pid of a worker that stays, 0 if it has no process of its own; None if there is none."""
+        """The pid of the slot's worker: 0 without a process of its own, None without a worker or with one to
+        replace."""
         instance = self._slots.get(slot)
         return None if instance is None or not instance.up or instance.to_replace else instance.pid
 
@@ -148,14 +149,15 @@ class Instances:
     # ---- start and end
 
     async def load(self) -> None:
-        """Returns when every slot has reported and one is up. Raises LoadFailed, ConfigError, and what ends it."""
+        """Returns when every slot has reported and one is up. Raises LoadFailed, ConfigError, and the error that ends
+        it."""
         for instance in self._slots.values():  # a resident model may have waited for its first request
             instance.since_s = time.time()
         await self._transport.start(self)
         await self._loaded
 
     def abort(self) -> bool:
-        """Ends a load or a growth under way: it raises Conflict. True if the first load had not ended."""
+        """Aborts a running load or scale-up, which raises Conflict. True if the first load was still running."""
         loading = not self._loaded.done()
         self._fail(Conflict(f"model '{self._spec.name}' was unloaded while it was loading"))
         if self._scaling.locked():
@@ -163,11 +165,11 @@ class Instances:
         return loading
 
     def closing(self) -> None:
-        """Ends a scaling under way with ModelNotReady; no other one begins."""
+        """Aborts a running scale operation with ModelNotReady, and refuses further ones."""
         self._stop(ModelNotReady(f"model '{self._spec.name}' was stopped while it was scaled"))
 
     async def close(self, drain_s: float) -> None:
-        """Ends every worker; waits up to `drain_s` for what runs."""
+        """Ends every worker; waits up to `drain_s` for running batches."""
         self.closing()
         await self._transport.close(drain_s)
         await asyncio.gather(*self._removals, return_exceptions=True)
@@ -211,8 +213,8 @@ class Instances:
         await self._take_away(list(self._seen()), drain_s)
 
     def follow(self, number: int, drain_s: float) -> None:
-        """Begins to start or to remove instances, until there are `number`. One that does not load counts too: its
-        transport tries it again, ever less often, and it is the first to leave."""
+        """Starts or removes instances in the background until there are `number`. An instance that fails to load
+        counts too: its transport retries it at growing intervals, and it is the first to leave."""
         if self._end is not None or not self.loaded:
             return
         missing = number - self.count
@@ -236,7 +238,7 @@ class Instances:
         await self._start(missing, drain_s)
 
     async def _start(self, missing: int, drain_s: float, device: str | None = None) -> None:
-        """Returns when all of them are up; otherwise none stays."""
+        """Returns when all new instances are up; if one fails, removes them all."""
         new: list[int] = []
         try:
             for _ in range(missing):
@@ -294,7 +296,7 @@ class Instances:
     # ---- replacement
 
     def replace(self, slot: int, why: str) -> None:
-        """Begins to replace a worker, without losing a request: it answers its batches, and a new one does the rest."""
+        """Starts to replace a worker without losing a request: it answers its batches, and the new one takes over."""
         instance = self._slots[slot]
         if self._end is None and not instance.to_replace:
             instance.to_replace = True

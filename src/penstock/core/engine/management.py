@@ -36,7 +36,7 @@ Change = Callable[[], Coroutine[Any, Any, None]]
 
 
 class _Unload(Struct, eq=False):
-    """An unload that waits for its turn or has it; `version` None: all versions. It may only have a load to abort."""
+    """A pending or running unload; `version` None: of all versions. Its only work may be to abort a load."""
 
     model: str
     version: str | None
@@ -99,7 +99,7 @@ class Management:
         await self._change(self._in_turn(model, partial(self._set_traffic, model, weights)))
 
     async def reload(self, models: Mapping[str, ModelConfig]) -> list[str]:
-        """Loads the versions again whose section in `models` or whose files have changed, without losing a request.
+        """Reloads the versions whose section in `models` or files have changed, without losing a request.
 
         A version that does not load answers as before. Other new and removed sections are not applied. Returns the
         loaded versions.

@@ -171,11 +171,11 @@ class ModelRegistry(Generic[T]):
     # ---- rules and texts, which TorchServe's registry overrides
 
     def duplicate(self, handle: T) -> PenstockError:
-        """The error of a version that is there already."""
+        """The error for a version that is already loaded."""
         return ConfigError(f"model '{handle.name}' version '{handle.version}' is already loaded; unload it first")
 
     def unknown(self, name: str, version: str | None) -> PenstockError:
-        """The error of a model or version that is not there; it lists the known names."""
+        """The error for an unknown model or version; it lists the known names."""
         versions = self.versions(name)
         if version is not None and versions:
             return ModelNotFound(f"model '{name}' has no version '{version[:100]}'; it has {', '.join(versions)}")

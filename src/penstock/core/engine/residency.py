@@ -65,7 +65,8 @@ class ResidencyManager:
                 raise error
 
     async def _make_room(self, model: ResidentModel, handle: "ModelHandle") -> None:
-        """Waits until a pinned model fits; meanwhile no other one comes. Raises ModelNotReady if it is unloaded."""
+        """Waits until a pinned model fits; meanwhile no other model is loaded. Raises ModelNotReady if it is
+        unloaded."""
         self._pinning += 1
         try:
             while True:
@@ -114,7 +115,8 @@ class ResidencyManager:
     # ---- moves
 
     def _want(self, model: ResidentModel) -> None:
-        """A request came for a model that is not up. Raises ModelNotReady for a while after a load that failed."""
+        """Called when a request arrives for a model that is not up. Raises ModelNotReady for a while after a load that
+        failed."""
         if model.place in ("loading", "in") or model in self._wanted:
             return
         self._check_refused(model)
@@ -129,7 +131,7 @@ class ResidencyManager:
             raise ModelNotReady(f"model '{model.key[0]}' did not load", retry_after_s=until - now)
 
     def _busy(self) -> dict[tuple[str, str], int]:
-        """Requests that wait or run, by model; counts those that came."""
+        """Waiting and running requests by model; also counts arrivals."""
         busy = {}
         for model, handle in self._handles.items():
             busy[model.key] = handle.pending
@@ -139,7 +141,7 @@ class ResidencyManager:
         return busy
 
     def _turn(self) -> None:
-        """Lets models leave and come, as far as there is room."""
+        """Unloads and loads models as far as memory allows."""
         now, residency, busy = time.monotonic(), self._residency, self._busy()
         for model in residency.expired(busy, now):
             self._begin(self._leave(model, "unused"))
@@ -275,6 +277,6 @@ def _resident(handle: "ModelHandle", budgets: Mapping[str, int]) -> ResidentMode
 
 
 def _measured(handle: "ModelHandle") -> dict[str, int]:
-    """The memory of the workers on the CPU: what each has for itself, without what it shares with the server."""
+    """The private memory of the workers on the CPU, without what they share with the server."""
     total = sum(private_bytes(pid) for pid in handle.instances.pids().values() if pid != os.getpid())
     return {"cpu": total} if total and set(handle.instances.devices()) == {"cpu"} else {}

@@ -92,7 +92,7 @@ def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[
 
 
 def _modules(name: str, folders: Sequence[str]) -> list[str]:
-    """The files in which a module may be."""
+    """The candidate files of a module."""
     return [f"{folder}/{name.replace('.', '/')}{end}" for folder in folders for end in (".py", "/__init__.py")]
 
 

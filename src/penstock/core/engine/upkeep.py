@@ -58,7 +58,7 @@ class MemoryGrowth:
 
 
 class _Usage(Struct):
-    """What is known of one worker."""
+    """The readings of one worker, and when it may be replaced."""
 
     pid: int
     growth: MemoryGrowth = field(default_factory=MemoryGrowth)
@@ -69,8 +69,8 @@ class _Usage(Struct):
 
 
 class Upkeep:
-    """Has a worker of a model version replaced after `max_requests` or above `max_memory_bytes`, and reports one whose
-    memory grows. Reads the memory of each at most once a second."""
+    """Replaces workers of a model version after `max_requests` or above `max_memory_bytes`, and reports steadily
+    growing memory. Reads the memory of each worker at most once a second."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Upkeep:
         self._usages: dict[int, _Usage] = {}  # by slot
 
     def check(self, slot: int, requests: int) -> None:
-        """The slot's worker has answered this many requests."""
+        """Checks the slot's worker, which has answered this many requests."""
         pid = self._instances.pid(slot)
         if pid is None:  # it has ended, or is being replaced
             return

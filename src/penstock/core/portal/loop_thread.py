@@ -60,7 +60,7 @@ class LoopThread:
         """Runs first, on the loop; its error is raised by the constructor."""
 
     def post(self, callback: Callable[..., object], *arguments: Any) -> None:
-        """Calls `callback` on the loop. Raises RuntimeError after `end`, behind which nothing would be called."""
+        """Calls `callback` on the loop. Raises RuntimeError after `end`: the call would be lost."""
         with self._posting:
             if self._ending:
                 raise RuntimeError("the loop of this thread has ended")
@@ -132,7 +132,7 @@ class PortalThread(LoopThread):
         await asyncio.sleep(0)  # runs its first step: a fork must not find its imports half done
 
     def start(self, coroutine: Coroutine[Any, Any, Any], waiter: SyncWaiter) -> None:
-        """What was requested before comes first."""
+        """Like `LoopThread.start`, after the requests that are in the inbox."""
         self.inbox.drain()
         super().start(coroutine, waiter)
 

@@ -51,7 +51,7 @@ class Portal:
     """Models for the threads of any program: `load` once, then `predict` or `submit` from any thread.
 
     `make` creates a backend other than an Engine; it is called on the loop, and again in a child after a fork. `lazy`:
-    start at the first call, as every portal does that is made before uWSGI forks. `word`: the portal's name in errors.
+    start at the first call; a portal that is made before uWSGI forks always does. `word`: the portal's name in errors.
     `own_workers`: its backend starts workers of its own.
 
     A forked child owns nothing of its parent: its first call warns and loads the same models anew. Use as a context

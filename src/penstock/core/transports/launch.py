@@ -101,8 +101,8 @@ def pack_spec(spec: WorkerSpec) -> PackedSpec:
 
 
 def pack_target(target: Any) -> PackedTarget:
-    """The target on its way to workers that start later: a module that is being imported can be sent only by the thread
-    that imports it. Raises LoadFailed, naming what cannot be sent."""
+    """The packed target for workers that start later: only the thread that imports a module can pack its objects
+    while the import is in progress. Raises LoadFailed, naming what cannot be sent."""
     data = _dumps(target, target)
     return PackedTarget(data, *_needed(data))
 

@@ -108,7 +108,7 @@ class Channel:
             pass
 
     def stop_reading(self) -> None:
-        """Leaves what the peer sends from now on unread."""
+        """Stops reading: what the peer sends from now on stays in the socket."""
         self._patient = False
         if self._open:
             self._loop.remove_reader(self._sock.fileno())

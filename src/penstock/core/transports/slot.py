@@ -65,7 +65,8 @@ class WorkerHistory:
         self.load_s = 0.0  # of the last worker that came up
 
     def answered(self, requests: int, now: float) -> bool:
-        """Counts answers. True once a second, and from `max_requests` on: the worker may be due to be replaced."""
+        """Counts answered requests. True once a second, and from `max_requests` on: the worker may be due to be
+        replaced."""
         self._answered = True
         self.requests += requests
         if now < self._check_at_s and (self._most is None or self.requests < self._most):
@@ -109,7 +110,7 @@ class WorkerSlot:
         self._restart: asyncio.TimerHandle | None = None
 
     def launch(self) -> None:
-        """Starts a worker; later `is_up` or `down` is called. What it raises is the reason why there is none."""
+        """Starts a worker; later `is_up` or `down` is called. An exception is the reason for the failed start."""
         raise NotImplementedError
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:

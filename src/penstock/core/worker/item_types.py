@@ -67,7 +67,7 @@ class ItemType:
 
 
 class ModelTypes:
-    """What the annotations of a model's methods say of one item and one result; Any where they say nothing."""
+    """The types of one item and one result, by the annotations of a model's methods; Any without annotations."""
 
     def __init__(self, model: Any, predict: Any) -> None:
         first = getattr(model, "preprocess", None) or getattr(model, "admit", None)

@@ -46,7 +46,7 @@ class BatchRunner:
         self._log_limiter = LogLimiter()
 
     def describe(self, metadata: ModelMetadata, batching: BatchingConfig) -> None:
-        """Sets what is known of the model, from which codecs are made."""
+        """Sets the metadata and the options of the model; codecs are made from them."""
         self.metadata, self.batching = metadata, batching
         self.codecs = ModelCodecs(metadata, **self._extras)
 

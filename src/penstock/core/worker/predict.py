@@ -65,7 +65,7 @@ class SequenceStates:
         return self._predict([u.value for u in units], [u.sequence for u in units])
 
     def keep(self, units: list[SequenceUnit]) -> None:
-        """The call for these units succeeded."""
+        """Keeps the states after a successful call for these units."""
         for sequence in (unit.sequence for unit in units):
             if sequence.end:
                 self._states.pop(sequence.id, None)

@@ -181,7 +181,7 @@ class PythonModel:
             self.concurrency = AUTO_CONCURRENCY if rows == "auto" else rows
 
     def unbatch(self) -> None:
-        """From now on axis 0 is not rows: a request is passed on uncut, and so is its result."""
+        """Stops treating axis 0 as rows: requests and results are passed on uncut."""
         self.unbatched = True
         if self.loop is not None and not isinstance(self.loop, StepLoop):
             self.loop.alone = True

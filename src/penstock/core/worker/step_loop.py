@@ -100,7 +100,7 @@ class StepLoop:
             call()
 
     def _advance(self) -> list[StepOutcome]:
-        """Runs one step; what follows takes time from the next one, so the sender does all that it can."""
+        """Runs one step. Work after it delays the next one, so the sender does as much of it as possible."""
         started = time.monotonic()
         outcomes = self._steps.advance(started)
         ended = time.monotonic()
@@ -150,7 +150,7 @@ class StepLoop:
 
 
 def _deliver(outcomes: list[StepOutcome]) -> None:
-    """Passes each submission what a step gave for it."""
+    """Passes each submission its outcomes of a step."""
     found: dict[Answer, list[tuple[int, Any]]] = {}
     for (answer, place), part, done in outcomes:
         if type(part) is Whole:

@@ -51,13 +51,13 @@ class StepLimits(Struct, frozen=True):
 
 
 class Whole(Struct):
-    """The part of a `Step` that ends an item without other parts: a response that is no stream."""
+    """The only part of an item, sent with its end: a response that is not a stream."""
 
     value: Any
 
 
 class StepOutcome(NamedTuple):
-    """What one step gave for the item `key`: a part or None, or the exception that ended it."""
+    """The outcome of one step for the item `key`: a part or None, or the exception that ended it."""
 
     key: Any
     part: Any
@@ -245,7 +245,7 @@ def _aligned(found: Any, expected: int) -> list[Any]:
 
 
 def _error_in(found: Any) -> BaseException:
-    """The error of a state for which step returned something else than a Step."""
+    """The error of a state for which step returned something other than a Step."""
     if isinstance(found, BaseException):
         return found
     return BadOutput(f"step returned a {type(found).__name__} for a state, expected a penstock.Step or an exception")
