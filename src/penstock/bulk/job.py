@@ -175,7 +175,7 @@ class BulkJob:
 
 
 class RunCounters:
-    """What the threads of a run count. Changes hold `lock`; a reader may see values from a moment apart."""
+    """Counters of the threads of a run. Changes hold `lock`; a reader may see values from a moment apart."""
 
     def __init__(self, videos: int) -> None:
         self.lock = threading.Lock()

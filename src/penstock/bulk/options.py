@@ -23,7 +23,7 @@ HEADER_BYTES: Final = 65_536  # of a request, in addition to its pixels
 
 
 class JobOptions(Struct, frozen=True, kw_only=True):
-    """One field for each option of the command, hence so many. None leaves the choice to the job."""
+    """The options of the command, one field each. None leaves the choice to the job."""
 
     inputs: tuple[str, ...]
     outputs: OutputPaths

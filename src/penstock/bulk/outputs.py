@@ -1,4 +1,4 @@
-"""What users read: captions as JSONL, CSV, Parquet, WebVTT and SRT in the order of the inputs, and failed videos.
+"""The files of captions for users (JSONL, CSV, Parquet, WebVTT, SRT, in the order of the inputs), and failed videos.
 
 One pass over the spools feeds every output and holds one row at a time (Parquet: a group of rows). A file appears
 under its name once it is complete.
@@ -37,7 +37,7 @@ class OutputError(PenstockError):
 
 
 class OutputPaths(Struct, frozen=True):
-    """Where the outputs go: files, whose suffix selects the format, and a folder for each kind of subtitles."""
+    """The paths of the outputs: files, whose suffix selects the format, and a folder for each kind of subtitles."""
 
     files: tuple[Path, ...]
     vtt: Path | None = None

@@ -28,7 +28,7 @@ WAITING_ROWS = 32_768  # not on disk yet, a few MB: beyond this, decoders wait
 
 
 class JobListener(Protocol):
-    """What decoders and writer report to the job, each in its own thread."""
+    """Receives the reports of the decoders and the writer, each in its own thread."""
 
     def resumed(self, video: Video, rows: int) -> None:
         """A video is being read; `rows` of it are on disk from earlier runs."""

@@ -44,7 +44,7 @@ class VideoError(PenstockError):
 
 
 class VideoProbe(Struct, frozen=True):
-    """What a container's header states: a hint, never a promise. `frames` is 0 if the header has no count."""
+    """The statements of a container's header: hints, never promises. `frames` is 0 if the header has no count."""
 
     frames: int
     duration_s: float | None
@@ -59,7 +59,7 @@ def av_library() -> ModuleType:
 
 
 def probe(path: str) -> VideoProbe:
-    """What the header of the video states. Raises VideoError."""
+    """The statements of the video's header. Raises VideoError."""
     opened = OpenVideo(path, threads=1)
     try:
         stream = opened.stream

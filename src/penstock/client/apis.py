@@ -52,11 +52,11 @@ class PenstockApi:
         return "/v2" + path_of("models", model, None if version is None else "versions", version)
 
     def headers(self, call: Call, now: float) -> list[tuple[str, str]]:
-        """What the options of a call become in headers."""
+        """The headers for the options of a call."""
         return call.native_headers(now)
 
     def parameters(self, call: Call) -> dict[str, Any]:
-        """What they become in the parameters of `infer`."""
+        """The parameters of `infer` for the options of a call."""
         return {}
 
     def model_ready(self, model: str, version: str | None) -> str:

@@ -1,4 +1,4 @@
-"""How to reach a server: host, port, TLS, path prefix, and the token; and the errors on the way to it."""
+"""The address of a server (host, port, TLS, path prefix), its token, and the errors on the way to it."""
 
 import logging
 import os

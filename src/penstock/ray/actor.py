@@ -93,7 +93,7 @@ Send = Callable[[Message], None]
 
 
 class Place(Struct, frozen=True):
-    """Where a process looks for the files and modules that a target names."""
+    """The working folder and the module paths of a program, for processes that load what its target names."""
 
     folder: str
     paths: list[str]
@@ -105,7 +105,7 @@ def here() -> Place:
 
 
 def enter(place: Place) -> None:
-    """Makes this process look there too. A node without the folder keeps its own, such as a `working_dir` of Ray's."""
+    """Adopts the folder and the paths. A node without the folder keeps its own, such as a `working_dir` of Ray's."""
     if os.path.isdir(place.folder):
         os.chdir(place.folder)
     sys.path += [path for path in place.paths if path not in sys.path]
@@ -187,7 +187,7 @@ class RayWorker:
         self._runner.run(run.id, self._runner.decode(run.items), emit)
 
     def _result(self, call: Future[Any]) -> Any:
-        """What a call in the model's thread returned; one that raises ends the worker, as in a process."""
+        """The result of a call in the model's thread. An exception ends the worker, as in a process."""
         try:
             return call.result()
         except SystemExit as e:

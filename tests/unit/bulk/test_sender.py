@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from penstock.bulk.servers import RevisionChanged, ServerFault, WrongAnswer, ask
 from penstock.bulk.types import Chunk, SendOptions, Video
 from penstock.client.endpoint import ConnectionLost, ResponseTooLarge
 from penstock.errors import BadRequest, DeadlineExceeded, PayloadTooLarge, PenstockError, Unauthorized
-from penstock.serving.http.auth import make_ssl_context
 from support.captioner import (
     Answerer,
     FakeCaptioner,
@@ -40,8 +38,6 @@ from support.captioner import (
     with_wait,
 )
 
-TLS = Path(__file__).parents[2] / "tls"
-CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
 ROWS = 4
 QUICK = {"backoff_s": 0.005, "longest_backoff_s": 0.02, "connect_timeout_s": 5.0, "fingerprint": "0123456789abcdef"}
 
@@ -191,13 +187,6 @@ def test_connections_are_reused_for_later_chunks(server: FakeCaptioner, job: Job
     job.send(40)
     job.wait()
     assert server.connections - 1 <= 10  # less the metadata's; 40 responses open the window to at most 8
-
-
-def test_a_server_with_a_private_certificate_authority_captions(start: Start):
-    with FakeCaptioner(tls=make_ssl_context(CERT, KEY)) as server:
-        job = start(server, ca=CERT)
-        job.send(10)
-        assert job.all_captioned()
 
 
 # ---- temporary faults

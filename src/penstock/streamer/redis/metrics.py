@@ -116,7 +116,7 @@ WORKER_EVENTS = Family(
 
 
 class MetricsOptions(Struct, frozen=True):
-    """Where the metrics listener is, and the bearer tokens that open it. `announce` receives its URL."""
+    """The address of the metrics listener, and the bearer tokens that open it. `announce` receives its URL."""
 
     host: str
     port: int

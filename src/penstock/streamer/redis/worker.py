@@ -122,7 +122,7 @@ class BrokerWorker:
 
     @property
     def _idle_ms(self) -> int:
-        """How long a worker without entries must be silent before it is removed."""
+        """The silence after which a worker without entries is removed."""
         return int(max(60.0, 3 * self._lease_s) * 1000)
 
     def statistics(self) -> dict[str, object]:
@@ -168,7 +168,7 @@ class BrokerWorker:
         self._broker_away = error is not None
 
     def _capacity(self) -> int:
-        """How many more entries to take: a running batch and a waiting batch for each ready instance."""
+        """The number of entries to take: a running and a waiting batch for each ready instance, less what it has."""
         if self._writer.full:
             return 0
         for status in self._backend.statuses():

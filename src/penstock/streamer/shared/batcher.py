@@ -334,14 +334,14 @@ class SharedBatcher:
         return WelcomeMessage(os.getpid(), REQUEST_BYTES, REPLY_BYTES, self.max_rows, most, idempotent, loading)
 
     async def _tell_when_loaded(self) -> None:
-        """Once: a client that waits too long for a response then knows whether the model was still loading."""
+        """Tells all clients once that the model is loaded: a timeout then need not name the load as its reason."""
         with suppress(PenstockError):  # callers get it
             await self.backend.ready()
         for session in self.sessions:
             session.send_loaded()
 
     async def statistics(self) -> dict[str, object]:
-        """Those of the model, and the number of clients."""
+        """The statistics of the model, and the number of clients."""
         return {**self.backend.statistics(self.model), "clients": len(self.sessions), "pid": os.getpid()}
 
     async def close(self) -> None:

@@ -60,7 +60,7 @@ class SharedClient:
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._calls: dict[int, SharedCall] = {}  # without a response
-        self._rows = self._bytes = 0  # of them
+        self._rows = self._bytes = 0  # in unanswered calls
         self._link: BatcherLink | None = None
         self._joining = False
         self._failure: PenstockError | None = None
@@ -210,7 +210,7 @@ class SharedClient:
                 self._send(call)
 
     def _fail(self, error: PenstockError) -> None:
-        """All callers get the error, and so do those that call soon."""
+        """Fails all callers with the error, and later callers until the next attempt is due."""
         self._failure = error
         self._retry_at_s = time.monotonic() + self._backoff.next_s()
         for call_id in list(self._calls):
@@ -256,7 +256,7 @@ class SharedClient:
         await self.ask("ready")
 
     def statistics(self, model: str) -> dict[str, object]:
-        """Those of this process; `shared_statistics` asks the batcher."""
+        """The counters of this process; `shared_statistics` asks the batcher."""
         return {"unanswered": len(self._calls), "unanswered_bytes": self._bytes}
 
     async def close(self, drain_s: float) -> None:
@@ -280,7 +280,7 @@ class SharedClient:
 
 
 def _only(sink: Sink, result: ItemResult) -> None:
-    """The response to one item, from that to a list of one."""
+    """Passes on the only element of a response to a list of one item."""
     if result.error is None:
         (value,) = result.body
         failed = isinstance(value, PenstockError)
@@ -312,7 +312,7 @@ def shared_backend(
 
 
 def shared_statistics(portal: Portal) -> dict[str, object]:
-    """What the batcher knows about its model and its clients."""
+    """The batcher's statistics of its model and its clients."""
     found: dict[str, object] = portal.call(lambda client: client.ask("statistics"))
     return found
 

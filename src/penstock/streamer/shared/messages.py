@@ -30,7 +30,7 @@ VERSION = __version__
 
 
 class Offer(Struct):
-    """What a process offers to start a batcher with."""
+    """The configuration and the model with which a process offers to start a batcher."""
 
     config: ModelConfig
     limits: LimitsConfig
@@ -45,7 +45,7 @@ class Offer(Struct):
         return PackedTarget(self.target, self.files, self.main)
 
     def conflict(self, settings: Mapping[str, str]) -> str:
-        """How `settings` differ from those of this offer; empty if they do not."""
+        """The differences between `settings` and the settings of this offer; empty without any."""
         differing = [
             f"{name} is {mine} there and {settings.get(name, '(unknown)')} here"
             for name, mine in self.settings.items()
