@@ -32,6 +32,7 @@ from penstock.errors import (
     Unauthorized,
 )
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, Buffer, encode_request
+from penstock.values import shorten
 
 _logger = logging.getLogger("penstock.bulk")
 
@@ -163,7 +164,7 @@ def read_metadata(found: object, address: Endpoint, model: str) -> ServerInfo:
     except msgspec.ValidationError as exc:
         raise NotACaptioner(f"{subject} does not describe itself as a captioner: {exc}") from None
     if own.task != "image-to-text":
-        raise NotACaptioner(f"{subject} has the task '{own.task[:40]}', expected 'image-to-text'")
+        raise NotACaptioner(f"{subject} has the task '{shorten(own.task, 40)}', expected 'image-to-text'")
     inputs = {(tensor.name, tensor.datatype) for tensor in metadata.inputs}
     accepted = frozenset(name for name, kind in (("frames", "UINT8"), ("jpeg", "BYTES")) if (name, kind) in inputs)
     if not accepted or ("frame_index", "INT64") not in inputs:
@@ -227,7 +228,7 @@ class RevisionChanged(PenstockError):
 
 
 def revision_changed(url: str, model: str, expected: str, found: str | None) -> RevisionChanged:
-    now = "none" if found is None else f"'{found[:80]}'"
+    now = "none" if found is None else f"'{shorten(found, 80)}'"
     return RevisionChanged(
         f"{url}: model '{model}' had revision '{expected}' when the job began, and now has {now}; "
         f"its captions are discarded"
@@ -308,7 +309,7 @@ def read_captions(response: HttpResponse, model: str, revision: str, frames: lis
     check_status(response, url)
     kind = response.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
-        raise WrongAnswer(f"{url}: the response has content type '{kind[:60]}', expected application/json")
+        raise WrongAnswer(f"{url}: the response has content type '{shorten(kind, 60)}', expected application/json")
     try:
         answer = _decode(response.body)
         found = answer.parameters.revision if answer.parameters else None
@@ -322,7 +323,7 @@ def read_captions(response: HttpResponse, model: str, revision: str, frames: lis
     except KeyError as exc:
         raise WrongAnswer(f"{url}: the response has no output {exc}") from None
     if answer.model_name != model:
-        raise WrongAnswer(f"{url}: model '{answer.model_name[:80]}' answered, expected '{model}'")
+        raise WrongAnswer(f"{url}: model '{shorten(answer.model_name, 80)}' answered, expected '{model}'")
     if len(captions) != len(frames):
         raise WrongAnswer(f"{url}: the response has {len(captions)} captions, expected {len(frames)}")
     if echoed != frames:

@@ -15,6 +15,7 @@ from penstock.client.http import Buffer
 from penstock.client.response import UnexpectedResponse, named_error
 from penstock.errors import BadOutput, BadRequest, ItemFailed, PenstockError
 from penstock.serving.protocols.bodies import BASE64, JSON, PART_TYPE, decode_text, encode_json, encode_text, split_type
+from penstock.values import shorten
 
 TEXT: Final = "text/plain; charset=utf-8"
 BYTES: Final = "application/octet-stream"
@@ -91,7 +92,7 @@ class PartReader:
         try:
             self._text = codecs.getincrementaldecoder(charset)("replace") if text else None
         except LookupError:
-            raise UnexpectedResponse(f"the stream has the unknown charset {charset[:40]!r}") from None
+            raise UnexpectedResponse(f"the stream has the unknown charset {shorten(charset, 40)!r}") from None
 
     def feed(self, piece: bytes) -> list[Any]:
         """The parts that this piece completes."""

@@ -23,7 +23,7 @@ from penstock.config.schema import (
 )
 from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.types import DTYPES, TensorSpec
-from penstock.values import SIZE_UNITS, quantity
+from penstock.values import SIZE_UNITS, quantity, shorten
 
 log = logging.getLogger("penstock.config")
 
@@ -78,7 +78,7 @@ def _check_tls(config: Config) -> None:
     ):
         for found in getattr(server, key):
             if not pattern.fullmatch(found):
-                raise ConfigError(f"server.{key}: found {found[:100]!r}, expected for example {example}")
+                raise ConfigError(f"server.{key}: found {shorten(found, 100)!r}, expected for example {example}")
     for key in ("tls_cert", "tls_key", "tls_client_ca"):
         if (path := getattr(server, key)) is not None:
             _read(path, f"server.{key}")
@@ -155,14 +155,14 @@ def check_model(model: ModelConfig, where: str = "") -> None:
     """Raises ConfigError for an invalid version, tensor, device or number of instances. `where` precedes the key."""
     if not _VERSION.fullmatch(model.version) or model.version in ROUTES:
         raise ConfigError(
-            f"{where}version: found {model.version[:100]!r}, expected at most 128 letters, digits, '.', '_', '+' and"
-            f" '-', starting with a letter or digit, and not {', '.join(ROUTES)}"
+            f"{where}version: found {shorten(model.version, 100)!r}, expected at most 128 letters, digits, '.', '_',"
+            f" '+' and '-', starting with a letter or digit, and not {', '.join(ROUTES)}"
         )
     input_specs(model.inputs, where)
     for device in model.devices:
         if not _DEVICE.fullmatch(device):
             forms = "cpu, cuda (all GPUs), cuda:0, or another accelerator's name in its framework"
-            raise ConfigError(f"{where}devices: found {device[:100]!r}, expected for example {forms}")
+            raise ConfigError(f"{where}devices: found {shorten(device, 100)!r}, expected for example {forms}")
     if model.instances != "auto" and not 1 <= model.instances <= MOST_INSTANCES:  # a caller in Python skips the schema
         raise ConfigError(f"{where}instances: found {model.instances}, expected 1 to {MOST_INSTANCES} or 'auto'")
     if model.transport in REMOTE and model.instances == "auto" and model.autoscale.max is None:
@@ -195,7 +195,7 @@ def device_budgets(devices: Mapping[str, int | str]) -> dict[str, int]:
     found = {}
     for device, value in devices.items():
         if not _DEVICE.fullmatch(device) or device == "cuda":
-            raise ConfigError(f"devices: found {device[:100]!r}, expected for example cpu or cuda:0")
+            raise ConfigError(f"devices: found {shorten(device, 100)!r}, expected for example cpu or cuda:0")
         found[device] = value if isinstance(value, int) else int(quantity(value, SIZE_UNITS) or 0)
         if found[device] < 1:
             raise ConfigError(f'devices.{device}: found {value!r}, expected bytes above 0 such as "40GiB" or "800MB"')
@@ -242,7 +242,7 @@ def input_specs(inputs: Mapping[str, str], where: str = "") -> tuple[TensorSpec,
         match = _TENSOR.fullmatch(text.strip())
         if match is None or match[1] not in DTYPES:
             raise ConfigError(
-                f"{where}inputs.{name}: found {text[:60]!r}, expected a datatype and a shape such as"
+                f"{where}inputs.{name}: found {shorten(text, 60)!r}, expected a datatype and a shape such as"
                 f' "FP32[-1,3,224,224]", with -1 for the rows first; datatypes are {", ".join(DTYPES)}'
             )
         specs.append(TensorSpec(name, match[1], (-1, *(int(n) for n in match[2].split(",")[1:]))))
@@ -253,7 +253,9 @@ def check_traffic(where: str, weights: Mapping[str, float], versions: Collection
     """Raises ConfigError unless each weight is from 0 to 1 and belongs to a known version, and they add up to 1."""
     for version, weight in weights.items():
         if version not in versions:
-            raise ConfigError(f"{where}: there is no version '{version[:100]}'; there are {', '.join(versions)}")
+            raise ConfigError(
+                f"{where}: there is no version '{shorten(version, 100)}'; there are {', '.join(versions)}"
+            )
         if not 0 <= weight <= 1:
             raise ConfigError(f"{where}: found {weight} for version '{version}', expected a number from 0 to 1")
     total = math.fsum(weights.values())

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from penstock.errors import BadRequest, describe, nearest
+from penstock.values import shorten
 
 Array = np.ndarray[Any, Any]
 Bytes = bytes | memoryview
@@ -72,7 +73,9 @@ def _read_named(value: dict[Any, Any]) -> CaptionRequest:
     for name in value:
         if name not in _NAMES:
             known = ", ".join(_NAMES)
-            raise BadRequest(f"unknown input '{str(name)[:100]}'{nearest(str(name)[:100], _NAMES)} (expected: {known})")
+            raise BadRequest(
+                f"unknown input '{shorten(str(name), 100)}'{nearest(str(name)[:100], _NAMES)} (expected: {known})"
+            )
     frames, jpeg, index = (value.get(name) for name in _NAMES)
     if (frames is None) == (jpeg is None):
         found = "none" if frames is None else "both"
