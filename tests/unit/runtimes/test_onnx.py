@@ -135,12 +135,13 @@ def test_files_that_are_not_models_are_refused(tmp_path):
 
 
 def test_out_of_memory_raises_memory_error(model_files):
-    program = loaders.OnnxProgram(loaders.open_session(str(model_files / "net.onnx")))
+    real = loaders.open_session(str(model_files / "net.onnx"))
 
     def run(*_):
         raise ort.capi.onnxruntime_pybind11_state.RuntimeException("Failed to allocate memory for requested buffer")
 
-    program._session = types.SimpleNamespace(run=run)
+    full = types.SimpleNamespace(get_inputs=real.get_inputs, get_outputs=real.get_outputs, run=run)
+    program = loaders.OnnxProgram(full)
     with pytest.raises(MemoryError, match="Failed to allocate"):
         program.run({"x": X})
 

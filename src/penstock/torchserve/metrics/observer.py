@@ -188,12 +188,15 @@ class TorchServeMetrics(Observer):
             except Exception:
                 log.exception("metrics_not_counted consequence=some_are_missing")
 
-    def flush_if_idle(self) -> None:
-        """Flushes new events, unless there are none or the last flush is still in progress."""
-        if self._flushing is None or self._flushing.done():
-            self._add_counts()
-            if self._values or self._batches:
-                self._flushing = self._flush()
+    def flush_if_idle(self) -> bool:
+        """Flushes new events; False if there are none or the last flush is still in progress."""
+        if self._flushing is not None and not self._flushing.done():
+            return False
+        self._add_counts()
+        if not self._values and not self._batches:
+            return False
+        self._flushing = self._flush()
+        return True
 
     async def close(self) -> None:
         await asyncio.wrap_future(self._flush())

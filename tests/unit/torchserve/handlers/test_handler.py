@@ -9,6 +9,7 @@ import pytest
 import penstock.metrics
 from penstock.errors import ItemFailed, LoadOutOfMemory
 from penstock.torchserve.protocol.codec import HandlerRequest
+from penstock.torchserve.ts.metric_cache import MetricsCache
 
 
 def asked(*inputs, **headers):
@@ -81,13 +82,21 @@ def test_the_handler_sets_status_headers_and_content_type(make_handler):
 
 def test_a_context_has_torchserves_attributes(make_handler, tmp_path):
     model = make_handler(
-        "def handle(data, context):\n    context.calls = getattr(context, 'calls', 0) + 1\n    return data and ['']",
+        """
+        contexts = []
+        def handle(data, context):
+            contexts.append(context)
+            context.calls = getattr(context, 'calls', 0) + 1
+            return data and ['']
+        """,
         manifest={"model": {"modelName": "m"}},
         model_yaml_config={"handler": {"x": 1}},
         batch_size=4,
         limit_max_image_pixels=False,
     )
-    context = model._context
+    import my_handler
+
+    (context,) = my_handler.contexts
     assert context.request_processor is None
     assert context.get_request_id() is None
     assert (context.model_name, context.manifest) == ("m", {"model": {"modelName": "m"}})
@@ -165,18 +174,20 @@ OVERLAPPED = """
 import threading
 from ts.torch_handler.base_handler import BaseHandler
 
+threads, handlers = [], []
+
 class Handler(BaseHandler):
     def initialize(self, context):
-        self.threads = []
+        handlers.append(self)
 
     def preprocess(self, data):
-        self.threads.append(threading.current_thread().name)
+        threads.append(threading.current_thread().name)
         if data[0]["body"] == "bad":
             raise ValueError("no")
         return [row["body"] + self.context.get_request_id() for row in data]
 
     def inference(self, data):
-        self.threads.append(threading.current_thread().name)
+        threads.append(threading.current_thread().name)
         return data
 
     def postprocess(self, data):
@@ -202,12 +213,16 @@ def test_each_batch_has_its_own_context(make_handler):
     first, second = in_thread(prepare, batch("1", "a")), in_thread(prepare, batch("2", "b"))
     assert [answer.body for answer in model.predict(first)] == [b"a11"]
     assert [answer.body for answer in model.predict(second)] == [b"b22"]
-    assert model._steps._service.threads == ["reader", "reader", "MainThread", "MainThread"]
+    import my_handler
+
+    assert my_handler.threads == ["reader", "reader", "MainThread", "MainThread"]
 
 
 def test_before_the_first_batch_the_context_is_the_one_of_load(make_handler):
-    model = make_handler(OVERLAPPED, overlap=True)
-    assert in_thread(lambda: model._steps._service.context.model_name) == "m"
+    make_handler(OVERLAPPED, overlap=True)
+    import my_handler
+
+    assert in_thread(lambda: my_handler.handlers[0].context.model_name) == "m"
 
 
 def test_a_part_of_a_preprocessed_batch_runs_all_steps_again(make_handler):
@@ -227,7 +242,7 @@ def test_explanations_are_not_preprocessed_ahead(make_handler):
     [
         ("def handle(data, context): return data", {}),
         (OVERLAPPED + "    def handle(self, data, context): return data", {}),
-        (OVERLAPPED.replace("self.threads = []", "pass") + "    def __init__(self): self.handle = lambda d, c: d", {}),
+        (OVERLAPPED + "    def __init__(self): self.handle = lambda d, c: d", {}),
         ("class Handler:\n    def initialize(self, context): pass\n    def handle(self, data, context): pass", {}),
         (OVERLAPPED, {"envelope": "body"}),
     ],
@@ -241,8 +256,6 @@ def test_only_base_handlers_own_handle_is_overlapped(make_handler, caplog, sourc
 def test_the_time_of_all_steps_is_recorded(make_handler, monkeypatch):
     model = make_handler(OVERLAPPED, overlap=True)
     told = []
-    monkeypatch.setattr(
-        type(model._context.metrics), "add_time", lambda self, name, ms, *more: told.append((name, self.request_ids))
-    )
+    monkeypatch.setattr(MetricsCache, "add_time", lambda self, name, ms, *more: told.append((name, self.request_ids)))
     model.predict(in_thread(model.__penstock_prepare__, batch("1", "a")))
     assert told == [("HandlerTime", {0: "1"}), ("PredictionTime", {0: "1"})]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,15 +23,18 @@ HANDLER = MetricDelta("gauge", "HandlerTime", 1.5, {"ModelName": "m", "Level": "
 
 
 class Files(logging.Handler):
-    """Collects the lines of both log files."""
+    """Collects the lines of both log files, while the gate is open."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
         self.server: list[str] = []
         self.models: list[str] = []
         self.console: list[tuple[str, ...]] = []  # thread, logger, line
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.gate.wait(10)
         if record.name == "METRICS_CONSOLE":
             extra = record.__dict__
             self.console += [(extra["worker"], extra["metrics"], line) for line in record.getMessage().split("\n")]
@@ -218,20 +222,15 @@ async def test_the_page_includes_penstocks_own_metrics(
     assert len(files.models) == 1
 
 
-async def test_a_flush_is_skipped_while_the_last_one_runs_and_loses_nothing(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_flush_is_skipped_while_the_last_one_runs_and_loses_nothing(files: Files) -> None:
     metrics = make()
-    go = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    await asyncio.wrap_future(metrics._thread.submit(lambda: None))
-    held = metrics._thread.submit(lambda: asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10))
+    files.gate.clear()
+    flushed = []
     for _ in range(3):
         metrics.on_model_metrics("m", "1", 0, [HANDLER])
-        metrics.flush_if_idle()
-    assert len(metrics._batches) == 2
-    go.set()
-    await asyncio.wrap_future(held)
+        flushed.append(metrics.flush_if_idle())
+    assert flushed == [True, False, False]
+    files.gate.set()
     await metrics.close()
     assert len(files.models) == 3
 
@@ -317,17 +316,13 @@ async def test_a_failed_flush_is_not_the_last(
     running.cancel()
 
 
-async def test_without_events_the_thread_sleeps(files: Files) -> None:
+async def test_without_events_nothing_is_flushed(files: Files) -> None:
     counts = FrontendCounts({2: 1})
     metrics = make(counts=lambda: counts)
-    metrics.flush_if_idle()
-    first = metrics._flushing
-    assert first is not None
-    await asyncio.wrap_future(first)
-    metrics.flush_if_idle()
-    assert metrics._flushing is first
+    assert metrics.flush_if_idle()
+    await metrics.scrape()  # the thread is done with it
+    assert not metrics.flush_if_idle()
     counts = FrontendCounts({2: 2})
-    metrics.flush_if_idle()
-    assert metrics._flushing is not first
+    assert metrics.flush_if_idle()
     await metrics.close()
     assert [line.partition("|")[0] for line in files.server] == ["Requests2XX.Count:1.0"] * 2
