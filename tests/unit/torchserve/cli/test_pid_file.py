@@ -20,12 +20,12 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / ".model_server.pid")
 
 
-def sleeper(path: str) -> subprocess.Popen[bytes]:
+def sleeper(path: str, on_term: str = "lambda *_: end.set()") -> subprocess.Popen[bytes]:
     """A running process that owns the file like a server."""
     code = (
         "import sys, signal, threading; from penstock.torchserve.cli.pid_file import PidFile\n"
         "own = PidFile(sys.argv[1]); end = threading.Event()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: end.set())\n"
+        f"signal.signal(signal.SIGTERM, {on_term})\n"
         "print('up', flush=True); end.wait(60); own.remove()"
     )
     process = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
@@ -130,19 +130,10 @@ def test_stop_ends_the_server_and_waits_for_it(path: str) -> None:
 
 
 def test_stop_reports_a_timeout(path: str) -> None:
-    own = PidFile(path)
-    code = "import signal, sys; signal.signal(15, signal.SIG_IGN); print(1, flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(own._handle,)
-    )
-    with process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        own._write(process.pid)
+    with sleeper(path, on_term="signal.SIG_IGN") as process:
         assert stop(path, wait_s=0.05) == "Stopping TorchServe took too long."
         assert running_pid(path) == process.pid
         process.kill()
-    own.remove()
 
 
 def test_a_server_in_the_background_owns_the_file(path: str, tmp_path: Path) -> None:
