@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.core.worker.predict import SequenceStates
-from penstock.errors import LoadFailed, SequenceLost
+from penstock.errors import SequenceLost
 from penstock.types import SequenceRequest
 
 
@@ -38,13 +38,6 @@ def test_a_state_lasts_from_start_to_end() -> None:
     assert asked(states, b) == [1], "a start begins anew"
 
 
-def test_a_call_that_failed_leaves_the_state_as_it_was() -> None:
-    states = SequenceStates(total)
-    asked(states, SequenceRequest("a", start=True))
-    asked(states, SequenceRequest("a"), keep=False)
-    assert asked(states, SequenceRequest("a")) == [2]
-
-
 def test_a_state_stays_until_its_sequence_is_said_to_have_ended() -> None:
     states = SequenceStates(total)
     for name in "abc":
@@ -61,8 +54,3 @@ def test_an_item_without_a_sequence_has_one_of_its_own() -> None:
     units = states.units([1], [None])
     assert (units[0].sequence.start, units[0].sequence.end) == (True, True)
     assert states.predict(units) == [1]
-
-
-def test_predict_must_take_two_arguments() -> None:
-    with pytest.raises(LoadFailed, match=r"needs predict\(items, sequences\)"):
-        SequenceStates(lambda items: items)
