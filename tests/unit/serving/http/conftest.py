@@ -43,6 +43,16 @@ class Client:
     def get(self, path: str, *lines: str, method: str = "GET") -> None:
         self.send("\r\n".join([f"{method} {path} HTTP/1.1", "Host: test", *lines, "", ""]).encode())
 
+    async def ask(self, path: str, body: bytes, *lines: str) -> Answer:
+        """The response to a POST."""
+        self.post(path, body, *lines)
+        return await self.answer()
+
+    async def fetch(self, path: str, *lines: str, method: str = "GET") -> Answer:
+        """The response to a request without a body."""
+        self.get(path, *lines, method=method)
+        return await self.answer(bodiless=method == "HEAD")
+
     async def head(self) -> tuple[int, dict[str, str]]:
         raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), LIMIT_S)
         first, *lines = raw.decode("latin-1").split("\r\n")[:-2]

@@ -57,8 +57,7 @@ async def flood(client, data: bytes, times: int) -> None:
 )
 async def test_unknown_routes_models_versions_and_methods_are_named(asking, method, path, status, allow):
     async with asking() as (_, client):
-        client.get(path, "Content-Length: 0", method=method)
-        answer = await client.answer()
+        answer = await client.fetch(path, "Content-Length: 0", method=method)
         assert (answer.status, answer.headers.get("allow")) == (status, allow)
         assert msgspec.json.decode(answer.body)["error"]
         client.get("/ping")  # the connection lives on
@@ -116,8 +115,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(asking, limit)
         assert b"limits.max_body_bytes" in answer.body
         assert await client.closed()
         client = await listener.connect()
-        client.post("/predictions/echo", b"x" * limit)
-        assert (await client.answer()).status == 200
+        assert (await client.ask("/predictions/echo", b"x" * limit)).status == 200
 
 
 async def test_a_client_that_sends_on_after_413_reads_the_answer_and_costs_no_memory(asking):
@@ -166,8 +164,7 @@ async def test_ninety_megabytes_of_headers_are_refused_with_flat_memory(asking):
 @pytest.mark.parametrize(("size", "status"), [(900, 200), (1100, 431), (30_000, 431)])
 async def test_the_head_limit_is_exact_for_a_head_in_one_piece(asking, size, status):
     async with asking(max_header_bytes=1000) as (_, client):
-        client.get("/ping", "X: " + "h" * (size - 50))
-        assert (await client.answer()).status == status
+        assert (await client.fetch("/ping", "X: " + "h" * (size - 50))).status == status
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /pi", b"POST /predictions/echo HTTP/1.1\r\nContent-Le"])
@@ -238,8 +235,7 @@ async def test_a_head_that_drips_is_timed_out_all_the_same(asking):
 
 async def test_an_idle_keep_alive_connection_is_closed(asking):
     async with asking(header_timeout_s=5.0, body_timeout_s=5.0, idle_timeout_s=0.1) as (_, client):
-        client.post("/predictions/echo", b"a")
-        assert (await client.answer()).status == 200
+        assert (await client.ask("/predictions/echo", b"a")).status == 200
         assert await client.closed()
 
 
@@ -271,8 +267,7 @@ async def test_a_full_pool_pauses_reading_without_a_timer_until_memory_is_freed(
 
 async def test_a_body_that_can_never_fit_the_pool_is_413(asking):
     async with asking(FakeBackend(pool_bytes=100_000)) as (_, client):
-        client.post("/predictions/echo", b"1" * 200_000)
-        assert (await client.answer()).status == 413
+        assert (await client.ask("/predictions/echo", b"1" * 200_000)).status == 413
 
 
 async def test_a_chunked_body_that_finds_the_pool_full_is_429(listen, wait_until):

@@ -28,8 +28,7 @@ async def test_bodies_under_way_count_over_all_connections(name, listen, wait_un
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert b"limits.max_transit_bytes" in answer.body
         whole = await listener.connect()
-        whole.post(INFER, b"{}")
-        assert (await whole.answer()).status == 200  # what comes whole costs nothing
+        assert (await whole.ask(INFER, b"{}")).status == 200  # what comes whole costs nothing
         for client in senders:
             await client.close()
         await wait_until(lambda: budget._parts == 0)
@@ -47,8 +46,7 @@ async def test_who_does_not_read_is_refused_and_then_dropped_and_others_are_serv
         await wait_until(lambda: budget.full)
         slow.post(INFER, b"more")
         other = await listener.connect()  # now, because silence ends a connection soon
-        other.post(INFER, b"{}")
-        assert (await other.answer()).status == 200
+        assert (await other.ask(INFER, b"{}")).status == 200
         await wait_until(lambda: listener.server.connections == 1)
         assert [call.body() for call in backend.calls] == [b"large", b"{}"]
         await wait_until(lambda: not budget.full)

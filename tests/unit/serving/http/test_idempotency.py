@@ -193,12 +193,9 @@ async def test_the_listener_answers_a_repeated_request_without_the_model(listen,
         answer = await two.answer()
         assert (answer.status, answer.body, answer.headers["x-request-id"]) == (200, b"one", "r")
         assert (await two.answer()).status == 422
-        two.post("/predictions/m", b"abc", KEY)
-        assert (await two.answer()).body == b"one"
-        two.post("/predictions/m", b"abc", "Idempotency-Key: ")
-        assert (await two.answer()).status == 400
-        two.get("/ping", KEY)
-        assert (await two.answer()).status == 200
+        assert (await two.ask("/predictions/m", b"abc", KEY)).body == b"one"
+        assert (await two.ask("/predictions/m", b"abc", "Idempotency-Key: ")).status == 400
+        assert (await two.fetch("/ping", KEY)).status == 200
         two.post("/predictions/m", b"abc", KEY)
         two.post("/predictions/m", b"abc", KEY.replace("1", "2"))
         await wait_until(lambda: len(backend.calls) == 2)

@@ -100,18 +100,15 @@ async def test_a_known_head_is_refused_once_its_token_is_revoked(asking):
         for status in (200, 200, 200, 401, 401):
             if status == 401:
                 listener.server.flavor.set_tokens(frozenset({b"new"}))
-            client.post("/predictions/echo", b"{}", "Authorization: Bearer old")
-            assert (await client.answer()).status == status
-            client.get("/v2", "Authorization: Bearer old")
-            assert (await client.answer()).status == status
+            assert (await client.ask("/predictions/echo", b"{}", "Authorization: Bearer old")).status == status
+            assert (await client.fetch("/v2", "Authorization: Bearer old")).status == status
 
 
 async def test_a_known_health_check_is_answered_from_the_state_of_now(asking):
     async with asking() as (listener, client):
         for healthy in (True, True, True, False, True):
             listener.backend.ready = lambda healthy=healthy: healthy
-            client.get("/ping")
-            reply = await client.answer()
+            reply = await client.fetch("/ping")
             assert (reply.status, reply.body) == (
                 (200, b'{"status":"Healthy"}') if healthy else (503, b'{"status":"Unhealthy"}')
             )
@@ -122,12 +119,10 @@ async def test_heads_that_never_repeat_fill_no_memory(asking, monkeypatch):
     limits = dict.fromkeys(("header_timeout_s", "body_timeout_s", "idle_timeout_s", "write_timeout_s"), 10_000.0)
     async with asking(**limits) as (listener, client):
         for n in range(KNOWN_HEADS + 100):
-            client.post("/predictions/echo", b"", f"x-trace: {n}")
-            assert (await client.answer()).status == 200
+            assert (await client.ask("/predictions/echo", b"", f"x-trace: {n}")).status == 200
         known = listener.server.listener.clock.known_heads
         assert len(known) == KNOWN_HEADS
         listener.server.listener.clock.tick()
         assert not known
-        client.post("/predictions/echo", b"", "x-long: " + "x" * 5000)
-        assert (await client.answer()).status == 200
+        assert (await client.ask("/predictions/echo", b"", "x-long: " + "x" * 5000)).status == 200
         assert not known

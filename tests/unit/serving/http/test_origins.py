@@ -111,8 +111,7 @@ async def test_a_page_that_may_call_can_read_errors_and_streams_too(connect: Cal
     tokens = frozenset({b"t"})
     async with serving(tokens=tokens, policy=OriginPolicy([], ["*"])) as port, connect(port) as client:
         for lines in ((), ("authorization: Bearer t",), ("authorization: Bearer t", "accept: text/event-stream")):
-            client.post("/predictions/echo", b"x", f"origin: {PAGE}", *lines)
-            answer = await client.answer()
+            answer = await client.ask("/predictions/echo", b"x", f"origin: {PAGE}", *lines)
             assert answer.status == (200 if lines else 401)
             assert (answer.headers["access-control-allow-origin"], answer.headers["vary"]) == (PAGE, "origin")
 
@@ -121,18 +120,15 @@ async def test_a_preflight_is_answered_when_pages_are_configured(connect: Callab
     asked = "Access-Control-Request-Method: PUT", "Access-Control-Request-Headers: authorization, content-type"
     tokens = frozenset({b"t"})
     async with serving(tokens=tokens, policy=OriginPolicy([], [PAGE])) as port, connect(port) as client:
-        client.get("/predictions/echo", f"Origin: {PAGE}", *asked, method="OPTIONS")
-        answer = await client.answer()
+        answer = await client.fetch("/predictions/echo", f"Origin: {PAGE}", *asked, method="OPTIONS")
         assert (answer.status, answer.body) == (204, b"")
         assert answer.headers["access-control-allow-origin"] == PAGE
         assert answer.headers["access-control-allow-headers"] == "authorization, content-type"
         assert "PUT" in answer.headers["access-control-allow-methods"]
-        client.get("/predictions/echo", "Origin: http://evil.example", *asked, method="OPTIONS")
-        answer = await client.answer()
+        answer = await client.fetch("/predictions/echo", "Origin: http://evil.example", *asked, method="OPTIONS")
         assert (answer.status, answer.headers.get("access-control-allow-origin")) == (204, None)
     async with serving() as port, connect(port) as client:
-        client.get("/predictions/echo", f"Origin: {PAGE}", *asked, method="OPTIONS")
-        assert (await client.answer()).status == 405
+        assert (await client.fetch("/predictions/echo", f"Origin: {PAGE}", *asked, method="OPTIONS")).status == 405
 
 
 async def test_management_refuses_foreign_hosts_in_every_request_except_health(connect: Callable[..., Any]) -> None:

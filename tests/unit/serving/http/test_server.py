@@ -35,8 +35,7 @@ async def test_a_small_body_is_echoed_and_the_connection_kept(asking):
     """The name of the model may come percent-encoded, with a query behind it."""
     async with asking() as (listener, client):
         for n in range(3):
-            client.post("/predictions/%65cho?x=1", b"x" * n, "Content-Type: image/png")
-            answer = await client.answer()
+            answer = await client.ask("/predictions/%65cho?x=1", b"x" * n, "Content-Type: image/png")
             assert (answer.status, answer.body) == (200, b"x" * n)
             assert answer.headers["content-type"] == "application/octet-stream"
             assert answer.headers["date"].endswith("GMT")
@@ -57,8 +56,7 @@ async def test_a_large_body_arrives_whole_and_its_buffer_is_freed(asking, size):
     body = bytes(range(256)) * (size // 256 + 1)
     async with asking() as (listener, client):
         for _ in range(2):  # the parser is fresh after it
-            client.post("/predictions/echo", body[:size])
-            assert (await client.answer()).body == body[:size]
+            assert (await client.ask("/predictions/echo", body[:size])).body == body[:size]
         assert isinstance(listener.backend.calls[0].item.payload, FakeBuffer) == (size > 64 * 1024)
         assert listener.backend.used_bytes == 0
 
@@ -66,8 +64,7 @@ async def test_a_large_body_arrives_whole_and_its_buffer_is_freed(asking, size):
 async def test_a_request_pipelined_behind_a_large_body_is_answered(asking):
     async with asking() as (_, client):
         client.post("/predictions/echo", b"a" * 200_000)
-        client.post("/predictions/echo", b"second")
-        assert (await client.answer()).body == b"a" * 200_000
+        assert (await client.ask("/predictions/echo", b"second")).body == b"a" * 200_000
         assert (await client.answer()).body == b"second"
 
 
@@ -80,8 +77,7 @@ async def test_chunked_bodies_of_any_size_arrive_whole(asking, total):
             piece = body[start : start + 7001]
             client.send(b"%x\r\n%b\r\n" % (len(piece), piece))
         client.send(b"0\r\nX-Trailer: 1\r\n\r\n")
-        client.post("/predictions/echo", b"next")
-        assert (await client.answer()).body == body
+        assert (await client.ask("/predictions/echo", b"next")).body == body
         assert (await client.answer()).body == b"next"
         assert all(name != b"X-Trailer" for name, _ in listener.backend.calls[0].item.headers)
         assert listener.backend.used_bytes == 0
@@ -176,8 +172,7 @@ async def test_expect_is_refused_without_100_when_the_request_cannot_succeed(ask
 
 async def test_an_unknown_expectation_is_refused_with_417(asking):
     async with asking() as (_, client):
-        client.post("/predictions/echo", b"", "Expect: tea")
-        assert (await client.answer()).status == 417
+        assert (await client.ask("/predictions/echo", b"", "Expect: tea")).status == 417
 
 
 async def test_http_1_0_closes_unless_asked_to_keep_alive(asking):
@@ -193,8 +188,7 @@ async def test_http_1_0_closes_unless_asked_to_keep_alive(asking):
 async def test_connection_close_is_honoured_and_later_requests_do_not_run(asking):
     async with asking() as (listener, client):
         client.post("/predictions/echo", b"a", "Connection: close")
-        client.post("/predictions/echo", b"b")
-        assert (await client.answer()).headers["connection"] == "close"
+        assert (await client.ask("/predictions/echo", b"b")).headers["connection"] == "close"
         assert await client.closed()
         assert len(listener.backend.calls) == 1
 
@@ -278,8 +272,7 @@ async def test_the_head_of_an_offer_is_bounded_and_framed_as_any_other(listen):
 async def test_no_tunnel_is_opened_and_what_follows_is_not_read_as_http(asking, target):
     async with asking() as (listener, client):
         client.send(f"CONNECT {target} HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi".encode())
-        client.post("/predictions/echo", b"smuggled")
-        answer = await client.answer()
+        answer = await client.ask("/predictions/echo", b"smuggled")
         assert (answer.status, answer.headers["connection"]) == (405, "close")
         assert await client.closed()
         assert listener.backend.calls == []
@@ -289,8 +282,9 @@ async def test_no_tunnel_is_opened_and_what_follows_is_not_read_as_http(asking, 
 async def test_blanks_around_the_value_of_a_header_are_not_part_of_it(asking, blank):
     async with asking() as (listener, client):
         lines = ["x-priority: 1", "idempotency-key: k", "x-deadline-ms: 9000", "x-request-id: r1", "X-Own: a b"]
-        client.post("/predictions/echo", b"1", *(line.replace(": ", f":{blank}") + blank for line in lines))
-        answer = await client.answer()
+        answer = await client.ask(
+            "/predictions/echo", b"1", *(line.replace(": ", f":{blank}") + blank for line in lines)
+        )
         assert (answer.status, answer.headers["x-request-id"]) == (200, "r1")
         call = listener.backend.calls[0]
         assert (call.priority, call.budget_s, call.item.headers[-1]) == (1, 9.0, (b"X-Own", b"a b"))
@@ -331,8 +325,7 @@ async def test_errors_become_status_and_terse_json(asking, error, status, retry,
     if when == "submit":
         backend.refuse = error
     async with asking(backend) as (_, client):
-        client.post("/predictions/m", b"")
-        answer = await client.answer()
+        answer = await client.ask("/predictions/m", b"")
         assert (answer.status, answer.headers.get("retry-after")) == (status, retry)
         assert msgspec.json.decode(answer.body) == {"error": {"code": error.code, "message": error.message}}
         client.post("/v2/models/m/infer", b"")
@@ -346,8 +339,7 @@ async def test_a_backend_bug_is_a_500_without_details(asking, caplog):
         client.post("/predictions/echo", b"")
         backend.submit = lambda *a, **k: 1 / 0  # type: ignore[method-assign,assignment,misc,return-value]
         answer = await client.answer()
-        client.post("/predictions/echo", b"")
-        answer = await client.answer()
+        answer = await client.ask("/predictions/echo", b"")
         assert answer.status == 500
         assert b"division" not in answer.body
         assert "ZeroDivisionError" in caplog.text
@@ -361,21 +353,17 @@ async def test_status_headers_and_content_type_of_a_result_go_out(asking):
         _,
         client,
     ):
-        client.post("/predictions/m", b"")
-        answer = await client.answer()
+        answer = await client.ask("/predictions/m", b"")
         assert (answer.status, answer.headers["x-pot"], answer.headers["content-type"]) == (418, "1", "text/plain")
-        client.post("/predictions/empty", b"")
-        answer = await client.answer()
+        answer = await client.ask("/predictions/empty", b"")
         assert answer.status == 204
         assert "content-length" not in answer.headers
-        client.get("/ping")
-        assert (await client.answer()).status == 200
+        assert (await client.fetch("/ping")).status == 200
 
 
 async def test_the_request_id_is_echoed_when_it_is_sane(asking):
     async with asking() as (listener, client):
-        client.post("/predictions/echo", b"", "X-Request-Id: abc-1")
-        assert (await client.answer()).headers["x-request-id"] == "abc-1"
+        assert (await client.ask("/predictions/echo", b"", "X-Request-Id: abc-1")).headers["x-request-id"] == "abc-1"
         assert listener.backend.calls[0].item.request_id == "abc-1"
         for bad in ("a b", "x" * 129, "\xe9"):
             client.post("/predictions/echo", b"", f"X-Request-Id: {bad}")
@@ -407,8 +395,9 @@ async def test_deadline_and_priority_of_an_open_inference_body_reach_the_backend
     head = json.dumps({"inputs": [], "parameters": parameters}).encode()
     lines = [*headers, *([f"Inference-Header-Content-Length: {len(head)}"] if binary else [])]
     async with asking() as (listener, client):
-        client.post("/v2/models/echo/infer", head + (b'"timeout": "priority"' if binary else b""), *lines)
-        assert (await client.answer()).status == 200
+        assert (
+            await client.ask("/v2/models/echo/infer", head + (b'"timeout": "priority"' if binary else b""), *lines)
+        ).status == 200
         call = listener.backend.calls[0]
         assert (call.budget_s, call.priority) == expected
 
@@ -429,8 +418,7 @@ async def test_deadline_and_priority_of_an_open_inference_body_reach_the_backend
 )
 async def test_bad_deadlines_and_priorities_are_never_run(asking, line, status):
     async with asking() as (listener, client):
-        client.post("/predictions/echo", b"abc", line)
-        assert (await client.answer()).status == status
+        assert (await client.ask("/predictions/echo", b"abc", line)).status == status
         assert listener.backend.calls == []
         client.post("/predictions/echo", b"abc")  # the connection lives on
         assert (await client.answer()).body == b"abc"
@@ -445,15 +433,12 @@ async def test_a_token_is_needed_except_for_health(asking):
             ("Authorization: Basic right", 401),
             ("X-Nothing: 1", 401),
         ):
-            client.post("/predictions/echo", b"a", line)
-            answer = await client.answer()
+            answer = await client.ask("/predictions/echo", b"a", line)
             assert answer.status == status
             assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
         for path in ("/ping", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
-            client.get(path)
-            assert (await client.answer()).status == 200
-        client.get("/openapi.json")
-        assert (await client.answer()).status == 401
+            assert (await client.fetch(path)).status == 200
+        assert (await client.fetch("/openapi.json")).status == 401
 
 
 async def test_a_health_check_that_is_not_ready_is_no_server_error(asking):
@@ -461,10 +446,8 @@ async def test_a_health_check_that_is_not_ready_is_no_server_error(asking):
     backend.is_ready = False
     async with asking(backend) as (listener, client):
         for path in ("/ping", "/readyz", "/v2/health/ready", "/v2/models/m/ready"):
-            client.get(path)
-            assert (await client.answer()).status == 503
-        client.post("/predictions/m", b"")
-        assert (await client.answer()).status == 503
+            assert (await client.fetch(path)).status == 503
+        assert (await client.ask("/predictions/m", b"")).status == 503
         assert listener.server.listener.counts.responses() == {0: 4, 5: 1}
 
 
@@ -482,8 +465,7 @@ async def test_a_stream_is_sent_in_chunks_without_delay(asking, wait_until):
         assert await anext(chunks) == b"two"
         call.reply(b"", "text/plain")
         assert [chunk async for chunk in chunks] == []
-        client.get("/ping")
-        assert (await client.answer()).status == 200
+        assert (await client.fetch("/ping")).status == 200
 
 
 def stream(*parts: bytes, content_type: str = "text/plain", error: PenstockError | None = None):
@@ -497,23 +479,20 @@ def stream(*parts: bytes, content_type: str = "text/plain", error: PenstockError
 
 async def test_a_stream_of_json_is_lines(asking):
     async with asking(FakeBackend({"m": stream(b"1", b"[2]", content_type="application/json")})) as (_, client):
-        client.post("/predictions/m", b"")
-        answer = await client.answer()
+        answer = await client.ask("/predictions/m", b"")
         assert (answer.headers["content-type"], answer.body) == ("application/x-ndjson", b"1\n[2]\n")
 
 
 async def test_server_sent_events_are_sent_on_request(asking):
     models = {"m": stream(b"a\nb\r\nc", b"d"), "bad": stream(b"a", error=ItemFailed("oh")), "one": Call.reply}
     async with asking(FakeBackend(models)) as (_, client):
-        client.post("/predictions/m", b"", "Accept: text/event-stream")
-        answer = await client.answer()
+        answer = await client.ask("/predictions/m", b"", "Accept: text/event-stream")
         assert answer.headers["content-type"] == "text/event-stream"
         assert answer.body == b"data: a\ndata: b\ndata: c\n\ndata: d\n\n"
         client.post("/predictions/bad", b"", "Accept: text/event-stream")
         body = (await client.answer()).body
         assert body == b'data: a\n\nevent: error\ndata: {"error":{"code":"item_failed","message":"oh"}}\n\n'
-        client.post("/predictions/one", b"whole", "Accept: text/event-stream")
-        answer = await client.answer()
+        answer = await client.ask("/predictions/one", b"whole", "Accept: text/event-stream")
         assert answer.headers["x-part-type"] == "application/octet-stream;base64"
         assert answer.body == b"event: base64\ndata: d2hvbGU=\n\n"
 
@@ -677,8 +656,7 @@ async def test_close_answers_a_request_on_a_silent_connection_and_announces_the_
         assert "connection" not in (await client.answer()).headers
         closing = asyncio.create_task(listener.server.close(5.0))
         await asyncio.sleep(0.1)
-        client.post("/predictions/echo", b"after")
-        answer = await client.answer()
+        answer = await client.ask("/predictions/echo", b"after")
         assert (answer.body, answer.headers["connection"]) == (b"after", "close")
         assert await client.closed()
         assert await silent.closed()
@@ -690,8 +668,7 @@ async def test_close_answers_a_request_on_a_silent_connection_and_announces_the_
 async def test_a_full_port_is_reported_once_with_its_key_and_the_consequence(listen, caplog, wait_until):
     async with listen(max_connections=1) as listener:
         first = await listener.connect()
-        first.get("/ping")
-        assert (await first.answer()).status == 200
+        assert (await first.fetch("/ping")).status == 200
         for _ in range(3):
             answer = await (await listener.connect()).answer()
             assert (answer.status, answer.headers["retry-after"], answer.headers["connection"]) == (503, "1", "close")
@@ -702,8 +679,7 @@ async def test_a_full_port_is_reported_once_with_its_key_and_the_consequence(lis
         await first.close()
         await wait_until(lambda: not listener.server.connections)
         again = await listener.connect()  # without connections nothing is known about descriptors
-        again.get("/ping")
-        assert (await again.answer()).status == 200
+        assert (await again.fetch("/ping")).status == 200
 
 
 async def test_connections_are_refused_while_no_descriptors_are_left(asking, caplog, monkeypatch, wait_until):
@@ -712,14 +688,12 @@ async def test_connections_are_refused_while_no_descriptors_are_left(asking, cap
     async with asking(idle_timeout_s=4.0, write_timeout_s=0.04) as (listener, client):
         await wait_until(lambda: listener.server.listener.clock.starved)
         assert (await (await listener.connect()).answer()).status == 503
-        client.get("/ping")
-        assert (await client.answer()).status == 200
+        assert (await client.fetch("/ping")).status == 200
         assert "cause=no_descriptors" in caplog.text
         none_left = False
         await wait_until(lambda: not listener.server.listener.clock.starved)
         again = await listener.connect()
-        again.get("/ping")
-        assert (await again.answer()).status == 200
+        assert (await again.fetch("/ping")).status == 200
 
 
 @pytest.mark.parametrize("request_", [b"GET /ping HTTP/1.1\r\n\r\n", b"GET /nowhere HTTP/1.1\r\n\r\n"])

@@ -179,5 +179,6 @@ async def test_a_deadline_that_passes_while_a_body_is_unpacked_counts(asking, mo
 
     monkeypatch.setattr(Unpacking, "unpack", slowly)
     async with asking() as (_, client):
-        client.post("/predictions/echo", b"1", "Content-Encoding: gzip", "x-deadline-ms: 10")
-        assert (await client.answer()).status == 504
+        assert (
+            await client.ask("/predictions/echo", b"1", "Content-Encoding: gzip", "x-deadline-ms: 10")
+        ).status == 504
