@@ -20,9 +20,8 @@ from penstock.serving.grpc.messages import (
     Compressed,
     GrpcError,
     MessageReader,
-    free,
+    payload_of,
     refused,
-    size_of,
     unpack,
 )
 from penstock.serving.http.intake import BIG_BYTES
@@ -39,6 +38,7 @@ from penstock.serving.http2.frames import (
     rst_stream,
 )
 from penstock.serving.http2.streams import NO_SPACE, RECEIVE_WINDOW, Stream, StreamSet
+from penstock.serving.protocols.bodies import data_of, free
 from penstock.types import Headers
 
 SPACE_BYTES: Final = 2**30  # granted at once: a window has less than 2^31
@@ -126,7 +126,7 @@ class GrpcCall(Stream):
         """The first received message."""
         message = self.messages.popleft()
         if self._held or self.messages or not self.ended:  # not of the usual call, whose one message is here
-            self._untaken -= size_of(message)
+            self._untaken -= len(data_of(payload_of(message)))
             self.count()
         return message
 
@@ -329,7 +329,7 @@ class GrpcCall(Stream):
             return
         message = Compressed(payload, coding) if flag and coding else payload
         self.messages.append(message)
-        self._untaken += size_of(message)
+        self._untaken += len(data_of(payload))
         if method.client_streaming:
             self.connection.turn -= MESSAGE  # thousands may come in one frame
             self.owner.receiving.pop(self, None)
@@ -403,7 +403,7 @@ class GrpcCall(Stream):
             self.owner.listener.budget.count(-self._held)
             self._held = 0
         while self.messages:
-            free(self.messages.popleft())
+            free(payload_of(self.messages.popleft()))
         self._wake()
         self.on_sent()
         self.owner.settle()

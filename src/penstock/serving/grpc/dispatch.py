@@ -16,6 +16,7 @@ from penstock.errors import PenstockError
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.messages import CallHead, Code, Compressed, GrpcError, Method
 from penstock.serving.http.listener import Listener
+from penstock.serving.protocols.bodies import data_of, free
 from penstock.serving.protocols.oip_grpc import ProtoSet
 
 log = logging.getLogger("penstock.serving")
@@ -147,14 +148,12 @@ def _reader(cls: Any) -> Callable[[Any], Any]:
     """Parses a message, or returns the GrpcError of one that is not valid."""
 
     def read(payload: Any) -> Any:
-        data = payload
-        if not isinstance(payload, bytes):
-            data = bytes(payload.view)
-            payload.release()
         try:
-            return cls.FromString(data)
+            return cls.FromString(bytes(data_of(payload)))
         except DecodeError:
             return GrpcError(Code.INVALID_ARGUMENT, f"the request is not a valid {cls.DESCRIPTOR.full_name}")
+        finally:
+            free(payload)
 
     return read
 

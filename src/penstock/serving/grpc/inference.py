@@ -25,7 +25,7 @@ from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.grpc.messages import Code, GrpcError, ResponseParts, code_of
 from penstock.serving.http.responses import NotImplementedHere, log_failure, status_of
 from penstock.serving.http.server import parse_priority, parse_request_id
-from penstock.serving.protocols.bodies import ERROR_CODE
+from penstock.serving.protocols.bodies import ERROR_CODE, free
 from penstock.serving.protocols.oip_grpc import field_of, open_inference, read_head
 from penstock.serving.protocols.oip_routes import CALLS
 from penstock.serving.protocols.route import Read
@@ -138,8 +138,7 @@ class OpenInferenceService:
         try:
             return self._read(payload, call)
         except PenstockError:
-            if not isinstance(payload, bytes):
-                payload.release()
+            free(payload)
             raise
 
     def _read(self, payload: Any, call: GrpcCall) -> _Request:

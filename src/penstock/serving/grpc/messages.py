@@ -319,15 +319,9 @@ class MessageReader:
             buffer.release()
 
 
-def size_of(message: Payload | Compressed) -> int:
-    payload = message.payload if isinstance(message, Compressed) else message
-    return len(payload) if isinstance(payload, bytes) else len(payload.view)
-
-
-def free(message: Payload | Compressed) -> None:
-    payload = message.payload if isinstance(message, Compressed) else message
-    if not isinstance(payload, bytes):
-        payload.release()
+def payload_of(message: Payload | Compressed) -> Payload:
+    """The received bytes of a message."""
+    return message.payload if isinstance(message, Compressed) else message
 
 
 async def unpack(message: Compressed, unpacking: Unpacking, most: int) -> Payload:

@@ -28,6 +28,7 @@ from penstock.errors import PenstockError
 from penstock.serving.http.intake import unpacked_headers
 from penstock.serving.http.listener import INF, LINGER_S, SILENT_S, Listener
 from penstock.serving.http.responses import JOINED_BYTES, ResponseFraming
+from penstock.serving.protocols.bodies import free
 from penstock.serving.protocols.route import HttpRequest, Route, Serve, name_model
 from penstock.types import Headers, Item, ItemResult
 
@@ -176,8 +177,7 @@ class ResponseWriter:
             if context.ticket is not None and not context.done:
                 context.ticket.cancel()
         for context in self.backlog:
-            if not isinstance(context.payload, bytes):
-                context.payload.release()
+            free(context.payload)
         self.inflight.clear()
         self.backlog.clear()
         del self.connection  # breaks a reference cycle
@@ -241,8 +241,8 @@ class ResponseWriter:
             context.budget_s -= listener.now() - began_s
         if context.writer is not None:
             self._submit(context)
-        elif not isinstance(payload, bytes):
-            payload.release()
+        else:
+            free(payload)
 
     def _submit(self, context: RequestContext, alone: bool = False) -> None:
         try:

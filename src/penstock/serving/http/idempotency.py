@@ -11,6 +11,7 @@ from msgspec import Struct
 from penstock.core.contracts import Backend, Ticket
 from penstock.errors import BadRequest
 from penstock.serving.http.responses import KeyReused
+from penstock.serving.protocols.bodies import data_of, free
 from penstock.types import Item, ItemResult, Sink
 
 KEPT_S: Final = 60.0  # clients retry within their back-off, which rarely exceeds half a minute
@@ -123,13 +124,12 @@ class IdempotencyCache:
         """
         full = (key, item.codec, model, version)
         payload = item.payload
-        fingerprint = _fingerprint(payload if isinstance(payload, bytes) else payload.view)
+        fingerprint = _fingerprint(data_of(payload))
         self._expire()
         found = self._shared.get(full) or self._kept.get(full)
         if found is None:
             return self._run(full, fingerprint, item, sink)
-        if not isinstance(payload, bytes):
-            payload.release()
+        free(payload)
         if found.fingerprint != fingerprint:
             raise KeyReused(
                 f"the Idempotency-Key belongs to another request, of {found.fingerprint[0]} bytes, found one of"

@@ -11,7 +11,7 @@ from typing import Any, Final
 from penstock.core.contracts import Backend, Buffer
 from penstock.errors import BadRequest, Cancelled, PayloadTooLarge, QueueFull
 from penstock.serving.http.responses import ListenerFull
-from penstock.serving.protocols.bodies import CONTENT_ENCODING, unpacker
+from penstock.serving.protocols.bodies import CONTENT_ENCODING, data_of, free, unpacker
 from penstock.types import Headers
 
 BIG_BYTES: Final = 64 * 1024  # larger bodies go into a Buffer
@@ -156,9 +156,7 @@ class Intake:
 
     def release(self) -> None:
         """Frees the memory of an incomplete body."""
-        payload = self.take()
-        if not isinstance(payload, bytes):
-            payload.release()
+        free(self.take())
 
 
 # A packed body may become a thousand times as long. It is unpacked in the server process before it waits in a queue,
@@ -190,7 +188,7 @@ class Unpacking:
         Raises BadRequest if the stream is damaged or truncated, or if anything follows it, PayloadTooLarge, QueueFull
         while the pool is full, ListenerFull, and Cancelled once the client has `left`.
         """
-        data = memoryview(payload if isinstance(payload, bytes) else payload.view)
+        data = memoryview(data_of(payload))
         try:
             if len(data) <= BIG_BYTES:  # a longer one may hold much work and few bytes
                 found = _pieces(data, coding, BIG_BYTES)
@@ -210,8 +208,7 @@ class Unpacking:
             finally:
                 self._budget.count(-held)
         finally:
-            if not isinstance(payload, bytes):
-                payload.release()
+            free(payload)
 
     async def _unpack_large(self, data: memoryview, coding: str, most: int) -> bytes | Buffer:
         size = await asyncio.to_thread(_measure, data, coding, most)

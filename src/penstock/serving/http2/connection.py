@@ -138,8 +138,7 @@ class Http2Connection(StreamSet):
                 break
             high, low, kind, flags, id = HEAD.unpack_from(data, at)
             size, id, begin = high << 8 | low, id & MAX_WINDOW, at + HEAD_BYTES
-            if kind == DATA and not flags & PADDED:
-                # most likely the rest of a message, whole: it goes where it belongs, without further ado
+            if kind == DATA and not flags & PADDED:  # most likely the rest of a message, whole
                 found = None if flags or self.partial_head else self.streams.get(id)
                 if found is not None and begin + size <= end and 0 < size <= min(len(found.space), found.credit):
                     at = begin + size

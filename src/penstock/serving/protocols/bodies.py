@@ -36,6 +36,17 @@ _HALF: Final = re.compile(
 )
 
 
+def data_of(payload: Any) -> Any:
+    """The bytes of a payload, which is `bytes` or a Buffer."""
+    return payload if isinstance(payload, bytes) else payload.view
+
+
+def free(payload: Any) -> None:
+    """Gives back the memory of a payload that nobody takes: `bytes`, or a Buffer."""
+    if not isinstance(payload, bytes):
+        payload.release()
+
+
 def decode_json(body: bytes | memoryview, type: Any = Any) -> Any:
     """The value of a JSON body. Raises BadRequest with the position of the first invalid byte."""
     try:

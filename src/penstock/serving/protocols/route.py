@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError
-from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.bodies import JSON, data_of, free
 from penstock.types import Headers, Item, ItemResult
 
 CACHED_PATHS: Final = 1024
@@ -161,10 +161,9 @@ def name_model(route: Route, payload: Any) -> Route:
     if name_of is None:
         return route
     try:
-        return replace(route, model=name_of(payload if isinstance(payload, bytes) else payload.view))
+        return replace(route, model=name_of(data_of(payload)))
     except PenstockError:
-        if not isinstance(payload, bytes):
-            payload.release()
+        free(payload)
         raise
 
 
