@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError, describe
 from penstock.torchserve.admin.archives import ArchiveOpener, run_in_thread
-from penstock.torchserve.admin.model_spec import VersionRequest, requested_settings
+from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
 from penstock.torchserve.admin.snapshots import SnapshotKind, Snapshots, state_of
 from penstock.torchserve.admin.tokens import Tokens
@@ -225,7 +225,7 @@ class Administrator:
 
     async def _register(self, registration: RegisterRequest) -> ChangeResult:
         workers = self._properties.default_workers_per_model
-        version = await self.claim(VersionRequest(registration, requested_settings(registration), workers))
+        version = await self.claim(VersionRequest(registration, None, workers))
         prefix = f'Model "{version.name}" Version: {version.version} registered with'
         wanted = version.min_workers
         if not wanted:

@@ -185,14 +185,14 @@ def _valid(model: str, source: str, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 class VersionRequest(Struct, frozen=True):
-    """A request to register a version. `settings` have the keys of model-config.yaml; None means not given.
+    """A request to register a version. `settings` have the keys of model-config.yaml; None: the registration's.
 
     `workflow` is the name of the workflow whose node the version is. `functions` is the unpacked archive of the
     workflow if the node is a function; such a version has no URL.
     """
 
     registration: RegisterRequest
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] | None
     default_workers: int  # the number of workers if no source sets it
     workflow: str = ""
     functions: Archive | None = None
@@ -231,7 +231,7 @@ class ModelSpec(Struct, frozen=True):
         return Wrapped(None, self.config.target, {"setup": self.setup})
 
 
-def requested_settings(registration: RegisterRequest) -> dict[str, Any]:
+def _requested_settings(registration: RegisterRequest) -> dict[str, Any]:
     """The settings in a registration, with the keys of model-config.yaml."""
     return {
         "minWorkers": registration.initial_workers,
@@ -277,7 +277,8 @@ def make_spec(
         "jobQueueSize": properties.job_queue_size,
     }
     own = properties.models.get(name, {}).get(version, {})
-    settings = resolve_settings(name, request.settings, source.yaml, own, defaults, yaml_wins=properties.ts_yaml_wins)
+    requested = _requested_settings(registration) if request.settings is None else request.settings
+    settings = resolve_settings(name, requested, source.yaml, own, defaults, yaml_wins=properties.ts_yaml_wins)
     config = _config(version, settings, _environment(source, settings, properties, environment, handler))
     try:
         check_model(config)

@@ -318,15 +318,6 @@ async def test_the_default_is_not_unregistered_while_other_versions_exist(
     assert last_models(server) == {}
 
 
-async def test_traffic_is_split(server: ServerSetup, admin: Administrator) -> None:
-    for version in ("1.0", "2.0"):
-        url = server.archive("m", version, file=f"m{version}.mar")
-        await admin.register(RegisterRequest(url=url, initial_workers=1))
-    await admin.set_traffic("m", {"1.0": 1, "2.0": 1})
-    answers = [await server.ask("m") for _ in range(6)]
-    assert (answers.count("1.0 hi"), answers.count("2.0 hi")) == (3, 3)
-
-
 @pytest.mark.parametrize("change", ["scale", "set_default", "unregister", "describe", "set_traffic"])
 async def test_unknown_models_and_versions_are_not_found(
     server: ServerSetup, admin: Administrator, refused: Refused, change: str

@@ -14,7 +14,6 @@ from penstock.torchserve.admin.model_spec import (
     ModelSpec,
     VersionRequest,
     make_spec,
-    requested_settings,
 )
 from penstock.torchserve.archive.manifest import Manifest
 from penstock.torchserve.archive.store import Archive
@@ -39,7 +38,7 @@ def spec_of(
     return make_spec(
         ArchiveSource(archive, "m.mar", "m.mar", yaml or {}, archive.folder),
         properties or Properties(),
-        VersionRequest(registration, requested_settings(registration), workers),
+        VersionRequest(registration, None, workers),
         environment=environment or {},
     )
 
