@@ -174,6 +174,13 @@ def percent(value: float | None, *, signed: bool = False) -> str:
     return f"{'+' if signed and shown > 0 else ''}{text} %"
 
 
+def memory(count: float | None) -> str:
+    """Bytes in a suitable unit: 400 MiB, 1.5 GiB."""
+    if count is None:
+        return UNKNOWN
+    return f"{number(count / 2**30)} GiB" if count >= 2**30 else f"{number(count / 2**20)} MiB"
+
+
 def value_text(objective: str, value: float | None) -> str:
     """The value of an objective of an SLO."""
     if objective == "error":

@@ -19,6 +19,7 @@ from penstock.perf.bench.document import (
     by_text,
     facts,
     make_report,
+    memory,
     number,
     percent,
     reproduce,
@@ -212,16 +213,12 @@ def _p99(p: LoadPoint) -> str:
     return seconds(middle) if low is None or high is None else around(middle, low, high)
 
 
-def _mebibytes(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value / 2**20:,.0f} MiB"
-
-
 def _gpus(p: LoadPoint) -> str:
     gpus = [gpu for run in p.runs if run.server for gpu in run.server.gpus]
     if not gpus:
         return ""
     share = statistics.mean(gpu.utilization for gpu in gpus)
-    return f"{percent(share)}, {_mebibytes(max(gpu.memory_bytes for gpu in gpus))}"
+    return f"{percent(share)}, {memory(max(gpu.memory_bytes for gpu in gpus))}"
 
 
 LOADS: Final[Mapping[str, Callable[[LoadPoint], str]]] = {
@@ -242,7 +239,7 @@ _SERVER: Final[Mapping[str, Callable[[LoadPoint], str]]] = {
     **{name: _seconds(figure) for name, figure in STAGES.items()},
     "mean batch": _number(FIGURES["mean_batch"]),
     "CPU cores": _number(FIGURES["cpu_cores"]),
-    "memory": lambda p: _mebibytes(p.median(FIGURES["memory_bytes"])),
+    "memory": lambda p: memory(p.median(FIGURES["memory_bytes"])),
     "GPU": _gpus,
 }
 _SERVER_NOTE: Final = "Memory is the sum over the server's processes; a shared page counts once per process."

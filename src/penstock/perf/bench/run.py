@@ -19,6 +19,7 @@ from msgspec import structs
 from penstock.client.endpoint import Unreachable
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
+from penstock.perf.bench.document import memory
 from penstock.perf.bench.figures import is_hopeless, summarise
 from penstock.perf.bench.load import Check, Progress, Samples, closed_loop, open_loop
 from penstock.perf.bench.load_run import WRONG
@@ -275,21 +276,21 @@ def slowdown(latencies_s: Sequence[float]) -> str:
     )
 
 
-def memory_growth(memory: Sequence[tuple[float, int]]) -> str:
+def memory_growth(samples: Sequence[tuple[float, int]]) -> str:
     """A warning if the server's memory, as (seconds, bytes), grows steadily; else "".
 
     Growth in the second half must be at least half of the growth in the first: a cache fills up, a leak continues.
     """
-    if len(memory) < WINDOWS:
+    if len(samples) < WINDOWS:
         return ""
-    third = len(memory) // 3
-    parts = [memory[:third], memory[third:-third], memory[-third:]]
+    third = len(samples) // 3
+    parts = [samples[:third], samples[third:-third], samples[-third:]]
     first, middle, last = (statistics.median(b for _, b in part) for part in parts)
     grown = last - first
     if grown < max(GROWN_BYTES, first * GROWN) or last - middle < (middle - first) / 2 or middle <= first:
         return ""
     between_s = statistics.median(t for t, _ in parts[2]) - statistics.median(t for t, _ in parts[0])
     return (
-        f"its memory grows steadily: by {grown / 2**20:,.0f} MiB in {between_s:.3g} s "
-        f"({grown / between_s * 3600 / 2**30:.3g} GiB an hour), to {last / 2**20:,.0f} MiB"
+        f"its memory grows steadily: by {memory(grown)} in {between_s:.3g} s "
+        f"({memory(grown / between_s * 3600)} an hour), to {memory(last)}"
     )

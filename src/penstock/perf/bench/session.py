@@ -9,7 +9,7 @@ from typing import Final, Literal
 import click
 from msgspec import Struct
 
-from penstock.perf.bench.document import UNKNOWN, align, as_lines, by_text, table, value_text
+from penstock.perf.bench.document import UNKNOWN, align, as_lines, by_text, memory, table, value_text
 from penstock.perf.bench.measurement import (
     FIGURES,
     MOST_ERRORS,
@@ -367,6 +367,6 @@ def _server(run: Measurement) -> str:
         counts = " ".join(f"<={rows}:{count:,}" for rows, count in server.batches.items() if count)
         parts.append(f"batches by rows {counts}")
     if server.memory_bytes is not None:
-        parts.append(f"memory {server.memory_bytes / 2**20:,.0f} MiB")
-    parts += [f"{gpu.name} {gpu.utilization:.0%}, {gpu.memory_bytes / 2**20:,.0f} MiB" for gpu in server.gpus]
+        parts.append(f"memory {memory(server.memory_bytes)}")
+    parts += [f"{gpu.name} {gpu.utilization:.0%}, {memory(gpu.memory_bytes)}" for gpu in server.gpus]
     return " · ".join(parts)

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.client.endpoint import read_token
 from penstock.errors import ConfigError
-from penstock.perf.bench.document import number, seconds
+from penstock.perf.bench.document import seconds
 from penstock.perf.bench.measurement import ServerStats, Verdict
 from penstock.perf.bench.probe import samples
 from penstock.perf.bench.report import VERDICT
@@ -215,10 +215,3 @@ def parse_memory(text: str) -> int:
     if found < 1:
         raise ConfigError(f'memory "{text}": expected a size over 0 with GiB, MiB, GB or MB, for instance 2GiB')
     return found
-
-
-def memory_text(count: int | None) -> str:
-    """Bytes for people; n/a for None."""
-    if count is None:
-        return "n/a"
-    return f"{number(count / 2**30)} GiB" if count >= 2**30 else f"{number(count / 2**20)} MiB"

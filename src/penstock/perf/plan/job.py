@@ -22,6 +22,7 @@ from penstock.perf.bench.document import (
     Paragraph,
     Report,
     make_report,
+    memory,
     number,
     percent,
     publish,
@@ -35,7 +36,7 @@ from penstock.perf.bench.plots import BAD, FAINT, SERIES, draw_each, seconds_axi
 from penstock.perf.bench.report import MET
 from penstock.perf.bench.results import command_line
 from penstock.perf.cli import FAILED
-from penstock.perf.plan.costs import CostCurve, memory_text, parse_memory, read_cost
+from penstock.perf.plan.costs import CostCurve, parse_memory, read_cost
 from penstock.perf.plan.planner import LONG, PEAK, CapacityPlan, Planner, PlanOptions, holes, objective_of, tail, useful
 from penstock.perf.simulate.replay import (
     ReplayResult,
@@ -205,7 +206,7 @@ class PlanReport(Struct, frozen=True):
         if limit is not None:
             rate, busy, wait = number(limit.per_instance), percent(limit.busy), seconds(limit.wait_s)
             found["scale up at"] = f"{rate} requests/s per instance: {busy} busy, a mean wait of {wait}"
-        found["memory"] = memory_text(plan.cost.memory_bytes)
+        found["memory"] = memory(plan.cost.memory_bytes)
         if plan.cost.hour is not None:
             per = number(plan.cost.million)
             found["price"] = f"{number(plan.cost.hour)} per hour, {per} per million requests"

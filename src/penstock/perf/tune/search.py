@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from penstock.errors import ConfigError, nearest
+from penstock.perf.bench.document import memory
 from penstock.perf.bench.measurement import SearchStep, Slo
 from penstock.perf.tune.rates import GAIN, Effort, RateProber, TuningTrial
 from penstock.perf.tune.runner import Infeasible, TrialRunner
@@ -53,7 +54,7 @@ class SearchState:
         largest = batch is None or batch >= curve.points[-1][0]
         needed = (curve.memory_bytes or 0) * (instances if largest else 0)
         if curve.limit_bytes and needed > curve.limit_bytes:
-            return f"needs {needed / 2**20:,.0f} MiB, the machine has {curve.limit_bytes / 2**20:,.0f}"
+            return f"needs {memory(needed)}, the machine has {memory(curve.limit_bytes)}"
         return ""
 
     def open(self) -> list[CandidateSettings]:

@@ -17,6 +17,7 @@ from penstock.perf.bench.document import (
     by_text,
     make_report,
     markdown,
+    memory,
     number,
     page,
     percent,
@@ -35,6 +36,10 @@ from penstock.perf.bench.document import (
 )  # fmt: skip
 def test_seconds_have_the_unit_that_suits(value: float | None, text: str) -> None:
     assert seconds(value) == text
+
+
+def test_memory_has_the_unit_that_suits() -> None:
+    assert [memory(n) for n in (None, 3 * 2**30, 2**27)] == ["n/a", "3 GiB", "128 MiB"]
 
 
 def test_an_interval_has_one_unit() -> None:

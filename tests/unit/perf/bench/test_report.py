@@ -250,7 +250,7 @@ def test_errors_are_reported_by_code_with_the_first(make_measurement: Make) -> N
 
 def test_server_stats_form_a_table_with_unknown_figures_marked(make_measurement: Make) -> None:
     text = markdown(compose(ORIGIN, [make_measurement(clients=8)]))
-    assert "| 8 clients | 5 ms | 400 µs | 4 ms | 200 µs | 5.8 | 1.1 | 400 MiB | 80 %, 1,024 MiB |" in text
+    assert "| 8 clients | 5 ms | 400 µs | 4 ms | 200 µs | 5.8 | 1.1 | 400 MiB | 80 %, 1 GiB |" in text
     assert "In the server" not in markdown(compose(ORIGIN, [make_measurement(clients=8, server=None)]))
 
 
@@ -277,7 +277,7 @@ def test_loads_without_server_stats_are_left_out_of_the_server_table(make_measur
     assert [row["errors"] for row in loads(report)] == ["0", "1,200"]
     (server,) = (block for block in report.rest if isinstance(block, TableBlock) and "queue" in block.header)
     assert [row[0] for row in server.rows] == ["100/s poisson"]
-    assert (server.header[-1], server.rows[0][-1]) == ("GPU", "10 %, 1,024 MiB")
+    assert (server.header[-1], server.rows[0][-1]) == ("GPU", "10 %, 1 GiB")
     no_gpu = compose(ORIGIN, [make_measurement(rate=100.0, server=ServerStats(queue_s=0.1))])
     (server,) = (block for block in no_gpu.rest if isinstance(block, TableBlock) and "queue" in block.header)
     assert server.header[-1] == "memory"

@@ -73,7 +73,7 @@ def test_an_invalid_run_says_why() -> None:
 
 def test_the_servers_side_is_one_line_a_run() -> None:
     assert server_lines([RUN, BROKEN]) == [
-        "8 clients: queue 1 ms · run 4 ms · batches by rows <=1:3 <=8:120 · memory 300 MiB · NVIDIA H200 80%, 1,024 MiB"
+        "8 clients: queue 1 ms · run 4 ms · batches by rows <=1:3 <=8:120 · memory 300 MiB · NVIDIA H200 80%, 1 GiB"
     ]
     assert server_lines([Measurement(load=RUN.load, server=ServerStats())]) == []
 

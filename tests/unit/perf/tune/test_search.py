@@ -72,7 +72,7 @@ def test_memory_rules_out_only_settings_that_cannot_fit(hill: Any) -> None:
         points=((1, 0.001), (8, 0.002)), memory_bytes=3 * 2**20, limit_bytes=8 * 2**20
     )
     found = state(bench)
-    assert found.trial(FOUR).out == "needs 12 MiB, the machine has 8"
+    assert found.trial(FOUR).out == "needs 12 MiB, the machine has 8 MiB"
     assert not found.trial(TWO).out
     assert not found.trial(FOUR.put(batch=4)).out, "the memory of smaller batches is unknown"
 
