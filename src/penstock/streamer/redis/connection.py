@@ -287,8 +287,8 @@ def _new_connection(address: BrokerAddress, key: str) -> tuple[Any, NodeFinder]:
     tls: dict[str, Any] = {}
     if address.url.startswith("rediss:"):
         given = dict(parse_qsl(urlsplit(address.url).query))
-        key = given.get("ssl_keyfile") or given.get("ssl_certfile", "")
-        password = refused(key, "give its password as the parameter ssl_password")
+        key_file = given.get("ssl_keyfile") or given.get("ssl_certfile", "")
+        password = refused(key_file, "give its password as the parameter ssl_password")
         tls = {"ssl_check_hostname": True, "ssl_password": password}
     try:
         pool: Any = ConnectionPool.from_url(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.streamer.redis import connection
 from penstock.streamer.redis.connection import SENTINEL, parse_address
 
 
@@ -61,3 +62,10 @@ def test_an_address_of_several_nodes_has_their_places_and_the_logins_of_each_kin
     assert address.nodes == (("a", 26379), ("b", 7))
     assert parse_address("redis+cluster://a,b:7").nodes == (("a", 6379), ("b", 7))
     assert parse_address("host").nodes == ()
+
+
+async def test_the_node_of_a_queue_is_looked_up_by_the_queue_also_over_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(connection, "NodeFinder", lambda address, key, *_: asked.append(key))
+    connection.RedisConnection(parse_address("rediss+cluster://a:7?ssl_keyfile=k.pem"), "{penstock:}:queue")
+    assert asked == ["{penstock:}:queue"]
