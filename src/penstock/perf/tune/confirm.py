@@ -30,9 +30,10 @@ _CHANCE: Final = 0.05  # probability that the true value is above its bound
 class Finalist:
     """Settings at the rate to prove. `runs` are the runs at this rate; `met` is None until that is known.
 
-    A `reference` is compared with the others, so its rate is wanted even if it is the lowest. It runs at `bar` before
-    any lower rate, in turn with the settings that have to be better. `faced` is the lowest such rate that is done with,
-    `refuted` the lowest that certainly violated the SLO, 0 if the settings do not run.
+    A `reference` is compared with the others, so its rate is wanted even if it is the lowest. Before any lower rate it
+    runs at its `bar`, a little below the leader's rate and at most `highest_bar`, in turn with the settings that have
+    to be better. `done_bar` is the lowest bar that was decided; `refuted` the lowest at which it certainly violated the
+    SLO, 0 if the settings do not run.
     """
 
     def __init__(self, settings: CandidateSettings, rate: float, *, reference: bool = False) -> None:
@@ -42,8 +43,8 @@ class Finalist:
         self.met: bool | None = None
         self.why = ""
         self.lowered = 0
-        self.bar, self.most = 0.0, math.inf
-        self.faced = self.refuted = math.inf
+        self.bar, self.highest_bar = 0.0, math.inf
+        self.done_bar = self.refuted = math.inf
 
     def beats(self, reference: "Finalist") -> bool:
         """Whether these settings are proven at a rate that is certainly too high for the reference."""
@@ -66,7 +67,7 @@ def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[F
 
     Raises BudgetExhausted; the finalists then hold the results so far.
     """
-    _face(slo, finalists)
+    _set_bar(slo, finalists)
     while left := [one for one in finalists if one.met is None]:
         top = max((one.rate for one in finalists if one.met is not False), default=0.0)
         behind = [one for one in left if one.lowered and not one.reference and one.rate < _CONTENDS * top]
@@ -92,24 +93,26 @@ def confirm(runner: TrialRunner, slo: Slo, effort: Effort, finalists: Sequence[F
             raise
         for one in contenders:
             _judge(one, slo, effort, finalists)
-        _face(slo, finalists)
+        _set_bar(slo, finalists)
 
 
-def _face(slo: Slo, finalists: Sequence[Finalist]) -> None:
+def _set_bar(slo: Slo, finalists: Sequence[Finalist]) -> None:
     """Brings the reference to the rate at which the leader has to be better, and the leader to run beside it.
 
-    That rate is at most `most`: a deeper overload shows no more, and is harder to generate.
+    That rate is at most `highest_bar`: a deeper overload shows no more, and is harder to generate.
     """
-    one = next((one for one in finalists if one.reference), None)
+    reference = next((one for one in finalists if one.reference), None)
     others = [other for other in finalists if not other.reference and other.met is not False]
-    if one is None or not others:
+    if reference is None or not others:
         return
     leader = max(others, key=lambda other: other.rate)
-    bar, faces = neat(min((1 - GAIN) * leader.rate, one.most)), one.met is None and one.rate == one.bar
-    if (faces and bar != one.bar) or one.rate < bar < one.faced:
-        one.rate, one.runs, one.met = bar, [], None
-    one.bar = bar
-    if leader.met and one.met is None and one.rate == bar and not _good_enough(one, slo, finalists):
+    bar = neat(min((1 - GAIN) * leader.rate, reference.highest_bar))
+    at_bar = reference.met is None and reference.rate == reference.bar
+    if (at_bar and bar != reference.bar) or reference.rate < bar < reference.done_bar:
+        reference.rate, reference.runs, reference.met = bar, [], None
+    reference.bar = bar
+    undecided = reference.met is None and reference.rate == bar
+    if leader.met and undecided and not _good_enough(reference, slo, finalists):
         leader.met = None
 
 
@@ -161,7 +164,7 @@ def _judge(one: Finalist, slo: Slo, effort: Effort, finalists: Sequence[Finalist
         return
     lower = _lower(one, _STEP if by_mean else _SMALL_STEP)
     if one.rate == one.bar:
-        one.faced, lower = one.rate, min(lower, one.found)
+        one.done_bar, lower = one.rate, min(lower, one.found)
     one.rate = neat(max(lower, one.bar) if one.rate > one.bar else lower)
     one.runs, one.lowered = [], one.lowered + 1
     if one.lowered > MOST_LOWERED or not one.rate:

@@ -14,6 +14,7 @@ from penstock.perf.bench.measurement import Slo
 from penstock.perf.tune.runner import Infeasible, MeasuredRun, TrialRunner
 from penstock.perf.tune.space import CandidateSettings
 
+# Choices, unless a line says otherwise; benchmarks/tuner_truth.py shows what a search with them costs and finds.
 GAIN: Final = 0.025  # settings must be better than the default, or than cheaper ones, by this share
 MOST_PROBES: Final = 16  # in one search for a rate
 _LIGHT: Final = 0.04  # of a rate that was too high: settings that fail at this share fail under any load

@@ -286,7 +286,7 @@ class TrialRunner:
     """A search's only access to the system under test: it replays the journal, counts the time and ends at the budget.
 
     `spent_s` is the cost of all measurements, replayed ones included, so a resumed search makes the same decisions.
-    `limit_s` may change; `kept_s` returns the part of it to reserve, as far as is known now.
+    `limit_s` may change; `reserved_s` returns the part of it to reserve, as far as is known now.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class TrialRunner:
     ) -> None:
         self.system, self.limit_s, self.spent_s = system, limit_s, 0.0
         self._journal, self._seed, self._observer = journal, seed, observer
-        self.kept_s: Callable[[], float] = lambda: 0.0
+        self.reserved_s: Callable[[], float] = lambda: 0.0
         self._asked = 0
         self._last: CandidateSettings | None = None
         self._changes: list[float] = []
@@ -360,7 +360,7 @@ class TrialRunner:
         return entry.measured
 
     def _check_budget(self) -> None:
-        if self.spent_s >= self.limit_s - self.kept_s():
+        if self.spent_s >= self.limit_s - self.reserved_s():
             raise BudgetExhausted
 
     def _measured(

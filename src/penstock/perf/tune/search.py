@@ -190,6 +190,7 @@ class SearchState:
 
 Strategy = Callable[[SearchState], None]
 
+# Choices; benchmarks/tuner_truth.py compares what each strategy finds with the true optimum of random machines.
 _FEW: Final = 6  # settings that `auto` measures exhaustively
 _MOVES: Final = 200  # of a climb: more of them only follow noise in circles
 _LOSSES: Final = 6  # challengers in a row that lose before the look elsewhere ends

@@ -27,7 +27,9 @@ Ending = Literal["done", "budget", "interrupted", "failed"]
 _BASELINE: Final = 0.25  # share of the budget that measuring the default first may take
 _SEARCH: Final = 0.4  # share of the budget that the search has in any case
 _SETTLE: Final = 0.5  # the same for the search and settling together
-_FACED: Final = 3  # proofs more than there are settings: the default runs beside the best, twice as often as others
+_EXTRA_PROOFS: Final = (
+    3  # proofs more than there are settings: the default runs beside the best, twice as often as others
+)
 _OVERLOAD: Final = 3.0  # times the rate that the search found for the default: it is certain to fail there
 _ROUNDS: Final = 1.5  # of the proof: one, and for some settings another at a lower rate
 _UNHURRIED: Final = 6  # proofs at the highest rate that the search found may take this many rounds
@@ -101,17 +103,17 @@ class _Tuning:
         runner, most, ended = self.state.runner, self.state.effort.finalists + 1, False
         steps: tuple[tuple[Callable[[], object], float, float], ...] = (
             (partial(self.state.settle, self.default, enters=False), _BASELINE, math.inf),
-            (partial(search, self.state), _SEARCH, most + _FACED),
-            (self._settle, _SETTLE, 2 + _FACED),
+            (partial(search, self.state), _SEARCH, most + _EXTRA_PROOFS),
+            (self._settle, _SETTLE, 2 + _EXTRA_PROOFS),
         )
         try:
             for step, share, proven in steps:
-                runner.kept_s = partial(self._kept_s, 1 - share, proven)
+                runner.reserved_s = partial(self._reserved_s, 1 - share, proven)
                 try:
                     step()
                 except BudgetExhausted:
                     ended = True
-            runner.kept_s = lambda: 0.0
+            runner.reserved_s = lambda: 0.0
             self._prove()
         except BudgetExhausted:
             ended = True
@@ -124,7 +126,7 @@ class _Tuning:
             return "failed"
         return "budget" if ended else "done"
 
-    def _kept_s(self, most: float, proven: float) -> float:
+    def _reserved_s(self, most: float, proven: float) -> float:
         """Seconds to reserve for proving this many settings, some of them twice; at most the share `most`."""
         rate = max((trial.rate for trial in self.state.trials.values()), default=0.0) or math.inf
         return min(most * self.state.runner.limit_s, proven * _ROUNDS * self._proof_s(rate))
@@ -170,10 +172,10 @@ class _Tuning:
         share = 1 - state.effort.precision if hurried else 1.0
         self.finalists = [Finalist(t.settings, share * t.rate, reference=t is default) for t in rated]
         for one in self.finalists:
-            one.most = _OVERLOAD * default.rate if one.reference and default.rate else math.inf
+            one.highest_bar = _OVERLOAD * default.rate if one.reference and default.rate else math.inf
         proven = self.finalists[:2]
         if top:
-            left_s -= _FACED * self._proof_s(top[0].rate)
+            left_s -= _EXTRA_PROOFS * self._proof_s(top[0].rate)
         for one in self.finalists[2:]:
             if sum(self._proof_s(other.rate) for other in [*proven, one] if other.rate) <= left_s:
                 proven.append(one)

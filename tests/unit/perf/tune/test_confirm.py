@@ -160,7 +160,7 @@ def test_a_reference_that_is_not_refuted_at_its_bar_ends_the_proof(hill: Any) ->
     """At its highest rate, far below the leader's, it meets the SLO on the mean but not with certainty."""
     able = {A: 1000, B: 100}
     bench, leader, other = hill(lambda settings: able[settings]), Finalist(A, 850), Finalist(B, 30, reference=True)
-    other.most = 89.9
+    other.highest_bar = 89.9
     proven(bench, leader, other, limit_s=20_000)
     assert (leader.met, other.met, other.rate, leader.beats(other)) == (True, True, 89.9, False)
     assert len(other.runs) <= 9

@@ -192,13 +192,13 @@ ONE = parse_settings("batch=4,instances=2,precision=fp16,batching.timeout_s=5")
 
 def test_measuring_ends_at_the_budget_less_the_time_reserved(hill: Any) -> None:
     runner = TrialRunner(hill(lambda _: 1000), Journal(), limit_s=6.0)
-    runner.kept_s = lambda: runner.spent_s
+    runner.reserved_s = lambda: runner.spent_s
     runner.measure(ONE, 100, 2)
     runner.saturate(ONE, 1)
     for ask in (lambda: runner.measure(ONE, 100, 1), lambda: runner.curve(ONE)):
         with pytest.raises(BudgetExhausted):
             ask()
-    runner.kept_s = lambda: 0.0
+    runner.reserved_s = lambda: 0.0
     runner.measure(ONE, 100, 3)
     assert runner.spent_s == 6.0
     with pytest.raises(BudgetExhausted):
