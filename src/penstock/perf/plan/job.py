@@ -40,6 +40,7 @@ from penstock.perf.plan.costs import CostCurve, parse_memory, read_cost
 from penstock.perf.plan.planner import LONG, PEAK, CapacityPlan, Planner, PlanOptions, holes, objective_of, tail, useful
 from penstock.perf.simulate.replay import (
     ReplayResult,
+    describe,
     parse_duration,
     parse_policies,
     read_arrivals,
@@ -74,7 +75,7 @@ def run_plan(flags: dict[str, Any]) -> int:
     planner = Planner(load, curve, options, steady=not recorded)
     plan = planner.plan()
     plan = msgspec.structs.replace(plan, notes=[*notes, *plan.notes])
-    report = PlanReport(plan, _describe(flags["arrivals"], load), curve.source, command_line(sys.argv[1:]))
+    report = PlanReport(plan, describe(flags["arrivals"], load), curve.source, command_line(sys.argv[1:]))
     took = f"{planner.requests:,} requests simulated in {time.perf_counter() - started:.3g} s"
     if flags["output"] is not None:
         _, page = publish(flags["output"], report.compose(), lambda: draw_each(_PLOTS, report), {PLAN: plan})
@@ -119,13 +120,6 @@ def read_options(flags: dict[str, Any], slo: Slo, curve: CostCurve) -> PlanOptio
         start_s=parse_duration(flags["start"]),
         seed=flags["seed"],
     )
-
-
-def _describe(text: str, load: OpenLoop) -> str:
-    count, last_s = len(load.arrivals), load.arrivals[-1]
-    rows = sum(load.rows) / count if load.rows else 1.0
-    mean = f"{number(count / last_s)}/s in the mean" if last_s > 0 else "at once"
-    return f"{text}: {count:,} requests in {number(last_s)} s, {mean}, {rows:.3g} row{'s' * (rows != 1)} each"
 
 
 def _holes(load: OpenLoop) -> list[str]:

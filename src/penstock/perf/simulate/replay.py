@@ -188,9 +188,7 @@ def run_simulation(flags: dict[str, Any]) -> int:
     load, note = read_arrivals(flags)
     results: list[ReplayResult] = []
     if not flags["as_json"]:
-        count, last_s = len(load.arrivals), load.arrivals[-1]
-        rows = sum(load.rows) / count if load.rows else 1.0
-        click.echo(f"{count:,} requests in {last_s:,.4g} s, {rows:.3g} rows each{note}", err=True)
+        click.echo(f"{describe(flags['arrivals'], load)}{note}", err=True)
     for combination in each:
         result = replay(load, service, slo, *combination, handover_s=handover_s, seed=flags["seed"])
         results.append(result)
@@ -243,6 +241,14 @@ def read_arrivals(
     if not arrivals:
         raise ConfigError(f'arrivals "{text}": no request arrives within {duration:g} s; raise the rate or the time')
     return OpenLoop(arrivals), ""
+
+
+def describe(text: str, load: OpenLoop) -> str:
+    """The arrivals that `text` names, in figures."""
+    count, last_s = len(load.arrivals), load.arrivals[-1]
+    rows = sum(load.rows) / count if load.rows else 1.0
+    mean = f"{number(count / last_s)}/s in the mean" if last_s > 0 else "at once"
+    return f"{text}: {count:,} requests in {number(last_s)} s, {mean}, {rows:.3g} row{'s' * (rows != 1)} each"
 
 
 def _table(results: Sequence[ReplayResult]) -> Iterator[str]:

@@ -205,16 +205,30 @@ class _Profiles:
         self.bodies: list[RequestBody] = []
         self.samples: Sequence[AccuracySample] = ()
         self.failed_s = 0.0
-        self._known: dict[CandidateSettings, tuple[InstanceProfile | LoadFailed, float]] = {}  # with its cost
+        self._known: dict[CandidateSettings, InstanceProfile | LoadFailed] = {}
         self._free_bytes = free_bytes()
 
     def get(self, settings: CandidateSettings) -> InstanceProfile | LoadFailed:
         """The profile of an instance with these settings, or why it does not load."""
-        return self._get(settings)[0]
+        key = single_instance(settings)
+        if key not in self._known:
+            started = time.monotonic()
+            if self._memory_is_short(key):
+                self._server.close()
+            found: InstanceProfile | LoadFailed
+            try:
+                found = profile_instance(self._request(key))
+                found.cost_s = cost_s = time.monotonic() - started
+            except LoadFailed as error:
+                found = error
+                self.failed_s += (cost_s := time.monotonic() - started)
+            self._known[key] = found
+            log.info("alone settings=%s cost_s=%.3g", key, cost_s)
+        return self._known[key]
 
     def curve(self, settings: CandidateSettings) -> BatchCurve | None:
         """The batch curve of an instance with these settings, with the memory of the machine."""
-        found, cost_s = self._get(settings)
+        found = self.get(settings)
         if isinstance(found, LoadFailed) or not found.curve:
             return None
         devices = self._devices(settings)
@@ -225,25 +239,8 @@ class _Profiles:
             points=tuple(sorted(found.curve.items())),
             memory_bytes=memory or None,
             limit_bytes=limit or None,
-            cost_s=cost_s,
+            cost_s=found.cost_s,
         )
-
-    def _get(self, settings: CandidateSettings) -> tuple[InstanceProfile | LoadFailed, float]:
-        key = single_instance(settings)
-        if key not in self._known:
-            started = time.monotonic()
-            if self._memory_is_short(key):
-                self._server.close()
-            found: InstanceProfile | LoadFailed
-            try:
-                found = profile_instance(self._request(key))
-            except LoadFailed as error:
-                found = error
-                self.failed_s += time.monotonic() - started
-            cost_s = time.monotonic() - started
-            self._known[key] = found, cost_s
-            log.info("alone settings=%s cost_s=%.3g", key, cost_s)
-        return self._known[key]
 
     def _memory_is_short(self, settings: CandidateSettings) -> bool:
         """Whether there may be no room for one more instance next to the server's."""

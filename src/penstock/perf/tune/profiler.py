@@ -72,7 +72,8 @@ class InstanceProfile(Struct, tag="profile"):
     `curve`: rows -> median seconds of a batch. `memory_bytes`: memory of the process at the end, excluding shared
     memory; `device_bytes`: the most that PyTorch reserved on the GPU, else 0. `oom_rows`: the size that ran out of
     memory. `error`: the model failed on a request of `bodies`, which ended the timing. `ignores`: those of `LOAD_KEYS`
-    that the model does not accept. `alone`: why requests run one by one, "" if they share batches.
+    that the model does not accept. `alone`: why requests run one by one, "" if they share batches. `cost_s`: the time
+    that the profile took, with the start of the process.
     """
 
     curve: dict[int, float] = field(default_factory=dict)
@@ -83,6 +84,7 @@ class InstanceProfile(Struct, tag="profile"):
     error: str = ""
     ignores: list[str] = field(default_factory=list)
     alone: str = ""
+    cost_s: float = 0.0
 
     @property
     def failure(self) -> str:
