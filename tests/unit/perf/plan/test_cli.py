@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from penstock.cli.main import main
 
 COST = ("--cost", "20ms,2ms")
-SHORT = ("--seconds", "10", "--seed", "3")
+SHORT = ("--seconds", "5", "--seed", "3")
 
 
 @functools.cache
