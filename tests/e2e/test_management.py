@@ -60,7 +60,7 @@ async def closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
         await writer.wait_closed()
 
 
-class Crowd:
+class LoadClients:
     """Connections that ask the model `m` again and again; what they were answered, by the answer."""
 
     def __init__(self, url: str) -> None:
@@ -161,33 +161,33 @@ def served(serve: Callable[..., Any], tmp_path: Path) -> Any:
 
 async def test_every_change_under_load_costs_no_request(served: Any) -> None:
     tree = psutil.Process(served.process.pid)
-    crowd, manage = Crowd(served.url), Manager(served.urls["management"])
-    async with crowd.asking():
+    clients, manage = LoadClients(served.url), Manager(served.urls["management"])
+    async with clients.asking():
         versions = await manage.ok("PUT", "/models/m/2", {"target": "two.py:Model"})
         assert (versions["1"]["traffic"], versions["2"]["traffic"]) == (1, 0)
-        await crowd.more(100)
-        assert set(crowd.answers) == {"one"}
+        await clients.more(100)
+        assert set(clients.answers) == {"one"}
 
         await manage.ok("PUT", "/models/m/traffic", {"1": 0.5, "2": 0.5})
         versions = await manage.ok("PUT", "/models/m/1/scale", {"instances": 3})
         assert (versions["1"]["instances"], versions["1"]["ready_instances"]) == (3, 3)
         assert len(tree.children()) == 4
-        await crowd.more(300)
+        await clients.more(300)
         versions = await manage.ok("PUT", "/models/m/scale", {"instances": 1})
         assert (versions["1"]["instances"], versions["1"]["ready_instances"]) == (1, 1)
         assert len(tree.children()) == 2
-        assert set(crowd.answers) == {"one", "two"}
-    async with crowd.asking():
+        assert set(clients.answers) == {"one", "two"}
+    async with clients.asking():
         await manage.ok("PUT", "/models/m/2", {"target": "three.py:Model", "instances": 2})
-        seen = crowd.answers["two"]
-        await crowd.more(300)
-        assert crowd.answers["two"] <= seen + CLIENTS, "the old one answered after the swap"
+        seen = clients.answers["two"]
+        await clients.more(300)
+        assert clients.answers["two"] <= seen + CLIENTS, "the old one answered after the swap"
         await manage.ok("PUT", "/models/m/default", {"version": "2"})
         versions = await manage.ok("DELETE", "/models/m/1")
         assert list(versions) == ["2"]
         assert versions["2"]["default"]
-    assert set(await crowd.ask(100)) == {"three"}
-    assert set(crowd.answers) == {"one", "two", "three"}, "not one error"
+    assert set(await clients.ask(100)) == {"three"}
+    assert set(clients.answers) == {"one", "two", "three"}, "not one error"
     assert len(tree.children()) == 2
 
     workers = tree.children()
@@ -272,19 +272,19 @@ def test_no_number_in_a_management_request_hangs_or_changes_the_server(served: A
 
 
 async def test_answers_are_shared_out_as_the_weights_say(served: Any) -> None:
-    crowd, manage = Crowd(served.url), Manager(served.urls["management"])
+    clients, manage = LoadClients(served.url), Manager(served.urls["management"])
     await manage.ok("PUT", "/models/m/2", {"target": "two.py:Model"})
     await manage.ok("PUT", "/models/m/traffic", {"1": 0.9, "2": 0.1})
-    assert await crowd.ask(1000) == {"one": 900, "two": 100}
+    assert await clients.ask(1000) == {"one": 900, "two": 100}
     assert served.metric("penstock_answers_total", version="2") == 100
     versions = await manage.ok("DELETE", "/models/m/2")
     assert versions["1"]["traffic"] == 1
-    assert await crowd.ask(100) == {"one": 100}
+    assert await clients.ask(100) == {"one": 100}
 
 
 async def test_what_does_not_load_changes_nothing(served: Any, tmp_path: Path) -> None:
-    crowd, manage = Crowd(served.url), Manager(served.urls["management"])
-    async with crowd.asking():
+    clients, manage = LoadClients(served.url), Manager(served.urls["management"])
+    async with clients.asking():
         for path in ("/models/m/1", "/models/m/2", "/models/new"):
             status, found = await manage("PUT", path, {"target": "two.py:Broken"})
             assert (status, found["error"]["code"]) == (500, "load_failed")
@@ -294,7 +294,7 @@ async def test_what_does_not_load_changes_nothing(served: Any, tmp_path: Path) -
         assert (await manage("PUT", "/models/m/scale", {"instances": 2}))[0] == 500
         versions = await manage.ok("GET", "/models/m")
         assert [(v["instances"], v["state"]) for v in versions.values()] == [(1, "READY")]
-    assert set(crowd.answers) == {"one", "three"}
+    assert set(clients.answers) == {"one", "three"}
     assert len(psutil.Process(served.process.pid).children()) == 1
     assert "no weights in /a/secret/place" in served.stop()[2]
 

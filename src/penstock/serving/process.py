@@ -29,7 +29,7 @@ log = logging.getLogger("penstock.serving")
 
 READY_FD: Final = "PENSTOCK_READY_FD"
 PARENT_FD: Final = "PENSTOCK_PARENT_FD"
-LAME_DUCK_S: Final = 5.0
+LAME_DUCK_S: Final = 5.0  # a choice: balancers check health every few seconds
 
 
 def runner() -> Callable[..., int]:

@@ -33,7 +33,7 @@ log = logging.getLogger("penstock.serving")
 # a reason why the socket is not read, in addition to those in context.py
 POOL: Final = 4
 
-KNOWN_HEAD_BYTES: Final = 2048
+KNOWN_HEAD_BYTES: Final = 2048  # a choice: longer heads are parsed each time
 REQUEST_BYTES: Final = 2048  # estimated memory of a request without a body that waits for earlier requests
 CONNECT: Final = b"CONNECT"
 

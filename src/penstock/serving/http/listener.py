@@ -21,16 +21,15 @@ log = logging.getLogger("penstock.serving")
 
 INF: Final = float("inf")
 RECEIVE_BYTES: Final = BIG_BYTES  # so that a body that belongs in a Buffer is never read whole into this one
-SWEEP_S: Final = 0.5
+SWEEP_S: Final = 0.5  # a choice: the limits are seconds; see docs/decisions/connection-timers.md
 SILENT_S: Final = 0.5  # silence after which a closing listener closes a connection: its client may be sending now
 LINGER_S: Final = 2.0  # how long a refused client is read, so that it receives the refusal and not a reset
-WARN_S: Final = 60.0
-# bytes/s of a body below which its time runs out. Kestrel has 240 and Apache 500; here a large body holds shared memory
+WARN_S: Final = 60.0  # a choice: one line a minute for a port that stays full
 # from its beginning, and a body that arrives within limits.body_timeout_s has no lowest rate.
 BODY_RATE: Final = 16 * 1024
 STUCK_S: Final = 4.0  # while the budget is full, a client must read some of its responses within this time ...
 STUCK_BYTES: Final = 2**16  # ... if so many wait
-KNOWN_HEADS: Final = 512
+KNOWN_HEADS: Final = 512  # a choice: at most 1 MB of heads of KNOWN_HEAD_BYTES
 STEADY_NAMES: Final = frozenset({b"accept", b"authorization", b"connection"})  # special headers that clients repeat
 
 

@@ -20,7 +20,7 @@ from penstock.serving.http.listener import LINGER_S, SILENT_S, Listener
 log = logging.getLogger("penstock.serving")
 
 HANDSHAKE: Final = b"\x16"  # the first byte of a TLS connection; no HTTP method begins with it
-BACKLOG: Final = 2048
+BACKLOG: Final = 2048  # a choice, above the 100 of asyncio: a burst of clients waits instead of repeating its SYN
 _NO_FAMILY: Final = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 PORT_TRIES: Final = 10  # a port that is free in one family may be in use in the other
 _SO_ATTACH_FILTER: Final = 26  # of Linux
@@ -303,7 +303,7 @@ class _Refusal(asyncio.Protocol):
             self.gone.set_result(None)
 
 
-TLS_SHUTDOWN_S: Final = 2.0
+TLS_SHUTDOWN_S: Final = 2.0  # a choice: a client that does not answer close_notify must not hold up a shutdown
 
 
 class SocketServer:

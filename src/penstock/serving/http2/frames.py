@@ -101,11 +101,11 @@ ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HE
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD: Final = Packing(">HBBBI")  # of a frame: the length in two parts, type, flags, stream
 HEAD_BYTES: Final = HEAD.size
-DEFAULT_WINDOW: Final = 2**16 - 1
-DEFAULT_FRAME: Final = 2**14
-MAX_WINDOW: Final = 2**31 - 1
+DEFAULT_WINDOW: Final = 2**16 - 1  # RFC 9113, section 6.9.2
+DEFAULT_FRAME: Final = 2**14  # RFC 9113, section 4.2
+MAX_WINDOW: Final = 2**31 - 1  # RFC 9113, section 6.9.1
 RECEIVE_FRAME: Final = 2**20  # larger frames cost less each; their data is not gathered
-KNOWN_BLOCKS: Final = 64
+KNOWN_BLOCKS: Final = 64  # a choice: a client has a block for each of its methods
 KNOWN_BYTES: Final = 2**15  # of all decoded blocks that a connection remembers: a block of 4 KiB may stand for 64 KiB
 EMPTY_TABLE: Final = b"\x20"
 CODED_PER_UNIT: Final = 16  # bytes of a block; Huffman's code costs most, 0.6 us a byte

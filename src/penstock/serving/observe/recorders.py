@@ -19,10 +19,10 @@ from penstock.errors import ConfigError
 
 log = logging.getLogger("penstock.serving")
 
-FLUSH_INTERVAL_S: Final = 1.0
+FLUSH_INTERVAL_S: Final = 1.0  # a choice: what a crash may lose
 MAX_BYTES: Final = 2**30  # some 15 million requests
 MAX_PENDING_BYTES: Final = 16 * 2**20  # not written yet
-KEPT_BATCHES: Final = 1000
+KEPT_BATCHES: Final = 1000  # a choice: one response of /debug/batches
 
 
 class ArrivalRecorder(Observer):

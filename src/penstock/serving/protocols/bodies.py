@@ -24,7 +24,7 @@ BOM: Final = b"\xef\xbb\xbf"  # Windows programs begin files with it; RFC 8259, 
 MAX_FIELDS: Final = 1000  # of a form; more is an attack on the parser
 MAX_COUNTED: Final = 2**17  # elements of a list that the server process counts, in 13 ms
 MAX_COUNTED_BYTES: Final = 8 * 2**20  # JSON without many elements is skipped at more than 1 GB/s
-SMALL_BYTES: Final = 2**16
+SMALL_BYTES: Final = 2**16  # it has fewer elements than MAX_COUNTED
 raw_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 _POSITION = re.compile(r"byte (\d+)")

@@ -24,7 +24,7 @@ from penstock.types import DATATYPES, DTYPES, SIZES, ModelMetadata, TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_DIMS: Final = 32
+MAX_DIMS: Final = 32  # the limit of NumPy 1
 MAX_EMPTY: Final = 2**20  # product of the other axes of an empty tensor, which its data does not bound
 _NO_JSON: Final = "BF16 has no form in JSON; send or request it in binary (parameters binary_data_size, binary_data)"
 _LENGTH: Final = struct.Struct("<I")

@@ -16,7 +16,7 @@ from penstock.tasks import Embedding, EmbeddingRequest
 from penstock.types import Item, ItemResult, Many, ModelMetadata
 
 TASK: Final = "embedding"
-MAX_INPUTS: Final = 2048
+MAX_INPUTS: Final = 2048  # the limit of OpenAI's API
 
 
 class EmbeddingsBody(Struct, forbid_unknown_fields=True):

@@ -14,8 +14,8 @@ from penstock.errors import PenstockError
 from penstock.serving.protocols.bodies import JSON, data_of, free
 from penstock.types import Headers, Item, ItemResult
 
-CACHED_PATHS: Final = 1024
-CACHED_PATH_BYTES: Final = 256
+CACHED_PATHS: Final = 1024  # a choice: more than the paths of a server's models
+CACHED_PATH_BYTES: Final = 256  # a choice: longer paths are rare, and not worth memory
 
 
 def error_body(error: PenstockError) -> bytes:

@@ -92,7 +92,7 @@ def _level_of(settings: Mapping[str, Any]) -> str:
 
 
 FOLDER: Final = "/dev/shm"
-MOST_REGIONS: Final = 1024
+MOST_REGIONS: Final = 1024  # a choice: each holds a descriptor
 _KEY: Final = re.compile(r"/?(?!\.\.?$)[^/\0]{1,255}")
 
 
