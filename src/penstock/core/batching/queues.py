@@ -76,7 +76,7 @@ class Bucket:
         prefix = self.entries[: bisect_left(self.keys, before_s)]
         return prefix if not self.loose else [e for e in prefix if e.deadline_s < before_s]
 
-    def rows_bearing(self, until_s: float) -> int:
+    def rows_tolerating(self, until_s: float) -> int:
         """Rows of the entries whose deadline is not before `until_s`."""
         if not self.loose and self.rows == len(self.keys):
             return self.rows - bisect_left(self.keys, until_s)

@@ -141,7 +141,7 @@ class Residency:
     def _leaving(
         self, wanted: Mapping[str, int], busy: Mapping[tuple[str, str], int], now: float
     ) -> tuple[list[ResidentModel], bool]:
-        """The models that must leave for as many bytes of devices as are wanted, and whether that is enough."""
+        """The models that must leave to free the wanted bytes of each device, and whether that is enough."""
         missing = {}
         for device, need in wanted.items():
             if device in self.budgets:
@@ -196,7 +196,7 @@ class Residency:
         return more
 
     def ran_out(self, model: ResidentModel) -> bool:
-        """Corrects the estimate of a model whose load ran out of memory. False: it needs more than there can be."""
+        """Corrects the estimate of a model whose load ran out of memory. False: no budget can hold it."""
         can = False
         for device, need in self.reservation(model).items():
             largest = self.budgets.get(device, 0)

@@ -126,7 +126,7 @@ class Scheduler:
 
     @property
     def max_queue(self) -> int:
-        """Most rows that may wait. A smaller one drops nothing: it refuses until there is queue."""
+        """The most rows that may wait. Lowering it drops nothing: requests are refused until there is room."""
         return self._max_queue
 
     @max_queue.setter
@@ -395,7 +395,7 @@ class Scheduler:
 
     def _rerun(self, now: float) -> bool:
         """Runs requests that were in a death alone on an empty slot, to find out which one kills it. False: no slot is
-        empty; then the least_loaded slot gets nothing until it is, unless another already runs such a batch."""
+        empty; then the least loaded slot gets nothing until it is, unless another already runs such a batch."""
         queue = self._queue
         slot = self._slots.empty(queue.reruns[0].died_on, again=self.killers(now))
         if slot is None:

@@ -42,8 +42,8 @@ class _Sequence(Struct, eq=False):
 class SequenceTable:
     """The sequences in progress of one Scheduler. Pure, like the scheduler.
 
-    Each sequence stays on the slot on which it began: the one with the fewest. Only the first request of a sequence
-    waits in a bucket, so that its requests run in the order of their arrival, one at a time.
+    Each sequence stays on the slot on which it began: the slot with the fewest sequences. Only the first request of a
+    sequence waits in a bucket, so that its requests run in the order of their arrival, one at a time.
     """
 
     def __init__(self, limits: SequenceLimits) -> None:
@@ -139,7 +139,7 @@ class SequenceTable:
         return None, []
 
     def streams(self, entry: Entry) -> Entry | None:
-        """The response of a request has begun, on a slot that runs several: returns the next one, which may join it."""
+        """The response of a request has begun on a concurrent slot: returns the next one, which may join it."""
         found = self._sequences.get("" if entry.sequence is None else entry.sequence.id)
         if found is None or found.head is not entry:
             return None

@@ -172,11 +172,11 @@ class Slots:
 
     @property
     def last(self) -> bool:
-        """Whether one slot is up and others will be."""
+        """Whether only one slot is up and others will come back."""
         return self.up == 1 < len(self._slots)
 
     def empty(self, number: int, again: bool) -> Slot | None:
-        """An empty idle slot, if possible another one than `number`; with `again`, if possible this one."""
+        """An empty idle slot: preferably not `number`, or with `again` preferably that one."""
         empty = [s for n in self.idle if not (s := self._slots[n]).batches]
         return next((s for s in empty if (s.number == number) == again), empty[0] if empty else None)
 

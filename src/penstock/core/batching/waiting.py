@@ -122,7 +122,7 @@ class WaitingQueue:
         return pieces
 
     def resize(self, max_rows: int) -> None:
-        """Sets the most rows of an entry; cuts entries that became too large, in place."""
+        """Sets the maximum rows of an entry; cuts larger entries in place."""
         smaller, self.max_rows = max_rows < self.max_rows, max_rows
         if not smaller:
             return
@@ -378,13 +378,13 @@ class WaitingQueue:
             self.lose_sequences(lost)
 
     def streams(self, entry: Entry) -> None:
-        """Lets the next request of the sequence wait in a bucket while this one's answer is streamed."""
+        """Lets the next request of the sequence wait in a bucket while the response to this one is streamed."""
         head = None if self._sequences is None else self._sequences.streams(entry)
         if head is not None:
             self._put(head)
 
     def lose_sequences(self, entries: list[Entry]) -> None:
-        """Ends the waiting ones among these requests of lost sequences."""
+        """Ends those of these requests that still wait: their sequences are lost."""
         for e in entries:
             if e.state == _WAITING:
                 self.drop(e, Fail(e.id, "sequence_lost"))

@@ -44,10 +44,10 @@ def test_removal_takes_the_very_entry_among_equals() -> None:
 def test_tight_and_tolerant_entries_differ_by_the_real_deadline() -> None:
     mixed = filled(entry(1, 3.0), entry(2, 9.0, rows=2, deadline=4.0), entry(3, 9.0, rows=4, deadline=6.0))
     assert ids(mixed.tight(5.0)) == [2]  # 1 comes first, but has no deadline
-    assert mixed.rows_bearing(5.0) == 5
+    assert mixed.rows_tolerating(5.0) == 5
     pure = filled(*(entry(i, 9.0, deadline=float(i)) for i in (1, 2, 3)))
     assert ids(pure.tight(2.0)) == [1]
-    assert pure.rows_bearing(2.0) == 2
+    assert pure.rows_tolerating(2.0) == 2
 
 
 def test_take_skips_tight_heads_and_leaves_them_in_place() -> None:

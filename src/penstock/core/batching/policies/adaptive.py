@@ -243,11 +243,11 @@ class Adaptive:
         start = now + view.ahead_s
         until = start + cost.high(limit)
         low, high = 0, limit
-        if bucket.rows_bearing(until) >= limit:
+        if bucket.rows_tolerating(until) >= limit:
             return limit, until
         while low < high:
             mid = (low + high + 1) // 2
-            if bucket.rows_bearing(start + cost.high(mid)) >= mid:
+            if bucket.rows_tolerating(start + cost.high(mid)) >= mid:
                 low = mid
             else:
                 high = mid - 1
