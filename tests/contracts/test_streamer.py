@@ -80,6 +80,14 @@ def start(made: dict[str, Any], request: pytest.FixtureRequest) -> Start:
     return _starting(made, getattr(penstock, request.param, shared_streamer))
 
 
+@pytest.fixture(params=["ThreadedStreamer", "Streamer", "shared", "redis"])
+def start_any(made: dict[str, Any], request: pytest.FixtureRequest) -> Start:
+    if request.param == "redis":
+        over_redis: Start = request.getfixturevalue("start_over_redis")
+        return over_redis
+    return _starting(made, getattr(penstock, request.param, shared_streamer))
+
+
 @pytest.fixture(params=["Streamer", "shared"])
 def start_processes(made: dict[str, Any], request: pytest.FixtureRequest) -> Start:
     return _starting(made, getattr(penstock, request.param, shared_streamer))
@@ -117,8 +125,8 @@ def test_signatures_and_defaults_equal_the_reference(name: str, parameters: dict
     assert {p.name: p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD} == parameters
 
 
-def test_there_is_one_result_per_item_in_order(start: Start, models: ModuleType) -> None:
-    streamer = start(models.double, 64)
+def test_there_is_one_result_per_item_in_order(start_any: Start, models: ModuleType) -> None:
+    streamer = start_any(models.double, 64)
     assert streamer.predict([1, 2, 3]) == [2, 4, 6]
     assert streamer.predict(range(10_001)) == [2 * i for i in range(10_001)]
     assert streamer.submit([1, 2]).result(timeout=20) == [2, 4]
@@ -138,9 +146,9 @@ def test_a_function_may_return_an_array_or_be_async(start: Start, models: Module
         assert start(function, 8).predict([1, 2]) == [2, 4]
 
 
-def test_arrays_and_bytes_of_any_size_survive_the_round_trip(start: Start, models: ModuleType) -> None:
+def test_arrays_and_bytes_of_any_size_survive_the_round_trip(start_any: Start, models: ModuleType) -> None:
     big = np.arange(150_000, dtype=np.float32).reshape(300, 500)
-    arrays = start(models.echo, 4).predict([big, b"x" * 200_000, {"a": big}, "text"])
+    arrays = start_any(models.echo, 4).predict([big, b"x" * 200_000, {"a": big}, "text"])
     assert np.array_equal(arrays[0], big)
     assert arrays[0].dtype == big.dtype
     assert arrays[1] == b"x" * 200_000
@@ -148,10 +156,10 @@ def test_arrays_and_bytes_of_any_size_survive_the_round_trip(start: Start, model
     assert arrays[3] == "text"
 
 
-def test_tensors_survive_the_round_trip(start: Start, models: ModuleType) -> None:
+def test_tensors_survive_the_round_trip(start_any: Start, models: ModuleType) -> None:
     torch = pytest.importorskip("torch")
     sent = [torch.arange(100_000.0).reshape(100, 1000), torch.ones(3, dtype=torch.bfloat16), torch.zeros(0)]
-    found = start(models.echo, 4).predict(sent)
+    found = start_any(models.echo, 4).predict(sent)
     for mine, theirs in zip(sent, found, strict=True):
         assert theirs.dtype == mine.dtype
         assert torch.equal(mine, theirs)
@@ -235,8 +243,8 @@ def test_the_models_exception_can_be_caught_by_its_type(start: Start, models: Mo
     assert isinstance(streamer.predict([0, 1], return_exceptions=True)[0], models.Refused)
 
 
-def test_pain_2_a_lone_request_is_not_held_for_max_latency(start: Start, models: ModuleType) -> None:
-    streamer = start(models.double, 64, 30)
+def test_pain_2_a_lone_request_is_not_held_for_max_latency(start_any: Start, models: ModuleType) -> None:
+    streamer = start_any(models.double, 64, 30)
     streamer._wait_for_worker_ready()
     assert streamer.predict([1]) == [2]
     with ThreadPoolExecutor(32) as pool:
@@ -297,8 +305,8 @@ def test_pain_4_a_call_that_timed_out_leaves_nothing_behind(start: Start, models
     assert engine is not None or backend.statistics("") == {"unanswered": 0, "unanswered_bytes": 0}
 
 
-def test_pain_5_futures_are_futures(start: Start, models: ModuleType) -> None:
-    streamer = start(models.double, 4)
+def test_pain_5_futures_are_futures(start_any: Start, models: ModuleType) -> None:
+    streamer = start_any(models.double, 4)
     future = streamer.submit([1, 2])
     assert isinstance(future, penstock.Future)
     assert isinstance(future, concurrent.futures.Future)
