@@ -116,7 +116,7 @@ class StopSignal:
 
 
 def lame_duck_s(hosts: Iterable[str]) -> float:
-    """How long a server that is not ready accepts connections: a balancer elsewhere needs time to notice."""
+    """Seconds for which a server that is not ready still accepts connections, so that a remote balancer notices."""
     return 0.0 if all(map(is_loopback, hosts)) else LAME_DUCK_S
 
 
@@ -271,7 +271,7 @@ class LogFile(logging.Handler):
 
 
 class _File(LogFile, logging.handlers.WatchedFileHandler):
-    """Opens the file again when it was renamed."""
+    """Reopens the file after it was renamed."""
 
 
 class _Stderr(LogFile, logging.StreamHandler[Any]):

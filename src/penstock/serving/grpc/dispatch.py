@@ -207,7 +207,7 @@ class ReflectionService:
             yield response
 
     def _answer(self, request: Any, response: Any) -> None:
-        """Raises KeyError."""
+        """Fills the response to one request. Raises KeyError."""
         match request.WhichOneof("message_request"):
             case "list_services":
                 for name in self._names:

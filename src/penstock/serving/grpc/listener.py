@@ -89,7 +89,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._http2.drain()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client left: waiting requests are not run, running ones are not answered."""
+        """Called when the client has left: drops its waiting requests, and the responses to its running ones."""
         self._closing = True
         self.listener.remove(self)
         self._backlog.clear()
@@ -185,7 +185,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._shared.dispatcher.check(head)
 
     def start(self, call: GrpcCall) -> None:
-        """Runs a call whose message is here, unless the client leaves too much unread."""
+        """Runs a complete call, or queues it while the client leaves too much unread."""
         if self._backlog or self._http2.outbox.unsent_bytes > UNREAD_BYTES:
             if len(self._backlog) >= 2 * self._shared.max_streams:  # half of them were reset
                 self._backlog = deque(each for each in self._backlog if not (each.closed or each.last))
@@ -217,7 +217,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     # ---- the clock
 
     def expire(self) -> None:
-        """The time of the connection's phase is over."""
+        """Handles the timeout of the current phase."""
         if self._closing:
             self.abort()
         elif readable(self.transport):

@@ -263,7 +263,7 @@ class MessageReader:
         self._buffer: Buffer | None = None
 
     def add(self, data: memoryview) -> int:
-        """Takes data up to the end of a prefix or message. Returns how much. Raises GrpcError for a bad prefix."""
+        """The number of bytes taken, up to the end of a prefix or message. Raises GrpcError for a bad prefix."""
         if not self.missing:
             size = PREFIX.size - len(self.part)
             self.part += data[:size]

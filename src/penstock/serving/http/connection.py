@@ -87,7 +87,7 @@ class Connection(asyncio.BufferedProtocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client left: waiting requests are not run, running ones are not answered."""
+        """Called when the client has left: drops its waiting requests, and the responses to its running ones."""
         self.phase = DISCARD
         self.listener.remove(self)
         self.listener.memory.discard(self)
@@ -419,7 +419,7 @@ class Connection(asyncio.BufferedProtocol):
         self.writer.enqueue(context)
 
     def expire(self) -> None:
-        """The time of this phase is over."""
+        """Handles the timeout of the current phase."""
         if self.phase == IDLE:
             if not readable(self.writer.transport):  # a request that has arrived is still answered
                 self.writer.shut()

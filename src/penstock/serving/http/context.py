@@ -171,7 +171,7 @@ class ResponseWriter:
                 self.transport.resume_reading()
 
     def lost(self) -> None:
-        """The client left: cancels the requests in flight and forgets the queued ones."""
+        """Cancels the requests in flight, and drops the queued ones, of a client that has left."""
         for context in self.inflight:
             context.writer = None
             if context.ticket is not None and not context.done:

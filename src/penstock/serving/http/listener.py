@@ -48,7 +48,7 @@ class Waiting(Protocol):
     stuck_s: float  # how long they have not decreased
 
     def expire(self) -> None:
-        """The time of the connection's phase is over."""
+        """Handles the timeout of the current phase."""
 
     def check_writing(self, now: float) -> tuple[int, int]:
         """Drops a client that does not read. Returns the bytes of unread responses, and others that it occupies."""
@@ -61,7 +61,7 @@ class Waiting(Protocol):
 
 
 class RequestHead(Struct, gc=False):
-    """What the parser found in the head of a request, up to now. `special`: the headers of SPECIAL_NAMES. `key`: that
+    """The parsed part of a request's head. `special`: the headers of SPECIAL_NAMES. `key`: that
     of its route in `ApiFlavor.known`."""
 
     url: bytes = b""
@@ -131,7 +131,7 @@ class Clock:
         self.tick()
 
     def tick(self) -> None:
-        """Moves the deadlines of requests that begin now, and the date."""
+        """Updates the date, and the deadlines of requests that begin now."""
         now = asyncio.get_running_loop().time() + self.sweep_s
         config = self._config
         self.header_at = now + config.header_timeout_s
@@ -200,7 +200,7 @@ class MemoryQueue:
         self._wait()
 
     def discard(self, waiting: Reserving) -> None:
-        """Removes what has ended, which may have blocked the others."""
+        """Removes a waiter that has ended; it may have blocked others."""
         if waiting in self._stalled:
             del self._stalled[waiting]
             self._feed()
@@ -229,7 +229,7 @@ class Counters:
         self.refused = 0
 
     def responses(self) -> dict[int, int]:
-        """Begun responses by status // 100."""
+        """Started responses by status // 100."""
         counts = list(self.other)
         counts[2] += self.plain
         return {kind: n for kind, n in enumerate(counts) if n}

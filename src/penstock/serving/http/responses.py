@@ -201,7 +201,7 @@ def stream_start(result: ItemResult, sse: bool) -> ItemResult:
 
 
 def stream_part(result: ItemResult, sse: bool) -> bytes:
-    """One part as it stands in the stream; empty for the empty part that only ends one."""
+    """The bytes of one part of a stream; empty for the empty part that ends it."""
     body = bytes(result.body)
     if not body or result.content_type == SSE:  # it is a whole event already
         return body

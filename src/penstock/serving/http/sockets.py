@@ -197,7 +197,7 @@ class TlsGate:
         self.waiting = 0  # connections that have not sent a byte yet
 
     def open(self, sockets: list[socket.socket]) -> None:
-        """Accepts on sockets that listen, which it then owns."""
+        """Accepts connections on listening sockets, which it then owns."""
         self._sockets = sockets
         self._pause = None
         for each in sockets:
@@ -218,7 +218,7 @@ class TlsGate:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _accept(self, listening: socket.socket) -> None:
-        """Accepts one connection, here and not in a task, whose end would lose what it has just accepted."""
+        """Accepts one connection. A task would lose it if it were cancelled."""
         try:
             connection, _ = listening.accept()
         except (BlockingIOError, ConnectionAbortedError):

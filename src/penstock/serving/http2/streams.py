@@ -82,7 +82,7 @@ class Stream:
 
     @property
     def received(self) -> int:
-        """Bytes of data that have come, without padding."""
+        """Received bytes of data, without padding."""
         return self.granted - self.credit
 
     def grant(self, more: int) -> None:

@@ -282,7 +282,7 @@ class OipCodec(Codec):
         return ItemResult(body=b"".join([head, *sections]), content_type=BYTES, headers=headers)
 
     def read_part(self, part: ItemResult) -> tuple[OipResponse, list[memoryview | None]]:
-        """What `write` wrote."""
+        """The response and the sections that `write` encoded."""
         body = memoryview(part.body)
         length = next((int(value) for name, value in part.headers or () if name == HEADER_LENGTH), len(body))
         answer = msgspec.json.decode(body[:length], type=OipResponse)

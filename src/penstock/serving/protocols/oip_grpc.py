@@ -302,7 +302,7 @@ class OipGrpcCodec(OipCodec):
         return ItemResult(body=body, content_type=TYPED if typed else RAW)
 
     def read_part(self, part: ItemResult) -> tuple[OipResponse, list[memoryview | None]]:
-        """What `write` wrote."""
+        """The response and the sections that `write` encoded."""
         head, raw = _split(part.body, _RAW_OUTPUTS)
         message = _Response.FromString(head)
         sections = raw or [memoryview(_bytes_of(output)) for output in message.outputs]

@@ -109,7 +109,7 @@ def inference(path: str, summary: str, codec: str, task: str) -> Template:
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
-    """The JSON schema of a body, with all that it refers to inside."""
+    """The JSON schema of a body, with its references inlined."""
     (schema,), components = msgspec.json.schema_components((kind,))
 
     def inlined(value: Any) -> Any:
@@ -191,7 +191,7 @@ class Controls(Struct, kw_only=True):
 
 
 class CompletionControls(Controls, kw_only=True):
-    """Those of /v1/completions; `echo` begins the text with the prompt."""
+    """The server's own parameters of /v1/completions; `echo` begins the text with the prompt."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
@@ -214,7 +214,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 
 class ChatControls(Controls, kw_only=True):
-    """Those of /v1/chat/completions."""
+    """The server's own parameters of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: int | None = None

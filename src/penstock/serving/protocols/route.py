@@ -47,7 +47,7 @@ GET: Final = frozenset({"GET", "HEAD"})
 
 
 class Terms(Struct, frozen=True):
-    """What the body of a request says of its handling: seconds until its deadline, and its priority class."""
+    """Handling options in a request body: seconds until its deadline, and its priority class."""
 
     budget_s: float | None = None
     priority: int | None = None

@@ -107,8 +107,8 @@ _NOT_OF_A_LOAD: Final = ("name", "traffic")  # keys of a section that do not des
 
 
 class ModelRepository:
-    """The sections `[models.NAME]`, loaded or not, and the files of `server.model_store`, each by its name without the
-    ending."""
+    """The sections `[models.NAME]`, loaded or not, and the files of `server.model_store`, each by its name without
+    extension."""
 
     def __init__(self, engine: Engine, config: Config, management: ManagementBackend) -> None:
         self._engine = engine

@@ -63,7 +63,7 @@ class LogSettings:
 
 
 def _check(name: str, value: Any, settings: Mapping[str, Any]) -> None:
-    """Raises BadRequest."""
+    """Checks one change. Raises BadRequest."""
     if name not in settings:
         raise BadRequest(f"unknown log setting '{name[:100]}'{nearest(name[:100], settings)}")
     if name in ("log_file", "log_format"):
@@ -116,7 +116,7 @@ class SharedMemory:
         return os.path.join(self._folder, "regions")
 
     def status(self, name: str) -> list[dict[str, Any]]:
-        """Name, key, offset and byte_size of a region, or with an empty name of all. Raises BadRequest."""
+        """Name, key, offset and byte_size of a region, or of all regions if the name is empty. Raises BadRequest."""
         if name and name not in self._regions:
             raise BadRequest(f"no region of shared memory has the name '{name[:100]}'")
         found = [self._regions[name]] if name else self._regions.values()
@@ -136,7 +136,7 @@ class SharedMemory:
         self._change({**self._regions, name: Region(name, key, offset, byte_size, os.getpid(), fd)})
 
     def unregister(self, name: str) -> None:
-        """Forgets a region, or with an empty name all of them. An unknown region is no error, as in Triton."""
+        """Removes a region, or all regions if the name is empty. An unknown region is no error, as in Triton."""
         gone = [self._regions[name]] if name in self._regions else [] if name else list(self._regions.values())
         if gone:
             self._change({n: region for n, region in self._regions.items() if region not in gone})
