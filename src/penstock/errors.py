@@ -15,7 +15,7 @@ ENDS = (SystemExit, KeyboardInterrupt)
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose. `original`: the model's exception behind it, see
-    `core.wire.exceptions`. `status`: the HTTP status of the response that a client received."""
+    `core.wire.objects`. `status`: the HTTP status of the response that a client received."""
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False

@@ -14,7 +14,7 @@ from penstock.core.batching.entry import INF
 from penstock.core.contracts import Ticket
 from penstock.core.portal.portal import Portal
 from penstock.core.portal.waiters import Future
-from penstock.core.wire.exceptions import OwnException, RemoteException
+from penstock.core.wire.objects import OwnException, RemoteException
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
 from penstock.plugins import loaded_class
 from penstock.types import Item, ItemResult, Sink

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.wire.exceptions import OwnException, RemoteException
+from penstock.core.wire.objects import OwnException, RemoteException
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import (

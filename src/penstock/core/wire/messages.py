@@ -18,8 +18,7 @@ from msgspec import Struct
 from msgspec.msgpack import Ext
 
 from penstock.core.codecs import traits_of
-from penstock.core.wire.exceptions import read_error, write_error
-from penstock.core.wire.pickles import dumps
+from penstock.core.wire.objects import dumps, read_error, write_error
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.errors import BadOutput, BadRequest, PenstockError
 from penstock.types import BatchPart, Item, ItemResult, MetricDelta, Ready

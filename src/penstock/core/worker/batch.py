@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.messages import Unsent
-from penstock.core.wire.pickles import dumps
+from penstock.core.wire.objects import dumps
 from penstock.core.worker.predict import aligned, units_of
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import (

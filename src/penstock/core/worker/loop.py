@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
-from penstock.core.wire.exceptions import OwnException
 from penstock.core.wire.messages import Pickled
+from penstock.core.wire.objects import OwnException
 from penstock.core.worker import logs
 from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter
 from penstock.core.worker.python_model import PythonModel

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.core.wire.exceptions import RemoteException
+from penstock.core.wire.objects import RemoteException
 from penstock.errors import PenstockError, describe, from_code, plain
 from penstock.streamer.redis.codec import MalformedMessage
 

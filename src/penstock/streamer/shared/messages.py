@@ -18,7 +18,7 @@ from penstock._version import __version__
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.transports.launch import PackedTarget, pack_target
 from penstock.core.wire.messages import AbandonBatch, FreeReplies, PartMessage, WorkerFailed
-from penstock.core.wire.pickles import dumps
+from penstock.core.wire.objects import dumps
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import PenstockError
 from penstock.streamer.shared.sealed import SealedModel

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from penstock.core.wire.messages import LARGE_BYTES, MessageWriter, Pickled, Unsent, in_band, unsent
-from penstock.core.wire.pickles import dumps
+from penstock.core.wire.objects import dumps
 from penstock.errors import BadOutput, BadRequest, PenstockError, describe
 from penstock.streamer.model import StreamerModel
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.wire.pickles import dumps
+from penstock.core.wire.objects import dumps
 
 torch = pytest.importorskip("torch")
 
