@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from penstock.errors import ConfigError, nearest
-from penstock.perf.bench.document import memory
+from penstock.perf.bench.document import memory, seconds
 from penstock.perf.bench.measurement import SearchStep, Slo
 from penstock.perf.tune.rates import GAIN, Effort, RateProber, TuningTrial
 from penstock.perf.tune.runner import Infeasible, TrialRunner
@@ -48,7 +48,7 @@ class SearchState:
         if curve is None:
             return ""
         if limit_s is not None and curve.seconds(1) > limit_s:
-            return f"offline, a batch of one takes {curve.seconds(1) * 1e3:.3g} ms"
+            return f"offline, a batch of one takes {seconds(curve.seconds(1))}"
         instances, batch = settings.whole("instances", 1) or 0, settings.whole("batch")
         # memory is known for the largest batch only
         largest = batch is None or batch >= curve.points[-1][0]

@@ -100,7 +100,7 @@ def test_the_cheapest_of_equally_good_settings_is_chosen(hill: Any) -> None:
 # ---- impossible goals
 
 
-def test_for_an_slo_that_no_settings_keep_the_nearest_are_named(hill: Any) -> None:
+def test_for_an_slo_that_no_settings_meet_the_nearest_are_named(hill: Any) -> None:
     bench = hill(able, lambda _, settings, *__: 0.15 if settings.text == "batch=2,instances=1" else 0.3)
     result = tuned(bench, SPACE, SLO, default=DEFAULT, search="grid")
     verdict = result.verdict
