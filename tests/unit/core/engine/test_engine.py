@@ -172,7 +172,7 @@ async def test_observers_hear_of_batches() -> None:
 async def test_a_draining_model_refuses_new_requests() -> None:
     async with Engine() as engine:
         await engine.load("m", config(), target=double)
-        handle = engine._registry.find("m", None)
+        handle = engine.handle("m", None)
         await handle.close(1)
         with pytest.raises(ModelNotReady):
             await engine.infer("m", 1)
@@ -300,7 +300,7 @@ async def test_an_unload_is_reported_after_the_last_handle_of_a_version(transpor
 async def test_a_version_that_cannot_be_closed_is_forgotten_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Engine() as engine:
         await engine.load("m", config(), target=double)
-        handle = engine._registry.find("m", None)
+        handle = engine.handle("m", None)
         close = handle.close
 
         async def fail(drain_s: float) -> None:
@@ -360,7 +360,7 @@ async def test_unloading_under_load_answers_every_request_once(transport: str) -
 async def test_a_model_with_a_broken_scheduler_is_not_ready(transport: str, caplog: Any) -> None:
     async with Engine() as engine:
         await engine.load("double", config(transport), target=double)
-        engine._registry.find("double", None).batcher.scheduler.poll = None  # type: ignore[union-attr,assignment]
+        engine.handle("double", None).batcher.scheduler.poll = None  # type: ignore[union-attr,assignment]
         with pytest.raises(PenstockError, match="internal error"):
             await engine.infer("double", 1)
         assert not engine.ready()

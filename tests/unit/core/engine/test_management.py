@@ -273,7 +273,7 @@ class Model:
 """
     )
     await manage.put("n", None, {"target": "hangs.py:Model", "transport": transport})
-    spec = engine._registry.find("n", None).instances._spec
+    spec = engine.handle("n", None).instances._spec
     config, spec.config = spec.config, structs.replace(spec.config, load_timeout_s=0.2)
     async with asyncio.timeout(10):
         with pytest.raises(LoadFailed, match="nothing has changed"):
@@ -308,7 +308,7 @@ async def test_a_new_instance_that_has_work_answers_it_though_the_other_did_not_
 
 
 async def test_scaling_moves_the_instances_and_the_bound_of_the_queue(manage: Management, engine: Engine) -> None:
-    scheduler = engine._registry.find("m", None).batcher.scheduler  # type: ignore[union-attr]
+    scheduler = engine.handle("m", None).batcher.scheduler  # type: ignore[union-attr]
     one = scheduler.max_queue
     for n in (3, 3, 1, 4, 2):
         await manage.scale("m", None, n)
@@ -438,7 +438,7 @@ async def test_targets_from_the_configuration_or_the_store_can_be_loaded(
     await manage.put("m", "2", keys(target.format(folder)))
     expected = {"app": "one", "in.": "two", "dee": "three"}[target.removeprefix("{}/")[:3]]
     assert await engine.infer("m", 0, version="2") == expected
-    trust = engine._registry.find("m", "2").config.trust
+    trust = engine.handle("m", "2").config.trust
     assert trust == ("pickle" if expected == "one" else "none"), "what only the configuration may say stays"
 
 

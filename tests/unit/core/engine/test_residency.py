@@ -140,11 +140,11 @@ async def test_a_replaced_version_counts_until_it_has_ended(pinned: bool) -> Non
         put = asyncio.create_task(engine.put(engine.prepare("m", config(60, pinned=pinned), target=new)))
         await until(lambda: engine.handle("m", None) is not handle)
         assert await engine.infer("m", 3) == 3
-        assert engine._residency.snapshot() == [("cpu", 120, 120)]
+        assert engine.reading().devices == [("cpu", 120, 120)]
         old.may_run.set()
         assert await slow == 2
         await put
-        assert engine._residency.snapshot() == [("cpu", 120, 60)]
+        assert engine.reading().devices == [("cpu", 120, 60)]
         assert len(engine._residency._residency.models) == len(engine._residency._handles) == 1
 
 
@@ -153,7 +153,7 @@ async def test_a_pinned_version_that_does_not_load_leaves_the_old_one_known() ->
         await engine.load("m", config(60, pinned=True), target=Gated())
         with pytest.raises(LoadFailed):
             await engine.put(engine.prepare("m", config(60, pinned=True), target=Failing()))
-        assert engine._residency.snapshot() == [("cpu", 120, 60)]
+        assert engine.reading().devices == [("cpu", 120, 60)]
         assert await engine.infer("m", 1) == 1
 
 
@@ -178,10 +178,10 @@ async def test_a_pinned_model_waits_for_a_busy_one() -> None:
         put = asyncio.create_task(engine.load("pinned", config(60, pinned=True), target=Gated()))
         for _ in range(30):
             await asyncio.sleep(0.01)
-            assert engine._residency.snapshot()[0][2] <= 100
+            assert engine.reading().devices[0][2] <= 100
         busy.may_run.set()
         await put
-        assert engine._residency.snapshot()[0][2] <= 100
+        assert engine.reading().devices[0][2] <= 100
         first, second = await asyncio.gather(*slow, return_exceptions=True)
         assert first == 0
         assert second == 1 or isinstance(second, ModelNotReady), "it had a place, or there is none any more"
@@ -233,7 +233,7 @@ async def test_a_model_that_is_unloaded_while_it_comes_answers_once() -> None:
         model.may_load.set()
         await engine.unload("m", drain_s=5.0)
         assert len(answers) == 2
-        assert engine._residency.snapshot() == [("cpu", 100, 0)]
+        assert engine.reading().devices == [("cpu", 100, 0)]
         residency = engine._residency
         for known in (residency._handles, residency._wanted, residency._refused, residency._residency.models):
             assert not known

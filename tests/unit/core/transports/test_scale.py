@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from penstock.config.schema import ModelConfig
+from penstock.core.transports.local import ThreadTransport
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import WorkerDied
 from penstock.plugins import resolve
 from penstock.types import Batch, BatchPart, Item
+from support.transports import WAIT_S, TransportHarness
 
 TARGET = "support.scripted:ScriptedModel"
 
@@ -117,3 +120,12 @@ async def test_closing_while_a_slot_leaves_ends_both(name: str) -> None:
         await b.transport.close(10.0)
         await leaving
         assert b.ended[1].error is None
+
+
+async def test_a_thread_that_was_given_up_ends_when_its_call_returns() -> None:
+    async with TransportHarness(lambda spec, pool: ThreadTransport(spec), run_timeout_s=0.05) as harness:
+        await harness.up()
+        (given_up,) = [thread for thread in threading.enumerate() if thread.name == "penstock-scripted-0"]
+        await harness.final(harness.post([Item(("sleep", 0.2))]))
+        given_up.join(WAIT_S / 6)
+        assert not given_up.is_alive()

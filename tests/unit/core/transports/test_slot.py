@@ -56,6 +56,10 @@ class Place(WorkerSlot):
         self.errors = []
         self.used = []
 
+    def begin(self):
+        """Starts the first worker; `start` would need a running loop."""
+        self._launch()
+
     def launch(self):
         self.launches.append(self.loop.time())
         if self.hangs:
@@ -93,7 +97,7 @@ def place():
 
 
 def test_a_worker_that_does_not_come_up_is_tried_ever_more_slowly_up_to_30_s(place):
-    place._launch()
+    place.begin()
     place.loop.clock.advance(200)
     doubled = [0.1 * 2**n for n in range(9)]
     assert place.waits[:12] == pytest.approx([*doubled, 30, 30, 30])
@@ -107,7 +111,7 @@ def answer(place, number=1):
 
 def test_a_worker_that_comes_up_but_never_answers_is_tried_ever_more_slowly(place):
     place.fails = False
-    place._launch()
+    place.begin()
     for _ in range(3):
         place.down(WorkerDied("it died before it answered"))
         place.loop.clock.advance(1)
@@ -118,7 +122,7 @@ def test_a_worker_that_comes_up_but_never_answers_is_tried_ever_more_slowly(plac
 def test_after_an_answered_batch_deaths_cost_no_pause_and_too_many_of_them_at_most_the_time_of_a_load(place, load_s):
     place.fails = False
     place.load_s = load_s
-    place._launch()
+    place.begin()
     place.loop.clock.advance(load_s)
     answer(place)
     for _ in range(30):  # restart.deaths
@@ -140,7 +144,7 @@ def test_after_an_answered_batch_deaths_cost_no_pause_and_too_many_of_them_at_mo
 def test_a_first_request_that_kills_its_worker_costs_at_most_the_time_of_a_load(place):
     place.fails = False
     place.load_s = 0.3
-    place._launch()
+    place.begin()
     for number in range(5):
         place.loop.clock.advance(1)
         place.send(Batch(number, 0, [Item(1)]), lambda part: None)
@@ -153,7 +157,7 @@ def test_a_first_request_that_kills_its_worker_costs_at_most_the_time_of_a_load(
 
 def test_a_load_that_fails_after_a_death_is_tried_again_ever_more_slowly(place):
     place.fails = False
-    place._launch()
+    place.begin()
     answer(place)
     place.fails = True
     place.down(WorkerDied("killed"))
@@ -163,7 +167,7 @@ def test_a_load_that_fails_after_a_death_is_tried_again_ever_more_slowly(place):
 
 def test_a_batch_that_is_ahead_has_its_time_from_when_it_begins(place):
     place.fails = False
-    place._launch()
+    place.begin()
     heard = []
     for number in (1, 2):
         place.send(Batch(number, 0, [Item(1)]), heard.append)
@@ -181,7 +185,7 @@ def test_a_batch_that_is_ahead_has_its_time_from_when_it_begins(place):
 
 def test_a_batch_may_have_less_time_than_run_timeout_s(place):
     place.fails = False
-    place._launch()
+    place.begin()
     answer(place)
     heard = []
     place.loop.clock.advance(1)
@@ -199,7 +203,7 @@ def test_a_batch_may_have_less_time_than_run_timeout_s(place):
 
 def test_a_hanging_load_times_out_and_is_retried(place):
     place.hangs = True
-    place._launch()
+    place.begin()
     place.loop.clock.advance(599.9)
     assert not place.errors
     place.loop.clock.advance(0.11)
@@ -211,7 +215,7 @@ def test_a_hanging_load_times_out_and_is_retried(place):
 
 def test_a_load_that_ends_in_time_leaves_no_timer_behind(place):
     place.hangs = True
-    place._launch()
+    place.begin()
     place.loop.clock.advance(599)
     place.is_up(Ready(ModelMetadata("m", "1")))
     place.loop.clock.advance(5)
@@ -221,7 +225,7 @@ def test_a_load_that_ends_in_time_leaves_no_timer_behind(place):
 
 def test_a_worker_that_cannot_be_started_for_any_reason_is_tried_anew(place):
     place.fails = RuntimeError
-    place._launch()
+    place.begin()
     assert type(place.errors[0]) is LoadFailed
     assert "can't start new thread" in place.errors[0].message
     place.fails = False
@@ -235,7 +239,7 @@ def test_a_worker_that_cannot_be_started_for_any_reason_is_tried_anew(place):
 @pytest.fixture
 def concurrent(place):
     place.fails, place.hangs = False, True
-    place._launch()
+    place.begin()
     place.is_up(Ready(ModelMetadata("m", "1"), concurrency=8))
     return place
 
@@ -352,7 +356,7 @@ def test_a_worker_that_comes_up_narrow_is_narrow(concurrent):
 
 def test_the_use_of_a_worker_is_reported_once_a_second_and_begins_anew_with_the_next_worker(place):
     place.fails = False
-    place._launch()
+    place.begin()
     for number in range(1, 10):
         answer(place, number)
         place.loop.clock.advance(0.25)
