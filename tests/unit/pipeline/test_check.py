@@ -22,17 +22,17 @@ DIAMOND = """
 backend = "DecodeMat"
 next = "small,large"
 [small]
-backend = "S[ResizeMat,Mat2Tensor]"
+ops = ["ResizeMat", "Mat2Tensor"]
 resize_h = 4
 resize_w = 4
 next = "net"
 [large]
-backend = "S[Result2Key(key=image),ResizeMat]"
+ops = [{op = "Result2Key", key = "image"}, "ResizeMat"]
 resize_h = 8
 resize_w = 8
 [net]
 backend = "Identity"
-map = "small[result:data,color:color],large[result:large]"
+inputs = {data = "small", color = "small.color", large = "large"}
 """
 
 
@@ -59,39 +59,42 @@ def test_edges_have_the_fields_that_ops_declare() -> None:
     ("text", "message"),
     [
         (
-            DIAMOND.replace("color:color", "colour:color"),
+            DIAMOND.replace("small.color", "small.colour"),
             "g: [net] inputs: [small] has no field 'colour' for 'color'; it has data, color, data_format, result",
         ),
-        (DIAMOND.replace("S[ResizeMat,Mat2Tensor]", "S[Mat2Tensor,ResizeMat]"), "ResizeMat takes 'mat' as data, but"),
+        (
+            DIAMOND.replace('["ResizeMat", "Mat2Tensor"]', '["Mat2Tensor", "ResizeMat"]'),
+            "ResizeMat takes 'mat' as data, but",
+        ),
         ('[a]\nbackend="DecodeMat"\nnext="b"\n[b]\nbackend="SoftmaxCpu"', "but gets 'mat': Mat2T"),
         (
-            '[a]\nbackend="S[Mat2Tensor,ResizeMat]"\nresize_h=1\nresize_w=1',
+            '[a]\nops=["Mat2Tensor", "ResizeMat"]\nresize_h=1\nresize_w=1',
             "but gets 'tensor': Tensor2Mat converts one",
         ),
-        ('[a]\nbackend="S[DecodeMat,Identity,SoftmaxCpu]"', "SoftmaxCpu takes 'tensor' as data, but gets 'mat'"),
+        ('[a]\nops=["DecodeMat", "Identity", "SoftmaxCpu"]', "SoftmaxCpu takes 'tensor' as data, but gets 'mat'"),
         ('[a]\nnext="b"\n[b]\nfilter="filter_score"', "[b] filter 'filter_score' is unknown"),
-        ('[a]\nbackend="S[Identity,(chance)Identity]"', "[a] filter 'chance' of op 'Identity' is unknown"),
+        ('[a]\nops=["Identity", {op="Identity", filter="chance"}]', "[a] filter 'chance' of op 'Identity' is unknown"),
     ],
 )
 def test_unsupported_graphs_are_rejected(text: str, message: str) -> None:
     assert message in told(read(text))
 
 
-@pytest.mark.parametrize("name", ["swap", "or", "Run", "run", "Continue", "Skip", "serialskip", "half_chance"])
+@pytest.mark.parametrize("name", ["swap", "or", "Run", "run"])
 def test_supported_filters_are_accepted(name: str) -> None:
     graph = read(f'[a]\nnext="b"\n[b]\nfilter="{name}"')
     check(graph)
-    assert graph.nodes["b"].filter in ("swap", "or", "run", "skip", "serial_skip", "half_chance")
+    assert graph.nodes["b"].filter in ("swap", "or", "run")
 
 
 def test_a_field_that_callers_send_may_be_mapped() -> None:
-    text = '[a]\nnext="b"\n[b]\nmap="a[result:data,box:box]"'
+    text = '[a]\nnext="b"\n[b]\ninputs={data="a", box="a.box"}'
     assert "[a] has no field 'box' for 'box'" in told(read(text))
     check(read('[pipeline]\ninputs = ["data", "box"]\n' + text))
 
 
 def test_a_field_of_an_op_that_may_write_any_field_is_accepted() -> None:
-    check(read('[a]\nbackend="Copy[data2:other]"\nnext="b"\n[b]\nmap="a[result:data,other:x]"'))
+    check(read('[a]\nbackend="Copy[data2:other]"\nnext="b"\n[b]\ninputs={data="a", x="a.other"}'))
 
 
 def test_all_unknown_filters_are_reported_together() -> None:
@@ -180,20 +183,8 @@ def test_graphs_built_in_code_are_checked_in_the_same_way() -> None:
     assert "entry: there is no node 'c'" in told(Graph("g", {"a": Node("a", (NodeStep("Identity"),))}, "c"))
 
 
-def test_published_fallbacks_to_another_decoder_are_graphs_that_fit() -> None:
-    inside = "S[S[DecodeTensor,SyncTensor],(or)S[DecodeMat,CvtColorMat,Mat2Tensor]]"
-    nodes = {
-        "gpu": {"backend": "DecodeTensor", "filter": "run", "next": "cpu"},
-        "cpu": {"backend": "S[DecodeMat,CvtColorMat,Mat2Tensor]", "filter": "or", "color": "rgb"},
-    }
-    for tables in ({"both": {"backend": inside, "color": "rgb"}}, nodes):
-        graph = parse_graph(tables, name="fallback", folder=".", compat=True)
-        check(graph)
-        assert fields_of(graph)[graph.outputs[0]]["result"] == "tensor"
-
-
 def test_a_step_with_the_filter_run_reuses_the_original_data() -> None:
-    graph = parse_graph({"a": {"backend": "S[DecodeMat,(run)DecodeTensor]"}}, name="twice", folder=".")
+    graph = parse_graph({"a": {"ops": ["DecodeMat", {"op": "DecodeTensor", "filter": "run"}]}}, name="t", folder=".")
     check(graph)
     assert fields_of(graph)["a"]["result"] == "tensor"
 

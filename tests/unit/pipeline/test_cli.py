@@ -33,11 +33,11 @@ port = 0
 
 [decode]
 backend = "DecodeMat"
-instance_num = 2
+instances = 2
 next = "prep"
 
 [prep]
-backend = "S[ResizeMat,CvtColorMat,Mat2Tensor]"
+ops = ["ResizeMat", "CvtColorMat", "Mat2Tensor"]
 resize_h = 2
 resize_w = 3
 color = "rgb"

@@ -164,13 +164,14 @@ def test_values_other_than_tensors_stay_unchanged() -> None:
     assert (first.shape, second.shape) == ((1, 4), (1, 5))
 
 
-@pytest.mark.parametrize("backend", ["{}", "S[Identity,{}]", "S[Identity,(or){}]"])
-def test_a_model_receives_padded_arrays(backend: str) -> None:
-    tables = {"a": {"backend": backend.format(f"Python[{__name__}:Shapes]"), "pad_to": [4, 8]}}
-    model = NodeModel(parse_graph(tables, name="t", folder="/").nodes["a"])
+@pytest.mark.parametrize("guard", [None, "swap", "or"])
+def test_a_model_receives_padded_arrays(guard: str | None) -> None:
+    op = f"Python[{__name__}:Shapes]"
+    ops = [op] if guard is None else ["Identity", {"op": op, "filter": guard}]
+    model = NodeModel(parse_graph({"a": {"ops": ops, "pad_to": [4, 8]}}, name="t", folder="/").nodes["a"])
     model.load("cpu")
     ((fields, _),) = model.predict([Visit({"data": np.ones((1, 3))}, False)])
-    if "(or)" in backend:
+    if guard == "or":
         assert fields["result"].shape == (1, 3)
     else:
         assert fields["result"] == (1, 4)

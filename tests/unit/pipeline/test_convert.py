@@ -7,8 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from msgspec.structs import replace
-
 from penstock.pipeline.convert import to_toml
 from penstock.pipeline.load import load_graph, parse_graph
 
@@ -42,24 +40,6 @@ deadline_ms = 150.0
 def test_native_text_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text(CLASSIFY)
     assert to_toml(load_graph(tmp_path / "p.toml")) == CLASSIFY
-
-
-def test_the_dialect_becomes_native(tmp_path: Path) -> None:
-    tables = {
-        "batching_timeout": "5",
-        "instance_num": "2",
-        "decode": {"backend": "DecodeMat", "next": "net"},
-        "net": {"backend": "S[Mat2Tensor,SyncTensor[OnnxTensor]]", "model": "n.onnx", "max": "4", "odd": "1"},
-    }
-    graph = parse_graph(tables, name="c", folder=str(tmp_path), compat=True)
-    native = tomllib.loads(to_toml(graph))
-    assert native["net"] == {
-        "ops": ["Mat2Tensor", {"op": "OnnxTensor", "model": "n.onnx"}],
-        "instances": 2,
-        "max_batch": 4,
-        "wait_ms": 5.0,
-    }
-    assert parse_graph(native, name="c", folder=str(tmp_path)) == replace(graph, compat=False)
 
 
 def test_paths_start_at_the_folder_of_the_new_file(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.pipeline.dialect import dialect
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp
-from penstock.torchpipe.ops import NOT_HERE, OPS
 
 
 class Mine(ItemOp):
@@ -28,8 +28,6 @@ def registered():
         ("DecodeMat", "DecodeMat"),
         ("cvtColorMat", "CvtColorMat"),
         ("RESIZEMAT", "ResizeMat"),
-        ("cp", "Copy"),
-        ("rm", "Remove"),
     ],
 )
 def test_a_name_is_found_in_any_case(name, found):
@@ -43,18 +41,8 @@ def test_an_unknown_name_is_reported_with_the_nearest():
         catalog.find("qqqqqq")
 
 
-@pytest.mark.parametrize("name", sorted(NOT_HERE))
-def test_an_op_that_only_torchpipe_has_is_rejected_with_a_replacement(name):
-    with pytest.raises(ConfigError, match=r"is not available: .+"):
-        catalog.find(name.upper())
-
-
-def test_no_op_is_both_available_and_unavailable():
-    assert not {n.lower() for n in NOT_HERE} & {n.lower() for n in catalog.names()}
-
-
 def test_no_two_names_differ_in_case_only():
-    lower = [n.lower() for n in (*catalog.BUILTIN, *OPS, *NOT_HERE)]
+    lower = [n.lower() for n in (*catalog.BUILTIN, *dialect().ops, *dialect().absent_ops)]
     assert len(lower) == len(set(lower))
 
 

@@ -17,7 +17,7 @@ from penstock.serving.http.sockets import PortInUse
 from penstock.torchpipe.thrift import ThriftServer
 from support.backend import FakeBackend
 
-TLS = Path(__file__).parents[3] / "tls"
+TLS = Path(__file__).parents[1] / "tls"
 BOTH = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
 
 
