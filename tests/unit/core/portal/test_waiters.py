@@ -65,20 +65,20 @@ def test_a_waiter_can_be_reused() -> None:
     assert mine.cancelled
 
 
-def crowd_of(size: int) -> tuple[WaitingThreads, list[ThreadWaiter]]:
-    crowd = WaitingThreads()
-    waiters = [ThreadWaiter(crowd) for _ in range(size)]
+def waiting_threads(size: int) -> tuple[WaitingThreads, list[ThreadWaiter]]:
+    threads = WaitingThreads()
+    waiters = [ThreadWaiter(threads) for _ in range(size)]
     for waiter in waiters:
         waiter.accepted(ticket())
-    return crowd, waiters
+    return threads, waiters
 
 
 def woken(waiters: list[ThreadWaiter]) -> int:
     return sum(not waiter.lock.locked() for waiter in waiters)
 
 
-async def test_few_threads_of_a_crowd_are_woken_at_a_time_and_each_wakes_another() -> None:
-    crowd, waiters = crowd_of(3 * WOKEN_AT_ONCE)
+async def test_few_of_many_threads_are_woken_at_a_time_and_each_wakes_another() -> None:
+    threads, waiters = waiting_threads(3 * WOKEN_AT_ONCE)
     for waiter in waiters:
         waiter(ItemResult(1))
     assert woken(waiters) == 0, "the answers of one pass of the loop belong together"
@@ -86,14 +86,14 @@ async def test_few_threads_of_a_crowd_are_woken_at_a_time_and_each_wakes_another
     for i, waiter in enumerate(waiters):
         assert woken(waiters) == min(WOKEN_AT_ONCE, len(waiters) - i)
         assert waiter.wait(0)
-    assert crowd.waiting == 0
+    assert threads.waiting == 0
     waiters[0].accepted(ticket())
     waiters[0](ItemResult(2))
     assert waiters[0].wait(0), "a lone thread is woken at once"
 
 
-async def test_a_thread_that_stops_waiting_does_not_keep_its_crowd_asleep() -> None:
-    crowd, waiters = crowd_of(4 * WOKEN_AT_ONCE)
+async def test_a_thread_that_stops_waiting_does_not_keep_others_asleep() -> None:
+    threads, waiters = waiting_threads(4 * WOKEN_AT_ONCE)
     unanswered, early, late, rest = (waiters[i * WOKEN_AT_ONCE : (i + 1) * WOKEN_AT_ONCE] for i in range(4))
     for waiter in unanswered:
         waiter.leave()
@@ -105,15 +105,15 @@ async def test_a_thread_that_stops_waiting_does_not_keep_its_crowd_asleep() -> N
     for waiter in late:
         waiter.leave()  # answered, but it timed out at that moment
     assert all(waiter.wait(0) for waiter in rest)
-    assert crowd.waiting == 0
+    assert threads.waiting == 0
 
 
-def test_a_refused_thread_of_a_crowd_is_woken_at_once_by_any_thread() -> None:
-    crowd, _ = crowd_of(2 * WOKEN_AT_ONCE)
-    refused = ThreadWaiter(crowd)
+def test_a_refused_thread_is_woken_at_once_by_any_thread() -> None:
+    threads, _ = waiting_threads(2 * WOKEN_AT_ONCE)
+    refused = ThreadWaiter(threads)
     refused(ItemResult(error=QueueFull("full")))
     assert refused.wait(0)
-    assert crowd.waiting == 2 * WOKEN_AT_ONCE
+    assert threads.waiting == 2 * WOKEN_AT_ONCE
 
 
 def test_a_future_is_settled_once(posted: Posted) -> None:
@@ -180,13 +180,3 @@ def test_a_future_can_be_awaited_and_a_cancelled_wait_cancels_it(posted: Posted)
         assert left.cancelled()
 
     asyncio.run(scenario())
-
-
-def test_answers_become_values_or_errors() -> None:
-    error = ItemFailed("no")
-    assert every_item(ItemResult([1, error])) == [1, error]
-    with pytest.raises(ItemFailed):
-        all_items(ItemResult([1, error]))
-    for convert in (the_item, every_item, all_items):
-        with pytest.raises(ItemFailed):
-            convert(ItemResult(error=error))
