@@ -118,27 +118,6 @@ def test_answers_of_one_loop_iteration_share_a_write(stage: Stage) -> None:
     assert stage.told == [[(1, [2, 0], False), (2, [0], True)], [(1, [1], True)]]
 
 
-def test_a_blocked_loop_delays_no_answer(stage: Stage) -> None:
-    def refuse(call: Any) -> None:
-        raise RuntimeError("the loop is closed")
-
-    stage.runner.model.soon = refuse
-    stage.run(1, 1)
-    stage.model.answers[0]([(0, "a")])
-    assert stage.told == [[(1, [0], True)]]
-
-
-def test_close_waits_for_unanswered_batches(stage: Stage) -> None:
-    stage.runner.model.soon = None
-    stage.run(1, 2)
-    stage.concurrent.stop()
-    late = threading.Timer(0.05, stage.model.answers[0], [[(0, "a"), (1, "b")]])
-    late.start()
-    stage.concurrent.attend()
-    assert stage.told == [[(1, [0, 1], True)]]
-    late.join()
-
-
 def test_close_waits_for_nothing_else(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = stage.pool
 
@@ -152,15 +131,6 @@ def test_close_waits_for_nothing_else(stage: Stage, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ConcurrentBatches, "send_news", lambda self: None)
     explore([concurrent], make)
-
-
-def test_a_released_slab_is_not_held(stage: Stage, uncollected: None) -> None:
-    stage.run_with_slab(1)
-    stage.model.values.clear()
-    stage.model.answers[0]([(0, "a")])
-    stage.model.end_turn()
-    ((part,),) = stage.writes
-    assert part.held == []
 
 
 def test_a_slab_in_garbage_is_let_go_without_another_batch(stage: Stage, uncollected: None) -> None:

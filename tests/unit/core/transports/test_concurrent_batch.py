@@ -12,7 +12,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.transports.concurrent import ConcurrentBatch
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadOutput, Cancelled, ItemFailed, PenstockError
+from penstock.errors import BadOutput, ItemFailed, PenstockError
 from penstock.types import BatchPart, Item, Step
 
 
@@ -66,14 +66,6 @@ def test_parts_are_sent_at_once_and_the_last_one_is_final() -> None:
     assert [part.batch_id for part in stage.parts] == [7, 7, 7]
 
 
-def test_an_exception_among_the_answers_fails_its_item() -> None:
-    stage = Stage(Late(), [Item(0), Item(1)])
-    stage.model.answer([(0, ValueError("no")), (1, {1})])
-    ((_, (bad, good), _),) = stage.told
-    assert type(bad) is ItemFailed
-    assert good == {1}
-
-
 def test_an_unencodable_result_fails_only_its_item() -> None:
     stage = Stage(Late(), [Item(b"0", "native", "application/json"), Item(b"1", "native", "application/json")])
     stage.model.answer([(0, object()), (1, 1)])
@@ -94,17 +86,6 @@ def test_a_model_can_answer_before_it_reads_the_whole_batch() -> None:
     stage.batch.cancel()
     assert stage.model.ended == 0
     assert len(stage.parts) == 2
-
-
-def test_a_cancelled_batch_ends_and_late_answers_are_dropped() -> None:
-    stage = Stage(Late(), [Item(0), Item(1)])
-    stage.model.answer([(0, "a")])
-    stage.batch.cancel()
-    stage.batch.cancel()
-    stage.model.answer([(1, "b")])
-    assert stage.model.ended == 1
-    assert [(places, final) for places, _, final in stage.told] == [([0], False), ([1], True)]
-    assert type(stage.told[1][1][0]) is Cancelled
 
 
 def test_a_cancel_that_raises_ends_the_batch_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
