@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, ItemFailed
+from penstock.pipeline.graph import Node, NodeStep
+from penstock.pipeline.node import NodeModel, Visit
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp, make_op
 from penstock.pipeline.ops.decode import picture
@@ -222,3 +224,15 @@ def test_no_images_give_no_images_of_the_same_size(name: str, tmp_path: Path) ->
 
 def _raised(error: BaseException) -> None:
     raise error
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_bad_data_and_bad_fields_fail_one_item_and_never_stop_its_node(name: str, tmp_path: Path) -> None:
+    params = {"save_dir": str(tmp_path)} if name == "SaveMat" else CASES[name][1]
+    model = NodeModel(Node("bad", (NodeStep(name, params),)))
+    model.load("cpu")
+    for data in (None, 3, "text", [], np.array(3), np.zeros((2, 0)), np.array(["x"]), object()):
+        (answer,) = model.predict([Visit({"data": data, "_box": data, "color": data}, False)])
+        fine = isinstance(answer, tuple | BadRequest) or (name == "Python" and isinstance(answer, ItemFailed))
+        assert fine, f"{data!r}: {answer!r}"
+    model.unload()

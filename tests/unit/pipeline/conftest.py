@@ -179,11 +179,15 @@ class Stage:
     def __init__(self, runner: PipelineRunner) -> None:
         self.runner = runner
 
-    def put(self, data: Any, **keys: Any) -> asyncio.Future[ItemOutcome]:
+    def send(self, fields: dict[str, Any], **keys: Any) -> asyncio.Future[ItemOutcome]:
         """A future of one item's outcome; a second outcome would raise."""
         future: asyncio.Future[ItemOutcome] = asyncio.get_running_loop().create_future()
-        self.last = self.runner.submit({"data": data}, future.set_result, **keys)
+        self.last = self.runner.submit(fields, future.set_result, **keys)
         return future
+
+    def put(self, data: Any, **keys: Any) -> asyncio.Future[ItemOutcome]:
+        """A future of the outcome of an item that has only data."""
+        return self.send({"data": data}, **keys)
 
     async def results(self, *data: Any, **keys: Any) -> list[Any]:
         """The results of items submitted together, or the error codes of failed ones."""

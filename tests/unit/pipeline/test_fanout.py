@@ -284,7 +284,7 @@ async def test_an_error_of_a_child_may_leave_the_item_unchanged(stage, make_grap
     assert (outcome.error, outcome.fields["result"]) == (None, "axc")
 
 
-async def test_a_body_without_a_field_to_split_takes_the_item_itself(stage, make_graph) -> None:
+async def test_a_body_without_a_field_to_split_takes_the_item_itself(stage) -> None:
     word = NodeStep("Words", {"word": "+"})
     nodes = {name: (word, after, {"each": Each("letters")}) for name, after in (("a", "b"), ("b", ""))}
     s = await stage({**nodes, "letters": ("Letters", "last"), "last": (word, "")})

@@ -106,19 +106,26 @@ class Seen:
 # ---- rows
 
 
-def test_each_item_gets_its_own_rows(means):
-    items = [image(0), image(1, 3), image(2), image(3, 2)]
-    results = run(loaded(means()), *items)
-    assert [r.shape for r in results] == [(1, 3), (3, 3), (1, 3), (2, 3)]
+@pytest.mark.parametrize(
+    ("graph_rows", "keys", "rows", "sizes"),
+    [
+        ("N", {}, [1, 3, 1, 2], [7]),
+        ("N", {"max_batch": 4}, [1, 1, 1, 1], [4]),
+        ("N", {"max_batch": 2}, [5], [2, 2, 1]),
+        ("N", {"min_batch": 3, "max_batch": 4}, [1] * 5, [4, 3]),  # padded to the smallest size
+        (4, {"max_batch": 4}, [1, 1], [4]),
+        (4, {"sizes": (1, 4)}, [1], [4]),  # the graph does not support 1
+    ],
+)
+def test_each_item_gets_its_own_rows_in_calls_of_the_sizes_that_fit(means, graph_rows, keys, rows, sizes):
+    op = loaded(means([graph_rows, *IMAGES[1:]]), **keys)
+    seen = Seen(op)
+    items = [image(i, n) for i, n in enumerate(rows)]
+    results = run(op, *items)
+    assert seen.sizes == sizes
+    assert [r.shape for r in results] == [(n, 3) for n in rows]
     for item, result in zip(items, results, strict=True):
         assert np.allclose(result, item.mean((2, 3)), atol=1e-4)
-
-
-def test_a_batch_is_one_call(means):
-    op = loaded(means(), max_batch=4)
-    seen = Seen(op)
-    run(op, *[image(i) for i in range(4)])
-    assert seen.sizes == [4]
 
 
 def test_items_of_other_shapes_are_run_apart(means):
@@ -148,21 +155,6 @@ def test_padding_rows_are_added_and_counted(means):
     assert counted == {"pipeline_padded_rows_total": (2.0, {"model": "sized"})}
 
 
-def test_a_smaller_batch_is_padded_to_the_smallest_size(means):
-    op = loaded(means(), min_batch=3, max_batch=4)
-    seen = Seen(op)
-    assert len(run(op, *[image(i) for i in range(5)])) == 5
-    assert seen.sizes == [4, 3]
-
-
-def test_an_item_of_more_rows_than_a_call_is_run_in_several(means):
-    op = loaded(means(), max_batch=2)
-    seen = Seen(op)
-    (result,) = run(op, image(0, 5))
-    assert seen.sizes == [2, 2, 1]
-    assert np.allclose(result, image(0, 5).mean((2, 3)), atol=1e-4)
-
-
 def test_a_graph_of_one_row_runs_items_one_by_one_with_a_warning(means, caplog):
     path = means([1, *IMAGES[1:]])
     ops = [loaded(path, max_batch=4) for _ in range(2)]
@@ -171,21 +163,6 @@ def test_a_graph_of_one_row_runs_items_one_by_one_with_a_warning(means, caplog):
     assert np.allclose(results[1], image(1, 2).mean((2, 3)), atol=1e-4)
     (record,) = caplog.records
     assert "takes 1 rows at once, the node has max_batch 4" in record.getMessage()
-
-
-def test_a_batch_is_padded_to_a_graph_of_four_rows(means):
-    op = loaded(means([4, *IMAGES[1:]]), max_batch=4)
-    seen = Seen(op)
-    results = run(op, image(0), image(1))
-    assert (op.max_rows, seen.sizes) == (4, [4])
-    assert np.allclose(results[1], image(1).mean((2, 3)), atol=1e-4)
-
-
-def test_sizes_that_the_graph_does_not_support_do_not_run(means):
-    op = loaded(means([4, *IMAGES[1:]]), sizes=(1, 4))
-    seen = Seen(op)
-    assert np.allclose(run(op, image(0))[0], image(0).mean((2, 3)), atol=1e-4)
-    assert seen.sizes == [4]
 
 
 def test_files_of_fixed_rows_share_the_batches(means):

@@ -196,8 +196,7 @@ async def test_a_trace_contains_each_node(stage: Any, make_graph: Any) -> None:
 async def test_a_failed_item_has_its_node_and_its_fields(stage: Any, make_graph: Any) -> None:
     nodes = {"decode": (DECODE, "crop", TWO), "crop": (CROP, "tensor", TWO), "tensor": (TENSOR, "", TWO)}
     s = await stage(make_graph(nodes, trace=True))
-    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    s.runner.submit({"data": PNG, "_box": (2, 3, 12, 10)}, future.set_result)
+    future = s.send({"data": PNG, "_box": (2, 3, 12, 10)})
     bad, good = await asyncio.gather(s.put(PNG), future)
     assert good.fields["result"].shape == (1, 3, 7, 10)
     assert (bad.node, bad.fields["data"]) == ("crop", PNG)
@@ -213,12 +212,10 @@ async def test_an_item_may_begin_at_such_a_node(stage: Any, make_graph: Any) -> 
     assert [hop.node for hop in outcome.hops] == ["prepare", "words"]
 
 
-async def test_items_and_batches_are_counted_where_they_were(stage: Any, make_graph: Any) -> None:
+async def test_items_and_batches_are_counted_where_they_were(stage: Any) -> None:
     metrics.drain()
-    nodes = {"decode": (DECODE, "crop", TWO), "crop": (CROP, "", TWO)}
-    s = await stage(make_graph(nodes))
-    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    s.runner.submit({"data": PNG, "_box": (2, 3, 12, 10)}, future.set_result)
+    s = await stage({"decode": (DECODE, "crop", TWO), "crop": (CROP, "", TWO)})
+    future = s.send({"data": PNG, "_box": (2, 3, 12, 10)})
     await asyncio.gather(s.put(PNG), s.put(b"no image"), future)
     await asyncio.sleep(2 * FLUSH_S)
     found = {(d.name, *sorted(d.labels.values())): d.value for d in metrics.drain() or []}
@@ -229,13 +226,14 @@ async def test_items_and_batches_are_counted_where_they_were(stage: Any, make_gr
     assert sum(value for key, value in found.items() if key[0] == "pipeline_batches_total" and "crop" in key) == 1
 
 
-async def test_a_slow_next_node_limits_the_first_chained_node(stage: Any, make_graph: Any, doors: Any) -> None:
-    nodes = {
-        "decode": (DECODE, "prepare", TWO),
-        "prepare": (TENSOR, "slow", TWO),
-        "slow": (NodeStep("Door", {"gate": "g"}), {"queue": 3}),
-    }
-    s = await stage(make_graph(nodes))
+async def test_a_slow_next_node_limits_the_first_chained_node(stage: Any, doors: Any) -> None:
+    s = await stage(
+        {
+            "decode": (DECODE, "prepare", TWO),
+            "prepare": (TENSOR, "slow", TWO),
+            "slow": (NodeStep("Door", {"gate": "g"}), {"queue": 3}),
+        }
+    )
     futures = [s.put(PNG) for _ in range(20)]
     await doors.until("g", 1)
     await asyncio.sleep(0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from typing import Any
 
@@ -20,20 +19,15 @@ from penstock.pipeline.ops.base import BatchOp, ItemOp
 A, B, C = NodeStep("Words", {"word": "a"}), NodeStep("Words", {"word": "b"}), NodeStep("Words", {"word": "c"})
 
 
-def chain(make_graph: Any, **last: Any) -> Any:
-    return make_graph({"a": (A, "b"), "b": (B, "c"), "c": (C, "", last)})
-
-
-async def test_a_node_runs_when_nothing_more_is_on_its_way(stage, make_graph, doors) -> None:
+async def test_a_node_runs_when_nothing_more_is_on_its_way(stage, doors) -> None:
     """A node waits up to `wait_s` for items that are inside, and not at all without any."""
     more = {"max_batch": 4, "wait_s": 60.0}
-    graph = make_graph(
+    s = await stage(
         {
             "a": (NodeStep("Door", {"gate": "a"}), "b", {"max_batch": 1, "instances": 2}),
             "b": (NodeStep("BatchWords"), "", more),
         }
     )
-    s = await stage(graph)
     doors.door("a").set()
     assert await s.results("1") == ["1"]  # at once
     doors.door("a").clear()
@@ -44,7 +38,7 @@ async def test_a_node_runs_when_nothing_more_is_on_its_way(stage, make_graph, do
     assert [o.fields["result"] for o in outcomes] == ["1", "2"]
 
 
-async def test_items_of_other_shapes_do_not_share_a_batch_of_a_model(stage, make_graph) -> None:
+async def test_items_of_other_shapes_do_not_share_a_batch_of_a_model(stage) -> None:
     seen: list[list[tuple[int, ...]]] = []
 
     class Model(BatchOp):
@@ -121,14 +115,13 @@ async def test_a_slow_last_node_limits_the_nodes_before_it(stage, make_graph, do
     assert len(await asyncio.gather(*inside)) == 64
 
 
-async def test_bytes_that_wait_are_bounded_but_one_large_item_passes(stage, make_graph, doors) -> None:
-    graph = make_graph(
+async def test_bytes_that_wait_are_bounded_but_one_large_item_passes(stage, doors) -> None:
+    s = await stage(
         {
             "a": ("Identity", "b", {"max_batch": 1}),
             "b": (NodeStep("Door", {"gate": "b"}), {"max_batch": 1, "queue": 50, "queue_bytes": 2500}),
         }
     )
-    s = await stage(graph)
     inside = [s.put(np.zeros(1000, np.uint8)) for _ in range(20)]
     await doors.until("b", 1)
     for _ in range(50):
@@ -164,8 +157,7 @@ async def test_a_waiting_node_is_woken_when_an_expected_batch_is_cancelled(stage
     assert not gone.done()
 
 
-async def test_nodes_count_what_they_do(stage, make_graph, caplog) -> None:
-    caplog.set_level(logging.CRITICAL)
+async def test_nodes_count_what_they_do(stage) -> None:
     metrics.drain()
     s = await stage({"a": (A, "b"), "b": "Picky"})
     await s.results("1", "x", "3")
@@ -184,7 +176,7 @@ async def test_nodes_count_what_they_do(stage, make_graph, caplog) -> None:
     assert found[("pipeline_run", (("node", "a"),))].kind == "timer"
 
 
-async def test_metrics_of_ops_are_reported(stage, make_graph) -> None:
+async def test_metrics_of_ops_are_reported(stage) -> None:
     class Counts(ItemOp):
         def __call__(self, data: Any, fields: dict[str, Any]) -> Any:
             metrics.counter("faces", 2)
@@ -216,7 +208,7 @@ async def test_a_wait_below_a_millisecond_does_not_spin_hazard_7(stage, make_gra
     await other
 
 
-async def test_a_full_batch_passes_a_queue_head_of_another_shape_hazard_8(stage, make_graph, doors):
+async def test_a_full_batch_passes_a_queue_head_of_another_shape_hazard_8(stage, doors):
     class Shaped(BatchOp):
         takes = "tensor"
 
@@ -224,8 +216,7 @@ async def test_a_full_batch_passes_a_queue_head_of_another_shape_hazard_8(stage,
             return data
 
     catalog.register("Shaped", Shaped)
-    graph = make_graph({"a": (NodeStep("Door", {"gate": "a"}), "b"), "b": ("Shaped", {"max_batch": 2, "wait_s": 60.0})})
-    s = await stage(graph)
+    s = await stage({"a": (NodeStep("Door", {"gate": "a"}), "b"), "b": ("Shaped", {"max_batch": 2, "wait_s": 60.0})})
     coming = s.put("1")  # so that a lone item waits
     await doors.until("a", 1)
     head = s.put(np.zeros((1, 3)), node="b")
@@ -238,9 +229,8 @@ async def test_a_full_batch_passes_a_queue_head_of_another_shape_hazard_8(stage,
     assert (await asyncio.wait_for(coming, 10.0)).error is None
 
 
-async def test_batches_without_a_model_never_wait(stage, make_graph, doors) -> None:
-    nodes = {"a": (NodeStep("Door", {"gate": "a"}), "b"), "b": (B, {"wait_s": 60.0})}
-    s = await stage(make_graph(nodes))
+async def test_batches_without_a_model_never_wait(stage, doors) -> None:
+    s = await stage({"a": (NodeStep("Door", {"gate": "a"}), "b"), "b": (B, {"wait_s": 60.0})})
     other = s.put("2")
     await doors.until("a", 1)
     assert (await asyncio.wait_for(s.put("1", node="b"), 10.0)).fields["result"] == "1b"
@@ -248,21 +238,21 @@ async def test_batches_without_a_model_never_wait(stage, make_graph, doors) -> N
     await other
 
 
-async def test_capacity_is_twice_the_concurrency_and_small_for_slices(stage, make_graph) -> None:
-    nodes = {
-        "a": (A, "b", {"instances": 8}),
-        "b": ("BatchWords", "c", {"instances": 2, "max_batch": 4}),
-        "c": (C, {"instances": 3, "max_batch": 2, "queue": 5}),
-    }
-    s = await stage(make_graph(nodes))
+async def test_capacity_is_twice_the_concurrency_and_small_for_slices(stage) -> None:
+    s = await stage(
+        {
+            "a": (A, "b", {"instances": 8}),
+            "b": ("BatchWords", "c", {"instances": 2, "max_batch": 4}),
+            "c": (C, {"instances": 3, "max_batch": 2, "queue": 5}),
+        }
+    )
     told = s.runner.statistics()["nodes"]
     assert {name: node["capacity"] for name, node in told.items()} == {"a": 64, "b": 16, "c": 5}
     assert s.runner.width == (64 + 32) + (16 + 8) + (5 + 6)
 
 
-async def test_urgent_items_go_first_at_every_node(stage, make_graph, doors) -> None:
-    nodes = {"a": ("Identity", "b"), "b": (NodeStep("Door", {"gate": "b"}), {"max_batch": 1, "queue": 10})}
-    s = await stage(make_graph(nodes))
+async def test_urgent_items_go_first_at_every_node(stage, doors) -> None:
+    s = await stage({"a": ("Identity", "b"), "b": (NodeStep("Door", {"gate": "b"}), {"max_batch": 1, "queue": 10})})
     first = s.put("first")
     await doors.until("b", 1)
     others = [s.put("low", priority=2), s.put("middle", priority=1), s.put("urgent", priority=0)]
@@ -275,17 +265,16 @@ async def test_urgent_items_go_first_at_every_node(stage, make_graph, doors) -> 
     assert doors.met["b"] == [["first"], ["urgent"], ["middle"], ["low"]]
 
 
-async def test_room_freed_by_an_expired_item_is_used_immediately(stage, make_graph, doors) -> None:
+async def test_room_freed_by_an_expired_item_is_used_immediately(stage, doors) -> None:
     """The item moves to a queue that does not change, so only its end signals that there is room."""
     late = {"max_batch": 1, "queue": 1, "deadline_s": 0.05, "on_error": "skip"}
-    graph = make_graph(
+    s = await stage(
         {
             "a": (NodeStep("Door", {"gate": "a"}), "b", {"max_batch": 1}),
             "b": (NodeStep("Door", {"gate": "b"}), "c", late),
             "c": (NodeStep("Door", {"gate": "c"}), {"max_batch": 1, "queue": 9}),
         }
     )
-    s = await stage(graph)
     for name in "ab":
         doors.door(name).set()
     items = [s.put("1")]

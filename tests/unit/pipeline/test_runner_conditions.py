@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline import filters
 from penstock.pipeline.engine import NodeEngine
 from penstock.pipeline.graph import NodeStep
 
@@ -29,12 +28,12 @@ async def test_an_item_that_does_not_meet_the_condition(stage, make_graph, other
 
 
 @pytest.mark.parametrize(("otherwise", "result"), [("skip", "1"), ("skip_branch", "1"), ("stop", "1")])
-async def test_a_condition_at_the_entry(stage, make_graph, otherwise, result) -> None:
+async def test_a_condition_at_the_entry(stage, otherwise, result) -> None:
     s = await stage({"a": (words("a"), {"when": "data != '1'", "otherwise": otherwise})})
     assert await s.results("1", "2") == [result, "2a"]
 
 
-async def test_an_item_cancelled_before_its_first_condition_does_not_run(stage, make_graph) -> None:
+async def test_an_item_cancelled_before_its_first_condition_does_not_run(stage) -> None:
     s = await stage({"a": (words("a"), {"when": "data"})})
     s.put("1")
     s.last.cancel()
@@ -67,15 +66,14 @@ async def test_exclusive_conditions_route_an_item_to_one_of_several_nodes(stage,
     assert await s.results("1", "7") == ["1bd", "7cd"]
 
 
-async def test_outputs_of_which_one_is_alive_give_its_fields(stage, make_graph) -> None:
-    graph = make_graph(
+async def test_outputs_of_which_one_is_alive_give_its_fields(stage) -> None:
+    s = await stage(
         {
             "a": ("Identity", "b c"),
             "b": (words("b"), {"when": "data == '1'", "otherwise": "skip_branch"}),
             "c": (words("c"), {"when": "data == '2'", "otherwise": "skip_branch"}),
         }
     )
-    s = await stage(graph)
     assert await s.results("1", "2", "3") == ["1b", "2c", "3"]
 
 
@@ -92,24 +90,26 @@ async def test_a_join_with_a_dead_source_takes_defaults_or_is_dead(stage, make_g
     assert await s.results("1", "7") == [low, high]
 
 
-async def test_a_join_that_requires_any_source_is_dead_if_all_are(stage, make_graph) -> None:
-    nodes = {
-        "a": ("Identity", "b c"),
-        "b": (words("b"), "d", {"when": "data == '1'", "otherwise": "skip_branch"}),
-        "c": (words("c"), "d", {"when": "data == '1'", "otherwise": "skip_branch"}),
-        "d": (words("d"), {"require": "any", "inputs": (("b", "result", "data"), ("c", "result", "x"))}),
-    }
-    s = await stage(make_graph(nodes))
+async def test_a_join_that_requires_any_source_is_dead_if_all_are(stage) -> None:
+    s = await stage(
+        {
+            "a": ("Identity", "b c"),
+            "b": (words("b"), "d", {"when": "data == '1'", "otherwise": "skip_branch"}),
+            "c": (words("c"), "d", {"when": "data == '1'", "otherwise": "skip_branch"}),
+            "d": (words("d"), {"require": "any", "inputs": (("b", "result", "data"), ("c", "result", "x"))}),
+        }
+    )
     assert await s.results("1", "2") == ["1bd", "2"]
 
 
-async def test_a_default_value_is_not_shared_between_items(stage, make_graph) -> None:
-    nodes = {
-        "a": ("Identity", "b c"),
-        "b": (words("b"), "c", {"when": "data == '1'", "otherwise": "skip_branch"}),
-        "c": ("Identity", {"inputs": (("a", "result", "data"), ("b", "boxes", "boxes", []))}),
-    }
-    s = await stage(make_graph(nodes))
+async def test_a_default_value_is_not_shared_between_items(stage) -> None:
+    s = await stage(
+        {
+            "a": ("Identity", "b c"),
+            "b": (words("b"), "c", {"when": "data == '1'", "otherwise": "skip_branch"}),
+            "c": ("Identity", {"inputs": (("a", "result", "data"), ("b", "boxes", "boxes", []))}),
+        }
+    )
     one, other = [(await s.put("2")).fields["boxes"] for _ in range(2)]
     assert one == other == []
     assert one is not other
@@ -168,33 +168,3 @@ async def test_items_of_a_node_and_its_alias_share_batches(stage, make_graph, do
     batches = {hop.batch_id for hop in hops if hop.node == "rec"} & {h.batch_id for h in hops if h.node == "rec.2"}
     assert batches, "one batch held items of both"
     assert isinstance(s.runner.node("rec").engine, NodeEngine)
-
-
-# ---- registered filters
-
-
-@pytest.mark.parametrize(
-    ("outcome", "result"),
-    [
-        ("run", "1abcd"),
-        ("skip", "1acd"),
-        ("serial_skip", "1ad"),
-        ("subgraph_skip", "1ad"),
-        ("break", "1a"),
-        ("error", "item_failed"),
-    ],
-)
-async def test_a_registered_filter_decides_for_each_item(stage, make_graph, monkeypatch, outcome, result) -> None:
-    def decide(fields: dict[str, Any]) -> str:
-        fields["data"] = fields.pop("result")
-        return outcome
-
-    monkeypatch.setitem(filters._registered, "odd", lambda config: decide)
-    nodes = {
-        "a": (words("a"), "b d"),
-        "b": (words("b"), "c", {"filter": "odd"}),
-        "c": (words("c"), "d"),
-        "d": (words("d"), {"inputs": (("c", "result", "data"), ("a", "result", "x"))}),
-    }
-    s = await stage(make_graph(nodes))
-    assert await s.results("1") == [result]

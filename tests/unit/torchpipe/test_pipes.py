@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +76,6 @@ def test_a_list_may_be_empty_or_longer_than_any_queue(double: pipe) -> None:
     items = [{"data": i} for i in range(3000)]
     double(items)
     assert [item["result"] for item in items] == [2 * i for i in range(3000)]
-
-
-def test_many_threads_call_at_once_and_each_gets_its_own(double: pipe) -> None:
-    def call(i: int) -> Any:
-        item = {"data": i}
-        double(item)
-        return item["result"]
-
-    with ThreadPoolExecutor(24) as pool:
-        assert list(pool.map(call, range(600))) == [2 * i for i in range(600)]
 
 
 def test_an_item_begins_where_its_node_name_says(double: pipe) -> None:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from penstock.errors import BadRequest, DecodeError, ItemFailed
+from penstock.errors import BadRequest, DecodeError
 from penstock.pipeline.graph import Node, NodeStep
 from penstock.pipeline.node import NodeModel, Visit
-from penstock.pipeline.ops import catalog
 
 PREPARE = (
     NodeStep("DecodeMat"),
@@ -93,15 +92,6 @@ def test_bad_images_fail_alone_and_odd_ones_do_not_fail(node, encode, rgb, capfd
         assert getattr(result, "shape", None) == (1, 3, 20, 30), name
 
 
-def test_a_bad_first_item_does_not_move_its_neighbours(node, encode):
-    """In TorchPipe, later items skip the other ops and keep intermediate values."""
-    model = node(*PREPARE)
-    (alone,) = results(model, [{"data": encode("JPEG")}])
-    bad, *others = results(model, [{"data": b""}, {"data": encode("JPEG")}, {"data": encode("JPEG")}])
-    assert isinstance(bad, DecodeError)
-    assert all(np.array_equal(other, alone) for other in others)
-
-
 @pytest.mark.parametrize(
     ("data", "box"),
     [
@@ -124,30 +114,3 @@ def test_invalid_mats_and_boxes_fail_alone(node, data, box):
     assert np.array_equal(first, last)
     assert isinstance(bad, BadRequest)
     assert "expected" in bad.message
-
-
-def test_ops_reject_none_as_data(node, tmp_path):
-    """Each op of the catalog reports what it found, and a bad item never stops the node."""
-    params = {
-        "AddInt": {"pairs": "a:1"}, "Add": {"pairs": "a:1"}, "Copy": {"pairs": "a:b"}, "Move": {"pairs": "a:b"},
-        "Remove": {"keys": "a"}, "KeyA2KeyB": {"key_a": "a", "key_b": "b"}, "Sleep": {"time": 0},
-        "BorrowReplay": {"max_batch_size": 2},
-        "CvtColorMat": {"color": "rgb"}, "CvtColorTensor": {"color": "rgb"}, "Python": {"target": "json:dumps"},
-        "AlignMat": {"resize_h": 2, "max_w": 32}, "BatchFixHLimitW": {"resize_h": 2, "max_w": 32},
-        "FixHResizePadMat": {"resize_h": 2, "max_w": 2}, "SaveMat": {"save_dir": str(tmp_path)},
-    }  # fmt: skip
-    looked = 0
-    for name in catalog.names():
-        alias = name not in catalog.BUILTIN and catalog.location(name) in catalog.BUILTIN.values()
-        if alias or catalog.is_model(name) or ":Raise" in catalog.location(name):
-            continue
-        size = {"resize_h": 2, "resize_w": 2} if "Resize" in name and "Dynamic" not in name else {}
-        frame = {"max_h": 2, "max_w": 2} if "Pad" in name or "FixRatio" in name else {}
-        given = params.get(name) or ({} if "Dynamic" in name else frame or size)
-        model = node(NodeStep(name, given))
-        for data in (None, 3, "text", [], np.array(3), np.zeros((2, 0)), np.array(["x"]), object()):
-            (answer,) = model.predict([Visit({"data": data, "_box": data, "color": data}, False)])
-            looked += 1
-            fine = isinstance(answer, tuple | BadRequest)
-            assert fine or (name == "Python" and isinstance(answer, ItemFailed)), f"{name} of {data!r}: {answer!r}"
-    assert looked > 300

@@ -19,7 +19,7 @@ from thriftpy2.thrift import TApplicationException
 from thriftpy2.transport import TMemoryBuffer, TTransportException
 
 from penstock.config.schema import LimitsConfig
-from penstock.errors import ConfigError, ItemFailed, QueueFull
+from penstock.errors import ConfigError, ItemFailed, PenstockError, QueueFull
 from penstock.serving.http.auth import make_ssl_context
 from penstock.torchpipe import thrift_protocol as thrift
 from penstock.torchpipe.thrift import ThriftServer
@@ -196,52 +196,39 @@ async def test_bytes_that_arrive_during_a_call_are_limited() -> None:
         assert len(connection._arrived) < 2**20
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "text"),
-    [
-        (ItemFailed("node decode: no JPEG"), 6, "item_failed: node decode: no JPEG"),
-        (QueueFull("at its bound"), 6, "queue_full: at its bound"),
-    ],
-)
-async def test_an_error_is_an_exception_with_its_code(error: Exception, kind: int, text: str) -> None:
-    def fail(call: Call) -> None:
-        call.sink(ItemResult(error=error))  # type: ignore[arg-type]
+def failing(error: PenstockError) -> Any:
+    return lambda call: call.sink(ItemResult(error=error))
 
-    async with listening(fail) as listener:
+
+def streaming(call: Call) -> None:
+    call.sink(ItemResult(b"part", final=False))
+    call.sink(ItemResult(b""))
+
+
+@pytest.mark.parametrize(
+    ("answering", "state", "text"),
+    [
+        (failing(ItemFailed("node decode: no JPEG")), {}, "item_failed: node decode: no JPEG"),
+        (failing(QueueFull("at its bound")), {}, "queue_full: at its bound"),
+        (answer, {"refuse": QueueFull("the queue is full")}, "queue_full: the queue is full"),
+        (streaming, {}, "streams its response"),
+    ],
+    ids=["failed", "full", "refused", "streamed"],
+)
+async def test_an_error_is_an_exception_with_its_code(answering: Any, state: dict[str, Any], text: str) -> None:
+    async with listening(answering) as listener:
+        vars(listener.backend).update(state)
         client = await listener.connect()
         client.send(infer(b"x"))
         found = await client.answer()
-        assert (found.type, found.message) == (kind, text)
-        listener.backend.models["m"] = answer
-        client.send(infer(b"x"))
-        assert (await client.answer()).label == "1"
-
-
-async def test_an_immediate_rejection_is_also_an_exception() -> None:
-    async with listening() as listener:
-        client = await listener.connect()
-        listener.backend.refuse = QueueFull("the queue is full")
-        client.send(infer(b"x"))
-        assert (await client.answer()).message == "queue_full: the queue is full"
-
-
-async def test_a_ping_succeeds_when_the_models_are_ready() -> None:
-    async with listening() as listener:
+        assert found.type == TApplicationException.INTERNAL_ERROR
+        assert text in found.message
+        listener.backend.models["m"], listener.backend.refuse = answer, None
         listener.backend.is_ready = False
-        client = await listener.connect()
         client.send(message("ping"))
         assert (await client.answer("ping")).message == "model_not_ready: the server is loading or draining"
-
-
-async def test_a_streaming_model_is_an_error() -> None:
-    def stream(call: Call) -> None:
-        call.sink(ItemResult(b"part", final=False))
-        call.sink(ItemResult(b""))
-
-    async with listening(stream) as listener:
-        client = await listener.connect()
         client.send(infer(b"x"))
-        assert "streams its response" in (await client.answer()).message
+        assert (await client.answer()).label == "1"
 
 
 @pytest.mark.parametrize(
