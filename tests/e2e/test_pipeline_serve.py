@@ -402,9 +402,6 @@ def ended(folder: Path, *arguments: str) -> tuple[int, str, str]:
     ("text", "told"),
     [
         ('[a]\nbackend = "DecodeMatt"\n', "did you mean 'DecodeMat'"),
-        ('[a]\nbackend = "Identity"\nnext = "b"\n', "'b'"),
-        ('[a]\nbackend = "ResizeMat"\nresize_h = 3\nresize_w = 3\nresize_hh = 3\n', "resize_hh"),
-        ('[a]\nbackend = "Python[steps.py:gone]"\n', "gone"),
         ('[a]\nbackend = "OnnxTensor"\nmodel = "gone.onnx"\n', "[a] model: there is no file"),
     ],
 )
@@ -421,7 +418,6 @@ def test_a_bad_file_is_reported_in_one_line_before_anything_starts(folder: Path,
     [
         (("gone.toml",), "no such file"),
         (("words.toml", "--workers", "0"), "from 1"),
-        (("steps.py:one", "--compat", "torchpipe"), "--compat applies to pipeline files"),
         (("words.toml", "--compat", "triton"), "torchpipe"),
         (("words.toml", "--option", "x=1"), "no option 'x'"),
         (("words.toml", "other=words.toml", "words=plain.toml"), "two models are named 'words'"),

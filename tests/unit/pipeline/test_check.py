@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.pipeline.check import check
 from penstock.pipeline.fields import edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, NodeStep
-from penstock.pipeline.load import load_graph, parse_graph
+from penstock.pipeline.load import parse_graph
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp
 
@@ -145,23 +144,6 @@ def test_a_node_that_an_item_may_skip_gives_the_kind_of_its_data_too() -> None:
     for keys in ('when="color"', 'on_error="skip"'):
         assert edges_of(read(text.format(keys)))[1][2]["data"] == "any"
     assert edges_of(read(text.format("")))[1][2]["data"] == "tensor"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[a]\nwhen = "score >"', "line 2: [a] when: found 'score >', which is no condition"),
-        ('[a]\nelse = "stop"', "line 2: [a] else: needs 'when'"),
-        ('[a]\nnext="b.2"\n[b.2]', "line 3: [b.2]: is an alias of [b], which has no keys"),
-        ('[a]\nnext="b"\n[b]\ninputs={data={from=3}}', "[b] inputs: data: found a table, expected a field such as"),
-        ('[a]\nnext="b"\n[b]\ninputs={data=["a", 3]}', "[b] inputs: data: found"),
-    ],
-)
-def test_a_bad_condition_alias_or_input_is_an_error_with_its_line(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "g.toml").write_text(text)
-    with pytest.raises(ConfigError) as e:
-        load_graph(tmp_path / "g.toml")
-    assert message in e.value.message
 
 
 def test_graphs_built_in_code_are_checked_in_the_same_way() -> None:

@@ -55,10 +55,6 @@ def test_an_invalid_value_is_refused(tmp_path: Path, text: str, told: str) -> No
     assert told in message
 
 
-def test_an_error_names_the_line(tmp_path: Path) -> None:
-    assert refused(tmp_path, "\n# a comment\n" + NET + "retry_split = 7\n").startswith(", line 6: [net] retry_split: ")
-
-
 def test_a_body_takes_fields_of_nodes_around_it_and_no_item_of_theirs_enters_it(tmp_path: Path) -> None:
     text = (
         '[image]\nnext = "boxes"\n[boxes]\nnext = "read"\n[read]\neach = "box"\nbody = "crop"\nnext = "end"\n'
@@ -300,16 +296,19 @@ def test_inputs_that_name_a_node_are_an_edge(tmp_path: Path) -> None:
             ", line 2: [metrics]: pipelines have no such table; set metrics_host and metrics_port",
         ),
         ("", ": found no node; expected a table such as [decode]"),
+        ("\n# a comment\n" + NET + "retry_split = 7\n", ", line 6: [net] retry_split: "),
         ("x = 1\n", ": found no node; expected a table such as [decode]"),
+        ('[a]\nwhen = "score >"', ", line 2: [a] when: found 'score >', which is no condition"),
+        ('[a]\nelse = "stop"', ", line 2: [a] else: needs 'when'"),
+        ('[a]\nnext="b.2"\n[b.2]', ", line 3: [b.2]: is an alias of [b], which has no keys"),
+        ('[a]\nnext="b"\n[b]\ninputs={data={from=3}}', "[b] inputs: data: found a table, expected a field such as"),
+        ('[a]\nnext="b"\n[b]\ninputs={data=["a", 3]}', "[b] inputs: data: found"),
+        ("[a]\nbackend = 'Identity'\nnext = \n", "line 3"),
         ('[models.digits]\ntarget = "app.py:Digits"\n', "this is a configuration of `penstock serve`"),
     ],
 )
 def test_a_bad_file_is_rejected(tmp_path: Path, text: str, told: str) -> None:
     assert told in refused(tmp_path, text)
-
-
-def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
-    assert "line 3" in refused(tmp_path, "[a]\nbackend = 'Identity'\nnext = \n")
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

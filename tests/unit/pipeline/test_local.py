@@ -158,17 +158,6 @@ async def test_cancelled_items_do_not_run(make: Make, doors: Any) -> None:
     assert told == []
 
 
-async def test_a_budget_includes_the_time_in_the_queue(make: Make, doors: Any) -> None:
-    pipeline = make({"a": gate("a")}, in_flight=1)
-    first = pipeline.submit({"data": "1"})
-    await doors.until("a", 1)
-    late = pipeline.submit({"data": "late"}, budget_s=0.02)
-    await asyncio.sleep(0.05)
-    doors.open_all()
-    assert (await first).error is None
-    assert isinstance((await late).error, DeadlineExceeded)
-
-
 def test_a_pipeline_that_does_not_load_reports_the_reason(known, make_graph) -> None:
     class Broken(ItemOp):
         def load(self, device: str) -> None:

@@ -16,7 +16,7 @@ from penstock.cli.server import banner
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec, Wrapped
-from penstock.errors import BadOutput, BadRequest, ConfigError, DeadlineExceeded, ItemFailed, LoadFailed
+from penstock.errors import BadOutput, BadRequest, ConfigError, DeadlineExceeded, LoadFailed
 from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.model import (
     PipelineModel,
@@ -340,11 +340,6 @@ def test_one_output_is_itself_and_several_are_an_object() -> None:
     assert response_of(ONE, [outcome(result=array)], ("result",)) is array
     assert response_of(ONE, [outcome(result=0, label="cat")], ("label", "result")) == {"label": "cat", "result": 0}
     assert response_of(ONE, [outcome(result=0)], ("label", "result")) == {"label": None, "result": 0}
-
-
-def test_an_item_without_any_output_failed() -> None:
-    with pytest.raises(ItemFailed, match=r"^the item ended at node 'last' without result or label$"):
-        response_of(ONE, [outcome(data=1)], ("result", "label"))
 
 
 def test_the_error_of_an_item_is_that_of_its_request() -> None:

@@ -149,19 +149,6 @@ async def test_a_join_may_take_fields_of_an_earlier_node(stage, make_graph) -> N
     assert outcome.fields == {"data": "1ab", "first": "1a", "result": "1abc"}
 
 
-async def test_an_item_that_fails_on_a_branch_fails_whole_and_once(stage) -> None:
-    s = await stage(
-        {
-            "a": (A, "b c"),
-            "b": ("Picky", "d"),
-            "c": ("Picky", "d"),
-            "d": (C, {"inputs": [("b", "result", "data"), ("c", "result", "other")]}),
-        }
-    )
-    assert await s.results("x", "1", "-") == ["item_failed", "1ac", None]
-    assert s.runner.in_flight == 0
-
-
 async def test_a_join_that_misses_a_field_names_it(stage, make_graph) -> None:
     graph = make_graph({"a": (A, "b"), "b": (B, {"inputs": [("a", "boxes", "data")]})})
     outcome = await (await stage(graph)).put("1")
@@ -263,21 +250,6 @@ async def test_a_deadline_is_kept_while_any_node_runs(stage, doors, hangs) -> No
     assert s.runner.in_flight == 0
     doors.open_all()
     assert await s.results("2", budget_s=20.0) == ["2"]
-
-
-async def test_a_cancelled_item_does_not_run_and_is_not_answered(stage, doors) -> None:
-    s = await stage({"a": ("Identity", "b"), "b": (NodeStep("Door", {"gate": "b"}), {"max_batch": 1})})
-    first = s.put("1")
-    await doors.until("b", 1)
-    gone = s.put("gone")
-    s.last.cancel()
-    s.last.cancel()
-    doors.open_all()
-    assert (await first).error is None
-    assert await s.results("2") == ["2"]
-    assert not gone.done()
-    assert ["gone"] not in doors.met["b"]
-    assert s.runner.in_flight == 0
 
 
 async def test_an_item_that_is_cancelled_in_a_queue_leaves_it(stage, doors) -> None:

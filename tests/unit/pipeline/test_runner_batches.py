@@ -115,23 +115,6 @@ async def test_a_slow_last_node_limits_the_nodes_before_it(stage, make_graph, do
     assert len(await asyncio.gather(*inside)) == 64
 
 
-async def test_bytes_that_wait_are_bounded_but_one_large_item_passes(stage, doors) -> None:
-    s = await stage(
-        {
-            "a": ("Identity", "b", {"max_batch": 1}),
-            "b": (NodeStep("Door", {"gate": "b"}), {"max_batch": 1, "queue": 50, "queue_bytes": 2500}),
-        }
-    )
-    inside = [s.put(np.zeros(1000, np.uint8)) for _ in range(20)]
-    await doors.until("b", 1)
-    for _ in range(50):
-        await asyncio.sleep(0.002)
-        assert s.runner.statistics()["nodes"]["b"]["queued_bytes"] <= 3000
-    doors.open_all()
-    await asyncio.gather(*inside)
-    assert (await s.put(np.zeros(10_000, np.uint8))).error is None
-
-
 async def test_a_node_does_not_wait_for_items_that_are_blocked_by_it(stage, make_graph) -> None:
     graph = make_graph(
         {"a": ("Identity", "b", {"max_batch": 1}), "b": ("BatchWords", {"max_batch": 8, "queue": 2, "wait_s": 60.0})}

@@ -27,12 +27,6 @@ async def test_an_item_that_does_not_meet_the_condition(stage, make_graph, other
     assert await s.results("1", "2") == [result, "2abc"]
 
 
-@pytest.mark.parametrize(("otherwise", "result"), [("skip", "1"), ("skip_branch", "1"), ("stop", "1")])
-async def test_a_condition_at_the_entry(stage, otherwise, result) -> None:
-    s = await stage({"a": (words("a"), {"when": "data != '1'", "otherwise": otherwise})})
-    assert await s.results("1", "2") == [result, "2a"]
-
-
 async def test_an_item_cancelled_before_its_first_condition_does_not_run(stage) -> None:
     s = await stage({"a": (words("a"), {"when": "data"})})
     s.put("1")
@@ -64,42 +58,6 @@ def route(make_graph: Any, **join: Any) -> Any:
 async def test_exclusive_conditions_route_an_item_to_one_of_several_nodes(stage, make_graph) -> None:
     s = await stage(route(make_graph, inputs=(("b", "result", "data"), ("c", "result", "data"))))
     assert await s.results("1", "7") == ["1bd", "7cd"]
-
-
-async def test_outputs_of_which_one_is_alive_give_its_fields(stage) -> None:
-    s = await stage(
-        {
-            "a": ("Identity", "b c"),
-            "b": (words("b"), {"when": "data == '1'", "otherwise": "skip_branch"}),
-            "c": (words("c"), {"when": "data == '2'", "otherwise": "skip_branch"}),
-        }
-    )
-    assert await s.results("1", "2", "3") == ["1b", "2c", "3"]
-
-
-@pytest.mark.parametrize(
-    ("join", "low", "high"),
-    [
-        ({"inputs": (("b", "result", "data"), ("c", "result", "other"))}, "1b", "7"),
-        ({"inputs": (("b", "result", "data", "-"), ("c", "result", "other", "-"))}, "1bd", "-d"),
-        ({"inputs": (("b", "result", "data", "-"), ("c", "result", "other")), "require": "any"}, "1bd", "-d"),
-    ],
-)
-async def test_a_join_with_a_dead_source_takes_defaults_or_is_dead(stage, make_graph, join, low, high) -> None:
-    s = await stage(route(make_graph, **join))
-    assert await s.results("1", "7") == [low, high]
-
-
-async def test_a_join_that_requires_any_source_is_dead_if_all_are(stage) -> None:
-    s = await stage(
-        {
-            "a": ("Identity", "b c"),
-            "b": (words("b"), "d", {"when": "data == '1'", "otherwise": "skip_branch"}),
-            "c": (words("c"), "d", {"when": "data == '1'", "otherwise": "skip_branch"}),
-            "d": (words("d"), {"require": "any", "inputs": (("b", "result", "data"), ("c", "result", "x"))}),
-        }
-    )
-    assert await s.results("1", "2") == ["1bd", "2"]
 
 
 async def test_a_default_value_is_not_shared_between_items(stage) -> None:

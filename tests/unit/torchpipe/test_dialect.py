@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from penstock.errors import ConfigError
 from penstock.pipeline.check import check
 from penstock.pipeline.convert import to_toml
-from penstock.pipeline.fields import fields_of
 from penstock.pipeline.graph import Each, Graph, NodeInput, NodeStep
 from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.ops import catalog
@@ -232,18 +231,6 @@ def test_an_unknown_key_causes_a_warning_in_the_dialect(tmp_path: Path, caplog: 
 def test_two_entries_cause_a_warning_in_the_dialect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(tmp_path, "[a]\n[b]\n", compat=True).entry == "a"
     assert "items that name no node begin at [a]" in caplog.text
-
-
-def test_published_fallbacks_to_another_decoder_are_graphs_that_fit() -> None:
-    inside = "S[S[DecodeTensor,SyncTensor],(or)S[DecodeMat,CvtColorMat,Mat2Tensor]]"
-    nodes = {
-        "gpu": {"backend": "DecodeTensor", "filter": "run", "next": "cpu"},
-        "cpu": {"backend": "S[DecodeMat,CvtColorMat,Mat2Tensor]", "filter": "or", "color": "rgb"},
-    }
-    for tables in ({"both": {"backend": inside, "color": "rgb"}}, nodes):
-        graph = parse_graph(tables, name="fallback", folder=".", compat=True)
-        check(graph)
-        assert fields_of(graph)[graph.outputs[0]]["result"] == "tensor"
 
 
 def test_the_dialect_becomes_native(tmp_path: Path) -> None:

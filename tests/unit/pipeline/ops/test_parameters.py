@@ -72,11 +72,6 @@ def test_an_unknown_key_is_reported_with_the_nearest():
         check_params(Bare, {"size": 1})
 
 
-def test_a_missing_key_is_an_error():
-    with pytest.raises(ConfigError, match="Base needs size, not found"):
-        make_op(Base, {})
-
-
 def test_values_that_an_op_rejects_are_configuration_errors():
     with pytest.raises(ConfigError, match="Base: a size is 0 or more"):
         make_op(Base, {"size": "-1"})
