@@ -5,7 +5,6 @@ ruling them out needs no load. `profile_instance` runs `python -m penstock.perf.
 """
 
 import os
-import select
 import statistics
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import msgspec
 from msgspec import Struct, field
@@ -108,31 +107,34 @@ def profile_instance(request: ProfileRequest) -> InstanceProfile:
     spec = WorkerSpec(request.name, request.config.version, request.config, request.config.target)
     env, inner = environment(spec, request.device, os.environ)
     limit_s = request.config.load_timeout_s + BUDGET_S + 2 * request.config.batching.run_timeout_s
-    read, write = os.pipe()
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as order, os.fdopen(read, "rb") as found:
+    # files, because a process that the model leaves behind would hold the end of a pipe open
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as order, tempfile.TemporaryFile() as found:
         order.write(msgspec.msgpack.encode(msgspec.structs.replace(request, device=inner)))
         order.seek(0)
+        files = [order.fileno(), found.fileno()]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "penstock.perf.tune.profiler", str(order.fileno()), str(write)],
-            pass_fds=[order.fileno(), write],
+            [sys.executable, "-P", "-m", "penstock.perf.tune.profiler", *map(str, files)],
+            pass_fds=files,
             env=env,
             stdin=subprocess.PIPE,  # closes with this process, which ends the other one
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,  # Ctrl-C reaches the parent only
         )
-        os.close(write)
+        late = False
         try:
-            content = found.read() if select.select([found], [], [], limit_s)[0] else None
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            late = True
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             process.wait()
             assert process.stdin is not None
             process.stdin.close()
-        output.seek(0)
-        text = output.read()[-_PRINTED:].decode(errors="replace").strip()
-    if content is None:
+        content = _whole(found)
+        text = _whole(output)[-_PRINTED:].decode(errors="replace").strip()
+    if late:
         raise LoadFailed(f"'{request.name}' alone on {request.device} took longer than {limit_s:g} s", detail=text)
     if not content:
         raise LoadFailed(f"the process of '{request.name}' ended while the model was loaded and timed", detail=text)
@@ -140,6 +142,11 @@ def profile_instance(request: ProfileRequest) -> InstanceProfile:
     if isinstance(profile, _Failure):
         raise LoadFailed(profile.message, detail="\n".join(filter(None, (profile.detail, text))))
     return profile
+
+
+def _whole(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
 
 
 # ---- in the process

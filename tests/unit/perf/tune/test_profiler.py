@@ -165,16 +165,37 @@ def test_an_app_that_does_not_load_has_a_reason(tmp_path: Path, source: str, mes
 
 
 def test_ctrl_c_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    class Interrupted(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return super().wait()
 
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 601\n")
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr("penstock.perf.tune.profiler.sys.executable", str(tmp_path / "python"))
-    monkeypatch.setattr("penstock.perf.tune.profiler.select.select", interrupt)
+    monkeypatch.setattr("penstock.perf.tune.profiler.subprocess.Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         profile_instance(order(tmp_path, MODEL))
     assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "601"]]
+
+
+def test_a_process_that_the_model_leaves_behind_delays_nothing(tmp_path: Path) -> None:
+    source = """
+        import os, time
+
+        class Model:
+            def load(self, device):
+                if not os.fork():
+                    time.sleep(8)
+                    os._exit(0)
+
+            def predict(self, items):
+                return items
+    """
+    started = time.monotonic()
+    assert set(profile_instance(order(tmp_path, source, sizes=[1])).curve) == {1}
+    assert time.monotonic() - started < 7
 
 
 def test_a_model_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
