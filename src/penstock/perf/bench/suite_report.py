@@ -226,6 +226,14 @@ _SETTINGS: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
     "workers": lambda row: str(row.point.workers),
     "batch": lambda row: str(row.point.batch_size),
 }
+_MEANS: Final[Mapping[str, Callable[[SuiteRow], str]]] = {
+    "mean": lambda row: _known(row.median(FIGURES["mean_s"])),
+    "batch p50": lambda row: _known(row.median(lambda m: server_stats(m).worker_at_s.get("p50"))),
+}
+
+
+def _known(value: float | None) -> str:
+    return "" if value is None else seconds(value)
 
 
 def _section(rows: Sequence[SuiteRow]) -> list[Block]:
@@ -234,4 +242,4 @@ def _section(rows: Sequence[SuiteRow]) -> list[Block]:
         f"{redacted(case.url)}: {case.requests} requests per run with {case.input or 'its own example'}; a batch waits "
         f"at most {case.batch_delay_ms} ms to fill."
     )
-    return [Heading(case.text), Paragraph(text), table({**_SETTINGS, **LOADS}, rows)]
+    return [Heading(case.text), Paragraph(text), table({**_SETTINGS, **LOADS, **_MEANS}, rows)]
