@@ -11,7 +11,7 @@ import click
 from penstock.config.targets import errors_end_the_command
 from penstock.errors import ConfigError
 from penstock.platforms import SageMakerEnvironment, read_sagemaker
-from penstock.torchserve.cli.torchserve import ServerOptions
+from penstock.torchserve.cli.options import ServerOptions
 from penstock.torchserve.config import Properties
 
 HANDLER: Final = "penstock.platforms.sagemaker_handler"

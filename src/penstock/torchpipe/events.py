@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.core import os_threads
-from penstock.core.portal.waiters import SyncWaiter, new_waiter
+from penstock.core.portal.loop_thread import new_waiter
+from penstock.core.portal.waiters import SyncWaiter
 
 log = logging.getLogger("penstock.torchpipe")
 

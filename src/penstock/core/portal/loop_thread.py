@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.core import os_threads
 from penstock.core.contracts import Submitter
 from penstock.core.engine.inbox import RequestInbox
-from penstock.core.portal.waiters import SyncWaiter, new_waiter
+from penstock.core.portal.waiters import SyncWaiter
 
 T = TypeVar("T")
 
@@ -152,3 +152,12 @@ def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     tasks.add(loop.create_task(asyncio.sleep(0)))  # tasks that are done: what waits for them is still to be called
     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+
+def new_waiter() -> SyncWaiter:
+    """A waiter for one call: of a greenlet in a program patched by gevent, else of a thread."""
+    if os_threads.patched():
+        from penstock.core.portal.gevent_waiter import GeventWaiter
+
+        return GeventWaiter()
+    return SyncWaiter()

@@ -29,7 +29,7 @@ from penstock.core import os_threads
 from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.inbox import Caller
-from penstock.core.portal.loop_thread import PortalBackend, PortalThread
+from penstock.core.portal.loop_thread import PortalBackend, PortalThread, new_waiter
 from penstock.core.portal.waiters import (
     Convert,
     Future,
@@ -38,7 +38,6 @@ from penstock.core.portal.waiters import (
     WaitingThreads,
     all_items,
     every_item,
-    new_waiter,
     the_item,
 )
 from penstock.errors import DeadlineExceeded, ModelNotReady

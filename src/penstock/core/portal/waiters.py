@@ -134,15 +134,6 @@ class ThreadWaiter(SyncWaiter):
             following.lock.release()
 
 
-def new_waiter() -> SyncWaiter:
-    """A waiter for one call: of a greenlet in a program patched by gevent, else of a thread."""
-    if os_threads.patched():
-        from penstock.core.portal.gevent_waiter import GeventWaiter
-
-        return GeventWaiter()
-    return SyncWaiter()
-
-
 _LONGEST_S = 10**6  # some platforms refuse longer timeouts
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.cli import FAILED, INTERRUPTED, USAGE, exit_code, run_async, seconds, warmup
+from penstock.perf.command import FAILED, INTERRUPTED, USAGE, exit_code, run_async, seconds, warmup
 from penstock.values import quantity
 
 if TYPE_CHECKING:

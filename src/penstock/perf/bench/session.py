@@ -26,7 +26,7 @@ from penstock.perf.bench.report import INVALID, in_a_line, load_verdict, publish
 from penstock.perf.bench.results import Origin, Results, json_text
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.target import Target
-from penstock.perf.cli import FAILED
+from penstock.perf.command import FAILED
 
 Mode = Literal["closed", "open", "ramp", "saturate"]
 Measure = Callable[[Load, int], Awaitable[Measurement]]

@@ -32,7 +32,7 @@ from penstock.perf.bench.server import START_S, ServerProcess, fetch
 from penstock.perf.bench.suite_report import AB_REPORT, ab_report, rows_of, suite_plots, suite_report
 from penstock.perf.bench.suite_yaml import SuiteCase, SuitePoint, suite_points
 from penstock.perf.bench.target import Target, open_target
-from penstock.perf.cli import run_async
+from penstock.perf.command import run_async
 from penstock.plugins import is_whole_file
 
 NAME: Final = "benchmark"  # of the model on its server; the name of a file may not be valid

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, LoadFailed, PenstockError
 from penstock.perf.bench.measurement import Load, Measurement, Slo
 from penstock.perf.bench.payload import Payload, check_of, payloads, request_of
 from penstock.perf.bench.run import TargetFailing, measure
-from penstock.perf.cli import run_async
+from penstock.perf.command import run_async
 from penstock.perf.tune.accuracy import TOLERANCE, AccuracySample, agreement, expected_responses
 from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, profile_instance
 from penstock.perf.tune.runner import BatchCurve, MeasuredRun, single_instance

@@ -25,7 +25,7 @@ from penstock.perf.bench.measurement import MOST_ERRORS, Measurement, Slo, parse
 from penstock.perf.bench.plots import draw
 from penstock.perf.bench.report import VERDICT, compose
 from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, as_csv, json_text, read
-from penstock.perf.cli import FAILED, INTERRUPTED
+from penstock.perf.command import FAILED, INTERRUPTED
 from penstock.perf.tune.accuracy import AccuracySample, read_samples
 from penstock.perf.tune.app import AppUnderTest
 from penstock.perf.tune.config_file import TunedFile

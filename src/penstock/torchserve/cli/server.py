@@ -23,8 +23,8 @@ from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.startup import ServerComponents, build_components, load_startup
 from penstock.torchserve.cli.listeners import Listeners, grpc_addresses, http_addresses, limits_of
 from penstock.torchserve.cli.logs import ServerLogs
+from penstock.torchserve.cli.options import ServerOptions, parser, resolve_options
 from penstock.torchserve.cli.pid_file import pid_path, remove_own
-from penstock.torchserve.cli.torchserve import ServerOptions, parser, resolve_options
 from penstock.torchserve.config import GrpcAddress, ListenerAddress, Properties
 from penstock.torchserve.metrics.families import default_config, read_config
 from penstock.torchserve.metrics.observer import FrontendCounts, MetricsOptions, TorchServeMetrics
