@@ -101,9 +101,9 @@ def test_without_a_subsystem_everything_else_works(subsystem: str, copies: dict[
     if os.environ.get("DELETION") == "full":
         tests = tmp_path / "tests"
         shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", tmp_path)
-        for name in ("tools", "docs", "examples", "dashboards"):
-            (tmp_path / name).symlink_to(ROOT / name)
+        for entry in ROOT.iterdir():
+            if not entry.name.startswith(".") and entry.name not in ("src", "tests"):
+                (tmp_path / entry.name).symlink_to(entry)
         for name in SUBSYSTEMS[subsystem]:
             folder, _, file = name.rpartition("/")
             remove(tests / "unit" / name)
