@@ -131,6 +131,10 @@ async def test_a_past_deadline_and_an_unknown_model_are_refused_at_once() -> Non
         await engine.load("m", config(), target=double)
         with pytest.raises(DeadlineExceeded):
             await engine.infer("m", 1, budget_s=0)
+        with pytest.raises(DeadlineExceeded):
+            await engine.infer_many("m", [1, 2], budget_s=0)
+        with pytest.raises(DeadlineExceeded):
+            await anext(engine.stream("m", 1, budget_s=0))
         with pytest.raises(ModelNotFound):
             await engine.infer("n", 1)
         with pytest.raises(ModelNotFound):
