@@ -268,6 +268,21 @@ async def test_a_client_that_takes_no_answer_is_disconnected_and_no_more_is_read
     await client.close(1)
 
 
+async def test_a_call_keeps_its_deadline_and_its_priority(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    asking = await running.client()
+    backend, received = running.batcher.backend, list[Item]()
+    submit = backend.submit
+    monkeypatch.setattr(backend, "submit", lambda *given: (received.append(given[2]), submit(*given))[1])
+    answers: asyncio.Queue[ItemResult] = asyncio.Queue()
+    for item in (Item("urgent", budget_s=30.0), Item("bulk", priority=2)):
+        asking.submit("", None, item, answers.put_nowait)
+        assert (await asyncio.wait_for(answers.get(), 20)).error is None
+    assert [item.priority for item in received] == [0, 2]
+    assert 0 < (received[0].budget_s or 0.0) <= 30
+    assert received[1].budget_s is None
+    await asking.close(1.0)
+
+
 async def test_the_items_in_flight_of_one_client_are_bounded(running: Running) -> None:
     client = await running.client()
     running.batcher.max_rows = 2
