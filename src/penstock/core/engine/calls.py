@@ -16,7 +16,6 @@ from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, Sequenc
 from penstock.types import BatchPart, Item, ItemResult, ModelMetadata, Sink
 
 log = logging.getLogger("penstock.engine")
-observe_log = logging.getLogger("penstock.observe")
 
 
 class Call(Struct, eq=False):
@@ -147,7 +146,7 @@ def notify(observers: Sequence[Observer], hook: str, *arguments: object) -> None
         try:
             getattr(observer, hook)(*arguments)
         except Exception:
-            observe_log.exception("observer_failed hook=%s observer=%s", hook, type(observer).__name__)
+            log.exception("observer_failed hook=%s observer=%s", hook, type(observer).__name__)
 
 
 REQUEST_HOOKS = ("on_answer", "on_served", "on_reject", "on_complete", "on_error", "on_model_metrics")
