@@ -48,9 +48,9 @@ def queue() -> Queue:
 
 @pytest.fixture
 def call(queue: Queue) -> Callable[..., tuple[ChunkedCall, list[ItemResult]]]:
-    def make(count: int = 10, rows: int = 4, budget_s: float | None = None) -> tuple[ChunkedCall, list[ItemResult]]:
+    def make(count: int = 10, rows: int = 4, **keys: Any) -> tuple[ChunkedCall, list[ItemResult]]:
         answers: list[ItemResult] = []
-        item = Item(list(range(count)), rows=count, many=True, budget_s=budget_s)
+        item = Item(list(range(count)), rows=count, many=True, **keys)
         return ChunkedCall(queue.submit, item, answers.append, rows), answers
 
     return make
@@ -106,6 +106,12 @@ def test_a_cancelled_call_cancels_its_chunks_and_sends_no_more(queue: Queue, cal
     chunked.cancel()
     assert sorted(queue.cancelled) == [0, 4]
     assert not answers
+
+
+def test_every_chunk_has_the_priority_of_its_call(queue: Queue, call: Any) -> None:
+    call(priority=2)
+    queue.answer(0)
+    assert [item.priority for item, _ in queue.waiting.values()] == [2, 2]
 
 
 def test_later_chunks_get_the_remaining_budget(queue: Queue, call: Any) -> None:
