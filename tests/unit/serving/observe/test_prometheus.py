@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -10,10 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.core.contracts import BatchRecord, ModelSnapshot, ServerSnapshot
+from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
 from penstock.core.engine.calls import overriding
 from penstock.serving.observe.prometheus import MAX_GONE, PrometheusObserver
 from penstock.serving.observe.recorders import BatchRecords
+from penstock.serving.triton.statistics import ModelStatistics
 from penstock.types import MetricDelta, ModelStatus
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -197,6 +199,15 @@ def test_odd_names_and_labels_come_back_as_they_were(model: str, version: str, l
     assert found["penstock_holds_total", tuple(sorted((*key, ("kind", label))))] == 1
     assert found["penstock_batch_rows_count", key] == 1
     assert found["own_total", tuple(sorted((*key, ("x", label))))] == 1
+
+
+@pytest.mark.parametrize("make", [PrometheusObserver, ModelStatistics])
+def test_the_batches_of_a_server_that_nobody_asks_are_not_kept(make: Callable[[], Observer]) -> None:
+    observer, model = make(), f"kept by {make}"
+    for _ in range(1000):
+        observer.on_answer(model, "1", [0.1], 0)
+        observer.on_complete(BatchRecord(model, "1", 0, 1, 1, "", False, 0.1, 0.1, [0.1], 0))
+    assert sum(type(o) is BatchRecord and o.model == model for o in gc.get_objects()) < 100
 
 
 async def test_a_hanging_gpu_delays_only_the_page(

@@ -48,3 +48,12 @@ def test_memory_is_bounded_and_freed() -> None:
     assert (len(found.sizes), found.batches) == (MAX_BATCH_SIZES, MAX_BATCH_SIZES + 99)
     statistics.on_unload("m", "1")
     assert statistics.of("m", "1").batches == 0
+
+
+def test_a_version_that_is_loaded_again_begins_with_zeros() -> None:
+    statistics = ModelStatistics()
+    statistics.on_complete(record(3))
+    statistics.on_answer("m", "1", [1.0], 0)
+    statistics.on_unload("m", "1")
+    found = statistics.of("m", "1")
+    assert (found.batches, found.rows, found.success.count) == (0, 0, 0)

@@ -66,6 +66,18 @@ async def test_requests_with_an_earlier_deadline_run_first(work, asker, redis_se
     assert gate.batches == [["running"], ["early", "late"]]
 
 
+async def test_a_request_keeps_its_priority_and_has_a_deadline_only_if_its_caller_names_one(work, asker, monkeypatch):
+    engine, received = (await work(same)).engine, []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda *given: (received.append(given[2]), submit(*given))[1])
+    await asker().ask(1, budget_s=15.0, priority=2)
+    await asker().ask(2, priority=999)
+    await asker().ask(3)
+    assert [item.priority for item in received] == [2, 255, 0]
+    assert 0 < received[0].budget_s <= 15
+    assert [item.budget_s for item in received[1:]] == [None, None]
+
+
 async def test_a_worker_reads_one_batch_ahead_and_leaves_the_rest_to_other_workers(work, asker, redis_server, until):
     gate = Gate()
     client = asker()
