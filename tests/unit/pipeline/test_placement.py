@@ -73,7 +73,7 @@ def test_nodes_that_only_compute_have_at_most_one_instance_per_core(monkeypatch:
     image, net = NodeStep("DecodeMat"), NodeStep("OnnxTensor", {"model": "net.onnx"})
     assert instances_of(image) == instances_of(NodeStep("Mat2Tensor"), net) == 3
     assert instances_of(net, device="cuda:0") == 8
-    for waits in (NodeStep("Sleep"), NodeStep("Python", {"target": "pkg.mod:obj"})):
+    for waits in (NodeStep("Sleep"), NodeStep("SaveMat"), NodeStep("Python", {"target": "pkg.mod:obj"})):
         assert instances_of(image, waits) == 8
     monkeypatch.setattr(runner, "cores", lambda: 16)
     assert instances_of(image) == 8

@@ -40,6 +40,7 @@ def test_the_first_version_is_the_default(models: VersionRegistry) -> None:
 
 
 def test_the_oldest_other_version_replaces_a_default_that_failed(models: VersionRegistry) -> None:
+    models.add(version("m", "3.0"))
     models.remove(models.find("m", "1.0"))
     assert models.find("m", None).version == "2.0"
 
