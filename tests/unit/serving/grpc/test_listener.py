@@ -246,13 +246,16 @@ async def test_a_client_of_http1_learns_what_the_port_speaks():
 
 
 async def test_metadata_in_base64_is_decoded_and_the_deadline_is_the_budget():
+    given = [("x-a-bin", "AAEC/w"), ("x-b", "text"), ("x-priority", "3"), ("grpc-timeout", "5S")]
     async with site() as found:
         client = await found.connect()
-        await client.infer(1, request(10), headers=[("x-a-bin", "AAEC/w"), ("x-b", "text"), ("grpc-timeout", "5S")])
-        assert (await client.reply(1))[0] == "0"
-        (call,) = found.backend.calls
-        assert dict(call.item.headers) == {b"x-a-bin": b"\0\1\2\xff", b"x-b": b"text"}
-        assert 0 < call.budget_s <= 5
+        await client.infer(1, request(10), headers=given)
+        await client.infer(3, request(10))
+        assert (await client.reply(1))[0] == (await client.reply(3))[0] == "0"
+        call, plain = found.backend.calls
+        assert dict(call.item.headers) == {b"x-a-bin": b"\0\1\2\xff", b"x-b": b"text", b"x-priority": b"3"}
+        assert 0 < call.item.budget_s <= 5
+        assert (call.item.priority, plain.item.priority, plain.item.budget_s) == (3, 0, None)
 
 
 async def test_a_deadline_ends_a_call_that_the_client_leaves_open(wait_until):
