@@ -13,7 +13,7 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.serving.http.auth import make_ssl_context
 from penstock.serving.http.server import HttpServer
-from penstock.serving.http.sockets import PortInUse
+from penstock.serving.http.sockets import PortInUse, listening_sockets
 from penstock.torchpipe.thrift import ThriftServer
 from support.backend import FakeBackend
 
@@ -107,3 +107,12 @@ async def test_a_machine_without_a_family_serves_the_other(
     server = HttpServer(FakeBackend(), LimitsConfig())
     assert (await server.start(host, 0))[0] == left
     await server.close(0.0)
+
+
+async def test_what_a_listener_accepts_sends_small_responses_at_once():
+    """On any event loop: asyncio sets TCP_NODELAY only on sockets that name their protocol."""
+    for listener in await listening_sockets("127.0.0.1", 0):
+        with listener, socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

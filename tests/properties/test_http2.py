@@ -14,7 +14,7 @@ from hyperframe.frame import Frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.serving.http2 import connection
+from penstock.serving.http2 import connection, streams
 from penstock.serving.http2 import frames as h2
 from penstock.serving.http2.connection import Http2Connection
 from penstock.serving.http2.frames import HeaderReader, Http2Error, frame
@@ -168,7 +168,7 @@ def test_any_cut_of_the_bytes_gives_the_same_calls_and_answers(data: bytes, more
     whole, cut = Server(), Server()
     whole.feed(data, [])
     least = more.draw(st.sampled_from([1, 2**16]))  # with 1, all that can be is received in place
-    with patch.object(connection, "DIRECT_BYTES", least):
+    with patch.object(streams, "DIRECT_BYTES", least):
         cut.feed(data, more.draw(st.lists(st.integers(0, len(data)), max_size=30)))
     assert whole.log == cut.log
     assert not [entry for entry in whole.log if entry[0] == "error"]

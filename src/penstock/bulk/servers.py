@@ -150,6 +150,8 @@ async def fetch(client: AsyncClient, model: str, address: Endpoint) -> ServerInf
         info = read_metadata(await client.metadata(model), address, model)
     except (BadRequest, ItemFailed, NotSupported, UnexpectedResponse) as exc:
         raise NotACaptioner(f"{address.url}: model '{model}' does not describe itself: {exc.message}") from None
+    except ModelNotReady as exc:
+        raise ModelNotReady(f"{address.url}: model '{model}' is not ready: {exc.message}") from None
     if not await client.ready(model):
         raise ModelNotReady(f"{address.url}: model '{model}' is not ready")
     return info

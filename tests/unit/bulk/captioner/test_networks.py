@@ -240,7 +240,7 @@ def test_half_precision_generation_equals_the_librarys(precision: str, captioner
 def test_other_generation_settings_are_left_to_the_library(
     keys: dict[str, Any], captioner_folder: Callable[[str], Path]
 ) -> None:
-    settings = opened_greedy(captioner_folder("blip-2"))._settings
+    settings = opened_greedy(captioner_folder("blip-2")).settings
     assert networks.is_plainly_greedy(settings)
     settings.update(**keys)
     assert not networks.is_plainly_greedy(settings)
@@ -248,4 +248,4 @@ def test_other_generation_settings_are_left_to_the_library(
 
 @pytest.mark.parametrize("kind", ["blip", "vision-encoder-decoder"])
 def test_other_networks_are_left_to_the_library(kind: str, captioner_folder: Callable[[str], Path]) -> None:
-    assert not opened_greedy(captioner_folder(kind))._greedy
+    assert not opened_greedy(captioner_folder(kind)).greedy
