@@ -51,7 +51,7 @@ def pytest_collectstart() -> None:
 # The end-to-end files that `make test` runs: one or two for each feature. `make test-all` runs the others too, and the
 # tests that kill, flood and deploy.
 EVERYDAY = {
-    "bench_target", "bulk_send", "caption", "client", "demo", "grpc", "http_forms", "inherited", "management",
+    "bench_target", "bulk_send", "caption", "client", "grpc", "http_forms", "inherited", "management",
     "metrics", "model_files", "openai", "pipeline_serve", "plan", "redis", "sequences", "serve", "shared_streamer",
     "shutdown", "steps", "torchpipe", "torchserve_cli", "torchserve_management", "torchserve_modes", "triton",
     "unbatched", "vision",

@@ -1,7 +1,7 @@
 """Checks what a release would publish: `make release-check`.
 
 Builds the source distribution and the wheel, and checks their metadata. Installs each in an empty environment, the
-wheel with and without extras. Uses what is installed outside the checkout: the demo, a model, a pipeline, HTTP, gRPC.
+wheel with and without extras. Runs the installed package outside the checkout: demo, model, pipeline, HTTP, gRPC.
 """
 
 from __future__ import annotations

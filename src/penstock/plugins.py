@@ -48,7 +48,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "module": "penstock.runtimes.files:module_model",
         "pipeline": "penstock.pipeline.model:PipelineModel",
     },
-    # tell whether the tables of a TOML file describe a model, and not a configuration
+    # functions that recognise a TOML file of a model by its tables; any other file is a configuration
     "toml": {
         "pipeline": "penstock.pipeline.keys:is_pipeline",
     },

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
+from penstock.config.schema import Config
 from penstock.errors import ConfigError
 from penstock.values import convert
 
@@ -147,7 +148,8 @@ ONE_NODE_KEYS: Final = {"backend", "ops", "model"}  # above all tables: the file
 
 def is_pipeline(tables: Mapping[str, Any]) -> bool:
     """Whether the tables of a TOML file describe a pipeline, and not a configuration of `penstock serve`."""
-    nodes = any(isinstance(value, dict) and name not in SERVER_TABLES for name, value in tables.items())
+    configured = {*SERVER_TABLES, *Config.__struct_fields__}
+    nodes = any(isinstance(value, dict) and name not in configured for name, value in tables.items())
     return "models" not in tables and (nodes or "pipeline" in tables or bool(ONE_NODE_KEYS & tables.keys()))
 
 

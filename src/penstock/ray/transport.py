@@ -56,8 +56,8 @@ def check_ray() -> None:
 
 
 def connect(address: str) -> None:
-    """Connects this process to a running cluster, unless it is connected. Without an address it is that of RAY_ADDRESS,
-    else one that runs on this machine.
+    """Connects this process to a running cluster, unless it is connected. Without an address it takes RAY_ADDRESS,
+    else a cluster that runs on this machine.
 
     Blocks for seconds. The connection ends with the process. Raises ConfigError, LoadFailed.
     """

@@ -181,7 +181,7 @@ class BorrowReplay(ItemOp):
       result. Otherwise the result is the rows that fill the batch, as a list of lists of tensors.
     - "borrow_all": the result is all rows of the pool, which is empty then.
     - "set_replay": the data has the results of the parts that the item `id` borrowed, in their order. No result.
-    - "get_replay": the result is those of the rows of the item `id`, in their order.
+    - "get_replay": the result is the list of results for the rows of the item `id`, in their order.
     - "reset": empties the pool. No result.
 
     - `max_batch_size`: rows of a full batch.

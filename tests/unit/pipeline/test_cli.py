@@ -227,22 +227,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "net.toml").write_text(NODE)
     (tmp_path / "Res Net.toml").write_text('backend = "Identity"\n')
     (tmp_path / "penstock.toml").write_text('[server]\nport = 1\n[models.m]\ntarget = "net.toml"\n')
+    (tmp_path / "logging.toml").write_text('[server]\nport = 1\n[logging]\nlevel = "debug"\n[devices]\ncpu = "1GB"\n')
     (tmp_path / "broken.toml").write_text("[a\n")
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "is_pipeline"),
     [
         ("net.toml", True),
         ("Res Net.toml", True),
         ("penstock.toml", False),
+        ("logging.toml", False),
         ("broken.toml", False),
         ("gone.toml", False),
     ],
 )
-def test_a_pipeline_is_recognized_by_its_tables(file: str, told: bool) -> None:
-    assert describes_model(file) is told
+def test_a_pipeline_is_recognized_by_its_tables(file: str, is_pipeline: bool) -> None:
+    assert describes_model(file) is is_pipeline
 
 
 def test_files_of_pipelines_are_models_named_by_their_stems(folder: Path) -> None:

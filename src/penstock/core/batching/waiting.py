@@ -384,7 +384,7 @@ class WaitingQueue:
             self._put(head)
 
     def lose_sequences(self, entries: list[Entry]) -> None:
-        """Ends those of these requests that still wait: their sequences are lost."""
+        """Ends the requests among `entries` that still wait: their sequences are lost."""
         for e in entries:
             if e.state == _WAITING:
                 self.drop(e, Fail(e.id, "sequence_lost"))

@@ -5,7 +5,7 @@
 # Batches in flight are kept in the order of sending. A worker runs them one after the other, so only the first one can
 # have started; a concurrent worker runs them side by side, and each part moves its batch to the end.
 # One timer watches the slot: the load against `load_timeout_s`, later the first batch against `run_timeout_s`. It is
-# not set anew for each batch: when it fires, it looks at what is in flight now and sleeps for the rest.
+# not set again for each batch: when it fires, it looks at the batches in flight and sleeps for the time left.
 # A worker that hangs is killed and the slot starts another one. The batch that hung is reported as died, the batches
 # behind it as not started, so that the scheduler runs those again without suspicion.
 # Before that, a batch that would hang again, or may not run in parts, gets its response: RunTimeout for each item.

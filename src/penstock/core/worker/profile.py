@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TOLERANCE: Final = 0.1
 """Share of the largest value by which results may differ. Dynamic int8 quantization, whose steps follow the range of a
-batch, changed those of 24 layers by 6 %; BF16 and TF32 change them less, and the order of sums in FP32 far less."""
+batch, changed the results of 24 layers by 6 %. BF16 and TF32 change them less, the order of sums in FP32 far less."""
 STEADY: Final = TOLERANCE / 10  # the same between equal runs: what drifts from run to run stays within it in all runs
 NEGLIGIBLE: Final = 1e-6  # zero, for sums that cancel out
 

@@ -46,7 +46,7 @@ _PLAIN: Final = {
 _GAUGES: Final = ("ts_last_queue_ms", "ts_last_run_ms")
 _SAMPLE: Final = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})?[ ]+([^\s#]+)", re.MULTILINE)
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-# The label is Penstock's, TorchServe's, or that of TorchServe's older metrics.
+# Penstock's label, TorchServe's label, and the label of TorchServe's older metrics.
 _MODEL: Final = ("model", "model_name", "ModelName")
 _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 

@@ -209,7 +209,7 @@ def find_listeners(endpoint: Endpoint, pid: int | None, token: str | None) -> tu
     """(metrics listener, management listener) of the server at `endpoint`; None if not found."""
     metrics = management = None
     token = None if pid is None else token  # an unknown process must not receive it
-    # Neither server tells where its other listeners are, so the likely ports are asked for what only these have.
+    # No server names its other listeners, so the likely ports are asked for a page that only these listeners have.
     for port in _ports(endpoint.port, pid):
         at = Endpoint(endpoint.host, port, "", endpoint.tls)
         if metrics is None and any(word in _page(at, "/metrics", token) for word in _METRICS):

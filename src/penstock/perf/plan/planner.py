@@ -81,8 +81,8 @@ class DayProfile(Struct, frozen=True, kw_only=True):
 class ScalingProfile(Struct, frozen=True, kw_only=True):
     """All arrivals on instances that follow the load, `fewest` to `most` of them, each up `start_s` after its decision.
 
-    `instance_s` are the seconds of all instances together, `fixed_s` those of the plan's fixed number; `late` is the
-    share of requests over the SLO; `numbers` has each (second, number)."""
+    `instance_s` sums the seconds of all instances; `fixed_s` is the same sum for the plan's fixed number. `late` is the
+    share of requests over the SLO. `numbers` lists (second, number of instances)."""
 
     fewest: int
     most: int

@@ -72,8 +72,8 @@ def tune(
 ) -> TuningResult:
     """The best settings of `space`, or the default. `observer` receives each run.
 
-    `default` is the reference of the gain, `budget_s` the limit of the time spent on measurements, `price` that of an
-    hour of the machine; `command` reproduces the search. Many parameters: all but the first three are options of it.
+    `default` is the reference of the gain, `budget_s` limits the time of measuring, `price` is for an hour of the
+    machine, and `command` reproduces the search. Many parameters: all but the first three are options.
 
     Ends early with the results so far when the budget is used up, on KeyboardInterrupt, and when the system fails.
     Raises ConfigError for an unknown search, or an SLO without a latency or error part; PenstockError if the system
@@ -240,7 +240,7 @@ class ResultBuilder:
         return result
 
     def _figures(self, best: Finalist, unproven: str, seed: int, price: float | None) -> dict[str, Any]:
-        """The figures of the choice and of its gain for the verdict; what is uncertain about them becomes a note."""
+        """The figures of the choice and its gain, for the verdict; doubts about them become notes."""
         if best.met is None:
             self.notes.append("not confirmed: the chosen settings have too few runs to be certain")
         trial = self.state.trials.get(best.settings)

@@ -59,7 +59,7 @@ class CallOwner(Protocol):
     """A connection, as its calls see it."""
 
     listener: Listener
-    receiving: dict[GrpcCall, float]  # incomplete calls, and the deadline of what is missing
+    receiving: dict[GrpcCall, float]  # incomplete calls, and the time by which the rest must arrive
 
     def check(self, head: CallHead) -> None:
         """Raises GrpcError for a call that is not served."""

@@ -129,11 +129,11 @@ class Connection(asyncio.BufferedProtocol):
             self._between_reads(nbytes)
 
     def eof_received(self) -> bool:
-        """The client sends no more: it has left, or waits for the responses to its complete requests. Data tells, which
-        the system of a client that left answers with a reset.
+        """The client sends no more: it has left, or waits for the responses to its complete requests.
 
-        A half-sent request is forgotten. A client that ends in the middle of a stream has left, because nothing can be
-        sent there to find out. TLS has no half-closed connections.
+        Only data shows which: the system of a client that has left answers it with a reset. A half-sent request is
+        forgotten. A client that ends in the middle of a stream has left, because nothing can be sent there to find out.
+        TLS has no half-closed connections.
         """
         self.context = None
         self.intake.release()

@@ -15,7 +15,7 @@ from penstock.serving.protocols.bodies import CONTENT_ENCODING, data_of, free, u
 from penstock.types import Headers
 
 BIG_BYTES: Final = 64 * 1024  # larger bodies go into a Buffer
-ALIGNMENT: Final = 64  # that of the first binary tensor in Open Inference bodies
+ALIGNMENT: Final = 64  # of the first binary tensor in Open Inference bodies
 
 
 def aligned(backend: Backend, length: int) -> Buffer | None:

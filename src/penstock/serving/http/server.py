@@ -36,7 +36,7 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class NativeFlavor:
-    """Penstock's own routes, with bearer tokens: the inference API after `further` routes, or those of `templates`.
+    """Penstock's own routes, with bearer tokens: `templates`, by default the inference API after the `further` routes.
 
     `policy` judges requests with an `Origin`, and with `check_host` every request except to open routes. Routes with
     a `guard` are always judged; the tokens of `guards` open them, and None closes them.

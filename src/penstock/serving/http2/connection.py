@@ -9,9 +9,9 @@ It does no I/O and reads no clock: `receive` takes what arrived, and `Outbox` pa
 # ends one direction of it. Many streams share the connection; within a block of headers no other frame may come.
 #
 # DATA is subject to two windows, one for the stream and one for the connection: the receiver grants bytes, the sender
-# spends them. Here the window of the connection is practically infinite, and that of each stream bounds what waits for
-# it. Bytes of a large message go straight to the memory where they belong (`Stream.space`); nothing else is gathered,
-# except a block of headers.
+# spends them. Here the window of the connection is practically infinite; the window of each stream bounds the bytes
+# that wait for it. Bytes of a large message go straight to the memory where they belong (`Stream.space`); nothing else
+# is gathered, except a block of headers.
 #
 # Everything else that a client may send costs it less than it costs the server: resets, pings, settings, empty frames.
 # Such frames are counted as trifles, and what explains them (streams opened, data sent) is subtracted; too many end the

@@ -1,7 +1,7 @@
 """Prometheus metrics: an Observer that counts, the metrics that models define, and the page at `/metrics`.
 
-Latencies arrive as one list per batch. NumPy counts those of many batches into buckets at once: a histogram call
-for every request would cost as much as the rest of the request in the server.
+Latencies arrive as one list per batch. NumPy counts the latencies of many batches into buckets at once: a histogram
+call for every request would cost as much as the rest of the request in the server.
 """
 
 import asyncio

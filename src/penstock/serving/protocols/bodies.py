@@ -42,7 +42,7 @@ def data_of(payload: Any) -> Any:
 
 
 def free(payload: Any) -> None:
-    """Gives back the memory of a payload that nobody takes: `bytes`, or a Buffer."""
+    """Releases the memory of a payload that is not used: `bytes`, or a Buffer."""
     if not isinstance(payload, bytes):
         payload.release()
 
@@ -274,7 +274,7 @@ _RAW: Final = -15
 
 
 class UnsupportedCoding(UnsupportedType):
-    """The body has a content coding other than those of `CODINGS`."""
+    """The body has a content coding that `CODINGS` does not list."""
 
 
 def content_coding(value: bytes) -> str:

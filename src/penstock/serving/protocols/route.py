@@ -53,7 +53,7 @@ class Terms(Struct, frozen=True):
     priority: int | None = None
 
     def apply(self, item: Item) -> None:
-        """Sets them on an item that has those of the headers; of two deadlines the earlier one counts."""
+        """Sets them on an item, over the values from headers; of two deadlines the earlier one counts."""
         if self.budget_s is not None:
             item.budget_s = self.budget_s if item.budget_s is None else min(item.budget_s, self.budget_s)
         if self.priority is not None:

@@ -121,7 +121,7 @@ class TritonExtensions:
         self.memory.unregister(given.name)
 
     def register_cuda(self, given: Arguments) -> Any:
-        """Refused."""
+        """Raises BadRequest: CUDA shared memory is not supported."""
         raise BadRequest(NO_CUDA)
 
 
@@ -253,7 +253,7 @@ def grpc_functions(triton: TritonExtensions) -> SimpleNamespace:
 
 
 def _arguments(request: Any) -> Arguments:
-    """The fields of a message; those of a map of parameters or settings are the values."""
+    """The arguments in a message's fields. A map of parameters or settings, if there is one, becomes the values."""
     given = {each.name: getattr(request, each.name) for each in request.DESCRIPTOR.fields}
     name, version = given.pop("name", "") or given.pop("model_name", ""), given.pop("version", "") or None
     values = given.get("parameters", given.get("settings"))

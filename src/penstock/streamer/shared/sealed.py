@@ -1,9 +1,9 @@
 """Values on their way through a shared batcher, which passes them on as bytes and never loads them.
 
 They are pickled: both ends belong to one user, the directory of the socket is closed to all others, and each end has
-checked the user of the other (`start.py`). So these pickles cross no trust boundary: whoever can send one can already
-read and change the memory of the process that loads it. The batcher imports neither the application nor NumPy or
-PyTorch.
+checked the user of the other (`start.py`). So these pickles cross no trust boundary: a process that can send one can
+already read and change the memory of the process that loads it. The batcher imports neither the application nor NumPy
+nor PyTorch.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ one is just ending, and a file that a dead one left is no obstacle. The client o
 the meantime could keep: neither the listener nor the batcher's own lock.
 
 The socket is in a directory that only this user can enter, and both ends check the user at the other end, which the
-kernel reports. So no trust boundary lies between them: whoever can write to the socket can already read the memory of
-both processes and send them signals.
+kernel reports. So no trust boundary lies between them: a process that can write to the socket can already read the
+memory of both processes and send them signals.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ UNREGISTER_WORKFLOW: Final = Operation(
 
 
 def of_version(operation: Operation) -> Operation:
-    """The operation of a path that names a version, from that of the default version."""
+    """The operation for a path that names a version, made from the operation for the default version."""
     return Operation(
         operation.method,
         operation.path + "/{model_version}",

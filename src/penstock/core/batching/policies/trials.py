@@ -118,9 +118,9 @@ class HoldArrivals:
 
 
 class HoldTrial:
-    """A hold on trial. `tried` has the rows and seconds of its windows, `kept` those of windows with the kept hold.
+    """A hold on trial: sums of rows and seconds, of its windows (`tried`) and of windows with the kept hold (`kept`).
 
-    `windows` counts those of `tried`. A comparison needs windows of `need` rows.
+    `windows` counts the windows in `tried`. A comparison needs windows of `need` rows.
     """
 
     def __init__(self, hold_s: float, usual: UsualRate, need: int) -> None:
@@ -149,11 +149,11 @@ class HoldTrial:
 class HoldTrials:
     """A hill climb over the hold after a completion: one hold is kept, and rarely another one is tried.
 
-    `hold_s` is in force: `kept_s`, or that of `trial`. A first trial takes a/m where clients return at once, else a
-    third of a full batch's time. With a longest hold that the user has named, it takes a full batch's time or that of
-    ENOUGH_ARRIVALS arrivals, and the next one the longest; else a new hold is first compared with none, later with its
-    double and half as well. `clients` is the most rows inside since a hold ended without them: a slot waits for its
-    share of them, not longer.
+    `hold_s` is the hold in force: `kept_s`, or the one on trial. The first trial takes a/m where clients return at
+    once, else a third of a full batch's time. If the user has named the longest hold, the first trial takes the time of
+    a full batch or of ENOUGH_ARRIVALS arrivals, and the next trial takes the longest hold. Otherwise a new hold is
+    first compared with none, later with its double and its half. `clients` is the highest number of rows inside since a
+    hold ended without them: a slot waits for its share of them, and no longer.
     """
 
     def __init__(self) -> None:
