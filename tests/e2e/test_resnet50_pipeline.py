@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_sample_images
 
+from penstock.core.worker.tensor_model import ANY_ROWS
 from penstock.runtimes.onnx import OnnxProgram, open_session
-from penstock.runtimes.tensor_model import ANY_ROWS
 
 pytest.importorskip("cv2")
 pytest.importorskip("onnxruntime")

@@ -10,9 +10,9 @@ import numpy as np
 from msgspec import Struct
 
 from penstock.core.arrays import MOST_PARTS
+from penstock.core.worker.tensor_model import Input
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
-from penstock.runtimes.tensor_model import Input
 from penstock.types import DTYPES
 
 PIXELS = np.dtype(np.uint8)

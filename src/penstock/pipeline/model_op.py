@@ -9,6 +9,7 @@ from msgspec import Struct, structs
 
 from penstock import metrics
 from penstock.core.worker.profile import coupled
+from penstock.core.worker.tensor_model import ANY_ROWS, Input, Program, check_rows, samples_of
 from penstock.errors import BadRequest, ConfigError, WrongRowCount
 from penstock.pipeline.collate import (
     PIXELS,
@@ -24,7 +25,6 @@ from penstock.pipeline.collate import (
 from penstock.pipeline.ops.base import Array, BatchOp, Fields, found
 from penstock.pipeline.runtimes import ModelFile, Precision, Runtime, cores, open_program, warn_once
 from penstock.runtimes.onnx import PROFILE_ROWS, RAW, plain_input
-from penstock.runtimes.tensor_model import ANY_ROWS, Input, Program, check_rows, samples_of
 from penstock.types import TensorSpec
 
 WARMED = 16  # batch sizes that run before the first request, on a GPU

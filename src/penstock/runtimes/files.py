@@ -10,8 +10,8 @@ from typing import Any
 from penstock.config.checks import input_specs
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.python_model import is_torch_module
+from penstock.core.worker.tensor_model import Program, ProgramSettings, TensorModel, refuse_inputs
 from penstock.errors import ConfigError
-from penstock.runtimes.tensor_model import Program, ProgramSettings, TensorModel, refuse_inputs
 
 
 def file_model(path: str, config: ModelConfig, threads: int) -> TensorModel:

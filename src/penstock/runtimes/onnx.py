@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.config.schema import OPTIMIZATIONS, PRECISIONS
+from penstock.core.worker.tensor_model import ANY_ROWS, Array, Arrays, Input, cannot_be_rows
 from penstock.errors import ConfigError, LoadFailed, describe, not_installed
-from penstock.runtimes.tensor_model import ANY_ROWS, Array, Arrays, Input, cannot_be_rows
 from penstock.runtimes.trt_cache import EngineCache, file_digest
 from penstock.types import DATATYPES, TensorSpec
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.config.schema import OPTIMIZATIONS, PRECISIONS
-from penstock.errors import BadOutput, ConfigError, LoadFailed, describe, not_installed
-from penstock.runtimes.tensor_model import (
+from penstock.core.worker.tensor_model import (
     ANY_ROWS,
     Array,
     Arrays,
@@ -22,6 +21,7 @@ from penstock.runtimes.tensor_model import (
     cannot_be_rows,
     refuse_inputs,
 )
+from penstock.errors import BadOutput, ConfigError, LoadFailed, describe, not_installed
 from penstock.types import DATATYPES, TensorSpec
 
 

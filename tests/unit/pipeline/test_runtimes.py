@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from penstock.core.worker.tensor_model import Input
 from penstock.errors import ConfigError, LoadFailed
 from penstock.pipeline import runtimes
 from penstock.pipeline.collate import normalizations
 from penstock.pipeline.model_op import ModelOp
 from penstock.pipeline.runtimes import OPENVINO, ModelFile, cores, open_program, resolve
 from penstock.runtimes import onnx as loaders
-from penstock.runtimes.tensor_model import Input
 from support.files import write_onnx
 
 ort = pytest.importorskip("onnxruntime")

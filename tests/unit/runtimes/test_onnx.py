@@ -10,10 +10,10 @@ import types
 import numpy as np
 import pytest
 
+from penstock.core.worker.tensor_model import ANY_ROWS, Input
 from penstock.errors import ConfigError, LoadFailed
 from penstock.runtimes import onnx as loaders
 from penstock.runtimes.onnx import RAW, normalised, plain_input
-from penstock.runtimes.tensor_model import ANY_ROWS, Input
 from penstock.runtimes.trt_cache import SIDECAR
 from penstock.types import TensorSpec
 from support.files import scores, write_onnx

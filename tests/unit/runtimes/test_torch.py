@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.core.worker.tensor_model import ANY_ROWS, Input, ProgramSettings
 from penstock.errors import BadOutput, ConfigError, LoadFailed
 from penstock.runtimes import torch as loaders
-from penstock.runtimes.tensor_model import ANY_ROWS, Input, ProgramSettings
 from penstock.runtimes.torch import of_exported, of_module
 from penstock.types import TensorSpec
 from support.files import scores

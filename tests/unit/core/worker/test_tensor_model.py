@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.core.worker.python_model import PythonModel
+from penstock.core.worker.tensor_model import ANY_ROWS, Input, ProgramSettings, TensorModel, cannot_be_rows
 from penstock.errors import BadRequest, LoadFailed, WrongRowCount
-from penstock.runtimes.tensor_model import ANY_ROWS, Input, ProgramSettings, TensorModel, cannot_be_rows
 from penstock.types import TensorSpec
 
 
