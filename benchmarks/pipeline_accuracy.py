@@ -10,7 +10,7 @@ from pipeline_servers import IMAGES, SCALED, variant
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.ops.decode import DecodeMat
-from penstock.pipeline.ops.resize import sized
+from penstock.pipeline.ops.geometry import sized
 
 HEADER = ("net", "pixels differ by, of 255", "99 % of them by at most", "same best class")
 

@@ -331,7 +331,7 @@ def tune_process() -> None:
 
 # ---- nodes that run in the call of another
 
-_COMPUTING = tuple(f"penstock.pipeline.ops.{name}" for name in ("crop", "decode", "mat", "resize", "tensor"))
+_COMPUTING = tuple(f"penstock.pipeline.ops.{name}" for name in ("decode", "geometry", "mat", "tensor"))
 """Modules of built-in ops that only compute on one image and never wait."""
 
 

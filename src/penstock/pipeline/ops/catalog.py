@@ -10,13 +10,13 @@ from penstock.pipeline.ops.base import BatchOp, ItemOp, Op, check_kinds
 from penstock.plugins import load_object
 
 _HOMES = {
-    "crop": "CropMat CropResizeMat PerspectiveTransformMat PerspectiveTransformMats",
     "data": "Add AddInt Copy CopySplit Identity Keep KeyA2KeyB Move Remove Result2Key Result2Other Sleep",
     "decode": "DecodeMat DecodeTensor",
+    "geometry": "AlignMat BatchFixHLimitW CropMat CropResizeMat DynamicFixHResizePadMat DynamicResizeMat "
+    "FixHResizePadMat FixRatioResizeMat PerspectiveTransformMat PerspectiveTransformMats PillowResizeMat "
+    "ResizeCenterPadMat ResizeMat ResizePadMat",
     "mat": "Any2Mat CvtColorMat FloatMat Mat2CpuTensor Mat2GpuTensor Mat2Tensor SaveMat Tensor2Mat Tensor2Vector",
     "python": "Python",
-    "resize": "AlignMat BatchFixHLimitW DynamicFixHResizePadMat DynamicResizeMat FixHResizePadMat FixRatioResizeMat "
-    "PillowResizeMat ResizeCenterPadMat ResizeMat ResizePadMat",
     "scores": "ArgMax ArgMaxTensor SoftmaxArgMax SoftmaxArgMaxTensor SoftmaxCpu SoftmaxMax",
     "tensor": "CpuTensor CropTensor CvtColorTensor FloatNCHWTensor FloatTensor GpuTensor NCHWTensor "
     "PillowResizeTensor ResizePadTensor ResizeTensor",

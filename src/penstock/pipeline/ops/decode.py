@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from penstock.errors import ConfigError, DecodeError, install_hint
 from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
+from penstock.pipeline.ops.geometry import sized
 from penstock.pipeline.ops.mat import DataFormat, cv2, tensor_of
-from penstock.pipeline.ops.resize import sized
 
 log = logging.getLogger("penstock.pipeline")
 

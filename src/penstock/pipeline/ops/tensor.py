@@ -10,9 +10,8 @@ import numpy as np
 
 from penstock.errors import BadRequest
 from penstock.pipeline.ops.base import BOX, Array, Fields, TensorOp, as_tensor, found
-from penstock.pipeline.ops.crop import cropped
+from penstock.pipeline.ops.geometry import ResizeMat, ResizePadMat, cropped, pillow_sized, sized
 from penstock.pipeline.ops.mat import image_of, interleaved, planes
-from penstock.pipeline.ops.resize import ResizeMat, ResizePadMat, pillow_sized, sized
 
 
 class CvtColorTensor(TensorOp):

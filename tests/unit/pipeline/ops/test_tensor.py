@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, ConfigError
+from penstock.pipeline.ops.geometry import PillowResizeMat
 from penstock.pipeline.ops.mat import cv2
-from penstock.pipeline.ops.resize import PillowResizeMat
 from penstock.pipeline.ops.tensor import (
     CpuTensor,
     CvtColorTensor,

@@ -8,21 +8,24 @@ from PIL import Image
 
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.ops.base import make_op, parameters_of
-from penstock.pipeline.ops.crop import CropMat, CropResizeMat, PerspectiveTransformMat, PerspectiveTransformMats
-from penstock.pipeline.ops.mat import cv2
-from penstock.pipeline.ops.resize import (
+from penstock.pipeline.ops.geometry import (
     AlignMat,
     BatchFixHLimitW,
+    CropMat,
+    CropResizeMat,
     DynamicFixHResizePadMat,
     DynamicResizeMat,
     FixHResizePadMat,
     FixRatioResizeMat,
+    PerspectiveTransformMat,
+    PerspectiveTransformMats,
     PillowResizeMat,
     ResizeCenterPadMat,
     ResizeMat,
     ResizePadMat,
     fitted,
 )
+from penstock.pipeline.ops.mat import cv2
 from penstock.pipeline.ops.tensor import CropTensor
 
 OPS = [
