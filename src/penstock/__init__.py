@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.core.portal.portal import Portal as Portal
     from penstock.core.portal.waiters import Future as Future
     from penstock.core.worker.python_model import model as model
-    from penstock.pipeline.builder import Pipeline as Pipeline
+    from penstock.pipeline.steps import Pipeline as Pipeline
     from penstock.serving.protocols.oip_messages import InferResponse as InferResponse
     from penstock.streamer.local import Streamer as Streamer
     from penstock.streamer.local import ThreadedStreamer as ThreadedStreamer
@@ -60,7 +60,7 @@ else:  # a type checker that saw `__getattr__` would accept every name
         "InferResponse": "penstock.serving.protocols.oip_messages",
         "ManagedModel": "penstock.streamer.model",
         "ModelConfig": "penstock.config.schema",
-        "Pipeline": "penstock.pipeline.builder",
+        "Pipeline": "penstock.pipeline.steps",
         "Portal": "penstock.core.portal.portal",
         "RedisStreamer": "penstock.streamer.redis.client",
         "RedisWorker": "penstock.streamer.redis.serve",

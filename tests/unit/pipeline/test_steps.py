@@ -14,7 +14,6 @@ import pytest
 
 from penstock import Pipeline
 from penstock.errors import ConfigError
-from penstock.pipeline.builder import NodeField
 from penstock.pipeline.graph import Each, NodeInput, NodeStep
 from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.steps import (
@@ -22,6 +21,7 @@ from penstock.pipeline.steps import (
     Convert,
     Decode,
     Letterbox,
+    NodeField,
     Onnx,
     Resize,
     Softmax,
