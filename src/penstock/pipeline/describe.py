@@ -21,9 +21,9 @@ from penstock.pipeline.fields import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.lower import builtin_op, files_of, op_class
+from penstock.pipeline.node import placed
 from penstock.pipeline.ops.base import OpParameter, parameters_of
 from penstock.pipeline.ops.catalog import canonical, find, names
-from penstock.pipeline.runner import placed
 from penstock.pipeline.traversal import Hop
 from penstock.values import expected, found, shorten
 

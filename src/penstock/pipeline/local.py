@@ -14,6 +14,7 @@ from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Ticket
 from penstock.core.portal.portal import Portal
 from penstock.core.portal.waiters import Future
+from penstock.core.transports.slot import within
 from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, describe
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.ops.base import DATA, Fields
@@ -340,10 +341,7 @@ class PipelineBackend:
         end = self.loop.time() + drain_s
         if self._queue and not self._error:
             self._emptied = asyncio.Event()
-            try:
-                await asyncio.wait_for(self._emptied.wait(), drain_s)
-            except TimeoutError:
-                pass
+            await within(self._emptied, drain_s)
         await self.runner.close(max(0.0, end - self.loop.time()))
         self._loading.cancel()
         self._error = self._error or ModelNotReady("the pipeline is closed")

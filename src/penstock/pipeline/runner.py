@@ -1,29 +1,37 @@
-"""PipelineRunner: runs all nodes of a graph concurrently, in threads of this process. Call it on one event loop."""
+"""PipelineRunner: runs all nodes of a graph concurrently, in threads of this process. Body: the children of a fan-out.
+
+Everything here runs on one event loop.
+"""
+
+from __future__ import annotations
 
 import asyncio
-import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
+from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Observer
-from penstock.core.worker.devices import visible_gpus
-from penstock.errors import BadRequest, LoadFailed, ModelNotReady, PenstockError, QueueFull, nearest
+from penstock.core.transports.slot import within
+from penstock.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    ItemFailed,
+    ModelNotReady,
+    PenstockError,
+    QueueFull,
+    nearest,
+)
 from penstock.pipeline.engine import Backpressure, NodeEngine
-from penstock.pipeline.fanout import Body
-from penstock.pipeline.graph import AUTO, Graph, ItemRoute, Node, chain_of, route, subgraph_of
-from penstock.pipeline.lower import files_of
-from penstock.pipeline.node import SharedState, computes
-from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.base import NODE_NAME, Fields
-from penstock.pipeline.runtimes import cores
-from penstock.pipeline.traversal import Done, RunningNode, Traversal, connect
-from penstock.runtimes.onnx import CUDA, TENSORRT, import_onnxruntime
-from penstock.runtimes.torch import import_torch
-
-log = logging.getLogger("penstock.pipeline")
+from penstock.pipeline.graph import Each, Graph, ItemRoute, chain_of, outside, route, subgraph_of
+from penstock.pipeline.node import SharedState, placed
+from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, Fields
+from penstock.pipeline.traversal import Done, ItemOutcome, RunningNode, Traversal, connect, locked, read_only
 
 LONGEST_NAME = 128  # of a node in an error message, because callers may send any length
 
@@ -83,10 +91,7 @@ class PipelineRunner:
         self._state = "CLOSED"
         if self.in_flight and drain_s > 0:
             self._emptied.clear()
-            try:
-                await asyncio.wait_for(self._emptied.wait(), drain_s)
-            except TimeoutError:
-                pass
+            await within(self._emptied, drain_s)
         left_s = max(0.0, end - time.monotonic())
         await asyncio.gather(*(engine.handle.close(left_s) for engine in self._engines))
 
@@ -161,42 +166,234 @@ class PipelineRunner:
         return self._nodes[name]
 
 
-# ---- where nodes run
+# ---- fan-outs: an item's elements, as children, through a body
+
+TURN = 256  # most children that start in one turn of the loop
 
 
-def placed(graph: Graph) -> Graph:
-    """The graph with a device of this machine for each "auto" node, and no more instances than can run at once."""
-    nodes = {name: replace(n, device=_device(n)) if n.device == AUTO else n for name, n in graph.nodes.items()}
-    return replace(graph, nodes={name: _limited(n) for name, n in nodes.items()})
+class Body:
+    """A sub-graph for children. It starts one of each parent in turn, while its first node has room.
 
-
-def _limited(node: Node) -> Node:
-    """The node with at most one instance per core if it only computes on the CPU.
-
-    More threads only take turns: on 2 cores, 8 and 4 instances gave 690 images a second, 2 and 2 gave 820.
+    A child counts as if those of its parent that have not ended had run before it. If the next batches are full, only
+    parents with less than their share of one may start more. So a parent that comes later gets into the next batch.
     """
-    most = cores()
-    if node.device != "cpu" or node.instances <= most:
-        return node
-    ops = [catalog.find(step.op) for step in node.steps]
-    if not all(computes(op) or op.model_file for op in ops):
-        return node
-    log.info("node=%s instances=%d of=%d hint=the CPU has no more cores", node.name, most, node.instances)
-    return replace(node, instances=most)
 
+    def __init__(self, graph: Graph, first: RunningNode, backpressure: Backpressure) -> None:
+        self.first = first
+        self.outside = outside(graph, first.name)
+        self.route = route(graph, first.name, self.outside)
+        self._backpressure = backpressure
+        self._parents: deque[Parent] = deque()  # with children that have not started
+        self._due = False
 
-def _device(node: Node) -> str:
-    params = next((step.params for step in node.steps if "model" in step.params), {})
-    if params.get("runtime") in ("cpu", "openvino") or not visible_gpus():
-        return "cpu"
-    try:
-        if not all(file.lower().endswith(".onnx") for file in files_of(params)):
-            usable, needed = import_torch().cuda.is_available(), "a PyTorch for CUDA"
+    def take(self, node: RunningNode, traversal: Traversal, fields: Fields) -> None:
+        """Splits an item that has run the steps of `node`. After its children it passes to the next nodes."""
+        if traversal.done is None:  # another branch has ended the item
+            return
+        try:
+            parent = Parent(self, node, traversal, fields)
+        except PenstockError as e:
+            node.end_or_skip(traversal, fields, e)
+            return
+        if parent.begin():
+            self._parents.append(parent)
+            self.wake()
+
+    def wake(self) -> None:
+        """Starts more children, in the next turn of the loop."""
+        if self._parents and not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._start)
+
+    def _start(self) -> None:
+        self._due = False
+        engine, parents = self.first.engine, self._parents
+        row_s, rows = engine.row_s, engine.concurrency
+        left = TURN
+        waiting = 0  # parents in a row that may not start more
+        while parents and waiting < len(parents):
+            room = min(left, self._backpressure.room(self.first.name))
+            if room < 1:
+                break
+            while parents and room and waiting < len(parents):
+                parent = parents.popleft()
+                if engine.queued_rows >= rows and parent.inside * (len(parents) + 1) >= rows:
+                    parents.append(parent)
+                    waiting += 1
+                    continue
+                if parent.start(row_s):
+                    parents.append(parent)
+                waiting, room, left = 0, room - 1, left - 1
+        if parents and left:
+            self._backpressure.blocked.add(self)
         else:
-            known = import_onnxruntime().get_available_providers()
-            usable, needed = bool({CUDA, TENSORRT} & set(known)), "onnxruntime-gpu"
-    except LoadFailed:  # loading the node reports it
-        return "cpu"
-    if not usable:
-        log.warning("node=%s device=cpu hint=install %s to use the GPU", node.name, needed)
-    return "cuda:0" if usable else "cpu"
+            self.wake()
+
+    def ended(self) -> None:
+        """A parent has left, so another may begin."""
+        self._backpressure.wake()
+
+
+class Parent:
+    """One item in a fan-out: its children, and what is gathered of those that have ended.
+
+    Raises BadRequest for more elements than `max_fanout`, ItemFailed for a field that cannot be split.
+    """
+
+    def __init__(self, body: Body, node: RunningNode, traversal: Traversal, fields: Fields) -> None:
+        assert node.node.each is not None
+        each = node.node.each
+        self._body, self._node, self._each, self._traversal, self._fields = body, node, each, traversal, fields
+        given = read_only(fields)  # the children share it
+        given[DATA] = given.pop(RESULT)
+        self._given = given
+        self._elements = [None] if each.split is None else elements_of(given, self._field, each)
+        count = len(self._elements)
+        self._gathered: list[list[Any]] = [[None] * count for _ in each.gather]
+        self._children: dict[int, Traversal] | None = {}  # None: the item has left
+        self._next, self._left = 0, count
+        self._nbytes = nbytes_of(given[DATA])
+        self._timer: asyncio.TimerHandle | None = None
+        budget_s = traversal.budget_s(node.node.deadline_s)
+        self.deadline_s = None if budget_s is None else time.monotonic() + budget_s
+
+    @property
+    def _field(self) -> str:
+        """The field to split, as the children receive it."""
+        return DATA if self._each.split == RESULT else self._each.split or ""
+
+    def begin(self) -> bool:
+        """Holds the item here. Returns whether it has children."""
+        if not self._left:
+            self._gather()
+            return False
+        engine = self._node.engine
+        engine.parents += 1
+        engine.parent_bytes += self._nbytes
+        self._traversal.visits.add(self)
+        if self.deadline_s is not None:
+            self._timer = asyncio.get_running_loop().call_at(self.deadline_s, self._expire)
+        return True
+
+    @property
+    def inside(self) -> int:
+        """Children that have started and not ended."""
+        return len(self._children or ())
+
+    def start(self, row_s: float) -> bool:
+        """Starts the next child, `row_s` behind each other one. Returns whether there are more."""
+        if self._children is None:
+            return False
+        place, self._next = self._next, self._next + 1
+        traversal, name, fields = self._traversal, self._node.name, self._given
+        if self._each.split is not None:
+            fields = {**fields, self._field: locked(self._elements[place])}
+        child = Traversal(
+            self._body.route,
+            partial(self._ended, place),
+            _left_alone,
+            self.deadline_s,
+            traversal.priority,
+            None if traversal.hops is None else [],
+        )
+        child.shared = self._given[DATA]
+        child.behind_s = row_s * len(self._children)
+        self._children[place] = child
+        if self._body.outside:
+            known = traversal.kept | {name: fields}
+            child.kept = {other: known[other] for other in self._body.outside if other in known}
+            child.dead = traversal.dead and dict(traversal.dead)
+        first = self._body.first
+        if first.node.inputs:
+            child.waits[first.name] = 1
+            first.join(child)
+        else:
+            first.begin(child, fields)
+        return self._next < len(self._elements)
+
+    def leave(self) -> None:
+        """Drops the children, because the item has ended."""
+        children, self._children = self._children, None
+        if children is None:
+            return
+        self._traversal.visits.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        for child in children.values():
+            child.cancel()
+        engine = self._node.engine
+        engine.parents -= 1
+        engine.parent_bytes -= self._nbytes
+        self._body.ended()
+
+    def _expire(self) -> None:
+        self._fail(DeadlineExceeded("the deadline passed before all children ended"))
+
+    def _ended(self, place: int, outcome: ItemOutcome) -> None:
+        """Takes what a child gives. A failed one ends the item, or counts as the fan-out says."""
+        if self._children is None:
+            return
+        del self._children[place]
+        self._left -= 1
+        if self._traversal.hops is not None:
+            self._traversal.hops += [replace(hop, element=(place, *hop.element)) for hop in outcome.hops]
+        if self.deadline_s is not None and self.deadline_s <= time.monotonic():
+            self._expire()
+            return
+        error = outcome.error
+        if error is None and (missing := next((n for n in self._each.gather if n not in outcome.fields), None)):
+            ended = f" at node '{outcome.node}'" if outcome.node else ""
+            error = ItemFailed(f"ended{ended} without the field '{missing}'")
+        if error is None:
+            for name, values in zip(self._each.gather, self._gathered, strict=True):
+                values[place] = outcome.fields[name]
+            if self._each.split is None:
+                self._fields = outcome.fields
+        elif self._each.on_item_error == "fail_parent":
+            self._fail(error if self._each.split is None else self._of_element(error, place))
+            return
+        elif self._each.on_item_error == "drop":
+            for values in self._gathered:
+                values[place] = UNSET
+        if not self._left:
+            self.leave()
+            self._gather()
+
+    def _fail(self, error: PenstockError) -> None:
+        self.leave()
+        self._node.end_or_skip(self._traversal, self._fields, error)
+
+    def _gather(self) -> None:
+        """Passes the item to the next nodes."""
+        fields = dict(self._fields)
+        for name, values in zip(self._each.gather, self._gathered, strict=True):
+            fields[name] = [value for value in values if value is not UNSET]
+        self._node.passed(self._traversal, fields)
+
+    def _of_element(self, error: PenstockError, place: int) -> PenstockError:
+        """The error with the element's place in front. A user's class that cannot be made anew becomes ItemFailed."""
+        where = f"node '{self._node.name}', element {place} of '{self._each.split}'"
+        message, detail = f"{where}: {error.message}", f"{where}\n{error.detail}"
+        try:
+            return type(error)(message, retry_after_s=error.retry_after_s, detail=detail)
+        except TypeError:
+            return ItemFailed(message, detail=detail)
+
+
+def elements_of(fields: Fields, name: str, each: Each) -> Any:
+    """The elements of a field: a list, a tuple, or an array, whose elements are its rows.
+
+    Raises ItemFailed: no such field, or another type; BadRequest: more elements than `max_fanout`.
+    """
+    if name not in fields:
+        raise ItemFailed(f"there is no field '{name}' to split, only: {', '.join(map(str, fields))}")
+    value = fields[name]
+    if not isinstance(value, list | tuple) and not len(getattr(value, "shape", ())):
+        raise ItemFailed(f"field '{name}' is {type(value).__name__}, expected a list, a tuple or an array with rows")
+    if each.max_fanout is not None and len(value) > each.max_fanout:
+        raise BadRequest(f"field '{name}' has {len(value)} elements, expected at most {each.max_fanout} (max_fanout)")
+    return value
+
+
+def _left_alone(child: Traversal) -> None:
+    """A child that ends frees nothing but its place in queues, which they report."""

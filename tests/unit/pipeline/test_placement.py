@@ -11,10 +11,10 @@ import pytest
 
 from penstock import metrics
 from penstock.errors import LoadFailed
-from penstock.pipeline import node, runner
+from penstock.pipeline import node
 from penstock.pipeline.engine import FLUSH_S
 from penstock.pipeline.graph import Graph, Node, NodeStep
-from penstock.pipeline.runner import placed
+from penstock.pipeline.node import placed
 
 
 def device_of(device: str = "auto", **params: object) -> str:
@@ -26,13 +26,13 @@ def device_of(device: str = "auto", **params: object) -> str:
 def providers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The providers of an ONNX Runtime on a machine with a GPU."""
     found = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    monkeypatch.setattr(runner, "visible_gpus", lambda: 1)
-    monkeypatch.setattr(runner, "import_onnxruntime", lambda: SimpleNamespace(get_available_providers=lambda: found))
+    monkeypatch.setattr(node, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(node, "import_onnxruntime", lambda: SimpleNamespace(get_available_providers=lambda: found))
     return found
 
 
 def test_without_a_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(node, "visible_gpus", lambda: 0)
     assert device_of(model="net.onnx") == "cpu"
     assert device_of("cuda:1", model="net.onnx") == "cuda:1"
 
@@ -50,7 +50,7 @@ def test_a_gpu_is_used_if_the_runtime_supports_it(providers: list[str], caplog: 
 def test_placement_of_pytorch_files_asks_pytorch(providers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, device in ((True, "cuda:0"), (False, "cpu")):
         torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda usable=usable: usable))
-        monkeypatch.setattr(runner, "import_torch", lambda torch=torch: torch)
+        monkeypatch.setattr(node, "import_torch", lambda torch=torch: torch)
         assert device_of(model="net.pt") == device
 
 
@@ -58,7 +58,7 @@ def test_a_missing_runtime_is_an_error_of_the_node(providers: list[str], monkeyp
     def missing() -> None:
         raise LoadFailed("not installed")
 
-    monkeypatch.setattr(runner, "import_onnxruntime", missing)
+    monkeypatch.setattr(node, "import_onnxruntime", missing)
     assert device_of(model="net.onnx") == "cpu"
 
 
@@ -68,14 +68,14 @@ def instances_of(*steps: NodeStep, device: str = "auto") -> int:
 
 
 def test_nodes_that_only_compute_have_at_most_one_instance_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(runner, "cores", lambda: 3)
+    monkeypatch.setattr(node, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(node, "cores", lambda: 3)
     image, net = NodeStep("DecodeMat"), NodeStep("OnnxTensor", {"model": "net.onnx"})
     assert instances_of(image) == instances_of(NodeStep("Mat2Tensor"), net) == 3
     assert instances_of(net, device="cuda:0") == 8
     for waits in (NodeStep("Sleep"), NodeStep("SaveMat"), NodeStep("Python", {"target": "pkg.mod:obj"})):
         assert instances_of(image, waits) == 8
-    monkeypatch.setattr(runner, "cores", lambda: 16)
+    monkeypatch.setattr(node, "cores", lambda: 16)
     assert instances_of(image) == 8
 
 
@@ -91,7 +91,6 @@ TWO = {"instances": 2}
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "cores", lambda: 2)
     monkeypatch.setattr(node, "cores", lambda: 2)
 
 
