@@ -11,8 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.bulk.frames import Array, DecodedFrame, FrameConverter, FrameReader, jpeg_encoder
-from penstock.bulk.gaps import GapList
+from penstock.bulk.frames import Array, DecodedFrame, FrameConverter, FrameReader, GapList, jpeg_encoder
 from penstock.bulk.types import Chunk, Position, ReadPlan, ReadResult, Sampling, Stopped, Video
 from penstock.bulk.video import VideoError
 

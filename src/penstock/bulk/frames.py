@@ -13,10 +13,10 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
-from penstock.bulk.gaps import GapList, Survivor
-from penstock.bulk.packets import TIMES_MAY_JUMP, Damage, PacketDecoder
-from penstock.bulk.types import OnDamage, Pixels, Position
+from penstock.bulk.packets import TIMES_MAY_JUMP, Damage, PacketDecoder, Survivor
+from penstock.bulk.types import Gap, OnDamage, Pixels, Position
 from penstock.bulk.video import OpenVideo, VideoError, av_library
 from penstock.errors import ConfigError, install_hint
 
@@ -35,6 +35,46 @@ class DecodedFrame(NamedTuple):
 
 class _SeekFailed(Exception):
     """A seek did not lead to the wanted frame."""
+
+
+class GapList:
+    """The gaps between the frames of a video. A gap is complete when a keyframe ends the traces of its damage."""
+
+    def __init__(self) -> None:
+        self._complete: list[Gap] = []
+        self._open: list[Gap] = []
+
+    def suspect(self, frame: int, error: str) -> None:
+        """Damage at a frame, which costs frames or not."""
+        self._open.append(Gap(frame, 0, error))
+
+    def frame(self, number: int, survivor: Survivor) -> None:
+        """A frame was decoded. Called for every frame in order."""
+        if survivor.lost:  # the damage that was suspected
+            self._open = [gap for gap in self._open if gap.frames]
+            self._open.append(Gap(number - survivor.lost, survivor.lost, survivor.error))
+        if self._open and survivor.picture.key_frame and number >= self._open[-1].frame:
+            self._complete += [replace(gap, clean=number) for gap in self._open]
+            self._open = []
+
+    def add_shifted(self, earlier: GapList, shift: int) -> None:
+        """Adds gaps that precede its own, their frames renumbered by `shift`."""
+
+        def shifted(gap: Gap) -> Gap:
+            return replace(gap, frame=gap.frame + shift, clean=None if gap.clean is None else gap.clean + shift)
+
+        self._complete = [*map(shifted, earlier._complete), *self._complete]
+        self._open = [*map(shifted, earlier._open), *self._open]
+
+    def end(self) -> None:
+        """Completes every gap: no frame follows."""
+        self._complete += self._open
+        self._open = []
+
+    def take(self) -> list[Gap]:
+        """The complete gaps that were not taken before."""
+        taken, self._complete = self._complete, []
+        return taken
 
 
 class FrameReader:
