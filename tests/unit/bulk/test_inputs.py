@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import av
 import pytest
@@ -94,13 +95,13 @@ def test_files_with_one_inode_on_a_network_disk_stay_separate(here: Path, monkey
     Path("clips/b.mp4").write_bytes(b"another")
     real = os.stat
 
-    def one_inode(path: str) -> os.stat_result:
-        found = list(real(path))
-        if path.endswith(".mp4"):
+    def one_inode(path: Any, **options: Any) -> os.stat_result:
+        found = list(real(path, **options))
+        if str(path).endswith(".mp4"):
             found[1] = 7
         return os.stat_result(found)
 
-    monkeypatch.setattr("penstock.bulk.video._status", one_inode)
+    monkeypatch.setattr(os, "stat", one_inode)
     assert paths("clips") == ["clips/a.mp4", "clips/b.mp4"]
 
 
@@ -108,12 +109,12 @@ def test_a_growing_file_that_is_named_twice_is_taken_once(here: Path, monkeypatc
     touch("a.mp4")
     real = os.stat
 
-    def growing(path: str) -> os.stat_result:
+    def growing(path: Any, **options: Any) -> os.stat_result:
         with open("a.mp4", "ab") as file:
             file.write(b"x")
-        return real(path)
+        return real(path, **options)
 
-    monkeypatch.setattr("penstock.bulk.video._status", growing)
+    monkeypatch.setattr(os, "stat", growing)
     assert paths("a.mp4", "a.mp4") == ["a.mp4"]
 
 

@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 
 Array = np.ndarray[Any, Any]
 
-_RESIZE_BYTES: Final = 8 * 2**20  # of frames resized in one call: a GPU holds them as floats
+RESIZE_BYTES: Final = 8 * 2**20  # of frames resized in one call: a GPU holds them as floats
 
 
 class ImageSpec(Struct, frozen=True):
@@ -125,7 +125,7 @@ class DeviceFeed:
 
     def _resize(self, frames: Array) -> torch.Tensor:
         """uint8 `[n, height, width, 3]` on the device: antialiased, equal to Pillow's within one level."""
-        step = max(1, _RESIZE_BYTES // frames[0].nbytes)
+        step = max(1, RESIZE_BYTES // frames[0].nbytes)
         size, kernel = (self._spec.height, self._spec.width), self._spec.kernel
         parts = []
         for start in range(0, len(frames), step):

@@ -80,13 +80,13 @@ def revision(source: ModelSource, settings: dict[str, Any]) -> str:
         size = path.stat().st_size
         found.update(msgspec.json.encode([path.name, size]))
         with path.open("rb") as file:
-            for offset, count in _sampled_places(size):
+            for offset, count in sampled_places(size):
                 file.seek(offset)
                 found.update(file.read(count))
     return found.hexdigest()[:16]
 
 
-def _sampled_places(size: int) -> list[tuple[int, int]]:
+def sampled_places(size: int) -> list[tuple[int, int]]:
     """(offset, bytes) of the hashed parts of a file."""
     if size <= _WHOLE_BYTES:
         return [(0, size)]

@@ -56,7 +56,7 @@ def test_frames_of_another_size_are_resized_like_pillow(kernel: str, resample: i
 
 
 def test_large_frames_are_resized_in_parts_and_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.bulk.captioner.feed._RESIZE_BYTES", 2 * 48 * 72 * 3)
+    monkeypatch.setattr("penstock.bulk.captioner.feed.RESIZE_BYTES", 2 * 48 * 72 * 3)
     pixels = frames(7, 48, 72)
     together = feed()([request(pixels)]).take()
     assert torch.equal(together, torch.cat([feed()([request(p[np.newaxis])]).take() for p in pixels]))

@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from penstock.bulk.captioner.networks import ModelSource, _sampled_places, find, revision
+from penstock.bulk.captioner.networks import ModelSource, find, revision, sampled_places
 from penstock.errors import LoadFailed
 
 
@@ -120,7 +120,7 @@ def test_large_weights_are_sampled(folder: Path) -> None:
     weights = folder / "model.safetensors"
     with weights.open("wb") as file:
         file.truncate(size)
-    assert sum(count for _, count in _sampled_places(size)) == 2**20
+    assert sum(count for _, count in sampled_places(size)) == 2**20
     before = revision(ModelSource("net", folder), {})
     for offset in (0, size // 2, size - 1):
         with weights.open("r+b") as file:
