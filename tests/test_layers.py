@@ -61,7 +61,7 @@ LOADED_IN_A_WORKER = (
     "torchserve.protocol",
     "torchserve.ts",
     "torchserve.handlers",
-    "torchserve.sequence_headers",
+    "torchserve.sequence_headers",  # a function of the package itself
 )
 SERVER_SIDE = {
     "asyncio", "click", "grpc", "hpack", "httptools", "hyperframe", "prometheus_client", "psutil", "redis", "rich",

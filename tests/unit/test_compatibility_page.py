@@ -14,7 +14,7 @@ import pytest
 from penstock.torchserve.admin import model_spec
 from penstock.torchserve.archive.pack import BUILT_IN
 from penstock.torchserve.cli.archive import archive, archive_workflow
-from penstock.torchserve.cli.options import parser
+from penstock.torchserve.cli.torchserve import parser
 from penstock.torchserve.config import IGNORED, ListenerConfig, Properties
 from penstock.torchserve.http.listener import listener_templates
 from penstock.torchserve.ts import MODULES

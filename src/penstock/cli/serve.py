@@ -11,7 +11,7 @@ from penstock.config.load import load_config
 from penstock.config.schema import Config
 from penstock.config.targets import devices_list, errors_end_the_command, number_or_auto, read_options, split_targets
 from penstock.errors import ConfigError, PenstockError
-from penstock.platforms.native import vertex_targets, with_platform
+from penstock.platforms import vertex_targets, with_platform
 from penstock.plugins import is_pipeline_file
 
 _FLAGS = {"batching": "max-batch-size", "options": "option"}  # flags whose name differs from their key

@@ -26,7 +26,7 @@ from penstock.core.engine.engine import Engine
 from penstock.core.engine.management import Management
 from penstock.core.engine.rules import check_devices
 from penstock.errors import ConfigError, PenstockError, install_hint
-from penstock.platforms.native import platform_routes
+from penstock.platforms import platform_routes
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import OriginPolicy, make_ssl_context, replace_ssl_context
 from penstock.serving.http.descriptors import share_connections

@@ -1,19 +1,26 @@
-"""Managed platforms, SageMaker and Vertex AI: the settings that they put in a container's environment.
+"""Managed platforms, SageMaker and Vertex AI: the settings in a container's environment, and their effect on a server.
 
 Every variable of a platform is read here, in servers and in workers. A wrong value is a ConfigError that names the
-variable. `native` adapts `penstock serve`; `sagemaker` and `sagemaker_handler` replace the toolkits of SageMaker.
+variable, and `penstock serve` is adapted here. `sagemaker` and `sagemaker_handler` replace SageMaker's toolkits.
 Source: "Use your own inference code" (SageMaker), "Custom container requirements" (Vertex AI), and the parameters of
 sagemaker-inference 1.10 and sagemaker-pytorch-inference 2.0.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Final, overload
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
-from penstock.config.schema import MOST
+from penstock.config.schema import MOST, Config
 from penstock.errors import ConfigError
+from penstock.plugins import is_model_file
+from penstock.serving.protocols import native
+from penstock.serving.protocols.oip_routes import error_body
+from penstock.serving.protocols.route import Template
+from penstock.serving.protocols.routes import PING
 from penstock.values import convert, found
 
 _ROUTE: Final = re.compile(r"/[^{}?#\s]*")
@@ -109,3 +116,62 @@ def read_vertex(env: Mapping[str, str]) -> VertexEnvironment:
         predict_route=routes[1],
         storage_uri=env.get("AIP_STORAGE_URI", ""),
     )
+
+
+# ---- penstock serve
+
+CONFIGURATION = "penstock.toml"
+
+
+def vertex_targets(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The TARGET in the folder AIP_STORAGE_URI: penstock.toml, or the only model file. Raises ConfigError."""
+    uri = read_vertex(env).storage_uri
+    if "://" in uri:
+        raise ConfigError(
+            f"AIP_STORAGE_URI: found {uri}, which Penstock does not download; name a TARGET in the image, such as"
+            " app.py:Model, whose `load` copies what it needs, or set AIP_STORAGE_URI to a folder"
+        )
+    folder = Path(uri)
+    if not uri or not folder.is_dir():
+        raise ConfigError(f"AIP_STORAGE_URI: found {uri!r}, expected a folder with a model; or name a TARGET")
+    if (folder / CONFIGURATION).is_file():
+        return (str(folder / CONFIGURATION),)
+    models = sorted(str(file) for file in folder.iterdir() if is_model_file(file.name) or file.suffix == ".py")
+    if len(models) != 1:
+        found = ", ".join(Path(model).name for model in models) or "none"
+        raise ConfigError(
+            f"AIP_STORAGE_URI: found {found}, expected {CONFIGURATION} or exactly one model, such as model.onnx"
+        )
+    return (models[0],)
+
+
+def with_platform(config: Config, env: Mapping[str, str]) -> Config:
+    """The configuration with the address that the platform calls. Raises ConfigError."""
+    platform = config.server.platform
+    if platform == "none":
+        return config
+    names = {model.name or section for section, model in config.models.items()}
+    if len(names) != 1:
+        raise ConfigError(
+            f"server.platform: {platform} calls one model, found {', '.join(sorted(names))}; name one of them"
+        )
+    if platform == "sagemaker" and read_sagemaker(env).multi_model:
+        raise ConfigError(
+            "SAGEMAKER_MULTI_MODEL: the models are loaded later: start `penstock sagemaker serve` instead"
+        )
+    port = read_vertex(env).port if platform == "vertex" else read_sagemaker(env).port
+    return replace(config, server=replace(config.server, host="0.0.0.0", port=port, grpc_port=0))
+
+
+def platform_routes(config: Config, env: Mapping[str, str]) -> Sequence[Template]:
+    """The routes that the platform calls, besides /ping."""
+    model = next((model.name or section for section, model in config.models.items()), "")
+    if config.server.platform == "vertex":
+        routes = read_vertex(env)
+        return (
+            replace(PING, path=routes.health_route),
+            Template(routes.predict_route, "Predict on Vertex AI", codec="kserve", model=model, error_body=error_body),
+        )
+    if config.server.platform == "sagemaker":
+        return (replace(native.ROUTES[0], path="/invocations", summary="Predict on SageMaker", model=model),)
+    return ()

@@ -11,7 +11,7 @@ import click
 from penstock.config.targets import errors_end_the_command
 from penstock.errors import ConfigError
 from penstock.platforms import SageMakerEnvironment, read_sagemaker
-from penstock.torchserve.cli.options import ServerOptions
+from penstock.torchserve.cli.torchserve import ServerOptions
 from penstock.torchserve.config import Properties
 
 HANDLER: Final = "penstock.platforms.sagemaker_handler"
@@ -87,8 +87,8 @@ def install_requirements(environment: SageMakerEnvironment) -> None:
     file = Path(environment.model_dir, "code", "requirements.txt")
     if not file.is_file():
         return
-    from penstock.torchserve.archive import requirements
+    from penstock.torchserve.archive.network import install_requirements as install
 
     folder = Path(tempfile.gettempdir(), f"penstock-{os.getuid()}", "requirements")
-    packages = str(requirements.install_requirements(file, folder, model=MODEL))
+    packages = str(install(file, folder, model=MODEL))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))

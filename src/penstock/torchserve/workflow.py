@@ -26,8 +26,7 @@ from penstock.pipeline.node import BatchStamp
 from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
 from penstock.pipeline.traversal import ItemOutcome, RunningNode, Traversal, TraversalVisit, connect
 from penstock.torchserve.archive.manifest import check_model_name
-from penstock.torchserve.protocol.api import ApiError, json_body, no_worker, read_error
-from penstock.torchserve.protocol.openapi import JSON
+from penstock.torchserve.protocol.api import JSON, ApiError, json_body, no_worker, read_error
 from penstock.types import Item, ItemResult, Sink
 from penstock.values import found
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError, describe
 from penstock.torchserve.admin.archives import ArchiveOpener, run_in_thread
+from penstock.torchserve.admin.files import SnapshotKind, Snapshots, Tokens, state_of
 from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.models import ModelVersion, VersionRegistry
-from penstock.torchserve.admin.snapshots import SnapshotKind, Snapshots, state_of
-from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.admin.workers import DeviceAllocator, ModelDescriber, WorkerManager
 from penstock.torchserve.config import Properties
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest

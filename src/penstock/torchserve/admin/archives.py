@@ -93,7 +93,7 @@ class ArchiveOpener:
         """Installs the model's requirements, if there are any and install_py_dep_per_model is on."""
         if not self._properties.install_py_dep_per_model or not spec.requirements:
             return
-        from penstock.torchserve.archive.requirements import install_requirements
+        from penstock.torchserve.archive.network import install_requirements
 
         lock = self._installs.setdefault(spec.packages, asyncio.Lock())
         file, venv = spec.folder / spec.requirements, spec.settings.use_venv

@@ -10,7 +10,7 @@ model-config.yaml that belong to TorchServe (all others belong to the handler):
 | responseTimeout, startupTimeout | batching.run_timeout_s, load_timeout_s |
 | clientTimeoutInMills, jobQueueSize | batching.timeout_s, .max_queue |
 | maxRetryTimeoutInSec | only shown by describe; a failing worker is restarted without end, at most every 30 s |
-| continuousBatching, asyncCommunication, sequenceBatching, sequenceMaxIdleMSec, sequenceTimeoutMSec, maxNumSequence, maxSequenceJobQueueSize | as in TorchServe, see handlers/modes.py |
+| continuousBatching, asyncCommunication, sequenceBatching, sequenceMaxIdleMSec, sequenceTimeoutMSec, maxNumSequence, maxSequenceJobQueueSize | as in TorchServe, see handlers/handler.py |
 | parallelType, parallelLevel, torchrun with nproc-per-node and OMP_NUMBER_THREADS | as in TorchServe, on one machine, see handlers/group.py |
 | the other keys of torchrun | ignored: a group restarts like any worker, on a free port; more than one node is refused |
 | overlap, strict_delay, trust | Penstock's own |
@@ -43,9 +43,9 @@ from penstock.values import found
 log = logging.getLogger("penstock.torchserve")
 
 WRAPPER: Final = "penstock.torchserve.handlers.handler:HandlerModel"
-CONTINUOUS: Final = "penstock.torchserve.handlers.modes:ContinuousHandlerModel"
+CONTINUOUS: Final = "penstock.torchserve.handlers.handler:ContinuousHandlerModel"
 GROUP: Final = "penstock.torchserve.handlers.group:GroupHandlerModel"
-ASYNC: Final = "penstock.torchserve.handlers.modes:AsyncHandlerModel"
+ASYNC: Final = "penstock.torchserve.handlers.handler:AsyncHandlerModel"
 SEQUENCE_IDLE_S: Final = 60.0  # a choice: without sequenceMaxIdleMSec, a lost client must not hold a place for ever
 CALLS: Final = 256  # a choice: calls in progress of an asynchronous handler
 NO_TIMEOUT_S: Final = 30 * 24 * 3600.0  # a request's maximum wait if clients have no timeout

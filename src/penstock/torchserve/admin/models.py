@@ -20,12 +20,12 @@ from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.registry import ModelRegistry
 from penstock.core.wire.slabs import Slab
 from penstock.errors import ModelNotFound, ModelNotReady, PenstockError, QueueFull
+from penstock.torchserve import sequence_headers
 from penstock.torchserve.admin.model_spec import ModelSpec, VersionRequest
 from penstock.torchserve.archive.store import UnpackedArchive
 from penstock.torchserve.metrics.observer import UNVERSIONED
 from penstock.torchserve.protocol.api import MAX_SHOWN, ApiError, no_worker
 from penstock.torchserve.protocol.codec import WORKFLOW
-from penstock.torchserve.sequence_headers import sequence_headers
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, Sink
 
 

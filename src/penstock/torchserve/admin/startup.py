@@ -14,10 +14,9 @@ from penstock.core.os_threads import usable_cores
 from penstock.errors import ConfigError, PenstockError
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.archives import ArchiveOpener
+from penstock.torchserve.admin.files import SavedVersion, Snapshots, Tokens, saved_versions
 from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.models import ModelsBackend, ModelVersion, VersionRegistry
-from penstock.torchserve.admin.snapshots import SavedVersion, Snapshots, saved_versions
-from penstock.torchserve.admin.tokens import Tokens
 from penstock.torchserve.admin.workers import usable_gpus
 from penstock.torchserve.admin.workflows import Workflows
 from penstock.torchserve.archive.store import ModelStore

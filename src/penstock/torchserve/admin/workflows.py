@@ -15,9 +15,9 @@ from penstock.core.contracts import Submitter, Ticket
 from penstock.core.engine.calls import release
 from penstock.errors import ArchiveError, PenstockError, describe
 from penstock.torchserve.admin.archives import mar_name, open_archive, read_yaml, run_in_thread
+from penstock.torchserve.admin.files import SnapshotKind
 from penstock.torchserve.admin.model_spec import VersionRequest
 from penstock.torchserve.admin.models import ModelVersion
-from penstock.torchserve.admin.snapshots import SnapshotKind
 from penstock.torchserve.archive.manifest import Manifest, check_model_name
 from penstock.torchserve.archive.store import ModelStore, UnpackedArchive
 from penstock.torchserve.config import Properties

@@ -221,7 +221,7 @@ class ModelStore:
             if parts.netloc not in ("", "localhost") or not os.path.isfile(path):
                 raise ArchiveNotFound(f"Model not found at: {url}")
             return self._permitted(path, url)
-        from penstock.torchserve.archive.download import download
+        from penstock.torchserve.archive.network import download
 
         download(url, target, self.allowed_urls, sha256=sha256, sign_s3=s3_sse_kms, max_bytes=self.limits.total_bytes)
         return target

@@ -19,17 +19,17 @@ from penstock.core.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.serving.http.server import HttpServer
 from penstock.serving.process import StopSignal, freeze_heap, lame_duck_s, report_ready, runner
+from penstock.torchserve import SEQUENCE_HEADERS
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.admin.startup import ServerComponents, build_components, load_startup
 from penstock.torchserve.cli.listeners import Listeners, grpc_addresses, http_addresses, limits_of
 from penstock.torchserve.cli.logs import ServerLogs
-from penstock.torchserve.cli.options import ServerOptions, parser, resolve_options
 from penstock.torchserve.cli.pid_file import pid_path, remove_own
+from penstock.torchserve.cli.torchserve import ServerOptions, parser, resolve_options
 from penstock.torchserve.config import GrpcAddress, ListenerAddress, Properties
 from penstock.torchserve.metrics.families import default_config, read_config
 from penstock.torchserve.metrics.observer import FrontendCounts, MetricsOptions, TorchServeMetrics
 from penstock.torchserve.metrics.system import measure_of, watch
-from penstock.torchserve.sequence_headers import SEQUENCE_HEADERS
 
 log = logging.getLogger("penstock.torchserve")
 

@@ -1,13 +1,14 @@
-"""TorchServe's gRPC services for inference: names and messages, the status and text of every error, and the calls.
+"""TorchServe's gRPC services: names and messages, the status and text of every error, the calls, and their listener.
 
 A client's metadata and deadline do not reach the handler. A request whose client left before it began is not run.
 """
 
 import base64
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 from msgspec import Struct
@@ -16,16 +17,20 @@ from penstock.core.contracts import Backend, Ticket
 from penstock.errors import BadOutput, BadRequest, PenstockError, QueueFull
 from penstock.serving import protocols
 from penstock.serving.grpc.dispatch import HEALTH as HEALTH
+from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService, ReflectionService
+from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.grpc.messages import Code, GrpcError, code_of, parts_of
 from penstock.serving.http.listener import Listener
 from penstock.serving.http.responses import log_failure
 from penstock.serving.protocols.oip_grpc import CONTENTS, ProtoSet
 from penstock.serving.protocols.oip_messages import unsupported
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes
+from penstock.torchserve import sequence_headers
 from penstock.torchserve.admin.administrator import Administrator
+from penstock.torchserve.config import ListenerConfig
 from penstock.torchserve.http.flavor import api_error, new_id
-from penstock.torchserve.protocol.api import ApiError, json_text, read_error
-from penstock.torchserve.sequence_headers import sequence_headers
+from penstock.torchserve.protocol.api import ApiError, ChangeResult, Group, RegisterRequest, json_text, page, read_error
+from penstock.torchserve.protocol.management import PAGE_SIZE, check_registration
 from penstock.types import Item, ItemResult, Sink
 
 INFERENCE: Final = "org.pytorch.serve.grpc.inference"
@@ -310,3 +315,105 @@ def _infer_response(body: bytes, quoted: bool) -> Any:
     except (ValueError, TypeError, RecursionError, KeyError, msgspec.ValidationError) as error:
         text = f"the handler's answer is not an Open Inference response: {type(error).__name__}: {str(error)[:200]}"
         raise BadOutput(text) from error
+
+
+# ---- management and the listener
+
+GATED: Final = frozenset({"RegisterModel", "UnregisterModel"})  # need enable_model_api
+
+_Response: Final = message_class(f"{MANAGEMENT}.ManagementResponse")
+
+
+class ManagementService:
+    """Methods have the names of the calls. A number that is not above 0 means not given."""
+
+    NAME: Final = f"{MANAGEMENT}.ManagementAPIsService"
+
+    def __init__(self, administration: Administrator) -> None:
+        self._administration = administration
+
+    async def DescribeModel(self, request: Any, context: Any) -> Any:
+        """The JSON of `GET /models/{m}[/{version}|/all]`."""
+        version = request.model_version or None
+        customized = request.customized and version != "all"
+        described = await self._administration.describe(request.model_name, version, customized=customized)
+        return _Response(msg=json_text(described))
+
+    async def ListModels(self, request: Any, context: Any) -> Any:
+        """The JSON of `GET /models`."""
+        limit = request.limit if 1 <= request.limit <= PAGE_SIZE else PAGE_SIZE
+        found = page("model", self._administration.models(), limit, max(request.next_page_token, 0))
+        return _Response(msg=json_text(found))
+
+    async def RegisterModel(self, request: Any, context: Any) -> Any:
+        """Returns before the workers are up, unless `synchronous` is set."""
+        sent = {name: getattr(request, name) for name in RegisterRequest.__struct_fields__}
+        given = {k: v for k, v in sent.items() if isinstance(v, bool) or (v if isinstance(v, str) else v > 0)}
+        return _changed(await self._administration.register(check_registration(RegisterRequest(**given))))
+
+    async def ScaleWorker(self, request: Any, context: Any) -> Any:
+        """Cannot scale to zero workers: 0 means the default, 1."""
+        change = await self._administration.scale(
+            request.model_name,
+            request.model_version or None,
+            min_worker=max(request.min_worker, 0) or None,
+            max_worker=max(request.max_worker, 0) or None,
+            synchronous=request.synchronous,
+        )
+        return _changed(change)
+
+    async def SetDefault(self, request: Any, context: Any) -> Any:
+        return _changed(await self._administration.set_default(request.model_name, request.model_version))
+
+    async def UnregisterModel(self, request: Any, context: Any) -> Any:
+        if not request.model_name:
+            raise ApiError("BadRequestException", "Parameter url is required.")
+        return _changed(await self._administration.unregister(request.model_name, request.model_version or None))
+
+
+def _changed(change: ChangeResult) -> Any:
+    return _Response(msg=change.message)
+
+
+def make_grpc_listener(
+    backend: Backend,
+    administration: Administrator,
+    config: ListenerConfig,
+    limits: GrpcLimits,
+    tls: ssl.SSLContext | None = None,
+) -> GrpcListener:
+    """The services of the groups of `config`, with reflection."""
+
+    def authorize(guard: str, authorization: bytes | None) -> None:
+        try:
+            administration.check_token(cast(Group, guard), authorization)
+        except ApiError as error:
+            raise GrpcError(Code.PERMISSION_DENIED, error.message) from None
+
+    def failure(error: PenstockError) -> GrpcError:
+        found = api_error(error, backend)
+        log_5xx("", None, "", found.status, error)
+        return management_error(found)
+
+    services = _services(backend, administration, config)
+    dispatcher = CallDispatcher(PROTOS, services, authorize, failure)
+    return GrpcListener(backend, dispatcher, limits, tls)
+
+
+def _services(backend: Backend, administration: Administrator, config: ListenerConfig) -> list[GrpcService]:
+    services = []
+    if "inference" in config.groups:
+        services.append(GrpcService(InferenceService.NAME, [InferenceService(administration)], "inference"))
+        if config.properties.ts_open_inference_protocol:
+            for name in (OpenInferenceService.NAME, STANDARD):
+                quoted = name != STANDARD
+                open_inference = OpenInferenceService(backend, administration, config.codec, quoted=quoted)
+                services.append(GrpcService(name, [open_inference], "inference"))
+    if "management" in config.groups:
+        refused = {} if config.properties.enable_model_api else dict.fromkeys(GATED, DISABLED)
+        management = ManagementService(administration)
+        services.append(GrpcService(ManagementService.NAME, [management], "management", refused=refused))
+    names = [service.name for service in services]
+    health = GrpcService(HealthService.NAME, [HealthService(PROTOS, names, administration.healthy)])
+    reflection = ReflectionService(PROTOS, [*names, HealthService.NAME])
+    return [*services, health, GrpcService(ReflectionService.NAME, [reflection])]

@@ -48,9 +48,8 @@ from penstock.serving.http.server import check_framing, split_target
 from penstock.serving.protocols.route import Route, RouteTable, Template, remember
 from penstock.torchserve.admin.administrator import Administrator
 from penstock.torchserve.config import ListenerConfig
-from penstock.torchserve.protocol.api import ApiError, Group, error_body, no_worker
+from penstock.torchserve.protocol.api import JSON, ApiError, Group, error_body, no_worker
 from penstock.torchserve.protocol.codec import WORKFLOW
-from penstock.torchserve.protocol.openapi import JSON
 from penstock.types import Headers, ItemResult
 
 access_log = logging.getLogger("ACCESS_LOG")

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import MAX_FIELDS
-from penstock.torchserve.sequence_headers import sequence_headers
+from penstock.torchserve import sequence_headers
 from penstock.types import Item, ItemResult, SequenceRequest
 
 WORKFLOW: Final = "/"  # before a workflow's name where a route has a model's, which has no slash

@@ -17,8 +17,15 @@ from msgspec import Meta
 from penstock.errors import BadRequest
 from penstock.serving.protocols.bodies import decode_json, split_type
 from penstock.torchserve.archive.manifest import RUNTIMES
-from penstock.torchserve.protocol.api import ApiError, RegisterRequest, WorkflowRequest
-from penstock.torchserve.protocol.openapi import OpenApiResponse, OpenApiResponses, Operation, QueryParameter
+from penstock.torchserve.protocol.api import (
+    ApiError,
+    OpenApiResponse,
+    OpenApiResponses,
+    Operation,
+    QueryParameter,
+    RegisterRequest,
+    WorkflowRequest,
+)
 from penstock.values import convert, found, shorten
 
 Query = Mapping[str, list[str]]  # as urllib.parse.parse_qs gives it, blank values kept

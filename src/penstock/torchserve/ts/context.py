@@ -8,7 +8,7 @@ import copy
 import threading
 from typing import Any
 
-from penstock.torchserve.sequence_headers import sequence_headers
+from penstock.torchserve import sequence_headers
 
 
 class Context:

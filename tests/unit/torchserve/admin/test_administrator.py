@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from penstock.torchserve.admin.administrator import Administrator
-from penstock.torchserve.admin.snapshots import last_snapshot
+from penstock.torchserve.admin.files import last_snapshot
 from penstock.torchserve.config import read_properties
 from penstock.torchserve.protocol.api import ApiError, ChangeResult, RegisterRequest
 from penstock.types import Item

@@ -48,7 +48,7 @@ class Installs:
 @pytest.fixture
 def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
     installs = Installs()
-    monkeypatch.setattr("penstock.torchserve.archive.requirements.install_requirements", installs)
+    monkeypatch.setattr("penstock.torchserve.archive.network.install_requirements", installs)
     return installs
 
 

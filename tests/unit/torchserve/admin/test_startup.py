@@ -8,8 +8,8 @@ import pytest
 
 from penstock.core.contracts import Backend
 from penstock.errors import ConfigError
+from penstock.torchserve.admin.files import last_snapshot
 from penstock.torchserve.admin.model_spec import VersionRequest
-from penstock.torchserve.admin.snapshots import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
 from penstock.torchserve.config import load_properties, read_properties
 from penstock.torchserve.protocol.api import ApiError, RegisterRequest

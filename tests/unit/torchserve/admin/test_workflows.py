@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.torchserve.admin.snapshots import last_snapshot
+from penstock.torchserve.admin.files import last_snapshot
 from penstock.torchserve.admin.startup import load_startup
 from penstock.torchserve.archive.store import ModelStore
 from penstock.torchserve.config import load_properties

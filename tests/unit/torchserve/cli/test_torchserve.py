@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from penstock.cli.main import main as penstock
 from penstock.errors import ConfigError
 from penstock.torchserve.cli import torchserve
-from penstock.torchserve.cli.options import ServerOptions, parser, resolve_options
 from penstock.torchserve.cli.pid_file import PidFile, pid_path
+from penstock.torchserve.cli.torchserve import ServerOptions, parser, resolve_options
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.torchserve.admin.snapshots import format_properties
+from penstock.torchserve.admin.files import format_properties
 from penstock.torchserve.config import (
     IGNORED,
     ListenerAddress,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.torchserve.protocol.openapi import Operation, QueryParameter, operations_document
+from penstock.torchserve.protocol.api import Operation, QueryParameter, operations_document
 
 OPERATIONS = (
     Operation(

@@ -4,6 +4,7 @@ import base64
 import math
 import sys
 import types
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,17 @@ import pytest
 import torch
 from PIL import Image
 
-from penstock.torchserve.ts import vision
-from penstock.torchserve.ts.vision import MEAN, STD, ImageClassifier, ImageSegmenter, ObjectDetector
+from penstock.torchserve.ts import builtin
+from penstock.torchserve.ts.builtin import (
+    MEAN,
+    STD,
+    ImageClassifier,
+    ImageSegmenter,
+    ObjectDetector,
+    TextClassifier,
+    TextHandler,
+)
+from penstock.torchserve.ts.util import CONTRACTION_MAP, get_tokenizer, ngrams_iterator
 
 pytestmark = [
     pytest.mark.usefixtures("forget_modules"),
@@ -188,19 +198,19 @@ def test_the_detector_returns_objects_above_the_threshold(load, picture, tmp_pat
     [((300, 200), (384, 256)), ((200, 301), (256, 385)), ((256, 256), (256, 256)), ((257, 1000), (256, 996))],
 )
 def test_resizing_sets_the_shorter_side_and_rounds_the_other_down(size, expected):
-    assert vision.resized(Image.new("RGB", size), 256).size == expected
+    assert builtin.resized(Image.new("RGB", size), 256).size == expected
 
 
 def test_an_image_of_the_right_size_is_not_resized():
     image = Image.new("RGB", (256, 300))
-    assert vision.resized(image, 256) is image
+    assert builtin.resized(image, 256) is image
 
 
 def test_downscaling_uses_a_triangle_filter():
     # a row of 8 pixels to 4: each new pixel has weights 1 3 3 1 over 8, and at the border 3 3 1 over 7
     row = np.array([0, 80, 160, 240, 0, 0, 0, 80], np.uint8)
     image = Image.fromarray(np.repeat(np.repeat(row[None, :, None], 8, 0), 3, 2))
-    found = np.asarray(vision.resized(image, 4))[0, :, 0]
+    found = np.asarray(builtin.resized(image, 4))[0, :, 0]
     expected = [(3 * 0 + 3 * 80 + 160) / 7, (80 + 480 + 720 + 0) / 8, (240 + 0 + 0 + 0) / 8, (0 + 0 + 240) / 7]
     assert found.tolist() == pytest.approx(expected, abs=1)
 
@@ -219,7 +229,7 @@ def test_the_centre_crop_rounds_halves_to_even(size, corner):
     width, height = size
     columns, rows = np.meshgrid(np.arange(width) % 251, np.arange(height) % 251)
     image = Image.fromarray(np.stack([columns, rows, rows], 2).astype(np.uint8))
-    cut = vision.centre_of(image, 224)
+    cut = builtin.centre_of(image, 224)
     assert cut.size == (224, 224)
     assert cut.getpixel((0, 0))[:2] == corner
 
@@ -227,23 +237,23 @@ def test_the_centre_crop_rounds_halves_to_even(size, corner):
 def test_pixels_become_normalized_channels():
     pixels = np.zeros((2, 3, 3), np.uint8)
     pixels[1, 2] = [255, 51, 0]
-    found = vision.to_tensor(Image.fromarray(pixels))
+    found = builtin.to_tensor(Image.fromarray(pixels))
     assert found.dtype is torch.float32
     assert found.shape == (3, 2, 3)
     assert found[:, 1, 2].tolist() == pytest.approx([1.0, 0.2, 0.0])
     assert found.sum().item() == pytest.approx(1.2)
-    normal = vision.normalized(found)
+    normal = builtin.normalized(found)
     assert normal[:, 1, 2].tolist() == pytest.approx([0.515 / 0.229, -0.256 / 0.224, -0.406 / 0.225])
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "LA"])
 def test_images_of_other_modes_become_rgb(mode):
     image = Image.new(mode, (8, 8))
-    assert vision.to_tensor_only()(image).shape == (3, 8, 8)
+    assert builtin.to_tensor_only()(image).shape == (3, 8, 8)
 
 
 def test_the_whole_pipeline_returns_the_expected_tensor():
-    found = vision.image_pipeline()(Image.new("RGB", (300, 200), (255, 51, 0)))
+    found = builtin.image_pipeline()(Image.new("RGB", (300, 200), (255, 51, 0)))
     assert found.shape == (3, 224, 224)
     assert found[0].unique().tolist() == pytest.approx([0.515 / 0.229])
 
@@ -254,16 +264,152 @@ def test_torchvisions_transforms_are_used_if_installed(monkeypatch):
         setattr(module, name, lambda *args, name=name, **kwargs: (name, args, kwargs))
     monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.transforms", module)
-    name, (steps,), _ = vision.image_pipeline()
+    name, (steps,), _ = builtin.image_pipeline()
     assert name == "Compose"
     assert steps[1:4] == [("Resize", (256,), {}), ("CenterCrop", (224,), {}), ("ToTensor", (), {})]
-    assert steps[4] == ("Normalize", (), {"mean": vision.MEAN, "std": vision.STD})
+    assert steps[4] == ("Normalize", (), {"mean": builtin.MEAN, "std": builtin.STD})
 
 
 def test_a_torchvision_for_another_torch_is_not_used(monkeypatch, caplog):
     def broken(name: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(vision.importlib, "import_module", broken)
-    assert vision.image_pipeline()(Image.new("RGB", (9, 9))).shape == (3, 224, 224)
+    monkeypatch.setattr(builtin.importlib, "import_module", broken)
+    assert builtin.image_pipeline()(Image.new("RGB", (9, 9))).shape == (3, 224, 224)
     assert "torchvision_unusable" in caplog.text
+
+
+# ---- texts
+
+
+NET = """
+import torch
+
+class Bag(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.EmbeddingBag(5, 2, mode="sum")
+
+    def forward(self, words, offsets):
+        return self.embedding(words, offsets)
+"""
+WORDS = {"<unk>": 0, "good": 1, "bad": 2, "not": 3, "not good": 4}
+WEIGHTS = [[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [0.0, 0.5], [-3.0, 1.0]]
+
+
+@pytest.fixture
+def load_text(tmp_path: Path, make_context):
+    """A classifier with a vocabulary, and its context."""
+
+    def load(vocabulary: Any, *headers: Any, config: Any = None) -> tuple[TextClassifier, Any]:
+        name = f"bag_{tmp_path.name}"
+        (tmp_path / f"{name}.py").write_text(NET)
+        torch.save({"embedding.weight": torch.tensor(WEIGHTS)}, tmp_path / "bag.pth")
+        torch.save(vocabulary, tmp_path / "source_vocab.pt")
+        context = make_context({"modelFile": f"{name}.py", "serializedFile": "bag.pth"}, *headers, config=config)
+        made = TextClassifier()
+        made.initialize(context)
+        return made, context
+
+    return load
+
+
+def probabilities(scores: list[float]) -> list[float]:
+    total = sum(map(math.exp, scores))
+    return [math.exp(score) / total for score in scores]
+
+
+@pytest.mark.parametrize("vocabulary", [WORDS, OrderedDict(WORDS), list(WORDS), Counter(WORDS)])
+def test_words_pairs_and_unknown_words_are_counted(load_text, vocabulary):
+    handler, context = load_text(vocabulary)
+    # the, film, isn't -> is not, good; of the pairs only "not good" is known
+    (answer,) = handler.handle([{"data": bytearray(b"The <b>film</b> isn't GOOD!")}], context)
+    assert list(answer) == ["0", "1"]
+    assert list(answer.values()) == pytest.approx(probabilities([2.0 - 3.0, 0.5 + 1.0]))
+
+
+def test_text_may_be_a_string_and_labels_have_names(load_text, tmp_path: Path):
+    (tmp_path / "index_to_name.json").write_text('{"0":"yes","1":"no"}')
+    handler, context = load_text(WORDS)
+    (answer,) = handler.handle([{"body": "bad"}], context)
+    assert answer == pytest.approx(dict(zip(("yes", "no"), probabilities([0.0, 2.0]), strict=True)))
+
+
+def test_an_explanation_lists_the_words_and_their_importance(load_text):
+    handler, context = load_text(WORDS, {"explain": "True"})
+    (answer,) = handler.handle([{"data": "good bad", "target": bytearray(b"1")}], context)
+    assert answer["words"] == ["good", "bad"]
+    # the bag's sum is one row: it adds nothing to score 0 and 2 to score 1, against a text of unknown words
+    assert answer["importances"] == [pytest.approx(probabilities([0.0, 2.0]))]
+
+
+def test_an_archive_without_a_vocabulary_is_refused(load_text, tmp_path: Path, make_context):
+    handler, context = load_text(WORDS)
+    (tmp_path / "source_vocab.pt").unlink()
+    with pytest.raises(Exception, match="source_vocab"):
+        handler.initialize(context)
+
+
+def test_an_old_manifest_may_name_the_vocabulary(load_text, tmp_path: Path):
+    handler, context = load_text(WORDS)
+    (tmp_path / "source_vocab.pt").rename(tmp_path / "words.pt")
+    context.manifest["model"]["sourceVocab"] = str(tmp_path / "words.pt")
+    handler.initialize(context)
+    assert handler.source_vocab["nowhere"] == 0
+
+
+def test_a_vocabulary_without_unk_fails_on_an_unknown_word(load_text):
+    handler, context = load_text({"good": 1})
+    with pytest.raises(KeyError, match="strange"):
+        handler.handle([{"data": "strange"}], context)
+
+
+class Cleaner(TextHandler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("I'd say they've won't", "I would say they have will not"),
+        ("Can't you?", "Cannot you?"),
+        ("can't've", "cannotve"),  # the shorter one is found first
+        ("it ain't", "it as not"),  # the first character stays
+        ("dogs' bone", "dogs bone"),
+    ],
+)
+def test_contractions_are_expanded(text, expected):
+    assert Cleaner()._expand_contractions(text) == expected
+
+
+def test_the_table_of_contractions_is_complete():
+    assert CONTRACTION_MAP["they're"] == "they are"
+    assert CONTRACTION_MAP["o'clock"] == "of the clock"
+    assert all("'" in short and "'" not in long for short, long in CONTRACTION_MAP.items())
+
+
+def test_texts_are_cleaned():
+    cleaner = Cleaner()
+    assert cleaner._remove_html_tags("<p>a&nbsp;b</p>&#12;c") == "abc"
+    assert cleaner._remove_accented_characters("Déjà vu – ß") == "Deja vu  "
+    assert cleaner._remove_punctuation("a,b.c-d!") == cleaner._remove_puncutation("a,b.c-d!") == "abcd"
+    assert cleaner.get_word_token(["Ġgood", "bad"]) == ["good", "bad"]
+
+
+def test_words_and_punctuation_marks_are_tokens():
+    tokens = get_tokenizer("basic_english")('It\'s "good"; well: (very)!\tYes?<br />End. a,b')
+    assert tokens == ["it", "'", "s", "good", "well", "(", "very", ")", "!", "yes", "?", "end", ".", "a", ",", "b"]
+
+
+def test_other_tokenizers():
+    assert get_tokenizer(None)("A  b,\nc") == ["A", "b,", "c"]
+    assert get_tokenizer(list)("ab") == ["a", "b"]
+    with pytest.raises(ValueError, match="expected 'basic_english'"):
+        get_tokenizer("spacy")
+
+
+def test_ngrams_follow_the_words():
+    assert list(ngrams_iterator(["here", "we", "are"], 3)) == [
+        "here", "we", "are", "here we", "we are", "here we are",
+    ]  # fmt: skip
+    assert list(ngrams_iterator(["here"], 2)) == ["here"]
