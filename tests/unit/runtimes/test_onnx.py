@@ -13,8 +13,7 @@ import pytest
 from penstock.core.worker.tensor_model import ANY_ROWS, Input
 from penstock.errors import ConfigError, LoadFailed
 from penstock.runtimes import onnx as loaders
-from penstock.runtimes.onnx import RAW, normalised, plain_input
-from penstock.runtimes.trt_cache import SIDECAR
+from penstock.runtimes.onnx import RAW, SIDECAR, normalised, plain_input
 from penstock.types import TensorSpec
 from support.files import scores, write_onnx
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from penstock.runtimes.trt_cache import SIDECAR, EngineCache, file_digest
+from penstock.runtimes.onnx import SIDECAR, EngineCache, file_digest
 
 KEY = {"model": "abc", "precision": "fp16"}
 
