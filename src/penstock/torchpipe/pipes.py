@@ -19,8 +19,16 @@ from penstock.pipeline.local import LocalPipeline
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, EVENT, NODE_NAME, RESULT, Fields
 from penstock.pipeline.traversal import ItemOutcome
-from penstock.torchpipe.boundary import NoData, NoSuchNode, as_runtime_error, is_rows, to_array, to_tensor
-from penstock.torchpipe.events import Event, answering
+from penstock.torchpipe.boundary import (
+    Event,
+    NoData,
+    NoSuchNode,
+    answering,
+    as_runtime_error,
+    is_rows,
+    to_array,
+    to_tensor,
+)
 
 log = logging.getLogger("penstock.torchpipe")
 
