@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ItemFailed
-from penstock.pipeline.conditions import Condition, check_condition
+from penstock.pipeline.filters import Condition, check_condition
 
 NAMES = "abcde"
 VALUES = st.one_of(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.errors import ConfigError
-from penstock.pipeline.convert import to_toml
+from penstock.pipeline.describe import to_toml
 from penstock.pipeline.dialect import parse
 from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph

@@ -61,8 +61,8 @@ def check(file: str, compat: str | None) -> None:
     """
     from penstock.config.load import load_config
     from penstock.pipeline.check import check as check_graph
+    from penstock.pipeline.check import fields_of
     from penstock.pipeline.describe import graph_text
-    from penstock.pipeline.fields import fields_of
     from penstock.pipeline.load import source_of
 
     load_config(None, env={}, sets=(), base={}, pipelines=[file])  # the server's tables
@@ -78,7 +78,7 @@ def check(file: str, compat: str | None) -> None:
 @_compat
 def convert(file: str, output: str | None, compat: str | None) -> None:
     """Rewrite FILE, for instance one of TorchPipe's, with native keys."""
-    from penstock.pipeline.convert import to_toml
+    from penstock.pipeline.describe import to_toml
     from penstock.pipeline.keys import SERVER_TABLES
     from penstock.pipeline.load import read_tables
 

@@ -14,8 +14,8 @@ from penstock.config.load import parse_toml
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline import filters
 from penstock.pipeline.check import check_structure, entry_of, linked
-from penstock.pipeline.conditions import check_condition, is_target
 from penstock.pipeline.dialect import OpDraft, dialect
+from penstock.pipeline.filters import check_condition, is_target
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput
 from penstock.pipeline.keys import (
     EACH,

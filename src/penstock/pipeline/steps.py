@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct
 
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline.check import check
-from penstock.pipeline.convert import to_toml
+from penstock.pipeline.describe import to_toml
 from penstock.pipeline.graph import Graph
 from penstock.pipeline.load import NO_NODES, load_graph, parse_graph
 from penstock.pipeline.local import LocalPipeline

@@ -19,8 +19,8 @@ from penstock.core.engine.calls import Call
 from penstock.errors import BadRequest, ItemFailed, PenstockError, describe
 from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo, shape_of
-from penstock.pipeline.conditions import Condition
 from penstock.pipeline.engine import NodeEngine
+from penstock.pipeline.filters import Condition
 from penstock.pipeline.graph import Graph, ItemRoute, Join, Node, arriving, unchanged
 from penstock.pipeline.node import BatchStamp, Visit
 from penstock.pipeline.ops.base import DATA, RESULT, Fields

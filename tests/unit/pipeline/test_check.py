@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.errors import ConfigError
-from penstock.pipeline.check import check
-from penstock.pipeline.fields import edges_of, fields_of
+from penstock.pipeline.check import check, edges_of, fields_of
 from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.ops import catalog

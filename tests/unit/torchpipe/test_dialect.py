@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from penstock.errors import ConfigError
 from penstock.pipeline.check import check
-from penstock.pipeline.convert import to_toml
+from penstock.pipeline.describe import to_toml
 from penstock.pipeline.graph import Each, Graph, NodeInput, NodeStep
 from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.ops import catalog

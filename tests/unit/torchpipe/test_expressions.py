@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.pipeline.convert import to_toml
+from penstock.pipeline.describe import to_toml
 from penstock.pipeline.dialect import parse, text_of
 from penstock.pipeline.graph import Each, Graph
 from penstock.pipeline.load import parse_graph

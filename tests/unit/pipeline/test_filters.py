@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError, ItemFailed
-from penstock.pipeline.conditions import Condition, check_condition, exclusive
+from penstock.pipeline.filters import Condition, check_condition, exclusive
 
 FIELDS: dict[str, Any] = {
     "n": 3,
@@ -83,7 +83,7 @@ def test_an_expression_holds_or_not(text: str, holds: bool) -> None:
         ("n == 1 or " * 400 + "n", "found 4001 characters, expected at most 2000"),
         ("no.such.module:func", "no.such.module"),
         ("penstock.types:nothing", "nothing"),
-        ("penstock.pipeline.conditions:LONGEST", "expected a function of an item's fields that returns a bool"),
+        ("penstock.pipeline.filters:LONGEST", "expected a function of an item's fields that returns a bool"),
     ],
 )
 def test_a_bad_condition_is_a_clear_error(text: str, message: str) -> None:
