@@ -20,6 +20,7 @@ from msgspec.structs import fields
 from penstock.config.schema import Count, Positive
 from penstock.core.contracts import Submitter, Ticket
 from penstock.core.engine.calls import release
+from penstock.core.transports.slot import within
 from penstock.errors import ArchiveError, ItemFailed, PenstockError, nearest
 from penstock.pipeline.graph import Graph, Node, NodeInput, cycle_in, route
 from penstock.pipeline.node import BatchStamp
@@ -224,11 +225,8 @@ class RunningWorkflow:
     async def close(self, drain_s: float) -> None:
         """Refuses further requests, and waits at most `drain_s` for those in flight."""
         self._closed = True
-        if self.in_flight:
-            try:
-                await asyncio.wait_for(self._emptied.wait(), drain_s)
-            except TimeoutError:
-                log.warning("workflow=%s in_flight=%d consequence=they_fail", self._name, self.in_flight)
+        if self.in_flight and not await within(self._emptied, drain_s):
+            log.warning("workflow=%s in_flight=%d consequence=they_fail", self._name, self.in_flight)
 
     def _ended(self, traversal: Traversal) -> None:
         self.in_flight -= 1

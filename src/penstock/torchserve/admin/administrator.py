@@ -62,8 +62,9 @@ class Administrator:
         self.opening = 0  # startup archives that are not open yet; until then the server is unhealthy
         self._tasks: set[asyncio.Task[Any]] = set()
         devices = DeviceAllocator(gpus)
-        self._describer = ModelDescriber(engine, devices, properties.initial_worker_port)
-        self._workers = WorkerManager(engine, devices, float(properties.unregister_model_timeout))
+        drain_s, first_id = float(properties.unregister_model_timeout), properties.initial_worker_port
+        self._workers = WorkerManager(engine, devices, drain_s, first_id)
+        self._describer = ModelDescriber(engine, devices, self._workers)
 
     # ---- queries
 
@@ -219,8 +220,6 @@ class Administrator:
         except BaseException:
             await self.remove(version)
             raise
-        finally:
-            self._describer.number(version)
 
     async def _register(self, registration: RegisterRequest) -> ChangeResult:
         workers = self._properties.default_workers_per_model
@@ -240,7 +239,6 @@ class Administrator:
         return ChangeResult(f"{prefix} {wanted} initial workers")
 
     async def _start_in_background(self, version: ModelVersion) -> None:
-        self._describer.number(version)
         await self.start(version, keep=True)
         self._registered(version)
 
@@ -249,10 +247,7 @@ class Administrator:
         log.info("registered model=%s version=%s workers=%d", version.name, version.version, version.up)
 
     async def _scale(self, version: ModelVersion, minimum: int, maximum: int, named: str | None) -> ChangeResult:
-        try:
-            await self._workers.scale(version, minimum, maximum, named)
-        finally:
-            self._describer.number(version)
+        await self._workers.scale(version, minimum, maximum, named)
         self.snapshot("snapshot")
         log.info("scaled model=%s version=%s workers=%d", version.name, version.version, version.up)
         suffix = f", version: {named}" if named is not None else ""

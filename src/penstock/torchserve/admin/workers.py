@@ -75,12 +75,16 @@ def _device_names(ids: Sequence[int], each: int) -> tuple[str, ...]:
 
 
 class WorkerManager:
-    """Starts, scales and stops the workers of versions. Changes hold `version.lock` and raise ApiError."""
+    """Starts, scales and stops the workers of versions. Changes hold `version.lock` and raise ApiError.
 
-    def __init__(self, engine: Engine, devices: DeviceAllocator, drain_s: float) -> None:
+    Worker ids count up over all models, from `first_id`.
+    """
+
+    def __init__(self, engine: Engine, devices: DeviceAllocator, drain_s: float, first_id: int) -> None:
         self._engine = engine
         self._devices = devices
         self._drain_s = drain_s
+        self._ids = itertools.count(first_id)
 
     async def start(self, version: ModelVersion, workers: int, *, keep: bool) -> None:
         """Returns when every worker has reported and at least one is up; with `keep`, also when none is."""
@@ -89,6 +93,8 @@ class WorkerManager:
                 await self._start(version, workers, keep)
             except PenstockError as e:
                 raise _failure(version, version.version, e) from e
+            finally:
+                self.number(version)
 
     async def scale(self, version: ModelVersion, minimum: int, maximum: int, named: str | None) -> None:
         """Returns when there are `minimum` to `maximum` workers. A failure changes nothing."""
@@ -103,6 +109,8 @@ class WorkerManager:
             except PenstockError as e:
                 version.min_workers, version.max_workers, version.expected = before
                 raise _failure(version, named, e) from e
+            finally:
+                self.number(version)
             version.expected = target
 
     async def replace(self, version: ModelVersion, spec: ModelSpec) -> None:
@@ -124,6 +132,12 @@ class WorkerManager:
             except PenstockError as e:
                 raise _failure(version, version.version, e) from e
             version.spec, version.handle = spec, handle
+
+    def number(self, version: ModelVersion) -> list[WorkerSnapshot]:
+        """The version's workers, each with an id in `version.worker_ids`."""
+        workers = [] if version.handle is None else version.handle.instances.workers()
+        version.worker_ids = {w.slot: version.worker_ids.get(w.slot) or next(self._ids) for w in workers}
+        return workers
 
     def _prepare(self, spec: ModelSpec, config: ModelConfig) -> ModelHandle:
         return self._engine.prepare(spec.name, config, target=spec.target, wants_headers=True, capture_output=True)
@@ -203,19 +217,13 @@ def _failure(version: ModelVersion, named: str | None, error: PenstockError) -> 
 
 
 class ModelDescriber:
-    """Describes versions. Worker ids count up over all models, from `initial_worker_port`."""
+    """Describes versions, with their workers as `WorkerManager.number` gives them."""
 
-    def __init__(self, engine: Engine, devices: DeviceAllocator, first_id: int) -> None:
+    def __init__(self, engine: Engine, devices: DeviceAllocator, workers: WorkerManager) -> None:
         self._engine = engine
         self._devices = devices
-        self._ids = itertools.count(first_id)
+        self._workers = workers
         self._gpus = Gpus()
-
-    def number(self, version: ModelVersion) -> list[WorkerSnapshot]:
-        """The version's workers, each with an id in `version.worker_ids`. Call this after every change of workers."""
-        workers = [] if version.handle is None else version.handle.instances.workers()
-        version.worker_ids = {w.slot: version.worker_ids.get(w.slot) or next(self._ids) for w in workers}
-        return workers
 
     async def describe(self, versions: Sequence[ModelVersion], *, customized: bool) -> list[dict[str, Any]]:
         """The JSON objects of the versions. Raises ApiError for `customized` without workers."""
@@ -249,7 +257,7 @@ class ModelDescriber:
             "stateful": s.sequence_batching,
             **{key: settings[key] for key in SEQUENCE_KEYS},
             "loadedAtStartup": version.at_startup,
-            "workers": [_worker(w, version.worker_ids[w.slot], usage) for w in self.number(version)],
+            "workers": [_worker(w, version.worker_ids[w.slot], usage) for w in self._workers.number(version)],
             "jobQueueStatus": {"remainingCapacity": max(0, s.job_queue_size - queued), "pendingRequests": queued},
         }
 
