@@ -65,7 +65,7 @@ changelog: $(VENV)/.release
 	$(BIN)/towncrier build --yes
 
 PROTOS = src/penstock/serving/protocols/protos
-TS_PROTOS = src/penstock/torchserve/grpc/protos
+TS_PROTOS = src/penstock/torchserve/protos
 PROTOC = $(BIN)/python -m grpc_tools.protoc --include_imports
 protos: $(VENV)/.dev
 	$(PROTOC) -I $(PROTOS) --descriptor_set_out=$(PROTOS)/descriptors.binpb $(PROTOS)/*.proto

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from penstock.torchserve.grpc.services import STANDARD, message_class
+from penstock.torchserve.grpc import STANDARD, message_class
 from support.containers import Container
 from support.kserve import ENVELOPES, RUNTIME, SERVICES, rendered, write_tree
 from support.pods import IS_ROOT, GrpcLoad, Load, Pod, survives_sigterm

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.torchserve.grpc import services
+from penstock.torchserve import grpc as services
 
 CERTIFICATE, KEY = (str(Path(__file__).parents[1] / "tls" / name) for name in ("cert.pem", "key.pem"))
 HANDLER = """

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.torchserve.grpc import services
+from penstock.torchserve import grpc as services
 from support.dashboards import Dashboards
 from support.shared_batchers import until
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 
-from penstock.torchserve.grpc import services
+from penstock.torchserve import grpc as services
 
 CONTINUOUS = """
 import json, os, time

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.torchserve.grpc import services
+from penstock.torchserve import grpc as services
 
 pytestmark = pytest.mark.peer
 

@@ -101,7 +101,7 @@ def test_every_route_of_the_listeners_has_a_row() -> None:
 
 
 def test_every_call_of_the_services_has_a_row() -> None:
-    services = import_module("penstock.torchserve.grpc.services")
+    services = import_module("penstock.torchserve.grpc")
     calls = {
         f"{name.rpartition('.')[2]}.{method.name}"
         for name in SERVICES

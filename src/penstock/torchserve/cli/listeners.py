@@ -158,7 +158,7 @@ def grpc_listeners(
     """
     try:
         from penstock.serving.grpc.listener import GrpcLimits
-        from penstock.torchserve.grpc.services import make_grpc_listener
+        from penstock.torchserve.grpc import make_grpc_listener
     except ModuleNotFoundError as error:
         log.warning("event=no_grpc missing=%s consequence=http_only hint=%s", error.name, install_hint("grpc"))
         return

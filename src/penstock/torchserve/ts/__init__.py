@@ -15,7 +15,7 @@ MODULES = {
     "handler_utils.distributed.deepspeed": "distributed",
     "handler_utils.distributed.pt_pippy": "distributed",
     "handler_utils.hf_batch_streamer": "hf_batch_streamer",
-    "handler_utils.micro_batching": "micro_batching",
+    "handler_utils.micro_batching": "base_handler",
     "handler_utils.text_utils": "util",
     "handler_utils.timer": "util",
     "handler_utils.utils": "util",

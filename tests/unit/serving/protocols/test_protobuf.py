@@ -9,7 +9,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 NATIVE = ROOT / "serving" / "protocols" / "protos"
-TORCHSERVE = ROOT / "torchserve" / "grpc" / "protos"
+TORCHSERVE = ROOT / "torchserve" / "protos"
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 from penstock.config.schema import LimitsConfig
 from penstock.errors import ModelNotFound
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
+from penstock.torchserve import grpc as services
 from penstock.torchserve.config import ListenerConfig, Properties
-from penstock.torchserve.grpc import services
-from penstock.torchserve.grpc.services import make_grpc_listener
+from penstock.torchserve.grpc import make_grpc_listener
 from support.backend import FakeBackend
 from support.torchserve import FakeAdministration
 

@@ -13,8 +13,8 @@ import pytest
 
 from penstock.errors import BadOutput, ItemFailed, ModelNotReady, OutOfMemory, Quarantined, QueueFull, WorkerDied
 from penstock.serving.grpc import messages as calls
-from penstock.torchserve.grpc import services
-from penstock.torchserve.grpc.services import INFERENCE, OPEN_INFERENCE, message_class
+from penstock.torchserve import grpc as services
+from penstock.torchserve.grpc import INFERENCE, OPEN_INFERENCE, message_class
 from penstock.torchserve.protocol.api import error_body
 from support.backend import Call
 

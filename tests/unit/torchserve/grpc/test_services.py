@@ -13,10 +13,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from penstock.config.schema import LimitsConfig
 from penstock.serving.grpc.listener import GrpcLimits
 from penstock.serving.grpc.messages import code_of
+from penstock.torchserve import grpc as services
 from penstock.torchserve.admin.files import Tokens
 from penstock.torchserve.config import ListenerConfig, Properties
-from penstock.torchserve.grpc import services
-from penstock.torchserve.grpc.services import make_grpc_listener
+from penstock.torchserve.grpc import make_grpc_listener
 from penstock.torchserve.protocol.api import STATUS_OF, ApiError
 from support.backend import Call, FakeBackend
 
