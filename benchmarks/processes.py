@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +17,9 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+
+ACCEPT_QUEUE = 4096  # the kernel takes less if net.core.somaxconn says so
+PIDFD_GETFD = 438  # the number of this system call on every machine
 
 
 class Processes:
@@ -70,6 +75,24 @@ class Processes:
             yield self
         finally:
             self.stop()
+
+    def lengthen_queues(self) -> None:
+        """Raises the listen backlog of every listener, whatever the server requested.
+
+        mosec requests 128: with 256 connections, half would retry a second later. If the kernel does not allow
+        changes from outside, `wrk` detects runs with too few connections.
+        """
+        call = ctypes.CDLL(None).syscall
+        for process in self.members():
+            with contextlib.suppress(psutil.Error, OSError):
+                pidfd = os.pidfd_open(process.pid)
+                try:
+                    for c in process.net_connections("tcp"):
+                        if c.status == psutil.CONN_LISTEN and (fd := call(PIDFD_GETFD, pidfd, c.fd, 0)) >= 0:
+                            with socket.socket(fileno=fd) as listener:
+                                listener.listen(ACCEPT_QUEUE)
+                finally:
+                    os.close(pidfd)
 
     def close(self) -> None:
         """Kills every process that was started here."""

