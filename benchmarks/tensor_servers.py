@@ -1,0 +1,204 @@
+"""The servers of `tensors.py`: Penstock and Triton with the same models, batches of at most 64, and one thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import psutil
+from closed_loop import Sample
+from processes import Processes
+from servers import HERE, START_S, free_ports, python_of
+from tensor_models import MODELS
+
+MAX_BATCH = 64
+LOST = 3  # runs in a row that may be lost to a crash
+SETTINGS = (
+    "Both: batches of at most 64, one instance unless a row says two, the same ONNX file with one thread. "
+    "Penstock: defaults. Triton 2.51: Python backend, dynamic batching without delay."
+)
+
+
+class TensorServer(Processes, ABC):
+    """A server of some of MODELS over HTTP and gRPC, paused unless inside `awake()`.
+
+    `http`, `grpc`: HOST:PORT of its listeners; they change when it starts again.
+    """
+
+    name: str
+    may_crash = False
+    http: str
+    grpc: str
+
+    def __init__(self, folder: Path, *models: str) -> None:
+        """`folder` holds the ONNX files."""
+        self.folder, self.models = folder, models
+        self._launch()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Starts the processes and sets `http` and `grpc`."""
+
+    def _launch(self) -> None:
+        super().__init__()
+        try:
+            self._start()
+            self._wait()
+            self.lengthen_queues()
+            self.stop()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self) -> None:
+        """Returns when all models are ready."""
+        end = time.monotonic() + START_S
+        waiting = list(self.models)
+        while waiting:
+            try:
+                urllib.request.urlopen(f"http://{self.http}/v2/models/{waiting[0]}/ready", timeout=10).close()
+                host, port = self.grpc.split(":")
+                socket.create_connection((host, int(port)), timeout=10).close()
+                waiting.pop(0)
+            except OSError as e:
+                if time.monotonic() > end or self.process.poll() is not None:
+                    log = self._log.read_text(errors="replace")[-3000:]
+                    raise SystemExit(f"{self.name} did not start: {e}\n{log}") from None
+                time.sleep(0.1)
+
+    def measure(self, run: Callable[[Self], Sample]) -> Sample:
+        """What `run` returns while the server is awake.
+
+        A peer that crashed meanwhile starts again, and the run is repeated.
+        """
+        for _ in range(LOST):
+            failure: Exception | None = None
+            try:
+                with self.awake():
+                    sample = run(self)
+            except (subprocess.CalledProcessError, OSError) as e:
+                failure, sample = e, {}
+            code = self.process.poll()
+            if code is None:
+                if failure is not None:
+                    raise failure
+                return sample
+            print(f"{self.name} ended with {code}", file=sys.stderr)
+            if not self.may_crash:
+                break
+            self.close()
+            self._launch()
+        raise SystemExit(f"{self.name} ended in a run:\n{self._log.read_text(errors='replace')[-3000:]}")
+
+    def processor_s(self) -> tuple[float, float]:
+        """Seconds of processor time so far: of the server process, and of its workers."""
+        server = workers = 0.0
+        for process in self.members():
+            try:
+                times = process.cpu_times()
+            except psutil.Error:
+                continue
+            if process.pid == self.process.pid:
+                server += times.user + times.system
+            else:
+                workers += times.user + times.system
+        return server, workers
+
+    def batches(self, model: str) -> dict[int, int]:
+        """Batches so far by their rows, from the server's statistics."""
+        with urllib.request.urlopen(f"http://{self.http}/v2/models/{model}/stats", timeout=10) as response:
+            (stats,) = json.load(response)["model_stats"]
+        return {int(b["batch_size"]): int(b["compute_infer"]["count"]) for b in stats["batch_stats"]}
+
+
+class Penstock(TensorServer):
+    """`penstock serve` with both listeners."""
+
+    name = "penstock"
+
+    def _start(self) -> None:
+        keys = [f"server.{key}=0" for key in ("port", "management_port", "metrics_port")]
+        keys += [f"server.grpc_port={free_ports(1)[0]}", "server.shared_memory=true"]
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", "--max-batch-size", str(MAX_BATCH)]
+        for name in self.models:
+            model = MODELS[name]
+            folder = self.folder if model.target.endswith(".onnx") else HERE
+            command.append(f"{name}={folder / model.target}")
+            keys += [f"models.{name}.instances={model.instances}", f"models.{name}.threads=1"]
+        read, write = os.pipe()
+        with open(read) as pipe:
+            try:
+                words = [word for key in keys for word in ("--set", key)]
+                self._spawn([*command, *words], [write], PENSTOCK_READY_FD=str(write))
+            finally:
+                os.close(write)
+            line = pipe.readline()
+        if not line:
+            raise SystemExit(f"penstock did not start:\n{self._log.read_text()}")
+        urls = {name: url.partition("://")[2] for name, url in json.loads(line).items()}
+        self.http, self.grpc = urls["inference"], urls["grpc"]
+
+
+class Triton(TensorServer):
+    """Triton Inference Server with its Python backend. Now and then its gRPC ends with a segmentation fault."""
+
+    name = "triton"
+    may_crash = True
+
+    def _start(self) -> None:
+        python = Path(python_of("triton"))
+        site = next(python.parent.parent.glob("lib/python3*/site-packages"))
+        triton, repository = site / "pytriton" / "tritonserver", Path(self._folder, "models")
+        for name in self.models:
+            self._write_model(repository, name)
+        http, grpc = free_ports(2)
+        self.http, self.grpc = f"127.0.0.1:{http}", f"127.0.0.1:{grpc}"
+        options = {
+            "model-repository": repository,
+            "backend-directory": triton / "backends",
+            "backend-config": f"python,shm-region-prefix-name={self._tag}",
+            "http-address": "127.0.0.1",
+            "http-port": http,
+            "grpc-address": "127.0.0.1",
+            "grpc-port": grpc,
+            "allow-metrics": "false",
+        }
+        self._spawn(
+            [str(triton / "bin" / "tritonserver"), *(f"--{key}={value}" for key, value in options.items())],
+            PATH=f"{python.parent}:/usr/bin:/bin",
+            LD_LIBRARY_PATH=str(site / "nvidia_pytriton.libs"),
+            PYTHONPATH=str(site),
+            PYTHONHOME="/usr",  # of the interpreter that the stub embeds
+        )
+
+    def _write_model(self, repository: Path, name: str) -> None:
+        model = MODELS[name]
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        shutil.copy(HERE / "peers" / "triton" / model.triton, version / "model.py")
+
+        def tensor(spec: tuple[str, tuple[int, ...]]) -> str:
+            return f'{{ name: "{spec[0]}" data_type: TYPE_FP32 dims: {list(spec[1])} }}'
+
+        (repository / name / "config.pbtxt").write_text(
+            f'name: "{name}"\nbackend: "python"\nmax_batch_size: {MAX_BATCH}\n'
+            f"input [ {tensor(model.input)} ]\noutput [ {tensor(model.output)} ]\n"
+            "dynamic_batching { max_queue_delay_microseconds: 0 }\n"
+            f"instance_group [ {{ count: {model.instances} kind: KIND_CPU }} ]\n"
+            f'parameters {{ key: "file" value: {{ string_value: "{self.folder / model.target}" }} }}\n'
+        )
+
+    def close(self) -> None:
+        super().close()
+        for region in Path("/dev/shm").glob(f"{self._tag}*"):  # a killed server leaves its regions
+            region.unlink(missing_ok=True)

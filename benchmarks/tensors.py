@@ -1,0 +1,230 @@
+"""How fast are models that take tensors, beside Triton Inference Server, and behind JSON beside mosec?
+
+Both servers load the same ONNX file (64 FP32 numbers, 256 hidden units, 10 outputs), the same echo in Python, and the
+same device that sleeps 5 ms + 0.2 ms a row. A request has one row unless a table says otherwise. `wrk` sends HTTP, and
+Triton's own `perf_analyzer` sends gRPC. mosec runs the ONNX file in a worker of a few lines.
+
+Tables: 1 ONNX over binary HTTP; 2 a Python model with declared tensors; 3 ONNX over gRPC; 4 eight rows a request; 5 an
+image of 602 KB; 6 JSON, against mosec; 7 processor time; 8 the device, with one instance and with two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import harness
+import tensor_clients as clients
+import tensor_processor
+from tensor_clients import Run
+from tensor_models import case, write_files
+from tensor_servers import MAX_BATCH, SETTINGS, Penstock, TensorServer, Triton
+
+from penstock.errors import PenstockError
+
+CONNECTIONS = (1, 16, 64, 256)
+COLUMNS = {"rate": "requests/s", "p50_ms": "p50 ms", "p99_ms": "p99 ms", **tensor_processor.COLUMNS}
+WAITS_MS, SIZES = (1, 2, 5), (16, 64)  # of mosec
+MOSEC = "mosec_onnx"
+WORKER_US = {"binary": 6, "Open Inference JSON": 10, "native JSON": 10}  # per row, the model aside
+DEVICE_GOALS = {"device": (1.0, 1.25, 1.07, 1.14), "two_devices": (1.0,) * 4}
+
+
+class Bench:
+    """Servers by their models, started when a table needs them, and the comparisons of two of them."""
+
+    def __init__(self, options: argparse.Namespace, report: harness.Report, folder: Path, stack: ExitStack) -> None:
+        self.options, self.report, self.folder = options, report, folder
+        self._stack = stack
+
+    def servers(self, *models: str) -> dict[str, TensorServer]:
+        """Penstock and, if it takes part, Triton, with these models."""
+        kinds: list[type[TensorServer]] = [Penstock, *([Triton] if "triton" in self.options.peers else [])]
+        return {kind.name: self._stack.enter_context(kind(self.folder, *models)) for kind in kinds}
+
+    def compare(
+        self,
+        what: str,
+        connections: int,
+        servers: Mapping[str, TensorServer],
+        run: Callable[[int], Run],
+        goal: float | None,
+    ) -> harness.Runs:
+        """Adds the rows of a run of `run(seconds)` on each server, after a second that does not count.
+
+        `goal`: the least ratio of rates to Triton's; p99 may then not be above Triton's.
+        """
+        for server in servers.values():
+            server.measure(run(1))
+        whole = run(self.options.seconds)
+        contenders = {name: functools.partial(server.measure, whole) for name, server in servers.items()}
+        runs = harness.interleave(self.options.rounds, contenders)
+        self.report.add({"requests": what, "connections": connections}, runs)
+        self.judge(f"{what}, {connections}", runs, "triton", goal)
+        return runs
+
+    def judge(self, what: str, runs: harness.Runs, peer: str, goal: float | None) -> None:
+        """Records the targets against a peer; without a goal there are none."""
+        if goal is not None:
+            self.report.target(f"{what}: rate, times {peer}", self.report.ratios(runs, "penstock", peer), least=goal)
+            p99 = self.report.ratios(runs, "penstock", peer, "p99_ms")
+            self.report.target(f"{what}: p99, over that of {peer}", p99, most=1.0)
+
+
+def onnx_http(bench: Bench) -> None:
+    _binary(bench, "mlp", "ONNX, binary HTTP", (1.0, 1.1, 1.3, 1.4))
+
+
+def declared(bench: Bench) -> None:
+    try:
+        importlib.import_module("tensor_echo")
+    except (TypeError, PenstockError) as e:
+        return bench.report.section(f"Not measured: this Penstock has no Python models with declared tensors ({e}).")
+    _binary(bench, "echo", "Python echo, binary HTTP", (1.0, 1.2, 1.4, 1.5))
+
+
+def _binary(bench: Bench, model: str, what: str, goals: Sequence[float]) -> None:
+    """One row a request over HTTP, with each number of connections."""
+    servers, sent = bench.servers(model), case(model)
+    request = clients.binary(sent)
+    for server in servers.values():
+        clients.check_http(server, sent, request)
+    for connections, goal in zip(CONNECTIONS, goals, strict=True):
+        bench.compare(what, connections, servers, functools.partial(clients.closed_loop, request, connections), goal)
+
+
+def onnx_grpc(bench: Bench) -> None:
+    servers, sent = bench.servers("mlp"), case("mlp")
+    for server in servers.values():
+        clients.check_grpc(server, sent)
+    for connections in (1, 16, 64):
+        run = functools.partial(clients.perf_analyzer, sent, connections)
+        bench.compare("ONNX, gRPC", connections, servers, run, 1.0)
+
+
+def eight_rows(bench: Bench) -> None:
+    servers, sent = bench.servers("mlp"), case("mlp", rows=8)
+    request = clients.binary(sent)
+    for server in servers.values():
+        clients.check_http(server, sent, request)
+        clients.check_grpc(server, sent)
+    run = functools.partial(clients.closed_loop, request, 16)
+    bench.compare("ONNX, 8 rows, binary HTTP", 16, servers, run, 1.2)
+    bench.compare("ONNX, 8 rows, gRPC", 16, servers, functools.partial(clients.perf_analyzer, sent, 16), 1.2)
+
+
+def images(bench: Bench) -> None:
+    servers, sent = bench.servers("img"), case("img")
+    request = clients.binary(sent)
+    for server in servers.values():
+        clients.check_http(server, sent, request)
+        clients.check_grpc(server, sent)
+    analyzed = functools.partial(clients.perf_analyzer, sent, 4)
+    bench.compare("602 KB, HTTP", 4, servers, functools.partial(clients.closed_loop, request, 4), 1.3)
+    bench.compare("602 KB, gRPC", 4, servers, analyzed, 1.2)
+    shared = functools.partial(clients.shared_memory, sent, 4)
+    bench.compare("602 KB, shared memory, HTTP", 4, servers, shared, 1.2)
+    bench.compare("602 KB, shared memory, gRPC", 4, servers, functools.partial(analyzed, shared=True), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnnxWorkload(harness.Workload):
+    """A `Workload` whose answer is a `Case`; mosec's worker loads `file`."""
+
+    file: str = ""
+
+    def check(self, answer: bytes) -> None:
+        self.answer.check(json.loads(answer))
+
+
+def behind_json(bench: Bench) -> None:
+    """A list of 64 numbers, and of 10 in the answer: `/predictions/mlp`, and mosec's `/inference`."""
+    (server, *_), sent = bench.servers("mlp").values(), case("mlp")
+    request = clients.native_json(sent)
+    clients.check_http(server, sent, request)
+    workload = OnnxWorkload("mlp", request.body, sent, max_batch=MAX_BATCH, file=str(bench.folder / "mlp.onnx"))
+    peers = harness.tuned(workload, MOSEC, WAITS_MS, SIZES) if MOSEC in bench.options.peers else {}
+    with harness.serving(peers) as mosecs:
+        for connections, goal in ((16, 1.2), (64, 1.2), (256, 1.2)):
+            run = functools.partial(clients.closed_loop, request, connections)
+            server.measure(run(1))
+            ours = {"penstock": functools.partial(server.measure, run(bench.options.seconds))}
+            runs = harness.closed_loops(mosecs, connections, bench.options, ours)
+            bench.report.add({"requests": "ONNX, JSON", "connections": connections}, runs)
+            bench.judge(f"ONNX, JSON, {connections}", runs, MOSEC, goal)
+
+
+def processors(bench: Bench) -> None:
+    """The processor time of a row at 64 connections."""
+    servers, sent, file = bench.servers("mlp"), case("mlp"), bench.folder / "mlp.onnx"
+    kinds = {
+        "binary": clients.binary(sent),
+        "Open Inference JSON": clients.open_inference_json(sent),
+        "native JSON": clients.native_json(sent),
+    }
+    for kind, request in kinds.items():
+        chosen = {name: s for name, s in servers.items() if name == "penstock" or kind != "native JSON"}
+        for server in chosen.values():
+            clients.check_http(server, sent, request)
+
+        def run(seconds: int, request: clients.Post = request) -> Run:
+            loop = clients.closed_loop(request, 64, seconds)
+            return tensor_processor.with_processor_time(loop, "mlp", file)
+
+        runs = bench.compare(f"processor time, {kind}", 64, chosen, run, None)
+        spent = [sample["aside_us"] for sample in runs["penstock"]]
+        bench.report.target(f"{kind}, 64: worker less model, us/row", spent, most=WORKER_US[kind])
+
+
+def devices(bench: Bench) -> None:
+    for model, goals in DEVICE_GOALS.items():
+        what = "device" if model == "device" else "device, two instances"
+        _binary(bench, model, what, goals)
+
+
+TABLES = {
+    "1": onnx_http,
+    "2": declared,
+    "3": onnx_grpc,
+    "4": eight_rows,
+    "5": images,
+    "6": behind_json,
+    "7": processors,
+    "8": devices,
+}
+
+
+def arguments() -> argparse.Namespace:
+    """The arguments of every benchmark, plus `rows`, the numbers of tables."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--rows", default=",".join(TABLES))
+    ours, sys.argv[1:] = parser.parse_known_args()
+    options = harness.options(f"{__doc__}\n--rows 1,3 selects tables.", seconds=3, peers=("triton", MOSEC))
+    options.rows = ours.rows.split(",")
+    if unknown := set(options.rows) - set(TABLES):
+        raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    rounds = f"Medians of {options.rounds} interleaved rounds of {options.seconds} s, with (least..most)."
+    report = harness.Report(__file__, __doc__, options, COLUMNS, ("onnxruntime", "numpy"), f"{rounds} {SETTINGS}")
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder))
+        for number in options.rows:
+            with ExitStack() as stack:
+                TABLES[number](Bench(options, report, Path(folder), stack))
+    report.save(None if options.rows == list(TABLES) else False)
+
+
+if __name__ == "__main__":
+    main()
