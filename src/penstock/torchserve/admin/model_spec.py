@@ -32,7 +32,6 @@ from msgspec.structs import fields
 
 from penstock.config.checks import check_model
 from penstock.config.schema import BatchingConfig, Count, ModelConfig, Positive
-from penstock.core.worker.spec import Wrapped
 from penstock.errors import ArchiveError, ConfigError
 from penstock.torchserve.archive.manifest import check_handler, check_model_name
 from penstock.torchserve.archive.store import Archive
@@ -225,10 +224,6 @@ class ModelSpec(Struct, frozen=True):
     folder: Path
     packages: Path  # where its requirements are installed
     requirements: str = ""  # the name of the model's requirements file
-
-    @property
-    def target(self) -> Wrapped:
-        return Wrapped(None, self.config.target, {"setup": self.setup})
 
 
 def _requested_settings(registration: RegisterRequest) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from penstock.core.engine.handle import ModelHandle
 from penstock.core.engine.instances import WorkerSnapshot
 from penstock.core.readings import Gpus, resident_bytes
 from penstock.core.worker.devices import visible_gpus
+from penstock.core.worker.spec import Wrapped
 from penstock.errors import (
     BadRequest,
     ConfigError,
@@ -140,7 +141,8 @@ class WorkerManager:
         return workers
 
     def _prepare(self, spec: ModelSpec, config: ModelConfig) -> ModelHandle:
-        return self._engine.prepare(spec.name, config, target=spec.target, wants_headers=True, capture_output=True)
+        target = Wrapped(None, config.target, {"setup": spec.setup})
+        return self._engine.prepare(spec.name, config, target=target, wants_headers=True, capture_output=True)
 
     async def stop(self, version: ModelVersion) -> None:
         """Stops the workers of a version that is `gone`: loading workers at once, the others after draining."""
