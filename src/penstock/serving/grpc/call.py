@@ -6,7 +6,6 @@ Source: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from struct import Struct as Packing
 from typing import Any, Final, Protocol
@@ -24,8 +23,7 @@ from penstock.serving.grpc.messages import (
     refused,
     unpack,
 )
-from penstock.serving.http.intake import BIG_BYTES
-from penstock.serving.http.listener import Listener
+from penstock.serving.http.listener import INF, Listener
 from penstock.serving.http2.frames import (
     DATA,
     EMPTY_TABLE,
@@ -59,7 +57,6 @@ class CallOwner(Protocol):
     """A connection, as its calls see it."""
 
     listener: Listener
-    receiving: dict[GrpcCall, float]  # incomplete calls, and the time by which the rest must arrive
 
     def check(self, head: CallHead) -> None:
         """Raises GrpcError for a call that is not served."""
@@ -68,28 +65,30 @@ class CallOwner(Protocol):
         """Runs a call: its message has arrived, or it is a stream of messages."""
 
     def settle(self) -> None:
-        """A call has ended."""
+        """A call has ended on a connection that takes no others."""
 
 
 class GrpcCall(Stream):
     """A call, from its headers to its status. Methods get it as their second argument."""
 
+    on_cancel: Callable[[], object] | None = None  # ends the work for a client that left
+    seen = 0  # bytes received up to the last sweep
+    rest_at = INF  # the time by which the rest of a message must arrive
+    _untaken = 0  # bytes of `messages`
+    _held = 0  # bytes in the budget of the listener
+    _begun = False  # the headers of the response were sent
+    _reader: MessageReader | None = None  # of messages in pieces
+    _waiting = False  # for memory
+    _arrival: asyncio.Future[None] | None = None
+    _sent: asyncio.Future[None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _due_s = 0.0
+
     def __init__(self, connection: StreamSet, id: int, head: CallHead, owner: CallOwner) -> None:
         super().__init__(connection, id)
         self.head = head
         self.owner = owner
-        self.on_cancel: Callable[[], object] | None = None  # ends the work for a client that left
-        self.messages: deque[Any] = deque()  # received, not taken by the method yet
-        self.seen = 0  # bytes received up to the last sweep
-        self._untaken = 0  # bytes of `messages`
-        self._held = 0  # bytes in the budget of the listener
-        self._begun = False  # the headers of the response were sent
-        self._reader: MessageReader | None = None  # of messages in pieces
-        self._waiting = False  # for memory
-        self._arrival: asyncio.Future[None] | None = None
-        self._sent: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._due_s = 0.0
+        self.messages: list[Any] = []  # received, not taken by the method yet
 
     # ---- for the method
 
@@ -124,7 +123,7 @@ class GrpcCall(Stream):
 
     def pop(self) -> Any:
         """The first received message."""
-        message = self.messages.popleft()
+        message = self.messages.pop(0)
         if self._held or self.messages or not self.ended:  # not of the usual call, whose one message is here
             self._untaken -= len(data_of(payload_of(message)))
             self.count()
@@ -133,12 +132,12 @@ class GrpcCall(Stream):
     def reply(self, body: bytes | memoryview) -> None:
         """Ends the call with one message, which is copied if it cannot be sent at once."""
         size, id, outbox = len(body), self.id, self.connection.outbox
+        length = size + PREFIX.size
         if self.closed or self.last:
             return
-        if self._begun or not self.ended or size + 5 > outbox.room(self):
+        if self._begun or not self.ended or not outbox.admits(self, length):
             self._send(bytes(body), _OK)
             return
-        length = size + 5
         begin = _BEGIN.pack(
             0, len(_HEAD), HEADERS, END_HEADERS, id, _HEAD, length >> 8, length & 255, DATA, 0, id, 0, size
         )
@@ -201,14 +200,14 @@ class GrpcCall(Stream):
         whole = len(data)
         if self.last:  # it was answered before
             return whole
-        config, reader, size = self.owner.listener.config, self._reader, whole
+        listener, reader, size = self.owner.listener, self._reader, whole
         if reader is None:
-            if size >= PREFIX.size:
+            if last and size >= PREFIX.size:
                 flag, length = PREFIX.unpack_from(data)
-                if last and size == length + PREFIX.size and length <= min(BIG_BYTES, config.max_body_bytes):
+                if size == length + PREFIX.size and length <= listener.small_bytes:
                     self._take(flag, bytes(data[PREFIX.size :]))  # nearly every small message comes in one piece
                     return whole
-            reader = self._reader = MessageReader(self.owner.listener.backend, config.max_body_bytes, self._take)
+            reader = self._reader = MessageReader(listener.backend, listener.config.max_body_bytes, self._take)
         try:
             while len(data) and self.connection.turn > 0:
                 if self.closed or self.last:
@@ -246,7 +245,7 @@ class GrpcCall(Stream):
             return
         method = self.head.method
         assert method is not None
-        self.owner.receiving.pop(self, None)
+        self.rest_at = INF
         if self._reader is not None and (self._reader.missing or self._reader.part):
             self.fail(GrpcError(Code.INTERNAL, "the stream ended within a message"))
         elif method.client_streaming:
@@ -275,7 +274,7 @@ class GrpcCall(Stream):
             memory = self.owner.listener.memory
             if memory or not self.reserve():
                 self._waiting = True
-                self.owner.receiving.pop(self, None)  # the server does not read: the client is not late
+                self.rest_at = INF  # the server does not read: the client is not late
                 memory.add(self)
 
     def reserve(self) -> bool:
@@ -309,31 +308,37 @@ class GrpcCall(Stream):
 
     def _expect(self) -> None:
         """Sets the deadline for the rest of a message; steady data moves it, see `Clock.extended`."""
-        self.owner.receiving.setdefault(self, self.owner.listener.clock.body_at)
+        if self.rest_at == INF:
+            self.rest_at = self.owner.listener.clock.body_at
 
     def _take(self, flag: int, payload: Any) -> None:
         """Called when a whole message has arrived."""
-        method = self.head.method
+        method, message = self.head.method, payload
         assert method is not None
-        coding = ENCODINGS.get(self.head.encoding)
-        error = None
-        if flag and coding is None and self.head.encoding != b"identity":
-            error = GrpcError(Code.UNIMPLEMENTED, "found another grpc-encoding, expected identity, gzip or deflate")
-        elif flag > 1 or (flag and coding is None):
-            error = GrpcError(Code.INTERNAL, "found a compressed message, but grpc-encoding names no compression")
-        elif self.messages and not method.client_streaming:
-            error = GrpcError(Code.INTERNAL, "found a second message, expected one")
-        if error is not None:
+        try:
+            if flag:
+                message = Compressed(payload, self._coding(flag))
+            if self.messages and not method.client_streaming:
+                raise GrpcError(Code.INTERNAL, "found a second message, expected one")
+        except GrpcError as error:
             free(payload)
             self.fail(error)
             return
-        message = Compressed(payload, coding) if flag and coding else payload
         self.messages.append(message)
         self._untaken += len(data_of(payload))
         if method.client_streaming:
             self.connection.turn -= MESSAGE  # thousands may come in one frame
-            self.owner.receiving.pop(self, None)
+            self.rest_at = INF
             self._wake()
+
+    def _coding(self, flag: int) -> str:
+        """The coding of a message with this flag, which is not 0. Raises GrpcError."""
+        coding = ENCODINGS.get(self.head.encoding)
+        if coding is None and self.head.encoding != b"identity":
+            raise GrpcError(Code.UNIMPLEMENTED, "found another grpc-encoding, expected identity, gzip or deflate")
+        if coding is None or flag > 1:
+            raise GrpcError(Code.INTERNAL, "found a compressed message, but grpc-encoding names no compression")
+        return coding
 
     def _replenish(self) -> None:
         """Lets the client send the rest of its message, and otherwise a window full of bytes that are not taken yet."""
@@ -392,8 +397,7 @@ class GrpcCall(Stream):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.owner.receiving.pop(self, None)
-        self.space = NO_SPACE
+        self.rest_at, self.space = INF, NO_SPACE
         if self._reader is not None:
             self._reader.release()
             self._reader = None  # breaks a reference cycle
@@ -403,7 +407,10 @@ class GrpcCall(Stream):
             self.owner.listener.budget.count(-self._held)
             self._held = 0
         while self.messages:
-            free(payload_of(self.messages.popleft()))
-        self._wake()
-        self.on_sent()
-        self.owner.settle()
+            free(payload_of(self.messages.pop()))
+        if self._arrival is not None:
+            self._wake()
+        if self._sent is not None:
+            self.on_sent()
+        if self.connection.drained:
+            self.owner.settle()

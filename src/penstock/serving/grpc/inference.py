@@ -145,16 +145,19 @@ class OpenInferenceService:
         head = read_head(payload if isinstance(payload, bytes) else payload.view)
         if not head.model_name:
             raise BadRequest("the request has no model_name; send the name of a model")
-        values = dict(call.metadata)
+        call_head = call.head
+        if call_head.terms is None:
+            values = dict(call_head.metadata)
+            call_head.terms = parse_request_id(values.get(b"x-request-id", b"")), values.get(b"x-priority", b"0")
+        id, given = call_head.terms
         priority = head.parameters.get("priority") or 0
         if not isinstance(priority, int) or priority < 0:
             raise BadRequest(f"parameter 'priority' is {priority!r:.40}, expected a whole number from 0")
         if priority == 0:
-            priority = parse_priority(values.get(b"x-priority", b"0")) + 1
-        id = parse_request_id(values.get(b"x-request-id", b""))
+            priority = parse_priority(given) + 1
         empty_final = bool(head.parameters.get("triton_enable_empty_final_response"))
         budget_s = _budget_s(head.parameters.get("timeout"), call.time_remaining())
-        item = Item(payload, CODEC, request_id=id, headers=call.metadata, budget_s=budget_s, priority=priority - 1)
+        item = Item(payload, CODEC, request_id=id, headers=call_head.metadata, budget_s=budget_s, priority=priority - 1)
         return _Request(head.model_name, head.model_version or None, head.id, item, empty_final)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, cast
 
 from msgspec import Struct
@@ -56,7 +57,6 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.listener = shared.listener
         self.deadline = INF
         self.unread, self.stuck_s = 0, 0.0
-        self.receiving: dict[GrpcCall, float] = {}
         self._shared = shared
         self._rest = b""  # the begin of a frame
         self._later = False  # the rest waits for its turn
@@ -79,7 +79,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         most = self.listener.config.max_header_bytes
         reader: HeaderReader[CallHead | None] = HeaderReader(most, self._read_head)
         outbox = Outbox(transport.write, transport.writelines)
-        self._http2 = Http2Connection(self._shared, outbox, reader, self._open)
+        self._http2 = Http2Connection(self._shared, outbox, reader, partial(GrpcCall, owner=self))
+        self._now = asyncio.get_running_loop().time
         if not self.listener.add(self):
             self._closing = True
             transport.abort()
@@ -113,6 +114,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._direct = True
             return space
         self._direct = False  # also if nothing came the last time
+        if not self._rest:
+            return self._shared.receive
         begun = len(self._rest)
         self._shared.receive[:begun] = self._rest
         return self._shared.receive[begun:]
@@ -131,7 +134,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if self._closing:
             return
         try:
-            used = self._http2.receive(data, self.listener.now())
+            used = self._http2.receive(data, self._now())
         except Http2Error as error:
             if not self._http2.begun and data[:1].tobytes().isalpha():
                 self.transport.write(_HTTP1_ANSWER)
@@ -171,9 +174,6 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def _read_head(self, headers: Any) -> CallHead | None:
         return read_head(headers, self._shared.dispatcher.find)
-
-    def _open(self, connection: Http2Connection, id: int, head: CallHead) -> GrpcCall:
-        return GrpcCall(connection, id, head, self)
 
     def check(self, head: CallHead) -> None:
         budget, unsent = self.listener.budget, self._http2.outbox.unsent_bytes
@@ -240,10 +240,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
             return self.transport.get_write_buffer_size(), 0
         self._http2.tick()
         limit_s = self.listener.config.body_timeout_s
-        for call, until in list(self.receiving.items()):
+        calls = cast("list[GrpcCall]", list(self._http2.streams.values()))
+        for call in [each for each in calls if each.rest_at < INF]:
             more, call.seen = call.received - call.seen, call.received
-            at = self.receiving[call] = self.listener.clock.extended(until, more)
-            if at <= now:
+            call.rest_at = self.listener.clock.extended(call.rest_at, more)
+            if call.rest_at <= now:
                 text = f"the message did not arrive within {limit_s:g} s (limits.body_timeout_s)"
                 call.fail(GrpcError(Code.DEADLINE_EXCEEDED, text))
         if self._age_at <= now:

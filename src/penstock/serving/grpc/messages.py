@@ -184,7 +184,7 @@ class Method(Struct, frozen=True):
     direct: bool
 
 
-class CallHead(NamedTuple):
+class CallHead(Struct):
     """The headers of a call. A client's later calls commonly share it."""
 
     path: str
@@ -194,10 +194,8 @@ class CallHead(NamedTuple):
     encoding: bytes
     status: int  # of HTTP, for a request that is not gRPC; 0 for a call
     nbytes: int  # of the decoded metadata
-
-    @property
-    def authorization(self) -> bytes | None:
-        return next((value for name, value in self.metadata if name == b"authorization"), None)
+    authorization: bytes | None
+    terms: Any = None  # what a service has read of the metadata, and keeps for the later calls
 
 
 def read_head(headers: Headers, find: Callable[[str], Method | None]) -> CallHead | None:
@@ -221,7 +219,9 @@ def read_head(headers: Headers, find: Callable[[str], Method | None]) -> CallHea
             return None
         timeout_s = min(int(timeout[:-1]) * UNITS[timeout[-1:]], LONGEST_S)
     nbytes = len(path) + sum([FIELD_BYTES + len(name) + len(value) for name, value in metadata])
-    return CallHead(path, find(path), metadata, timeout_s, own.get(b"grpc-encoding", b"identity"), status, nbytes)
+    token = next((value for name, value in metadata if name == b"authorization"), None)
+    encoding = own.get(b"grpc-encoding", b"identity")
+    return CallHead(path, find(path), metadata, timeout_s, encoding, status, nbytes, token)
 
 
 def _decoded(value: bytes) -> bytes:

@@ -32,6 +32,7 @@ from penstock.serving.http2.frames import (
     ACK,
     CONTINUATION,
     DATA,
+    DEFAULT_FRAME,
     END_HEADERS,
     END_STREAM,
     ENHANCE_YOUR_CALM,
@@ -57,6 +58,7 @@ from penstock.serving.http2.frames import (
     SETTINGS,
     STREAM_CLOSED,
     WINDOW_UPDATE,
+    WORD_BYTES,
     HeaderReader,
     Http2Error,
     are_trailers,
@@ -69,7 +71,6 @@ from penstock.serving.http2.frames import (
     window_update,
 )
 from penstock.serving.http2.streams import CALL, EXPLAINED, RECEIVE_WINDOW, TURN, Outbox, Stream, StreamSet
-from penstock.types import Headers
 
 CONNECTION_WINDOW: Final = 2**30  # half of what RFC 9113 allows: the windows of the streams bound what waits
 USEFUL_BYTES: Final = 2**10  # a choice: a smaller window lets data drip, which explains nothing
@@ -102,7 +103,6 @@ class Http2Connection(StreamSet):
         super().__init__(outbox)
         self.begun = 0  # 0: the preface is due; 1: the settings are due; 2: both have come
         self.draining = False
-        self.drained = False  # no further stream will come
         self._bounds = bounds
         self._reader = reader
         self._open_stream = open_stream
@@ -138,19 +138,13 @@ class Http2Connection(StreamSet):
                 break
             high, low, kind, flags, id = HEAD.unpack_from(data, at)
             size, id, begin = high << 8 | low, id & MAX_WINDOW, at + HEAD_BYTES
-            if kind == DATA and not flags & PADDED:  # most likely the rest of a message, whole
-                found = None if flags or self.partial_head else self.streams.get(id)
-                if found is not None and begin + size <= end and 0 < size <= min(len(found.space), found.credit):
-                    at = begin + size
-                    found.space[:size] = data[begin:at]
-                    found.space = found.space[size:]
-                    found.credit -= size
-                    self._credit -= size
-                    if not found.space:
-                        found.on_filled()
-                else:
+            if kind == DATA and not flags & PADDED:
+                found = self.streams.get(id) if size and begin + size <= end and not self.partial_head else None
+                if found is None or found.ended or size > found.credit:
                     self._data(id, flags, size, size)
                     at = begin
+                else:
+                    at = begin + self._whole_data(found, flags, data[begin : begin + size])
                 continue
             if kind == DATA and size:
                 if end == begin:
@@ -158,15 +152,21 @@ class Http2Connection(StreamSet):
                 self._padded(id, flags, size, data[begin])
                 at = begin + 1
                 continue
-            check_size(kind, size, self._bounds.max_header_bytes)
+            if size > DEFAULT_FRAME:
+                check_size(kind, size, self._bounds.max_header_bytes)
             if kind > CONTINUATION:
                 self._ignore(kind, size)
                 at = begin
                 continue
             if end - begin < size:
                 break
-            self._frame(kind, flags, id, data[at : begin + size])
             at = begin + size
+            if kind == HEADERS and not flags & (PADDED | PRIORITIZED):
+                self._headers(id, flags, bytes(data[begin:at]))
+            elif kind == WINDOW_UPDATE and size == WORD_BYTES and not self.partial_head:
+                self._window_update(id, int.from_bytes(data[begin:at], "big") & MAX_WINDOW)
+            else:
+                self._frame(kind, flags, id, data[begin - HEAD_BYTES : at])
             if self._reader.work:
                 self.turn, self._reader.work = self.turn - self._reader.work, 0
         if self._credit < CONNECTION_WINDOW // 2:
@@ -224,12 +224,9 @@ class Http2Connection(StreamSet):
         self._refill()
 
     def _frame(self, kind: int, flags: int, id: int, whole: memoryview) -> None:
-        """Any frame but data. hyperframe parses those that are not on the path of every call."""
+        """A frame that is not on the path of every call: hyperframe parses most of them."""
         if kind == HEADERS:
-            payload = whole[HEAD_BYTES:]
-            self._headers(id, flags, bytes(block_of(id, flags, payload) if flags & (PADDED | PRIORITIZED) else payload))
-        elif kind == WINDOW_UPDATE and len(whole) == HEAD_BYTES + 4 and not self.partial_head:
-            self._window_update(id, int.from_bytes(whole[HEAD_BYTES:], "big") & MAX_WINDOW)
+            self._headers(id, flags, bytes(block_of(id, flags, whole[HEAD_BYTES:])))
         elif kind == PRIORITY and len(whole) != HEAD_BYTES + 5 and id in self.streams and not self.partial_head:
             self._breach(self.streams[id], FRAME_SIZE_ERROR)
         elif kind == SETTINGS and flags & ACK and len(whole) > HEAD_BYTES:
@@ -252,18 +249,10 @@ class Http2Connection(StreamSet):
             self._block = (id, flags, bytearray(block))
             return
         self.turn -= CALL
-        stream = self.streams.get(id)
-        if stream is not None:
-            self._trailers(stream, flags, self._reader.decode(block))
-            return
-        if id in self._cut:
-            self._reader.decode(block)
-            self._trifle()
-            return
         if id <= self.last or not id & 1:
-            code = STREAM_CLOSED if id == self.last > 0 else PROTOCOL_ERROR
-            raise Http2Error(code, f"found HEADERS of stream {id}, expected an odd number above {self.last}")
-        found, length = self._reader.read(block)
+            self._late_headers(id, flags, block)
+            return
+        found, length = self._reader.known.get(block) or self._reader.read(block)
         self.last = id
         if self.drained or len(self.streams) >= self._bounds.max_streams:
             self._refuse(id, REFUSED_STREAM)
@@ -276,9 +265,16 @@ class Http2Connection(StreamSet):
             stream.ended = bool(flags & END_STREAM)
             stream.on_open()
 
-    def _trailers(self, stream: Stream, flags: int, headers: Headers) -> None:
-        """Further headers of an open stream, which gRPC does not use."""
-        if stream.ended:
+    def _late_headers(self, id: int, flags: int, block: bytes) -> None:
+        """Headers that open no stream: trailers, which gRPC does not use, or an error."""
+        stream = self.streams.get(id)
+        if stream is None and id not in self._cut:
+            code = STREAM_CLOSED if id == self.last > 0 else PROTOCOL_ERROR
+            raise Http2Error(code, f"found HEADERS of stream {id}, expected an odd number above {self.last}")
+        headers = self._reader.decode(block)
+        if stream is None:
+            self._trifle()
+        elif stream.ended:
             self._breach(stream, STREAM_CLOSED)
         elif not flags & END_STREAM or not are_trailers(headers):
             self._breach(stream, PROTOCOL_ERROR)
@@ -334,7 +330,7 @@ class Http2Connection(StreamSet):
         self._trifle()
         if id == 0:
             outbox.widen(more)
-        elif (stream := self._known(id)) is not None:
+        elif (stream := self.streams.get(id) or self._known(id)) is not None:
             stream.window += more
             if not more or stream.window > MAX_WINDOW:
                 self._breach(stream, FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -45,18 +44,20 @@ class Stream:
     While `space` is not empty, data goes there, and `on_filled` is called when it is full.
     """
 
+    # how every stream begins; a small call changes few of these, so a class holds them for all
+    space = NO_SPACE
+    credit = granted = RECEIVE_WINDOW  # bytes that the client may send now, and has been allowed in all
+    length = NO_LENGTH  # of the content, as the headers state it
+    opened = 0.0  # when its headers came
+    ended = False  # the client sends no more
+    closed = False
+    last = b""  # the frame that follows `unsent` and ends the stream
+
     def __init__(self, connection: StreamSet, id: int) -> None:
         self.connection = connection
         self.id = id
-        self.space = NO_SPACE
-        self.credit = self.granted = RECEIVE_WINDOW  # bytes that the client may send now, and has been allowed in all
-        self.length = NO_LENGTH  # of the content, as the headers state it
-        self.opened = 0.0  # when its headers came
         self.window = connection.outbox.initial_window  # bytes that the client accepts
-        self.ended = False  # the client sends no more
-        self.closed = False
-        self.unsent: deque[memoryview] = deque()
-        self.last = b""  # the frame that follows `unsent` and ends the stream
+        self.unsent: list[memoryview] = []
 
     def on_open(self) -> None:
         """Called once the headers have arrived."""
@@ -111,11 +112,11 @@ class Outbox:
         self.unsent_bytes = 0
         self.waiting: dict[Stream, None] = {}  # streams with unsent data that their own windows admit
 
-    def room(self, stream: Stream) -> int:
-        """Bytes that can be sent at once, in one frame."""
+    def admits(self, stream: Stream, size: int) -> bool:
+        """Whether so many bytes can be sent at once, in one frame."""
         if self.paused or stream.unsent:
-            return -1
-        return min(self.window, stream.window, self.max_frame)
+            return False
+        return size <= self.window and size <= stream.window and size <= self.max_frame
 
     def send(self, stream: Stream, parts: Sequence[bytes], last: bytes = b"") -> None:
         """Sends data, and `last` as the frame that ends the stream."""
@@ -133,7 +134,8 @@ class Outbox:
             raise Http2Error(PROTOCOL_ERROR, "WINDOW_UPDATE adds nothing")
         if self.window > MAX_WINDOW:
             raise Http2Error(FLOW_CONTROL_ERROR, "the window of the connection is above 2^31-1")
-        self.flush()
+        if self.waiting:
+            self.flush()
 
     def configure(self, values: dict[int, int], streams: Iterable[Stream]) -> bool:
         """Applies the client's settings. Whether the windows of the open streams changed. Raises Http2Error."""
@@ -169,7 +171,7 @@ class Outbox:
             out += (data_head(length, stream.id), part[:length])
             self.sent += 1
             if length == len(part):
-                unsent.popleft()
+                unsent.pop(0)
             else:
                 unsent[0] = part[length:]
             stream.window -= length
@@ -208,6 +210,7 @@ class StreamSet:
         self.streams: dict[int, Stream] = {}
         self.last = 0  # the highest number of a stream that was opened
         self.partial_head = 0  # the stream whose block of headers has begun
+        self.drained = False  # no further stream will come
         self.turn = 0  # work that is left, see TURN; a stream subtracts what it does beyond one call
         self._credit = DEFAULT_WINDOW  # bytes that the client may send over all streams
         self._target: tuple[Stream | None, int, int] = (None, 0, 0)  # of data: stream, flags, bytes to come
@@ -218,7 +221,7 @@ class StreamSet:
     def direct(self) -> memoryview | None:
         """Where the next bytes belong, if these are many: received there, they need not be copied. See `filled`."""
         stream, _, left = self._target
-        if stream is None or min(left, len(stream.space)) < DIRECT_BYTES:
+        if left < DIRECT_BYTES or stream is None or len(stream.space) < DIRECT_BYTES:
             return None
         return stream.space[:left]
 
@@ -291,6 +294,18 @@ class StreamSet:
         self._data(id, flags, size - 1 - padding, size)
         self._skip = padding
 
+    def _whole_data(self, stream: Stream, flags: int, data: memoryview) -> int:
+        """Takes a DATA frame without padding that has come whole and within the windows. Returns how much was taken."""
+        size = len(data)
+        stream.credit -= size
+        self._credit -= size
+        taken = _pass(stream, data, flags & END_STREAM)
+        if taken < size:
+            self._target = (stream, flags, size - taken)
+        elif flags & END_STREAM and not stream.closed:
+            self._end(stream)
+        return taken
+
     def _receive_data(self, data: memoryview) -> int:
         """Takes data of the frame that has begun. Returns how much that was."""
         stream, flags, left = self._target
@@ -298,14 +313,7 @@ class StreamSet:
         if stream is None or stream.closed:
             self._target = (None, flags, left - size)
             return size
-        if stream.space:
-            size = min(size, len(stream.space))
-            stream.space[:size] = data[:size]
-            stream.space = stream.space[size:]
-            if not stream.space:
-                stream.on_filled()
-        else:
-            size = stream.on_data(data, size == left and bool(flags & END_STREAM))
+        size = _pass(stream, data, size == left and flags & END_STREAM)
         self._target = (stream, flags, left - size)
         self._end_data(stream)
         return size
@@ -355,3 +363,15 @@ class StreamSet:
         self._trifles += cost
         if self._trifles - EXPLAINED * self.outbox.sent > MAX_TRIFLES:
             raise Http2Error(ENHANCE_YOUR_CALM, "too many frames without data, or resets")
+
+
+def _pass(stream: Stream, data: memoryview, last: int) -> int:
+    """Gives a stream its data. Returns how much it took."""
+    if not stream.space:
+        return stream.on_data(data, bool(last))
+    size = min(len(data), len(stream.space))
+    stream.space[:size] = data[:size]
+    stream.space = stream.space[size:]
+    if not stream.space:
+        stream.on_filled()
+    return size
