@@ -261,7 +261,7 @@ class _RaySlot(WorkerSlot):
         return ready
 
     async def _receive_all(self) -> None:
-        """Receives answers until the actor dies. Raises errors of Ray; WorkerDied after a response that is not one."""
+        """Receives responses until the actor dies. Raises errors of Ray, and WorkerDied after an invalid response."""
         receiving = asyncio.ensure_future(self._receive())
         watching = asyncio.ensure_future(_result(self._actor.watch.options(concurrency_group="watch").remote()))
         both = receiving, watching

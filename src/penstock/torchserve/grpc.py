@@ -313,7 +313,7 @@ def _infer_response(body: bytes, quoted: bool) -> Any:
             tensor.contents.SetInParent()
         return response
     except (ValueError, TypeError, RecursionError, KeyError, msgspec.ValidationError) as error:
-        text = f"the handler's answer is not an Open Inference response: {type(error).__name__}: {str(error)[:200]}"
+        text = f"the handler's response is not an Open Inference response: {type(error).__name__}: {str(error)[:200]}"
         raise BadOutput(text) from error
 
 

@@ -292,7 +292,7 @@ class Attempts:
         """Raises ItemFailed."""
         served, self._parts = self._served, []
         limit_s = served.node.settings.timeout_ms / 1000
-        self._timer = asyncio.get_running_loop().call_later(limit_s, self._failed, f"no answer in {limit_s:g} s")
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self._failed, f"no response in {limit_s:g} s")
         try:
             self._ticket = served.models.submit(served.node.model, served.version, self._item(), self._take)
         except PenstockError as e:

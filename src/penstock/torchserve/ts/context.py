@@ -1,8 +1,8 @@
 """The Context that gives a handler access to its worker and to the requests of a batch, and the request envelopes.
 
 A worker reuses one Context for every batch; handlers may attach attributes to it. Header lookup ignores case, and
-headers keep the client's spelling. An envelope converts requests of another
-format for a handler, and its results back.
+headers keep the client's spelling. An envelope converts requests of another format for a handler, and its results
+back.
 """
 
 import abc

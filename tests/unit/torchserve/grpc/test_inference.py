@@ -421,7 +421,7 @@ def output(**changes):
 async def test_an_invalid_answer_is_an_internal_error(grpc_site, changes):
     async with grpc_site({"m": answering(**changes)}) as ask:
         code, text = await ask.refusal("ModelInfer", model_name="m")
-        assert (code, text.split(":")[0]) == ("INTERNAL", "the handler's answer is not an Open Inference response")
+        assert (code, text.split(":")[0]) == ("INTERNAL", "the handler's response is not an Open Inference response")
 
 
 @pytest.mark.parametrize("body", [b"", b"no json", b"[]", b"\xff", b"[" * 100_000])
