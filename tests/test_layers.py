@@ -49,7 +49,7 @@ IMPURE_MODULES = {
 UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 # between a process and its own child, over a private socketpair; over a broker that the program trusts explicitly;
 # between processes of one user, over a socket that only this user can reach
-MAY_PICKLE = ("core.transports", "core.wire", "streamer.redis.pickles", "streamer.shared.sealed")
+MAY_PICKLE = ("core.transports", "core.wire", "streamer.redis.pickles", "streamer.shared.protocol")
 CONCURRENCY = {"asyncio", "concurrent", "multiprocessing", "threading"}
 
 LOADED_IN_A_WORKER = (

@@ -1,4 +1,4 @@
-"""The process of a shared batcher: `python -m penstock.streamer.shared.batcher`, started by `start.py` alone.
+"""The process of a shared batcher: `python -m penstock.streamer.shared.batcher`, started by `link.py` alone.
 
 It has the backend of an ordinary streamer, one session per client, and no parent. It ends `linger_s` after its last
 client has left. What a client held ends with its connection: waiting calls, their memory, and unread answers.
@@ -40,18 +40,24 @@ from penstock.core.wire.slabs import Slab, SlabPool, anonymous_file, give_to_sys
 from penstock.errors import Cancelled, ConfigError, PenstockError, QueueFull, describe
 from penstock.serving.process import TextFormatter, runner
 from penstock.streamer.backend import LocalBackend
-from penstock.streamer.shared.messages import (
+from penstock.streamer.shared.protocol import (
+    READY,
+    STARTER_FD,
     VERSION,
     CallMessage,
     JoinMessage,
     LoadedMessage,
     Offer,
+    Sealed,
     ToBatcher,
     WelcomeMessage,
+    check_peer,
+    listening,
+    put_values,
     read_offer,
+    seal,
+    sealed_values,
 )
-from penstock.streamer.shared.sealed import Sealed, put_values, seal, sealed_values
-from penstock.streamer.shared.start import READY, STARTER_FD, check_peer, listening
 from penstock.types import BatchPart, Item, ItemResult
 
 log = logging.getLogger("penstock.streamer")

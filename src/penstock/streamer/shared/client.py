@@ -20,6 +20,7 @@ from penstock.core import os_threads
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import result_of
 from penstock.core.portal.portal import Portal
+from penstock.core.transports.slot import within
 from penstock.core.wire.messages import PartMessage, Pickled
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import (
@@ -34,10 +35,8 @@ from penstock.errors import (
 )
 from penstock.streamer.backend import FIRST_RETRY_S, LAST_RETRY_S
 from penstock.streamer.base import BaseStreamer
-from penstock.streamer.shared.link import BatcherLink, SharedCall
-from penstock.streamer.shared.messages import Offer, offer_of
-from penstock.streamer.shared.sealed import Sealed, opened, seal_item
-from penstock.streamer.shared.start import Joined, join, socket_path
+from penstock.streamer.shared.link import BatcherLink, Joined, SharedCall, join
+from penstock.streamer.shared.protocol import Offer, Sealed, offer_of, opened, seal_item, socket_path
 from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.streamer")
@@ -262,12 +261,9 @@ class SharedClient:
     async def close(self, drain_s: float) -> None:
         """Waits for accepted calls, and leaves the batcher, which continues for others."""
         self._closed = True
-        if self._calls and drain_s > 0:
+        if self._calls:
             self._emptied = asyncio.Event()
-            try:
-                await asyncio.wait_for(self._emptied.wait(), drain_s)
-            except TimeoutError:
-                pass
+            await within(self._emptied, drain_s)
         for call_id in list(self._calls):
             self._end(call_id, ItemResult(error=ModelNotReady("the streamer was destroyed")))
         link, self._link = self._link, None

@@ -20,13 +20,21 @@ from penstock.core.wire.messages import FrameDecoder, FreeReplies, MessageWriter
 from penstock.core.wire.slabs import anonymous_file
 from penstock.errors import ConfigError, ModelNotReady, PenstockError, QueueFull, WorkerDied
 from penstock.streamer.model import wrapped
-from penstock.streamer.shared import batcher, client, start
+from penstock.streamer.shared import batcher, client, protocol
 from penstock.streamer.shared.batcher import SharedBatcher
-from penstock.streamer.shared.client import SharedClient
-from penstock.streamer.shared.link import BatcherLink, SharedCall
-from penstock.streamer.shared.messages import CallMessage, JoinMessage, WelcomeMessage, offer_of
-from penstock.streamer.shared.sealed import put_values, seal
-from penstock.streamer.shared.start import Joined, connected, join, listening, socket_path
+from penstock.streamer.shared.client import BatcherLink, SharedCall, SharedClient
+from penstock.streamer.shared.link import Joined, join
+from penstock.streamer.shared.protocol import (
+    CallMessage,
+    JoinMessage,
+    WelcomeMessage,
+    connected,
+    listening,
+    offer_of,
+    put_values,
+    seal,
+    socket_path,
+)
 from penstock.types import Item, ItemResult
 
 
@@ -215,7 +223,7 @@ async def test_a_silent_client_is_disconnected(running: Running, monkeypatch: py
 async def test_a_process_of_another_user_is_disconnected(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     client = await running.client()
     with running.connect() as sock:
-        monkeypatch.setattr(start, "peer_uid", lambda sock: os.geteuid() + 1)
+        monkeypatch.setattr(protocol, "peer_uid", lambda sock: os.geteuid() + 1)
         assert await receive(sock) == b""
     monkeypatch.undo()
     assert await call(client, 2) == 2
