@@ -17,6 +17,7 @@ from typing import Any
 from penstock.backoff import Backoff
 from penstock.core.contracts import Ticket
 from penstock.core.portal.portal import Portal
+from penstock.core.transports.slot import within
 from penstock.errors import BrokerUnavailable, ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
 from penstock.streamer.base import BaseStreamer, ChunkingBackend
 from penstock.streamer.redis.connection import Command, CommandRefused, RedisConnection, parse_address
@@ -385,13 +386,9 @@ class BrokerClient(ChunkingBackend):
         """Waits up to `drain_s` for answers, fails the remaining calls, and deletes this client's keys."""
         self._closed = True
         requests = self._requests
-        if requests.entries and drain_s > 0:
+        if requests.entries:
             requests.empty.clear()
-            try:
-                async with asyncio.timeout(drain_s):
-                    await requests.empty.wait()
-            except TimeoutError:
-                pass
+            await within(requests.empty, drain_s)
         requests.fail_all(ModelNotReady("the streamer was closed before the response came"))
         if self._session_timer is not None:
             self._session_timer.cancel()

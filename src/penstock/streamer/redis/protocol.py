@@ -109,6 +109,22 @@ def load_header(data: bytes) -> RequestHeader:
     return _load(_header_decoder, data, "header of the message")
 
 
+def parse_entry(fields: list[bytes]) -> tuple[RequestHeader, bytes]:
+    """The header and the payload of an entry. Raises MalformedMessage."""
+    named = dict(zip(fields[::2], fields[1::2], strict=True))
+    if named.keys() != {b"h", b"p"} or len(fields) != 4:
+        raise MalformedMessage("the message has other fields than a header and a payload")
+    return load_header(named[b"h"]), named[b"p"]
+
+
+def header_or_none(fields: list[bytes]) -> RequestHeader | None:
+    """The header of an entry that may be malformed otherwise; None if it cannot be read."""
+    try:
+        return load_header(dict(zip(fields[::2], fields[1::2], strict=True))[b"h"])
+    except (MalformedMessage, KeyError):
+        return None
+
+
 def load_replies(data: bytes) -> list[BrokerReply]:
     """Raises MalformedMessage."""
     return _load(_replies_decoder, data, "reply").replies
