@@ -19,19 +19,19 @@ from penstock.errors import QueueFull as QueueFull
 from penstock.errors import SequenceLost as SequenceLost
 from penstock.errors import SequenceNotFound as SequenceNotFound
 from penstock.errors import WorkerDied as WorkerDied
-from penstock.tasks import ChatMessage as ChatMessage
-from penstock.tasks import Embedding as Embedding
-from penstock.tasks import EmbeddingRequest as EmbeddingRequest
-from penstock.tasks import StopScanner as StopScanner
-from penstock.tasks import TextPart as TextPart
-from penstock.tasks import TextRequest as TextRequest
+from penstock.types import ChatMessage as ChatMessage
+from penstock.types import Embedding as Embedding
+from penstock.types import EmbeddingRequest as EmbeddingRequest
 from penstock.types import Item as Item
 from penstock.types import ItemResult as ItemResult
 from penstock.types import ModelMetadata as ModelMetadata
 from penstock.types import Response as Response
 from penstock.types import SequenceRequest as SequenceRequest
 from penstock.types import Step as Step
+from penstock.types import StopScanner as StopScanner
 from penstock.types import TensorSpec as TensorSpec
+from penstock.types import TextPart as TextPart
+from penstock.types import TextRequest as TextRequest
 
 if TYPE_CHECKING:
     from penstock import metrics as metrics

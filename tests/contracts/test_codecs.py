@@ -23,11 +23,10 @@ from penstock.serving.protocols.oip_grpc import OipGrpcCodec, open_inference
 from penstock.serving.protocols.oip_messages import encode_request
 from penstock.serving.protocols.openai_embeddings import EmbeddingsCodec
 from penstock.serving.protocols.openai_text import ChatCodec, CompletionsCodec
-from penstock.tasks import Embedding, TextPart
 from penstock.testing.codecs import check_codec
 from penstock.torchpipe.thrift_protocol import ThriftCodec
 from penstock.torchserve.protocol.codec import HandlerResponse, InputsCodec, RawCodec, TorchServeCodec
-from penstock.types import Item, ModelMetadata, Parts, Response, TensorSpec
+from penstock.types import Embedding, Item, ModelMetadata, Parts, Response, TensorSpec, TextPart
 
 FORM = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\nhi\r\n--B--\r\n'
 TENSOR = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [[1, 2], [3, 4.5]]}

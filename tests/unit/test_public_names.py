@@ -37,7 +37,7 @@ def test_every_name_is_listed_and_found() -> None:
 def test_the_import_loads_only_errors_and_plain_types(code: str) -> None:
     told = f"{code}; import sys; print(*sorted(m for m in sys.modules if m.startswith('penstock')))"
     loaded = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout.split()
-    assert loaded == ["penstock", "penstock._version", "penstock.errors", "penstock.tasks", "penstock.types"]
+    assert loaded == ["penstock", "penstock._version", "penstock.errors", "penstock.types"]
 
 
 def test_the_package_runs_as_the_command(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ class Misspelt: ...
 class Mistyped: ...
 """
 CHECKER = "[mypy]\nfollow_imports = skip\nignore_missing_imports = true\n[mypy-msgspec.*]\nfollow_imports = silent\n"
-CHECKED = ("__init__", "core/worker/python_model", "config/schema", "tasks", "errors")  # the other files are not read
+CHECKED = ("__init__", "core/worker/python_model", "config/schema", "types", "errors")  # the other files are not read
 
 
 def test_a_type_checker_sees_misspelt_names_and_options(tmp_path: Path) -> None:

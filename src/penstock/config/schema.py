@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
 
 from penstock.errors import ConfigError, nearest
-from penstock.tasks import Task
+from penstock.types import Task
 
 MOST: Final = 2**31 - 1  # of a count, and of seconds: the system's calls and TorchServe's clients take no more
 MOST_INSTANCES: Final = 4096  # of one version, whatever `limits.max_instances` is

@@ -16,8 +16,7 @@ from penstock.core.worker.predict import SequenceStates, WithParameters, takes_p
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import ConfigError, LoadFailed, nearest
-from penstock.tasks import TASKS, Task
-from penstock.types import ModelMetadata, TensorSpec
+from penstock.types import TASKS, ModelMetadata, Task, TensorSpec
 
 if TYPE_CHECKING:
     from penstock.core.worker.call_loop import CallLoop

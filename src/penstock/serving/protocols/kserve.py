@@ -26,8 +26,7 @@ from penstock.serving.protocols.oip_messages import Tensor
 from penstock.serving.protocols.oip_routes import error_body
 from penstock.serving.protocols.oip_tensors import nested, output_array
 from penstock.serving.protocols.route import POST, Template, json_route
-from penstock.tasks import plain_result
-from penstock.types import Item, ItemResult, Many, ModelMetadata, Parts
+from penstock.types import Item, ItemResult, Many, ModelMetadata, Parts, plain_result
 
 if TYPE_CHECKING:
     import numpy as np

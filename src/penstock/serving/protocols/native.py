@@ -18,8 +18,7 @@ from penstock.serving.protocols.bodies import (
     split_type,
 )
 from penstock.serving.protocols.route import Template
-from penstock.tasks import plain_result
-from penstock.types import Item, ItemResult, ModelMetadata, Response
+from penstock.types import Item, ItemResult, ModelMetadata, Response, plain_result
 
 TEXT: Final = "text/plain; charset=utf-8"
 BYTES: Final = "application/octet-stream"

@@ -12,8 +12,7 @@ from penstock.core.contracts import Codec
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON, decode_json, is_countable
 from penstock.serving.protocols.openai import check_task, count_inputs, inference, schema_of, wrong
-from penstock.tasks import Embedding, EmbeddingRequest
-from penstock.types import Item, ItemResult, Many, ModelMetadata
+from penstock.types import Embedding, EmbeddingRequest, Item, ItemResult, Many, ModelMetadata
 
 TASK: Final = "embedding"
 MAX_INPUTS: Final = 2048  # the limit of OpenAI's API

@@ -37,8 +37,7 @@ from penstock.serving.protocols.openai import (
     schema_of,
     wrong,
 )
-from penstock.tasks import ChatMessage, TextPart, TextRequest
-from penstock.types import Item, ItemResult, Many, ModelMetadata, Parts
+from penstock.types import ChatMessage, Item, ItemResult, Many, ModelMetadata, Parts, TextPart, TextRequest
 
 TASK: Final = "text-generation"
 SSE: Final = "text/event-stream"

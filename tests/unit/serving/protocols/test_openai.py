@@ -27,8 +27,7 @@ from penstock.errors import (
 from penstock.serving.protocols.openai import error_body, name_of
 from penstock.serving.protocols.openai_embeddings import EmbeddingsCodec
 from penstock.serving.protocols.openai_text import ChatCodec, CompletionsCodec, plain_prompt
-from penstock.tasks import ChatMessage, Embedding, EmbeddingRequest, TextPart, TextRequest
-from penstock.types import Item, ModelMetadata, Parts
+from penstock.types import ChatMessage, Embedding, EmbeddingRequest, Item, ModelMetadata, Parts, TextPart, TextRequest
 
 
 class OwnRequest(TextRequest, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.tasks import StopScanner
+from penstock.types import StopScanner
 
 letters = st.text("ab", max_size=4)
 
