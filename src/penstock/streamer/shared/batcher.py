@@ -39,7 +39,7 @@ from penstock.core.wire.messages import (
 from penstock.core.wire.slabs import Slab, SlabPool, anonymous_file, give_to_system
 from penstock.errors import Cancelled, ConfigError, PenstockError, QueueFull, describe
 from penstock.serving.process import TextFormatter, runner
-from penstock.streamer.backend import LocalBackend
+from penstock.streamer.local import LocalBackend
 from penstock.streamer.shared.protocol import (
     READY,
     STARTER_FD,

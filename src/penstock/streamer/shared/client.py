@@ -20,7 +20,7 @@ from penstock.core import os_threads
 from penstock.core.contracts import Ticket
 from penstock.core.engine.engine import result_of
 from penstock.core.portal.portal import Portal
-from penstock.core.transports.slot import within
+from penstock.core.transports.slot import FIRST_RETRY_S, LAST_RETRY_S, within
 from penstock.core.wire.messages import PartMessage, Pickled
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import (
@@ -33,7 +33,6 @@ from penstock.errors import (
     WorkerDied,
     describe,
 )
-from penstock.streamer.backend import FIRST_RETRY_S, LAST_RETRY_S
 from penstock.streamer.base import BaseStreamer
 from penstock.streamer.shared.link import BatcherLink, Joined, SharedCall, join
 from penstock.streamer.shared.protocol import Offer, Sealed, offer_of, opened, seal_item, socket_path

@@ -12,8 +12,8 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig
 from penstock.errors import DeadlineExceeded, LoadFailed, ModelNotReady, PayloadTooLarge, QueueFull
-from penstock.streamer import backend as module
-from penstock.streamer.backend import LocalBackend
+from penstock.streamer import local as module
+from penstock.streamer.local import LocalBackend
 from penstock.types import Item, ItemResult
 
 
