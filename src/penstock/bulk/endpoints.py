@@ -21,7 +21,7 @@ from penstock.bulk.servers import (
     revision_changed,
 )
 from penstock.bulk.types import EndpointStats, SendMode, SendOptions
-from penstock.client.apis import APIS
+from penstock.client.calls import APIS
 from penstock.client.endpoint import (
     ConnectionLost,
     MalformedResponse,

@@ -8,10 +8,19 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, Unpack
 
-from penstock.client.apis import ApiCall, PenstockApi, find_api
-from penstock.client.calls import Call, CallOptions, CallWindow, RetryPolicy, read_options
+from penstock.client.calls import (
+    ApiCall,
+    Call,
+    CallOptions,
+    CallWindow,
+    PenstockApi,
+    RetryPolicy,
+    find_api,
+    read_options,
+)
 from penstock.client.endpoint import parse_url, tls_context
-from penstock.client.transport import Attempt, ConnectionPool, HttpTransport, Listener
+from penstock.client.http import ConnectionPool
+from penstock.client.transport import Attempt, HttpTransport, Listener
 from penstock.errors import BadRequest, ConfigError, PenstockError, not_installed
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import grpc
 
-from penstock.client.apis import ApiCall, PenstockApi
-from penstock.client.calls import GRACE_S, Call
+from penstock.client.calls import GRACE_S, ApiCall, Call, PenstockApi
 from penstock.client.endpoint import (
     ConnectionLost,
     ResponseTimeout,
@@ -21,8 +20,7 @@ from penstock.client.endpoint import (
     parse_url,
 )
 from penstock.client.response import named_error
-from penstock.client.transport import Attempt, Parts
-from penstock.client.values import raw_inputs
+from penstock.client.transport import Attempt, Parts, raw_inputs
 from penstock.errors import (
     BadRequest,
     Cancelled,

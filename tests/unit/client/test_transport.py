@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.client.endpoint import ConnectionLost, ResponseTooLarge
 from penstock.client.response import MAX_PAUSE_S, HttpResponse, UnexpectedResponse, error_of, retry_after_s
-from penstock.client.values import PartReader, decode_value, encode_value, raw_inputs
+from penstock.client.transport import PartReader, decode_value, encode_value, raw_inputs
 from penstock.errors import (
     BadRequest,
     ItemFailed,
