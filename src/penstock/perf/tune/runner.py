@@ -10,7 +10,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol, Self
@@ -20,8 +20,9 @@ from msgspec import Struct, field
 
 from penstock._version import __version__
 from penstock.errors import ConfigError, LoadFailed
+from penstock.perf.bench.compare import student_at
 from penstock.perf.bench.document import value_text
-from penstock.perf.bench.measurement import SCHEMA, Measurement, Slo, measured_value
+from penstock.perf.bench.measurement import SCHEMA, Measurement, Objective, Slo, measured_value
 from penstock.perf.bench.results import append_line, open_locked, writing
 from penstock.perf.tune.space import CandidateSettings
 
@@ -29,6 +30,8 @@ log = logging.getLogger("penstock.perf")
 
 LOAD_PARAMETERS: Final = ("batch", "instances", "hold", "policy")  # have no effect on one batch of one instance
 JOURNAL: Final = "journal.jsonl"
+TELL_P99: Final = 299  # timely responses that prove with 95 % confidence that at most 1 % are late
+_CHANCE: Final = 0.05  # probability that the true value is above its bound
 _CURVE: Final = "curve "
 _HEAD: Final = {"penstock": __version__, "schema": str(SCHEMA)}
 
@@ -91,6 +94,49 @@ class MeasuredRun(Struct, frozen=True, kw_only=True):
             return math.inf
         values = [(self.value(part.name), max(part.limit, 1e-9)) for part in slo.bounds]
         return max((math.inf if value is None else value / limit for value, limit in values), default=0.0)
+
+
+def violated(slo: Slo, runs: Sequence[MeasuredRun], side: int) -> str | None:
+    """Which part of the SLO the repeats violate together; None if they meet it.
+
+    `side` 0 judges by the mean of the repeats; 1 and -1 by its upper and lower bound, each with 95 % confidence.
+
+    The p99 of all repeats together is within the limit exactly if at most 1 % of all responses are late. The mean of
+    the p99s is larger: a rare slow batch may dominate the p99 of one repeat and be absent from another.
+    """
+    which = {-1: "at least ", 0: "", 1: "up to "}[side]
+    for part in slo.bounds:
+        late = [share for r in runs if (share := r.late_share) is not None]
+        if part.name == "p99" and part.limit == slo.latency_s and len(late) == len(runs):
+            over = _bounded(late, math.sqrt(0.01 / max(1, runs[0].run.requests)), side)
+            if over > 0.01:
+                return f"{which}{over * 100:.2g} % of all responses are late (wanted {part.text})"
+            if side > 0 and (count := sum(r.run.answered for r in runs)) < TELL_P99:
+                return f"{count} responses are too few to decide (wanted {part.text}, which takes {TELL_P99})"
+            continue
+        value = _together(part, runs, side)
+        if value is None or not part.met_by(value):
+            return f"{part.name} {which}{value_text(part.name, value)} (wanted {part.text})"
+    return None
+
+
+def _together(part: Objective, runs: Sequence[MeasuredRun], side: int) -> float | None:
+    """The value of the part over all repeats, or a bound of its mean."""
+    if part.name == "error":
+        requests = sum(r.run.requests for r in runs)
+        return sum(sum(r.run.errors.values()) for r in runs) / requests if requests else None
+    values = [value for r in runs if (value := r.value(part.name)) is not None]
+    return _bounded(values, 0.0, side) if len(values) == len(runs) else None
+
+
+def _bounded(values: Sequence[float], least: float, side: int) -> float:
+    """The mean, or its bound with 95 % confidence by Student's t. The deviation is at least `least`, because a few
+    values may agree by chance better than each is known."""
+    mean = statistics.fmean(values)
+    if side == 0:
+        return mean
+    deviation = max(statistics.stdev(values), least if mean else 0.0)
+    return mean + side * student_at(2 * _CHANCE, len(values) - 1) * deviation / math.sqrt(len(values))
 
 
 class BatchCurve(Struct, frozen=True, kw_only=True):

@@ -14,8 +14,7 @@ from msgspec import Struct
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.document import value_text
 from penstock.perf.bench.measurement import RunnerUp, Slo, Verdict
-from penstock.perf.tune.confirm import Finalist, confirm, gain
-from penstock.perf.tune.rates import EFFORTS, Effort, TuningTrial
+from penstock.perf.tune.rates import EFFORTS, Effort, Finalist, TuningTrial, confirm, gain
 from penstock.perf.tune.runner import BudgetExhausted, Journal, RunObserver, SystemUnderTest, TrialRunner
 from penstock.perf.tune.search import SearchState, Strategy, strategy
 from penstock.perf.tune.space import UNCHANGED, CandidateSettings, SearchSpace

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr("penstock.perf.tune.server.open_target", start)
+    monkeypatch.setattr("penstock.perf.tune.app.open_target", start)
     return tmp_path
 
 

@@ -10,9 +10,8 @@ from msgspec import structs
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.perf.bench.measurement import Latency, Load, Measurement, parse_slo
 from penstock.perf.bench.results import as_csv
-from penstock.perf.tune.confirm import Finalist
 from penstock.perf.tune.job import COLUMNS, settings_table
-from penstock.perf.tune.rates import Effort
+from penstock.perf.tune.rates import Effort, Finalist
 from penstock.perf.tune.runner import Journal, TrialRunner
 from penstock.perf.tune.search import SearchState
 from penstock.perf.tune.space import CandidateSettings, parse_settings, parse_space
