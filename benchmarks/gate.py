@@ -18,10 +18,10 @@ from report import number
 
 from penstock.perf.bench.compare import METRICS, REGRESSION, compare, decide
 from penstock.perf.bench.measurement import Load, Measurement
-from penstock.perf.bench.payload import Payload, check_of, request_of
 from penstock.perf.bench.results import Origin
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.target import Target, open_target
+from penstock.perf.bench.workload import Payload, check_of, request_of
 
 TRIALS_A_ROUND = 4
 REPEATS = 10

@@ -23,10 +23,10 @@ import harness
 import uvloop
 from report import spread
 
-from penstock.perf.bench.arrivals import parse_arrival, times
 from penstock.perf.bench.figures import summarise
 from penstock.perf.bench.load import Samples, closed_loop, open_loop
 from penstock.perf.bench.measurement import Load, Measurement
+from penstock.perf.bench.workload import parse_arrival, times
 
 BODY = b'{"id": 12345, "text": "a small request of 50 bytes"}'
 CLOSED = ((1, 1), (8, 2), (64, 10))  # clients, milliseconds: up to 6,400 requests/s

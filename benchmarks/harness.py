@@ -12,9 +12,9 @@ from report import Report, Runs, options
 from servers import HERE, Server, Workload, free_ports, python_of, same, serving, tuned
 
 from penstock.client.endpoint import Endpoint, parse_url
-from penstock.perf.bench.arrivals import Arrival, times
 from penstock.perf.bench.load import Samples, http_request
 from penstock.perf.bench.load import open_loop as run_open_loop
+from penstock.perf.bench.workload import Arrival, times
 
 __all__ = [
     "HERE",

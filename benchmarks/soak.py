@@ -37,9 +37,9 @@ import uvloop
 
 from penstock import AsyncClient
 from penstock.client.endpoint import Endpoint, parse_url
-from penstock.perf.bench.arrivals import Arrival, times
 from penstock.perf.bench.figures import percentile
 from penstock.perf.bench.load import Samples, closed_loop, open_loop
+from penstock.perf.bench.workload import Arrival, times
 
 APP = """
 import asyncio, os, signal, time

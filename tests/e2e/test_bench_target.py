@@ -17,10 +17,10 @@ import pytest
 from penstock.client.endpoint import parse_url
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.measurement import ServerStats
-from penstock.perf.bench.payload import payloads
 from penstock.perf.bench.probe import ServerProbe
 from penstock.perf.bench.server import ServerProcess, fetch
 from penstock.perf.bench.target import Target, open_target
+from penstock.perf.bench.workload import payloads
 
 APP = """
 import sys

@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from penstock.perf.bench.arrivals import parse_arrival, times
 from penstock.perf.bench.measurement import parse_slo
+from penstock.perf.bench.workload import parse_arrival, times
 from penstock.perf.plan.costs import CostCurve
 from penstock.perf.plan.planner import Planner, PlanOptions, tail
 from penstock.perf.simulate.simulator import OpenLoop

@@ -99,8 +99,8 @@ def bench(target: str, **flags: Any) -> None:
 
 def make_plan(flags: dict[str, Any]) -> LoadPlan:
     """The loads that the flags describe. Raises ConfigError for contradictory flags."""
-    from penstock.perf.bench.arrivals import parse_arrival
     from penstock.perf.bench.session import LoadPlan
+    from penstock.perf.bench.workload import parse_arrival
 
     mode: Mode = flags["mode"] or ("open" if flags["rate"] or flags["arrival"] else "closed")
     trace = parse_arrival(flags["arrival"] or "poisson").kind == "trace"
@@ -159,9 +159,9 @@ def _bench(text: str, flags: dict[str, Any]) -> int:
 
 def _measure(target: Target, plan: LoadPlan, slo: Slo, flags: dict[str, Any]) -> int:
     """Sends the load, prints the results however it ends, and returns the exit status."""
-    from penstock.perf.bench.payload import payloads, request_of
     from penstock.perf.bench.results import Origin, Results, redacted
     from penstock.perf.bench.session import BenchSession
+    from penstock.perf.bench.workload import payloads, request_of
 
     bodies = payloads(flags["data"], target, flags["seed"])
     requests = [request_of(target, body) for body in bodies]

@@ -18,7 +18,6 @@ from msgspec import structs
 
 from penstock.client.endpoint import Unreachable
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
 from penstock.perf.bench.document import memory
 from penstock.perf.bench.figures import is_hopeless, summarise
 from penstock.perf.bench.load import Check, Progress, Samples, closed_loop, open_loop
@@ -26,6 +25,7 @@ from penstock.perf.bench.load_run import WRONG
 from penstock.perf.bench.measurement import Load, Measurement, Slo
 from penstock.perf.bench.probe import ServerProbe
 from penstock.perf.bench.target import Target
+from penstock.perf.bench.workload import parse_arrival, read_trace, times
 
 LOOKS: Final = 5  # test requests, one after another; if all fail, no load is sent
 LOOKS_S: Final = 30.0  # no further test request after this time

@@ -68,6 +68,12 @@ def check_reachable(endpoint: Endpoint) -> None:
     asyncio.run(connect(ClientConnection(endpoint)))
 
 
+def error_line(output: str) -> str:
+    """The last error that a command printed, without its prefix; "" if there is none."""
+    lines = [line for line in output.splitlines() if line.startswith(USAGE_PREFIX)]
+    return lines[-1].removeprefix(USAGE_PREFIX) if lines else ""
+
+
 class ServerProcess:
     """`penstock serve ARGUMENTS` or `penstock torchserve ARGUMENTS` on free ports of this machine.
 
@@ -162,8 +168,7 @@ class ServerProcess:
         """The reported usage error; "" if the process ended for another reason."""
         if self._verb != "serve" or self._process is None or self._process.returncode != USAGE:
             return ""
-        lines = [line for line in self.output().splitlines() if line.startswith(USAGE_PREFIX)]
-        return lines[-1].removeprefix(USAGE_PREFIX) if lines else ""
+        return error_line(self.output())
 
     def stop(self) -> None:
         """Shuts the server down gracefully and kills it after 15 s. Idempotent."""

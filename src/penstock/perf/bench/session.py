@@ -21,11 +21,11 @@ from penstock.perf.bench.measurement import (
     parse_slo,
     server_stats,
 )
-from penstock.perf.bench.payload import check_of
 from penstock.perf.bench.report import INVALID, in_a_line, load_verdict, publish
 from penstock.perf.bench.results import Origin, Results, json_text
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.target import Target
+from penstock.perf.bench.workload import check_of
 from penstock.perf.command import FAILED
 
 Mode = Literal["closed", "open", "ramp", "saturate"]

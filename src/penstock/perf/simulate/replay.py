@@ -15,10 +15,10 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError, nearest
-from penstock.perf.bench.arrivals import parse_arrival, read_trace, times
 from penstock.perf.bench.document import UNKNOWN, align, number
 from penstock.perf.bench.figures import latency_of
 from penstock.perf.bench.measurement import Latency, Load, Measurement, ObjectiveResult, Slo, parse_slo
+from penstock.perf.bench.workload import parse_arrival, read_trace, times
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulate
 from penstock.perf.tune.space import parse_space
 from penstock.values import TIME_UNITS, quantity

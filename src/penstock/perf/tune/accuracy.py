@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import UNSET, Struct
 
 from penstock.errors import ConfigError, nearest
-from penstock.perf.bench.payload import JSON, content_type_of
+from penstock.perf.bench.workload import JSON, content_type_of
 from penstock.perf.tune.profiler import RequestBody, SampleResponse
 from penstock.values import shorten
 

@@ -1,4 +1,7 @@
-"""Writes tuned settings into a `penstock.toml`: only the tuned keys change, comments stay, and one comment is added."""
+"""The configuration of the model to tune, with candidate settings, and the `penstock.toml` that receives the result.
+
+In the file only the tuned keys change, comments stay, and one comment is added.
+"""
 
 import logging
 import os
@@ -10,11 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from msgspec import structs
+from msgspec import Struct, convert, structs, to_builtins
 
 from penstock.config.load import Tree, load_config, parse_toml
 from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.engine.rules import queue_bound
 from penstock.errors import ConfigError, PenstockError, nearest
+from penstock.perf.tune.space import KEYS, CandidateSettings
 from penstock.plugins import is_whole_file, optional_module
 
 log = logging.getLogger("penstock.perf")
@@ -22,6 +27,48 @@ log = logging.getLogger("penstock.perf")
 _RELATIVE: Final = ("target", "weights", "name")  # keys that a file may write differently
 MARK: Final = "# penstock tune"
 """The prefix of our comment, which the next run replaces."""
+
+
+class TunedModel(Struct, frozen=True, kw_only=True):
+    """The model to tune: `target` and `sets` in the form of `penstock serve`, and the baseline of its section.
+
+    `tls_cert` is the server's certificate, if it uses TLS. `queue_rows` is the baseline's limit of the queue, 0 while
+    unknown.
+    """
+
+    target: str
+    section: str
+    model: ModelConfig
+    sets: tuple[str, ...] = ()
+    token: str | None = None
+    tls_cert: str | None = None
+    queue_rows: int = 0
+
+    @property
+    def name(self) -> str:
+        """The model's name in its routes."""
+        return self.model.name or self.section
+
+    def with_settings(self, settings: CandidateSettings) -> ModelConfig:
+        """The model's configuration with these settings."""
+        tree = to_builtins(self.model)
+        put(tree, self.keys(settings))
+        return convert(tree, ModelConfig)
+
+    def keys(self, settings: CandidateSettings) -> dict[str, Any]:
+        """The keys of `[models.NAME]` that these settings set. The queue's limit follows max_batch_size, so a smaller
+        batch keeps the baseline's: otherwise it would refuse clients that the baseline serves."""
+        found, batch = keys_of(settings), settings.whole("batch")
+        if self.queue_rows and batch is not None:
+            instances = settings.whole("instances", self.model.instances) or 1
+            if queue_bound(self.model.batching, instances, batch) < self.queue_rows:
+                found.setdefault("batching.max_queue", self.queue_rows)
+        return found
+
+
+def keys_of(settings: CandidateSettings) -> dict[str, Any]:
+    """The keys of `[models.NAME]`, such as "batching.max_batch_size", that these settings set."""
+    return {KEYS.get(name, name): [value] if name == "device" else value for name, value in settings.items}
 
 
 class TunedFile:

@@ -28,11 +28,10 @@ from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, 
 from penstock.perf.command import FAILED, INTERRUPTED
 from penstock.perf.tune.accuracy import AccuracySample, read_samples
 from penstock.perf.tune.app import AppUnderTest
-from penstock.perf.tune.config_file import TunedFile
+from penstock.perf.tune.config_file import TunedFile, TunedModel
 from penstock.perf.tune.rates import EFFORTS, TuningTrial
 from penstock.perf.tune.runner import JOURNAL, Journal, MeasuredRun, RunObserver
 from penstock.perf.tune.search import strategy
-from penstock.perf.tune.server import TunedModel
 from penstock.perf.tune.space import CandidateSettings, SearchSpace, parse_settings, parse_space, shown
 from penstock.perf.tune.tuner import TuningResult, tune
 from penstock.plugins import is_pipeline_file

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from penstock.core.batching.policies.adaptive import Adaptive
-from penstock.perf.bench.arrivals import parse_arrival, times
+from penstock.perf.bench.workload import parse_arrival, times
 from penstock.perf.plan.planner import BINS, busiest, holes, profile, scaled
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulated
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.perf.bench.arrivals import parse_arrival, times
 from penstock.perf.bench.measurement import Slo, parse_slo
+from penstock.perf.bench.workload import parse_arrival, times
 from penstock.perf.simulate.replay import (
     ReplayResult,
     best,

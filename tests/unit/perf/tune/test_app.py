@@ -11,14 +11,14 @@ from penstock.client.endpoint import Endpoint
 from penstock.config.schema import ModelConfig
 from penstock.errors import ConfigError, LoadFailed, PenstockError
 from penstock.perf.bench.measurement import Load, Measurement, parse_slo
-from penstock.perf.bench.payload import Payload
 from penstock.perf.bench.run import TargetFailing
 from penstock.perf.bench.target import Target
+from penstock.perf.bench.workload import Payload
 from penstock.perf.tune import app as module
 from penstock.perf.tune.accuracy import AccuracySample
 from penstock.perf.tune.app import MOST_INVALID, WARM_S, AppUnderTest
+from penstock.perf.tune.config_file import TunedModel
 from penstock.perf.tune.profiler import InstanceProfile, ProfileRequest, RequestBody, SampleResponse
-from penstock.perf.tune.server import TunedModel
 from penstock.perf.tune.space import CandidateSettings, parse_settings, parse_space
 
 SPACE = "batch=1..8,instances=1,2,precision=fp32,bf16"

@@ -14,8 +14,9 @@ from penstock.client.response import HttpResponse
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.errors import LoadFailed, ModelNotReady, PenstockError
 from penstock.perf.bench.target import Target
-from penstock.perf.tune import server as module
-from penstock.perf.tune.server import TunedModel, TunedServer, keys_of
+from penstock.perf.tune import app as module
+from penstock.perf.tune.app import TunedServer
+from penstock.perf.tune.config_file import TunedModel, keys_of
 from penstock.perf.tune.space import CandidateSettings, parse_settings
 
 
