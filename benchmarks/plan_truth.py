@@ -27,8 +27,8 @@ from penstock.perf.bench.figures import percentile, summarise
 from penstock.perf.bench.load import Samples, closed_loop
 from penstock.perf.bench.measurement import Load, parse_slo
 from penstock.perf.bench.workload import parse_arrival, times
-from penstock.perf.plan.costs import CostCurve, checked
-from penstock.perf.plan.planner import CapacityPlan, Planner, PlanOptions, useful
+from penstock.perf.simulate.costs import CostCurve, checked
+from penstock.perf.simulate.planner import CapacityPlan, Planner, PlanOptions, useful
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulate
 
 ANSWER = {"id": 12345, "text": "a small request of 50 bytes"}

@@ -12,6 +12,11 @@ from typing import Any, ClassVar, Final, Self
 # these end the worker; any other exception is an error of items, including panics of native code
 ENDS = (SystemExit, KeyboardInterrupt)
 
+# exit statuses of commands
+FAILED: Final = 1
+USAGE: Final = 2  # wrong usage, as of click and argparse
+INTERRUPTED: Final = 130  # as shells report a program that Ctrl-C ended
+
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose. `original`: the model's exception behind it, see
@@ -19,7 +24,7 @@ class PenstockError(Exception):
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
-    exit_status: ClassVar[int] = 1  # of a command that ends with it; 2 for wrong usage
+    exit_status: ClassVar[int] = FAILED  # of a command that ends with it
     original: Any = None
     status: int | None = None
 
@@ -200,13 +205,13 @@ class ConfigError(PenstockError):
     """A configuration file, variable or flag is wrong."""
 
     code = "config_error"
-    exit_status = 2
+    exit_status = USAGE
 
 
 class ListenFailed(ConfigError):
     """An address cannot be bound now; another one, or a later start, may succeed."""
 
-    exit_status = 1
+    exit_status = FAILED
 
 
 class TargetNotFound(ConfigError):

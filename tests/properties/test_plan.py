@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from penstock.perf.bench.measurement import parse_slo
 from penstock.perf.bench.workload import parse_arrival, times
-from penstock.perf.plan.costs import CostCurve
-from penstock.perf.plan.planner import Planner, PlanOptions, tail
+from penstock.perf.simulate.costs import CostCurve
+from penstock.perf.simulate.planner import Planner, PlanOptions, tail
 from penstock.perf.simulate.simulator import OpenLoop
 
 REQUESTS = 1000

@@ -14,12 +14,12 @@ import click
 from penstock.bulk.job import BulkJob, dry_run
 from penstock.bulk.options import JobOptions
 from penstock.bulk.outputs import OutputPaths
-from penstock.bulk.progress import INCOMPLETE, INTERRUPTED, USAGE, ProgressReporter, WarningHandler, make_reporter
+from penstock.bulk.progress import INCOMPLETE, ProgressReporter, WarningHandler, make_reporter
 from penstock.bulk.servers import NOT_UP
 from penstock.bulk.types import Sampling
 from penstock.client.endpoint import read_token
 from penstock.config.targets import number_or_auto
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import INTERRUPTED, USAGE, ConfigError, PenstockError
 from penstock.values import quantity
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.bulk.types import EndpointStats
-from penstock.errors import PenstockError
+from penstock.errors import INTERRUPTED, PenstockError
 
 Style = Literal["auto", "bar", "plain", "json", "none", "quiet"]
 
@@ -19,9 +19,7 @@ SHOW_CURSOR = b"\x1b[?25h\n"
 WINDOW_S = 20.0  # over which rates are measured
 
 DONE: Final = 0
-USAGE: Final = 2
 INCOMPLETE: Final = 3  # some videos failed, or the job had to stop
-INTERRUPTED: Final = 130  # as shells report a program that Ctrl-C ended
 
 
 class Progress(Struct, frozen=True):

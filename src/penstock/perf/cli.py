@@ -1,12 +1,62 @@
-"""The commands `simulate`, `plan` and `tune`. What they run is imported late: `penstock --help` imports this file."""
+"""The commands `simulate`, `plan` and `tune`, and what all commands that measure share: flags, statuses and signals.
 
+What the commands run is imported late: `penstock --help` imports this file.
+"""
+
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from penstock.perf.command import exit_code, seconds, warmup
+from penstock.errors import INTERRUPTED, PenstockError
+from penstock.values import quantity
+
+_UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds(_: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """Parses a duration: `90`, `90s`, `10m`, `1.5h`."""
+    if value is None:
+        return None
+    found = quantity(value, _UNITS)
+    if not found:
+        raise click.BadParameter(f"expected a time over 0 such as 30, 30s, 10m or 1h, found '{value}'", param=parameter)
+    return found
+
+
+def warmup(_: click.Context, parameter: click.Parameter, value: str) -> float | None:
+    """Parses a warm-up: None for auto, else seconds."""
+    if value == "auto":
+        return None
+    found = quantity(value, {"": 1.0, "s": 1.0})
+    if found is None or found >= 3600:
+        raise click.BadParameter(f"expected auto or seconds from 0, found '{value}'", param=parameter)
+    return found
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """The result of `work`, or the status of its error, printed in one line. SIGTERM and SIGHUP act like Ctrl-C."""
+    as_interrupt = {number: lambda *_: signal.raise_signal(signal.SIGINT) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # A shell starts background jobs with SIGINT ignored.
+    handlers = {signal.SIGINT: signal.default_int_handler, **as_interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return work()
+    except PenstockError as error:
+        click.echo(f"penstock: {error.message}", err=True)
+        return error.exit_status
+    except KeyboardInterrupt:
+        click.echo("penstock: interrupted", err=True)
+        return INTERRUPTED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- the commands
 
 _ARRIVALS = click.option(
     "--arrivals", required=True, metavar="FILE|KIND:RATE",
@@ -100,7 +150,7 @@ def plan(**flags: Any) -> None:
 
     Exit status: 0 planned; 1 no instance count meets the SLO; 2 wrong usage.
     """
-    from penstock.perf.plan.job import run_plan
+    from penstock.perf.simulate.plan import run_plan
 
     sys.exit(exit_code(lambda: run_plan(flags)))
 

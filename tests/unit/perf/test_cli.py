@@ -7,7 +7,8 @@ import click
 import pytest
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.perf.command import exit_code, run_async, seconds
+from penstock.perf.bench.load_run import run_async
+from penstock.perf.cli import exit_code, seconds
 
 
 def read(text: str | None) -> float | None:

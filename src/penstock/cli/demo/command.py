@@ -18,10 +18,9 @@ from penstock.cli.demo.digits import data, encode, has_opencv
 from penstock.client.endpoint import parse_url
 from penstock.perf.bench.figures import percentile
 from penstock.perf.bench.load import closed_loop, http_request
-from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT
+from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, run_async
 from penstock.perf.bench.probe import read_page
 from penstock.perf.bench.server import ServerProcess, fetch
-from penstock.perf.command import run_async
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +57,8 @@ def demo(connections: int, requests: int | None, keep: bool, port: int) -> None:
     """
     from rich.console import Console
 
-    from penstock.perf.command import FAILED, exit_code
+    from penstock.errors import FAILED
+    from penstock.perf.cli import exit_code
 
     sys.exit(exit_code(lambda: 0 if _run(Console(), connections, requests, keep, port) else FAILED))
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from penstock.errors import ConfigError, PenstockError
-from penstock.perf.command import FAILED, INTERRUPTED, USAGE, exit_code, run_async, seconds, warmup
+from penstock.errors import FAILED, INTERRUPTED, USAGE, ConfigError, PenstockError
+from penstock.perf.cli import exit_code, seconds, warmup
 from penstock.values import quantity
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ def _bench(text: str, flags: dict[str, Any]) -> int:
 
 def _measure(target: Target, plan: LoadPlan, slo: Slo, flags: dict[str, Any]) -> int:
     """Sends the load, prints the results however it ends, and returns the exit status."""
+    from penstock.perf.bench.load_run import run_async
     from penstock.perf.bench.results import Origin, Results, redacted
     from penstock.perf.bench.session import BenchSession
     from penstock.perf.bench.workload import payloads, request_of

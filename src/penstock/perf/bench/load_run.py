@@ -12,14 +12,17 @@ import math
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Final, Literal, NamedTuple, cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import httptools
 
 from penstock.client.endpoint import Endpoint, Unreachable
+from penstock.core.os_threads import new_event_loop
 from penstock.errors import ConfigError
 from penstock.serving.http.descriptors import raise_limit
+
+T = TypeVar("T")
 
 LOST: Final = 0  # the connection ended before the response
 TIMED_OUT: Final = -1
@@ -357,3 +360,9 @@ def most_connections() -> int:
     """How many connections may be open, after raising this process's limit of open files as far as allowed."""
     wanted = MOST_CONNECTIONS + SPARE_FILES
     return max(1, min(wanted, raise_limit(wanted)) - SPARE_FILES)
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """The result of the coroutine, on uvloop if installed. Ctrl-C cancels it and is raised after it ended."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)

@@ -18,12 +18,11 @@ from typing import Final, Literal
 from penstock.client.endpoint import Endpoint
 from penstock.client.http import ClientConnection
 from penstock.client.response import HttpResponse
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import USAGE, ConfigError, PenstockError
 
 START_S: Final = 300.0  # the first start of a model may compile it
 STOP_S: Final = 15.0
-USAGE: Final = 2  # exit status of `penstock serve` for wrong usage, which it reports in a line
-USAGE_PREFIX: Final = "penstock: "  # of that line
+USAGE_PREFIX: Final = "penstock: "  # of the line that reports wrong usage
 _TAIL: Final = 4000  # characters of output in an error
 _MOST_OUTPUT: Final = 2**20  # bytes; a model may print without end
 # It would otherwise go to the background, and the next server would continue with the models of this one.

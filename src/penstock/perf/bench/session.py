@@ -9,6 +9,7 @@ from typing import Final, Literal
 import click
 from msgspec import Struct
 
+from penstock.errors import FAILED
 from penstock.perf.bench.document import UNKNOWN, align, as_lines, by_text, memory, table, value_text
 from penstock.perf.bench.measurement import (
     FIGURES,
@@ -26,7 +27,6 @@ from penstock.perf.bench.results import Origin, Results, json_text
 from penstock.perf.bench.run import measure
 from penstock.perf.bench.target import Target
 from penstock.perf.bench.workload import check_of
-from penstock.perf.command import FAILED
 
 Mode = Literal["closed", "open", "ramp", "saturate"]
 Measure = Callable[[Load, int], Awaitable[Measurement]]

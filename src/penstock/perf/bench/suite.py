@@ -23,6 +23,7 @@ from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError, PenstockError
 from penstock.perf.bench.document import PAGE, REPORT, as_lines
 from penstock.perf.bench.document import publish as publish_report
+from penstock.perf.bench.load_run import run_async
 from penstock.perf.bench.measurement import Load, Measurement, Slo
 from penstock.perf.bench.report import in_a_line
 from penstock.perf.bench.results import NotWritten, Results
@@ -32,7 +33,6 @@ from penstock.perf.bench.suite_report import AB_REPORT, ab_report, rows_of, suit
 from penstock.perf.bench.suite_yaml import SuiteCase, SuitePoint, suite_points
 from penstock.perf.bench.target import Target, open_target
 from penstock.perf.bench.workload import RANDOM, check_of, payloads, request_of
-from penstock.perf.command import run_async
 from penstock.plugins import is_whole_file
 
 NAME: Final = "benchmark"  # of the model on its server; the name of a file may not be valid

@@ -19,13 +19,12 @@ from penstock.config.schema import ModelConfig
 from penstock.config.targets import read_options, split_targets
 from penstock.core.engine.rules import check_devices
 from penstock.core.os_threads import usable_cores
-from penstock.errors import ConfigError, nearest
+from penstock.errors import FAILED, INTERRUPTED, ConfigError, nearest
 from penstock.perf.bench.document import PAGE, REPORT, Report, align, markdown, publish
 from penstock.perf.bench.measurement import MOST_ERRORS, Measurement, Slo, parse_slo
 from penstock.perf.bench.plots import draw
 from penstock.perf.bench.report import VERDICT, compose
 from penstock.perf.bench.results import RECORDS, RUN, SUMMARY, Origin, Results, as_csv, json_text, read
-from penstock.perf.command import FAILED, INTERRUPTED
 from penstock.perf.tune.accuracy import AccuracySample, read_samples
 from penstock.perf.tune.app import AppUnderTest
 from penstock.perf.tune.config_file import TunedFile, TunedModel

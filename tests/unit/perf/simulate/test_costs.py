@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.perf.bench.measurement import Load, Measurement, ServerStats, Verdict
 from penstock.perf.bench.results import Origin, Results
-from penstock.perf.plan.costs import CostCurve, parse_memory, read_cost
+from penstock.perf.simulate.costs import CostCurve, parse_memory, read_cost
 from penstock.perf.tune.runner import BatchCurve, Journal, JournalEntry
 
 FLAGS: dict[str, Any] = {"model": "", "token_file": None}

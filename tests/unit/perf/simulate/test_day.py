@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.perf.bench.workload import parse_arrival, times
-from penstock.perf.plan.planner import BINS, busiest, holes, profile, scaled
+from penstock.perf.simulate.planner import BINS, busiest, holes, profile, scaled
 from penstock.perf.simulate.simulator import WARM, OpenLoop, ServiceTime, SimulationSettings, simulated
 
 EXACT = ServiceTime(0.02, 0.002, jitter=0.0, tail=0.0)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from penstock.errors import ConfigError
+from penstock.errors import FAILED, ConfigError
 from penstock.perf.bench import document
 from penstock.perf.bench.document import (
     Block,
@@ -35,9 +35,18 @@ from penstock.perf.bench.measurement import Objective, Slo, parse_slo
 from penstock.perf.bench.plots import BAD, FAINT, SERIES, draw_each, seconds_axis
 from penstock.perf.bench.report import MET
 from penstock.perf.bench.results import command_line
-from penstock.perf.command import FAILED
-from penstock.perf.plan.costs import CostCurve, parse_memory, read_cost
-from penstock.perf.plan.planner import LONG, PEAK, CapacityPlan, Planner, PlanOptions, holes, objective_of, tail, useful
+from penstock.perf.simulate.costs import CostCurve, parse_memory, read_cost
+from penstock.perf.simulate.planner import (
+    LONG,
+    PEAK,
+    CapacityPlan,
+    Planner,
+    PlanOptions,
+    holes,
+    objective_of,
+    tail,
+    useful,
+)
 from penstock.perf.simulate.replay import (
     ReplayResult,
     describe,

@@ -78,7 +78,7 @@ def test_ceilings_whose_batches_exceed_the_slo_are_not_tried() -> None:
 
 
 def test_a_long_recording_is_planned_for_its_busiest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.perf.plan.planner.PEAK", 4000)
+    monkeypatch.setattr("penstock.perf.simulate.planner.PEAK", 4000)
     rng = random.Random(2)
     waves = [rng.uniform(0, 900) for _ in range(3000)] + [rng.uniform(400, 440) for _ in range(8000)]
     plan = json.loads(

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.perf.bench.document import number, seconds
 from penstock.perf.bench.figures import enough, latency_of, percentile
 from penstock.perf.bench.measurement import Latency, Load, Measurement, Objective, Slo, measured_value
-from penstock.perf.plan.costs import CostCurve
+from penstock.perf.simulate.costs import CostCurve
 from penstock.perf.simulate.replay import DEPTH, PolicyChoice, ReplayResult, replay
 from penstock.perf.simulate.simulator import (
     WARM,
