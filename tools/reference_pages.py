@@ -15,7 +15,7 @@ from msgspec import inspect
 from penstock.config.load import RESERVED
 from penstock.config.schema import SECTIONS
 from penstock.pipeline.describe import default_of, first_line
-from penstock.pipeline.keys import NODE, PIPELINE, Key
+from penstock.pipeline.notation import NODE, PIPELINE, Key
 from penstock.pipeline.ops.base import Op, OpParameter, parameters_of
 from penstock.pipeline.ops.catalog import BUILTIN, find
 from penstock.torchpipe.ops import ALIASES, NOT_HERE, OPS

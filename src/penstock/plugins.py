@@ -50,7 +50,7 @@ BUILTIN: dict[str, dict[str, str]] = {
     },
     # functions that recognise a TOML file of a model by its tables; any other file is a configuration
     "toml": {
-        "pipeline": "penstock.pipeline.keys:is_pipeline",
+        "pipeline": "penstock.pipeline.notation:is_pipeline",
     },
     # further notations of pipelines' files
     "dialect": {

@@ -11,9 +11,8 @@ from msgspec.structs import replace
 
 from penstock.errors import ConfigError
 from penstock.pipeline.describe import to_toml
-from penstock.pipeline.dialect import parse
-from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph
+from penstock.pipeline.notation import NODE, parse
 from penstock.torchpipe.dialect import TORCHPIPE
 
 FOLDER = "/srv/nets"

@@ -22,8 +22,8 @@ from penstock.pipeline.graph import (
     subgraph_of,
     unknown_filters,
 )
-from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import checked, op_class
+from penstock.pipeline.notation import TomlSource
 from penstock.pipeline.ops.base import DATA, RESULT
 
 

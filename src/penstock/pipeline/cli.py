@@ -79,8 +79,8 @@ def check(file: str, compat: str | None) -> None:
 def convert(file: str, output: str | None, compat: str | None) -> None:
     """Rewrite FILE, for instance one of TorchPipe's, with native keys."""
     from penstock.pipeline.describe import to_toml
-    from penstock.pipeline.keys import SERVER_TABLES
     from penstock.pipeline.load import read_tables
+    from penstock.pipeline.notation import SERVER_TABLES
 
     graph = _load(file, compat)
     kept = {name: table for name, table in read_tables(file).items() if name in SERVER_TABLES and name != "pipeline"}

@@ -21,13 +21,12 @@ from msgspec.structs import replace
 
 from penstock.errors import ConfigError
 from penstock.pipeline.check import OPEN, Kinds, edges_of, fields_of
-from penstock.pipeline.dialect import OpDraft
 from penstock.pipeline.engine import GPU_WAIT_S
 from penstock.pipeline.filters import is_target
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput, NodeStep, alternatives
-from penstock.pipeline.keys import EACH, FIELDS, GRAPH_FIELDS, NODE, PLACE
 from penstock.pipeline.lower import PATHS, TARGET, builtin_op, each_path, files_of, op_class, takes_size
 from penstock.pipeline.node import placed
+from penstock.pipeline.notation import EACH, FIELDS, GRAPH_FIELDS, NODE, PLACE, OpDraft
 from penstock.pipeline.ops.base import OpParameter, parameters_of
 from penstock.pipeline.ops.catalog import canonical, find, names
 from penstock.pipeline.traversal import Hop

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.errors import ConfigError, ItemFailed, LoadFailed, describe
-from penstock.pipeline.dialect import dialect
+from penstock.pipeline.notation import dialect
 from penstock.pipeline.ops.base import DATA, RESULT, Fields
 from penstock.plugins import load_object
 

@@ -14,10 +14,10 @@ from penstock.config.load import parse_toml
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline import filters
 from penstock.pipeline.check import check_structure, entry_of, linked
-from penstock.pipeline.dialect import OpDraft, dialect
 from penstock.pipeline.filters import check_condition, is_target
 from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput
-from penstock.pipeline.keys import (
+from penstock.pipeline.lower import TARGET, drafts_of, has_model, op_class, parameter_name, rooted, steps_of, takes_size
+from penstock.pipeline.notation import (
     EACH,
     FIELDS,
     GRAPH_FIELDS,
@@ -28,9 +28,10 @@ from penstock.pipeline.keys import (
     PIPELINE,
     PLACE,
     SERVER_TABLES,
+    OpDraft,
     TomlSource,
+    dialect,
 )
-from penstock.pipeline.lower import TARGET, drafts_of, has_model, op_class, parameter_name, rooted, steps_of, takes_size
 from penstock.pipeline.ops.base import RESULT, parameters_of
 from penstock.values import found
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.pipeline import filters
-from penstock.pipeline.dialect import Expression, OpDraft, dialect, parse
 from penstock.pipeline.graph import NodeStep
+from penstock.pipeline.notation import Expression, OpDraft, dialect, parse
 from penstock.pipeline.ops.base import BatchOp, Op, check_params, make_op, parameters_of, takes_any
 from penstock.pipeline.ops.catalog import canonical, class_of, find, location
 from penstock.values import found

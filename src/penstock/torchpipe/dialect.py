@@ -10,8 +10,7 @@ from msgspec import Struct
 
 from penstock.core.worker.devices import visible_gpus
 from penstock.errors import ConfigError
-from penstock.pipeline.dialect import Dialect
-from penstock.pipeline.keys import Key, TomlSource
+from penstock.pipeline.notation import Dialect, Key, TomlSource
 from penstock.torchpipe import ops
 from penstock.torchpipe.expressions import (
     flattened,

@@ -9,9 +9,8 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.pipeline import filters
-from penstock.pipeline.dialect import Expression, OpDraft, parse, text_of
-from penstock.pipeline.keys import TomlSource
 from penstock.pipeline.lower import flatten, guarded
+from penstock.pipeline.notation import Expression, OpDraft, TomlSource, parse, text_of
 from penstock.torchpipe.ops import BRANCHES
 from penstock.values import found
 

@@ -13,9 +13,9 @@ from penstock.core import os_threads
 from penstock.errors import ConfigError, DecodeError, PenstockError, describe, nearest
 from penstock.pipeline.check import check
 from penstock.pipeline.graph import Graph
-from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph, read_tables
 from penstock.pipeline.local import LocalPipeline
+from penstock.pipeline.notation import NODE
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, EVENT, NODE_NAME, RESULT, Fields
 from penstock.pipeline.traversal import ItemOutcome

@@ -13,9 +13,9 @@ import pytest
 
 from penstock.pipeline.describe import NodeLoad, mermaid, ops_text, svg, to_toml, trace_text
 from penstock.pipeline.graph import Graph
-from penstock.pipeline.keys import NODE, PIPELINE, Size
 from penstock.pipeline.load import load_graph, parse_graph
 from penstock.pipeline.model import server_timing
+from penstock.pipeline.notation import NODE, PIPELINE, Size
 from penstock.pipeline.traversal import Hop
 from penstock.values import bare
 

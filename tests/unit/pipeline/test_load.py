@@ -8,8 +8,8 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.pipeline.graph import Graph, NodeInput, NodeStep, outside
-from penstock.pipeline.keys import is_pipeline
 from penstock.pipeline.load import load_graph, read_tables
+from penstock.pipeline.notation import is_pipeline
 
 NET = '[net]\nbackend = "OnnxTensor"\nmodel = "net.onnx"\n'
 

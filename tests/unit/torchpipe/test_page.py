@@ -10,12 +10,11 @@ import pytest
 
 import penstock.torchpipe as torchpipe
 from penstock.errors import ConfigError
-from penstock.pipeline.dialect import parse
 from penstock.pipeline.filters import canonical
 from penstock.pipeline.graph import NODE_FILTERS
-from penstock.pipeline.keys import NODE
 from penstock.pipeline.load import parse_graph
 from penstock.pipeline.lower import flatten
+from penstock.pipeline.notation import NODE, parse
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import parameters_of
 from penstock.torchpipe.dialect import TORCHPIPE

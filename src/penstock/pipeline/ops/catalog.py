@@ -5,7 +5,7 @@ import inspect
 from typing import Any
 
 from penstock.errors import ConfigError, install_hint
-from penstock.pipeline.dialect import dialect
+from penstock.pipeline.notation import dialect
 from penstock.pipeline.ops.base import BatchOp, ItemOp, Op, check_kinds
 from penstock.plugins import load_object
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.pipeline.dialect import dialect
+from penstock.pipeline.notation import dialect
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import ItemOp
 
