@@ -1,21 +1,28 @@
 """Frames on their way to the device: gathered, copied, resized and normalised while another batch is captioned."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from msgspec import Struct
 from torch.nn.functional import interpolate
 
-from penstock.bulk.captioner.requests import CaptionRequest
 from penstock.errors import PenstockError
 
 Array = np.ndarray[Any, Any]
 
 RESIZE_BYTES: Final = 8 * 2**20  # of frames resized in one call: a GPU holds them as floats
+
+
+class FrameSource(Protocol):
+    """A request with `rows` frames. `pieces` yields consecutive rows of one size, uint8 `[n, height, width, 3]`."""
+
+    rows: int
+
+    def pieces(self) -> Iterator[Array]: ...
 
 
 class ImageSpec(Struct, frozen=True):
@@ -68,12 +75,12 @@ class DeviceFeed:
         self._copied: list[Any] = [cuda.Event() if self._cuda else None for _ in self._buffers]
         self._turn = 0
 
-    def __call__(self, requests: Sequence[CaptionRequest | PenstockError]) -> DeviceBatch:
+    def __call__(self, requests: Sequence[FrameSource | PenstockError]) -> DeviceBatch:
         """One batch, with an error for each request that cannot be decoded. Raises errors of the device."""
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with self._lock, torch.inference_mode(), on_stream:
             self._turn = (self._turn + 1) % len(self._buffers)
-            host = self._buffer(sum(r.rows for r in requests if isinstance(r, CaptionRequest)))
+            host = self._buffer(sum(r.rows for r in requests if not isinstance(r, PenstockError)))
             rows, resized, errors = self._gather(requests, host.numpy())
             pixels = host[:rows].to(self._device, non_blocking=True)
             if self._stream is not None:
@@ -96,7 +103,7 @@ class DeviceFeed:
         return self._buffers[self._turn][:rows]
 
     def _gather(
-        self, requests: Sequence[CaptionRequest | PenstockError], host: Array
+        self, requests: Sequence[FrameSource | PenstockError], host: Array
     ) -> tuple[int, list[tuple[int, torch.Tensor]], list[PenstockError | None]]:
         """The number of rows in `host`, the resized frames with their first row, and the error of each request."""
         size = (self._spec.height, self._spec.width)

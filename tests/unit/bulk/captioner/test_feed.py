@@ -11,7 +11,7 @@ from PIL import Image
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
 from penstock.bulk.captioner.feed import DeviceFeed, ImageSpec
-from penstock.bulk.captioner.requests import CaptionRequest
+from penstock.bulk.captioner.model import CaptionRequest
 from penstock.errors import BadRequest
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.26, 0.25, 0.27)

@@ -14,7 +14,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from penstock.bulk.captioner.requests import decode_image, read_request
+from penstock.bulk.captioner.model import decode_image, read_request
 from penstock.errors import BadRequest
 
 FRAMES = np.arange(2 * 4 * 6 * 3, dtype=np.uint8).reshape(2, 4, 6, 3)
