@@ -7,12 +7,12 @@ from penstock._version import __version__ as _penstock
 from penstock.torchpipe import utils as utils
 from penstock.torchpipe.boundary import Event as Event
 from penstock.torchpipe.boundary import Status as Status
+from penstock.torchpipe.boundary import install as install
 from penstock.torchpipe.boundary import is_registered as is_registered
 from penstock.torchpipe.boundary import list_backends as list_backends
 from penstock.torchpipe.boundary import register_backend as register_backend
 from penstock.torchpipe.boundary import register_filter as register_filter
-from penstock.torchpipe.naming import install as install
-from penstock.torchpipe.naming import unavailable
+from penstock.torchpipe.boundary import unavailable
 from penstock.torchpipe.pipes import Interpreter as Interpreter
 from penstock.torchpipe.pipes import parse_toml as parse_toml
 from penstock.torchpipe.pipes import pipe as pipe

@@ -1,5 +1,7 @@
 """What a TorchPipe program passes to a pipeline and gets from it: tensors, errors, backends, filters and events.
 
+Also the module name `torchpipe`, and stand-ins for TorchPipe's names that have no counterpart here.
+
 Nothing here imports torch. In a program without it there are no tensors, and results stay arrays.
 """
 
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from penstock.errors import BadRequest, ItemFailed, PenstockError, describe
 from penstock.pipeline import filters
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.python import adapt
+from penstock.plugins import installed, make_importable
 
 log = logging.getLogger("penstock.torchpipe")
 
@@ -339,3 +342,61 @@ def _call(callback: Callable[[], object]) -> None:
         callback()
     except Exception:
         log.exception("callback_failed: waiting threads still wake")
+
+
+# ---- names
+
+NAME = "torchpipe"
+OURS = "penstock.torchpipe"
+
+
+def install() -> None:
+    """Makes `import torchpipe` load this package, in this process. Call it before the first such import.
+
+    Raises ImportError if another torchpipe is installed or imported.
+    """
+    if sys.modules.get(NAME) is sys.modules[OURS]:
+        return
+    if NAME in sys.modules or installed(NAME):
+        raise ImportError(
+            "another torchpipe is installed: uninstall it, or write `import penstock.torchpipe as torchpipe`"
+        )
+    make_importable(NAME, OURS)
+
+
+class Unavailable:
+    """A stand-in that can be imported, but raises NotImplementedError when called."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        self.__name__ = self._name = name
+        self._instead = instead
+
+    def __call__(self, *arguments: Any, **keys: Any) -> NoReturn:
+        raise NotImplementedError(f"torchpipe.{self._name} is not available: {self._instead}")
+
+    def __repr__(self) -> str:
+        return f"<torchpipe.{self._name}, which is not available: {self._instead}>"
+
+
+_COMPILED = (
+    "nothing is compiled. The Python way: class Mine: def forward(self, items): for item in items: item['result'] ="
+    " item['data'] * 2; then register_backend(Mine, 'Mine'), or register_filter for a class of filters"
+)
+_STORE = "keep shared values in a dict of the program, under a lock"
+
+INSTEAD = {
+    "encrypt": "models are read unencrypted; keep them on an encrypted disk",
+    "supported_opset": "the release notes of ONNX Runtime list the opsets it reads",
+    "show": "`penstock pipeline show FILE -o graph.svg` draws the graph",
+    "ThreadSafeKVStorage": _STORE,
+    "ThreadSafeDict": _STORE,
+    "Any": "values are plain Python values",
+    "utils.cpp_extension.load": _COMPILED,
+    "utils.cpp_extension.load_backend": _COMPILED,
+    "utils.cpp_extension.load_filter": _COMPILED,
+}
+
+
+def unavailable(name: str) -> Any:
+    """The stand-in for a name."""
+    return Unavailable(name, INSTEAD[name])

@@ -11,8 +11,7 @@ import pytest
 
 import penstock.torchpipe as torchpipe
 from penstock.errors import BadRequest, DeadlineExceeded, ItemFailed
-from penstock.torchpipe.boundary import NoData, as_runtime_error
-from penstock.torchpipe.naming import INSTEAD
+from penstock.torchpipe.boundary import INSTEAD, NoData, as_runtime_error
 
 PUBLISHED = {
     "Event", "Interpreter", "Pipe", "Status", "TASK_BOX_KEY", "TASK_CONTEXT_KEY", "TASK_DATA_KEY", "TASK_EVENT_KEY",

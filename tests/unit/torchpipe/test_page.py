@@ -17,10 +17,10 @@ from penstock.pipeline.lower import flatten
 from penstock.pipeline.notation import NODE, parse
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import parameters_of
+from penstock.torchpipe.boundary import INSTEAD
 from penstock.torchpipe.dialect import TORCHPIPE
 from penstock.torchpipe.expressions import ENGINES, FAN_OUTS, SEQUENCES
 from penstock.torchpipe.expressions import SCOPES as WRAPPERS
-from penstock.torchpipe.naming import INSTEAD
 from penstock.torchpipe.ops import BRANCHES, FILTERS, NOT_HERE, OPS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migrate-from-torchpipe.md").read_text()

@@ -1,6 +1,6 @@
 """torchpipe.utils.cpp_extension: stand-ins, because nothing is compiled."""
 
-from penstock.torchpipe.naming import unavailable
+from penstock.torchpipe.boundary import unavailable
 
 load = unavailable("utils.cpp_extension.load")
 load_backend = unavailable("utils.cpp_extension.load_backend")
