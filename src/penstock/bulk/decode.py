@@ -254,6 +254,11 @@ class BlockPool:
     def free_blocks(self) -> int:
         return sum(self._free)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for memory."""
+        return len(self._waiting)
+
     def take(self, size_bytes: int = 1) -> PoolBlock:
         """At least `size_bytes`. Waits until they are free; raises Stopped after `stop()`."""
         count = -(-size_bytes // self.block_bytes)

@@ -82,7 +82,7 @@ class CaptionWriter:
         self._listener = listener
         self._queue: queue.SimpleQueue[Callable[[], VideoTask | None] | None] = queue.SimpleQueue()
         self._tasks: dict[str, VideoTask] = {}
-        self._waiting_rows = 0
+        self.waiting_rows = 0  # accepted, and not lines yet
         self._room = threading.Condition()
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="penstock-writer", daemon=True)
@@ -97,7 +97,7 @@ class CaptionWriter:
     def wait_for_room(self, stop: threading.Event) -> None:
         """Returns when more rows may be added, or when the job ends."""
         with self._room:
-            while self._waiting_rows >= WAITING_ROWS and not stop.is_set():
+            while self.waiting_rows >= WAITING_ROWS and not stop.is_set():
                 self._room.wait(1.0)
 
     def chunk_done(self, chunk: Chunk, result: ChunkResult) -> None:
@@ -105,7 +105,7 @@ class CaptionWriter:
         chunk.block.release()
         chunk.pixels = []
         with self._room:
-            self._waiting_rows += len(chunk.frames)
+            self.waiting_rows += len(chunk.frames)
         self._queue.put(lambda: self._accept(chunk, result))
 
     def video_read(self, task: VideoTask, result: ReadResult) -> None:
@@ -174,7 +174,7 @@ class CaptionWriter:
     def _forget(self, chunk: Chunk) -> None:
         """The chunk's rows no longer wait."""
         with self._room:
-            self._waiting_rows -= len(chunk.frames)
+            self.waiting_rows -= len(chunk.frames)
             self._room.notify_all()
 
     def _read(self, task: VideoTask, result: ReadResult) -> VideoTask | None:

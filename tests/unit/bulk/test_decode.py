@@ -215,7 +215,7 @@ def test_stopping_the_pool_ends_a_decoder_that_waits_for_memory(clip: Path) -> N
 
     job = threading.Thread(target=decode)
     job.start()
-    while pool.free_blocks or not pool._waiting:
+    while pool.free_blocks or not pool.waiting:
         assert job.is_alive()
     assert not held or len(held) <= 2
     pool.stop()
@@ -387,7 +387,7 @@ def test_the_estimate_for_a_regular_video_is_exact(sampling: Sampling, count: in
 def started(job: threading.Thread, pool: BlockPool, waiting: int = 1) -> None:
     """Starts a thread; returns when `waiting` threads wait for the pool."""
     job.start()
-    while len(pool._waiting) < waiting:
+    while pool.waiting < waiting:
         time.sleep(0.001)
 
 

@@ -85,8 +85,8 @@ class TransformersCaptioner:
         self._tokens = (min_new_tokens, max_new_tokens)
         self._random = bool(random_weights)
         self.parameters: dict[str, Any] = {}
-        self._network: Network
-        self._feed: DeviceFeed
+        self.network: Network  # once it is loaded, and the feed
+        self.feed: DeviceFeed
 
     def load(
         self, device: str, precision: str = "fp32", optimize: str = "none", trust: str = "none", threads: int = 0
@@ -117,15 +117,15 @@ class TransformersCaptioner:
             trust=trust,
             threads=threads,
         )
-        self._network = network = open_network(source, device, options)
-        self._feed = DeviceFeed(network.spec, device, network.dtype)
+        self.network = network = open_network(source, device, options)
+        self.feed = DeviceFeed(network.spec, device, network.dtype)
         settings = self._settings(precision)
         others = {"min_new_tokens": self._tokens[0], "random_weights": self._random}
         self.parameters = {"model": source.name, "revision": revision(source, settings | others), **settings}
 
     def _settings(self, precision: str) -> dict[str, Any]:
         """The settings that clients see."""
-        spec = self._network.spec
+        spec = self.network.spec
         return {
             "task": "image-to-text",
             "height": spec.height,
@@ -139,12 +139,12 @@ class TransformersCaptioner:
 
     def warmup(self) -> list[Any]:
         """One frame of noise, for which few networks write an empty caption."""
-        spec = self._network.spec
+        spec = self.network.spec
         return [np.random.default_rng(0).integers(0, 256, (spec.height, spec.width, 3), np.uint8)]
 
     def unload(self) -> None:
         """Frees the network and its device memory."""
-        del self._network, self._feed
+        del self.network, self.feed
 
     # ---- a batch
 
@@ -157,7 +157,7 @@ class TransformersCaptioner:
         fits = sum(_rows(request) for request in prepared) <= MAX_ROWS
         if fits and all(isinstance(request, (CaptionRequest, PenstockError)) for request in prepared):
             try:
-                prepared.on_device = self._feed(prepared)
+                prepared.on_device = self.feed(prepared)
             except Exception:
                 prepared.on_device = None
         return prepared
@@ -168,10 +168,10 @@ class TransformersCaptioner:
         on_device = getattr(requests, "on_device", None)
         if on_device is not None:
             return self._caption(requests, on_device)
-        return [result for group in _groups(requests) for result in self._caption(group, self._feed(group))]
+        return [result for group in _groups(requests) for result in self._caption(group, self.feed(group))]
 
     def _caption(self, requests: list[Any], batch: DeviceBatch) -> list[Any]:
-        tokens = self._network.tokens(batch.take()) if batch.rows else []
+        tokens = self.network.tokens(batch.take()) if batch.rows else []
         results: list[Any] = []
         start = 0
         for request, error in zip(requests, batch.errors, strict=True):
@@ -185,7 +185,7 @@ class TransformersCaptioner:
     def postprocess(self, written: CaptionTokens) -> dict[str, Any]:
         """The response to a request: tensors by name, or the caption of a single image."""
         request = written.request
-        texts = self._network.texts(written.tokens)
+        texts = self.network.texts(written.tokens)
         if request.single:
             return {"caption": texts[0]}
         answer: dict[str, Any] = {"caption": np.array(texts, object)}

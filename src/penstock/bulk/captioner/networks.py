@@ -396,7 +396,7 @@ def write_greedily(
     positions = torch.arange(length + settings.max_new_tokens, device=device)[None]
     ended = torch.zeros(len(pixels), dtype=torch.bool, device=device)
     stops = torch.tensor(ends, device=device)
-    least, interval = settings.min_new_tokens or 0, _check_interval(device)
+    least, interval = settings.min_new_tokens or 0, check_interval(device)
     cache = transformers.DynamicCache(config=writer.config)
     written: list[torch.Tensor] = []
     for step in range(settings.max_new_tokens):
@@ -415,6 +415,6 @@ def write_greedily(
     return torch.stack(written, dim=1)
 
 
-def _check_interval(device: torch.device) -> int:
+def check_interval(device: torch.device) -> int:
     """Steps between checks whether all captions have ended: a check leaves a GPU without queued work."""
     return 4 if device.type == "cuda" else 1

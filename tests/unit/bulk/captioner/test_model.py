@@ -93,7 +93,7 @@ def test_requests_of_every_kind_share_one_batch(
     ]
     alone = [answers(captioner, [value])[0] for value in values]
     batches = []
-    monkeypatch.setattr(captioner._network, "tokens", counted(captioner._network.tokens, batches))
+    monkeypatch.setattr(captioner.network, "tokens", counted(captioner.network.tokens, batches))
     together = answers(captioner, values)
     assert batches == [9]
     assert [plain(answer) for answer in together] == [plain(answer) for answer in alone]
@@ -149,7 +149,7 @@ def test_more_rows_than_expected_run_in_parts(
     expected = [plain(answer) for answer in answers(captioner, values)[:4]]
     batches: list[int] = []
     monkeypatch.setattr("penstock.bulk.captioner.model.MAX_ROWS", 7)
-    monkeypatch.setattr(captioner._network, "tokens", counted(captioner._network.tokens, batches))
+    monkeypatch.setattr(captioner.network, "tokens", counted(captioner.network.tokens, batches))
     found = answers(captioner, values)
     assert batches == [7, 7]
     assert [plain(answer) for answer in found[:4]] == expected
@@ -160,27 +160,31 @@ def test_a_device_error_is_raised_in_the_main_thread(
     captioner: TransformersCaptioner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error in the reading thread ends a worker; its main thread runs the batch again in halves."""
-    feed = captioner._feed
+    model = in_a_worker(captioner)
+    feed = captioner.feed
 
     def small(requests: Any) -> Any:
         if len(requests) > 1:
             raise MemoryError("the device is full")
         return feed(requests)
 
-    monkeypatch.setattr(captioner, "_feed", small)
-    part = run(captioner, [{"frames": frames(1, seed=i)} for i in range(2)])
+    monkeypatch.setattr(captioner, "feed", small)
+    part = run(model, [{"frames": frames(1, seed=i)} for i in range(2)])
     assert part.oom == (2, 1)
     assert [r.body["caption"].tolist() for r in part.results] == [
         captions(captioner, frames(1, seed=i)) for i in range(2)
     ]
 
 
-def run(captioner: TransformersCaptioner, values: list[Any]) -> BatchPart:
-    """The final part of a batch in a worker."""
+def in_a_worker(captioner: TransformersCaptioner) -> PythonModel:
+    """The captioner as a worker loads it."""
     model = PythonModel(captioner)
-    model.predict, model.postprocess = captioner.predict, captioner.postprocess
-    model.prepare = captioner.__penstock_prepare__
-    model._model = captioner
+    model.load("cpu")
+    return model
+
+
+def run(model: PythonModel, values: list[Any]) -> BatchPart:
+    """The final part of a batch in a worker."""
     runner = BatchRunner(model, model.metadata("m", "1"), BatchingConfig())
     parts: list[BatchPart] = []
     runner.run(1, runner.decode([Item(value) for value in values]), parts.append)
@@ -217,7 +221,7 @@ def test_a_prompt_is_encoded_like_the_librarys(captioner_folder: Folder) -> None
 def test_half_precision_captions(kind: str, precision: str, captioner_folder: Folder) -> None:
     captioner = loaded(captioner_folder(kind), precision)
     assert captioner.parameters["precision"] == precision
-    assert captioner._network.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert captioner.network.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     assert len(captions(captioner, frames(3))) == 3
 
 
@@ -243,9 +247,7 @@ def test_random_weights_need_only_a_configuration(precision: str, captioner_fold
 
 
 def test_metadata_describes_the_inputs(captioner: TransformersCaptioner) -> None:
-    model = PythonModel(captioner)
-    model._model = captioner
-    metadata = model.metadata("captioner", "1")
+    metadata = in_a_worker(captioner).metadata("captioner", "1")
     assert {t.name: (t.datatype, t.shape, t.optional) for t in metadata.inputs} == {
         "frames": ("UINT8", (-1, -1, -1, 3), True),
         "jpeg": ("BYTES", (-1,), True),

@@ -211,7 +211,7 @@ def test_checking_seldom_only_adds_padding(
     settings.eos_token_id = ends
     often = network.tokens(random_pixels())
     assert len(often[0]) < 11
-    monkeypatch.setattr(networks, "_check_interval", lambda device: 4)
+    monkeypatch.setattr(networks, "check_interval", lambda device: 4)
     seldom = network.tokens(random_pixels())
     assert 0 <= len(seldom[0]) - len(often[0]) < 4
     assert [caption[: len(often[0])] for caption in seldom] == often
