@@ -1,9 +1,10 @@
-"""Closed loops: one run of `wrk`, or of a repeated call, with latency percentiles."""
+"""Closed loops: one run of `wrk`, of `h2load`, or of a repeated call."""
 
 from __future__ import annotations
 
 import json
 import re
+import struct
 import subprocess
 import tempfile
 import time
@@ -65,6 +66,22 @@ def wrk(
     if connections >= MANY and duration_us > TURNS * mean_us and under_way < AT_WORK * connections:
         sample["invalid"] = 1
     return sample
+
+
+def h2load(url: str, message: bytes, seconds: int, streams: int) -> Sample:
+    """gRPC calls per second over one connection, so many at once. Raises CalledProcessError if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        body = Path(folder, "body")
+        body.write_bytes(b"\0" + struct.pack(">I", len(message)) + message)
+        command = ["h2load", "-D", str(seconds), "--warm-up-time=1", "-c1", f"-m{streams}", "-w30", "-W30"]
+        command += ["-d", str(body), "-H", "content-type: application/grpc", "-H", "te: trailers", url]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"finished in [\d.]+\w+, ([\d.]+) req/s", out)
+    failed = re.search(r"(\d+) failed, (\d+) errored", out)
+    assert found is not None, out
+    if failed is None or failed.groups() != ("0", "0"):
+        raise subprocess.CalledProcessError(1, command, out)
+    return {"rate": float(found[1])}
 
 
 def timed(call: Callable[[], Any], seconds: float) -> Sample:

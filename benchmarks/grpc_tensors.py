@@ -10,9 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
-import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +21,7 @@ from typing import Any
 
 import harness
 import numpy as np
-from closed_loop import Sample, wrk
+from closed_loop import Sample, h2load, wrk
 from processes import Processes
 from torchserve_servers import Archive, Setting, TorchServe, make_archive
 
@@ -69,7 +66,7 @@ class Ours(Processes):
         request.inputs.add(name="x", datatype="FP32", shape=[1, size // 4])
         request.raw_input_contents.append(tensor(size).tobytes())
         with self.awake():
-            return h2load(f"http://{self.urls['grpc']}/{METHOD}", request.SerializeToString(), seconds)
+            return h2load(f"http://{self.urls['grpc']}/{METHOD}", request.SerializeToString(), seconds, IN_FLIGHT)
 
     def http(self, size: int, seconds: int) -> Sample:
         head, buffers = encode_arrays({"x": tensor(size)}, binary_outputs=True)
@@ -114,23 +111,7 @@ class Theirs(TorchServe):
         request.input["data"] = tensor(size).tobytes()
         url = f"http://127.0.0.1:{self._grpc_port}/{INFERENCE}.InferenceAPIsService/Predictions"
         with self.awake():
-            return h2load(url, request.SerializeToString(), seconds)
-
-
-def h2load(url: str, message: bytes, seconds: int) -> Sample:
-    """Calls per second over one connection."""
-    with tempfile.TemporaryDirectory() as folder:
-        body = Path(folder, "body")
-        body.write_bytes(b"\0" + struct.pack(">I", len(message)) + message)
-        command = ["h2load", "-D", str(seconds), "--warm-up-time=1", "-c1", f"-m{IN_FLIGHT}", "-w30", "-W30"]
-        command += ["-d", str(body), "-H", "content-type: application/grpc", "-H", "te: trailers", url]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"finished in [\d.]+\w+, ([\d.]+) req/s", out)
-    failed = re.search(r"(\d+) failed, (\d+) errored", out)
-    assert found is not None, out
-    assert failed is not None, out
-    assert failed.groups() == ("0", "0"), out
-    return {"rate": float(found[1])}
+            return h2load(url, request.SerializeToString(), seconds, IN_FLIGHT)
 
 
 def threads(connect: Callable[[], Callable[[], None]], seconds: float) -> Sample:
