@@ -46,7 +46,8 @@ class Processes:
                 pass_fds=pass_fds,
                 cwd=self._folder,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": self._folder, "BENCH_TAG": self._tag, **env},
+                # ONNX Runtime sends no usage data from Penstock's workers, and so from no peer's
+                env={**os.environ, "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": self._folder, "BENCH_TAG": self._tag, **env},
             )
 
     def members(self) -> list[psutil.Process]:

@@ -79,26 +79,27 @@ class TensorServer(Processes, ABC):
     def measure(self, run: Callable[[Self], Sample]) -> Sample:
         """What `run` returns while the server is awake.
 
-        A peer that crashed meanwhile starts again, and the run is repeated.
+        A peer that crashed or hung meanwhile starts again, and the run is repeated.
         """
         for _ in range(LOST):
             failure: Exception | None = None
+            sample: Sample = {}
             try:
                 with self.awake():
                     sample = run(self)
-            except (subprocess.CalledProcessError, OSError) as e:
-                failure, sample = e, {}
+            except (subprocess.SubprocessError, OSError) as e:
+                failure = e
             code = self.process.poll()
-            if code is None:
-                if failure is not None:
-                    raise failure
+            if sample.get("rate") and code is None:
                 return sample
-            print(f"{self.name} ended with {code}", file=sys.stderr)
+            log = self._log.read_text(errors="replace")[-3000:]
+            happened = f"{self.name}: exit code {code}, {failure or 'no answers'}; the end of its log:\n{log}"
             if not self.may_crash:
-                break
+                raise SystemExit(happened)
+            print(f"{happened}\nIt starts again, and the run is repeated.", file=sys.stderr)
             self.close()
             self._launch()
-        raise SystemExit(f"{self.name} ended in a run:\n{self._log.read_text(errors='replace')[-3000:]}")
+        raise SystemExit(f"{self.name} ended in {LOST} runs in a row")
 
     def processor_s(self) -> tuple[float, float]:
         """Seconds of processor time so far: of the server process, and of its workers."""

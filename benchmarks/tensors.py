@@ -2,7 +2,8 @@
 
 Both servers load the same ONNX file (64 FP32 numbers, 256 hidden units, 10 outputs), the same echo in Python, and the
 same device that sleeps 5 ms + 0.2 ms a row. A request has one row unless a table says otherwise. `wrk` sends HTTP, and
-Triton's own `perf_analyzer` sends gRPC. mosec runs the ONNX file in a worker of a few lines.
+Triton's own `perf_analyzer` sends gRPC; `h2load` does as well, without a target, because it takes less of the
+processor. mosec runs the ONNX file in a worker of a few lines.
 
 Tables: 1 ONNX over binary HTTP; 2 a Python model with declared tensors; 3 ONNX over gRPC; 4 eight rows a request; 5 an
 image of 602 KB; 6 JSON, against mosec; 7 processor time; 8 the device, with one instance and with two.
@@ -45,10 +46,13 @@ class Bench:
         self.options, self.report, self.folder = options, report, folder
         self._stack = stack
 
-    def servers(self, *models: str) -> dict[str, TensorServer]:
-        """Penstock and, if it takes part, Triton, with these models."""
-        kinds: list[type[TensorServer]] = [Penstock, *([Triton] if "triton" in self.options.peers else [])]
-        return {kind.name: self._stack.enter_context(kind(self.folder, *models)) for kind in kinds}
+    def server(self, kind: type[TensorServer], model: str) -> TensorServer:
+        return self._stack.enter_context(kind(self.folder, model))
+
+    def servers(self, model: str) -> dict[str, TensorServer]:
+        """Penstock and, if it takes part, Triton, with this model."""
+        kinds = [Penstock, Triton] if "triton" in self.options.peers else [Penstock]
+        return {kind.name: self.server(kind, model) for kind in kinds}
 
     def compare(
         self,
@@ -108,6 +112,9 @@ def onnx_grpc(bench: Bench) -> None:
     for connections in (1, 16, 64):
         run = functools.partial(clients.perf_analyzer, sent, connections)
         bench.compare("ONNX, gRPC", connections, servers, run, 1.0)
+    for connections in (1, 16, 64):
+        run = functools.partial(clients.multiplexed, sent, connections)
+        bench.compare("ONNX, gRPC, h2load", connections, servers, run, None)
 
 
 def eight_rows(bench: Bench) -> None:
@@ -137,29 +144,40 @@ def images(bench: Bench) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OnnxWorkload(harness.Workload):
-    """A `Workload` whose answer is a `Case`; mosec's worker loads `file`."""
+    """A `Workload` whose answer is a `Case`; mosec's worker loads `file`, and decodes with its own codec or msgspec."""
 
     file: str = ""
+    msgspec: bool = False
 
     def check(self, answer: bytes) -> None:
         self.answer.check(json.loads(answer))
 
 
 def behind_json(bench: Bench) -> None:
-    """A list of 64 numbers, and of 10 in the answer: `/predictions/mlp`, and mosec's `/inference`."""
-    (server, *_), sent = bench.servers("mlp").values(), case("mlp")
+    """A list of 64 numbers, and of 10 in the answer: `/predictions/mlp`, and mosec's `/inference`.
+
+    mosec has its best batch size and delay. It also runs with msgspec instead of its own codec, without a target.
+    """
+    server, sent = bench.server(Penstock, "mlp"), case("mlp")
     request = clients.native_json(sent)
     clients.check_http(server, sent, request)
     workload = OnnxWorkload("mlp", request.body, sent, max_batch=MAX_BATCH, file=str(bench.folder / "mlp.onnx"))
-    peers = harness.tuned(workload, MOSEC, WAITS_MS, SIZES) if MOSEC in bench.options.peers else {}
-    with harness.serving(peers) as mosecs:
-        for connections, goal in ((16, 1.2), (64, 1.2), (256, 1.2)):
+    faster = dataclasses.replace(workload, msgspec=True)
+    plain, quick = (
+        harness.tuned(w, MOSEC, WAITS_MS, SIZES) if MOSEC in bench.options.peers else {} for w in (workload, faster)
+    )
+    with harness.serving(plain) as plains, harness.serving(quick) as quicks:
+        for connections in (16, 64, 256):
             run = functools.partial(clients.closed_loop, request, connections)
             server.measure(run(1))
-            ours = {"penstock": functools.partial(server.measure, run(bench.options.seconds))}
-            runs = harness.closed_loops(mosecs, connections, bench.options, ours)
+            also = {"penstock": functools.partial(server.measure, run(bench.options.seconds))}
+            if quicks:
+                label = max(quicks, key=lambda label, n=connections: quicks[label].closed_loop(n, 1)["rate"])
+                loop = functools.partial(quicks[label].closed_loop, connections, bench.options.seconds)
+                also[f"with msgspec: {label}"] = loop
+            runs = harness.closed_loops(plains, connections, bench.options, also)
             bench.report.add({"requests": "ONNX, JSON", "connections": connections}, runs)
-            bench.judge(f"ONNX, JSON, {connections}", runs, MOSEC, goal)
+            bench.judge(f"ONNX, JSON, {connections}", runs, MOSEC, 1.2)
 
 
 def processors(bench: Bench) -> None:
