@@ -40,10 +40,14 @@ def model() -> Gated:
     return Gated()
 
 
+def loading(model: Gated) -> LocalBackend:
+    config = ModelConfig(target="here", transport="thread", batching=BatchingConfig(max_batch_size=4, max_queue=8))
+    return LocalBackend("m", config, model, [], 8, LimitsConfig())
+
+
 @pytest.fixture
 async def backend(model: Gated) -> Any:
-    config = ModelConfig(target="here", transport="thread", batching=BatchingConfig(max_batch_size=4, max_queue=8))
-    backend = LocalBackend("m", config, model, [], 8, LimitsConfig())
+    backend = loading(model)
     yield backend
     model.gate.set()
     await backend.close(5)
@@ -80,8 +84,18 @@ async def test_requests_wait_for_the_model_and_run_in_order(backend: LocalBacken
     assert await callers[2].body() == [4]
     assert not callers[1].answer.done()
     assert backend.statistics("m")["slots"] == 1
-    handle = backend._engine._registry.find("m", None)
-    assert handle.batcher._notifier is None, "watching the workers costs a request nothing"
+
+
+async def test_watching_the_workers_costs_a_request_nothing(model: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("an observer of requests")
+
+    monkeypatch.setattr("penstock.core.engine.batcher.Notifier", refuse)
+    backend, caller = loading(model), Caller()
+    backend.submit("m", None, many(1), caller)
+    model.gate.set()
+    assert await caller.body() == [2]
+    await backend.close(5)
 
 
 async def test_requests_that_wait_for_the_model_are_bounded_and_keep_their_deadline(

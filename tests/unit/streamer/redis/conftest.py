@@ -46,16 +46,8 @@ class Worker:
 
     async def die(self) -> None:
         """Ends without notifying the broker, as a killed process does."""
-        for link in (self.worker._in, self.worker._out):
-            link.ask = _never
-            if link._connection.is_connected:
-                link._connection._writer.transport.abort()
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-
-
-async def _never(*commands: Any, **keywords: Any) -> Any:
-    await asyncio.Event().wait()
 
 
 class Asker:

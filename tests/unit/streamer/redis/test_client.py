@@ -6,28 +6,44 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, BrokerUnavailable, DeadlineExceeded, QueueFull
+from penstock.streamer.redis.connection import RedisConnection
+from penstock.streamer.redis.protocol import SUBMIT
+
+
+@pytest.fixture
+def submissions(monkeypatch):
+    """The calls of the script that adds entries to a queue."""
+    calls, run = [], RedisConnection.run
+
+    async def counted(self, script, keys, arguments):
+        if script is SUBMIT:
+            calls.append(arguments)
+        return await run(self, script, keys, arguments)
+
+    monkeypatch.setattr(RedisConnection, "run", counted)
+    return calls
 
 
 def double(items):
     return [x * 2 for x in items]
 
 
-async def test_requests_of_one_pass_of_the_loop_form_one_submission(work, asker):
+async def test_requests_of_one_pass_of_the_loop_form_one_submission(work, asker, submissions):
     await work(double)
     client = asker()
     await client.ask(1)
-    before = client.client._sender._submissions
+    submissions.clear()
     answers = [client.put(n) for n in range(50)]
     await asyncio.gather(*answers)
     assert [a.result().body for a in answers] == [2 * n for n in range(50)]
-    assert client.client._sender._submissions - before == 1
+    assert len(submissions) == 1
 
 
-async def test_a_large_call_is_sent_in_bounded_submissions(work, asker):
+async def test_a_large_call_is_sent_in_bounded_submissions(work, asker, submissions):
     await work(double, batch=64)
     client = asker()
     assert await client.ask(list(range(1200))) == [2 * n for n in range(1200)]
-    assert client.client._sender._submissions == 3
+    assert len(submissions) == 3
 
 
 async def test_a_value_that_cannot_be_sent_fails_alone_and_the_error_names_its_type(work, asker):
@@ -127,16 +143,18 @@ async def test_requests_that_a_broker_lost_are_sent_again(work, asker, redis_ser
 
 async def test_a_submission_whose_reply_was_lost_is_not_added_twice(work, asker, redis_server, until, monkeypatch):
     client = asker()
-    run = client.client._out.run
+    run = RedisConnection.run
     results = []
 
-    async def lose_one(script, keys, arguments):
-        results.append(await run(script, keys, arguments))
-        if len(results) == 1:
-            raise BrokerUnavailable("cut")
-        return results[-1]
+    async def lose_one(self, script, keys, arguments):
+        found = await run(self, script, keys, arguments)
+        if script is SUBMIT:
+            results.append(found)
+            if len(results) == 1:
+                raise BrokerUnavailable("cut")
+        return found
 
-    monkeypatch.setattr(client.client._out, "run", lose_one)
+    monkeypatch.setattr(RedisConnection, "run", lose_one)
     answers = [client.put(n) for n in range(5)]
     await until(lambda: len(results) == 2)
     assert results[0] == results[1]

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.errors import BrokerUnavailable
 from penstock.streamer.redis.connection import parse_address
 from penstock.streamer.redis.metrics import EVENTS, QUEUE, UP, WORKER_EVENTS, QueueMetrics, QueueState, worker_page
+from penstock.streamer.redis.protocol import GROUP, RELEASED
 
 METRICS_PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
 
@@ -53,11 +54,11 @@ async def test_requests_wait_until_a_worker_takes_them_and_again_when_it_hands_t
     assert 0.05 <= state.wait_s < 20
 
     worker = await work(gate.predict, batch=8)
-    await until(lambda: len(worker.worker._leases) == 16)
+    await until(lambda: worker.worker.statistics()["leases"] == 16)
     state = (await queues.states())[0]
     assert (state.waiting, state.running, state.workers) == (24, 16, 1)
 
-    await release_oldest(worker)
+    release_oldest(redis_server.ask)
     state = (await queues.states())[0]
     assert (state.waiting, state.running) == (25, 15)
     assert state.wait_s > 0.05  # it is the oldest one again
@@ -68,9 +69,10 @@ async def test_requests_wait_until_a_worker_takes_them_and_again_when_it_hands_t
     assert (state.waiting, state.running, state.wait_s) == (0, 0, 0.0)
 
 
-async def release_oldest(worker):
+def release_oldest(redis):
     """Hands an entry back, as a worker does at shutdown."""
-    await worker.worker._writer.hand_back([next(iter(worker.worker._leases))])
+    (oldest,) = redis.xpending_range("{penstock:}:queue", GROUP, "-", "+", 1)
+    redis.xclaim("{penstock:}:queue", GROUP, RELEASED, 0, [oldest["message_id"]], retrycount=0, justid=True)
 
 
 async def test_the_page_shows_each_queue(queues, redis_server):

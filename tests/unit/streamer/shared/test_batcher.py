@@ -17,12 +17,12 @@ import pytest
 
 from penstock.config.schema import BatchingConfig, LimitsConfig, ModelConfig
 from penstock.core.wire.messages import FrameDecoder, FreeReplies, MessageWriter, frame_of, write
-from penstock.core.wire.slabs import anonymous_file
+from penstock.core.wire.slabs import SlabPool, anonymous_file
 from penstock.errors import ConfigError, ModelNotReady, PenstockError, QueueFull, WorkerDied
 from penstock.streamer.model import wrapped
-from penstock.streamer.shared import batcher, client, protocol
+from penstock.streamer.shared import batcher, client, link, protocol
 from penstock.streamer.shared.batcher import SharedBatcher
-from penstock.streamer.shared.client import BatcherLink, SharedCall, SharedClient
+from penstock.streamer.shared.client import SharedCall, SharedClient
 from penstock.streamer.shared.link import Joined, join
 from penstock.streamer.shared.protocol import (
     CallMessage,
@@ -311,21 +311,28 @@ async def call_until(true: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_an_abandoned_call_is_confirmed_and_its_memory_is_free(running: Running) -> None:
+async def test_an_abandoned_call_is_confirmed_and_its_memory_is_free(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[SlabPool] = []
+
+    def pool(*arguments: Any) -> SlabPool:
+        pools.append(SlabPool(*arguments))
+        return pools[-1]
+
+    monkeypatch.setattr(link, "SlabPool", pool)  # the client's; the batcher has its own
     client = await running.client()
-    link = client._link
-    assert isinstance(link, BatcherLink)
     answers: list[ItemResult] = []
     client.submit("", None, Item(0.2), answers.append)
     tickets = [client.submit("", None, Item(bytearray(10**6)), answers.append) for _ in range(5)]
-    assert link._pool.in_use_bytes > 5 * 10**6
+    assert pools[0].in_use_bytes > 5 * 10**6
     for ticket in tickets:
         assert isinstance(ticket, SharedCall)
         ticket.cancel()
         ticket.cancel()
-    await call_until(lambda: not client._calls)
+    await call_until(lambda: not client.statistics("")["unanswered"])
     assert len(answers) == 1, "an abandoned call is not answered"
-    assert link._pool.in_use_bytes == 0
+    assert pools[0].in_use_bytes == 0
     assert client.statistics("") == {"unanswered": 0, "unanswered_bytes": 0}
     await client.close(1)
 
@@ -341,8 +348,15 @@ async def test_an_accepted_call_is_answered_when_the_batcher_ends_and_a_later_on
         raise ModelNotReady("there is no other")
 
     monkeypatch.setattr("penstock.streamer.shared.client.join", refuse)
+    backend, taken = running.batcher.backend, []
+
+    def submit(*arguments: Any) -> Any:
+        taken.append(arguments)
+        return type(backend).submit(backend, *arguments)
+
+    monkeypatch.setattr(backend, "submit", submit)
     early = asyncio.create_task(call(client, 0.2))
-    await call_until(lambda: running.batcher.sessions and any(s._calls for s in running.batcher.sessions))
+    await call_until(lambda: taken)
     closing = asyncio.create_task(running.batcher.close())
     await asyncio.sleep(0)
     late = asyncio.create_task(call(client, "late"))
@@ -372,7 +386,8 @@ async def test_after_a_failure_calls_fail_at_once_until_the_pause_is_over(
         with pytest.raises(ConfigError, match="another model has this name"):
             await call(found, 1)
     assert len(tried) <= 2
-    found._retry_at_s = 0.0
+    now = time.monotonic()
+    monkeypatch.setattr(client.time, "monotonic", lambda: now + client.LAST_RETRY_S)
     with pytest.raises(ConfigError):
         await call(found, 1)
     assert len(tried) >= 2
