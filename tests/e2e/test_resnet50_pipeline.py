@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_sample_images
 
 from penstock.core.worker.tensor_model import ANY_ROWS
 from penstock.runtimes.onnx import OnnxProgram, open_session
@@ -144,6 +143,8 @@ pytest.importorskip("transformers")
 @pytest.fixture
 def pixels(image_networks: tuple[Any, Any]) -> np.ndarray[Any, Any]:
     """Eight photos as the networks take them, float32 `[8, 3, 224, 224]`."""
+    from sklearn.datasets import load_sample_images
+
     networks, _ = image_networks
     photos = [
         cv2.resize(image[20 * k : 200 + 40 * k, 30 * k : 220 + 60 * k], (networks.SIDE, networks.SIDE))

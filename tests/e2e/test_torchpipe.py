@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_sample_images
 
 import penstock.torchpipe as torchpipe
 from penstock.torchpipe import TASK_DATA_KEY, TASK_RESULT_KEY, pipe
@@ -102,6 +101,8 @@ def folder(mobilenet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def photos() -> list[bytes]:
     """Twelve JPEGs, cut out of two photos in different sizes."""
+    from sklearn.datasets import load_sample_images
+
     found = []
     for image in load_sample_images().images:
         for k in range(6):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sklearn.datasets import load_sample_image
 
 cv2 = pytest.importorskip("cv2")
 for _needed in ("onnxruntime", "thriftpy2", "transformers"):
@@ -40,6 +39,8 @@ def blocks() -> list[tuple[str, str]]:
 @pytest.fixture
 def folder(tmp_path: Path, mobilenet: Path) -> Path:
     """The files that the page requires: a model, images, the Thrift interface, and its own blocks."""
+    from sklearn.datasets import load_sample_image
+
     (tmp_path / "resnet50.onnx").symlink_to(mobilenet)
     shutil.copy(EXAMPLE / "service.thrift", tmp_path / "serve.thrift")
     photo = cv2.imencode(".jpg", load_sample_image("flower.jpg")[:, :, ::-1])[1].tobytes()

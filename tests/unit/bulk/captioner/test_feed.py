@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
 from penstock.bulk.captioner.feed import DeviceFeed, ImageSpec
 from penstock.bulk.captioner.model import CaptionRequest
@@ -37,6 +36,8 @@ def levels(pixels: torch.Tensor, looks: ImageSpec = LOOKS) -> np.ndarray:
 
 
 def test_frames_are_normalised_like_the_published_processor() -> None:
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
     pixels = frames(5)
     processor = BlipImageProcessorPil(size={"height": 24, "width": 36}, image_mean=MEAN, image_std=STD)
     expected = processor(list(pixels), return_tensors="pt")["pixel_values"]
