@@ -23,7 +23,8 @@ def run(line: str, url: str, folder: Path) -> str:
     """The stdout of a line of the page, with short runs."""
     # an open loop ends early on a busy machine, and the recording then has too few requests to plan for
     line = line.replace(URL, url).replace("--mode open --rate 60 --duration 20s", "--concurrency 1,8 --requests 300")
-    line = line.replace("--duration 20s", "--duration 2s --warmup 0").replace("--seconds 20", "--seconds 5")
+    line = line.replace("--duration 20s", "--duration 2s --warmup 0")
+    line = line.replace("poisson:600 --seconds 20", "poisson:600 --seconds 5")
     words = [sys.executable, "-m", "penstock.cli.main", *shlex.split(line)[1:]]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     late = words[3] == "bench" and "INVALID" in done.stdout  # a busy machine
