@@ -3,7 +3,7 @@
 import math
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
@@ -11,12 +11,14 @@ import msgspec
 from msgspec import ValidationError, inspect
 
 from penstock.errors import ConfigError, PenstockError, nearest
+from penstock.types import DTYPES, TensorSpec
 
 _WORDS: Final = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SIZE_UNITS = {"B": 1} | {f"{k}B": 1000**n for n, k in enumerate("KMGT", 1)}
 SIZE_UNITS |= {f"{k}iB": 1024**n for n, k in enumerate("KMGT", 1)}
 _QUANTITY: Final = re.compile(r"(\d{0,100}\.?\d{1,100}(?:e[-+]?\d{1,2})?) ?([A-Za-z%]*)", re.ASCII)
+_TENSOR: Final = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
 _SPLIT: Final = re.compile(r"[,\s]+")
 _ELEMENT: Final = re.compile(r"at `\$\[(\d+)\]`")  # in a message of msgspec
 
@@ -56,6 +58,39 @@ def quantity(text: str, units: Mapping[str, float]) -> float | None:
     """The number of a text such as "40GiB" or "1.5 ms", times its unit; None without a number or with another unit."""
     match = _QUANTITY.fullmatch(text.strip())
     return float(match[1]) * units[match[2]] if match and match[2] in units else None
+
+
+def tensor_specs(given: Any, where: str) -> tuple[TensorSpec, ...]:
+    """The tensors of a table such as `image = "FP32[-1,3,224,224]"`, or of a sequence of TensorSpec, in order. `where`
+    is the key of the declaration, for messages.
+
+    Raises ConfigError.
+    """
+    datatypes = f"datatypes are {', '.join(DTYPES)}"
+    specs = []
+    for name, text in given.items() if isinstance(given, Mapping) else ():
+        match = _TENSOR.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None or match[1] not in DTYPES:
+            raise ConfigError(
+                f"{where}.{name}: found {shorten(repr(text))}, expected a datatype and a shape such as"
+                f' "FP32[-1,3,224,224]", with -1 for the rows first; {datatypes}'
+            )
+        specs.append(TensorSpec(str(name), match[1], (-1, *(int(n) for n in match[2].split(",")[1:]))))
+    if isinstance(given, Mapping):
+        return tuple(specs)
+    for spec in given if isinstance(given, Iterable) else (given,):
+        if not isinstance(spec, TensorSpec):
+            raise ConfigError(
+                f'{where}: found {shorten(repr(spec))}, expected a table such as {{"x": "FP32[-1,64]"}}, or a sequence'
+                " of penstock.TensorSpec"
+            )
+        if spec.datatype not in DTYPES or not all(isinstance(n, int) and n >= -1 for n in spec.shape):
+            raise ConfigError(
+                f"{where}: found {spec}, expected for instance TensorSpec('x', 'FP32', (-1, 64)), with -1 for the rows"
+                f" first; {datatypes}"
+            )
+        specs.append(spec)
+    return tuple(specs)
 
 
 def _loosened(value: Any, kind: Any) -> Any:

@@ -9,7 +9,8 @@ import pytest
 from msgspec import Meta
 
 from penstock.errors import BadRequest, ConfigError
-from penstock.values import SIZE_UNITS, TIME_UNITS, convert, expected, found, quantity, shorten
+from penstock.types import TensorSpec
+from penstock.values import SIZE_UNITS, TIME_UNITS, convert, expected, found, quantity, shorten, tensor_specs
 
 
 @pytest.mark.parametrize(
@@ -146,3 +147,37 @@ def test_a_shortened_text_has_at_most_so_many_characters() -> None:
 )
 def test_a_quantity_is_a_number_times_its_unit(text: str, units: dict[str, float], number: float | None) -> None:
     assert quantity(text, units) == number
+
+
+def test_tensors_are_read_in_order_from_a_table_or_a_sequence() -> None:
+    read = tensor_specs({"image": "FP32[-1,3,224,224]", "ids": " INT64 [ -1, -1 ] ", "flag": "BOOL[-1]"}, "inputs")
+    assert read == (
+        TensorSpec("image", "FP32", (-1, 3, 224, 224)),
+        TensorSpec("ids", "INT64", (-1, -1)),
+        TensorSpec("flag", "BOOL", (-1,)),
+    )
+    assert tensor_specs(list(read), "inputs") == read
+    assert tensor_specs({}, "inputs") == tensor_specs((), "inputs") == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"x": "FP33[-1]"},
+            "inputs.x: found 'FP33[-1]', expected a datatype and a shape such as \"FP32[-1,3,224,224]\"",
+        ),
+        ({"x": ("FP32", [-1])}, "inputs.x: found ('FP32', [-1]), expected a datatype"),
+        (["x"], 'inputs: found \'x\', expected a table such as {"x": "FP32[-1,64]"}, or a sequence'),
+        (5, "inputs: found 5, expected a table"),
+        (
+            [TensorSpec("x", "F", (-1,))],
+            "inputs: found TensorSpec(name='x', datatype='F', shape=(-1,), optional=False),",
+        ),
+        ([TensorSpec("x", "FP32", (-1, 2.5))], "expected for instance TensorSpec('x', 'FP32', (-1, 64))"),
+    ],
+)
+def test_a_tensor_that_cannot_be_read_is_told_with_its_key_and_the_right_form(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tensor_specs(given, "inputs")
+    assert told in caught.value.message

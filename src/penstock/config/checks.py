@@ -22,8 +22,7 @@ from penstock.config.schema import (
     ResidencyConfig,
 )
 from penstock.errors import ConfigError, ErrorList, nearest
-from penstock.types import DTYPES, TensorSpec
-from penstock.values import SIZE_UNITS, quantity, shorten
+from penstock.values import SIZE_UNITS, quantity, shorten, tensor_specs
 
 log = logging.getLogger("penstock.config")
 
@@ -31,7 +30,6 @@ LISTENERS = ("inference", "management", "metrics")
 ROUTES: Final = ("scale", "default", "traffic")  # follow a model name in a URL, so no version can have these names
 MOST_PASSWORD_BYTES: Final = 1024  # of a key, for Python's ssl
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
-_TENSOR = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
 _HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
 # GPUs are cuda here; GPU and GPU.0 are names of OpenVINO
@@ -158,7 +156,8 @@ def check_model(model: ModelConfig, where: str = "") -> None:
             f"{where}version: found {shorten(model.version, 100)!r}, expected at most 128 letters, digits, '.', '_',"
             f" '+' and '-', starting with a letter or digit, and not {', '.join(ROUTES)}"
         )
-    input_specs(model.inputs, where)
+    tensor_specs(model.inputs, f"{where}inputs")
+    tensor_specs(model.outputs, f"{where}outputs")
     for device in model.devices:
         if not _DEVICE.fullmatch(device):
             forms = "cpu, cuda (all GPUs), cuda:0, or another accelerator's name in its framework"
@@ -230,23 +229,6 @@ def _check_autoscale(model: ModelConfig, where: str) -> None:
             f"{where}autoscale: an instance that leaves would end the sequences on it (batching.max_sequences);"
             " remove one of the two"
         )
-
-
-def input_specs(inputs: Mapping[str, str], where: str = "") -> tuple[TensorSpec, ...]:
-    """The tensors of a table such as `image = "FP32[-1,3,224,224]"`, in order. `where` precedes the key in messages.
-
-    Raises ConfigError.
-    """
-    specs = []
-    for name, text in inputs.items():
-        match = _TENSOR.fullmatch(text.strip())
-        if match is None or match[1] not in DTYPES:
-            raise ConfigError(
-                f"{where}inputs.{name}: found {shorten(text, 60)!r}, expected a datatype and a shape such as"
-                f' "FP32[-1,3,224,224]", with -1 for the rows first; datatypes are {", ".join(DTYPES)}'
-            )
-        specs.append(TensorSpec(name, match[1], (-1, *(int(n) for n in match[2].split(",")[1:]))))
-    return tuple(specs)
 
 
 def check_traffic(where: str, weights: Mapping[str, float], versions: Collection[str]) -> None:

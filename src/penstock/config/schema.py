@@ -330,7 +330,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         str | None, doc("state dict file, also .safetensors, for a target that is a subclass of torch.nn.Module")
     ] = None
     inputs: Annotated[
-        dict[str, str], doc('inputs of a PyTorch model that does not declare them, in order: x = "FP32[-1,3,224,224]"')
+        dict[str, str],
+        doc('inputs of a Python or PyTorch model that does not declare them, in order: x = "FP32[-1,3,224,224]"'),
+    ] = field(default_factory=dict)
+    outputs: Annotated[
+        dict[str, str], doc('outputs of a Python model that does not declare them, in order: y = "FP32[-1,10]"')
     ] = field(default_factory=dict)
     name: Annotated[str | None, doc("name of the model, by default NAME; versions of one model share it")] = None
     version: Annotated[str, doc("version of the model")] = "1"

@@ -7,11 +7,11 @@ runtime that the file needs.
 from functools import partial
 from typing import Any
 
-from penstock.config.checks import input_specs
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.python_model import is_torch_module
 from penstock.core.worker.tensor_model import Program, ProgramSettings, TensorModel, refuse_inputs
 from penstock.errors import ConfigError
+from penstock.values import tensor_specs
 
 
 def file_model(path: str, config: ModelConfig, threads: int) -> TensorModel:
@@ -25,30 +25,29 @@ def file_model(path: str, config: ModelConfig, threads: int) -> TensorModel:
 
 
 def module_model(target: Any, config: ModelConfig, threads: int) -> TensorModel:
-    """The model of an `nn.Module` or a subclass of it, with the configured weights; a TensorModel itself.
+    """The model of an `nn.Module` or a subclass of it, with the configured weights.
 
-    Raises ConfigError for any other target, which cannot take weights or inputs.
+    Raises ConfigError for any other target, which cannot take weights.
     """
-    if isinstance(target, TensorModel):
-        return target
     if not is_torch_module(target) or hasattr(target, "predict"):
-        key = "weights" if config.weights is not None else "inputs"
         raise ConfigError(
-            f"{key}: the target does not take this key; expected a torch.nn.Module without `predict`, such as"
-            " net.py:Net, or a file such as model.pt"
+            "weights: the target does not take this key; expected a torch.nn.Module without `predict`, such as"
+            " net.py:Net"
         )
     return TensorModel(partial(_open_module, target, config.weights), settings_of(config, threads))
 
 
 def settings_of(config: ModelConfig, threads: int) -> ProgramSettings:
     """The keys of a model that its program needs. Raises ConfigError."""
+    if config.outputs:
+        raise ConfigError("outputs: a model file or module names its outputs itself; leave the key out")
     size = config.batching.max_batch_size
     return ProgramSettings(
         precision=config.precision or "fp32",
         optimize=config.optimize or "none",
         trust=config.trust,
         threads=threads,
-        inputs=input_specs(config.inputs),
+        inputs=tensor_specs(config.inputs, "inputs"),
         most_rows=None if size == "auto" else size,
     )
 

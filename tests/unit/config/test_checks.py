@@ -11,7 +11,6 @@ from penstock.config.checks import (
     check_bind,
     check_config,
     check_model,
-    input_specs,
     is_loopback,
     read_tokens,
     thrift_model,
@@ -28,7 +27,6 @@ from penstock.config.schema import (
     ServerConfig,
 )
 from penstock.errors import ConfigError
-from penstock.types import TensorSpec
 
 
 @pytest.fixture
@@ -258,19 +256,11 @@ def test_a_device_is_a_kind_with_an_optional_number() -> None:
     check_config(models(m={"devices": ("cpu", "cuda", "cuda:0", "cuda:15", "mps", "GPU.1", "GPU", "xpu:2")}))
 
 
-def test_input_tensors_are_parsed_in_order() -> None:
-    found = input_specs({"image": "FP32[-1,3,224,224]", "ids": " INT64 [ -1, -1 ] ", "flag": "BOOL[-1]"})
-    assert found == (
-        TensorSpec("image", "FP32", (-1, 3, 224, 224)),
-        TensorSpec("ids", "INT64", (-1, -1)),
-        TensorSpec("flag", "BOOL", (-1,)),
-    )
-
-
 @pytest.mark.parametrize("text", ["", "FP32", "FP32[]", "FP32[3]", "FP31[-1]", "FP32[-1,x]", "FP32[-1,-2]", "[-1]"])
-def test_an_invalid_tensor_is_refused_with_its_key(text: str) -> None:
-    with pytest.raises(ConfigError, match=r'models\.m\.inputs\.x: found .*such as "FP32\[-1,3,224,224\]"'):
-        check_model(ModelConfig(target="net.ts", inputs={"x": text}), "models.m.")
+@pytest.mark.parametrize("key", ["inputs", "outputs"])
+def test_an_invalid_tensor_is_refused_with_its_key(key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf'models\.m\.{key}\.x: found .*such as "FP32\[-1,3,224,224\]"'):
+        check_model(ModelConfig(target="net.ts", **{key: {"x": text}}), "models.m.")
 
 
 def test_instances_that_a_program_sets_are_bounded_before_devices_are_assigned() -> None:

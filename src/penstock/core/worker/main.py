@@ -15,7 +15,7 @@ from penstock.core.worker import nesting
 from penstock.core.worker.devices import threads_of
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import RowsCoupled, warm_up
-from penstock.core.worker.python_model import PythonModel, is_torch_module
+from penstock.core.worker.python_model import PythonModel, Tensors, is_torch_module
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import LoadFailed, LoadOutOfMemory, PenstockError, describe, out_of_memory
 from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at, resolve
@@ -32,7 +32,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     # the form parser warns about every malformed body, but a request is never logged above DEBUG
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     try:
-        target = _model(_found(spec.target, spec), spec)
+        target, tensors = _model(_found(spec.target, spec), spec)
         if threading.current_thread() is threading.main_thread():  # a module may run threads while it is imported
             nesting.importing = False
         config = spec.config
@@ -41,7 +41,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         named = spec.target.target if isinstance(spec.target, Wrapped) else spec.target
         if isinstance(named, str) and is_pipeline_file(named):
             options = {**options, "file": named}
-        model = PythonModel(target, options, **extras, threads=partial(_threads, spec))
+        model = PythonModel(target, options, tensors, **extras, threads=partial(_threads, spec))
         model.load(device)
         recorded = metrics.drain() or []  # before the warm-up, whose metrics do not count
         declared = model.declared_options()
@@ -96,12 +96,13 @@ def _found(target: Any, spec: WorkerSpec) -> Any:
     return load_object(target)
 
 
-def _model(found: Any, spec: WorkerSpec) -> Any:
-    """The found object, or a model around it if it is a torch module without `predict`."""
-    wanted = spec.config.weights is not None or bool(spec.config.inputs)
-    if not wanted and (not is_torch_module(found) or hasattr(found, "predict")):
-        return found
-    return resolve("runtime", "module")(found, spec.config, _threads(spec))
+def _model(found: Any, spec: WorkerSpec) -> tuple[Any, dict[str, Tensors]]:
+    """The found object with the configured tensors, or a model around it if it is a torch module without `predict`."""
+    config = spec.config
+    if config.weights is not None or (is_torch_module(found) and not hasattr(found, "predict")):
+        return resolve("runtime", "module")(found, config, _threads(spec)), {}
+    taken = hasattr(found, "__penstock_takes__")  # by a model file, through its settings
+    return found, {} if taken else {"inputs": config.inputs, "outputs": config.outputs}
 
 
 def _threads(spec: WorkerSpec) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import msgspec
@@ -17,13 +17,16 @@ from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import ConfigError, LoadFailed, nearest
 from penstock.types import TASKS, ModelMetadata, Task, TensorSpec
+from penstock.values import tensor_specs
 
 if TYPE_CHECKING:
     from penstock.core.worker.call_loop import CallLoop
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Tensors = Mapping[str, str] | Sequence[TensorSpec]  # such as {"x": "FP32[-1,64]"}
 _OPTIONS = "__penstock_options__"
+_SIDES = ("inputs", "outputs")
 _HOOKS = ("load", "preprocess", "postprocess", "warmup", "explain", "unload", "admit", "step", "evict", "cost")
 
 
@@ -31,6 +34,8 @@ class Options(BatchingConfig, frozen=True, kw_only=True):
     """The options of `@penstock.model`, for type checkers."""
 
     task: Task | None = None
+    inputs: Tensors = ()
+    outputs: Tensors = ()
 
 
 class Decorator(Protocol[P]):
@@ -50,10 +55,14 @@ def _with_options_of(_: Callable[P, Options]) -> Callable[[Callable[..., Any]], 
 def model(target: Any = None, /, **options: Any) -> Any:
     """The decorated function or class, with batching options attached.
 
-    The options are keys of `[models.NAME.batching]`, and `task`. They serve as defaults: the configuration wins. Raises
-    ConfigError.
+    The options are keys of `[models.NAME.batching]`, and `task`, `inputs` and `outputs`, which become attributes. They
+    serve as defaults: the configuration wins. Raises ConfigError.
     """
-    task = options.pop("task", None)
+    names = ("task", *_SIDES)
+    attributes = {name: value for name in names if (value := options.pop(name, None)) is not None}
+    for side in _SIDES:
+        tensor_specs(attributes.get(side, ()), f"@penstock.model: {side}")
+    task = attributes.get("task")
     if task is not None and task not in TASKS:
         raise ConfigError(
             f"@penstock.model: task is {task!r}, expected {' or '.join(TASKS)}{nearest(str(task), TASKS)}"
@@ -61,9 +70,8 @@ def model(target: Any = None, /, **options: Any) -> Any:
     with_options(BatchingConfig(), options)
 
     def decorate(found: Any) -> Any:
-        setattr(found, _OPTIONS, options)
-        if task is not None:
-            found.task = task
+        for name, value in {_OPTIONS: options, **attributes}.items():
+            setattr(found, name, value)
         return found
 
     return decorate if target is None else decorate(target)
@@ -84,11 +92,19 @@ class PythonModel:
     It has more than 15 attributes: the optional members of a model, looked up once.
     """
 
-    def __init__(self, target: Any, options: Mapping[str, Any] | None = None, **extras: Extra) -> None:
-        """`options` are constructor arguments of a class. `extras` go to a `load` with parameters of those names;
-        functions among them are called only then."""
+    def __init__(
+        self,
+        target: Any,
+        options: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Tensors] | None = None,
+        **extras: Extra,
+    ) -> None:
+        """`options` are constructor arguments of a class. `tensors` may have `inputs` and `outputs`, which replace the
+        model's own. `extras` go to a `load` with parameters of those names; functions among them are called only
+        then."""
         self._target = target
         self._options = options or {}
+        self._tensors = tensors or {}
         self._extras = extras
         self._model: Any = None
         self.takes: frozenset[str] = frozenset()  # names of the extras that the loaded model uses
@@ -235,10 +251,7 @@ class PythonModel:
         )
 
     def _declared(self, side: str) -> tuple[TensorSpec, ...]:
-        specs = tuple(getattr(self._model, side, None) or ())
-        if not all(isinstance(spec, TensorSpec) for spec in specs):
-            raise LoadFailed(f"'{side}' of the model must hold penstock.TensorSpec, found {specs!r}")
-        return specs
+        return tensor_specs(self._tensors.get(side) or getattr(self._model, side, None) or (), side)
 
     def _parameters(self) -> dict[str, Any]:
         parameters = getattr(self._model, "parameters", None)

@@ -29,7 +29,8 @@ KEYS: Final = {
 }  # parameter -> key of `[models.NAME]`; any other parameter is such a key itself
 _ORDER: Final = tuple(KEYS)
 _NOT_TUNABLE: Final = (
-    "target", "name", "version", "traffic", "batching", "restart", "inputs", "env", "options", "trust", "priority",
+    "target", "name", "version", "traffic", "batching", "restart", "inputs", "outputs", "env", "options", "trust",
+    "priority",
 )  # fmt: skip
 _RANGE: Final = re.compile(r"(\d{1,15})\.\.(\d{1,15})(?:/(\d{1,15}))?", re.ASCII)
 _EXAMPLE: Final = 'expected for instance "batch=1..32,instances=1..16,precision=fp32,fp16"'

@@ -126,11 +126,14 @@ def test_a_method_that_would_never_be_awaited_is_refused(hook):
         PythonModel(type("Late", (), {"predict": lambda self, items: items, hook: never})).load("cpu")
 
 
-def test_declared_inputs_must_be_specs():
-    wrapped = PythonModel(type("Bad", (Full,), {"inputs": ["x"]}))
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+def test_declared_tensors_are_a_table_or_specs(side):
+    wrapped = PythonModel(type("Table", (Full,), {side: {"x": "INT64[-1,3]"}}))
     wrapped.load("cpu")
-    with pytest.raises(LoadFailed, match="'inputs' of the model must hold"):
-        wrapped.metadata("m", "1")
+    assert getattr(wrapped.metadata("m", "1"), side) == (TensorSpec("x", "INT64", (-1, 3)),)
+    wrapped = PythonModel(type("Bad", (Full,), {side: ["x"]}))
+    with pytest.raises(ConfigError, match=f"{side}: found 'x', expected a table"):
+        wrapped.load("cpu") or wrapped.metadata("m", "1")
 
 
 def test_the_decorator_leaves_its_target_and_keeps_options():
