@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 from penstock.core.worker.spec import Wrapped
+from penstock.errors import BadRequest, ItemFailed
 from penstock.plugins import resolve
 from support.concurrent_batches import CONCURRENCY_CHECKS, TARGET
 from support.stepped import CONTINUOUS_CHECKS, STEP_CHECKS
@@ -64,6 +66,29 @@ async def test_continuous_batching_in_a_worker_process(check):
             spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20
         )
     )
+
+
+@pytest.mark.parametrize("name", ["inline", "thread", "process"])
+async def test_arrays_of_a_model_with_declared_tensors(name):
+    """Requests share a call, a bad row fails alone, and a request may leave an optional input out."""
+    async with TransportHarness(
+        lambda spec, pool: resolve("transport", name)(
+            spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20
+        ),
+        "support.scripted:DeclaredModel",
+        max_batch_size=8,
+    ) as harness:
+        rows = [np.full((n, 2), n, np.float32) for n in (1, 2, 3)]
+        found = await harness.values(*[{"x": each} for each in rows])
+        assert [each["y"].tolist() for each in found] == [(2 * each).tolist() for each in rows]
+        assert {n for each in found for n in each["n"].tolist()} == {6}
+        first, bad, wrong, last = await harness.values(
+            {"x": rows[0]}, {"x": -rows[1]}, {"x": rows[2][:, :1]}, {"x": rows[2], "bias": np.ones((3, 1), np.float32)}
+        )
+        assert (first["y"].tolist(), last["y"].tolist()) == ([[2, 2]], [[7, 7]] * 3)
+        assert [type(bad), type(wrong)] == [ItemFailed, BadRequest]
+        assert harness.ready is not None
+        assert [spec.optional for spec in harness.ready.metadata.inputs] == [False, True]
 
 
 def test_the_process_transport_keeps_the_contract_on_uvloop():

@@ -183,6 +183,22 @@ def test_the_models_of_the_page_answer_their_curl_lines(serve: Callable[..., Any
     assert (toml, set(models)) == (None, {"net", "eager"})
 
 
+def test_the_model_with_declared_tensors_has_eight_lines_and_answers_its_curl_lines(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    (source,) = (block for block in blocks("docs/models.md", "python") if block.startswith("# head.py"))
+    assert sum(bool(line.strip()) for line in source.splitlines()[1:]) == 8
+    (tmp_path / "head.py").write_text(source)
+    lines = next(block for block in blocks("docs/models.md", "") if "head.py:Head" in block)
+    config = next(block for block in blocks("docs/models.md", "toml") if "head.py:Head" in block)
+    (tmp_path / "penstock.toml").write_text(config)
+    for arguments in (["head.py:Head"], ["penstock.toml"]):
+        server = serve(None, *arguments, cwd=tmp_path)
+        row, tensors = (json.loads(answer) for answer in shell(lines, server.url, tmp_path))
+        assert row == [10.0, 10.0]
+        assert tensors["outputs"] == [{"name": "y", "shape": [1, 2], "datatype": "FP32", "data": [10.0, 10.0]}]
+
+
 def test_the_steps_of_scaling_run(serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = "docs/scale.md"
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock import metrics
+from penstock.core.worker.python_model import model
 from penstock.errors import BadRequest
 
 CRASHING = "support.scripted:CrashingModel"
@@ -123,3 +124,20 @@ def apart(target: Any) -> Any:
     """Wrapper (`worker.spec.Wrapped`) that makes the worker finish the target's results in a separate thread."""
     target.__penstock_finishes_apart__ = True
     return target
+
+
+@model(inputs={"x": "FP32[-1,2]", "bias": "FP32[-1,1]"}, outputs={"y": "FP32[-1,2]", "n": "INT64[-1]"})
+class DeclaredModel:
+    """Doubles rows, adds an optional bias, and counts the rows of the call; a negative row raises."""
+
+    def predict(self, x: Any, bias: Any = None) -> Any:
+        if (x < 0).any():
+            raise ValueError("negative")
+        counts = (x[:, 0] * 0 + len(x)).astype("int64")
+        return {"y": x * 2 if bias is None else x * 2 + bias, "n": counts}
+
+
+@model(inputs={"x": "FP32[-1,2]"}, outputs={"y": "FP32[-1,2]"})
+async def doubled_rows(x: Any) -> Any:
+    """Doubles rows."""
+    return x * 2

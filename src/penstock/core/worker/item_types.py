@@ -9,6 +9,7 @@ import re
 import threading
 import types
 import typing
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -28,6 +29,7 @@ _STREAMS: Final = {
 }
 _SCALARS: Final = (str, int, float, bool, bytes, bytearray)
 _PLAIN: Final = {str, int, float, bool, list, dict, type(None), Any, typing.Union, types.UnionType}
+_OF_REQUESTS: Final = ("parameters", "sequences")  # further arguments of a `predict` of items
 _REF: Final = "#/components/schemas/"
 _NAME: Final = re.compile(r"[^A-Za-z0-9._-]")
 _first_use = threading.Lock()  # msgspec 0.22 crashes when two threads convert to a type for the first time at once
@@ -103,6 +105,35 @@ def check_takes_items(predict: Any) -> None:
     if kind in _SCALARS or is_struct(kind):
         right = f"predict(items: list[{kind.__name__}])"
         raise LoadFailed(f"predict takes one {kind.__name__}, but it gets all items of a batch: write {right} -> list")
+
+
+def takes_arrays(predict: Any, inputs: Sequence[str], table: bool) -> bool:
+    """Whether `predict` receives the arrays of a batch, by the names of the inputs, and not a list of items.
+
+    It does if a parameter has the name of an input and the first one is not annotated as a list. `table`: the inputs
+    were declared in a table, where any other name than `items` is a mistake. Raises LoadFailed.
+    """
+    try:
+        signature = inspect.signature(predict)
+    except (TypeError, ValueError):  # some functions are not written in Python
+        return False
+    parameters = signature.parameters.values()
+    kind, kinds = _argument(predict), {p.kind for p in parameters}
+    if any((typing.get_origin(kind) or kind) is each for each in _BATCHES):
+        return False
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    meant = not named.keys().isdisjoint(inputs) or kinds == {inspect.Parameter.VAR_KEYWORD}
+    if not meant and (not table or next(iter(named), "") == "items"):
+        return False
+    lacks = inspect.Parameter.VAR_KEYWORD not in kinds and not named.keys() >= set(inputs)
+    extra = [n for n, p in named.items() if n not in inputs and (p.default is p.empty or n in _OF_REQUESTS)]
+    if meant and not lacks and not extra:
+        return True
+    only = "; an array comes without the parameters and sequences of requests" if set(_OF_REQUESTS) & set(extra) else ""
+    raise LoadFailed(
+        f"found predict{signature} for the inputs {', '.join(inputs)}: give each parameter the name of an input, to"
+        f" receive the arrays of a batch, or write predict(items), to receive a list of its requests{only}"
+    )
 
 
 def is_struct(kind: Any) -> bool:

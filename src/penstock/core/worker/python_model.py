@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overl
 import msgspec
 
 from penstock.config.schema import BatchingConfig, with_options
-from penstock.core.worker.item_types import ModelTypes, check_takes_items
+from penstock.core.worker.item_types import ModelTypes, check_takes_items, takes_arrays
 from penstock.core.worker.predict import SequenceStates, WithParameters, takes_parameters
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
@@ -153,6 +153,12 @@ class PythonModel:
         if load is not None:
             self.takes = frozenset(getattr(found, "__penstock_takes__", inspect.signature(load).parameters))
             load(device, **_accepted(load, self._extras))
+        if predict is not None and self._receives_arrays(found, predict):
+            from penstock.core.worker.array_model import ArrayModel  # other models may not need NumPy
+
+            inputs, outputs = map(self._declared, _SIDES)
+            found = self._model = ArrayModel(found, predict, inputs, outputs)
+            self._tensors, predict = {}, found.predict
         self.predict = cast(Callable[[list[Any]], Any], predict or self._not_loaded)
         for hook in ("preprocess", "postprocess", "warmup", "explain"):
             setattr(self, hook, getattr(found, hook, None))
@@ -168,6 +174,17 @@ class PythonModel:
             self.takes_parameters = True
             self.predict = WithParameters(predict, parameters=())
 
+    def _receives_arrays(self, found: Any, predict: Any) -> bool:
+        """Whether a user's `predict` receives arrays. Raises LoadFailed, ConfigError."""
+        if any(hasattr(found, f"__penstock_{name}__") for name in ("prepare", "submit", "unbatch")):
+            key = next((side for side, given in self._tensors.items() if given), None)
+            if key is not None:
+                raise ConfigError(f"{key}: {_name(self._target)} declares its own {key}; leave the key out")
+            return False
+        inputs = self._declared("inputs")
+        table = isinstance(self._tensors.get("inputs") or getattr(found, "inputs", None), Mapping)
+        return bool(inputs) and takes_arrays(predict, [spec.name for spec in inputs], table)
+
     def begin_loop(self, batching: BatchingConfig) -> None:
         """Prepares a loaded model with sequences, or one that runs several items or batches at the same time; does
         nothing to another model. Raises LoadFailed."""
@@ -182,9 +199,10 @@ class PythonModel:
         if batching.mode == "continuous":
             raise LoadFailed("mode = 'continuous' needs a model with admit(item) and step(states)")
         rows = batching.concurrency
-        if self.submit is not None or self.prepare is not None:
+        arrays = hasattr(self._model, "__penstock_arrays__") and rows != 1
+        if arrays or self.submit is not None or self.prepare is not None:
             if rows != "auto":
-                raise LoadFailed("'concurrency' is for your own predict: this model arranges its batches itself")
+                raise LoadFailed("'concurrency' is for your own predict(items): this model arranges its batches itself")
             return
         check_takes_items(self.predict)
         if rows != 1 and (rows != "auto" or is_async(self.predict)):

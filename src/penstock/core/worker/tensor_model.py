@@ -132,9 +132,10 @@ class TensorModel:
         self.platform, self.outputs = program.platform, program.outputs
         known = [i for i in program.inputs if i.datatype is not None and i.shape is not None]
         if len(known) == len(program.inputs):
-            specs = [(i.name, cast(str, i.datatype), cast(Any, i.shape)) for i in known]
-            self.inputs = tuple(TensorSpec(n, d, (-1, *shape[1:])) for n, d, shape in specs)
-            self._whole_inputs = tuple(TensorSpec(*spec) for spec in specs)
+            self._whole_inputs = tuple(
+                TensorSpec(i.name, cast(str, i.datatype), cast(Any, i.shape), not i.required) for i in known
+            )
+            self.inputs = tuple(structs.replace(spec, shape=(-1, *spec.shape[1:])) for spec in self._whole_inputs)
         self.__penstock_options__ = self._options()
         if self._settings.optimize == "compile" and not program.unbatched:
             self._compile()
