@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from msgspec import structs
 
@@ -25,6 +25,11 @@ from penstock.plugins import resolve
 from penstock.types import Item, ItemResult, ModelMetadata, ModelStatus, SequenceRequest, Sink
 
 log = logging.getLogger("penstock.engine")
+
+_DECLARE: Final = (
+    'the model declares no inputs, which some clients need: set inputs = {"x": "FP32[-1,64]"} and outputs alike in'
+    " @penstock.model, or in [models.NAME]; see models.md"
+)
 
 
 async def result_of(submit: Callable[[Sink], Ticket]) -> Any:
@@ -351,6 +356,8 @@ class Engine:
             "max_batch_size": 0 if handle.metadata.unbatched else status.max_batch_size,
             "max_request_bytes": min(self._limits.max_body_bytes, self._limits.pool_bytes),
         }
+        if not handle.metadata.inputs and handle.metadata.platform == "python":
+            served["hint"] = _DECLARE
         if handle.mode == "continuous":
             served["mode"] = handle.mode
         if handle.sequences is not None:
