@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock import ManagedModel
+from penstock import ManagedModel, model
 
 
 def double(batch: list[Any]) -> list[Any]:
@@ -30,6 +30,13 @@ def as_array(batch: list[Any]) -> Any:
 
 def echo(batch: list[Any]) -> list[Any]:
     return batch
+
+
+@model(inputs={"x": "FP32[-1,2]"}, outputs={"y": "FP32[-1,2]"})
+def doubled_rows(x: Any) -> Any:
+    """The rows of a batch as one array."""
+    assert isinstance(x, np.ndarray)
+    return [ValueError("negative") if row[0] < 0 else 2 * row for row in x]
 
 
 def slow(batch: list[Any]) -> list[Any]:

@@ -146,6 +146,16 @@ def test_a_function_may_return_an_array_or_be_async(start: Start, models: Module
         assert start(function, 8).predict([1, 2]) == [2, 4]
 
 
+def test_a_function_with_declared_tensors_receives_arrays(start_any: Start, models: ModuleType) -> None:
+    streamer = start_any(models.doubled_rows, 8)
+    row, rows = np.array([1, 2], np.float32), np.ones((3, 2), np.float32)
+    alone, together, listed = streamer.predict([row, {"x": rows}, [5, 6]])
+    assert (alone.tolist(), together["y"].tolist(), listed.tolist()) == ([2, 4], [[2, 2]] * 3, [10, 12])
+    fine, bad, wrong = streamer.predict([row, -row, [1, 2, 3]], return_exceptions=True)
+    assert fine.tolist() == [2, 4]
+    assert [type(error) for error in (bad, wrong)] == [ValueError, BadRequest]
+
+
 def test_arrays_and_bytes_of_any_size_survive_the_round_trip(start_any: Start, models: ModuleType) -> None:
     big = np.arange(150_000, dtype=np.float32).reshape(300, 500)
     arrays = start_any(models.echo, 4).predict([big, b"x" * 200_000, {"a": big}, "text"])

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from penstock.core.worker.python_model import array_model
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput
 
@@ -46,15 +47,26 @@ class StreamerModel:
 
     def load(self, device: str) -> None:
         """Instantiates a class and calls its `init_model`. Raises what that raises."""
-        if isinstance(self._given, type):
-            model: Any = self._given(_gpu_id(device))
+        model: Any = self._given
+        if isinstance(model, type):
+            model = model(_gpu_id(device))
             model.init_model(*self._args, **self._kwargs)
             self._predict = model.predict
+        declared = isinstance(getattr(model, "inputs", None), Mapping)  # other libraries' models have other `inputs`
+        arrays = array_model(model, self._predict, {}) if declared else None
+        if arrays is not None:
+            opened = getattr(self, "preprocess", _same)  # of a subclass
+            self.preprocess = lambda item: arrays.preprocess(opened(item))
+            self._predict = arrays.predict
 
     def predict(self, items: list[Any]) -> Any:
         """The results in a type that the engine accepts. Raises BadOutput, and what the model raises."""
         results = self._predict(items)
         return _await(results) if inspect.iscoroutine(results) else _indexable(results)
+
+
+def _same(item: Any) -> Any:
+    return item
 
 
 def wrapped(given: Any, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None) -> Wrapped:

@@ -41,9 +41,9 @@ class ArrayModel(TensorModel):
         """Raises LoadFailed for a model that takes arrays and has members for items."""
         hook = next((hook for hook in _NO_HOOKS if getattr(model, hook, None) is not None), None)
         if hook is not None or is_generator(predict):
-            found = "is a generator" if hook is None else f"stands beside '{hook}', which does not"
+            found = "it is a generator" if hook is None else f"'{hook}' does not"
             raise LoadFailed(
-                f"predict({', '.join(i.name for i in inputs)}) receives the arrays of a whole batch and {found}:"
+                f"predict({', '.join(i.name for i in inputs)}) receives the arrays of a whole batch, but {found}:"
                 " do this work in predict, which returns arrays, or write predict(items)"
             )
         program = self._python = PythonProgram(predict, inputs, outputs)

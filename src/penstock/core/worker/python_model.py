@@ -21,6 +21,7 @@ from penstock.values import tensor_specs
 
 if TYPE_CHECKING:
     from penstock.core.worker.call_loop import CallLoop
+    from penstock.core.worker.tensor_model import TensorModel
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -153,12 +154,10 @@ class PythonModel:
         if load is not None:
             self.takes = frozenset(getattr(found, "__penstock_takes__", inspect.signature(load).parameters))
             load(device, **_accepted(load, self._extras))
-        if predict is not None and self._receives_arrays(found, predict):
-            from penstock.core.worker.array_model import ArrayModel  # other models may not need NumPy
-
-            inputs, outputs = map(self._declared, _SIDES)
-            found = self._model = ArrayModel(found, predict, inputs, outputs)
-            self._tensors, predict = {}, found.predict
+        arrays = None if predict is None else array_model(found, predict, self._tensors)
+        if arrays is not None:
+            found = self._model = arrays
+            self._tensors, predict = {}, arrays.predict
         self.predict = cast(Callable[[list[Any]], Any], predict or self._not_loaded)
         for hook in ("preprocess", "postprocess", "warmup", "explain"):
             setattr(self, hook, getattr(found, hook, None))
@@ -173,17 +172,6 @@ class PythonModel:
         if not own and predict is not None and takes_parameters(predict):
             self.takes_parameters = True
             self.predict = WithParameters(predict, parameters=())
-
-    def _receives_arrays(self, found: Any, predict: Any) -> bool:
-        """Whether a user's `predict` receives arrays. Raises LoadFailed, ConfigError."""
-        if any(hasattr(found, f"__penstock_{name}__") for name in ("prepare", "submit", "unbatch")):
-            key = next((side for side, given in self._tensors.items() if given), None)
-            if key is not None:
-                raise ConfigError(f"{key}: {_name(self._target)} declares its own {key}; leave the key out")
-            return False
-        inputs = self._declared("inputs")
-        table = isinstance(self._tensors.get("inputs") or getattr(found, "inputs", None), Mapping)
-        return bool(inputs) and takes_arrays(predict, [spec.name for spec in inputs], table)
 
     def begin_loop(self, batching: BatchingConfig) -> None:
         """Prepares a loaded model with sequences, or one that runs several items or batches at the same time; does
@@ -257,8 +245,8 @@ class PythonModel:
             name,
             version,
             platform,
-            self._declared("inputs"),
-            self._declared("outputs"),
+            _declared(self._model, "inputs", self._tensors),
+            _declared(self._model, "outputs", self._tensors),
             self._parameters(),
             created=int(time.time()),
             schemas=self.types.schemas(name),
@@ -267,9 +255,6 @@ class PythonModel:
             takes_parameters=self.takes_parameters,
             unbatched=self.unbatched,
         )
-
-    def _declared(self, side: str) -> tuple[TensorSpec, ...]:
-        return tensor_specs(self._tensors.get(side) or getattr(self._model, side, None) or (), side)
 
     def _parameters(self) -> dict[str, Any]:
         parameters = getattr(self._model, "parameters", None)
@@ -287,6 +272,30 @@ class PythonModel:
                     f" found {name!r}: {type(value).__name__}"
                 )
         return parameters
+
+
+def array_model(model: Any, predict: Any, tensors: Mapping[str, Tensors]) -> TensorModel | None:
+    """The model around a user's `predict` that receives arrays; None if it receives items. For `tensors` see
+    PythonModel.
+
+    Raises LoadFailed, ConfigError.
+    """
+    if any(hasattr(model, f"__penstock_{name}__") for name in ("prepare", "submit", "unbatch")):
+        key = next((side for side, given in tensors.items() if given), None)
+        if key is not None:
+            raise ConfigError(f"{key}: {type(model).__name__} declares its own {key}; leave the key out")
+        return None
+    inputs = _declared(model, "inputs", tensors)
+    table = isinstance(tensors.get("inputs") or getattr(model, "inputs", None), Mapping)
+    if not inputs or not takes_arrays(predict, [spec.name for spec in inputs], table):
+        return None
+    from penstock.core.worker.array_model import ArrayModel  # other models may not need NumPy
+
+    return ArrayModel(model, predict, inputs, _declared(model, "outputs", tensors))
+
+
+def _declared(model: Any, side: str, tensors: Mapping[str, Tensors]) -> tuple[TensorSpec, ...]:
+    return tensor_specs(tensors.get(side) or getattr(model, side, None) or (), side)
 
 
 def is_async(predict: Any) -> bool:

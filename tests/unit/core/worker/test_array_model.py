@@ -311,9 +311,7 @@ def test_arrays_come_without_the_parameters_and_sequences_of_requests(predict: A
 
 @pytest.mark.parametrize("hook", ["preprocess", "postprocess", "explain"])
 def test_hooks_for_items_are_refused(hook: str) -> None:
-    with pytest.raises(
-        LoadFailed, match=rf"predict\(x\) receives the arrays of a whole batch and stands beside '{hook}'"
-    ):
+    with pytest.raises(LoadFailed, match=rf"predict\(x\) receives the arrays of a whole batch, but '{hook}' does not"):
         opened(declared(lambda self, x: x, **{hook: lambda self, item: item}))
 
 
@@ -321,7 +319,7 @@ def test_streams_and_calls_side_by_side_need_items() -> None:
     def parts(self, x):
         yield x
 
-    with pytest.raises(LoadFailed, match="is a generator"):
+    with pytest.raises(LoadFailed, match="but it is a generator"):
         opened(declared(parts))
     with pytest.raises(LoadFailed, match=r"'concurrency' is for your own predict\(items\)"):
         opened(doubled_later, concurrency=4)
