@@ -1,9 +1,9 @@
-"""How many calls, functions, files and changes of file one plain JSON request costs once everything is warm.
+"""How many calls, functions, files and changes of file one small request costs once everything is warm.
 
-    python benchmarks/trace_request.py [inline|process]
+    python benchmarks/trace_request.py [inline|process] [http|grpc]
 
-Prints the totals, the files in the order of their first call, and every call. With `process`, the default, the counts
-cover the server process only.
+The request is plain JSON over HTTP, the default, or a tensor over gRPC. Prints the totals, the files in the order of
+their first call, and every call. With `process`, the default, the counts cover the server process only.
 """
 
 from __future__ import annotations
@@ -11,15 +11,22 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
 from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.engine.engine import Engine
+from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService
+from penstock.serving.grpc.inference import DIRECT_CALLS, NAME, RAW_CALLS, OpenInferenceService, failure
+from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.http.server import HttpServer
+from penstock.serving.http2 import frames as h2
+from penstock.serving.protocols.oip_grpc import open_inference
 
-MODEL = "def shout(items):\n    return [str(x).upper() for x in items]\n"
+MODEL = "def shout(items):\n    return items\n"
 BODY = b'{"a":1}'
 REQUEST = (
     b"POST /predictions/shout HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -27,16 +34,61 @@ REQUEST = (
 )
 WARM = 12  # requests before the traced one
 Call = tuple[str, str]  # file, qualified name
+Ask = Callable[[], Awaitable[None]]
 
 
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """The body of one response."""
-    writer.write(REQUEST)
-    head = await reader.readuntil(b"\r\n\r\n")
-    return await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+@asynccontextmanager
+async def http(engine: Engine) -> AsyncIterator[Ask]:
+    """Sends one request over a connection that stays open, and reads the response."""
+    server = HttpServer(engine, LimitsConfig())
+    reader, writer = await asyncio.open_connection(*await server.start("127.0.0.1", 0))
+
+    async def ask() -> None:
+        writer.write(REQUEST)
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+    yield ask
+    writer.close()
+    await server.close(1)
 
 
-async def trace(transport: str) -> list[Call]:
+@asynccontextmanager
+async def grpc(engine: Engine) -> AsyncIterator[Ask]:
+    """Calls ModelInfer as gRPC's C++ client does, which updates its windows with each call."""
+    service = GrpcService(NAME, [OpenInferenceService(engine, 64, 60.0)], raw=RAW_CALLS, direct=DIRECT_CALLS)
+    dispatcher = CallDispatcher(open_inference(), [service], lambda guard, token: None, failure)
+    server = GrpcListener(engine, dispatcher, GrpcLimits(LimitsConfig()))
+    reader, writer = await asyncio.open_connection("127.0.0.1", await server.start("127.0.0.1", 0, "a key"))
+    writer.write(h2.PREFACE + h2.settings({}))
+    path = f"/{NAME}/ModelInfer"
+    fields = {":method": "POST", ":scheme": "http", ":path": path, "content-type": "application/grpc"}
+    block = h2.encode_headers(fields.items())
+    request = open_inference().message("inference.ModelInferRequest")(model_name="shout")
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 64])
+    request.raw_input_contents.append(bytes(256))
+    message = request.SerializeToString()
+    data = bytes(1) + len(message).to_bytes(4, "big") + message
+
+    def call(id: int) -> bytes:
+        begin = h2.frame(h2.HEADERS, h2.END_HEADERS, id, block) + h2.window_update(id, 5)
+        return begin + h2.frame(h2.DATA, h2.END_STREAM, id, data) + h2.window_update(0, len(data))
+
+    calls = iter([call(id) for id in range(1, 2 * WARM + 2, 2)])
+
+    async def ask() -> None:
+        writer.write(next(calls))
+        kind = flags = 0
+        while kind != h2.HEADERS or not flags & h2.END_STREAM:
+            high, low, kind, flags, _ = h2.HEAD.unpack(await reader.readexactly(h2.HEAD_BYTES))
+            await reader.readexactly(high << 8 | low)
+
+    yield ask
+    writer.close()
+    await server.close(1)
+
+
+async def trace(transport: str, protocol: str) -> list[Call]:
     """The calls of one request, in order."""
     calls: list[Call] = []
 
@@ -50,28 +102,24 @@ async def trace(transport: str) -> list[Call]:
         app.write_text(MODEL)
         async with Engine(LimitsConfig()) as engine:
             await engine.load("shout", ModelConfig(target=f"{app}:shout", transport=transport))
-            server = HttpServer(engine, LimitsConfig())
-            reader, writer = await asyncio.open_connection(*await server.start("127.0.0.1", 0))
-            for _ in range(WARM):
-                await ask(reader, writer)
-            await asyncio.sleep(0.2)
-            sys.setprofile(profile)
-            await ask(reader, writer)
-            await asyncio.sleep(0.05)
-            sys.setprofile(None)
-            writer.close()
-            await server.close(1)
+            async with {"http": http, "grpc": grpc}[protocol](engine) as ask:
+                for _ in range(WARM):
+                    await ask()
+                await asyncio.sleep(0.2)
+                sys.setprofile(profile)
+                await ask()
+                await asyncio.sleep(0.05)
+                sys.setprofile(None)
     return calls
 
 
 def main() -> None:
-    transport = sys.argv[1] if len(sys.argv) > 1 else "process"
-    calls = asyncio.run(trace(transport))
+    transport, protocol = (*sys.argv[1:], "process", "http")[:2] if len(sys.argv) < 3 else sys.argv[1:3]
+    calls = asyncio.run(trace(transport, protocol))
     files = list(dict.fromkeys(file for file, _ in calls))
     changes = sum(a[0] != b[0] for a, b in pairwise(calls))
-    print(
-        f"{transport}: {len(calls)} calls, {len(set(calls))} functions, {len(files)} files, {changes} changes of file"
-    )
+    counts = f"{len(calls)} calls, {len(set(calls))} functions, {len(files)} files, {changes} changes of file"
+    print(f"{transport}, {protocol}: {counts}")
     print("\n".join(files))
     last = ""
     for file, name in calls:

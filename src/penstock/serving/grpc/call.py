@@ -49,8 +49,10 @@ _HEAD: Final = encode_headers(
 )
 _OK: Final = encode_headers([("grpc-status", "0")])
 # headers and the head of a DATA frame with one message; and the trailers of a call without an error
-_BEGIN: Final = Packing(f">HBBBI{len(_HEAD)}sHBBBIBI")
-_END: Final = Packing(f">HBBBI{len(_OK)}s")
+_BEGIN: Final = Packing(f">5sI{len(_HEAD)}sIBIBI")
+_END: Final = Packing(f">5sI{len(_OK)}s")
+_BEGIN_HEAD: Final = frame(HEADERS, END_HEADERS, 0, _HEAD)[:5]  # all but the number of the stream
+_END_HEAD: Final = frame(HEADERS, END_HEADERS | END_STREAM, 0, _OK)[:5]
 
 
 class CallOwner(Protocol):
@@ -138,10 +140,8 @@ class GrpcCall(Stream):
         if self._begun or not self.ended or not outbox.admits(self, length):
             self._send(bytes(body), _OK)
             return
-        begin = _BEGIN.pack(
-            0, len(_HEAD), HEADERS, END_HEADERS, id, _HEAD, length >> 8, length & 255, DATA, 0, id, 0, size
-        )
-        end = _END.pack(0, len(_OK), HEADERS, END_HEADERS | END_STREAM, id, _OK)
+        begin = _BEGIN.pack(_BEGIN_HEAD, id, _HEAD, length << 8 | DATA, 0, id, 0, size)
+        end = _END.pack(_END_HEAD, id, _OK)
         self.window -= length
         outbox.window -= length
         outbox.sent += 1
@@ -194,7 +194,7 @@ class GrpcCall(Stream):
         elif self.ended:
             self.on_end()
         else:
-            self._expect()
+            self.rest_at = self.owner.listener.clock.body_at
 
     def on_data(self, data: memoryview, last: bool) -> int:
         whole = len(data)
@@ -205,7 +205,7 @@ class GrpcCall(Stream):
             if last and size >= PREFIX.size:
                 flag, length = PREFIX.unpack_from(data)
                 if size == length + PREFIX.size and length <= listener.small_bytes:
-                    self._take(flag, bytes(data[PREFIX.size :]))  # nearly every small message comes in one piece
+                    self._take(flag, data[PREFIX.size :].tobytes())  # nearly every small message comes in one piece
                     return whole
             reader = self._reader = MessageReader(listener.backend, listener.config.max_body_bytes, self._take)
         try:
@@ -213,11 +213,7 @@ class GrpcCall(Stream):
                 if self.closed or self.last:
                     return whole
                 if self.space:
-                    size = min(len(data), len(self.space))
-                    self.space[:size] = data[:size]
-                    self.space = self.space[size:]
-                    if not self.space:
-                        self.on_filled()
+                    size = self.fill(data)
                 else:
                     size = reader.add(data)
                     if reader.missing or reader.part:

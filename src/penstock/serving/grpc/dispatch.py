@@ -46,8 +46,8 @@ class GrpcService(Struct, frozen=True):
 class CallDispatcher:
     """Finds the method of each call when its headers arrive, and runs it when its message has arrived.
 
-    `authorize` receives a guard and the value of the metadata key `authorization`; it raises GrpcError. `failure` gives
-    the status of an error.
+    `authorize` receives a guard and the value of the metadata key `authorization`; it raises GrpcError, or a
+    PenstockError, whose status `failure` gives.
     """
 
     def __init__(
@@ -74,7 +74,10 @@ class CallDispatcher:
         if method is None:
             raise GrpcError(Code.UNIMPLEMENTED, f"there is no method {head.path[:200]}")
         if method.guard:
-            self._authorize(method.guard, head.authorization)
+            try:
+                self._authorize(method.guard, head.authorization)
+            except PenstockError as error:
+                raise self._failure(error) from None
         if method.refused is not None:
             raise method.refused
 

@@ -30,7 +30,7 @@ from penstock.serving.protocols.oip_grpc import field_of, open_inference, read_h
 from penstock.serving.protocols.oip_routes import CALLS
 from penstock.serving.protocols.route import Read
 from penstock.serving.triton.calls import GUARDS, TritonExtensions, grpc_functions
-from penstock.types import Item, ItemResult, Sink
+from penstock.types import Item, ItemResult
 
 NAME: Final = "inference.GRPCInferenceService"
 RAW_CALLS: Final = frozenset({"ModelStreamInfer"})
@@ -67,9 +67,6 @@ class _Request(Struct):
     id: str
     item: Item
     empty_final: bool  # the client wants a last response without outputs
-
-    def submit(self, backend: Backend, sink: Sink) -> Ticket:
-        return backend.submit(self.model, self.version, self.item, sink)
 
     def log(self, error: PenstockError) -> None:
         """Logs a failure of the server, as HTTP does."""
@@ -111,7 +108,7 @@ class OpenInferenceService:
             call.fail(failure(error))
 
         try:
-            ticket = request.submit(self._backend, sink)
+            ticket = self._backend.submit(request.model, request.version, request.item, sink)
         except PenstockError as error:
             request.log(error)
             raise
@@ -136,29 +133,30 @@ class OpenInferenceService:
     def read(self, payload: Any, call: GrpcCall) -> _Request:
         """Takes a message, `bytes` or a Buffer. Raises BadRequest for a malformed one."""
         try:
-            return self._read(payload, call)
+            head = read_head(payload if isinstance(payload, bytes) else payload.view)
+            if not head.model_name:
+                raise BadRequest("the request has no model_name; send the name of a model")
+            call_head = call.head
+            if call_head.terms is None:
+                values = dict(call_head.metadata)
+                call_head.terms = parse_request_id(values.get(b"x-request-id", b"")), values.get(b"x-priority")
+            id, given = call_head.terms
+            priority = head.parameters.get("priority") or 0
+            if not isinstance(priority, int) or priority < 0:
+                raise BadRequest(f"parameter 'priority' is {priority!r:.40}, expected a whole number from 0")
+            if priority == 0:
+                priority = 1 if given is None else parse_priority(given) + 1
+            empty_final = bool(head.parameters.get("triton_enable_empty_final_response"))
+            budget_s = call.time_remaining()
+            if timeout_us := head.parameters.get("timeout"):
+                budget_s = _budget_s(timeout_us, budget_s)
+            item = Item(
+                payload, CODEC, request_id=id, headers=call_head.metadata, budget_s=budget_s, priority=priority - 1
+            )
+            return _Request(head.model_name, head.model_version or None, head.id, item, empty_final)
         except PenstockError:
             free(payload)
             raise
-
-    def _read(self, payload: Any, call: GrpcCall) -> _Request:
-        head = read_head(payload if isinstance(payload, bytes) else payload.view)
-        if not head.model_name:
-            raise BadRequest("the request has no model_name; send the name of a model")
-        call_head = call.head
-        if call_head.terms is None:
-            values = dict(call_head.metadata)
-            call_head.terms = parse_request_id(values.get(b"x-request-id", b"")), values.get(b"x-priority", b"0")
-        id, given = call_head.terms
-        priority = head.parameters.get("priority") or 0
-        if not isinstance(priority, int) or priority < 0:
-            raise BadRequest(f"parameter 'priority' is {priority!r:.40}, expected a whole number from 0")
-        if priority == 0:
-            priority = parse_priority(given) + 1
-        empty_final = bool(head.parameters.get("triton_enable_empty_final_response"))
-        budget_s = _budget_s(head.parameters.get("timeout"), call.time_remaining())
-        item = Item(payload, CODEC, request_id=id, headers=call_head.metadata, budget_s=budget_s, priority=priority - 1)
-        return _Request(head.model_name, head.model_version or None, head.id, item, empty_final)
 
 
 def _descriptions(backend: Backend) -> SimpleNamespace:
@@ -176,10 +174,8 @@ def _descriptions(backend: Backend) -> SimpleNamespace:
     return SimpleNamespace(**{name: function(name, read) for name, read in CALLS.items()})
 
 
-def _budget_s(timeout_us: Any, remaining_s: float | None) -> float | None:
-    """Seconds until the deadline: the parameter `timeout` in microseconds, the deadline of the call, or neither."""
-    if not timeout_us:
-        return remaining_s
+def _budget_s(timeout_us: Any, remaining_s: float | None) -> float:
+    """Seconds until the deadline: the parameter `timeout` in microseconds, or the earlier deadline of the call."""
     if not isinstance(timeout_us, int) or timeout_us < 0:
         raise BadRequest(f"parameter 'timeout' is {timeout_us!r:.40}, expected microseconds as a whole number")
     return timeout_us / 1e6 if remaining_s is None else min(timeout_us / 1e6, remaining_s)
@@ -254,7 +250,7 @@ class _InferStream:
         self._running[key] = None
         try:
             request = self._service.read(payload, self._call)
-            ticket = request.submit(self._backend, sink)
+            ticket = self._backend.submit(request.model, request.version, request.item, sink)
             if key in self._running:
                 self._running[key] = ticket
         except PenstockError as error:
@@ -314,13 +310,6 @@ def make_grpc_listener(
 ) -> GrpcListener:
     """A listener that is not started. `check` receives a guard ("inference" or "management") and the value of the
     metadata key `authorization`; it raises Unauthorized or Forbidden."""
-
-    def authorize(guard: str, authorization: bytes | None) -> None:
-        try:
-            check(guard, authorization)
-        except PenstockError as error:
-            raise failure(error) from None
-
     protos = open_inference()
     service = OpenInferenceService(backend, limits.max_pipelined, limits.grpc_idle_timeout_s)
     health = HealthService(protos, [NAME], backend.ready)
@@ -336,5 +325,5 @@ def make_grpc_listener(
         GrpcService(HealthService.NAME, [health]),
         GrpcService(ReflectionService.NAME, [ReflectionService(protos, [NAME, HealthService.NAME])], GUARD),
     ]
-    dispatcher = CallDispatcher(protos, services, authorize, failure)
+    dispatcher = CallDispatcher(protos, services, check, failure)
     return GrpcListener(backend, dispatcher, GrpcLimits(limits), tls, service.drain)

@@ -58,7 +58,7 @@ from penstock.serving.http2.frames import (
     SETTINGS,
     STREAM_CLOSED,
     WINDOW_UPDATE,
-    WORD_BYTES,
+    WORD,
     HeaderReader,
     Http2Error,
     are_trailers,
@@ -70,7 +70,7 @@ from penstock.serving.http2.frames import (
     settings,
     window_update,
 )
-from penstock.serving.http2.streams import CALL, EXPLAINED, RECEIVE_WINDOW, TURN, Outbox, Stream, StreamSet
+from penstock.serving.http2.streams import CALL, EXPLAINED, MAX_TRIFLES, RECEIVE_WINDOW, TURN, Outbox, Stream, StreamSet
 
 CONNECTION_WINDOW: Final = 2**30  # half of what RFC 9113 allows: the windows of the streams bound what waits
 USEFUL_BYTES: Final = 2**10  # a choice: a smaller window lets data drip, which explains nothing
@@ -162,9 +162,9 @@ class Http2Connection(StreamSet):
                 break
             at = begin + size
             if kind == HEADERS and not flags & (PADDED | PRIORITIZED):
-                self._headers(id, flags, bytes(data[begin:at]))
-            elif kind == WINDOW_UPDATE and size == WORD_BYTES and not self.partial_head:
-                self._window_update(id, int.from_bytes(data[begin:at], "big") & MAX_WINDOW)
+                self._headers(id, flags, data[begin:at].tobytes())
+            elif kind == WINDOW_UPDATE and size == WORD.size and not self.partial_head:
+                self._window_update(id, WORD.unpack_from(data, begin)[0] & MAX_WINDOW)
             else:
                 self._frame(kind, flags, id, data[begin - HEAD_BYTES : at])
             if self._reader.work:
@@ -252,7 +252,7 @@ class Http2Connection(StreamSet):
         if id <= self.last or not id & 1:
             self._late_headers(id, flags, block)
             return
-        found, length = self._reader.known.get(block) or self._reader.read(block)
+        found, length = self._reader.read(block)
         self.last = id
         if self.drained or len(self.streams) >= self._bounds.max_streams:
             self._refuse(id, REFUSED_STREAM)
@@ -327,7 +327,9 @@ class Http2Connection(StreamSet):
 
     def _window_update(self, id: int, more: int) -> None:
         outbox, sent = self.outbox, self.outbox.sent
-        self._trifle()
+        self._trifles += 1  # clients send two of these frames with each call
+        if self._trifles > MAX_TRIFLES:
+            self._trifle(0)
         if id == 0:
             outbox.widen(more)
         elif (stream := self.streams.get(id) or self._known(id)) is not None:

@@ -112,8 +112,7 @@ CODED_PER_UNIT: Final = 16  # bytes of a block; Huffman's code costs most, 0.6 u
 DECODED_PER_UNIT: Final = 256  # bytes of its fields, which are checked and may be base64
 FIELD_BYTES: Final = 32  # added to the size of each field, as in RFC 7541 section 4.1
 _SETTING: Final = Packing(">HI")
-_WORD: Final = Packing(">I")
-WORD_BYTES: Final = _WORD.size
+WORD: Final = Packing(">I")
 _encoder: Final = Encoder()
 _too_many_updates: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\0-\x7f]){3}").match
 
@@ -140,15 +139,15 @@ def data_head(size: int, stream: int) -> bytes:
 
 
 def window_update(stream: int, more: int) -> bytes:
-    return frame(WINDOW_UPDATE, 0, stream, _WORD.pack(more))
+    return frame(WINDOW_UPDATE, 0, stream, WORD.pack(more))
 
 
 def rst_stream(stream: int, code: int) -> bytes:
-    return frame(RST_STREAM, 0, stream, _WORD.pack(code))
+    return frame(RST_STREAM, 0, stream, WORD.pack(code))
 
 
 def goaway(last: int, code: int, text: str = "") -> bytes:
-    return frame(GOAWAY, 0, 0, _WORD.pack(last) + _WORD.pack(code) + text.encode())
+    return frame(GOAWAY, 0, 0, WORD.pack(last) + WORD.pack(code) + text.encode())
 
 
 def settings(values: dict[int, int]) -> bytes:
@@ -212,22 +211,22 @@ class HeaderReader(Generic[T]):
     def __init__(self, most_bytes: int, read: Callable[[Headers], T | None]) -> None:
         self._decoder = Decoder(max_header_list_size=most_bytes)
         self._read = read
-        self.known: dict[bytes, tuple[T | None, int]] = {}  # what `read` returned for a block, and would return again
+        self._known: dict[bytes, tuple[T | None, int]] = {}
         self._known_bytes = 0
         self.work = 0  # of decoding since somebody set it to 0, in the units of a connection's turn
 
     def read(self, block: bytes) -> tuple[T | None, int]:
-        """What a request says, None if it is malformed, and the length of its content. Raises Http2Error.
-
-        A block of `known` need not be read.
-        """
+        """What a request says, None if it is malformed, and the length of its content. Raises Http2Error."""
+        known = self._known.get(block)
+        if known is not None:
+            return known
         headers, size, changed = self._decode(block)
         length = request_length(headers)
         found = (None, NO_LENGTH) if length is None else (self._read(headers), length)
         if not changed and size <= KNOWN_BYTES // 4:
-            if len(self.known) >= KNOWN_BLOCKS or self._known_bytes + size > KNOWN_BYTES:
+            if len(self._known) >= KNOWN_BLOCKS or self._known_bytes + size > KNOWN_BYTES:
                 self._forget()
-            self.known[block] = found
+            self._known[block] = found
             self._known_bytes += size
         return found
 
@@ -258,5 +257,5 @@ class HeaderReader(Generic[T]):
         return headers, size, changed
 
     def _forget(self) -> None:
-        self.known.clear()
+        self._known.clear()
         self._known_bytes = 0

@@ -86,6 +86,15 @@ class Stream:
         """Received bytes of data, without padding."""
         return self.granted - self.credit
 
+    def fill(self, data: memoryview) -> int:
+        """Copies data to `space`, which is not empty. Returns how much that was."""
+        size = min(len(data), len(self.space))
+        self.space[:size] = data[:size]
+        self.space = self.space[size:]
+        if not self.space:
+            self.on_filled()
+        return size
+
     def grant(self, more: int) -> None:
         """Lets the client send more."""
         self.credit += more
@@ -299,7 +308,7 @@ class StreamSet:
         size = len(data)
         stream.credit -= size
         self._credit -= size
-        taken = _pass(stream, data, flags & END_STREAM)
+        taken = stream.fill(data) if stream.space else stream.on_data(data, bool(flags & END_STREAM))
         if taken < size:
             self._target = (stream, flags, size - taken)
         elif flags & END_STREAM and not stream.closed:
@@ -313,7 +322,7 @@ class StreamSet:
         if stream is None or stream.closed:
             self._target = (None, flags, left - size)
             return size
-        size = _pass(stream, data, size == left and flags & END_STREAM)
+        size = stream.fill(data) if stream.space else stream.on_data(data, size == left and bool(flags & END_STREAM))
         self._target = (stream, flags, left - size)
         self._end_data(stream)
         return size
@@ -363,15 +372,3 @@ class StreamSet:
         self._trifles += cost
         if self._trifles - EXPLAINED * self.outbox.sent > MAX_TRIFLES:
             raise Http2Error(ENHANCE_YOUR_CALM, "too many frames without data, or resets")
-
-
-def _pass(stream: Stream, data: memoryview, last: int) -> int:
-    """Gives a stream its data. Returns how much it took."""
-    if not stream.space:
-        return stream.on_data(data, bool(last))
-    size = min(len(data), len(stream.space))
-    stream.space[:size] = data[:size]
-    stream.space = stream.space[size:]
-    if not stream.space:
-        stream.on_filled()
-    return size

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import gzip
+import random
 import struct
 import zlib
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from hpack import Encoder
 
 from penstock.errors import BadRequest
 from penstock.serving.grpc import call as call_module
@@ -266,6 +268,26 @@ async def test_a_deadline_ends_a_call_that_the_client_leaves_open(wait_until):
         await wait_until(lambda: found.backend.calls[0].cancelled)
         client.call(3, STREAM, ("grpc-timeout", "50m"))
         assert (await client.reply(3))[0] == "4"
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_call_has_its_own_metadata_whatever_came_before_on_the_connection(seed):
+    chance, encoder = random.Random(seed), Encoder()
+    needed = [(":method", "POST"), (":scheme", "http"), (":path", INFER), ("content-type", "application/grpc")]
+    async with site() as found:
+        client = await found.connect()
+        for id in range(1, 121, 2):
+            if chance.random() < 0.1:
+                encoder.header_table_size = chance.choice([0, 100, 4096])
+            given = {"x-priority": chance.choice(["", "1", "2"]), "x-request-id": chance.choice(["", "a", "b"])}
+            given = {name: value for name, value in given.items() if value}
+            block = encoder.encode([*needed, *((*field, chance.random() < 0.3) for field in given.items())])
+            client.send(frame(h2.HEADERS, h2.END_HEADERS, id, block))
+            await client.message(id, request(10))
+            assert (await client.reply(id))[0] == "0"
+            item = found.backend.calls[-1].item
+            assert dict(item.headers) == {name.encode(): value.encode() for name, value in given.items()}
+            assert (item.priority, item.request_id) == (int(given.get("x-priority", 0)), given.get("x-request-id", ""))
 
 
 async def test_the_text_of_a_status_fits_into_the_headers_of_every_client():
