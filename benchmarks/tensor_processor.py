@@ -43,14 +43,14 @@ def model_s(file: Path, rows: int) -> float:
     return spent / calls
 
 
-def with_processor_time(run: Run, model: str, file: Path) -> Run:
+def with_processor_time(run: Run, file: Path) -> Run:
     """The run, with COLUMNS added: from the processes' times and the server's statistics, before and after."""
 
     def measured(server: TensorServer) -> Sample:
-        batches, (server_s, workers_s) = Counter(server.batches(model)), server.processor_s()
+        batches, (server_s, workers_s) = Counter(server.batches()), server.processor_s()
         sample = run(server)
         after_server_s, after_workers_s = server.processor_s()
-        batches = Counter(server.batches(model)) - batches
+        batches = Counter(server.batches()) - batches
         rows = sum(size * count for size, count in batches.items())
         model_us = sum(model_s(file, size) * count for size, count in batches.items()) / rows * 1e6
         worker_us = (after_workers_s - workers_s) / rows * 1e6

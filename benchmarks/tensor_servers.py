@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,15 +23,17 @@ from servers import HERE, START_S, free_ports, python_of
 from tensor_models import MODELS
 
 MAX_BATCH = 64
+IDLE_S = 0.3  # without a batch: longer than any takes
 LOST = 3  # runs in a row that may be lost to a crash
 SETTINGS = (
     "Both: batches of at most 64, one instance unless a row says two, the same ONNX file with one thread. "
-    "Penstock: defaults. Triton 2.51: Python backend, dynamic batching without delay."
+    "Penstock: defaults. Triton 2.51: Python backend, dynamic batching without delay; where a row says so, with the "
+    "best of several delays."
 )
 
 
 class TensorServer(Processes, ABC):
-    """A server of some of MODELS over HTTP and gRPC, paused unless inside `awake()`.
+    """A server of one of MODELS over HTTP and gRPC, paused unless inside `awake()`.
 
     `http`, `grpc`: HOST:PORT of its listeners; they change when it starts again.
     """
@@ -40,9 +43,9 @@ class TensorServer(Processes, ABC):
     http: str
     grpc: str
 
-    def __init__(self, folder: Path, *models: str) -> None:
-        """`folder` holds the ONNX files."""
-        self.folder, self.models = folder, models
+    def __init__(self, folder: Path, model: str, delay_us: int = 0) -> None:
+        """`folder` holds the ONNX files. `delay_us`: how long Triton may keep a request to fill its batch."""
+        self.folder, self.model, self.delay_us = folder, model, delay_us
         self._launch()
 
     @abstractmethod
@@ -61,15 +64,13 @@ class TensorServer(Processes, ABC):
             raise
 
     def _wait(self) -> None:
-        """Returns when all models are ready."""
+        """Returns when the model is ready on both listeners."""
         end = time.monotonic() + START_S
-        waiting = list(self.models)
-        while waiting:
+        host, port = self.grpc.split(":")
+        while True:
             try:
-                urllib.request.urlopen(f"http://{self.http}/v2/models/{waiting[0]}/ready", timeout=10).close()
-                host, port = self.grpc.split(":")
-                socket.create_connection((host, int(port)), timeout=10).close()
-                waiting.pop(0)
+                urllib.request.urlopen(f"http://{self.http}/v2/models/{self.model}/ready", timeout=10).close()
+                return socket.create_connection((host, int(port)), timeout=10).close()
             except OSError as e:
                 if time.monotonic() > end or self.process.poll() is not None:
                     log = self._log.read_text(errors="replace")[-3000:]
@@ -92,7 +93,7 @@ class TensorServer(Processes, ABC):
             code = self.process.poll()
             if sample.get("rate") and code is None:
                 return sample
-            log = self._log.read_text(errors="replace")[-3000:]
+            log = self._log.read_text(errors="replace")[-1000:]
             happened = f"{self.name}: exit code {code}, {failure or 'no answers'}; the end of its log:\n{log}"
             if not self.may_crash:
                 raise SystemExit(happened)
@@ -115,9 +116,9 @@ class TensorServer(Processes, ABC):
                 workers += times.user + times.system
         return server, workers
 
-    def batches(self, model: str) -> dict[int, int]:
+    def batches(self) -> dict[int, int]:
         """Batches so far by their rows, from the server's statistics."""
-        with urllib.request.urlopen(f"http://{self.http}/v2/models/{model}/stats", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{self.http}/v2/models/{self.model}/stats", timeout=10) as response:
             (stats,) = json.load(response)["model_stats"]
         return {int(b["batch_size"]): int(b["compute_infer"]["count"]) for b in stats["batch_stats"]}
 
@@ -130,12 +131,11 @@ class Penstock(TensorServer):
     def _start(self) -> None:
         keys = [f"server.{key}=0" for key in ("port", "management_port", "metrics_port")]
         keys += [f"server.grpc_port={free_ports(1)[0]}", "server.shared_memory=true"]
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", "--max-batch-size", str(MAX_BATCH)]
-        for name in self.models:
-            model = MODELS[name]
-            folder = self.folder if model.target.endswith(".onnx") else HERE
-            command.append(f"{name}={folder / model.target}")
-            keys += [f"models.{name}.instances={model.instances}", f"models.{name}.threads=1"]
+        model = MODELS[self.model]
+        keys += [f"models.{self.model}.instances={model.instances}", f"models.{self.model}.threads=1"]
+        target = (self.folder if model.target.endswith(".onnx") else HERE) / model.target
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"{self.model}={target}"]
+        command += ["--max-batch-size", str(MAX_BATCH)]
         read, write = os.pipe()
         with open(read) as pipe:
             try:
@@ -151,7 +151,7 @@ class Penstock(TensorServer):
 
 
 class Triton(TensorServer):
-    """Triton Inference Server with its Python backend. Now and then its gRPC ends with a segmentation fault."""
+    """Triton Inference Server with its Python backend. With many gRPC calls it crashes now and then."""
 
     name = "triton"
     may_crash = True
@@ -160,8 +160,7 @@ class Triton(TensorServer):
         python = Path(python_of("triton"))
         site = next(python.parent.parent.glob("lib/python3*/site-packages"))
         triton, repository = site / "pytriton" / "tritonserver", Path(self._folder, "models")
-        for name in self.models:
-            self._write_model(repository, name)
+        self._write_model(repository / self.model)
         http, grpc = free_ports(2)
         self.http, self.grpc = f"127.0.0.1:{http}", f"127.0.0.1:{grpc}"
         options = {
@@ -182,22 +181,30 @@ class Triton(TensorServer):
             PYTHONHOME="/usr",  # of the interpreter that the stub embeds
         )
 
-    def _write_model(self, repository: Path, name: str) -> None:
-        model = MODELS[name]
-        version = repository / name / "1"
+    def _write_model(self, folder: Path) -> None:
+        model = MODELS[self.model]
+        version = folder / "1"
         version.mkdir(parents=True)
         shutil.copy(HERE / "peers" / "triton" / model.triton, version / "model.py")
 
         def tensor(spec: tuple[str, tuple[int, ...]]) -> str:
             return f'{{ name: "{spec[0]}" data_type: TYPE_FP32 dims: {list(spec[1])} }}'
 
-        (repository / name / "config.pbtxt").write_text(
-            f'name: "{name}"\nbackend: "python"\nmax_batch_size: {MAX_BATCH}\n'
+        (folder / "config.pbtxt").write_text(
+            f'name: "{self.model}"\nbackend: "python"\nmax_batch_size: {MAX_BATCH}\n'
             f"input [ {tensor(model.input)} ]\noutput [ {tensor(model.output)} ]\n"
-            "dynamic_batching { max_queue_delay_microseconds: 0 }\n"
+            f"dynamic_batching {{ max_queue_delay_microseconds: {self.delay_us} }}\n"
             f"instance_group [ {{ count: {model.instances} kind: KIND_CPU }} ]\n"
             f'parameters {{ key: "file" value: {{ string_value: "{self.folder / model.target}" }} }}\n'
         )
+
+    def stop(self) -> None:
+        """Waits for requests whose client has gone: paused within one, Triton takes its Python process for dead."""
+        with contextlib.suppress(OSError):
+            before = None
+            while self.process.poll() is None and before != (before := self.batches()):
+                time.sleep(IDLE_S)
+        super().stop()
 
     def close(self) -> None:
         super().close()

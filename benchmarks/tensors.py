@@ -33,6 +33,7 @@ from penstock.errors import PenstockError
 
 CONNECTIONS = (1, 16, 64, 256)
 COLUMNS = {"rate": "requests/s", "p50_ms": "p50 ms", "p99_ms": "p99 ms", **tensor_processor.COLUMNS}
+DELAYS_US = (200, 1000, 5000)  # of Triton
 WAITS_MS, SIZES = (1, 2, 5), (16, 64)  # of mosec
 MOSEC = "mosec_onnx"
 WORKER_US = {"binary": 6, "Open Inference JSON": 10, "native JSON": 10}  # per row, the model aside
@@ -46,33 +47,40 @@ class Bench:
         self.options, self.report, self.folder = options, report, folder
         self._stack = stack
 
-    def server(self, kind: type[TensorServer], model: str) -> TensorServer:
-        return self._stack.enter_context(kind(self.folder, model))
+    def server(self, kind: Callable[[Path, str, int], TensorServer], model: str, delay_us: int = 0) -> TensorServer:
+        return self._stack.enter_context(kind(self.folder, model, delay_us))
 
     def servers(self, model: str) -> dict[str, TensorServer]:
         """Penstock and, if it takes part, Triton, with this model."""
-        kinds = [Penstock, Triton] if "triton" in self.options.peers else [Penstock]
-        return {kind.name: self.server(kind, model) for kind in kinds}
+        found = {"penstock": self.server(Penstock, model)}
+        return found | ({"triton": self.server(Triton, model)} if "triton" in self.options.peers else {})
+
+    def delayed(self, model: str) -> dict[str, TensorServer]:
+        """Triton with each of DELAYS_US, if it takes part."""
+        delays = DELAYS_US if "triton" in self.options.peers else ()
+        return {f"with a delay: triton, {delay} us": self.server(Triton, model, delay) for delay in delays}
 
     def compare(
         self,
-        what: str,
-        connections: int,
+        cell: tuple[str, int],
         servers: Mapping[str, TensorServer],
         run: Callable[[int], Run],
         goal: float | None,
+        delayed: Mapping[str, TensorServer] | None = None,
     ) -> harness.Runs:
         """Adds the rows of a run of `run(seconds)` on each server, after a second that does not count.
 
-        `goal`: the least ratio of rates to Triton's; p99 may then not be above Triton's.
+        `cell`: what is sent, and the number of connections. `goal`: the least ratio of rates to Triton's; p99 may then
+        not be above Triton's. `delayed`: servers of which the fastest in that second joins, without a target.
         """
-        for server in servers.values():
-            server.measure(run(1))
+        contenders = {**servers, **(delayed or {})}
+        rates = {name: server.measure(run(1))["rate"] for name, server in contenders.items()}
+        joins = [max(delayed, key=rates.__getitem__)] if delayed else []
         whole = run(self.options.seconds)
-        contenders = {name: functools.partial(server.measure, whole) for name, server in servers.items()}
-        runs = harness.interleave(self.options.rounds, contenders)
-        self.report.add({"requests": what, "connections": connections}, runs)
-        self.judge(f"{what}, {connections}", runs, "triton", goal)
+        calls = {name: functools.partial(contenders[name].measure, whole) for name in [*servers, *joins]}
+        runs = harness.interleave(self.options.rounds, calls)
+        self.report.add({"requests": cell[0], "connections": cell[1]}, runs)
+        self.judge(f"{cell[0]}, {cell[1]}", runs, "triton", goal)
         return runs
 
     def judge(self, what: str, runs: harness.Runs, peer: str, goal: float | None) -> None:
@@ -97,12 +105,13 @@ def declared(bench: Bench) -> None:
 
 def _binary(bench: Bench, model: str, what: str, goals: Sequence[float]) -> None:
     """One row a request over HTTP, with each number of connections."""
-    servers, sent = bench.servers(model), case(model)
+    servers, delayed, sent = bench.servers(model), bench.delayed(model), case(model)
     request = clients.binary(sent)
-    for server in servers.values():
+    for server in (*servers.values(), *delayed.values()):
         clients.check_http(server, sent, request)
     for connections, goal in zip(CONNECTIONS, goals, strict=True):
-        bench.compare(what, connections, servers, functools.partial(clients.closed_loop, request, connections), goal)
+        run = functools.partial(clients.closed_loop, request, connections)
+        bench.compare((what, connections), servers, run, goal, delayed)
 
 
 def onnx_grpc(bench: Bench) -> None:
@@ -111,10 +120,10 @@ def onnx_grpc(bench: Bench) -> None:
         clients.check_grpc(server, sent)
     for connections in (1, 16, 64):
         run = functools.partial(clients.perf_analyzer, sent, connections)
-        bench.compare("ONNX, gRPC", connections, servers, run, 1.0)
+        bench.compare(("ONNX, gRPC", connections), servers, run, 1.0)
     for connections in (1, 16, 64):
         run = functools.partial(clients.multiplexed, sent, connections)
-        bench.compare("ONNX, gRPC, h2load", connections, servers, run, None)
+        bench.compare(("ONNX, gRPC, h2load", connections), servers, run, None)
 
 
 def eight_rows(bench: Bench) -> None:
@@ -124,8 +133,8 @@ def eight_rows(bench: Bench) -> None:
         clients.check_http(server, sent, request)
         clients.check_grpc(server, sent)
     run = functools.partial(clients.closed_loop, request, 16)
-    bench.compare("ONNX, 8 rows, binary HTTP", 16, servers, run, 1.2)
-    bench.compare("ONNX, 8 rows, gRPC", 16, servers, functools.partial(clients.perf_analyzer, sent, 16), 1.2)
+    bench.compare(("ONNX, 8 rows, binary HTTP", 16), servers, run, 1.2)
+    bench.compare(("ONNX, 8 rows, gRPC", 16), servers, functools.partial(clients.perf_analyzer, sent, 16), 1.2)
 
 
 def images(bench: Bench) -> None:
@@ -135,11 +144,11 @@ def images(bench: Bench) -> None:
         clients.check_http(server, sent, request)
         clients.check_grpc(server, sent)
     analyzed = functools.partial(clients.perf_analyzer, sent, 4)
-    bench.compare("602 KB, HTTP", 4, servers, functools.partial(clients.closed_loop, request, 4), 1.3)
-    bench.compare("602 KB, gRPC", 4, servers, analyzed, 1.2)
+    bench.compare(("602 KB, HTTP", 4), servers, functools.partial(clients.closed_loop, request, 4), 1.3)
+    bench.compare(("602 KB, gRPC", 4), servers, analyzed, 1.2)
     shared = functools.partial(clients.shared_memory, sent, 4)
-    bench.compare("602 KB, shared memory, HTTP", 4, servers, shared, 1.2)
-    bench.compare("602 KB, shared memory, gRPC", 4, servers, functools.partial(analyzed, shared=True), None)
+    bench.compare(("602 KB, shared memory, HTTP", 4), servers, shared, 1.2)
+    bench.compare(("602 KB, shared memory, gRPC", 4), servers, functools.partial(analyzed, shared=True), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,16 +172,17 @@ def behind_json(bench: Bench) -> None:
     clients.check_http(server, sent, request)
     workload = OnnxWorkload("mlp", request.body, sent, max_batch=MAX_BATCH, file=str(bench.folder / "mlp.onnx"))
     faster = dataclasses.replace(workload, msgspec=True)
-    plain, quick = (
+    with_json, with_msgspec = (
         harness.tuned(w, MOSEC, WAITS_MS, SIZES) if MOSEC in bench.options.peers else {} for w in (workload, faster)
     )
-    with harness.serving(plain) as plains, harness.serving(quick) as quicks:
+    with harness.serving(with_json) as plains, harness.serving(with_msgspec) as quicks:
         for connections in (16, 64, 256):
             run = functools.partial(clients.closed_loop, request, connections)
             server.measure(run(1))
             also = {"penstock": functools.partial(server.measure, run(bench.options.seconds))}
             if quicks:
-                label = max(quicks, key=lambda label, n=connections: quicks[label].closed_loop(n, 1)["rate"])
+                rates = {label: quick.closed_loop(connections, 1)["rate"] for label, quick in quicks.items()}
+                label = max(rates, key=rates.__getitem__)
                 loop = functools.partial(quicks[label].closed_loop, connections, bench.options.seconds)
                 also[f"with msgspec: {label}"] = loop
             runs = harness.closed_loops(plains, connections, bench.options, also)
@@ -195,9 +205,9 @@ def processors(bench: Bench) -> None:
 
         def run(seconds: int, request: clients.Post = request) -> Run:
             loop = clients.closed_loop(request, 64, seconds)
-            return tensor_processor.with_processor_time(loop, "mlp", file)
+            return tensor_processor.with_processor_time(loop, file)
 
-        runs = bench.compare(f"processor time, {kind}", 64, chosen, run, None)
+        runs = bench.compare((f"processor time, {kind}", 64), chosen, run, None)
         spent = [sample["aside_us"] for sample in runs["penstock"]]
         bench.report.target(f"{kind}, 64: worker less model, us/row", spent, most=WORKER_US[kind])
 
