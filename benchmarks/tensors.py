@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib
 import json
 import sys
 import tempfile
@@ -28,8 +27,6 @@ import tensor_processor
 from tensor_clients import Run
 from tensor_models import case, write_files
 from tensor_servers import MAX_BATCH, SETTINGS, Penstock, TensorServer, Triton
-
-from penstock.errors import PenstockError
 
 CONNECTIONS = (1, 16, 64, 256)
 COLUMNS = {"rate": "requests/s", "p50_ms": "p50 ms", "p99_ms": "p99 ms", **tensor_processor.COLUMNS}
@@ -96,10 +93,6 @@ def onnx_http(bench: Bench) -> None:
 
 
 def declared(bench: Bench) -> None:
-    try:
-        importlib.import_module("tensor_echo")
-    except (TypeError, PenstockError) as e:
-        return bench.report.section(f"Not measured: this Penstock has no Python models with declared tensors ({e}).")
     _binary(bench, "echo", "Python echo, binary HTTP", (1.0, 1.2, 1.4, 1.5))
 
 
