@@ -89,6 +89,8 @@ def tensor_specs(given: Any, where: str) -> tuple[TensorSpec, ...]:
                 f"{where}: found {spec}, expected for instance TensorSpec('x', 'FP32', (-1, 64)), with -1 for the rows"
                 f" first; {datatypes}"
             )
+        if spec.name in {other.name for other in specs}:
+            raise ConfigError(f"{where}: found '{spec.name}' twice; expected a name of its own for each tensor")
         specs.append(spec)
     return tuple(specs)
 

@@ -170,6 +170,7 @@ def test_tensors_are_read_in_order_from_a_table_or_a_sequence() -> None:
         ({"x": ("FP32", [-1])}, "inputs.x: found ('FP32', [-1]), expected a datatype"),
         (["x"], 'inputs: found \'x\', expected a table such as {"x": "FP32[-1,64]"}, or a sequence'),
         (5, "inputs: found 5, expected a table"),
+        ([TensorSpec("x", "FP32", (-1,))] * 2, "inputs: found 'x' twice"),
         (
             [TensorSpec("x", "F", (-1,))],
             "inputs: found TensorSpec(name='x', datatype='F', shape=(-1,), optional=False),",

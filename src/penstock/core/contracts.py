@@ -195,8 +195,8 @@ class Model(Protocol):
     """One loaded model. All calls run in one thread, the worker's.
 
     Optional members: `preprocess(item)`, `postprocess(result)` (once per item), `warmup()` (may return sample items),
-    `explain(items)` (explanations, aligned with the items), `inputs` and `outputs` (sequences of TensorSpec),
-    `parameters` (see ModelMetadata).
+    `explain(items)` (explanations, aligned with the items), `inputs` and `outputs` (tables such as
+    `{"x": "FP32[-1,64]"}`, or sequences of TensorSpec), `parameters` (see ModelMetadata).
     """
 
     def load(self, device: str) -> None:
@@ -204,7 +204,9 @@ class Model(Protocol):
 
     def predict(self, items: list[Any]) -> Any:
         """The results, aligned with `items`: a list, a tuple or an array. An exception in place of a result fails that
-        item alone. May be a coroutine function, or a generator (sync or async) that yields lists of parts."""
+        item alone. May be a coroutine function, or a generator (sync or async) that yields lists of parts.
+
+        If its parameters have the names of the declared `inputs`, it receives and returns the arrays of a batch."""
 
     def unload(self) -> None:
         """Called once, at an orderly shutdown of the worker."""

@@ -80,7 +80,7 @@ class PythonProgram:
     ) -> None:
         """Raises LoadFailed for an optional input without a default."""
         self._predict, self.outputs = predict, outputs
-        self._specs = {spec.name: spec for spec in outputs}
+        self._specs = {o.name: (np.dtype(DTYPES[o.datatype]), (-1, *o.shape[1:]), o.datatype) for o in outputs}
         defaults = {p.name for p in inspect.signature(predict).parameters.values() if p.default is not p.empty}
         for spec in (*inputs, *outputs):
             if not spec.shape:
@@ -112,31 +112,30 @@ class PythonProgram:
 
     def _array(self, name: str, value: Any) -> Array:
         """The output as an array in C order. Raises BadOutput, and an exception in place of a row."""
-        spec = self._specs.get(name)
+        dtype, shape, datatype = self._specs.get(name, (None, (), ""))
         cells = isinstance(value, (list, tuple))
         for row in value if cells else ():
             if isinstance(row, Exception):
                 raise row  # alone, once the batch has run in halves
         try:
             # text in a list would lose its trailing NULs in an array of text
-            array: Array = np.asarray(value, object if cells and spec and spec.datatype == "BYTES" else None, order="C")
+            array: Array = np.asarray(value, object if cells and datatype == "BYTES" else None, order="C")
         except (ValueError, TypeError, RuntimeError) as e:
             raise BadOutput(f"output '{name}': predict returned a {type(value).__name__} that is no array: {e}") from e
         if array.dtype.kind in "US":
             array = array.astype(object)
-        if spec is None:
+        if dtype is None:
             return array
-        dtype, shape = DTYPES[spec.datatype], (-1, *spec.shape[1:])
         fits = len(shape) == array.ndim and all(w in (-1, f) for w, f in zip(shape, array.shape, strict=True))
         if fits and array.dtype == dtype:
             return array
         advice = ""
         if array.dtype != dtype:
             declare = f", or declare {DATATYPES[array.dtype.name]}" if array.dtype.name in DATATYPES else ""
-            advice = f": return numpy.asarray({name}, {dtype!r}){declare}"
+            advice = f": return numpy.asarray({name}, '{dtype}'){declare}"
         raise BadOutput(
             f"output '{name}': predict returned {array.dtype} {list(array.shape)}, but the model declares"
-            f" {spec.datatype} {list(shape)}, which is {dtype}{advice}"
+            f" {datatype} {list(shape)}, which is {dtype}{advice}"
         )
 
     def _await(self, coroutine: Any) -> Any:

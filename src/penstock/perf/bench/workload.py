@@ -199,7 +199,7 @@ def payloads(spec: str | None, target: Target, seed: int = 0) -> list[Payload]:
         if example is not None and target.protocol != "oip":
             return [Payload(msgspec.json.encode(example), JSON, "the model's example")]
         if not target.inputs:
-            raise ConfigError(f"{_subject(target)} declares neither an example nor inputs; {_HINT}")
+            raise ConfigError(f"{_subject(target)} declares neither an example nor inputs; declare them, or {_HINT}")
         return _random(target, seed)
     if spec == RANDOM:
         return _random(target, seed)

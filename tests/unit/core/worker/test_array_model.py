@@ -209,6 +209,17 @@ def test_texts_are_a_result_of_bytes() -> None:
         assert found["y"].tolist() == list(texts)
 
 
+def test_bf16_is_float32_in_numpy() -> None:
+    seen = []
+
+    def predict(self, x):
+        seen.append(x.dtype.name)
+        return x
+
+    (found,) = run(declared(predict, {"x": "BF16[-1,2]"}, {"y": "BF16[-1,2]"}), {"x": f32([1, 2])})
+    assert (seen, found["y"].dtype.name) == (["float32"], "float32")
+
+
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
