@@ -12,8 +12,8 @@
 # thousands does not hold up the others. A model that streams cannot be paused: a reader that falls too far behind is
 # dropped.
 #
-# Nearly every response is plain: status 200, whole, no header of its own, to a connection that stays open. Its head is
-# cached up to the length, and head and body leave in one write. Everything else is framed in responses.py.
+# Nearly every response is plain: status 200, whole, at most one header of its own, to a connection that stays open. Its
+# head is cached up to the length, and head and body leave in one write. Everything else is framed in responses.py.
 
 from __future__ import annotations
 
@@ -83,13 +83,14 @@ class RequestContext(ResponseFraming):
         writer = self.writer
         if writer is None:
             return
-        if not (self.plain and result.final and result.status == 200) or result.error is not None or result.headers:
+        plain = self.plain and result.final and result.status == 200 and result.error is None
+        head = self.plain_head(writer, result) if plain else None
+        if head is None:
             self._general(writer, result)
             return
         self.writer = None
         body = result.body
         writer.listener.counts.plain += 1
-        head = self.plain_head(writer, result)
         if len(body) <= JOINED_BYTES:
             data = b"%b%d\r\n\r\n%b" % (head, len(body), body)
             if writer.inflight[0] is self:
@@ -101,10 +102,14 @@ class RequestContext(ResponseFraming):
             self._emit(writer, body)
         self._end(writer)
 
-    def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes:
-        """The head of a plain response, up to the value of its content length."""
-        clock = writer.listener.clock
-        return clock.heads.get(result.content_type) or clock.learn_head(result.content_type)
+    def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes | None:
+        """The head of a plain response, up to the value of its content length; None with several headers."""
+        clock, headers, header = writer.listener.clock, result.headers, None
+        if headers:
+            if len(headers) > 1:
+                return None
+            header = headers[0]
+        return clock.heads.get((result.content_type, header)) or clock.learn_head(result.content_type, header)
 
     def _emit(self, writer: ResponseWriter, data: Any) -> None:
         """Writes, or holds the bytes back until every earlier request of the connection is answered."""

@@ -14,6 +14,8 @@ from penstock.serving.http.descriptors import Hangups, none_left
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Budget, Unpacking
 from penstock.serving.http.responses import status_line
+from penstock.serving.protocols.bodies import ACCEPT_ENCODING
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH
 from penstock.serving.protocols.route import Route
 from penstock.types import Headers
 
@@ -30,7 +32,10 @@ BODY_RATE: Final = 16 * 1024
 STUCK_S: Final = 4.0  # while the budget is full, a client must read some of its responses within this time ...
 STUCK_BYTES: Final = 2**16  # ... if so many wait
 KNOWN_HEADS: Final = 512  # a choice: at most 1 MB of heads of KNOWN_HEAD_BYTES
-STEADY_NAMES: Final = frozenset({b"accept", b"authorization", b"connection"})  # special headers that clients repeat
+STEADY_NAMES: Final = frozenset(
+    {b"accept", b"authorization", b"connection", ACCEPT_ENCODING, HEADER_LENGTH.lower().encode()}
+)
+"""Special headers that clients repeat."""
 
 
 class Reserving(Protocol):
@@ -61,8 +66,9 @@ class Waiting(Protocol):
 
 
 class RequestHead(Struct, gc=False):
-    """The parsed part of a request's head. `special`: the headers of SPECIAL_NAMES. `key`: that
-    of its route in `ApiFlavor.known`."""
+    """The parsed part of a request's head. `special`: the headers of SPECIAL_NAMES. `key`: that of its route in
+    `ApiFlavor.known`. `settings`: what `read_head` sets on the context, once it is known, unless the flavor is
+    guarded."""
 
     url: bytes = b""
     key: bytes = b""
@@ -70,6 +76,7 @@ class RequestHead(Struct, gc=False):
     content_type: bytes = b""
     length: int = 0
     special: dict[bytes, bytes] | None = None
+    settings: dict[str, Any] | None = None
     request_line: str = ""  # for a log that wants it
 
     def is_steady(self) -> bool:
@@ -102,7 +109,7 @@ class Clock:
         self.sweep_s = min(SWEEP_S, min(timeouts) / 4)
         self.header_at = self.body_at = self.idle_at = self.write_at = 0.0
         self.date_line = b""
-        self.heads: dict[str, bytes] = {}
+        self.heads: dict[tuple[str, tuple[str, str] | None], bytes] = {}
         self.known_heads: dict[bytes, RequestHead] = {}
         self.starved = False  # the process has no descriptor left for another connection
         self._on_starved = on_starved
@@ -170,11 +177,13 @@ class Clock:
                 connection.abort()
         self._budget.sweep(occupied)
 
-    def learn_head(self, content_type: str) -> bytes:
+    def learn_head(self, content_type: str, header: tuple[str, str] | None) -> bytes:
         """The head of a plain response up to the content length, cached until the date changes."""
-        kind = f"content-type: {content_type}\r\n".encode("latin-1") if content_type else b""
-        head = self.heads[content_type] = status_line(200) + self.date_line + kind + b"content-length: "
-        if len(self.heads) > 256:  # a model that invents content types
+        lines = [("content-type", content_type)] if content_type else []
+        lines += [header] if header else []
+        text = b"".join([f"{name}: {value}\r\n".encode("latin-1") for name, value in lines])
+        head = self.heads[content_type, header] = status_line(200) + self.date_line + text + b"content-length: "
+        if len(self.heads) > 256:  # a model that invents content types or headers
             self.heads.clear()
         return head
 

@@ -166,8 +166,10 @@ class TorchServeFlavor:
 class TorchServeRequest(RequestContext):
     """One request, and its response as TorchServe writes it."""
 
-    def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes:
+    def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes | None:
         """The head of a successful inference on a connection that stays open: the frequent case."""
+        if result.headers:
+            return None
         kind = f"content-type: {result.content_type}\r\n".encode("latin-1") if result.content_type else b""
         return b"%b%bx-request-id: %b\r\n%bconnection: keep-alive\r\ncontent-length: " % (
             self._status_line(result),
