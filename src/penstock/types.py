@@ -65,7 +65,8 @@ class Item(Struct, omit_defaults=True):
     others that arrive with it.
     `sequence`: for models with `max_sequences`. `ended`: ids of sequences of the instance that ended since its last
     batch, of which it drops the state; set on the first item of a batch.
-    `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`.
+    `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`. `head_bytes`: where the values
+    begin in a payload with a head, if the server process knows it.
     """
 
     payload: Any
@@ -84,6 +85,7 @@ class Item(Struct, omit_defaults=True):
     sequence: SequenceRequest | None = None
     parameters: dict[str, Any] | None = None
     ended: tuple[str, ...] = ()
+    head_bytes: int = 0
 
 
 class ItemResult(Struct, omit_defaults=True):

@@ -294,7 +294,7 @@ class MessageWriter:
             if payload is not item.payload or headers is not item.headers:
                 item = Item(
                     payload, item.codec, item.content_type, item.rows, item.many, item.request_id, headers, start,
-                    stop, item.budget_s, sequence=item.sequence, ended=item.ended,
+                    stop, item.budget_s, sequence=item.sequence, ended=item.ended, head_bytes=item.head_bytes,
                 )  # fmt: skip
             packed.append(item)
         return packed

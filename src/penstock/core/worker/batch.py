@@ -84,6 +84,7 @@ class Decoded(Struct):
     errors: dict[int, PenstockError] = field(default_factory=dict)  # items that cannot be decoded
     many: set[int] = field(default_factory=set)  # items whose codec decoded `Many`
     explained: set[int] = field(default_factory=set)  # items for `explain`
+    checked: bool = False  # `preprocess` has nothing to do
     seconds: float = 0.0  # time that decoding took
 
 
@@ -125,7 +126,7 @@ class BatchRun:
     def preprocess(self) -> None:
         """Replaces values by the results of `preprocess`; a unit on which it raises fails."""
         hook = self.runner.model.preprocess
-        if hook is None:
+        if hook is None or self.d.checked:
             return
         live = []
         for u in self.live:
@@ -260,13 +261,17 @@ class BatchRun:
 
     def final(self) -> BatchPart:
         """The response of every item."""
-        outcomes: list[list[Any]] = [[] for _ in self.d.items]
-        for u, outcome in enumerate(self.outcomes):
-            outcomes[self.d.owners[u]].append(self.finished(u, outcome))
+        results: list[ItemResult | None]
+        if self.d.checked:
+            results = [self.answer(i, [self.finished(i, outcome)]) for i, outcome in enumerate(self.outcomes)]
+        else:
+            outcomes: list[list[Any]] = [[] for _ in self.d.items]
+            for u, outcome in enumerate(self.outcomes):
+                outcomes[self.d.owners[u]].append(self.finished(u, outcome))
+            results = [self.answer(i, found) for i, found in enumerate(outcomes)]
         oom = None if self.failed_rows is None else (self.failed_rows, self.ran_rows)
         if oom and any(isinstance(outcome, WrongRowCount) for outcome in self.outcomes):
             oom = None  # a wrong count remains in the smallest call: an item is at fault, and not the size
-        results: list[ItemResult | None] = [self.answer(i, found) for i, found in enumerate(outcomes)]
         return BatchPart(self.batch_id, results, oom=oom, miscounted=self.miscounted and oom is not None)
 
     def answer(self, i: int, outcomes: list[Any]) -> ItemResult:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import metrics
 from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
+from penstock.core.columns import Stack, TensorRequest
 from penstock.core.wire.messages import Pickled
 from penstock.core.wire.objects import OwnException
 from penstock.core.worker import logs
@@ -54,36 +55,78 @@ class BatchRunner:
         """The values of the items; an item that cannot be decoded becomes an error."""
         started = time.perf_counter()
         decoded = Decoded(items)
-        for i, item in enumerate(items):
-            context = None
-            value = item.payload
-            try:
-                if isinstance(value, PenstockError):
-                    raise value  # it could not be sent to this worker
-                if item.codec != "object":
-                    codec = self.codecs.get(item.codec)
-                    if getattr(codec, "explains", False):  # a codec need not inherit from Codec
-                        self._check_explain()
-                        decoded.explained.add(i)
-                    value, context = codec.decode(item)
-                elif type(value) is Pickled:
-                    value = value.load()
-                units = _units(item, value)
-                if self._item_type is not None and item.codec != "object":
-                    units = self._converted(item, units)
-                if type(value) is Many:
-                    decoded.many.add(i)
-            except Exception as e:
-                decoded.errors[i] = _decode_error(e)
-                units = []
-            decoded.contexts.append(context)
-            decoded.values += units
-            decoded.owners += [i] * len(units)
+        values, contexts = self._planned(items)
+        if None not in values:
+            decoded.values, decoded.contexts, decoded.owners = values, contexts, list(range(len(items)))
+            decoded.checked = True
+        else:
+            for i, item in enumerate(items):
+                units, context = (
+                    ([values[i]], contexts[i]) if values[i] is not None else self._decoded(decoded, i, item)
+                )
+                decoded.contexts.append(context)
+                decoded.values += units
+                decoded.owners += [i] * len(units)
         prepare = self.model.prepare
         if prepare is not None and decoded.values:
             decoded.values = prepare(decoded.values)
         decoded.seconds = time.perf_counter() - started
         return decoded
+
+    def _decoded(self, decoded: Decoded, i: int, item: Item) -> tuple[list[Any], Any]:
+        """The units of an item that is decoded alone, and its context; no units after an error."""
+        context = None
+        value = item.payload
+        try:
+            if isinstance(value, PenstockError):
+                raise value  # it could not be sent to this worker
+            if item.codec != "object":
+                codec = self.codecs.get(item.codec)
+                if getattr(codec, "explains", False):  # a codec need not inherit from Codec
+                    self._check_explain()
+                    decoded.explained.add(i)
+                value, context = codec.decode(item)
+                if self.model.in_columns and (learn := getattr(codec, "learn", None)) is not None:
+                    learn(item, value, context, self.model.preprocess)
+            elif type(value) is Pickled:
+                value = value.load()
+            units = _units(item, value)
+            if self._item_type is not None and item.codec != "object":
+                units = self._converted(item, units)
+            if type(value) is Many:
+                decoded.many.add(i)
+        except Exception as e:
+            decoded.errors[i] = _decode_error(e)
+            return [], context
+        return units, context
+
+    def _planned(self, items: list[Item]) -> tuple[list[Any], list[Any]]:
+        """The value and the context of each item whose plan is known and whose values are regular; None for others."""
+        values: list[Any] = [None] * len(items)
+        contexts: list[Any] = [None] * len(items)
+        if not self.model.in_columns:
+            return values, contexts
+        stacks: dict[Stack, list[int]] = {}
+        codec, recognize = "", None
+        for i, item in enumerate(items):
+            if item.codec != codec and (codec := item.codec) != "object":
+                recognize = getattr(self.codecs.get(codec), "recognize", None)
+            if codec != "object" and recognize is not None and (found := recognize(item)) is not None:
+                contexts[i] = found
+                stacks.setdefault(found.plan.stack, []).append(i)
+        for stack, places in stacks.items():
+            requests = [contexts[i] for i in places]
+            rows = sum([request.rows for request in requests])
+            try:
+                block = stack.block(requests, rows)
+            except Exception:
+                continue  # decoded one by one, which finds the irregular one
+            start = 0
+            for i, request in zip(places, requests, strict=True):
+                plan = request.plan
+                values[i] = TensorRequest(block, start, request.rows, plan.single, plan.named, True)
+                start += request.rows
+        return values, contexts
 
     def _converted(self, item: Item, units: list[Any]) -> list[Any]:
         """The units as the model's annotated type. Raises BadRequest."""

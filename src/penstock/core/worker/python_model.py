@@ -129,6 +129,7 @@ class PythonModel:
         self.states: SequenceStates | None = None  # of a model whose `predict` receives sequences
         self.takes_parameters = False  # `predict` receives the parameters of requests
         self.unbatched = False  # axis 0 is not rows
+        self._takes_columns = False
         self.types = ModelTypes(None, None)
 
     def _not_loaded(self, items: list[Any]) -> Any:
@@ -162,6 +163,7 @@ class PythonModel:
         for hook in ("preprocess", "postprocess", "warmup", "explain"):
             setattr(self, hook, getattr(found, hook, None))
         self.types = ModelTypes(found, predict)
+        self._takes_columns = bool(getattr(found, "__penstock_columns__", False))
         self.prepare = getattr(found, "__penstock_prepare__", None)
         self.send_parts_to = getattr(found, "__penstock_send_parts_to__", None)
         self.finishes_apart = bool(getattr(found, "__penstock_finishes_apart__", False))
@@ -200,6 +202,11 @@ class PythonModel:
             calls.alone = self.unbatched
             self.submit, self.soon = calls.submit, calls.soon
             self.concurrency = AUTO_CONCURRENCY if rows == "auto" else rows
+
+    @property
+    def in_columns(self) -> bool:
+        """Whether `predict` takes ranges of rows, see `columns.TensorRequest`."""
+        return self._takes_columns and not (self.unbatched or self.submit is not None or self.states is not None)
 
     def unbatch(self) -> None:
         """Stops treating axis 0 as rows: requests and results are passed on uncut."""

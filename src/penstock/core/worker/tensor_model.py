@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from penstock.core.arrays import array_of, has_text
+from penstock.core.columns import Block, TensorRequest, TensorRows
 from penstock.errors import BadRequest, ConfigError, LoadFailed, WrongRowCount
 from penstock.types import DATATYPES, DTYPES, TensorSpec
 
@@ -103,19 +104,11 @@ def refuse_inputs(settings: ProgramSettings, what: str) -> None:
         raise ConfigError(f"inputs: {what} declares its own inputs; leave the key out")
 
 
-class TensorRequest(Struct):
-    """A checked request. `single`: one row without a row axis; `named`: the result is a dict."""
-
-    arrays: Arrays
-    rows: int
-    single: bool
-    named: bool
-
-
 class TensorModel:
     """The model around the program that `open_program` returns for the settings."""
 
     __penstock_takes__ = ("precision", "optimize", "threads")  # through its settings, not through `load`
+    __penstock_columns__ = True  # see `columns.py`
 
     def __init__(self, open_program: Callable[[ProgramSettings], Program], settings: ProgramSettings) -> None:
         self._open, self._settings = open_program, settings
@@ -179,6 +172,8 @@ class TensorModel:
 
     def preprocess(self, item: Any) -> TensorRequest:
         """The checked request. Raises BadRequest, which fails only this request."""
+        if type(item) is TensorRequest:
+            return item
         inputs = self._loaded.inputs
         if isinstance(item, dict):
             given = self._renamed(item)
@@ -205,7 +200,8 @@ class TensorModel:
         if (len(set(rows.values())) != 1 or len(singles) != 1) and not self._unbatched:
             found = ", ".join(f"'{name}' {n}" for name, n in rows.items())
             raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {found}")
-        return TensorRequest(arrays, next(iter(rows.values())), singles == {True}, named)
+        count = next(iter(rows.values()))
+        return TensorRequest(Block(arrays, count), 0, count, singles == {True}, named)
 
     def _renamed(self, item: dict[Any, Any]) -> dict[str, Any]:
         inputs = self._loaded.inputs
@@ -230,9 +226,15 @@ class TensorModel:
         if self._unbatched:
             return [self._run_alone(request) for request in requests]
         groups: dict[object, list[int]] = {}
+        last, places = None, list[int]()
         for i, request in enumerate(requests):
-            key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(request.arrays.items()))
-            groups.setdefault(key, []).append(i)
+            if request.block is not last:
+                last = request.block
+                key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(last.arrays.items()))
+                places = groups.setdefault(key, [])
+            places.append(i)
+        if len(groups) == 1:
+            return self._run_together(requests)
         results: list[Any] = [None] * len(requests)
         for places in groups.values():
             found = self._run_together([requests[i] for i in places])
@@ -244,24 +246,18 @@ class TensorModel:
         if request.rows < self._loaded.rows[0] and not self._loaded.unbatched:
             return self._run_together([request])[0]  # padded
         outputs = self._loaded.run({name: np.ascontiguousarray(array) for name, array in request.arrays.items()})
-        request.single = request.single and all(np.shape(array)[:1] == (1,) for array in outputs.values())
-        return _result(request, outputs)
+        single = request.single and all(np.shape(array)[:1] == (1,) for array in outputs.values())
+        return TensorRows(Block(outputs, request.rows), 0, request.rows, single, request.named).plain()
 
     def _run_together(self, requests: Sequence[TensorRequest]) -> list[Any]:
-        first = requests[0].arrays
-        rows = sum(r.rows for r in requests)
-        arrays = {
-            name: np.ascontiguousarray(
-                array if len(requests) == 1 else np.concatenate([r.arrays[name] for r in requests])
-            )
-            for name, array in first.items()
-        }
-        outputs = self._run(arrays, rows)
-        results = []
+        rows = sum([r.rows for r in requests])
+        outputs = Block(self._run(_joined(requests, rows), rows), rows)
+        results: list[Any] = []
         start = 0
-        for request in requests:
-            results.append(_result(request, {n: a[start : start + request.rows] for n, a in outputs.items()}))
-            start += request.rows
+        for r in requests:
+            found = TensorRows(outputs, start, r.rows, r.single, r.named)
+            results.append(found if r.planned else found.plain())
+            start += r.rows
         return results
 
     def _run(self, arrays: Arrays, rows: int) -> Arrays:
@@ -302,9 +298,19 @@ def _padded(array: Array, rows: int) -> Array:
     return np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
 
 
-def _result(request: TensorRequest, outputs: Arrays) -> Any:
-    found = {name: array[0] for name, array in outputs.items()} if request.single else outputs
-    return found if request.named or len(found) != 1 else next(iter(found.values()))
+def _joined(requests: Sequence[TensorRequest], rows: int) -> Arrays:
+    """The arrays of these requests in C order: those of their block, if they are the whole of it, else a copy."""
+    ranges: list[tuple[Block, int, int]] = []  # of neighbouring rows
+    block, start, stop = requests[0].block, requests[0].start, requests[0].start
+    for r in requests:
+        if r.block is not block or r.start != stop:
+            ranges.append((block, start, stop))
+            block, start = r.block, r.start
+        stop = r.start + r.rows
+    if not ranges:
+        return {name: np.ascontiguousarray(array) for name, array in block.slices(start, rows).items()}
+    ranges.append((block, start, stop))
+    return {name: np.concatenate([b.arrays[name][i:k] for b, i, k in ranges]) for name in block.arrays}
 
 
 def _array(spec: Input, value: Any) -> Array:

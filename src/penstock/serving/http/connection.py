@@ -162,10 +162,13 @@ class Connection(asyncio.BufferedProtocol):
         self.head = head
         self.context = context = self._new_context()
         context.route = route
-        try:
-            self._read_head(context, route)
-        except PenstockError as error:
-            context.error = error.with_traceback(None)
+        if head.settings is not None and not (flavor.guarded or (listener.budget.full and self.writer.unread)):
+            vars(context).update(head.settings)
+        else:
+            try:
+                self._read_head(context, route)
+            except PenstockError as error:
+                context.error = error.with_traceback(None)
         self.whole = bytes(listener.receive[end:nbytes])
         self.on_message_complete(alone=True)
         return True
@@ -236,11 +239,13 @@ class Connection(asyncio.BufferedProtocol):
             head.key = head.url if method == b"POST" else b"%b %b" % (method, head.url)
             if (route := flavor.known.get(head.key)) is not None:
                 context.route = route
+                before = set(vars(context))
+                self._read_head(context, route)
                 if len(listener.clock.known_heads) < KNOWN_HEADS:
-                    self._learn_head(context)
+                    self._learn_head(context, before)
             else:
                 route = self._find(context, method)
-            self._read_head(context, route)
+                self._read_head(context, route)
             if head.length > listener.small_bytes or expect:
                 self._check_large(route)
         except PenstockError as error:
@@ -307,12 +312,14 @@ class Connection(asyncio.BufferedProtocol):
         if special is not None or flavor.guarded or selects:
             flavor.read_head(context, special or {})
 
-    def _learn_head(self, context: RequestContext) -> None:
-        """Remembers a head that may come again and that leaves the connection open."""
+    def _learn_head(self, context: RequestContext, before: set[str]) -> None:
+        """Remembers a head that may come again and that leaves the connection open, and what `_read_head` made of it.
+        `before`: the attributes of the context that were set earlier."""
         head = self.head
         if head.length < BIG_BYTES and head.is_steady() and not (context.close or context.old):
             known = head.canonical()
             if len(known) <= KNOWN_HEAD_BYTES:
+                head.settings = {name: value for name, value in vars(context).items() if name not in before}
                 self.listener.clock.known_heads[known] = head
 
     def _framing(self, context: RequestContext) -> None:

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeGuard
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct, structs
 
-from penstock.core.contracts import Codec
+from penstock.core.columns import Block, PlanMemory, PlannedRequest, TensorRows
 from penstock.core.wire.regions import read_region, write_region
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.columns import (
+    GAP,
+    JsonLists,
+    OutputColumn,
+    OutputForm,
+    Planning,
+    cut_id,
+    has_cut_id,
+    output_column,
+)
 from penstock.serving.protocols.native import BYTES, encode_response
 from penstock.serving.protocols.oip_messages import (
     ADVICE,
+    ALIGNMENT,
     HEADER_BYTES,
     HEADER_LENGTH,
     NO_DATA,
@@ -46,11 +59,13 @@ from penstock.serving.protocols.oip_tensors import (
     to_json,
     top_classes,
 )
+from penstock.serving.protocols.route import Terms
 from penstock.types import SIZES, Item, ItemResult, ModelMetadata, Response, SequenceRequest
 
 if TYPE_CHECKING:
     import numpy as np
 
+MOST_KNOWN_BYTES: Final = 2048  # a choice: of JSON before binary tensors that is remembered; more names few tensors
 _PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # first bytes of a pickle
 
 
@@ -86,6 +101,52 @@ def peek_json(head: bytes | memoryview, body_bytes: int) -> tuple[int, str] | No
     return rows if 1 <= rows <= body_bytes else 1, ";".join(sorted(keys))
 
 
+class _TermsParameters(Struct):
+    timeout: Annotated[int, Meta(ge=0)] = 0
+    priority: Annotated[int, Meta(ge=0)] = 0
+
+
+class _TermsHead(Struct):
+    parameters: _TermsParameters | None = None
+
+
+_terms = msgspec.json.Decoder(_TermsHead)
+
+
+def terms_of(head: bytes) -> Terms | None:
+    """The parameters `timeout` and `priority` of the JSON of a request; None without them, and for malformed JSON."""
+    if b'"parameters"' not in head or (b'"timeout"' not in head and b'"priority"' not in head):
+        return None
+    try:
+        found = _terms.decode(head).parameters
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    if found is None:
+        return None
+    return Terms(found.timeout / 1e6 if found.timeout else None, found.priority - 1 if found.priority else None)
+
+
+class HeadFacts(Struct, frozen=True):
+    """What the server process needs of the JSON before binary tensors: see `terms_of` and `peek_json`."""
+
+    terms: Terms | None
+    peeked: tuple[int, str] | None
+
+
+_facts = PlanMemory()
+
+
+def facts_of(head: bytes) -> HeadFacts:
+    """The facts in the JSON before binary tensors, which clients repeat with other ids."""
+    cut = cut_id(head)
+    found: HeadFacts | None = None if cut is None else _facts.get(cut[0])
+    if found is None:
+        found = HeadFacts(terms_of(head), peek_json(head, sys.maxsize))
+        if cut is not None and len(head) <= MOST_KNOWN_BYTES:
+            _facts.keep(cut[0], found)
+    return found
+
+
 class Selection(Struct):
     """A requested output; with `classes`, only the largest values of each row, this many. `shared`: where it goes."""
 
@@ -108,7 +169,7 @@ class OipContext(Struct):
     coding: str = ""
 
 
-class OipCodec(Codec):
+class OipCodec(Planning):
     """Base of the codecs of `/v2/models/{m}/infer`. Checks requests against the inputs of `metadata`, if given."""
 
     def __init__(self, model: str, version: str, metadata: ModelMetadata | None = None) -> None:
@@ -120,6 +181,7 @@ class OipCodec(Codec):
         self.takes_parameters, self.unbatched = known.takes_parameters, known.unbatched
         revision = known.parameters.get("revision")
         self.parameters = None if revision is None else {"revision": revision}
+        self.plans, self._heads = PlanMemory(), PlanMemory()
 
     # ---- requests
 
@@ -193,10 +255,90 @@ class OipCodec(Codec):
             counts = ", ".join(f"'{name[:100]}' {n}" for name, n in list(rows.items())[:4])
             raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {counts}")
 
+    # ---- in columns
+
+    def is_steady(self, item: Item, id: str | None) -> bool:
+        """Whether its parameters belong to no single request, and its id is where `cut_id` found it."""
+        head = bytes(self.head_of(item)[0])
+        request = decode_request(head, OipRequest)
+        asked = request.parameters
+        steady = asked is None or asked == RequestParameters(asked.binary_data_output)
+        shared = any(is_shared(tensor.parameters, tensor.name) for tensor in request.inputs)
+        return steady and not shared and has_cut_id(head, id, lambda text: decode_request(text, OipRequest).id)
+
+    def plan_context(self, context: OipContext) -> tuple[OipContext, bytes]:
+        """The context of every request with the plan, and its key."""
+        context = structs.replace(context, id=None)
+        return context, msgspec.json.encode(context)
+
+    def _encode_rows(self, found: TensorRows, item: Item, request: PlannedRequest) -> ItemResult:
+        """The response with a range of rows of a block."""
+        plan, forms = request.plan, found.block.forms
+        key = (type(self), plan.key)
+        form = forms.get(key)
+        if form is None:
+            form = forms[key] = OutputForm(self._output_columns(found.block, plan.context))
+        if form.columns is None:
+            return self.encode(found.plain(), item, structs.replace(plan.context, id=request.id))
+        shape = (found.rows, request.id is None)
+        head = form.heads.get(shape)
+        if head is None:
+            signature = (*key, *shape, *[(c.name, c.datatype, c.tail) for c in form.columns])
+            head = self._heads.get(signature)
+            if head is None:
+                head = self.response_head(form.columns, found.rows, plan.context, request.id is not None)
+                self._heads.keep(signature, head)
+            form.heads[shape] = head
+        return self.respond(head, form.columns, found, request.id)
+
+    def _output_columns(self, block: Block, context: OipContext) -> list[OutputColumn] | None:
+        """The outputs of a block that a request wants; None if they are encoded row by row."""
+        wanted = context.outputs
+        if wanted is None:
+            wanted = [Selection(name, context.binary) for name in block.arrays]
+        found = []
+        for each in wanted:
+            if each.classes or each.shared is not None or each.name not in block.arrays:
+                return None
+            declared = self.outputs.get(each.name)
+            column = output_column(each.name, block.arrays[each.name], declared, block.rows, each.binary)
+            if column is None:
+                return None
+            found.append(column)
+        return found
+
+    def response_head(self, columns: list[OutputColumn], rows: int, context: OipContext, has_id: bool) -> list[bytes]:
+        """The JSON of a response, cut at the data of its outputs and at its id."""
+        tensors = []
+        for column in columns:
+            tensor = Tensor(column.name, [rows, *column.tail], column.datatype)
+            if column.texts:
+                tensor.data = GAP
+            else:
+                tensor.parameters = TensorParameters(binary_data_size=rows * column.row_bytes)
+            tensors.append(tensor)
+        id: Any = GAP if has_id else None
+        return msgspec.json.encode(OipResponse(self.model, self.version, tensors, id, self.parameters)).split(GAP)
+
+    def respond(self, head: list[bytes], columns: list[OutputColumn], found: TensorRows, id: str | None) -> ItemResult:
+        """The response with these rows of the columns."""
+        start, stop = found.start, found.start + found.rows
+        values = [b"[%b]" % b",".join(column.texts[start:stop]) for column in columns if column.texts]
+        if id is not None:
+            values.append(msgspec.json.encode(id))
+        text = b"".join([head[0], *chain.from_iterable(zip(values, head[1:], strict=True))]) if values else head[0]
+        sections = [column.section(start, found.rows) for column in columns if not column.texts]
+        if not sections:
+            return ItemResult(text, JSON)
+        text += b" " * (-len(text) % ALIGNMENT)
+        return ItemResult(b"".join([text, *sections]), BYTES, headers=[(HEADER_LENGTH, str(len(text)))])
+
     # ---- responses
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """The response for a dict of arrays, or one array ("output_0"). Raises BadRequest for an unknown output."""
+        if type(value) is TensorRows:
+            return self._encode_rows(value, item, context)
         if isinstance(value, Response):
             return encode_response(value)
         outputs = named_outputs(value)
@@ -334,7 +476,7 @@ def _key(tensor: Tensor) -> tuple[str, str, list[int], bool]:
     return tensor.name, tensor.datatype, tensor.shape[1:], tensor.binary_bytes is None
 
 
-class OipJsonCodec(OipCodec):
+class OipJsonCodec(JsonLists, OipCodec):
     """Codec of `/v2/models/{m}/infer` for pure JSON bodies; the content type does not matter."""
 
     request_content = staticmethod(request_content)

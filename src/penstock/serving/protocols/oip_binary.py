@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding, compress, header_of
-from penstock.serving.protocols.oip import OipCodec, OipContext, OipJsonCodec, named_outputs, peek_json
+from penstock.serving.protocols.columns import cut_id
+from penstock.serving.protocols.oip import OipCodec, OipContext, OipJsonCodec, facts_of, named_outputs
 from penstock.serving.protocols.oip_messages import (
     HEADER_BYTES,
     HEADER_LENGTH,
@@ -145,32 +146,46 @@ class OipNpyCodec(OipCodec):
         return ItemResult(body=b"".join([write_npy_head(first.datatype, shape), *bodies]), content_type=NPY)
 
 
+def head_bytes(item: Item) -> int:
+    """The value of the header `HEADER_LENGTH`, 0 without it; notes it in the item, because a worker gets no headers."""
+    if not item.head_bytes:
+        item.head_bytes = header_length(item.headers) or 0
+    return item.head_bytes
+
+
 class OipBinaryCodec(OipCodec):
     """Codec of `/v2/models/{m}/infer` for requests with the header `HEADER_LENGTH`."""
 
     divisible = True
-    reads_headers = True
 
     @staticmethod
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
         """(rows, shape key) of a body; None for an invalid header."""
         try:
-            length = header_length(item.headers) or 0
+            length = head_bytes(item)
         except BadRequest:
             return None
-        return peek_json(body[:length], len(body)) if length <= len(body) else None
+        if length > len(body) or (found := facts_of(bytes(body[:length])).peeked) is None:
+            return None
+        return found if found[0] <= len(body) else (1, found[1])
 
     @staticmethod
     def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:
         """The sequence that the JSON before the tensors names. Raises BadRequest."""
-        length = header_length(item.headers) or 0
+        length = head_bytes(item)
         return sequence_of_json(body[:length]) if 0 < length <= min(len(body), HEADER_BYTES) else None
+
+    def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
+        """(the JSON without its id, the id, the body and where its tensors begin)."""
+        length, body = item.head_bytes, item.payload
+        found = cut_id(bytes(body[:length])) if 0 < length <= len(body) else None
+        return None if found is None else (*found, (body, length))
 
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
         """(JSON, bytes after it). Raises BadRequest for a missing header or a shorter body."""
         body = memoryview(item.payload)
-        length = header_length(item.headers)
-        if length is None:
+        length = item.head_bytes or header_length(item.headers)
+        if not length:
             raise BadRequest(f"binary tensors need the header {HEADER_LENGTH}")
         if length > len(body):
             raise BadRequest(f"header {HEADER_LENGTH} is {length}, but the body has {len(body)} bytes")

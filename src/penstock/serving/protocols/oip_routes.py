@@ -1,20 +1,18 @@
 """Open Inference Protocol v2 over HTTP: the routes, and what the server process reads of a request."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding
-from penstock.serving.protocols.oip_messages import (
-    HEADER_LENGTH,
-    header_length,
-    parse_length,
-)
+from penstock.serving.protocols.oip import facts_of, terms_of
+from penstock.serving.protocols.oip_binary import head_bytes
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH, parse_length
 from penstock.serving.protocols.route import Read, Template, Terms, json_route
 from penstock.types import Item, TensorSpec
 
@@ -34,41 +32,14 @@ def error_body(error: PenstockError) -> bytes:
 # ---- what the server process reads of a request
 
 
-class _TermsParameters(Struct):
-    timeout: Annotated[int, Meta(ge=0)] = 0
-    priority: Annotated[int, Meta(ge=0)] = 0
-
-
-class _TermsHead(Struct):
-    parameters: _TermsParameters | None = None
-
-
-_terms = msgspec.json.Decoder(_TermsHead)
-
-
 def read_terms(item: Item) -> Terms | None:
     """The parameters `timeout` and `priority` of a request; None without them. The worker reports faults."""
-    head = item.payload
-    if item.codec != "oip_json" or type(head) is not bytes:
-        head = _readable(item)
-    if b'"parameters"' not in head or (b'"timeout"' not in head and b'"priority"' not in head):
-        return None
-    try:
-        found = _terms.decode(head).parameters
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-    if found is None:
-        return None
-    return Terms(found.timeout / 1e6 if found.timeout else None, found.priority - 1 if found.priority else None)
-
-
-def _readable(item: Item) -> bytes:
-    """The JSON of a small body, or before binary tensors. JSON in a Buffer has more than 64 KiB."""
     codec, body = item.codec.removesuffix(CODED), getattr(item.payload, "view", item.payload)
-    if codec == "oip_npy":
-        return b""
-    length = header_length(item.headers)  # `select_codec` has checked it
-    return b"" if length is None and body is not item.payload else bytes(body[:length])
+    if codec == "oip_binary":  # `select_codec` has checked the length
+        return facts_of(bytes(body[: head_bytes(item)])).terms
+    if codec == "oip_npy" or body is not item.payload:  # JSON in a Buffer has more than 64 KiB
+        return None
+    return terms_of(bytes(body))
 
 
 # ---- routes

@@ -251,7 +251,7 @@ class LoggedRequest(TorchServeRequest):
             took_ms = round(1000 * (writer.listener.now() - self._began_s))
             access_log.info('%s "%s" %d %d', self._peer, self._request_line, self._status, took_ms)
 
-    def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes:
+    def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes | None:
         self._status = result.status
         return super().plain_head(writer, result)
 

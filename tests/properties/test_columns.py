@@ -1,0 +1,139 @@
+"""Batches in columns answer byte by byte as the same requests decoded, checked and encoded one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.config.schema import BatchingConfig
+from penstock.core.worker.loop import BatchRunner
+from penstock.core.worker.python_model import PythonModel
+from penstock.core.worker.tensor_model import ANY_ROWS, Arrays, Input, ProgramSettings, TensorModel
+from penstock.serving.protocols.oip_grpc import encode_infer
+from penstock.serving.protocols.oip_messages import HEADER_LENGTH, encode_request
+from penstock.types import DTYPES, BatchPart, Item, TensorSpec
+
+INPUTS = (("x", "FP32", (3,)), ("n", "INT32", ()), ("flag", "BOOL", (2, 2)))
+
+
+class Program:
+    """Outputs that depend on every input, in several datatypes; one of them is a view of an input."""
+
+    platform = "python"
+    inputs = tuple(Input(name, datatype, (-1, *tail)) for name, datatype, tail in INPUTS)
+    outputs = (
+        TensorSpec("sum", "FP32", (-1, 3)),
+        TensorSpec("half", "FP16", (-1,)),
+        TensorSpec("flag", "BOOL", (-1, 2, 2)),
+    )
+    rows = ANY_ROWS
+    unbatched = False
+
+    def run(self, arrays: Arrays) -> Arrays:
+        total = arrays["x"] + arrays["n"][:, None]
+        return {"sum": np.asfortranarray(total), "half": total[:, 0].astype("f2"), "flag": arrays["flag"]}
+
+
+def runner(in_columns: bool) -> BatchRunner:
+    model = TensorModel(lambda settings: Program(), ProgramSettings())
+    model.__penstock_columns__ = in_columns  # type: ignore[misc]
+    python_model = PythonModel(model)
+    python_model.load("cpu")
+    return BatchRunner(python_model, python_model.metadata("m", "1"), BatchingConfig())
+
+
+def answers(run: BatchRunner, batch: list[Item]) -> list[Any]:
+    """What the clients of a batch get."""
+    items = [msgspec.structs.replace(item) for item in batch]
+    parts: list[BatchPart] = []
+    run.run(1, run.decode(items), parts.append)
+    return [
+        (bytes(r.body), r.content_type, r.status, r.headers, r.error and (type(r.error), r.error.message))
+        for r in parts[-1].results
+        if r is not None
+    ]
+
+
+def numbers(datatype: str, tail: tuple[int, ...], rows: int, values: st.DataObject) -> np.ndarray[Any, Any]:
+    size = int(np.prod((rows, *tail)))
+    cells: Any = {
+        "FP32": st.floats(width=32),
+        "INT32": st.integers(-(2**31), 2**31 - 1),
+        "BOOL": st.booleans(),
+    }[datatype]
+    found = values.draw(st.lists(cells, min_size=size, max_size=size))
+    return np.array(found, DTYPES[datatype]).reshape(rows, *tail)
+
+
+IDS = st.one_of(st.none(), st.just("7"), st.text(max_size=8))
+
+
+def binary(values: st.DataObject, rows: int) -> Item:
+    names = values.draw(st.permutations(INPUTS))
+    inputs = [
+        (name, datatype, (rows, *tail), numbers(datatype, tail, rows, values).tobytes())
+        for name, datatype, tail in names
+    ]
+    wanted = values.draw(st.sampled_from([None, ["sum"], ["flag", "half"], ["absent"]]))
+    head, buffers = encode_request(
+        inputs, outputs=wanted, binary_outputs=values.draw(st.booleans()), id=values.draw(IDS)
+    )
+    body = b"".join([head, *buffers]) + values.draw(st.sampled_from([b"", b"", b"", b"?"]))
+    return Item(body, "oip_binary", "application/octet-stream", rows, head_bytes=len(head))
+
+
+def in_json(values: st.DataObject, rows: int) -> Item:
+    inputs = []
+    for name, datatype, tail in INPUTS:
+        array = numbers(datatype, tail, rows, values)
+        array = np.nan_to_num(array) if array.dtype.kind == "f" else array
+        nested = values.draw(st.booleans())
+        data = array.tolist() if nested else array.ravel().tolist()
+        if values.draw(st.integers(0, 9)) == 0:
+            data = values.draw(st.sampled_from([[True], [], ["1"], [1, [2]], None, [2**70], [1e300], data[:-1]]))
+        inputs.append({"name": name, "shape": [rows, *tail], "datatype": datatype, "data": data})
+    request: dict[str, Any] = {"inputs": inputs}
+    if (id := values.draw(IDS)) is not None:
+        request = {"id": id, **request} if values.draw(st.booleans()) else {**request, "id": id}
+    body = msgspec.json.encode(request)
+    return Item(body, "oip_json", "application/json", rows)
+
+
+def native(values: st.DataObject, rows: int) -> Item:
+    single = values.draw(st.booleans())
+    request = {}
+    for name, datatype, tail in INPUTS:
+        array = numbers(datatype, tail, rows, values)
+        array = np.nan_to_num(array) if array.dtype.kind == "f" else array
+        request[name] = array[0].tolist() if single else array.tolist()
+    return Item(msgspec.json.encode(request), "native", "application/json", 1)
+
+
+def grpc(values: st.DataObject, rows: int) -> Item:
+    inputs = [
+        (name, datatype, (rows, *tail), numbers(datatype, tail, rows, values).tobytes())
+        for name, datatype, tail in INPUTS
+    ]
+    wanted = values.draw(st.sampled_from([None, ["sum"], ["absent"]]))
+    body = encode_infer(("m", "", values.draw(IDS) or ""), inputs, wanted, {})
+    return Item(body, "oip_grpc", "", rows)
+
+
+@pytest.fixture(scope="module")
+def runners() -> tuple[BatchRunner, BatchRunner]:
+    return runner(True), runner(False)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_columns_answer_as_rows_do(runners: tuple[BatchRunner, BatchRunner], values: st.DataObject) -> None:
+    kinds = values.draw(st.lists(st.sampled_from([binary, in_json, native, grpc]), min_size=1, max_size=6))
+    batch = [kind(values, values.draw(st.integers(1, 3))) for kind in kinds]
+    columns, rows = runners
+    assert answers(columns, batch) == answers(rows, batch)
+    assert answers(columns, batch) == answers(rows, batch)  # with plans that were just learned
