@@ -15,7 +15,7 @@ from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.core.worker.tensor_model import ANY_ROWS, Arrays, Input, ProgramSettings, TensorModel
 from penstock.serving.protocols.oip_grpc import encode_infer
-from penstock.serving.protocols.oip_messages import HEADER_LENGTH, encode_request
+from penstock.serving.protocols.oip_messages import encode_request
 from penstock.types import DTYPES, BatchPart, Item, TensorSpec
 
 INPUTS = (("x", "FP32", (3,)), ("n", "INT32", ()), ("flag", "BOOL", (2, 2)))

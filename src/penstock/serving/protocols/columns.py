@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
-from penstock.core.columns import Block, PlanMemory, PlannedRequest, RequestPlan, TensorRequest
+from penstock.core.columns import Block, PlanMemory, PlannedRequest, RequestPlan, TensorRequest, TensorRows
 from penstock.core.contracts import Codec
 from penstock.errors import PenstockError
 from penstock.serving.protocols.oip_tensors import from_bytes, output_array, to_bytes
@@ -197,11 +197,11 @@ class Planning(Codec):
 
     def is_steady(self, item: Item, id: str | None) -> bool:
         """Whether another request with the same plan can differ in nothing but its values and its id."""
-        raise NotImplementedError
+        return True
 
     def plan_context(self, context: Any) -> tuple[Any, bytes]:
         """The context of every request with the plan, and its key."""
-        raise NotImplementedError
+        return context, b""
 
     def plan_of(self, request: TensorRequest, values: Any) -> RequestPlan | None:
         """The plan of a request; None for values that are not in columns."""
@@ -317,5 +317,37 @@ def output_column(name: str, value: Any, declared: str | None, rows: int, binary
         return OutputColumn(name, datatype, tail, data, len(data) // rows)
     if datatype == "BF16" or (array.dtype.kind == "f" and not np.isfinite(array).all()):
         return None
-    texts = msgspec.json.encode(array.reshape(rows, cells).tolist())[2:-2].split(b"],[")
-    return OutputColumn(name, datatype, tail, texts=texts)
+    return OutputColumn(name, datatype, tail, texts=_row_texts(array))
+
+
+def _row_texts(array: np.ndarray[Any, Any]) -> list[bytes]:
+    """The numbers of each row as JSON, without brackets."""
+    return msgspec.json.encode(array.reshape(len(array), -1).tolist())[2:-2].split(b"],[")
+
+
+class RowTexts:
+    """The nested lists of a block as JSON, row by row."""
+
+    def __init__(self, block: Block) -> None:
+        self._outputs: list[tuple[bytes, int, list[bytes]]] = []  # name, axes and text of the rows
+        self._regular = all(
+            array.ndim in (1, 2) and array.size and array.dtype.name in DATATYPES and not array.dtype.hasobject
+            for array in block.arrays.values()
+        )
+        for name, array in block.arrays.items() if self._regular else ():
+            texts = _row_texts(array)
+            self._regular = self._regular and b"null" not in b"".join(texts)  # NaN, which has an error
+            self._outputs.append((msgspec.json.encode(name), array.ndim, texts))
+
+    def json(self, found: TensorRows) -> bytes | None:
+        """The result of a request; None for one that is encoded alone."""
+        if not self._regular:
+            return None
+        values = []
+        for name, ndim, texts in self._outputs:
+            rows = texts[found.start : found.start + found.rows]
+            text = b",".join(rows) if ndim == 1 else b"[" + b"],[".join(rows) + b"]"
+            if not found.single:
+                text = b"[" + text + b"]"
+            values.append(name + b":" + text if found.named or len(self._outputs) > 1 else text)
+        return b"{" + b",".join(values) + b"}" if found.named or len(values) > 1 else values[0]

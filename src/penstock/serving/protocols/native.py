@@ -3,7 +3,7 @@
 import re
 from typing import Any, Final
 
-from penstock.core.contracts import Codec
+from penstock.core.columns import PlanMemory, TensorRows
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import (
     JSON,
@@ -17,6 +17,7 @@ from penstock.serving.protocols.bodies import (
     parse_multipart,
     split_type,
 )
+from penstock.serving.protocols.columns import JsonLists, RowTexts, cut_lists
 from penstock.serving.protocols.route import Template
 from penstock.types import Item, ItemResult, ModelMetadata, Response, plain_result
 
@@ -49,7 +50,7 @@ def encode_response(response: Response) -> ItemResult:
     )
 
 
-class NativeCodec(Codec):
+class NativeCodec(JsonLists):
     """Codec of `/predictions`: JSON, text, forms, or unchanged bytes."""
 
     @staticmethod
@@ -73,6 +74,12 @@ class NativeCodec(Codec):
     def __init__(self, model: str, version: str) -> None:
         self.model = model
         self.version = version
+        self.plans = PlanMemory()
+
+    def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
+        """As of any JSON, without an id: its names are those of inputs."""
+        found = cut_lists(bytes(item.payload)) if item.content_type == JSON and item.stop < 0 else None
+        return None if found is None else (found[0], None, found[1])
 
     def decode(self, item: Item) -> tuple[Any, None]:
         """JSON -> object, text -> str, form -> dict of str or bytes, any other type -> the payload."""
@@ -96,6 +103,14 @@ class NativeCodec(Codec):
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """bytes -> octet-stream, str -> text, Response -> its own content type, any other type -> JSON."""
+        if type(value) is TensorRows:
+            texts = value.block.forms.get(NativeCodec)
+            if texts is None:
+                texts = value.block.forms[NativeCodec] = RowTexts(value.block)
+            body = texts.json(value)
+            if body is not None:
+                return ItemResult(body=body, content_type=JSON)
+            value = value.plain()
         value = plain_result(value)
         if isinstance(value, bytes):
             return ItemResult(body=value if type(value) is bytes else bytes(value), content_type=BYTES)

@@ -260,11 +260,8 @@ class OipCodec(Planning):
     def is_steady(self, item: Item, id: str | None) -> bool:
         """Whether its parameters belong to no single request, and its id is where `cut_id` found it."""
         head = bytes(self.head_of(item)[0])
-        request = decode_request(head, OipRequest)
-        asked = request.parameters
-        steady = asked is None or asked == RequestParameters(asked.binary_data_output)
-        shared = any(is_shared(tensor.parameters, tensor.name) for tensor in request.inputs)
-        return steady and not shared and has_cut_id(head, id, lambda text: decode_request(text, OipRequest).id)
+        steady = is_steady(decode_request(head, OipRequest))
+        return steady and has_cut_id(head, id, lambda text: decode_request(text, OipRequest).id)
 
     def plan_context(self, context: OipContext) -> tuple[OipContext, bytes]:
         """The context of every request with the plan, and its key."""
@@ -429,6 +426,13 @@ class OipCodec(Planning):
         length = next((int(value) for name, value in part.headers or () if name == HEADER_LENGTH), len(body))
         answer = msgspec.json.decode(body[:length], type=OipResponse)
         return answer, split_sections(answer.outputs, body[length:], "output", BadOutput)
+
+
+def is_steady(request: OipRequest) -> bool:
+    """Whether a request with other values would be read in the same way."""
+    asked = request.parameters
+    shared = any(is_shared(tensor.parameters, tensor.name) for tensor in request.inputs)
+    return not shared and (asked is None or asked == RequestParameters(asked.binary_data_output))
 
 
 def is_shared(place: SharedTensor | None, what: str) -> TypeGuard[SharedTensor]:

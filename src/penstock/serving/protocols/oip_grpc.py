@@ -14,10 +14,12 @@ from typing import Any, Final
 import msgspec
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from penstock.core.columns import PlanMemory, RequestPlan, TensorRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip import OipCodec, OipContext
+from penstock.serving.protocols.columns import OutputColumn
+from penstock.serving.protocols.oip import MOST_KNOWN_BYTES, OipCodec, OipContext, is_steady
 from penstock.serving.protocols.oip_messages import (
     TYPED,
     InferResponse,
@@ -67,7 +69,8 @@ SHARED: Final = "shared_memory_region"
 FOR_THE_SERVER: Final = frozenset({"priority", "timeout", "triton_enable_empty_final_response"})
 WHOLE_BYTES: Final = 64 * 1024  # below it a message is parsed whole; above it its tensors are left out
 MAX_FIELDS: Final = 10_000  # on the top level of a message: the server process reads them one by one
-_RAW_INPUTS, _RAW_OUTPUTS = 7, 6  # numbers of the fields with raw tensors
+_RAW_INPUTS, _RAW_OUTPUTS, _ID = 7, 6, 3  # numbers of fields
+_NAME, _VERSION, _REQUEST_ID = (number << 3 | 2 for number in (1, 2, _ID))  # tags of the fields that begin a request
 _INFER_RESPONSE: Final = 2  # number of the field in ModelStreamInferResponse
 CONTENTS: Final = {
     "BOOL": "bool_contents",
@@ -105,8 +108,84 @@ class InferHead(Struct):
 
 def read_head(body: bytes | memoryview) -> InferHead:
     """All but the contents of the tensors. Raises BadRequest for a message that is not valid."""
-    found = _parse(_Head, body if len(body) <= WHOLE_BYTES else _split(body, _RAW_INPUTS)[0])
+    known = known_head(body)
+    if known is not None:
+        return structs.replace(known[0].head, id=known[2])
+    return read_message(bytes(body) if len(body) <= WHOLE_BYTES else _split(body, _RAW_INPUTS)[0])
+
+
+class KnownHead(Struct):
+    """A request up to its raw tensors, without its id. `sections`: offset and size of each tensor from the first field
+    of raw tensors on; `marks`: the bytes before it, which are its number and its size."""
+
+    head: InferHead
+    peeked: tuple[int, str] | None
+    size: int
+    sections: list[tuple[int, int]]
+    marks: list[tuple[int, bytes]]
+
+
+_known, _sizes = PlanMemory(), PlanMemory()
+
+
+def known_head(body: bytes | memoryview) -> tuple[KnownHead, bytes, str, int] | None:
+    """(the head of a request with raw tensors, its bytes, the id, where the raw tensors begin), which clients repeat
+    with other ids. None for an irregular message."""
+    try:
+        start = _skip(body, _skip(body, 0, _NAME), _VERSION)
+        end = _skip(body, start, _REQUEST_ID)
+        size = _sizes.get(len(body) - end)
+        key = b"" if size is None else bytes(body[:start]) + bytes(body[end : end + size])
+        known = _known.get(key)
+        if known is None:
+            known = _head_from(body, start, end)
+            key = bytes(body[:start]) + bytes(body[end : end + known.size])
+            if len(key) <= MOST_KNOWN_BYTES:
+                _known.keep(key, known)
+                _sizes.keep(len(body) - end, known.size)
+        at = end + known.size
+        if any(body[at + offset : at + offset + len(mark)] != mark for offset, mark in known.marks):
+            return None
+        return known, key, str(body[start + 2 : end], "utf-8"), at
+    except (IndexError, BadRequest, UnicodeDecodeError):
+        return None
+
+
+def _skip(body: bytes | memoryview, at: int, tag: int) -> int:
+    """The end of a short field at this position, if it has this tag. Raises IndexError."""
+    if body[at] != tag:
+        return at
+    if body[at + 1] > 0x7F:
+        raise IndexError
+    return at + 2 + body[at + 1]
+
+
+def _head_from(body: bytes | memoryview, start: int, end: int) -> KnownHead:
+    """What is to be remembered of a message with its id in a range. Raises IndexError, BadRequest."""
+    data = memoryview(body)
+    fields = [(number, end + begin, end + value, end + stop) for number, begin, value, stop in _fields(data[end:])]
+    raw = [field for field in fields if field[0] == _RAW_INPUTS]
+    if not raw or raw != fields[-len(raw) :] or any(number in (0, 1, 2, 3) for number, *_ in fields):
+        raise IndexError
+    at = raw[0][1]
+    head = read_message(bytes(data[:start]) + bytes(data[end:at]))
+    sections = [(value - at, stop - value) for _, _, value, stop in raw]
+    marks = [(begin - at, bytes(data[begin:value])) for _, begin, value, _ in raw]
+    return KnownHead(head, peek_inputs(head.inputs), at - end, sections, marks)
+
+
+def read_message(data: bytes) -> InferHead:
+    """The head in a message. Raises BadRequest."""
+    found = _parse(_Head, data)
     return InferHead(found.model_name, found.model_version, found.id, plain(found.parameters), found.inputs)
+
+
+def peek_inputs(inputs: Sequence[Any]) -> tuple[int, str] | None:
+    """(rows of the first input, shape key) of inputs; names, datatypes and shapes without axis 0 are the key."""
+    if not inputs:
+        return None
+    rows = inputs[0].shape[0] if inputs[0].shape else 1
+    return rows, ";".join(sorted(f"{i.name}:{i.datatype}:{'x'.join(map(str, i.shape[1:]))}" for i in inputs))
 
 
 def plain(parameters: Any) -> dict[str, Any]:
@@ -226,16 +305,13 @@ class OipGrpcCodec(OipCodec):
 
     @staticmethod
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
-        """(rows, shape key) of a message; names, datatypes and shapes without axis 0 are the key."""
+        """(rows, shape key) of a message, see `peek_inputs`; 1 row if there are none, or more than bytes."""
+        known = known_head(body)
         try:
-            inputs = read_head(body).inputs
+            found = peek_inputs(read_head(body).inputs) if known is None else known[0].peeked
         except BadRequest:
             return None
-        if not inputs:
-            return None
-        rows = inputs[0].shape[0] if inputs[0].shape else 1
-        keys = (f"{i.name}:{i.datatype}:{'x'.join(map(str, i.shape[1:]))}" for i in inputs)
-        return rows if 1 <= rows <= len(body) else 1, ";".join(sorted(keys))
+        return found if found is None or 1 <= found[0] <= len(body) else (1, found[1])
 
     @staticmethod
     def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:
@@ -245,6 +321,41 @@ class OipGrpcCodec(OipCodec):
         if not id:
             return None
         return SequenceRequest(str(id), bool(found.get("sequence_start")), bool(found.get("sequence_end")))
+
+    def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
+        """(the message without its id and its raw tensors, the id, the message and where its raw tensors begin)."""
+        known = known_head(item.payload)
+        return None if known is None else (known[1], known[2] or None, (item.payload, known[3]))
+
+    def is_steady(self, item: Item, id: str | None) -> bool:
+        """Whether its parameters belong to no single request."""
+        return is_steady(self.read(item)[0])
+
+    def plan_of(self, request: TensorRequest, values: Any) -> RequestPlan | None:
+        """The plan of a request with raw tensors."""
+        plan, known = super().plan_of(request, values), known_head(values[0])
+        if plan is None or known is None or [size for _, size in known[0].sections] != [size for _, size in plan.sizes]:
+            return None
+        plan.sizes = known[0].sections
+        return plan
+
+    def response_head(self, columns: list[OutputColumn], rows: int, context: OipContext, has_id: bool) -> list[bytes]:
+        """The message before the id of a response, after it, and the bytes before each raw output."""
+        message = _Response(model_name=self.model, model_version=self.version)
+        before = message.SerializeToString()
+        set_parameters(message.parameters, self.parameters or {})
+        for column in columns:
+            message.outputs.add(name=column.name, datatype=column.datatype, shape=[rows, *column.tail])
+        marks = [bytes([_RAW_OUTPUTS << 3 | 2]) + _size(rows * column.row_bytes) for column in columns]
+        return [before, message.SerializeToString()[len(before) :], *marks]
+
+    def respond(self, head: list[bytes], columns: list[OutputColumn], found: TensorRows, id: str | None) -> ItemResult:
+        """The response with these rows of the columns."""
+        pieces: list[bytes | memoryview] = [head[0], *(() if id is None else field_of(_ID, id.encode())), head[1]]
+        for mark, column in zip(head[2:], columns, strict=True):
+            pieces += [mark, column.section(found.start, found.rows)]
+        body = b"".join(pieces)
+        return ItemResult(body, RAW)
 
     def read(self, item: Item) -> tuple[OipRequest, Sequence[memoryview | None]]:
         """The request, and the little-endian bytes of each input. Raises BadRequest."""
