@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
+from penstock.core.columns import TensorRows
 from penstock.core.wire.messages import Unsent
 from penstock.core.wire.objects import dumps
 from penstock.core.worker.predict import aligned, units_of
@@ -263,7 +264,10 @@ class BatchRun:
         """The response of every item."""
         results: list[ItemResult | None]
         if self.d.checked:
-            results = [self.answer(i, [self.finished(i, outcome)]) for i, outcome in enumerate(self.outcomes)]
+            results = [
+                self.encoded(i, found) if type(found) is TensorRows else self.answer(i, [self.finished(i, found)])
+                for i, found in enumerate(self.outcomes)
+            ]
         else:
             outcomes: list[list[Any]] = [[] for _ in self.d.items]
             for u, outcome in enumerate(self.outcomes):

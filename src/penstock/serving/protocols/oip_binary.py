@@ -176,9 +176,9 @@ class OipBinaryCodec(OipCodec):
         return sequence_of_json(body[:length]) if 0 < length <= min(len(body), HEADER_BYTES) else None
 
     def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
-        """(the JSON without its id, the id, the body and where its tensors begin)."""
+        """(the JSON without its id and the spaces behind it, the id, the body and where its tensors begin)."""
         length, body = item.head_bytes, item.payload
-        found = cut_id(bytes(body[:length])) if 0 < length <= len(body) else None
+        found = cut_id(bytes(body[:length]).rstrip()) if 0 < length <= len(body) else None
         return None if found is None else (*found, (body, length))
 
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
