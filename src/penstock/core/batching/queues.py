@@ -43,7 +43,13 @@ class Bucket:
             keys.insert(i, v)
             self.entries.insert(i, entry)
             head = i == 0
-        self._count(entry, 1)
+        self.rows += entry.rows  # as `_count` does
+        if entry.deadline_s != INF:
+            self.finite += 1
+        if v < entry.deadline_s:
+            self.loose += 1
+        if entry.priority:
+            self.low += 1
         return head
 
     def push_back(self, entry: Entry) -> bool:

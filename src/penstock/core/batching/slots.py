@@ -57,10 +57,6 @@ class Slot(Struct, eq=False):
         alone = bool(self.batches) and self.batches[0].exact
         return 0 if alone else self.concurrency - self.rows
 
-    def move(self, to: SlotState) -> None:
-        assert to in SLOT_MOVES[self.state], f"slot {self.number} cannot go from {self.state.name} to {to.name}"
-        self.state = to
-
 
 class Slots:
     """All slots of one Scheduler. `idle` lists the numbers of idle slots in ascending order; `up` counts live ones.
@@ -121,7 +117,8 @@ class Slots:
     def _set(self, slot: Slot, to: SlotState) -> None:
         if slot.state == SlotState.IDLE:
             self.idle.remove(slot.number)
-        slot.move(to)
+        assert to in SLOT_MOVES[slot.state], f"slot {slot.number} cannot go from {slot.state.name} to {to.name}"
+        slot.state = to
         if to == SlotState.IDLE:
             insort(self.idle, slot.number)
 

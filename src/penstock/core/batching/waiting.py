@@ -91,7 +91,9 @@ class WaitingQueue:
         else:
             assert entry.state == 0, f"request {entry.id} was offered before"
             entry.state = _WAITING
-            self._push(entry)
+            self.expiries.add(entry)
+            if not entry.held:
+                self._put(entry)
 
     def _push(self, entry: Entry) -> None:
         self.expiries.add(entry)

@@ -196,10 +196,12 @@ class Batcher:
         now = time.monotonic()
         try:
             events = self.scheduler.poll(now)
-            last = {e.slot: e.batch_id for e in events if isinstance(e, Dispatch)}  # of each slot
+            last: dict[int, int] = {}  # batch of each slot
+            if len(events) > 1:
+                last = {e.slot: e.batch_id for e in events if isinstance(e, Dispatch)}
             for event in events:
                 if isinstance(event, Dispatch):
-                    self._dispatch(event, now, more=last[event.slot] != event.batch_id)
+                    self._dispatch(event, now, more=last.get(event.slot, event.batch_id) != event.batch_id)
                 else:
                     self._dropped(event, now)
             if self.scheduler.wake_at is not None:

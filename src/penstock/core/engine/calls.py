@@ -43,24 +43,24 @@ class Call(Struct, eq=False):
         sink, self.sink = self.sink, None
         if sink is not None:
             self.end = reason or ("ok" if result.error is None else "failed")
-            self._call_sink(sink, result)
+            try:
+                sink(result)
+            except Exception:
+                log.exception("sink_failed request=%d", self.entry.id)
 
     def deliver(self, result: ItemResult) -> None:
         """Delivers a part of the response, unless the caller left."""
         if self.sink is not None:
-            self._call_sink(self.sink, result)
+            try:
+                self.sink(result)
+            except Exception:
+                log.exception("sink_failed request=%d", self.entry.id)
 
     def keep(self, start: int, result: ItemResult) -> None:
         """Keeps the response to the piece of a split request that begins at row `start`."""
         if self.pieces is None:
             self.pieces = {}
         self.pieces[start] = result
-
-    def _call_sink(self, sink: Sink, result: ItemResult) -> None:
-        try:
-            sink(result)
-        except Exception:
-            log.exception("sink_failed request=%d", self.entry.id)
 
     def cancel(self) -> None:
         """Abandons the request: it is not run if it still waits, else not answered."""

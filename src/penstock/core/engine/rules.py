@@ -169,7 +169,10 @@ def _peeked(item: Item) -> tuple[int, str]:
 
 
 def _rows_auto(item: Item) -> int:
-    return _peeked(item)[0]
+    peek = traits_of(item.codec).peek
+    payload = item.payload
+    found = None if peek is None else peek(item, payload.view if type(payload) is Slab else payload)
+    return item.rows if found is None else found[0]
 
 
 def _shape(item: Item) -> str:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 
 from penstock.core.contracts import TransportListener
 from penstock.core.transports.launch import Child, PackedSpec, launch, pack_spec
@@ -90,17 +91,22 @@ class Channel:
         if not self._open:
             return
         self._unsent.extend(map(memoryview, pieces))
-        if not more:
-            self.flush()
+        if not (more or self.blocked):
+            self._flush()
+            if self._unsent:
+                self._block()
 
     def flush(self) -> None:
         if self._open and not self.blocked:
             self._flush()
             if self._unsent:
-                self.blocked = True
-                self._loop.add_writer(self._sock.fileno(), self._writable)
-                if self._patient:
-                    self._loop.remove_reader(self._sock.fileno())
+                self._block()
+
+    def _block(self) -> None:
+        self.blocked = True
+        self._loop.add_writer(self._sock.fileno(), self._writable)
+        if self._patient:
+            self._loop.remove_reader(self._sock.fileno())
 
     def drain(self) -> None:
         """Reads everything that has arrived: the responses of a worker before its death."""
@@ -133,7 +139,8 @@ class Channel:
         unsent = self._unsent
         while unsent:
             try:
-                count = self._sock.sendmsg([unsent[i] for i in range(min(len(unsent), MAX_PIECES))])
+                one = len(unsent) == 1  # as of most batches
+                count = self._sock.send(unsent[0]) if one else self._sock.sendmsg(list(islice(unsent, MAX_PIECES)))
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
@@ -312,7 +319,6 @@ class _ProcessSlot(WorkerSlot):
     # ---- batches
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
-        slabs = [item.payload for item in batch.items if type(item.payload) is Slab]
         outbox = MessageWriter(self._pool)
         try:
             items = outbox.items(batch.items, self.spec.wants_headers)
@@ -326,7 +332,7 @@ class _ProcessSlot(WorkerSlot):
             return BatchPart(batch.id, [ItemResult(error=error) for _ in batch.items])
         self._free = []
         self._channel.send(pieces, batch.more)
-        slabs += outbox.slabs
+        slabs = outbox.given + outbox.slabs
         for slab in slabs:
             slab.pin()
         for slab in outbox.slabs:

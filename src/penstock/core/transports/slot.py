@@ -221,7 +221,11 @@ class WorkerSlot:
     def answered(self, part: BatchPart) -> Sent:
         """Records a part before its caller receives it, and returns its batch. Raises ValueError if it does not fit."""
         sent = self.sent.get(part.batch_id)
-        if sent is None or not (self._fits_first(sent, part) if sent.open is None else _fits(sent.open, part)):
+        if sent is None or not (
+            sent is next(iter(self.sent.values())) and len(part.results) == len(sent.batch.items)
+            if sent.open is None
+            else _fits(sent.open, part)
+        ):
             raise ValueError(f"{len(part.results)} answers to batch {part.batch_id} do not fit what was sent")
         now = self.loop.time()
         if self.concurrent:
@@ -239,9 +243,6 @@ class WorkerSlot:
 
     def _first(self) -> Sent:
         return next(iter(self.sent.values()))
-
-    def _fits_first(self, sent: Sent, part: BatchPart) -> bool:
-        return sent is self._first() and len(part.results) == len(sent.batch.items)
 
     def deliver(self, on_part: OnPart, part: BatchPart) -> None:
         try:

@@ -95,7 +95,8 @@ class FrameDecoder:
             start = at + _PREFIX.size
             if count or end - start < head_bytes:
                 break
-            self._check(head_bytes)
+            if head_bytes > self.max_bytes:
+                self._check(head_bytes)
             frames.append(Frame(bytes(view[start : start + head_bytes]), []))
             at = start + head_bytes
         return at
@@ -220,12 +221,13 @@ class Unsent:
 class MessageWriter:
     """The payloads of a message being written, with their slabs and buffers."""
 
-    __slots__ = ("_pool", "buffers", "slabs")
+    __slots__ = ("_pool", "buffers", "given", "slabs")
 
     def __init__(self, pool: SlabPool | None) -> None:
         self._pool = pool
         self.buffers: list[Buffer] = []
         self.slabs: list[Slab] = []  # created for this message: its sender frees them
+        self.given: list[Slab] = []  # payloads of its items
 
     def put(self, data: Buffer) -> Any:
         """The form of `data` in the head."""
@@ -287,6 +289,7 @@ class MessageWriter:
                 except Exception as e:
                     payload = self.put_error(unsent(payload, e).error)
             elif type(payload) is Slab:
+                self.given.append(payload)
                 payload = place(payload)
             elif len(payload) > LARGE_BYTES:
                 payload = self.put(payload)
@@ -359,7 +362,8 @@ def head_of(message: Struct) -> bytes:
 
 def write(message: Struct, buffers: list[Buffer] | None = None) -> list[Buffer]:
     """The pieces of the frame of one message."""
-    return frame_of(_encoder.encode(message), buffers or ())
+    head = _encoder.encode(message)
+    return frame_of(head, buffers) if buffers else [_PREFIX.pack(len(head), 0) + head]
 
 
 def sendable(part: BatchPart, why: Exception) -> None:

@@ -429,7 +429,7 @@ def _body(payload: Payload, path: str) -> RequestBody:
     """The payload as the server's route hands it to a worker; `path` is the path of requests without their own."""
     template = resolve((payload.path or path).encode(), _ROUTES).template
     headers = {name.lower().encode(): value.encode() for name, value in payload.headers.items()}
-    codec = template.select(headers, payload.content_type.encode()) if template.select is not None else ""
+    codec = template.select(headers, payload.content_type.encode())[0] if template.select is not None else ""
     return RequestBody(payload.body, payload.content_type, codec or template.codec, payload.headers)
 
 

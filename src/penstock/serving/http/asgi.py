@@ -140,7 +140,7 @@ class InferenceApp:
         codec = call.codec or template.codec
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
         submit = partial(self.idempotency.submit, call.key) if call.key else self.backend.submit
-        item.budget_s, item.priority = call.budget_s, call.priority
+        item.budget_s, item.priority, item.head_bytes = call.budget_s, call.priority, call.head_bytes
         if template.read_terms is not None and (terms := template.read_terms(item)) is not None:
             terms.apply(item)
         call.ticket = submit(route.model, route.version, item, call.sink)

@@ -160,8 +160,8 @@ class Connection(asyncio.BufferedProtocol):
         if route is None:
             return False
         self.head = head
-        self.context = context = self._new_context()
-        context.route = route
+        self.context = context = flavor.context(self.writer)
+        context.headers, context.route = head.headers, route
         if head.settings is not None and not (flavor.guarded or (listener.budget.full and self.writer.unread)):
             vars(context).update(head.settings)
         else:

@@ -267,6 +267,7 @@ class ResponseWriter:
                 context.route = route = name_model(route, context.payload)
             codec, kind = context.codec or template.codec, context.content_type
             item = Item(context.payload, codec, kind, 1, False, context.request_id, context.headers)
+            item.head_bytes = context.head_bytes
             submit = self.listener.backend.submit
             if not context.plain:
                 item.budget_s, item.priority = context.budget_s, context.priority
@@ -287,7 +288,10 @@ class ResponseWriter:
     def finish(self, data: bytes) -> None:
         """Writes the whole response to the first request in flight."""
         self.inflight.popleft()
-        self.write(data)
+        if self.begun or self.paused:
+            self.write(data)
+        else:
+            self.transport.write(data)
         if self.inflight or self.backlog or self.continue_due:
             self.advance()
         elif self.connection.phase == IDLE:

@@ -239,6 +239,7 @@ class RequestOptions:
     target: bytes = b""  # set only if the route was not cached
     content_type: str = ""
     codec: str = ""  # overrides the codec of the route
+    head_bytes: int = 0  # where the values of a body begin, if a header says it
     coding: str = ""  # of the body, until it is unpacked
     key: bytes = b""  # of a request with an Idempotency-Key
     budget_s: float | None = None

@@ -212,7 +212,7 @@ def read_special(options: RequestOptions, route: Route, special: dict[bytes, byt
     if template.answer is None:
         options.coding = content_coding(get(CONTENT_ENCODING, b""))
     if route.template.select is not None:
-        options.codec = route.template.select(special, options.content_type.encode("latin-1"))
+        options.codec, options.head_bytes = route.template.select(special, options.content_type.encode("latin-1"))
     budget, priority, key = get(b"x-deadline-ms"), get(b"x-priority"), get(b"idempotency-key")
     if key is not None and route.template.codec:
         # the stored response has the coding that the first request demanded

@@ -97,7 +97,7 @@ def peek_json(head: bytes | memoryview, body_bytes: int) -> tuple[int, str] | No
     if not inputs:
         return None
     rows = inputs[0].shape[0] if inputs[0].shape else 1
-    keys = (f"{i.name}:{i.datatype}:{'x'.join(map(str, i.shape[1:]))}" for i in inputs)
+    keys = [f"{i.name}:{i.datatype}:{'x'.join(map(str, i.shape[1:]))}" for i in inputs]
     return rows if 1 <= rows <= body_bytes else 1, ";".join(sorted(keys))
 
 
@@ -138,8 +138,11 @@ _facts = PlanMemory()
 
 def facts_of(head: bytes) -> HeadFacts:
     """The facts in the JSON before binary tensors, which clients repeat with other ids."""
+    found: HeadFacts | None = _facts.get(head)
+    if found is not None:
+        return found
     cut = cut_id(head)
-    found: HeadFacts | None = None if cut is None else _facts.get(cut[0])
+    found = None if cut is None else _facts.get(cut[0])
     if found is None:
         found = HeadFacts(terms_of(head), peek_json(head, sys.maxsize))
         if cut is not None and len(head) <= MOST_KNOWN_BYTES:

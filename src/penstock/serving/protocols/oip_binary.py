@@ -147,10 +147,8 @@ class OipNpyCodec(OipCodec):
 
 
 def head_bytes(item: Item) -> int:
-    """The value of the header `HEADER_LENGTH`, 0 without it; notes it in the item, because a worker gets no headers."""
-    if not item.head_bytes:
-        item.head_bytes = header_length(item.headers) or 0
-    return item.head_bytes
+    """The value of the header `HEADER_LENGTH`, 0 without it. Raises BadRequest."""
+    return item.head_bytes or header_length(item.headers) or 0
 
 
 class OipBinaryCodec(OipCodec):
@@ -177,14 +175,14 @@ class OipBinaryCodec(OipCodec):
 
     def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
         """(the JSON without its id and the spaces behind it, the id, the body and where its tensors begin)."""
-        length, body = item.head_bytes, item.payload
+        length, body = head_bytes(item), item.payload
         found = cut_id(bytes(body[:length]).rstrip()) if 0 < length <= len(body) else None
         return None if found is None else (*found, (body, length))
 
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
         """(JSON, bytes after it). Raises BadRequest for a missing header or a shorter body."""
         body = memoryview(item.payload)
-        length = item.head_bytes or header_length(item.headers)
+        length = head_bytes(item)
         if not length:
             raise BadRequest(f"binary tensors need the header {HEADER_LENGTH}")
         if length > len(body):

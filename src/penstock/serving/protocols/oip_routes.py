@@ -11,7 +11,6 @@ from penstock.core.contracts import Backend
 from penstock.errors import PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding
 from penstock.serving.protocols.oip import facts_of, terms_of
-from penstock.serving.protocols.oip_binary import head_bytes
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, parse_length
 from penstock.serving.protocols.route import Read, Template, Terms, json_route
 from penstock.types import Item, TensorSpec
@@ -35,8 +34,8 @@ def error_body(error: PenstockError) -> bytes:
 def read_terms(item: Item) -> Terms | None:
     """The parameters `timeout` and `priority` of a request; None without them. The worker reports faults."""
     codec, body = item.codec.removesuffix(CODED), getattr(item.payload, "view", item.payload)
-    if codec == "oip_binary":  # `select_codec` has checked the length
-        return facts_of(bytes(body[: head_bytes(item)])).terms
+    if codec == "oip_binary":
+        return facts_of(bytes(body[: item.head_bytes])).terms
     if codec == "oip_npy" or body is not item.payload:  # JSON in a Buffer has more than 64 KiB
         return None
     return terms_of(bytes(body))
@@ -45,20 +44,20 @@ def read_terms(item: Item) -> Terms | None:
 # ---- routes
 
 
-def select_codec(special: Mapping[bytes, bytes], content_type: bytes) -> str:
-    """The codec of a request that is not plain JSON, otherwise "". Raises BadRequest, UnsupportedType for a pickle."""
+def select_codec(special: Mapping[bytes, bytes], content_type: bytes) -> tuple[str, int]:
+    """The codec of a request that is not plain JSON, otherwise "", and the length of the JSON before binary tensors.
+
+    Raises BadRequest, UnsupportedType for a pickle.
+    """
     kind = content_type.lower()
     if b"pickle" in kind:
         raise UnsupportedType("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
     length = special.get(_LENGTH_HEADER)
-    if length is not None:
-        parse_length(length)
-        codec = "oip_binary"
-    else:
-        codec = "oip_npy" if b"x-npy" in kind else ""
+    head_bytes = 0 if length is None else parse_length(length)
+    codec = "oip_binary" if head_bytes else "oip_npy" if b"x-npy" in kind else ""
     if accepted_coding(special.get(ACCEPT_ENCODING, b"")):
-        return (codec or "oip_json") + CODED
-    return codec
+        codec = (codec or "oip_json") + CODED
+    return codec, head_bytes
 
 
 class Live(Struct):

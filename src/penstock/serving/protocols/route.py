@@ -80,8 +80,8 @@ class Template(Struct, frozen=True):
     headers: Headers = field(default_factory=list)  # added to the item of an inference route
     guard: str = ""  # the token group that it requires, in a flavor with several
     query: bool = False  # the item of an inference route carries the query, as the header `:query`
-    # (headers of `select_headers`, content type) -> the codec of this request; "" for `codec`
-    select: Callable[[Mapping[bytes, bytes], bytes], str] | None = None
+    # (headers of `select_headers`, content type) -> the codec of this request, "" for `codec`, and `Item.head_bytes`
+    select: Callable[[Mapping[bytes, bytes], bytes], tuple[str, int]] | None = None
     select_headers: tuple[bytes, ...] = ()  # the headers that `select` reads, in lower case
     name_of: Callable[[bytes | memoryview], str] | None = None  # the model that the body of this route names
     max_body_bytes: int | None = None  # ... below `limits.max_body_bytes`
