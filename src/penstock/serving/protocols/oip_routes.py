@@ -11,6 +11,7 @@ from penstock.core.contracts import Backend
 from penstock.errors import PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding
 from penstock.serving.protocols.oip import facts_of, terms_of
+from penstock.serving.protocols.oip_binary import head_bytes
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, parse_length
 from penstock.serving.protocols.route import Read, Template, Terms, json_route
 from penstock.types import Item, TensorSpec
@@ -35,7 +36,7 @@ def read_terms(item: Item) -> Terms | None:
     """The parameters `timeout` and `priority` of a request; None without them. The worker reports faults."""
     codec, body = item.codec.removesuffix(CODED), getattr(item.payload, "view", item.payload)
     if codec == "oip_binary":
-        return facts_of(bytes(body[: item.head_bytes])).terms
+        return facts_of(bytes(body[: head_bytes(item)])).terms
     if codec == "oip_npy" or body is not item.payload:  # JSON in a Buffer has more than 64 KiB
         return None
     return terms_of(bytes(body))

@@ -58,7 +58,7 @@ def test_headers_cross_only_when_they_are_wanted():
     items = [Item(b"abc", "native", headers=[(b"X-A", b"1")])]
     assert items_across(items)[0][0].headers is None
     assert items_across(items, with_headers=True)[0][0].headers == [(b"X-A", b"1")]
-    items[0].codec = "oip_binary"
+    items[0].codec = "oip_npy"
     assert items_across(items)[0][0].headers == [(b"X-A", b"1")]
     assert items[0].headers == [(b"X-A", b"1")]
 
