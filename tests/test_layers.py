@@ -19,7 +19,7 @@ LAYERS = (
     ("backoff", "errors", "types", "plugins", "metrics", "values", "_version"),
     ("config",),
     ("core.contracts", "core.os_threads", "core.arrays", "core.readings"),
-    ("core.codecs",),
+    ("core.codecs", "core.columns"),
     ("core.batching", "core.wire"),
     ("core.worker",),
     ("core.transports",),
