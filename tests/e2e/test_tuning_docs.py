@@ -16,6 +16,8 @@ SHORT = {
     r"--duration \S+": "--duration 0.3 --warmup 0",
     r"--budget \S+": "--budget 3s --effort quick --warmup 0.2 --space batch=8,instances=1",
     r"(benchmark-suite .*)": r"\1 --requests 60 --warmup 0",
+    r"--arrivals \S+": r"\g<0> --seconds 2",
+    r"(penstock tune .*)p99<=100ms": r"\1p50<=200ms",  # runs of a search get longer with the latency of its SLO
     r"p99<=100ms(,error<=0.1%)?": "p50<=60s",
 }
 
