@@ -118,7 +118,7 @@ class Http2Connection(StreamSet):
         """The number of bytes of `data` that were handled. The rest comes again: with more behind it, or, if `turn` is
         not positive, after the turns of others. Raises Http2Error; the connection is then useless.
         """
-        at, end = 0, len(data)
+        at, end, unpack = 0, len(data), HEAD.unpack_from
         self.turn, self._now = TURN, now
         if self.begun < 2:
             at = self._begin(data)
@@ -131,13 +131,16 @@ class Http2Connection(StreamSet):
                 continue
             if self._skip:
                 size = min(self._skip, end - at)
-                at += size
-                self._skip -= size
+                at, self._skip = at + size, self._skip - size
                 continue
-            if end - at < HEAD_BYTES:
+            if (begin := at + HEAD_BYTES) > end:
                 break
-            high, low, kind, flags, id = HEAD.unpack_from(data, at)
-            size, id, begin = high << 8 | low, id & MAX_WINDOW, at + HEAD_BYTES
+            high, low, kind, flags, id = unpack(data, at)
+            size, id = high << 8 | low, id & MAX_WINDOW
+            if kind == WINDOW_UPDATE and size == WORD.size and begin + size <= end and not self.partial_head:
+                self._window_update(id, WORD.unpack_from(data, begin)[0] & MAX_WINDOW)
+                at = begin + size
+                continue
             if kind == DATA and not flags & PADDED:
                 found = self.streams.get(id) if size and begin + size <= end and not self.partial_head else None
                 if found is None or found.ended or size > found.credit:
@@ -163,12 +166,9 @@ class Http2Connection(StreamSet):
             at = begin + size
             if kind == HEADERS and not flags & (PADDED | PRIORITIZED):
                 self._headers(id, flags, data[begin:at].tobytes())
-            elif kind == WINDOW_UPDATE and size == WORD.size and not self.partial_head:
-                self._window_update(id, WORD.unpack_from(data, begin)[0] & MAX_WINDOW)
             else:
                 self._frame(kind, flags, id, data[begin - HEAD_BYTES : at])
-            if self._reader.work:
-                self.turn, self._reader.work = self.turn - self._reader.work, 0
+            self.turn, self._reader.work = self.turn - self._reader.work, 0
         if self._credit < CONNECTION_WINDOW // 2:
             self._refill()
         if at == end:
