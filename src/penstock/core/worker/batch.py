@@ -14,7 +14,6 @@ from msgspec import Struct, field
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
-from penstock.core.columns import TensorRows
 from penstock.core.wire.messages import Unsent
 from penstock.core.wire.objects import dumps
 from penstock.core.worker.predict import aligned, units_of
@@ -172,6 +171,13 @@ class BatchRun:
             return
         self._failed(units, error)  # outside of `except`: the next error must not refer to this one
 
+    def resume(self, results: list[Any], error: BaseException | None) -> None:
+        """Continues after a first call for all units, which gave these results, or raised."""
+        if error is None:
+            self.outcomes = results
+        else:
+            self._failed(self.live, error)
+
     def _failed(self, units: list[int], error: BaseException) -> None:
         """Repeats a call in halves, or fails the units that have no outcome yet."""
         memory, wrong = out_of_memory(error), isinstance(error, WrongRowCount)
@@ -264,10 +270,7 @@ class BatchRun:
         """The response of every item."""
         results: list[ItemResult | None]
         if self.d.checked:
-            results = [
-                self.encoded(i, found) if type(found) is TensorRows else self.answer(i, [self.finished(i, found)])
-                for i, found in enumerate(self.outcomes)
-            ]
+            results = [self.answer(i, [self.finished(i, outcome)]) for i, outcome in enumerate(self.outcomes)]
         else:
             outcomes: list[list[Any]] = [[] for _ in self.d.items]
             for u, outcome in enumerate(self.outcomes):

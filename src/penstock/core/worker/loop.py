@@ -18,8 +18,17 @@ from penstock.core.wire.objects import OwnException
 from penstock.core.worker import logs
 from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadRequest, ItemFailed, NotSupported, OutOfMemory, PenstockError, describe, out_of_memory
-from penstock.types import BatchPart, Item, Many, ModelMetadata
+from penstock.errors import (
+    ENDS,
+    BadRequest,
+    ItemFailed,
+    NotSupported,
+    OutOfMemory,
+    PenstockError,
+    describe,
+    out_of_memory,
+)
+from penstock.types import BatchPart, Item, ItemResult, Many, ModelMetadata
 
 if TYPE_CHECKING:
     import asyncio
@@ -146,17 +155,47 @@ class BatchRunner:
 
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
         """Calls `emit` with any number of parts and one final one. Raises only exceptions in `ENDS`."""
-        started = time.perf_counter()
+        started = ready = time.perf_counter()
         logs.running.items = decoded.items
-        run, ready = self._predicted(batch_id, decoded, emit)
-        predicted = time.perf_counter()
-        part = run.final()
+        if decoded.checked:
+            part, predicted = self._in_columns(batch_id, decoded, emit)
+        else:
+            run, ready = self._predicted(batch_id, decoded, emit)
+            predicted = time.perf_counter()
+            part = run.final()
         logs.running.items = ()
         ended = time.perf_counter()
         part.run_s = ended - started
         _record_times(part, decoded, (ready - started, predicted - ready, ended - predicted))
         part.metrics = metrics.drain()
         emit(part)
+
+    def _in_columns(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchPart, float]:
+        """(the final part of a batch of which every plan is known, the time after `predict`). A BatchRun takes over
+        where something fails."""
+        error: BaseException | None = None
+        found: Any = ()
+        try:
+            found = self.model.predict(decoded.values)
+        except ENDS:
+            raise
+        except BaseException as e:
+            error = e
+        predicted = time.perf_counter()
+        if error is None:
+            encode, codec = None, ""
+            results: list[ItemResult | None] = []
+            try:
+                for item, value, context in zip(decoded.items, found, decoded.contexts, strict=True):
+                    if encode is None or item.codec != codec:
+                        codec, encode = item.codec, self.codecs.get(item.codec).encode
+                    results.append(encode(value, item, context))
+                return BatchPart(batch_id, results), predicted
+            except Exception:
+                pass  # encoded one by one, which finds the irregular one
+        run = BatchRun(self, batch_id, decoded, emit)
+        run.resume(found, error)
+        return run.final(), predicted
 
     def begin(self, batch_id: int, decoded: Decoded, emit: Emit) -> Callable[[], BatchPart]:
         """Predicts, and returns a function that makes the final part in one other thread, outside the run time."""

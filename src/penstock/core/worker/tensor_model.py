@@ -225,6 +225,12 @@ class TensorModel:
         """The results: each a dict of output name to array, or the array of the only output. One call per shape."""
         if self._unbatched:
             return [self._run_alone(request) for request in requests]
+        block = requests[0].block
+        for request in requests:
+            if request.block is not block:
+                break
+        else:
+            return self._run_together(requests)
         groups: dict[object, list[int]] = {}
         last, places = None, list[int]()
         for i, request in enumerate(requests):
@@ -267,6 +273,10 @@ class TensorModel:
         """
         least, most = self._loaded.rows
         least = max(1, least)
+        if least <= rows <= most:
+            outputs = self._loaded.run(arrays)
+            check_rows(outputs, rows)
+            return outputs
         parts = []
         for start in range(0, rows or 1, most):  # no rows run as padding, for the shapes and types of the outputs
             chunk = arrays if rows <= most else {n: a[start : start + most] for n, a in arrays.items()}

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MOST_LISTS: Final = 64  # a choice: of a JSON body; more are rows that cost less in one flat list
 EXACT: Final = 2**53  # whole numbers below it are exact as float64, so that the order of conversions does not matter
 GAP: Final = msgspec.Raw(b"\0")  # stands for a value in JSON, which holds no such byte
+HALF_MOST: Final = 65504  # the largest number of FP16
 _ID: Final = re.compile(rb'"id"\s*:\s*"([ !#-\[\]-~]*)"')  # without an escape
 _DECODERS: Final[dict[str, Any]] = {
     "b": msgspec.json.Decoder(list[list[bool]]),
@@ -47,7 +48,9 @@ class RawStack(Struct, frozen=True):
         """One copy of all bytes for each input; none for a lone request."""
         arrays = {}
         for k, (name, datatype, tail) in enumerate(self.columns):
-            data = requests[0].parts[k] if len(requests) == 1 else b"".join([r.parts[k] for r in requests])
+            data = requests[0].parts[k]
+            if len(requests) > 1:
+                data = bytearray().join([r.parts[k] for r in requests])  # writable, as arrays are to a Python model
             arrays[name] = from_bytes(name, datatype, (rows, *tail), memoryview(data))
         return Block(arrays, rows)
 
@@ -80,11 +83,7 @@ def _numbers(datatype: str, texts: Sequence[Any], lengths: list[int]) -> np.ndar
     if not found.size:
         raise ValueError
     if dtype.kind == "f":
-        if not max(found.max(), -found.min()) < EXACT:
-            raise ValueError
-        with np.errstate(over="ignore"):
-            found = found.astype(dtype)
-        if not np.isfinite(found).all():
+        if not max(found.max(), -found.min()) < (HALF_MOST if datatype == "FP16" else EXACT):
             raise ValueError
     elif dtype.kind in "iu":
         limits = np.iinfo(dtype)
@@ -306,23 +305,21 @@ class OutputForm(Struct):
 
 def output_column(name: str, value: Any, declared: str | None, rows: int, binary: bool) -> OutputColumn | None:
     """An output of a block; None for one that is encoded row by row: objects, and what JSON cannot hold."""
-    import numpy as np
-
     datatype, array = output_array(name, value, declared)
-    tail, cells = array.shape[1:], math.prod(array.shape[1:])
-    if datatype == "BYTES" or not rows or not cells:
+    tail = array.shape[1:]
+    if datatype == "BYTES" or not array.size:
         return None
     if binary:
         data = memoryview(to_bytes(name, datatype, array))
         return OutputColumn(name, datatype, tail, data, len(data) // rows)
-    if datatype == "BF16" or (array.dtype.kind == "f" and not np.isfinite(array).all()):
-        return None
-    return OutputColumn(name, datatype, tail, texts=_row_texts(array))
+    texts = None if datatype == "BF16" else _row_texts(array)
+    return None if texts is None else OutputColumn(name, datatype, tail, texts=texts)
 
 
-def _row_texts(array: np.ndarray[Any, Any]) -> list[bytes]:
-    """The numbers of each row as JSON, without brackets."""
-    return msgspec.json.encode(array.reshape(len(array), -1).tolist())[2:-2].split(b"],[")
+def _row_texts(array: np.ndarray[Any, Any]) -> list[bytes] | None:
+    """The numbers of each row as JSON, without brackets; None if one is NaN or infinite, which has an error."""
+    text = msgspec.json.encode(array.reshape(len(array), -1).tolist())
+    return None if b"null" in text else text[2:-2].split(b"],[")
 
 
 class RowTexts:
@@ -336,7 +333,9 @@ class RowTexts:
         )
         for name, array in block.arrays.items() if self._regular else ():
             texts = _row_texts(array)
-            self._regular = self._regular and b"null" not in b"".join(texts)  # NaN, which has an error
+            if texts is None:
+                self._regular = False
+                return
             self._outputs.append((msgspec.json.encode(name), array.ndim, texts))
 
     def json(self, found: TensorRows) -> bytes | None:

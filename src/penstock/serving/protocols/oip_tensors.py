@@ -136,10 +136,12 @@ def output_array(name: str, value: Any, declared: str | None) -> tuple[str, np.n
     """(datatype, array with at least one axis) of an output. `declared` is its datatype in the metadata."""
     import numpy as np
 
-    try:
-        array = np.atleast_1d(np.asarray(value))
-    except (ValueError, TypeError, RuntimeError) as exc:
-        raise BadOutput(f"output '{name}' of type {type(value).__name__} is not an array: {exc}") from None
+    array = value
+    if type(value) is not np.ndarray or not value.ndim:
+        try:
+            array = np.atleast_1d(np.asarray(value))
+        except (ValueError, TypeError, RuntimeError) as exc:
+            raise BadOutput(f"output '{name}' of type {type(value).__name__} is not an array: {exc}") from None
     kind = array.dtype.kind
     if kind in "US":
         array = array.astype(object)
