@@ -316,6 +316,11 @@ class SlotTransport:
             tuple[Batch, OnPart]
         ] = []  # sent while closing: answered at the end, so that no caller spins
 
+    @property
+    def single(self) -> bool:
+        """Whether there is one slot only."""
+        return len(self._places) == 1
+
     def _make(self, number: int, device: str) -> WorkerSlot:
         """A slot that is not started yet."""
         raise NotImplementedError
