@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -35,6 +35,7 @@ class _Table(Struct):
 
 
 _decode = msgspec.json.Decoder(_Table).decode
+_last: list[Any] = [None, None]  # what identifies the last table that was read, and that table
 
 
 def publish(path: str, most_bytes: int, regions: Mapping[str, Region]) -> None:
@@ -45,12 +46,13 @@ def publish(path: str, most_bytes: int, regions: Mapping[str, Region]) -> None:
     os.replace(fresh, path)
 
 
-def read_region(what: str, name: str, offset: int, size: int) -> memoryview:
-    """A copy of bytes of a region. Raises BadRequest, which names the tensor `what`."""
+def read_region(what: str, name: str, offset: int, size: int, into: memoryview | None = None) -> memoryview:
+    """A copy of bytes of a region, in memory of this size if it is given. Raises BadRequest, which names the tensor
+    `what`."""
     import numpy as np
 
     region = _find(what, name, offset, size)
-    data = np.empty(size, np.uint8).data
+    data = np.empty(size, np.uint8).data if into is None else into
     fd = _open(what, region)
     try:
         done = 0
@@ -84,10 +86,14 @@ def _find(what: str, name: str, offset: int, size: int) -> Region:
     if path is None:
         raise BadRequest(f"{what}: shared memory is off; set server.shared_memory = true, or send the tensor")
     try:
-        with open(path, "rb") as file:
-            table = _decode(file.read())
+        status = os.stat(path)
+        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if _last[0] != stamp:
+            with open(path, "rb") as file:
+                _last[:] = stamp, _decode(file.read())
     except OSError:  # the server is ending
         raise BadRequest(f"{what}: the regions of shared memory are gone") from None
+    table: _Table = _last[1]
     region = table.regions.get(name)
     if region is None:
         raise BadRequest(f"{what}: no region of shared memory has the name '{name[:100]}'; register it first")

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from penstock.core.columns import Block, PlanMemory, PlannedRequest, RequestPlan, TensorRequest, TensorRows
 from penstock.core.contracts import Codec
+from penstock.core.wire.regions import read_region
 from penstock.errors import PenstockError
 from penstock.serving.protocols.oip_tensors import from_bytes, output_array, to_bytes
 from penstock.types import DATATYPES, DTYPES, SIZES, Item
@@ -52,6 +53,27 @@ class RawStack(Struct, frozen=True):
             if len(requests) > 1:
                 data = bytearray().join([r.parts[k] for r in requests])  # writable, as arrays are to a Python model
             arrays[name] = from_bytes(name, datatype, (rows, *tail), memoryview(data))
+        return Block(arrays, rows)
+
+
+class SharedStack(Struct, frozen=True, cache_hash=True):
+    """Inputs in shared memory. `parts` of a request: region, offset and size of each input."""
+
+    columns: tuple[Column, ...]
+
+    def block(self, requests: Sequence[PlannedRequest], rows: int) -> Block:
+        """One copy from the regions into each array."""
+        import numpy as np
+
+        arrays = {}
+        for k, (name, datatype, tail) in enumerate(self.columns):
+            array = arrays[name] = np.empty((rows, *tail), DTYPES[datatype])
+            data, at = array.reshape(-1).view(np.uint8).data, 0
+            for request in requests:
+                place: Any = request.parts[k]
+                region, offset, size = place
+                read_region(name, region, offset, size, data[at : at + size])
+                at += size
         return Block(arrays, rows)
 
 
@@ -202,7 +224,7 @@ class Planning(Codec):
         """The context of every request with the plan, and its key."""
         return context, b""
 
-    def plan_of(self, request: TensorRequest, values: Any) -> RequestPlan | None:
+    def plan_of(self, request: TensorRequest, values: Any, item: Item) -> RequestPlan | None:
         """The plan of a request; None for values that are not in columns."""
         columns = columns_of(request)
         if columns is None:
@@ -240,7 +262,7 @@ class Planning(Codec):
             request = check(value)
         except PenstockError:
             return
-        plan = self.plan_of(request, found[2]) if request.rows else None
+        plan = self.plan_of(request, found[2], item) if request.rows else None
         parts = None if plan is None else self.parts_of(plan, found[2], item)
         if plan is None or parts is None or not _reads(plan, parts[0], request):
             return
@@ -259,7 +281,7 @@ class JsonLists(Planning):
         head = None if found is None else cut_id(found[0])
         return None if found is None or head is None else (*head, found[1])
 
-    def plan_of(self, request: TensorRequest, values: Any) -> RequestPlan | None:
+    def plan_of(self, request: TensorRequest, values: Any, item: Item) -> RequestPlan | None:
         """The plan of a request; None for texts, UINT64, and lists that do not fit."""
         columns = columns_of(request)
         sizes = None if columns is None else list_sizes(columns, request.rows, values)
@@ -290,6 +312,7 @@ class OutputColumn(Struct):
     data: memoryview = memoryview(b"")
     row_bytes: int = 0
     texts: list[bytes] = []
+    shared: Any = None  # where the client wants it
 
     def section(self, start: int, rows: int) -> memoryview:
         """The bytes of some rows."""

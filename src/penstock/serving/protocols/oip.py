@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeGuard
 import msgspec
 from msgspec import Meta, Raw, Struct, structs
 
-from penstock.core.columns import Block, PlanMemory, PlannedRequest, TensorRows
+from penstock.core.columns import Block, PlanMemory, PlannedRequest, RequestPlan, TensorRequest, TensorRows
 from penstock.core.wire.regions import read_region, write_region
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON
@@ -21,6 +21,8 @@ from penstock.serving.protocols.columns import (
     OutputColumn,
     OutputForm,
     Planning,
+    SharedStack,
+    columns_of,
     cut_id,
     has_cut_id,
     output_column,
@@ -260,6 +262,25 @@ class OipCodec(Planning):
 
     # ---- in columns
 
+    def parts_of(self, plan: RequestPlan, values: Any, item: Item) -> tuple[Sequence[Any], int] | None:
+        """As of the format; the places of inputs in shared memory are part of the plan."""
+        if type(plan.stack) is not SharedStack:
+            return super().parts_of(plan, values, item)
+        return (plan.sizes, plan.rows) if item.stop < 0 else None
+
+    def plan_of(self, request: TensorRequest, values: Any, item: Item) -> RequestPlan | None:
+        """As of the format; inputs are all in shared memory, or none of them is."""
+        tensors = self.read(item)[0].inputs
+        places = [t.parameters for t in tensors if t.parameters is not None and t.parameters.shared_memory_region]
+        if not places:
+            return super().plan_of(request, values, item)
+        columns = columns_of(request)
+        sizes: Any = [(p.shared_memory_region, p.shared_memory_offset, p.shared_memory_byte_size) for p in places]
+        plain = columns is not None and all(kind != "BOOL" for _, kind, _ in columns)
+        if columns is None or not plain or [size for *_, size in sizes] != [a.nbytes for a in request.arrays.values()]:
+            return None
+        return RequestPlan(SharedStack(columns), request.rows, request.single, request.named, sizes)
+
     def is_steady(self, item: Item, id: str | None) -> bool:
         """Whether its parameters belong to no single request, and its id is where `cut_id` found it."""
         head = bytes(self.head_of(item)[0])
@@ -289,7 +310,7 @@ class OipCodec(Planning):
                 head = self.response_head(form.columns, found.rows, plan.context, request.id is not None)
                 self._heads.keep(signature, head)
             form.heads[shape] = head
-        return self.respond(head, form.columns, found, request.id)
+        return self.respond(head, form.columns, found, request.id, item)
 
     def _output_columns(self, block: Block, context: OipContext) -> list[OutputColumn] | None:
         """The outputs of a block that a request wants; None if they are encoded row by row."""
@@ -298,12 +319,13 @@ class OipCodec(Planning):
             wanted = [Selection(name, context.binary) for name in block.arrays]
         found = []
         for each in wanted:
-            if each.classes or each.shared is not None or each.name not in block.arrays:
+            if each.classes or each.name not in block.arrays:
                 return None
-            declared = self.outputs.get(each.name)
-            column = output_column(each.name, block.arrays[each.name], declared, block.rows, each.binary)
+            binary = each.binary or each.shared is not None
+            column = output_column(each.name, block.arrays[each.name], self.outputs.get(each.name), block.rows, binary)
             if column is None:
                 return None
+            column.shared = each.shared
             found.append(column)
         return found
 
@@ -315,19 +337,26 @@ class OipCodec(Planning):
             if column.texts:
                 tensor.data = GAP
             else:
-                tensor.parameters = TensorParameters(binary_data_size=rows * column.row_bytes)
+                tensor.parameters = parameters_of(column, rows)
             tensors.append(tensor)
         id: Any = GAP if has_id else None
         return msgspec.json.encode(OipResponse(self.model, self.version, tensors, id, self.parameters)).split(GAP)
 
-    def respond(self, head: list[bytes], columns: list[OutputColumn], found: TensorRows, id: str | None) -> ItemResult:
-        """The response with these rows of the columns."""
+    def respond(
+        self, head: list[bytes], columns: list[OutputColumn], found: TensorRows, id: str | None, item: Item
+    ) -> ItemResult:
+        """The response with these rows of the columns. Raises BadRequest for a place in shared memory."""
         start, stop = found.start, found.start + found.rows
         values = [b"[%b]" % b",".join(column.texts[start:stop]) for column in columns if column.texts]
         if id is not None:
             values.append(msgspec.json.encode(id))
         text = b"".join([head[0], *chain.from_iterable(zip(values, head[1:], strict=True))]) if values else head[0]
-        sections = [column.section(start, found.rows) for column in columns if not column.texts]
+        sections = []
+        for column in columns:
+            if column.shared is not None:
+                shared_output(column.name, column.section(start, found.rows), column.shared, item)
+            elif not column.texts:
+                sections.append(column.section(start, found.rows))
         if not sections:
             return ItemResult(text, JSON)
         text += b" " * (-len(text) % ALIGNMENT)
@@ -358,7 +387,7 @@ class OipCodec(Planning):
                 datatype, array = "BYTES", best[0] if self.unbatched else best
             tensor = Tensor(name, list(array.shape), datatype)
             if wanted.shared is not None:
-                tensor.parameters = _shared_output(name, to_bytes(name, datatype, array), wanted.shared, item)
+                tensor.parameters = shared_output(name, to_bytes(name, datatype, array), wanted.shared, item)
             elif wanted.binary:
                 sections.append(to_bytes(name, datatype, array))
                 tensor.parameters = TensorParameters(binary_data_size=len(sections[-1]))
@@ -434,8 +463,15 @@ class OipCodec(Planning):
 def is_steady(request: OipRequest) -> bool:
     """Whether a request with other values would be read in the same way."""
     asked = request.parameters
-    shared = any(is_shared(tensor.parameters, tensor.name) for tensor in request.inputs)
-    return not shared and (asked is None or asked == RequestParameters(asked.binary_data_output))
+    return asked is None or asked == RequestParameters(asked.binary_data_output)
+
+
+def parameters_of(column: OutputColumn, rows: int) -> TensorParameters:
+    """The parameters of a binary output, or of one in shared memory."""
+    size, place = rows * column.row_bytes, column.shared
+    if place is None:
+        return TensorParameters(binary_data_size=size)
+    return TensorParameters(place.shared_memory_region, size, place.shared_memory_offset)
 
 
 def is_shared(place: SharedTensor | None, what: str) -> TypeGuard[SharedTensor]:
@@ -459,7 +495,7 @@ def _shared_input(tensor: Tensor, place: SharedTensor) -> memoryview:
     return read_region(what, place.shared_memory_region or "", place.shared_memory_offset, size)
 
 
-def _shared_output(name: str, data: bytes | memoryview, place: SharedTensor, item: Item) -> TensorParameters:
+def shared_output(name: str, data: bytes | memoryview, place: SharedTensor, item: Item) -> TensorParameters:
     """Writes an output to shared memory. Raises BadRequest."""
     what, size = f"output '{name[:100]}'", place.shared_memory_byte_size
     if item.stop >= 0:
@@ -483,7 +519,7 @@ def _key(tensor: Tensor) -> tuple[str, str, list[int], bool]:
     return tensor.name, tensor.datatype, tensor.shape[1:], tensor.binary_bytes is None
 
 
-class OipJsonCodec(JsonLists, OipCodec):
+class OipJsonCodec(OipCodec, JsonLists):
     """Codec of `/v2/models/{m}/infer` for pure JSON bodies; the content type does not matter."""
 
     request_content = staticmethod(request_content)
@@ -493,6 +529,14 @@ class OipJsonCodec(JsonLists, OipCodec):
     def peek(item: Item, body: bytes | memoryview) -> tuple[int, str] | None:
         """(rows, shape key) of up to 64 KiB of JSON."""
         return peek_json(body, len(body)) if len(body) <= HEADER_BYTES else None
+
+    def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
+        """As of any JSON; a body without lists of numbers, for tensors in shared memory, is all head."""
+        found = super().cut(item)
+        if found is not None or item.stop >= 0 or len(item.payload) > MOST_KNOWN_BYTES:
+            return found
+        head = cut_id(bytes(item.payload))
+        return None if head is None else (*head, ())
 
     @staticmethod
     def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:

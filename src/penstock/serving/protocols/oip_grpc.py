@@ -18,8 +18,15 @@ from msgspec import Struct, structs
 
 from penstock.core.columns import PlanMemory, RequestPlan, TensorRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.columns import OutputColumn
-from penstock.serving.protocols.oip import MOST_KNOWN_BYTES, OipCodec, OipContext, is_steady
+from penstock.serving.protocols.columns import OutputColumn, SharedStack
+from penstock.serving.protocols.oip import (
+    MOST_KNOWN_BYTES,
+    OipCodec,
+    OipContext,
+    is_steady,
+    parameters_of,
+    shared_output,
+)
 from penstock.serving.protocols.oip_messages import (
     TYPED,
     InferResponse,
@@ -165,9 +172,10 @@ def _head_from(body: bytes | memoryview, start: int, end: int) -> KnownHead:
     data = memoryview(body)
     fields = [(number, end + begin, end + value, end + stop) for number, begin, value, stop in _fields(data[end:])]
     raw = [field for field in fields if field[0] == _RAW_INPUTS]
-    if not raw or raw != fields[-len(raw) :] or any(number in (0, 1, 2, 3) for number, *_ in fields):
+    shared = not raw and SHARED.encode() in bytes(data)
+    if not (raw or shared) or raw != fields[len(fields) - len(raw) :] or any(number < 4 for number, *_ in fields):
         raise IndexError
-    at = raw[0][1]
+    at = raw[0][1] if raw else len(data)
     head = read_message(bytes(data[:start]) + bytes(data[end:at]))
     sections = [(value - at, stop - value) for _, _, value, stop in raw]
     marks = [(begin - at, bytes(data[begin:value])) for _, begin, value, _ in raw]
@@ -331,10 +339,12 @@ class OipGrpcCodec(OipCodec):
         """Whether its parameters belong to no single request."""
         return is_steady(self.read(item)[0])
 
-    def plan_of(self, request: TensorRequest, values: Any) -> RequestPlan | None:
-        """The plan of a request with raw tensors."""
-        plan, known = super().plan_of(request, values), known_head(values[0])
-        if plan is None or known is None or [size for _, size in known[0].sections] != [size for _, size in plan.sizes]:
+    def plan_of(self, request: TensorRequest, values: Any, item: Item) -> RequestPlan | None:
+        """The plan of a request with raw tensors, or all tensors in shared memory."""
+        plan, known = super().plan_of(request, values, item), known_head(values[0])
+        if plan is None or known is None or type(plan.stack) is SharedStack:
+            return plan
+        if [size for _, size in known[0].sections] != [size for _, size in plan.sizes]:
             return None
         plan.sizes = known[0].sections
         return plan
@@ -345,15 +355,25 @@ class OipGrpcCodec(OipCodec):
         before = message.SerializeToString()
         set_parameters(message.parameters, self.parameters or {})
         for column in columns:
-            message.outputs.add(name=column.name, datatype=column.datatype, shape=[rows, *column.tail])
-        marks = [bytes([_RAW_OUTPUTS << 3 | 2]) + _size(rows * column.row_bytes) for column in columns]
+            output = message.outputs.add(name=column.name, datatype=column.datatype, shape=[rows, *column.tail])
+            if column.shared is not None:
+                set_parameters(output.parameters, msgspec.to_builtins(parameters_of(column, rows)))
+        sizes = [0 if column.shared is not None else rows * column.row_bytes for column in columns]
+        marks = [bytes([_RAW_OUTPUTS << 3 | 2]) + _size(size) for size in sizes]
         return [before, message.SerializeToString()[len(before) :], *marks]
 
-    def respond(self, head: list[bytes], columns: list[OutputColumn], found: TensorRows, id: str | None) -> ItemResult:
-        """The response with these rows of the columns."""
+    def respond(
+        self, head: list[bytes], columns: list[OutputColumn], found: TensorRows, id: str | None, item: Item
+    ) -> ItemResult:
+        """The response with these rows of the columns. Raises BadRequest for a place in shared memory."""
         pieces: list[bytes | memoryview] = [head[0], *(() if id is None else field_of(_ID, id.encode())), head[1]]
         for mark, column in zip(head[2:], columns, strict=True):
-            pieces += [mark, column.section(found.start, found.rows)]
+            section = column.section(found.start, found.rows)
+            if column.shared is None:
+                pieces += [mark, section]
+            else:
+                shared_output(column.name, section, column.shared, item)
+                pieces.append(mark)
         body = b"".join(pieces)
         return ItemResult(body, RAW)
 
