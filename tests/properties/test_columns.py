@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.config.schema import BatchingConfig
+from penstock.core.columns import MOST_PLANS
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.core.worker.tensor_model import ANY_ROWS, Arrays, Input, ProgramSettings, TensorModel
@@ -19,6 +21,19 @@ from penstock.serving.protocols.oip_messages import encode_request
 from penstock.types import DTYPES, BatchPart, Item, TensorSpec
 
 INPUTS = (("x", "FP32", (3,)), ("n", "INT32", ()), ("flag", "BOOL", (2, 2)))
+
+
+class Halving:
+    """A program with one input and one output."""
+
+    platform = "python"
+    inputs = (Input("x", "FP32", (-1, 3)),)
+    outputs = (TensorSpec("y", "FP32", (-1, 3)),)
+    rows = ANY_ROWS
+    unbatched = False
+
+    def run(self, arrays: Arrays) -> Arrays:
+        return {"y": arrays["x"] / 2}
 
 
 class Program:
@@ -39,8 +54,8 @@ class Program:
         return {"sum": np.asfortranarray(total), "half": total[:, 0].astype("f2"), "flag": arrays["flag"]}
 
 
-def runner(in_columns: bool) -> BatchRunner:
-    model = TensorModel(lambda settings: Program(), ProgramSettings())
+def runner(in_columns: bool, program: Any = Program) -> BatchRunner:
+    model = TensorModel(lambda settings: program(), ProgramSettings())
     model.__penstock_columns__ = in_columns  # type: ignore[misc]
     python_model = PythonModel(model)
     python_model.load("cpu")
@@ -124,6 +139,17 @@ def grpc(values: st.DataObject, rows: int) -> Item:
     return Item(body, "oip_grpc", "", rows)
 
 
+def npy(values: st.DataObject, rows: int) -> Item:
+    """An array for the program with one input."""
+    array = numbers("FP32", (3,), rows, values)
+    if values.draw(st.booleans()):
+        array = np.asfortranarray(array)
+    file = io.BytesIO()
+    np.save(file, array)
+    accept = values.draw(st.sampled_from([[], [(b"accept", b"application/x-npy")]]))
+    return Item(file.getvalue(), "oip_npy", "application/x-npy", rows, headers=accept)
+
+
 @pytest.fixture(scope="module")
 def runners() -> tuple[BatchRunner, BatchRunner]:
     return runner(True), runner(False)
@@ -137,3 +163,69 @@ def test_columns_answer_as_rows_do(runners: tuple[BatchRunner, BatchRunner], val
     columns, rows = runners
     assert answers(columns, batch) == answers(rows, batch)
     assert answers(columns, batch) == answers(rows, batch)  # with plans that were just learned
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_arrays_of_numpy_answer_as_rows_do(values: st.DataObject) -> None:
+    columns, rows = runner(True, Halving), runner(False, Halving)
+    batch = [npy(values, values.draw(st.integers(0, 3))) for _ in range(3)]
+    for _ in range(2):
+        assert answers(columns, batch) == answers(rows, batch)
+
+
+def test_requests_of_one_plan_run_as_one_array() -> None:
+    """One call of the program for a batch, whatever the ids and the formats, and no look at single requests."""
+    calls: list[int] = []
+
+    class Counting(Halving):
+        def run(self, arrays: Arrays) -> Arrays:
+            calls.append(len(arrays["x"]))
+            return super().run(arrays)
+
+    run = runner(True, Counting)
+    x = np.arange(3, dtype="f4").reshape(1, 3)
+    batch = []
+    for k in range(6):
+        head, buffers = encode_request([("x", "FP32", (1, 3), x.tobytes())], binary_outputs=True, id=f"request {k}")
+        batch.append(Item(b"".join([head, *buffers]), "oip_binary", "", 1, head_bytes=len(head)))
+    batch.append(Item(encode_infer(("m", "", "g"), [("x", "FP32", (1, 3), x.tobytes())], None, {}), "oip_grpc", "", 1))
+    batch.append(Item(b'{"x": [[0, 1, 2]]}', "native", "application/json", 1))
+    answers(run, batch)
+    answers(run, batch)
+    assert calls == [8, 8]
+    recognized = [run.codecs.get(item.codec).recognize(item) for item in batch]  # type: ignore[attr-defined]
+    assert None not in recognized
+    assert len({id(request.plan.stack) for request in recognized[:6]}) == 1
+
+
+def test_plans_are_bounded() -> None:
+    run = runner(True, Halving)
+    codec: Any = run.codecs.get("oip_binary")
+    for rows in range(1, 1000):
+        x = np.zeros((rows, 3), "f4")
+        head, buffers = encode_request([("x", "FP32", x.shape, x.tobytes())])
+        assert (
+            answers(run, [Item(b"".join([head, *buffers]), "oip_binary", "", rows, head_bytes=len(head))])[0][4] is None
+        )
+        assert len(codec.plans) <= MOST_PLANS
+
+
+def test_a_program_that_fails_isolates_the_row() -> None:
+    """A batch in columns runs again in halves, as any other, and only the guilty request fails."""
+
+    class Picky(Halving):
+        def run(self, arrays: Arrays) -> Arrays:
+            if (arrays["x"] == 7).any():
+                raise ValueError("seven")
+            return super().run(arrays)
+
+    def request(value: float) -> Item:
+        head, buffers = encode_request([("x", "FP32", (1, 3), np.full((1, 3), value, "f4").tobytes())])
+        return Item(b"".join([head, *buffers]), "oip_binary", "", 1, head_bytes=len(head))
+
+    columns, rows = runner(True, Picky), runner(False, Picky)
+    for batch in ([request(1)], [request(v) for v in (1, 2, 7, 4, 5)]):
+        found = answers(columns, batch)
+        assert found == answers(rows, batch)
+    assert [error is None for *_, error in found] == [True, True, False, True, True]

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
+from penstock.core.columns import RequestPlan, TensorRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding, compress, header_of
-from penstock.serving.protocols.columns import cut_id
+from penstock.serving.protocols.columns import Planning, cut_id, output_column
 from penstock.serving.protocols.oip import OipCodec, OipContext, OipJsonCodec, facts_of, named_outputs
 from penstock.serving.protocols.oip_messages import (
     HEADER_BYTES,
@@ -124,14 +125,42 @@ class OipNpyCodec(OipCodec):
         accepted = any(name.lower() == b"accept" and b"application/x-npy" in kind.lower() for name, kind in pairs)
         if not accepted or isinstance(value, Response):
             return super().encode(value, item, context)
-        outputs = named_outputs(value)
+        outputs = value.block.arrays if type(value) is TensorRows else named_outputs(value)
         if len(outputs) == 1:
             [(name, output)] = outputs.items()
+            if type(value) is TensorRows:
+                return self._encode_row_bytes(value, name, output) or self.encode(value.plain(), item, OipContext())
             datatype, array = output_array(name, output, self.outputs.get(name))
             if datatype in _DESCRS:
                 body = b"".join([write_npy_head(datatype, array.shape), to_bytes(name, datatype, array)])
                 return ItemResult(body=body, content_type=NPY)
         return super().encode(value, item, context)
+
+    def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
+        """(the header of the array, no id, the body and where its elements begin)."""
+        body = item.payload
+        start = 10 + int.from_bytes(body[8:10], "little")
+        whole = bytes(body[:8]) == _MAGIC + b"\1\0" and start <= min(len(body), MAX_HEAD_BYTES)
+        return (bytes(body[:start]), None, (body, start)) if whole else None
+
+    def is_steady(self, item: Item, id: str | None) -> bool:
+        """True: there are no parameters, and another order of the elements is another header."""
+        return not read_npy_head(item.payload).fortran
+
+    def plan_of(self, request: TensorRequest, values: Any, item: Item) -> RequestPlan | None:
+        """The plan of an array; None for objects."""
+        return Planning.plan_of(self, request, values, item)
+
+    def _encode_row_bytes(self, found: TensorRows, name: str, output: Any) -> ItemResult | None:
+        """The array with a range of rows of a block; None if it is encoded alone."""
+        forms = found.block.forms
+        if OipNpyCodec not in forms:
+            forms[OipNpyCodec] = output_column(name, output, self.outputs.get(name), found.block.rows, binary=True)
+        column = forms[OipNpyCodec]
+        if column is None or column.datatype not in _DESCRS:
+            return None
+        head = write_npy_head(column.datatype, [found.rows, *column.tail])
+        return ItemResult(b"".join([head, column.section(found.start, found.rows)]), NPY)
 
     def join(self, parts: list[ItemResult]) -> ItemResult:
         """One array with the rows of all parts. Raises BadOutput if the parts differ."""
