@@ -37,6 +37,8 @@ KNOWN_HEAD_BYTES: Final = 2048  # a choice: longer heads are parsed each time
 REQUEST_BYTES: Final = 2048  # estimated memory of a request without a body that waits for earlier requests
 CONNECT: Final = b"CONNECT"
 
+OF_ONE_REQUEST: Final = frozenset({"writer", "headers", "route"})  # attributes of a context that are set anew
+
 LENGTH, TYPE, SPECIAL, CODINGS = 1, 2, 3, 4
 _kinds: dict[bytes, int] = {}  # header names as clients have spelled them: most need no lower()
 
@@ -239,10 +241,9 @@ class Connection(asyncio.BufferedProtocol):
             head.key = head.url if method == b"POST" else b"%b %b" % (method, head.url)
             if (route := flavor.known.get(head.key)) is not None:
                 context.route = route
-                before = set(vars(context))
                 self._read_head(context, route)
                 if len(listener.clock.known_heads) < KNOWN_HEADS:
-                    self._learn_head(context, before)
+                    self._learn_head(context)
             else:
                 route = self._find(context, method)
                 self._read_head(context, route)
@@ -312,14 +313,13 @@ class Connection(asyncio.BufferedProtocol):
         if special is not None or flavor.guarded or selects:
             flavor.read_head(context, special or {})
 
-    def _learn_head(self, context: RequestContext, before: set[str]) -> None:
-        """Remembers a head that may come again and that leaves the connection open, and what `_read_head` made of it.
-        `before`: the attributes of the context that were set earlier."""
+    def _learn_head(self, context: RequestContext) -> None:
+        """Remembers a head that may come again and leaves the connection open, and what `_read_head` made of it."""
         head = self.head
         if head.length < BIG_BYTES and head.is_steady() and not (context.close or context.old):
             known = head.canonical()
             if len(known) <= KNOWN_HEAD_BYTES:
-                head.settings = {name: value for name, value in vars(context).items() if name not in before}
+                head.settings = {name: value for name, value in vars(context).items() if name not in OF_ONE_REQUEST}
                 self.listener.clock.known_heads[known] = head
 
     def _framing(self, context: RequestContext) -> None:
