@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, np.ndarray[Any, Any]]
 
-MOST_PLANS: Final = 256  # a choice: that a codec remembers; a client whose requests all differ must not fill the memory
+# choices: a client whose requests all differ must not fill the memory
+MOST_PLANS: Final = 256  # that a codec remembers
+MOST_KEY_BYTES: Final = 2048  # of what identifies a plan
 
 
 class Block(Struct, eq=False):

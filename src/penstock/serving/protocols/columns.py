@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
-from penstock.core.columns import Block, PlanMemory, PlannedRequest, RequestPlan, TensorRequest, TensorRows
+from penstock.core.columns import (
+    MOST_KEY_BYTES,
+    Block,
+    PlanMemory,
+    PlannedRequest,
+    RequestPlan,
+    TensorRequest,
+    TensorRows,
+)
 from penstock.core.contracts import Codec
 from penstock.core.wire.regions import read_region
-from penstock.errors import PenstockError
+from penstock.errors import BadOutput, PenstockError
 from penstock.serving.protocols.oip_tensors import from_bytes, output_array, to_bytes
 from penstock.types import DATATYPES, DTYPES, SIZES, Item
 
@@ -40,7 +48,7 @@ _DECODERS: Final[dict[str, Any]] = {
 Column = tuple[str, str, tuple[int, ...]]  # name, datatype, shape without axis 0
 
 
-class RawStack(Struct, frozen=True):
+class RawStack(Struct, frozen=True, cache_hash=True):
     """Inputs as little-endian bytes. `sizes` of a plan: the offset and the bytes of each input."""
 
     columns: tuple[Column, ...]
@@ -77,7 +85,7 @@ class SharedStack(Struct, frozen=True, cache_hash=True):
         return Block(arrays, rows)
 
 
-class JsonStack(Struct, frozen=True):
+class JsonStack(Struct, frozen=True, cache_hash=True):
     """Inputs as lists of JSON numbers. `sizes` of a plan: of each input, the number and the length of its lists."""
 
     columns: tuple[Column, ...]
@@ -173,16 +181,6 @@ def columns_of(request: TensorRequest) -> tuple[Column, ...] | None:
     return None if any(datatype == "BYTES" for _, datatype, _ in found) else tuple(found)
 
 
-def raw_sizes(columns: Sequence[Column], rows: int) -> list[tuple[int, int]]:
-    """Offset and bytes of each column in the bytes of a request, one after the other."""
-    sizes, at = [], 0
-    for _, datatype, tail in columns:
-        size = rows * math.prod(tail) * SIZES[datatype]
-        sizes.append((at, size))
-        at += size
-    return sizes
-
-
 def list_sizes(columns: Sequence[Column], rows: int, inside: Sequence[bytes]) -> list[tuple[int, int]] | None:
     """How many lists each column has, and their length: one flat list, or one for each innermost axis. None if the
     lists of the body do not fit."""
@@ -229,7 +227,10 @@ class Planning(Codec):
         columns = columns_of(request)
         if columns is None:
             return None
-        sizes = raw_sizes(columns, request.rows)
+        sizes, at = [], 0  # one input after the other
+        for _, datatype, tail in columns:
+            sizes.append((at, request.rows * math.prod(tail) * SIZES[datatype]))
+            at += sizes[-1][1]
         return RequestPlan(RawStack(columns), request.rows, request.single, request.named, sizes)
 
     def parts_of(self, plan: RequestPlan, values: Any, item: Item) -> tuple[Sequence[Any], int] | None:
@@ -256,10 +257,12 @@ class Planning(Codec):
     def learn(self, item: Item, value: Any, context: Any, check: Callable[[Any], TensorRequest]) -> None:
         """See `ColumnCodec`."""
         found = self.cut(item) if item.stop < 0 and not self.takes_parameters else None
-        if found is None or found[0] in self.plans or not self.is_steady(item, found[1]):
+        if found is None or len(found[0]) > MOST_KEY_BYTES or found[0] in self.plans:
             return
         try:
             request = check(value)
+            if not self.is_steady(item, found[1]):
+                return
         except PenstockError:
             return
         plan = self.plan_of(request, found[2], item) if request.rows else None
@@ -304,7 +307,7 @@ class JsonLists(Planning):
 
 
 class OutputColumn(Struct):
-    """An output of a whole block: its bytes and the bytes of a row, or the JSON text of each row."""
+    """An output of a whole block: its bytes and the bytes of a row, or the numbers of each row as JSON, unbracketed."""
 
     name: str
     datatype: str
@@ -328,48 +331,28 @@ class OutputForm(Struct):
 
 def output_column(name: str, value: Any, declared: str | None, rows: int, binary: bool) -> OutputColumn | None:
     """An output of a block; None for one that is encoded row by row: objects, and what JSON cannot hold."""
-    datatype, array = output_array(name, value, declared)
+    try:
+        datatype, array = output_array(name, value, declared)
+    except BadOutput:
+        return None
     tail = array.shape[1:]
     if datatype == "BYTES" or not array.size:
         return None
     if binary:
         data = memoryview(to_bytes(name, datatype, array))
         return OutputColumn(name, datatype, tail, data, len(data) // rows)
-    texts = None if datatype == "BF16" else _row_texts(array)
-    return None if texts is None else OutputColumn(name, datatype, tail, texts=texts)
+    text = msgspec.json.encode(array.reshape(rows, -1).tolist())
+    if datatype == "BF16" or b"null" in text:  # of NaN and infinity, which have an error
+        return None
+    return OutputColumn(name, datatype, tail, texts=text[2:-2].split(b"],["))
 
 
-def _row_texts(array: np.ndarray[Any, Any]) -> list[bytes] | None:
-    """The numbers of each row as JSON, without brackets; None if one is NaN or infinite, which has an error."""
-    text = msgspec.json.encode(array.reshape(len(array), -1).tolist())
-    return None if b"null" in text else text[2:-2].split(b"],[")
-
-
-class RowTexts:
-    """The nested lists of a block as JSON, row by row."""
-
-    def __init__(self, block: Block) -> None:
-        self._outputs: list[tuple[bytes, int, list[bytes]]] = []  # name, axes and text of the rows
-        self._regular = all(
-            array.ndim in (1, 2) and array.size and array.dtype.name in DATATYPES and not array.dtype.hasobject
-            for array in block.arrays.values()
-        )
-        for name, array in block.arrays.items() if self._regular else ():
-            texts = _row_texts(array)
-            if texts is None:
-                self._regular = False
-                return
-            self._outputs.append((msgspec.json.encode(name), array.ndim, texts))
-
-    def json(self, found: TensorRows) -> bytes | None:
-        """The result of a request; None for one that is encoded alone."""
-        if not self._regular:
-            return None
-        values = []
-        for name, ndim, texts in self._outputs:
-            rows = texts[found.start : found.start + found.rows]
-            text = b",".join(rows) if ndim == 1 else b"[" + b"],[".join(rows) + b"]"
-            if not found.single:
-                text = b"[" + text + b"]"
-            values.append(name + b":" + text if found.named or len(self._outputs) > 1 else text)
-        return b"{" + b",".join(values) + b"}" if found.named or len(values) > 1 else values[0]
+def nested_json(columns: Sequence[OutputColumn], found: TensorRows) -> bytes:
+    """A range of rows of a block as nested lists; an object of them if the result is named."""
+    named, values = found.named or len(columns) > 1, []
+    for column in columns:
+        rows = column.texts[found.start : found.start + found.rows]
+        text = b"[" + b"],[".join(rows) + b"]" if column.tail else b",".join(rows)
+        text = text if found.single else b"[" + text + b"]"
+        values.append(msgspec.json.encode(column.name) + b":" + text if named else text)
+    return b"{" + b",".join(values) + b"}" if named else values[0]

@@ -17,7 +17,7 @@ from penstock.serving.protocols.bodies import (
     parse_multipart,
     split_type,
 )
-from penstock.serving.protocols.columns import JsonLists, RowTexts, cut_lists
+from penstock.serving.protocols.columns import JsonLists, cut_lists, nested_json, output_column
 from penstock.serving.protocols.route import Template
 from penstock.types import Item, ItemResult, ModelMetadata, Response, plain_result
 
@@ -104,12 +104,13 @@ class NativeCodec(JsonLists):
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:
         """bytes -> octet-stream, str -> text, Response -> its own content type, any other type -> JSON."""
         if type(value) is TensorRows:
-            texts = value.block.forms.get(NativeCodec)
-            if texts is None:
-                texts = value.block.forms[NativeCodec] = RowTexts(value.block)
-            body = texts.json(value)
-            if body is not None:
-                return ItemResult(body=body, content_type=JSON)
+            block = value.block
+            if NativeCodec not in block.forms:
+                found = [output_column(name, a, None, block.rows, binary=False) for name, a in block.arrays.items()]
+                flat = all(column is not None and len(column.tail) < 2 for column in found)
+                block.forms[NativeCodec] = found if flat else None
+            if (columns := block.forms[NativeCodec]) is not None:
+                return ItemResult(body=nested_json(columns, value), content_type=JSON)
             value = value.plain()
         value = plain_result(value)
         if isinstance(value, bytes):

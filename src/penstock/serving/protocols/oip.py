@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeGuard
 import msgspec
 from msgspec import Meta, Raw, Struct, structs
 
-from penstock.core.columns import Block, PlanMemory, PlannedRequest, RequestPlan, TensorRequest, TensorRows
+from penstock.core.columns import (
+    MOST_KEY_BYTES,
+    Block,
+    PlanMemory,
+    PlannedRequest,
+    RequestPlan,
+    TensorRequest,
+    TensorRows,
+)
 from penstock.core.wire.regions import read_region, write_region
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON
@@ -67,7 +75,6 @@ from penstock.types import SIZES, Item, ItemResult, ModelMetadata, Response, Seq
 if TYPE_CHECKING:
     import numpy as np
 
-MOST_KNOWN_BYTES: Final = 2048  # a choice: of JSON before binary tensors that is remembered; more names few tensors
 _PICKLES: Final = tuple(bytes((0x80, version)) for version in range(2, 6))  # first bytes of a pickle
 
 
@@ -147,7 +154,7 @@ def facts_of(head: bytes) -> HeadFacts:
     found = None if cut is None else _facts.get(cut[0])
     if found is None:
         found = HeadFacts(terms_of(head), peek_json(head, sys.maxsize))
-        if cut is not None and len(head) <= MOST_KNOWN_BYTES:
+        if cut is not None and len(head) <= MOST_KEY_BYTES:
             _facts.keep(cut[0], found)
     return found
 
@@ -533,7 +540,7 @@ class OipJsonCodec(OipCodec, JsonLists):
     def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
         """As of any JSON; a body without lists of numbers, for tensors in shared memory, is all head."""
         found = super().cut(item)
-        if found is not None or item.stop >= 0 or len(item.payload) > MOST_KNOWN_BYTES:
+        if found is not None or item.stop >= 0 or len(item.payload) > MOST_KEY_BYTES:
             return found
         head = cut_id(bytes(item.payload))
         return None if head is None else (*head, ())

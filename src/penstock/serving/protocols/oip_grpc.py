@@ -16,11 +16,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from msgspec import Struct, structs
 
-from penstock.core.columns import PlanMemory, RequestPlan, TensorRequest, TensorRows
+from penstock.core.columns import MOST_KEY_BYTES, PlanMemory, RequestPlan, TensorRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.columns import OutputColumn, SharedStack
 from penstock.serving.protocols.oip import (
-    MOST_KNOWN_BYTES,
     OipCodec,
     OipContext,
     is_steady,
@@ -147,7 +146,7 @@ def known_head(body: bytes | memoryview) -> tuple[KnownHead, bytes, str, int] | 
         if known is None:
             known = _head_from(body, start, end)
             key = bytes(body[:start]) + bytes(body[end : end + known.size])
-            if len(key) <= MOST_KNOWN_BYTES:
+            if len(key) <= MOST_KEY_BYTES:
                 _known.keep(key, known)
                 _sizes.keep(len(body) - end, known.size)
         at = end + known.size
