@@ -10,11 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from penstock.core.transports.process import MAX_FREE, Channel
+from penstock.core.transports import process as parent
+from penstock.core.transports.process import MAX_FREE, ActiveWait, Channel
 from penstock.core.wire import messages as frames
 from penstock.plugins import resolve
 from penstock.types import Item
@@ -397,3 +400,40 @@ async def test_a_peer_that_is_gone_does_not_raise(pair):
     channel, peer, _, _ = pair
     peer.close()
     channel.send(frames.frame_of(b"late"))
+
+
+# ---- the response to a lone request
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets the time that ActiveWait sees."""
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(parent, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    monkeypatch.setattr(parent, "usable_cores", lambda: 2)
+    return now
+
+
+def test_a_loop_waits_actively_while_rounds_are_short(clock):
+    wait = ActiveWait()
+    waited = []
+    for round_s in (0.0001, 0.0001, 0.01, 0.0001, 0.0001):
+        waited.append(wait.begin() > clock.s)
+        clock.s += round_s
+        wait.end()
+    # the first round is not known yet, and after a long one a short one must show that waiting pays again
+    assert waited == [False, True, True, False, True]
+
+
+def test_a_loop_never_waits_actively_where_others_need_the_core(clock, monkeypatch):
+    def waits() -> bool:
+        wait = ActiveWait()
+        wait.begin()
+        wait.end()
+        return wait.begin() > clock.s
+
+    assert waits()
+    with ThreadPoolExecutor(1) as other:
+        assert not other.submit(waits).result()
+    monkeypatch.setattr(parent, "usable_cores", lambda: 1)
+    assert not waits()
