@@ -22,8 +22,8 @@ FOUR = -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: $(VENV)/.dev redis-server clients
 	$(PYTEST) $(FOUR) -m 'not peer and not extended'
 
-# everything; tests that limit time or memory run alone. SHARD=1/3 runs the first third of the files
-ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers)
+# everything; tests that measure time or memory run alone. SHARD=1/3 runs the first third of the files
+ALONE = $(patsubst %,tests/chaos/test_%.py,clients ports workers) $(patsubst %,tests/e2e/test_%.py,bench benchmark_suite tune)
 test-all: CLIENTS += chromium:chromium
 test-all: $(VENV)/.dev $(VENV)/.docs redis-server clients
 	$(PYTEST) $(FOUR) $(ALONE:%=--ignore=%)

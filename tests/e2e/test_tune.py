@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-pytestmark = pytest.mark.slow  # starts first: the file takes a minute, most of it waiting
-
 APP = """
 import time
 
