@@ -72,7 +72,11 @@ def test_the_applications_answer_on_a_ray_cluster(ray_cluster: Any, tmp_path: Pa
             answer = ask(f"http://127.0.0.1:{port}/predictions/uppercase", process)
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:  # Ray's way of ending is not ours to prove
+                process.kill()
+                process.wait()
             log.seek(0)
             said = log.read()
     assert answer == b"HELLO", said
