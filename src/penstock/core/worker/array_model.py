@@ -1,6 +1,6 @@
 """ArrayModel: a Python model with declared tensors, whose `predict` receives the arrays of a whole batch by name.
 
-The model is a program like that of a model file, so requests are checked, gathered and answered in the same way.
+The model is a program, as a model file is, so requests are checked, gathered and answered in the same way.
 """
 
 from __future__ import annotations

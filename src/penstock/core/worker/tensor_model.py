@@ -309,7 +309,7 @@ def _padded(array: Array, rows: int) -> Array:
 
 
 def _joined(requests: Sequence[TensorRequest], rows: int) -> Arrays:
-    """The arrays of these requests in C order: those of their block, if they are the whole of it, else a copy."""
+    """The arrays of these requests in C order: views of their block if they are neighbours in it, else a copy."""
     ranges: list[tuple[Block, int, int]] = []  # of neighbouring rows
     block, start, stop = requests[0].block, requests[0].start, requests[0].start
     for r in requests:

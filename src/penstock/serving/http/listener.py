@@ -66,7 +66,7 @@ class Waiting(Protocol):
 
 
 class RequestHead(Struct, gc=False):
-    """The parsed part of a request's head. `special`: the headers of SPECIAL_NAMES. `key`: that of its route in
+    """The parsed part of a request's head. `special`: the headers of SPECIAL_NAMES. `key`: the key of its route in
     `ApiFlavor.known`. `settings`: what `read_head` sets on the context, once it is known, unless the flavor is
     guarded."""
 

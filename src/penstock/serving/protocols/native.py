@@ -77,7 +77,7 @@ class NativeCodec(JsonLists):
         self.plans = PlanMemory()
 
     def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
-        """As of any JSON, without an id: its names are those of inputs."""
+        """As of any JSON, but without an id: the inputs give all names."""
         found = cut_lists(bytes(item.payload)) if item.content_type == JSON and item.stop < 0 else None
         return None if found is None else (found[0], None, found[1])
 
