@@ -16,7 +16,8 @@ from penstock.core.columns import RequestPlan, TensorRequest, TensorRows
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding, compress, header_of
 from penstock.serving.protocols.columns import Planning, cut_id, output_column
-from penstock.serving.protocols.oip import OipCodec, OipContext, OipJsonCodec, facts_of, named_outputs
+from penstock.serving.protocols.oip import OipCodec, OipContext, OipJsonCodec, named_outputs
+from penstock.serving.protocols.oip_heads import facts_of
 from penstock.serving.protocols.oip_messages import (
     HEADER_BYTES,
     HEADER_LENGTH,

@@ -10,8 +10,8 @@ from penstock._version import __version__
 from penstock.core.contracts import Backend
 from penstock.errors import PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding
-from penstock.serving.protocols.oip import facts_of, terms_of
 from penstock.serving.protocols.oip_binary import head_bytes
+from penstock.serving.protocols.oip_heads import facts_of, terms_of
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, parse_length
 from penstock.serving.protocols.route import Read, Template, Terms, json_route
 from penstock.types import Item, TensorSpec

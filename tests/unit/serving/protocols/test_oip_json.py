@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.oip import OipJsonCodec, peek_json
+from penstock.serving.protocols.oip import OipJsonCodec
+from penstock.serving.protocols.oip_heads import peek_json
 from penstock.types import DTYPES, Item, ModelMetadata, TensorSpec
 
 CODEC = OipJsonCodec("m", "1")
