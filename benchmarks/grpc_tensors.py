@@ -25,8 +25,8 @@ from closed_loop import Sample, h2load, wrk
 from processes import Processes
 from torchserve_servers import Archive, Setting, TorchServe, make_archive
 
-from penstock.serving.protocols.oip_grpc import open_inference
 from penstock.serving.protocols.oip_messages import encode_arrays
+from penstock.serving.protocols.oip_protobuf import open_inference
 from penstock.torchserve.grpc import INFERENCE, PROTOS
 
 SIZES = {"4 KiB": 2**12, "64 KiB": 2**16, "600 KB": 600_000, "4 MiB": 2**22}

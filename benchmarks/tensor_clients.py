@@ -25,8 +25,8 @@ from servers import python_of
 from tensor_models import MODELS, Case
 from tensor_servers import TensorServer
 
-from penstock.serving.protocols.oip_grpc import open_inference
 from penstock.serving.protocols.oip_messages import decode_answer, encode_arrays
+from penstock.serving.protocols.oip_protobuf import open_inference
 
 Run = Callable[[TensorServer], Sample]
 WINDOWS = 3  # perf_analyzer reports nothing for fewer

@@ -24,7 +24,7 @@ from penstock.serving.grpc.inference import DIRECT_CALLS, NAME, RAW_CALLS, OpenI
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.http.server import HttpServer
 from penstock.serving.http2 import frames as h2
-from penstock.serving.protocols.oip_grpc import open_inference
+from penstock.serving.protocols.oip_protobuf import open_inference
 
 MODEL = "def shout(items):\n    return items\n"
 BODY = b'{"a":1}'

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.serving.protocols.oip_grpc import open_inference
+from penstock.serving.protocols.oip_protobuf import open_inference
 
 PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
 SERVICE = "/inference.GRPCInferenceService/"

@@ -19,8 +19,9 @@ from penstock.serving.protocols.oip_binary import (
     OipNpyCodec,
     write_npy_head,
 )
-from penstock.serving.protocols.oip_grpc import OipGrpcCodec, open_inference
+from penstock.serving.protocols.oip_grpc import OipGrpcCodec
 from penstock.serving.protocols.oip_messages import encode_request
+from penstock.serving.protocols.oip_protobuf import open_inference
 from penstock.serving.protocols.openai_embeddings import EmbeddingsCodec
 from penstock.serving.protocols.openai_text import ChatCodec, CompletionsCodec
 from penstock.testing.codecs import check_codec

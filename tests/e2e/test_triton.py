@@ -23,7 +23,7 @@ from google.protobuf.json_format import ParseDict
 from tritonclient.http import aio
 from tritonclient.utils import InferenceServerException
 
-from penstock.serving.protocols.oip_grpc import open_inference
+from penstock.serving.protocols.oip_protobuf import open_inference
 
 SOURCE = """
     import numpy as np

@@ -19,7 +19,7 @@ from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.http2 import frames as h2
 from penstock.serving.http2.frames import frame
 from penstock.serving.http2.streams import RECEIVE_WINDOW
-from penstock.serving.protocols.oip_grpc import open_inference
+from penstock.serving.protocols.oip_protobuf import open_inference
 from support.backend import FakeBackend
 
 LIMIT_S = 10.0

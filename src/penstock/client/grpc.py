@@ -35,8 +35,9 @@ from penstock.errors import (
     Unauthorized,
 )
 from penstock.serving.protocols.bodies import ERROR_CODE
-from penstock.serving.protocols.oip_grpc import decode_infer, decode_stream_infer, encode_infer, open_inference
+from penstock.serving.protocols.oip_grpc import decode_infer, decode_stream_infer, encode_infer
 from penstock.serving.protocols.oip_messages import InferResponse
+from penstock.serving.protocols.oip_protobuf import open_inference
 
 SERVICE: Final = "/inference.GRPCInferenceService/"
 FINAL: Final = "triton_final_response"

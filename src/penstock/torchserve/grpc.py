@@ -22,8 +22,9 @@ from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
 from penstock.serving.grpc.messages import Code, GrpcError, code_of, parts_of
 from penstock.serving.http.listener import Listener
 from penstock.serving.http.responses import log_failure
-from penstock.serving.protocols.oip_grpc import CONTENTS, ProtoSet
+from penstock.serving.protocols.oip_grpc import CONTENTS
 from penstock.serving.protocols.oip_messages import unsupported
+from penstock.serving.protocols.oip_protobuf import ProtoSet
 from penstock.serving.protocols.oip_tensors import check_form, from_bytes
 from penstock.torchserve import sequence_headers
 from penstock.torchserve.admin.administrator import Administrator

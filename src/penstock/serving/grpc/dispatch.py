@@ -17,7 +17,7 @@ from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.messages import CallHead, Code, Compressed, GrpcError, Method
 from penstock.serving.http.listener import Listener
 from penstock.serving.protocols.bodies import data_of, free
-from penstock.serving.protocols.oip_grpc import ProtoSet
+from penstock.serving.protocols.oip_protobuf import ProtoSet
 
 log = logging.getLogger("penstock.serving")
 

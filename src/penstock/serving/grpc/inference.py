@@ -26,7 +26,7 @@ from penstock.serving.grpc.messages import Code, GrpcError, ResponseParts, code_
 from penstock.serving.http.responses import NotImplementedHere, log_failure, status_of
 from penstock.serving.http.server import parse_priority, parse_request_id
 from penstock.serving.protocols.bodies import ERROR_CODE, free
-from penstock.serving.protocols.oip_grpc import field_of, open_inference, read_head
+from penstock.serving.protocols.oip_protobuf import field_of, open_inference, read_head
 from penstock.serving.protocols.oip_routes import CALLS
 from penstock.serving.protocols.route import Read
 from penstock.serving.triton.calls import GUARDS, TritonExtensions, grpc_functions

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import Raw, Struct, structs
@@ -19,7 +18,6 @@ from penstock.core.columns import (
     TensorRequest,
     TensorRows,
 )
-from penstock.core.wire.regions import read_region, write_region
 from penstock.errors import BadOutput, BadRequest
 from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.columns import (
@@ -41,7 +39,6 @@ from penstock.serving.protocols.oip_messages import (
     ALIGNMENT,
     HEADER_BYTES,
     HEADER_LENGTH,
-    NO_DATA,
     NO_PARAMETERS,
     TYPED,
     OipRequest,
@@ -59,9 +56,9 @@ from penstock.serving.protocols.oip_messages import (
     split_sections,
     write_head,
 )
+from penstock.serving.protocols.oip_shared import is_shared, shared_input, shared_output
 from penstock.serving.protocols.oip_tensors import (
     MAX_DIMS,
-    check_form,
     output_array,
     request_content,
     response_content,
@@ -69,7 +66,7 @@ from penstock.serving.protocols.oip_tensors import (
     to_json,
     top_classes,
 )
-from penstock.types import SIZES, Item, ItemResult, ModelMetadata, Response, SequenceRequest
+from penstock.types import Item, ItemResult, ModelMetadata, Response, SequenceRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,7 +136,7 @@ class OipCodec(Planning):
             self._check(tensor)
             place = tensor.parameters
             if is_shared(place, f"input '{tensor.name[:100]}'"):
-                data = _shared_input(tensor, place)
+                data = shared_input(tensor, place)
             arrays[tensor.name] = array_of_tensor(tensor, data, "input", BadRequest)
         return self._rows(arrays, item), self.context_of(request)
 
@@ -397,39 +394,6 @@ def parameters_of(column: OutputColumn, rows: int) -> TensorParameters:
     if place is None:
         return TensorParameters(binary_data_size=size)
     return TensorParameters(place.shared_memory_region, size, place.shared_memory_offset)
-
-
-def is_shared(place: SharedTensor | None, what: str) -> TypeGuard[SharedTensor]:
-    """Whether a tensor is in shared memory. Raises BadRequest for a place without a region."""
-    if place is None or place.shared_memory_region is not None:
-        return place is not None
-    if place.shared_memory_byte_size is not None or place.shared_memory_offset:
-        raise BadRequest(f"{what}: found a place in shared memory without the parameter shared_memory_region")
-    return False
-
-
-def _shared_input(tensor: Tensor, place: SharedTensor) -> memoryview:
-    """The bytes of an input in shared memory. Raises BadRequest."""
-    what, size = f"input '{tensor.name[:100]}'", place.shared_memory_byte_size
-    if tensor.data is not NO_DATA or tensor.binary_bytes is not None:
-        raise BadRequest(f"{what}: found data and parameters.shared_memory_region; send one of them")
-    check_form(what, tensor.datatype, tensor.shape, BadRequest)
-    needed = None if tensor.datatype == "BYTES" else math.prod(tensor.shape) * SIZES[tensor.datatype]
-    if size is None or needed not in (None, size):
-        raise BadRequest(f"{what}: shared_memory_byte_size is {size}, but shape and datatype need {needed or 'it'}")
-    return read_region(what, place.shared_memory_region or "", place.shared_memory_offset, size)
-
-
-def shared_output(name: str, data: bytes | memoryview, place: SharedTensor, item: Item) -> TensorParameters:
-    """Writes an output to shared memory. Raises BadRequest."""
-    what, size = f"output '{name[:100]}'", place.shared_memory_byte_size
-    if item.stop >= 0:
-        raise BadRequest(f"{what}: it goes to shared memory, so the request may have max_batch_size rows at most")
-    if size is None or len(data) > size:
-        raise BadRequest(f"{what}: it has {len(data)} bytes, but shared_memory_byte_size is {size}")
-    region, offset = place.shared_memory_region, place.shared_memory_offset
-    write_region(what, region or "", offset, data)
-    return TensorParameters(region, len(data), offset)
 
 
 def named_outputs(value: Any) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def grpc_functions(triton: TritonExtensions) -> SimpleNamespace:
     """The functions of the gRPC calls, under their names. They take and return messages."""
     from google.protobuf import json_format  # the extra `grpc`
 
-    from penstock.serving.protocols.oip_grpc import open_inference
+    from penstock.serving.protocols.oip_protobuf import open_inference
 
     def function(call: TritonCall) -> Callable[[Any, Any], Awaitable[Any]]:
         response = open_inference().message(f"inference.{call.name}Response")

@@ -14,8 +14,9 @@ from hypothesis.extra.numpy import arrays
 from penstock.errors import BadRequest
 from penstock.serving.protocols import oip_grpc
 from penstock.serving.protocols.oip_binary import OipBinaryCodec
-from penstock.serving.protocols.oip_grpc import OipGrpcCodec, open_inference, read_head
+from penstock.serving.protocols.oip_grpc import OipGrpcCodec
 from penstock.serving.protocols.oip_messages import decode_answer, encode_arrays
+from penstock.serving.protocols.oip_protobuf import open_inference, read_head, split_field
 from penstock.serving.protocols.oip_tensors import from_bytes, output_array, to_bytes
 from penstock.types import Item
 
@@ -125,7 +126,7 @@ def test_the_parts_of_a_split_request_join_to_the_whole_response(values, typed, 
 def test_the_head_of_a_large_message_is_that_of_a_small_one(values, typed):
     body = message(values, typed and not has_half(values), id="7", model_version="2")
     small = read_head(body)
-    head, raw = oip_grpc._split(body, 7)
+    head, raw = split_field(body, 7)
     assert [bytes(each) for each in raw] == list(Request.FromString(body).raw_input_contents)
     found = Request.FromString(head)
     assert not found.raw_input_contents
@@ -142,7 +143,7 @@ def test_garbage_is_refused_or_read_as_protobuf_reads_it(body):
         pass
     codec.peek(Item(body, "oip_grpc"), body)
     try:
-        _, raw = oip_grpc._split(body, 7)
+        _, raw = split_field(body, 7)
     except BadRequest:
         return
     try:
