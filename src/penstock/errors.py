@@ -142,6 +142,12 @@ class DeadlineExceeded(PenstockError, TimeoutError):
     retryable = True
 
 
+class QueueTimeout(DeadlineExceeded):
+    """The request waited in the queue for longer than its own `timeout`, or `batching.timeout_s`, allows."""
+
+    code = "queue_timeout"
+
+
 class Cancelled(PenstockError):
     """The caller cancelled before the request ran."""
 

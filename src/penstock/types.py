@@ -62,7 +62,7 @@ class Item(Struct, omit_defaults=True):
     result is the list of their results. `budget_s`: seconds until its deadline when it is submitted or sent; None
     without one. `priority`: its class; 0 is the most urgent. `arrived_s`: when it was handed over, on the clock of
     `time.monotonic`, if it did not reach the event loop at once. `behind_s`: how much later it may be served than
-    others that arrive with it.
+    others that arrive with it. `wait_s`: the longest wait in the queue, if it is shorter than the model allows.
     `sequence`: for models with `max_sequences`. `ended`: ids of sequences of the instance that ended since its last
     batch, of which it drops the state; set on the first item of a batch.
     `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`. `head_bytes`: where the values
@@ -82,6 +82,7 @@ class Item(Struct, omit_defaults=True):
     priority: int = 0
     arrived_s: float | None = None
     behind_s: float = 0.0
+    wait_s: float | None = None
     sequence: SequenceRequest | None = None
     parameters: dict[str, Any] | None = None
     ended: tuple[str, ...] = ()

@@ -272,8 +272,6 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_deadline_ends_the_call_and_the_request(server, client):
     status, _ = refused(lambda: client.infer("waits", [tensor("x", ONE, "FP32")], client_timeout=0.2))
     assert status == "DEADLINE_EXCEEDED"
-    status, _ = refused(lambda: client.infer("waits", [tensor("x", ONE, "FP32")], timeout=200_000))
-    assert status == "DEADLINE_EXCEEDED"
     until(lambda: in_flight(server) == 0)
 
 

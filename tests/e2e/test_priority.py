@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, decode_answer, encode_arrays
 
 PATIENCE_S = 60.0
+PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
 
 
 async def test_an_urgent_request_goes_before_bulk_rows_that_came_earlier() -> None:
@@ -84,6 +87,31 @@ def test_prebatches_that_do_not_fit_are_cut_and_answered_whole(serve: Callable[.
     assert sum(map(sum, batches)) == 45
     assert [5, 3] in batches
     assert len(batches) <= 7, f"nine requests of 5 rows, cut: {batches}"
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_timeout_counts_the_wait_alone(serve: Callable[..., Any], tmp_path: Path, protocol: str) -> None:
+    server = serve(MODEL, "rows", ports=PORTS)
+    listener = {"http": "inference", "grpc": "grpc"}[protocol]
+    triton = pytest.importorskip(f"tritonclient.{protocol}")
+
+    def ask(timeout_us: int) -> str:
+        x = triton.InferInput("x", [1], "INT64")
+        x.set_data_from_numpy(np.array([7]))
+        with triton.InferenceServerClient(server.urls[listener].partition("//")[2]) as client:
+            try:
+                return str(client.infer("rows", [x], timeout=timeout_us).as_numpy("y"))
+            except InferenceServerException as error:
+                return f"{error.status()} {error.message()}"
+
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(ask, 2_000_000)
+        _until(lambda: (tmp_path / "ran").exists())
+        status = {"http": "503", "grpc": "StatusCode.UNAVAILABLE"}[protocol]
+        assert ask(2_500_000).startswith(f"{status} the request expired in the queue after 2500000 us")
+        (tmp_path / "go").touch()
+        assert started.result(PATIENCE_S) == "[14]", "it was started in time"
+    assert server.metric("penstock_rejections_total", reason="timeout") == 1
 
 
 def _until(holds: Callable[[], bool]) -> None:

@@ -40,7 +40,7 @@ class Call:
     def __init__(self, item: Item, sink: Sink) -> None:
         self.item = item
         self.sink = sink
-        self.budget_s, self.priority = item.budget_s, item.priority
+        self.budget_s, self.wait_s, self.priority = item.budget_s, item.wait_s, item.priority
         self.cancelled = False
 
     def cancel(self) -> None:

@@ -4,8 +4,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from penstock.core.batching.entry import INF
 from penstock.core.engine.calls import Call, reason_of, release
-from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.errors import DeadlineExceeded, PenstockError, QueueTimeout
 from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
@@ -30,9 +31,10 @@ class WaitingRequest:
         self._queue, self._item, self._sink, self._explain = queue, item, sink, explain
         self._call: Call | WaitingRequest | None = None  # once it is forwarded
         self._began_s = loop.time()
-        waits_s = [s for s in (item.budget_s, timeout_s) if s is not None]
-        late = DeadlineExceeded("the request waited too long for its model to load")
-        self.timer = loop.call_later(min(waits_s), self.fail, late) if waits_s else None
+        wait_s, budget_s = min(s for s in (item.wait_s, timeout_s, INF) if s is not None), item.budget_s
+        kind, last_s = (QueueTimeout, wait_s) if budget_s is None or wait_s < budget_s else (DeadlineExceeded, budget_s)
+        late = kind("the request waited too long for its model to load")
+        self.timer = loop.call_later(last_s, self.fail, late) if last_s < INF else None
 
     def cancel(self) -> None:
         """Abandons the request."""
@@ -42,11 +44,14 @@ class WaitingRequest:
             release(self._item)
 
     def forward(self, submit: "Submit") -> None:
-        """Submits the request with the time left until its deadline. A refusal becomes its response."""
+        """Submits the request with the time that is left to it. A refusal becomes its response."""
         if not self._queue.remove(self):
             return
+        waited_s = asyncio.get_running_loop().time() - self._began_s
         if self._item.budget_s is not None:
-            self._item.budget_s -= asyncio.get_running_loop().time() - self._began_s
+            self._item.budget_s -= waited_s
+        if self._item.wait_s is not None:
+            self._item.wait_s -= waited_s
         try:
             self._call = submit(self._item, self._sink)
             self._call.label = self.label

@@ -114,7 +114,7 @@ class Batcher:
             nbytes=nbytes,
             arrival_s=now,
             deadline_s=now + budget,
-            expires_s=now + config.timeout_s,
+            expires_s=now + (config.timeout_s if item.wait_s is None else min(item.wait_s, config.timeout_s)),
             priority=priority,
             bucket=bucket,
             divisible=traits_of(item.codec).divisible,
@@ -249,7 +249,7 @@ class Batcher:
         call = self._waiting.get(event.id)
         if call is None:  # answered or abandoned before: it ended with its batch, in `_lost`
             return
-        error = error_of(event, self._config.timeout_s)
+        error = error_of(event, call.entry.expires_s - call.entry.arrival_s)
         if not isinstance(event, Fail):
             error.retry_after_s = self.scheduler.drain_s()
         call.settle(ItemResult(error=error), event.reason)

@@ -12,7 +12,7 @@ from penstock.core.batching.entry import Dispatch, Entry, Expire, Fail, Shed
 from penstock.core.codecs import OBJECT, ModelCodecs
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.wire.slabs import Slab
-from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, SequenceLost, WorkerDied
+from penstock.errors import DeadlineExceeded, ItemFailed, PenstockError, QueueTimeout, SequenceLost, WorkerDied
 from penstock.types import BatchPart, Item, ItemResult, ModelMetadata, Sink
 
 log = logging.getLogger("penstock.engine")
@@ -115,8 +115,8 @@ class PieceMerger:
             return ItemResult(error=ItemFailed(text))
 
 
-def error_of(event: Expire | Shed | Fail, timeout_s: float) -> PenstockError:
-    """The error of a dropped or interrupted request; `timeout_s` is the longest wait that was allowed."""
+def error_of(event: Expire | Shed | Fail, wait_s: float) -> PenstockError:
+    """The error of a dropped or interrupted request; `wait_s` is the longest wait that was allowed."""
     if isinstance(event, Fail):
         if event.reason == "sequence_lost":
             return SequenceLost("the instance with the state of the sequence is gone: begin it again")
@@ -124,14 +124,14 @@ def error_of(event: Expire | Shed | Fail, timeout_s: float) -> PenstockError:
     if isinstance(event, Shed):
         return DeadlineExceeded("overload: the request could not be answered before its deadline")
     if event.reason == "timeout":
-        return DeadlineExceeded(f"the request waited timeout_s={timeout_s:g} in the queue")
+        return QueueTimeout(f"the request expired in the queue after {wait_s * 1e6:.0f} us (its timeout, or timeout_s)")
     return DeadlineExceeded("the deadline passed, or could not be met, before the request was run")
 
 
 def reason_of(error: Exception) -> str:
     """The metric label of a rejection: the scheduler's reason if it has one, else the error's code."""
     if isinstance(error, DeadlineExceeded):
-        return "expired"
+        return "timeout" if isinstance(error, QueueTimeout) else "expired"
     return error.code if isinstance(error, PenstockError) else PenstockError.code
 
 

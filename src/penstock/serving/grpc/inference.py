@@ -147,12 +147,10 @@ class OpenInferenceService:
             if priority == 0:
                 priority = 1 if given is None else parse_priority(given) + 1
             empty_final = bool(head.parameters.get("triton_enable_empty_final_response"))
-            budget_s = call.time_remaining()
+            item = Item(payload, CODEC, request_id=id, headers=call_head.metadata, priority=priority - 1)
+            item.budget_s = call.time_remaining()
             if timeout_us := head.parameters.get("timeout"):
-                budget_s = _budget_s(timeout_us, budget_s)
-            item = Item(
-                payload, CODEC, request_id=id, headers=call_head.metadata, budget_s=budget_s, priority=priority - 1
-            )
+                item.wait_s = _wait_s(timeout_us)
             return _Request(head.model_name, head.model_version or None, head.id, item, empty_final)
         except PenstockError:
             free(payload)
@@ -174,11 +172,11 @@ def _descriptions(backend: Backend) -> SimpleNamespace:
     return SimpleNamespace(**{name: function(name, read) for name, read in CALLS.items()})
 
 
-def _budget_s(timeout_us: Any, remaining_s: float | None) -> float:
-    """Seconds until the deadline: the parameter `timeout` in microseconds, or the earlier deadline of the call."""
+def _wait_s(timeout_us: Any) -> float:
+    """The longest wait in the queue: the parameter `timeout`, which is in microseconds."""
     if not isinstance(timeout_us, int) or timeout_us < 0:
         raise BadRequest(f"parameter 'timeout' is {timeout_us!r:.40}, expected microseconds as a whole number")
-    return timeout_us / 1e6 if remaining_s is None else min(timeout_us / 1e6, remaining_s)
+    return timeout_us / 1e6
 
 
 class _InferStream:

@@ -26,6 +26,7 @@ from penstock.errors import (
     PenstockError,
     Quarantined,
     QueueFull,
+    QueueTimeout,
     RunTimeout,
     SequenceLost,
     SequenceNotFound,
@@ -132,6 +133,7 @@ STATUS: Final[dict[type[PenstockError], int]] = {
     NotSupported: 501,
     ListenerFull: 503,
     ModelNotReady: 503,
+    QueueTimeout: 503,  # as in Triton: the caller may still want the answer, so another replica may give it
     WorkerDied: 503,
     RunTimeout: 504,
     DeadlineExceeded: 504,

@@ -20,7 +20,7 @@ from penstock.types import ModelMetadata
 MAX_BODY_BYTES: Final = 8 * 2**20  # the server process reads the model's name in them, at more than 1 GB/s
 _SERVER_ERRORS: Final = {  # codes of errors for which the client is not to blame
     "internal", "item_failed", "out_of_memory", "bad_output", "worker_died", "run_timeout", "deadline_exceeded",
-    "model_not_ready", "load_failed", "cancelled",
+    "queue_timeout", "model_not_ready", "load_failed", "cancelled",
 }  # fmt: skip
 _CODES: Final = {"unauthorized": "invalid_api_key", "bad_request": None}
 _TOKENS: Final = re.compile(rb"\[\s*[0-9]")

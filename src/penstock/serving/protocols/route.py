@@ -47,15 +47,14 @@ GET: Final = frozenset({"GET", "HEAD"})
 
 
 class Terms(Struct, frozen=True):
-    """Handling options in a request body: seconds until its deadline, and its priority class."""
+    """Handling options in a request body: its longest wait in the queue in seconds, and its priority class."""
 
-    budget_s: float | None = None
+    wait_s: float | None = None
     priority: int | None = None
 
     def apply(self, item: Item) -> None:
-        """Sets them on an item, over the values from headers; of two deadlines the earlier one counts."""
-        if self.budget_s is not None:
-            item.budget_s = self.budget_s if item.budget_s is None else min(item.budget_s, self.budget_s)
+        """Sets them on an item, over the values from headers."""
+        item.wait_s = self.wait_s
         if self.priority is not None:
             item.priority = self.priority
 

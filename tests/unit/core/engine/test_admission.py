@@ -8,7 +8,7 @@ import pytest
 from penstock.core.engine.admission import AdmissionQueue
 from penstock.core.engine.calls import Call
 from penstock.core.wire.slabs import SlabPool
-from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull
+from penstock.errors import DeadlineExceeded, ModelNotReady, PenstockError, QueueFull, QueueTimeout
 from penstock.types import Item, ItemResult, Sink
 
 
@@ -64,13 +64,14 @@ def large(pool: SlabPool) -> Item:
 
 async def test_a_request_is_forwarded_with_the_time_that_is_left(later: Later) -> None:
     queue, engine, results = AdmissionQueue(), Engine(), []
-    first = queue.add(Item(1, budget_s=10.0, priority=2), results.append, timeout_s=60.0)
+    first = queue.add(Item(1, budget_s=10.0, wait_s=20.0, priority=2), results.append, timeout_s=60.0)
     queue.add(Item(2), results.append, timeout_s=60.0)
     first.label = "2.0"
     later.seconds = 4.0
     queue.forward(engine.submit)
     assert [item.payload for item in engine.taken] == [1, 2]
     assert engine.taken[0].budget_s == pytest.approx(6.0, abs=1.0)
+    assert engine.taken[0].wait_s == pytest.approx(16.0, abs=1.0)
     assert (engine.taken[0].priority, engine.taken[1].budget_s) == (2, None)
     assert (len(queue), results) == (0, [])
     later.seconds = 1000.0  # its own timers are over: the engine has others
@@ -80,22 +81,37 @@ async def test_a_request_is_forwarded_with_the_time_that_is_left(later: Later) -
     assert engine.cancelled == [engine.taken[0]]
 
 
-@pytest.mark.parametrize(("budget_s", "timeout_s"), [(5.0, 60.0), (60.0, 5.0), (5.0, None), (None, 5.0)])
+@pytest.mark.parametrize(
+    ("budget_s", "wait_s", "timeout_s", "kind"),
+    [
+        (5.0, 60.0, 60.0, DeadlineExceeded),
+        (60.0, None, 5.0, QueueTimeout),
+        (5.0, None, None, DeadlineExceeded),
+        (None, None, 5.0, QueueTimeout),
+        (60.0, 5.0, 60.0, QueueTimeout),
+        (None, 5.0, None, QueueTimeout),
+    ],
+)
 async def test_the_earlier_of_deadline_and_timeout_ends_a_request(
-    later: Later, pool: SlabPool, budget_s: float | None, timeout_s: float | None
+    later: Later,
+    pool: SlabPool,
+    budget_s: float | None,
+    wait_s: float | None,
+    timeout_s: float | None,
+    kind: type[PenstockError],
 ) -> None:
     reasons: list[str] = []
     queue, results = AdmissionQueue(reasons.append), []
     item = large(pool)
-    item.budget_s = budget_s
+    item.budget_s, item.wait_s = budget_s, wait_s
     queue.add(item, results.append, nbytes=100_000, timeout_s=timeout_s)
     later.seconds = 4.0
     await turns()
     assert not results
     later.seconds = 6.0
     await turns()
-    assert [type(result.error) for result in results] == [DeadlineExceeded]
-    assert reasons == ["expired"]
+    assert [type(result.error) for result in results] == [kind]
+    assert reasons == ["timeout" if kind is QueueTimeout else "expired"]
     assert (len(queue), queue.rows, queue.nbytes, pool.in_use_bytes) == (0, 0, 0, 0)
 
 

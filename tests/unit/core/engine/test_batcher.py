@@ -10,12 +10,12 @@ import pytest
 from penstock.core.batching.entry import INF
 from penstock.core.engine.batcher import Batcher
 from penstock.core.wire.slabs import SlabPool
-from penstock.errors import DeadlineExceeded, ItemFailed, Quarantined, RunTimeout, WorkerDied
+from penstock.errors import DeadlineExceeded, ItemFailed, Quarantined, QueueTimeout, RunTimeout, WorkerDied
 from penstock.types import Item, ItemResult
 
 
-def submit(batcher: Batcher, sink: Any, payload: Any = b"x", budget_s: float | None = None, rows: int = 1) -> Any:
-    return batcher.submit(Item(payload, rows=rows, budget_s=budget_s), sink, "", len(payload) if payload else 0)
+def submit(batcher: Batcher, sink: Any, payload: Any = b"x", **fields: Any) -> Any:
+    return batcher.submit(Item(payload, **fields), sink, "", len(payload) if payload else 0)
 
 
 async def turns() -> None:
@@ -103,15 +103,21 @@ async def test_a_deadline_is_kept_during_the_run_and_the_late_answer_ignored(mak
     assert not transport.sent  # it does not run again
 
 
-async def test_waiting_longer_than_timeout_s_is_answered(make_batcher, transport, caller) -> None:
-    batcher = make_batcher(timeout_s=0.02)
-    submit(batcher, caller())
+@pytest.mark.parametrize(("timeout_s", "wait_s"), [(0.02, None), (0.02, 60.0), (60.0, 0.02)])
+async def test_the_shorter_wait_of_model_and_request_ends_what_waits(
+    make_batcher, transport, caller, timeout_s, wait_s
+) -> None:
+    batcher = make_batcher(timeout_s=timeout_s)
+    running, late, answered = caller(), caller(), asyncio.Event()
+    submit(batcher, running, wait_s=wait_s)
     await turns()
-    late = caller()
-    submit(batcher, late)
-    await asyncio.sleep(0.1)
-    assert isinstance(late.answer.error, DeadlineExceeded)
-    assert "timeout_s" in late.answer.error.message
+    submit(batcher, lambda result: (late(result), answered.set()), wait_s=wait_s)
+    async with asyncio.timeout(20):
+        await answered.wait()
+    assert isinstance(late.answer.error, QueueTimeout)
+    assert "expired in the queue after 20000 us" in late.answer.error.message
+    transport.answer()  # of the request that was started in time
+    assert running.answer.error is None
 
 
 async def test_a_caller_that_leaves_the_queue_is_not_run(make_batcher, transport, caller) -> None:

@@ -380,16 +380,16 @@ async def test_deadline_and_priority_headers_reach_the_backend(asking):
 @pytest.mark.parametrize(
     ("parameters", "headers", "expected"),
     [
-        ({"timeout": 1_500_000}, [], (1.5, 0)),
-        ({"timeout": 0, "priority": 0}, ["x-priority: 2"], (None, 2)),
-        ({"priority": 1}, ["x-priority: 2"], (None, 0)),
-        ({"priority": 3, "timeout": 9_000_000}, ["x-deadline-ms: 1500"], (1.5, 2)),
-        ({"binary_data_output": True}, [], (None, 0)),
-        ({"timeout": "soon"}, [], (None, 0)),  # the worker refuses it
+        ({"timeout": 1_500_000}, [], (None, 1.5, 0)),
+        ({"timeout": 0, "priority": 0}, ["x-priority: 2"], (None, None, 2)),
+        ({"priority": 1}, ["x-priority: 2"], (None, None, 0)),
+        ({"priority": 3, "timeout": 9_000_000}, ["x-deadline-ms: 1500"], (1.5, 9.0, 2)),
+        ({"binary_data_output": True}, [], (None, None, 0)),
+        ({"timeout": "soon"}, [], (None, None, 0)),  # the worker refuses it
     ],
 )
 @pytest.mark.parametrize("binary", [False, True])
-async def test_deadline_and_priority_of_an_open_inference_body_reach_the_backend(
+async def test_timeout_and_priority_of_an_open_inference_body_reach_the_backend(
     asking, parameters, headers, expected, binary
 ):
     head = json.dumps({"inputs": [], "parameters": parameters}).encode()
@@ -399,7 +399,7 @@ async def test_deadline_and_priority_of_an_open_inference_body_reach_the_backend
             await client.ask("/v2/models/echo/infer", head + (b'"timeout": "priority"' if binary else b""), *lines)
         ).status == 200
         call = listener.backend.calls[0]
-        assert (call.budget_s, call.priority) == expected
+        assert (call.budget_s, call.wait_s, call.priority) == expected
 
 
 @pytest.mark.parametrize(
