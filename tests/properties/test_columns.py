@@ -85,15 +85,18 @@ def numbers(datatype: str, tail: tuple[int, ...], rows: int, values: st.DataObje
     return np.array(found, DTYPES[datatype]).reshape(rows, *tail)
 
 
+def octets(datatype: str, tail: tuple[int, ...], rows: int, values: st.DataObject) -> bytes:
+    """A binary tensor; of BOOL, every byte other than 0 is true."""
+    data = numbers(datatype, tail, rows, values).tobytes()
+    return data.replace(b"\1", values.draw(st.sampled_from([b"\1", b"\2", b"\xff"]))) if datatype == "BOOL" else data
+
+
 IDS = st.one_of(st.none(), st.just("7"), st.text(max_size=8))
 
 
 def binary(values: st.DataObject, rows: int) -> Item:
     names = values.draw(st.permutations(INPUTS))
-    inputs = [
-        (name, datatype, (rows, *tail), numbers(datatype, tail, rows, values).tobytes())
-        for name, datatype, tail in names
-    ]
+    inputs = [(name, datatype, (rows, *tail), octets(datatype, tail, rows, values)) for name, datatype, tail in names]
     wanted = values.draw(st.sampled_from([None, ["sum"], ["flag", "half"], ["absent"]]))
     head, buffers = encode_request(
         inputs, outputs=wanted, binary_outputs=values.draw(st.booleans()), id=values.draw(IDS)
@@ -130,10 +133,7 @@ def native(values: st.DataObject, rows: int) -> Item:
 
 
 def grpc(values: st.DataObject, rows: int) -> Item:
-    inputs = [
-        (name, datatype, (rows, *tail), numbers(datatype, tail, rows, values).tobytes())
-        for name, datatype, tail in INPUTS
-    ]
+    inputs = [(name, datatype, (rows, *tail), octets(datatype, tail, rows, values)) for name, datatype, tail in INPUTS]
     wanted = values.draw(st.sampled_from([None, ["sum"], ["absent"]]))
     body = encode_infer(("m", "", values.draw(IDS) or ""), inputs, wanted, {})
     return Item(body, "oip_grpc", "", rows)

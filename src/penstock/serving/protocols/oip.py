@@ -258,8 +258,8 @@ class OipCodec(Planning):
             tensor = Tensor(column.name, [rows, *column.tail], column.datatype)
             if column.texts:
                 tensor.data = GAP
-            else:
-                tensor.parameters = parameters_of(column, rows)
+            elif column.shared is None:  # Triton's C++ client reads binary_data_size in any parameters that it finds
+                tensor.parameters = TensorParameters(binary_data_size=rows * column.row_bytes)
             tensors.append(tensor)
         id: Any = GAP if has_id else None
         return msgspec.json.encode(OipResponse(self.model, self.version, tensors, id, self.parameters)).split(GAP)
@@ -309,7 +309,7 @@ class OipCodec(Planning):
                 datatype, array = "BYTES", best[0] if self.unbatched else best
             tensor = Tensor(name, list(array.shape), datatype)
             if wanted.shared is not None:
-                tensor.parameters = shared_output(name, to_bytes(name, datatype, array), wanted.shared, item)
+                shared_output(name, to_bytes(name, datatype, array), wanted.shared, item)
             elif wanted.binary:
                 sections.append(to_bytes(name, datatype, array))
                 tensor.parameters = TensorParameters(binary_data_size=len(sections[-1]))
@@ -386,14 +386,6 @@ def is_steady(request: OipRequest) -> bool:
     """Whether a request with other values would be read in the same way."""
     asked = request.parameters
     return asked is None or asked == RequestParameters(asked.binary_data_output)
-
-
-def parameters_of(column: OutputColumn, rows: int) -> TensorParameters:
-    """The parameters of a binary output, or of one in shared memory."""
-    size, place = rows * column.row_bytes, column.shared
-    if place is None:
-        return TensorParameters(binary_data_size=size)
-    return TensorParameters(place.shared_memory_region, size, place.shared_memory_offset)
 
 
 def named_outputs(value: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import msgspec
 from google.protobuf.message import DecodeError
 
 from penstock.core.columns import RequestPlan, TensorRequest, TensorRows
@@ -19,7 +18,6 @@ from penstock.serving.protocols.oip import (
     OipCodec,
     OipContext,
     is_steady,
-    parameters_of,
 )
 from penstock.serving.protocols.oip_messages import (
     TYPED,
@@ -141,9 +139,7 @@ class OipGrpcCodec(OipCodec):
         before = message.SerializeToString()
         set_parameters(message.parameters, self.parameters or {})
         for column in columns:
-            output = message.outputs.add(name=column.name, datatype=column.datatype, shape=[rows, *column.tail])
-            if column.shared is not None:
-                set_parameters(output.parameters, msgspec.to_builtins(parameters_of(column, rows)))
+            message.outputs.add(name=column.name, datatype=column.datatype, shape=[rows, *column.tail])
         sizes = [0 if column.shared is not None else rows * column.row_bytes for column in columns]
         marks = [bytes([RAW_OUTPUTS << 3 | 2]) + varint_of(size) for size in sizes]
         return [before, message.SerializeToString()[len(before) :], *marks]
@@ -208,9 +204,7 @@ class OipGrpcCodec(OipCodec):
         raw: list[bytes | memoryview] = []
         for tensor in answer.outputs:
             output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-            parameters = {} if tensor.parameters is None else msgspec.to_builtins(tensor.parameters)
-            data = _take(rest, parameters.pop("binary_data_size", None) or 0)
-            set_parameters(output.parameters, parameters)
+            data = _take(rest, tensor.binary_bytes or 0)
             if typed:
                 getattr(output.contents, CONTENTS[tensor.datatype]).extend(_values(tensor, b"".join(data)))
             else:

@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 from penstock.core.wire.regions import read_region, write_region
 from penstock.errors import BadRequest
-from penstock.serving.protocols.oip_messages import NO_DATA, SharedTensor, Tensor, TensorParameters
+from penstock.serving.protocols.oip_messages import NO_DATA, SharedTensor, Tensor
 from penstock.serving.protocols.oip_tensors import check_form
 from penstock.types import SIZES, Item
 
@@ -36,13 +36,11 @@ def shared_input(tensor: Tensor, place: SharedTensor) -> memoryview:
     return read_region(what, place.shared_memory_region or "", place.shared_memory_offset, size)
 
 
-def shared_output(name: str, data: bytes | memoryview, place: SharedTensor, item: Item) -> TensorParameters:
+def shared_output(name: str, data: bytes | memoryview, place: SharedTensor, item: Item) -> None:
     """Writes an output to shared memory. Raises BadRequest."""
     what, size = f"output '{name[:100]}'", place.shared_memory_byte_size
     if item.stop >= 0:
         raise BadRequest(f"{what}: it goes to shared memory, so the request may have max_batch_size rows at most")
     if size is None or len(data) > size:
         raise BadRequest(f"{what}: it has {len(data)} bytes, but shared_memory_byte_size is {size}")
-    region, offset = place.shared_memory_region, place.shared_memory_offset
-    write_region(what, region or "", offset, data)
-    return TensorParameters(region, len(data), offset)
+    write_region(what, place.shared_memory_region or "", place.shared_memory_offset, data)

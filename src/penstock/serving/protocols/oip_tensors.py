@@ -94,8 +94,8 @@ def from_bytes(
     if datatype == "BF16":
         halves = np.frombuffer(data, "<u2").astype(np.uint32)
         return np.left_shift(halves, 16, out=halves).view(np.float32).reshape(shape)
-    if datatype == "BOOL" and np.frombuffer(data, np.uint8).max() > 1:
-        raise error(f"{what}: BOOL data holds a byte other than 0 and 1")
+    if datatype == "BOOL" and (cells := np.frombuffer(data, np.uint8)).max() > 1:
+        return np.not_equal(cells, 0).reshape(shape)  # NumPy allows no other bytes in an array of bool
     array = np.frombuffer(data, _little(datatype))
     if not array.flags.aligned:  # native code may rely on it
         array = array.copy()
