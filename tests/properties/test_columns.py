@@ -91,6 +91,12 @@ def octets(datatype: str, tail: tuple[int, ...], rows: int, values: st.DataObjec
     return data.replace(b"\1", values.draw(st.sampled_from([b"\1", b"\2", b"\xff"]))) if datatype == "BOOL" else data
 
 
+def raw(values: st.DataObject) -> Item:
+    """A raw request for the program with one input; some do not divide."""
+    data = numbers("FP32", (3,), 1, values).tobytes() + values.draw(st.sampled_from([b"", b"", b"?"]))
+    return Item(data, "oip_binary", "application/octet-stream", 1)
+
+
 IDS = st.one_of(st.none(), st.just("7"), st.text(max_size=8))
 
 
@@ -170,6 +176,15 @@ def test_columns_answer_as_rows_do(runners: tuple[BatchRunner, BatchRunner], val
 def test_arrays_of_numpy_answer_as_rows_do(values: st.DataObject) -> None:
     columns, rows = runner(True, Halving), runner(False, Halving)
     batch = [npy(values, values.draw(st.integers(0, 3))) for _ in range(3)]
+    for _ in range(2):
+        assert answers(columns, batch) == answers(rows, batch)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_raw_requests_answer_as_rows_do(values: st.DataObject) -> None:
+    columns, rows = runner(True, Halving), runner(False, Halving)
+    batch = [raw(values) for _ in range(3)]
     for _ in range(2):
         assert answers(columns, batch) == answers(rows, batch)
 

@@ -197,10 +197,10 @@ class TensorModel:
             arrays[name] = array[np.newaxis] if single else array
             _check_shape(specs[name], arrays[name], self._unbatched)
         rows = {name: len(array) for name, array in arrays.items()}
-        if (len(set(rows.values())) != 1 or len(singles) != 1) and not self._unbatched:
+        if (len(set(rows.values())) > 1 or len(singles) > 1) and not self._unbatched:
             found = ", ".join(f"'{name}' {n}" for name, n in rows.items())
             raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {found}")
-        count = next(iter(rows.values()))
+        count = next(iter(rows.values()), 1)  # without any optional input, one
         return TensorRequest(Block(arrays, count), 0, count, singles == {True}, named)
 
     def _renamed(self, item: dict[Any, Any]) -> dict[str, Any]:
@@ -215,8 +215,8 @@ class TensorModel:
                 raise BadRequest(f"input '{names[key]}' is given twice")
             given[names[key]] = value
         missing = [i.name for i in inputs if i.required and i.name not in given]
-        if missing or not given:
-            raise BadRequest(f"input '{(missing or [known])[0]}' is missing; the model needs {known}")
+        if missing:
+            raise BadRequest(f"input '{missing[0]}' is missing; the model needs {known}")
         return given
 
     # ---- batches
@@ -237,7 +237,7 @@ class TensorModel:
             if request.block is not last:
                 last = request.block
                 key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(last.arrays.items()))
-                places = groups.setdefault(key, [])
+                places = groups.setdefault(key or i, [])  # alone without inputs: only they tell the number of rows
             places.append(i)
         if len(groups) == 1:
             return self._run_together(requests)

@@ -265,7 +265,7 @@ class Planning(Codec):
                 return
         except PenstockError:
             return
-        plan = self.plan_of(request, found[2], item) if request.rows else None
+        plan = self.plan_of(request, found[2], item) if request.rows and request.arrays else None
         parts = None if plan is None else self.parts_of(plan, found[2], item)
         if plan is None or parts is None or not _reads(plan, parts[0], request):
             return

@@ -152,7 +152,8 @@ class OipCodec(Planning):
 
     def _rows(self, arrays: dict[str, np.ndarray[Any, Any]], item: Item) -> dict[str, np.ndarray[Any, Any]]:
         """The rows of this item. Raises BadRequest for missing inputs or different numbers of rows."""
-        self._check_set(arrays)
+        if arrays or not self.inputs or any(not spec.optional for spec in self.inputs.values()):
+            self._check_set(arrays)
         if item.stop < 0:
             return arrays
         return {name: array[item.start : item.stop] for name, array in arrays.items()}

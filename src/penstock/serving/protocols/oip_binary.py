@@ -6,10 +6,12 @@ code has no pickle loader. Source: numpy.lib.format, versions 1.0 to 3.0.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from msgspec import Struct
 
 from penstock.core.columns import RequestPlan, TensorRequest, TensorRows
@@ -22,12 +24,16 @@ from penstock.serving.protocols.oip_messages import (
     HEADER_BYTES,
     HEADER_LENGTH,
     NPY,
+    InputParameters,
+    InputTensor,
+    OipRequest,
+    RequestParameters,
     Tensor,
     header_length,
     sequence_of_json,
 )
-from penstock.serving.protocols.oip_tensors import check_form, from_bytes, output_array, to_bytes
-from penstock.types import Item, ItemResult, Response, SequenceRequest
+from penstock.serving.protocols.oip_tensors import check_form, from_bytes, length_of, output_array, to_bytes
+from penstock.types import SIZES, Item, ItemResult, Response, SequenceRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,7 +183,7 @@ class OipNpyCodec(OipCodec):
 
 
 def head_bytes(item: Item) -> int:
-    """The value of the header `HEADER_LENGTH`, 0 without it. Raises BadRequest."""
+    """The value of the header `HEADER_LENGTH`; 0 for a raw request, whose body is the only input. Raises BadRequest."""
     return item.head_bytes or header_length(item.headers) or 0
 
 
@@ -206,18 +212,41 @@ class OipBinaryCodec(OipCodec):
     def cut(self, item: Item) -> tuple[bytes, str | None, Any] | None:
         """(the JSON without its id and the spaces behind it, the id, the body and where its tensors begin)."""
         length, body = head_bytes(item), item.payload
-        found = cut_id(bytes(body[:length]).rstrip()) if 0 < length <= len(body) else None
+        if not length:
+            return b"%d" % len(body), None, (body, 0)  # no JSON of a request is a number
+        found = cut_id(bytes(body[:length]).rstrip()) if length <= len(body) else None
         return None if found is None else (*found, (body, length))
 
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
-        """(JSON, bytes after it). Raises BadRequest for a missing header or a shorter body."""
+        """(JSON, bytes after it). Raises BadRequest for a shorter body, and for a raw request that names no tensor."""
         body = memoryview(item.payload)
         length = head_bytes(item)
         if not length:
-            raise BadRequest(f"binary tensors need the header {HEADER_LENGTH}")
+            return self._raw(body)
         if length > len(body):
             raise BadRequest(f"header {HEADER_LENGTH} is {length}, but the body has {len(body)} bytes")
         return body[:length], body[length:]
+
+    def _raw(self, body: memoryview) -> tuple[bytes, memoryview]:
+        """(the JSON for a body that is the only input, its data), by Triton's rules: the request has one row, a single
+        free axis follows from the size, and a text has no length before it. Raises BadRequest."""
+        what = f"header {HEADER_LENGTH} is 0, so the body is the only input, but"
+        if len(self.inputs) != 1:
+            raise BadRequest(f"{what} the model declares {len(self.inputs)} inputs; send JSON before the tensors")
+        (spec,) = self.inputs.values()
+        shape = [*(spec.shape if self.unbatched else (1, *spec.shape[1:]))]
+        if spec.datatype == "BYTES":
+            if shape not in ([1], [1, 1]):
+                raise BadRequest(f"{what} a text has the shape [1], and '{spec.name}' has {shape}")
+            body = memoryview(length_of(body) + bytes(body))
+        elif shape.count(-1) > 1:
+            raise BadRequest(f"{what} several axes of '{spec.name}' are of any size: {shape}")
+        elif -1 in shape:
+            cell = math.prod(size for size in shape if size >= 0) * SIZES[spec.datatype]
+            shape[shape.index(-1)] = len(body) // max(cell, 1)
+        parameters = InputParameters(binary_data_size=len(body))
+        tensor = InputTensor(spec.name, shape, spec.datatype, parameters=parameters)
+        return msgspec.json.encode(OipRequest([tensor], parameters=RequestParameters(True))), body
 
 
 _SSE: Final = b"text/event-stream"

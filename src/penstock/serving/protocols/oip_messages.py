@@ -115,7 +115,7 @@ class RequestParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
 class OipRequest(Struct, omit_defaults=True):
     """The JSON of a request; unknown keys are ignored, unknown parameters are refused."""
 
-    inputs: list[InputTensor]
+    inputs: list[InputTensor] = []
     id: str | None = None
     outputs: list[RequestedOutput] | None = None
     parameters: RequestParameters | None = None
@@ -226,10 +226,10 @@ def header_length(headers: Headers | None) -> int | None:
 
 def parse_length(value: bytes) -> int:
     """The value of the header `HEADER_LENGTH`. Raises BadRequest."""
-    if value.isdigit() and len(value) < 10 and 1 <= (length := int(value)) <= HEADER_BYTES:
+    if value.isdigit() and len(value) < 10 and (length := int(value)) <= HEADER_BYTES:
         return length
     raise BadRequest(
-        f"header {HEADER_LENGTH} must be a whole number from 1 to {HEADER_BYTES}, the length of the JSON before"
+        f"header {HEADER_LENGTH} must be a whole number from 0 to {HEADER_BYTES}, the length of the JSON before"
         f" the tensors, found '{value[:40].decode('latin-1')}'"
     )
 

@@ -55,7 +55,7 @@ def select_codec(special: Mapping[bytes, bytes], content_type: bytes) -> tuple[s
         raise UnsupportedType("the body is a pickle, which is never loaded here; send JSON, or binary tensors")
     length = special.get(_LENGTH_HEADER)
     head_bytes = 0 if length is None else parse_length(length)
-    codec = "oip_binary" if head_bytes else "oip_npy" if b"x-npy" in kind else ""
+    codec = "oip_binary" if length is not None else "oip_npy" if b"x-npy" in kind else ""
     if accepted_coding(special.get(ACCEPT_ENCODING, b"")):
         codec = (codec or "oip_json") + CODED
     return codec, head_bytes

@@ -274,7 +274,7 @@ def request_content(model: ModelMetadata) -> dict[str, Any]:
     parameters["additionalProperties"] = model.takes_parameters
     needed = sum(not spec.optional for spec in model.inputs)
     request = {
-        "inputs": _tensors(model.inputs, max(1, needed), model.unbatched),
+        "inputs": _tensors(model.inputs, needed if model.inputs else 1, model.unbatched),
         "id": _TEXT,
         "outputs": {"type": "array", "items": _object(outputs, "name")},
         "parameters": parameters,

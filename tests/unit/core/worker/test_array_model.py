@@ -155,6 +155,19 @@ def test_an_input_whose_parameter_has_a_default_is_optional() -> None:
         opened(declared(lambda self, x: x, [spec]))
 
 
+def test_requests_without_any_optional_input_run_one_by_one() -> None:
+    """Without inputs `predict` cannot know how many rows a call has."""
+    calls: list[Any] = []
+
+    def predict(self: Any, x: Any = None) -> Any:
+        calls.append(x if x is None else len(x))
+        return f32([0, 0]) if x is None else x
+
+    found = run(declared(predict), {}, {"x": f32([1, 2])}, {}, {"x": f32([3, 4])})
+    assert [each["y"].tolist() for each in found] == [[[0, 0]], [[1, 2]], [[0, 0]], [[3, 4]]]
+    assert sorted(calls, key=str) == [2, None, None]
+
+
 def test_requests_are_checked_one_by_one() -> None:
     found = run(Doubles, [1, 2], [1, 2, 3], {"z": [1, 2]}, {"x": f32([1, 2]).astype(np.float64)}, {"x": f32([3, 4])})
     assert found[0].tolist() == [2, 4]

@@ -137,10 +137,10 @@ def test_declared_bf16_outputs_are_rounded_to_the_nearest_even():
         (raw([tensor(datatype="BYTES", size=9)], b"\xff\xff\xff\xff\0\0\0\0a"), "element 0 of BYTES ends beyond"),
         (raw([tensor(datatype="BYTES", size=9)], b"\0\0\0\0\0\0\0\0a"), "1 bytes follow the last of 2"),
         (raw([tensor(shape=(2**60,), datatype="BYTES", size=8)], bytes(8)), "need at least 4611686018427387904 bytes"),
-        (raw([tensor()], bytes(8), b"100000"), "from 1 to 65536"),
+        (raw([tensor()], bytes(8), b"100000"), "from 0 to 65536"),
         (raw([tensor()], bytes(8), b"60000"), "is 60000, but the body has"),
         (raw([tensor()], bytes(8), b"5"), "not valid JSON"),
-        (Item(b"{}", "oip_binary"), "binary tensors need the header"),
+        (Item(b"{}", "oip_binary"), "the model declares 0 inputs"),
     ],
 )
 def test_an_inconsistent_request_is_refused_with_the_found_and_expected_values(item, why):
@@ -148,8 +148,8 @@ def test_an_inconsistent_request_is_refused_with_the_found_and_expected_values(i
         CODEC.decode(item)
 
 
-@pytest.mark.parametrize("value", [b"", b"0", b"-1", b"+5", b"1.0", b"0x10", b" 5", b"65537", b"9" * 5000, b"\xb2"])
-def test_a_header_length_is_a_whole_number_from_1_to_64_kib(value):
+@pytest.mark.parametrize("value", [b"", b"-1", b"+5", b"1.0", b"0x10", b" 5", b"65537", b"9" * 5000, b"\xb2"])
+def test_a_header_length_is_a_whole_number_up_to_64_kib(value):
     with pytest.raises(BadRequest, match="Inference-Header-Content-Length must be"):
         parse_length(value)
 
@@ -220,6 +220,65 @@ def test_joined_parts_equal_the_whole_answer(binary):
     whole = answer()
     assert CODEC.join([answer(0, 2), answer(2, 3), answer(3, 5)]) == whole
     assert answered(whole).outputs["y"].shape == (5, 2)
+
+
+def raw_codec(datatype: str, *shape: int, unbatched: bool = False) -> OipBinaryCodec:
+    inputs = (TensorSpec("x", datatype, shape),)
+    return OipBinaryCodec("m", "1", ModelMetadata("m", "1", inputs=inputs, unbatched=unbatched))
+
+
+@pytest.mark.parametrize(
+    ("codec", "body", "shape"),
+    [
+        (raw_codec("FP32", -1, 4), bytes(16), (1, 4)),
+        (raw_codec("FP32", -1), bytes(4), (1,)),
+        (raw_codec("INT16", -1, 2, -1), bytes(12), (1, 2, 3)),
+        (raw_codec("INT16", -1, 2, -1), b"", (1, 2, 0)),
+        (raw_codec("UINT8", -1, 3, unbatched=True), bytes(12), (4, 3)),
+        (raw_codec("BYTES", -1, 1), b"\2\0", (1, 1)),
+        (raw_codec("BYTES", 1, unbatched=True), b"", (1,)),
+    ],
+)
+def test_a_raw_body_is_the_only_input_of_one_row(codec, body, shape):
+    """As Triton reads it: no JSON, and no length before a text."""
+    item = Item(body, "oip_binary", headers=[(b"inference-header-content-length", b"0")])
+    assert codec.peek(item, body) is None
+    arrays, context = codec.decode(item)
+    assert arrays["x"].shape == shape
+    assert (arrays["x"].ravel().tolist() == [body]) if arrays["x"].dtype == object else arrays["x"].tobytes() == body
+    result = codec.encode(arrays, item, context)
+    assert dict(result.headers)[HEADER_LENGTH]
+    assert answered(result).outputs["x"].shape == shape
+
+
+TWO = ModelMetadata("m", "1", inputs=tuple(TensorSpec(name, "FP32", (-1, 1), name == "b") for name in "ab"))
+
+
+@pytest.mark.parametrize(
+    ("codec", "body", "why"),
+    [
+        (raw_codec("FP32", -1, 4), bytes(32), r"shape \[1, 4\] of FP32 needs 16 bytes, found 32"),
+        (raw_codec("FP32", -1, 4), b"", "needs 16 bytes, found 0"),
+        (raw_codec("FP32", -1, 2, -1), bytes(12), r"shape \[1, 2, 1\] of FP32 needs 8 bytes, found 12"),
+        (raw_codec("FP32", -1, 0, -1), bytes(4), "needs 0 bytes, found 4"),
+        (raw_codec("FP32", -1, -1, -1), bytes(4), "several axes of 'x' are of any size"),
+        (raw_codec("BYTES", -1, 2), b"a", r"a text has the shape \[1\], and 'x' has \[1, 2\]"),
+        (raw_codec("BYTES", -1, unbatched=True), b"a", "a text has the shape"),
+        (OipBinaryCodec("m", "1", TWO), bytes(4), "the model declares 2 inputs"),
+    ],
+)
+def test_a_raw_body_whose_shape_is_not_known_is_refused(codec, body, why):
+    with pytest.raises(BadRequest, match=why):
+        codec.decode(Item(body, "oip_binary"))
+
+
+def test_a_request_may_omit_all_inputs_only_if_all_are_optional():
+    optional = OipJsonCodec("m", "1", ModelMetadata("m", "1", inputs=(TensorSpec("x", "FP32", (-1,), True),)))
+    for body in (b"{}", b'{"inputs": []}'):
+        assert optional.decode(Item(body))[0] == {}
+        for codec in (OipJsonCodec("m", "1", TWO), OipJsonCodec("m", "1")):
+            with pytest.raises(BadRequest, match="inputs is empty"):
+                codec.decode(Item(body))
 
 
 def test_only_an_optional_input_can_be_omitted():
