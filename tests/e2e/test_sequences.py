@@ -48,6 +48,11 @@ SOURCE = """
             time.sleep(items[0])
             return totals(items, sequences)
 
+    @penstock.model(max_sequences=1, max_queue=6)
+    class Few:
+        def predict(self, items, sequences):
+            return totals(items, sequences)
+
     @penstock.model(max_sequences=2)
     class Tensors:
         inputs = [penstock.TensorSpec("x", "FP32", (-1, 1))]
@@ -69,7 +74,7 @@ SOURCE = """
 
 @pytest.fixture(scope="module")
 def server(serve_all: Callable[..., Any]) -> Any:
-    return serve_all(SOURCE, "Totals", "Brief", "Tensors", "Parts", "--instances", "2")
+    return serve_all(SOURCE, "Totals", "Brief", "Few", "Tensors", "Parts", "--instances", "2")
 
 
 def ask(server: Any, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
@@ -144,18 +149,23 @@ def test_a_failed_request_leaves_the_state_and_the_sequence(server: Any) -> None
         ("x" * 201, ("start",), 400, "bad_request"),
         ("never", (), 404, "sequence_not_found"),
         ("never", ("end",), 404, "sequence_not_found"),
-        ("twice", ("start",), 409, "conflict"),
     ],
 )
 def test_a_request_that_fits_no_sequence_is_refused(
     server: Any, id: str, flags: tuple[str, ...], status: int, code: str
 ) -> None:
-    if id == "twice":
-        assert send(server, 1, id, "start")[0] == 200
     found, body = send(server, 1, id, *flags)
     assert (found, body["error"]["code"]) == (status, code)
-    if id == "twice":
-        assert send(server, 2, id, "end")[1]["seen"] == [1, 2], "the first sequence goes on"
+
+
+def test_a_start_begins_a_sequence_anew_whatever_runs(server: Any) -> None:
+    found = [
+        send(server, k, "again", *flags) for k, flags in enumerate([["start"], [], ["start"], [], ["start", "end"]])
+    ]
+    assert [(status, body["seen"]) for status, body in found] == [
+        (200, [0]), (200, [0, 1]), (200, [2]), (200, [2, 3]), (200, [4]),
+    ]  # fmt: skip
+    assert send(server, 5, "again")[0] == 404
 
 
 def test_a_flag_other_than_true_or_false_is_refused(server: Any) -> None:
@@ -163,31 +173,65 @@ def test_a_flag_other_than_true_or_false_is_refused(server: Any) -> None:
     assert (status, "found b'maybe'" in body["error"]["message"]) == (400, True)
 
 
-def test_sequences_are_bounded(server: Any) -> None:
-    statuses = {f"many{k}": send(server, 1, f"many{k}", "start")[0] for k in range(1_000)}
-    assert set(statuses.values()) == {200, 429}
-    begun = [id for id, status in statuses.items() if status == 200]
-    assert len(begun) == 16, "eight on each of two instances"
-    for id in begun:
-        assert send(server, 1, id, "end")[0] == 200
-    assert send(server, 1, "after", "start", "end")[0] == 200
+def test_sequences_are_bounded_and_starts_wait_for_a_place(server: Any) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        assert [send(server, 1, id, "start", model="few")[0] for id in ("1", "2")] == [200, 200]
+        starts = [pool.submit(send, server, 1, f"later{k}", "start", "end", model="few") for k in range(3)]
+        while server.metric("penstock_queue_rows", model="few") < 3:
+            time.sleep(0.01)
+        status, body = send(server, 1, "too many", "start", model="few")
+        assert (status, body["error"]["code"]) == (429, "queue_full")
+        assert not any(start.done() for start in starts), "one place on each of two instances"
+        assert send(server, 1, "2", "end", model="few")[1]["seen"] == [1, 1], "no start keeps it from its end"
+        assert [(status, body["seen"]) for status, body in (start.result(30) for start in starts)] == [(200, [1])] * 3
+    send(server, 1, "1", "end", model="few")
+
+
+def test_a_start_that_waits_for_a_place_ends_with_its_time(server: Any) -> None:
+    assert [infer(server, sequence_id=f"s{k}", sequence_start=True)[0] for k in range(4)] == [200] * 4
+    status, body = infer(server, sequence_id="late", sequence_start=True, timeout=50_000)
+    assert (status, body["error"].startswith("the request expired in the queue after 50000 us")) == (503, True)
+    status, body = infer(server, sequence_id="late", sequence_start=True, deadline_ms=50)
+    assert (status, "deadline" in body["error"]) == (504, True)
+    assert [infer(server, sequence_id=f"s{k}", sequence_end=True)[0] for k in range(4)] == [200] * 4
+
+
+def infer(server: Any, rows: int = 1, deadline_ms: int = 0, **parameters: Any) -> tuple[int, Any]:
+    """One Open Inference request to the model that adds up."""
+    tensor = {"name": "x", "shape": [rows, 1], "datatype": "FP32", "data": [2] * rows}
+    headers = {"x-deadline-ms": str(deadline_ms)} if deadline_ms else {}
+    return ask(server, "/v2/models/tensors/infer", {"inputs": [tensor], "parameters": parameters}, headers)
 
 
 def test_open_inference_names_the_sequence_in_its_parameters(server: Any) -> None:
-
-    def infer(model: str = "tensors", **parameters: Any) -> tuple[int, Any]:
-        tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [2]}
-        return ask(server, f"/v2/models/{model}/infer", {"inputs": [tensor], "parameters": parameters})
-
     totals = [
-        infer(sequence_id=7, sequence_start=True),
-        infer(sequence_id=7),
-        infer(sequence_id="7", sequence_end=True),
+        infer(server, sequence_id=7, sequence_start=True),
+        infer(server, sequence_id=7),
+        infer(server, sequence_id="7", sequence_end=True),
     ]
     assert [(status, body["outputs"][0]["data"]) for status, body in totals] == [(200, [2]), (200, [4]), (200, [6])]
-    assert infer(sequence_id=7)[0] == 404
-    assert infer(sequence_id=8, sequence_start="yes")[0] == 400
-    assert infer(sequence_id=0)[0] == 400
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"sequence_id": 0},
+        {"sequence_id": ""},
+        {"sequence_id": 0, "sequence_start": True},
+        {"sequence_id": 8},
+        {"sequence_id": "8"},
+        {"sequence_id": 8, "sequence_end": True},
+        {"sequence_id": 8, "sequence_start": "yes"},
+        {"sequence_id": 8, "sequence_start": True, "rows": 2},
+    ],
+    ids=str,
+)
+def test_triton_refuses_it_with_the_same_status(server: Any, parameters: dict[str, Any]) -> None:
+    assert infer(server, **parameters)[0] == 400
+
+
+def test_the_metadata_have_the_limit_of_sequences(server: Any) -> None:
     assert json.loads(server.get("/v2/models/tensors")[1])["parameters"]["max_sequences"] == 2
 
 

@@ -15,14 +15,14 @@ from penstock.core.batching.policies.fixed import Fixed
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.batching.sequences import SequenceLimits
 from penstock.core.worker.predict import SequenceStates
-from penstock.errors import Conflict, ModelNotReady, QueueFull, SequenceLost, SequenceNotFound
+from penstock.errors import ModelNotReady, QueueFull, SequenceLost, SequenceNotFound
 from penstock.types import SequenceRequest
 
 MOST, IDLE_S, BACKLOG, SLOTS = 2, 10.0, 3, 2
-REFUSALS = (Conflict, ModelNotReady, QueueFull, SequenceLost, SequenceNotFound)
+REFUSALS = (ModelNotReady, QueueFull, SequenceLost, SequenceNotFound)
 
 offers = st.tuples(
-    st.just("offer"), st.integers(0, 2), st.sampled_from("snsnnnneb"), st.sampled_from((INF, INF, INF, 1.0))
+    st.just("offer"), st.integers(0, 5), st.sampled_from("snsnnnneb"), st.sampled_from((INF, INF, INF, 1.0))
 )
 steps = st.lists(
     st.one_of(
@@ -77,7 +77,7 @@ class Script:
         if request.start:
             self.begun[request.id] = id
         self.life[id] = self.begun[request.id]
-        behind = [i for i in self.accepted.get(self.life[id], ()) if i in self.open]
+        behind = [i for i in self.open if self.requests[i].sequence.id == request.id]
         assert len(behind) <= BACKLOG, "the backlog has no bound"
         self.accepted.setdefault(self.life[id], []).append(id)
         self.open.add(id)
@@ -133,10 +133,14 @@ class Script:
                 self.slots.setdefault(life, set()).add(event.slot)
                 self.ran.setdefault(life, []).append(e.id)
         busy = [e.id for d in self.running.values() for e in d.entries]
-        lives = [self.life[id] for id in busy]
-        assert len(set(lives)) == len(lives), "two requests of a sequence run at the same time"
+        names = [self.requests[id].sequence.id for id in busy]
+        assert len(set(names)) == len(names), "two requests of a sequence run at the same time"
         assert self.scheduler.queued == len(self.open) - len(busy)
-        assert len(self.scheduler.sequences) <= MOST * (SLOTS - len(self.down))
+        places, placed = MOST * (SLOTS - len(self.down)), len(self.scheduler.sequences)
+        assert placed <= places
+        waits = any(self.requests[id].slot < 0 for id in self.open)
+        assert not waits or placed == places, "a start waits beside a free place"
+        assert not waits or self.scheduler.wake_at is None or self.scheduler.wake_at > self.now
 
     def play(self, step: tuple[Any, ...]) -> None:
         kind, *given = step
@@ -155,6 +159,7 @@ class Script:
             elif slot not in self.down:
                 if kind == "retire":  # it answers what it has
                     self.scheduler.slot_retired(slot, self.now)
+                    self.down.add(slot)
                     self.poll()
                     self.finish(slot, "ok")
                 else:
@@ -185,6 +190,12 @@ def test_requests_of_a_sequence_run_in_order_on_one_slot_and_end_once(steps: lis
     for _ in range(200):
         for slot in range(SLOTS):
             script.play(("answer", slot))
+        if script.open and not script.running and len(script.down) < SLOTS:
+            assert script.scheduler.wake_at is not None, "nothing wakes a start that waits for idle sequences"
+            script.play(("wait", script.scheduler.wake_at - script.now))
+    for slot in range(SLOTS):
+        script.play(("up", slot))
+        script.play(("answer", slot))
     assert not script.open, "requests without an end"
     for id in {i for ids in script.accepted.values() for i in ids}:
         name, end = script.requests[id].sequence.id, script.requests[id].sequence.end

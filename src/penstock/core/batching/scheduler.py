@@ -183,10 +183,10 @@ class Scheduler:
         if rows < 1 or queue.rows + rows > max_rows or queue.nbytes + entry.nbytes > max_bytes:
             self._refuse(entry, max_rows, max_bytes)
         if self.sequences is not None:
-            if rows > self.max_batch_size:
-                max_rows = self.max_batch_size
-                raise BadRequest(f"a request of a sequence has at most max_batch_size rows ({max_rows}), found {rows}")
-            self.sequences.enter(entry, now)
+            if rows > 1:
+                raise BadRequest(f"a request of a sequence has one row, found {rows}: send a request for each")
+            room = 2 * (queue.rows + rows) <= max_rows and 2 * (queue.nbytes + entry.nbytes) <= max_bytes
+            self.sequences.enter(entry, now, room)
         v = entry.arrival_s + entry.behind_s + budgets[priority if priority < len(budgets) else -1]
         entry.vdeadline_s = v if v < entry.deadline_s else entry.deadline_s
         queue.add(entry)
@@ -379,6 +379,9 @@ class Scheduler:
 
     def _place_sequence(self, now: float) -> bool:
         """`_place` for a model with sequences: each bucket has a slot of its own."""
+        assert self.sequences is not None
+        self._queue.place_sequences(now)
+        self._wake_s = self.sequences.frees_s
         for bucket in sorted(self._queue.buckets.values(), key=lambda b: (b.keys[0], b.entries[0].seq)):
             if bucket.slot in self._slots.idle:
                 choice = self._ask(bucket, 1, now)

@@ -379,6 +379,11 @@ class WaitingQueue:
                 self._put(head)
             self.lose_sequences(lost)
 
+    def place_sequences(self, now: float) -> None:
+        """Lets the first requests of sequences that waited for a place wait in buckets."""
+        for head in [] if self._sequences is None else self._sequences.placed(now):
+            self._put(head)
+
     def streams(self, entry: Entry) -> None:
         """Lets the next request of the sequence wait in a bucket while the response to this one is streamed."""
         head = None if self._sequences is None else self._sequences.streams(entry)

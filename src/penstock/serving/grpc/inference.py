@@ -56,7 +56,7 @@ _FINAL: Final = {value: _final(value) for value in (False, True)}
 
 def failure(error: PenstockError) -> GrpcError:
     """The status of an error, by the table of HTTP."""
-    return GrpcError(code_of(status_of(error)), error.message, error.retry_after_s, error.code)
+    return GrpcError(code_of(status_of(error, open_inference=True)), error.message, error.retry_after_s, error.code)
 
 
 class _Request(Struct):

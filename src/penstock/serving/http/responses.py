@@ -34,6 +34,7 @@ from penstock.errors import (
     UnsupportedType,
     WorkerDied,
 )
+from penstock.serving.protocols import oip_routes
 from penstock.serving.protocols.bodies import BASE64, ERROR_CODE, JSON, PART_TYPE, UnsupportedCoding
 from penstock.serving.protocols.route import Route
 from penstock.serving.protocols.routes import error_body_of
@@ -151,14 +152,16 @@ def status_line(status: int, reason: str | None = None) -> bytes:
 TOO_MANY: Final = status_line(503) + b"retry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def status_of(error: PenstockError) -> int:
+def status_of(error: PenstockError, open_inference: bool = False) -> int:
     """The HTTP status of an error, from its nearest ancestor in the table."""
+    if open_inference and isinstance(error, (SequenceNotFound, SequenceLost)):
+        return 400  # as in Triton, whose clients take 404 for an unknown model
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
 def error_result(error: PenstockError, error_body: Callable[[PenstockError], bytes]) -> ItemResult:
     """The whole response for an error, with the headers of its status."""
-    status = status_of(error)
+    status = status_of(error, error_body is oip_routes.error_body)
     headers = [(ERROR_CODE, error.code)]
     if status in (429, 503):
         headers.append(("retry-after", str(max(1, math.ceil(error.retry_after_s or 1.0)))))

@@ -701,4 +701,4 @@ async def test_a_request_past_the_client_timeout_expires(server: ServerSetup, ad
     results = await asyncio.gather(*(server.result("m") for _ in range(4)))
     codes = [None if r.error is None else r.error.code for r in results]
     assert codes[0] is None
-    assert codes[-1] == "deadline_exceeded"
+    assert codes[-1] == "queue_timeout"
