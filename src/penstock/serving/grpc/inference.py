@@ -36,6 +36,7 @@ NAME: Final = "inference.GRPCInferenceService"
 RAW_CALLS: Final = frozenset({"ModelStreamInfer"})
 DIRECT_CALLS: Final = frozenset({"ModelInfer"})
 CODEC: Final = "oip_grpc"
+FINAL: Final = "triton_final_response"
 _INFER_RESPONSE: Final = 2  # number of the field in ModelStreamInferResponse
 
 _message = open_inference().message
@@ -46,7 +47,7 @@ _StreamInfer: Final = _message("inference.ModelStreamInferResponse")
 def _final(value: bool) -> bytes:
     """The parameter that states whether a request has further responses."""
     response = _Infer()
-    response.parameters["triton_final_response"].bool_param = value
+    response.parameters[FINAL].bool_param = value
     data: bytes = response.SerializeToString()
     return data
 
@@ -67,6 +68,10 @@ class _Request(Struct):
     id: str
     item: Item
     empty_final: bool  # the client wants a last response without outputs
+
+    def response(self) -> Any:
+        """A response without outputs."""
+        return _Infer(model_name=self.model, model_version=self.version or "", id=self.id)
 
     def log(self, error: PenstockError) -> None:
         """Logs a failure of the server, as HTTP does."""
@@ -266,14 +271,14 @@ class _InferStream:
             message = _StreamInfer(error_message=result.error.message)
             if request is not None:
                 request.log(result.error)
-                message.infer_response.id = request.id
+                message.infer_response.MergeFrom(request.response())
             message.infer_response.parameters[ERROR_CODE].string_param = result.error.code
+            message.infer_response.parameters[FINAL].bool_param = result.final
             body = message.SerializeToString()
         elif len(result.body):
             body = b"".join(field_of(_INFER_RESPONSE, result.body, _FINAL[result.final]))
         elif request is not None and request.empty_final:
-            head = _Infer(model_name=request.model, model_version=request.version or "", id=request.id)
-            body = b"".join(field_of(_INFER_RESPONSE, head.SerializeToString(), _FINAL[True]))
+            body = b"".join(field_of(_INFER_RESPONSE, request.response().SerializeToString(), _FINAL[True]))
         else:
             self._parts.wake()
             return

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from penstock._version import __version__
 from penstock.core.contracts import Backend
-from penstock.errors import PenstockError, UnsupportedType
+from penstock.errors import ModelNotFound, PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding
 from penstock.serving.protocols.oip_binary import head_bytes
 from penstock.serving.protocols.oip_heads import facts_of, terms_of
@@ -144,6 +144,14 @@ def _model_ready(backend: Backend, model: str, version: str | None) -> ModelRead
     return ModelReady(model, backend.model_ready(model, version))
 
 
+def _model_ready_or_not(backend: Backend, model: str, version: str | None) -> ModelReady:
+    """As over HTTP, but a model that does not exist is not ready: gRPC has no status for that answer."""
+    try:
+        return _model_ready(backend, model, version)
+    except ModelNotFound:
+        return ModelReady(model, False)
+
+
 def _infer(path: str) -> Template:
     return Template(
         path,
@@ -175,6 +183,6 @@ CALLS: Final[Mapping[str, Read]] = {
     "ServerLive": live,
     "ServerReady": ready,
     "ServerMetadata": _server,
-    "ModelReady": _model_ready,
+    "ModelReady": _model_ready_or_not,
     "ModelMetadata": _metadata,
 }
