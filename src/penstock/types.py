@@ -186,7 +186,8 @@ class ModelMetadata(Struct, frozen=True):
     `parameters` are plain values for clients. A `revision` among them identifies weights and settings; every Open
     Inference response of the model carries it. `created`: when it was loaded, in seconds since 1970. `streams`: an
     answer may have any number of parts. `task` is "" or one of `penstock.types.TASKS`. `takes_parameters`: clients may
-    send parameters of their own. `unbatched`: axis 0 of its tensors is not rows (`rows = "none"`).
+    send parameters of their own. `unbatched`: axis 0 of its tensors is not rows (`rows = "none"`). `typed_contents` is
+    its key in the configuration.
     """
 
     name: str
@@ -201,6 +202,7 @@ class ModelMetadata(Struct, frozen=True):
     task: str = ""
     takes_parameters: bool = False
     unbatched: bool = False
+    typed_contents: bool = False
 
 
 class ModelStatus(Struct, frozen=True):

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from tritonclient.grpc import aio, service_pb2
+from tritonclient.grpc import aio, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 TLS = Path(__file__).parents[1] / "tls"
@@ -26,6 +26,9 @@ SOURCE = """
     import penstock
 
     def echo(items):
+        return items
+
+    def typed_echo(items):
         return items
 
     class Typed:
@@ -58,13 +61,17 @@ SOURCE = """
 
     def fails(items):
         raise ValueError("no")
+
+    def fails_late(items):
+        yield items
+        raise ValueError("no")
 """
-MODELS = ("echo", "Typed", "Parts", "Rows", "waits", "Totals", "fails")
+MODELS = ("echo", "typed_echo", "Typed", "Parts", "Rows", "waits", "Totals", "fails", "fails_late")
 
 
 @pytest.fixture(scope="module")
 def server(serve_all: Callable[..., Any]) -> Any:
-    return serve_all(SOURCE, *MODELS, ports=PORTS)
+    return serve_all(SOURCE, *MODELS, "--set", "models.typed_echo.typed_contents=true", ports=PORTS)
 
 
 def address(server: Any) -> str:
@@ -121,8 +128,8 @@ def test_every_datatype_returns_as_it_was_sent(client, datatype):
     np.testing.assert_array_equal(answer.as_numpy("x"), array.astype(np.float32) if datatype == "BF16" else array)
 
 
-def typed_request(datatype: str, values: list[Any], shape: list[int] | None = None, **more: Any) -> Any:
-    request = service_pb2.ModelInferRequest(model_name="echo", **more)
+def typed_request(datatype: str, values: list[Any], shape: list[int] | None = None, model: str = "echo") -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model)
     found = request.inputs.add(name="x", datatype=datatype, shape=shape or [1, len(values)])
     getattr(found.contents, CONTENTS[datatype]).extend(values)
     return request
@@ -139,12 +146,16 @@ def call(server: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 @pytest.mark.parametrize("datatype", CONTENTS)
-def test_typed_contents_are_answered_with_typed_contents(call, datatype):
+def test_outputs_are_raw_and_typed_contents_only_for_a_model_that_says_so(call, datatype):
     values = ARRAYS[datatype].ravel().tolist()
     answer = call(typed_request(datatype, values))
-    assert not answer.raw_output_contents
-    assert list(getattr(answer.outputs[0].contents, CONTENTS[datatype])) == values
-    assert (answer.outputs[0].datatype, list(answer.outputs[0].shape)) == (datatype, [1, 2])
+    assert triton.InferResult(answer).as_numpy("x").ravel().tolist() == values
+    assert (len(answer.raw_output_contents), answer.outputs[0].HasField("contents")) == (1, False)
+    typed = call(typed_request(datatype, values, model="typed_echo"))
+    assert not typed.raw_output_contents
+    assert list(getattr(typed.outputs[0].contents, CONTENTS[datatype])) == values
+    for each in (answer, typed):
+        assert (each.outputs[0].datatype, list(each.outputs[0].shape)) == (datatype, [1, 2])
 
 
 # ---- what the calls tell
@@ -155,6 +166,8 @@ def test_the_server_and_its_models_describe_themselves(client):
     assert client.is_server_ready()
     assert client.is_model_ready("typed")
     assert client.is_model_ready("typed", "1")
+    assert not client.is_model_ready("typed", "2")
+    assert not client.is_model_ready("absent")
     server = client.get_server_metadata()
     assert (server.name, server.version != "") == ("penstock", True)
     found = client.get_model_metadata("typed")
@@ -226,6 +239,30 @@ def test_a_stream_has_every_part_of_every_request(client, stream):
     assert stream(4) == [("a", {"n": [n]}, False) for n in range(3)] + [("a", {}, True)]
     client.async_stream_infer("typed", [tensor("x", ONE, "FP32")], request_id="b")
     assert stream(1) == [("b", {"y": [[2, 4]]}, True)]
+
+
+def test_an_error_is_the_last_response_of_its_request(server):
+    def request(model: str, **more: Any) -> Any:
+        found = service_pb2.ModelInferRequest(model_name=model, id=model, raw_input_contents=[ONE.tobytes()], **more)
+        found.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+        return found
+
+    with grpc.insecure_channel(address(server)) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        requests = [request("fails", model_version="1"), request("fails_late"), request("absent")]
+        requests[1].parameters["triton_enable_empty_final_response"].bool_param = True
+        found = sorted(stub.ModelStreamInfer(iter(requests), timeout=30), key=lambda each: each.infer_response.id)
+    told = [
+        (r.model_name, r.model_version, r.id, each.error_message, r.parameters["triton_final_response"].bool_param)
+        for each in found
+        for r in [each.infer_response]
+    ]
+    assert told == [
+        ("absent", "", "absent", "no model is named 'absent'", True),
+        ("fails", "1", "fails", "the model raised ValueError", True),
+        ("fails_late", "1", "fails_late", "", False),
+        ("fails_late", "", "fails_late", "the model raised ValueError", True),
+    ]
 
 
 def test_a_request_that_fails_leaves_its_stream_alone(client, stream):

@@ -336,6 +336,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     outputs: Annotated[
         dict[str, str], doc('outputs of a Python model that does not declare them, in order: y = "FP32[-1,10]"')
     ] = field(default_factory=dict)
+    typed_contents: Annotated[
+        bool,
+        doc("answer gRPC requests whose inputs are typed contents with such outputs; without it all outputs are raw"),
+    ] = False
     name: Annotated[str | None, doc("name of the model, by default NAME; versions of one model share it")] = None
     version: Annotated[str, doc("version of the model")] = "1"
     traffic: Annotated[

@@ -49,7 +49,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         if config.transport != "process" and batching.concurrency not in ("auto", 1):
             raise LoadFailed(f"concurrency = {batching.concurrency} needs transport = 'process'")
         model.begin_loop(batching)
-        metadata = model.metadata(spec.name, spec.version, config.task)
+        typed = config.typed_contents
+        metadata = model.metadata(spec.name, spec.version, config.task, typed_contents=typed)
         runner = BatchRunner(model, metadata, batching)
         coupled = ""
         try:
@@ -58,7 +59,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
             coupled, declared = str(e), {**declared, "rows": "none"}
             batching = with_options(spec.config.batching, declared)
             model.unbatch()
-            runner.describe(model.metadata(spec.name, spec.version, config.task), batching)
+            runner.describe(model.metadata(spec.name, spec.version, config.task, typed_contents=typed), batching)
             profile, best = warm_up(runner, batching)
     except PenstockError:
         raise

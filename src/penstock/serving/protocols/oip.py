@@ -106,6 +106,7 @@ class OipCodec(Planning):
         self.inputs = {spec.name: spec for spec in known.inputs}
         self.outputs = {spec.name: spec.datatype for spec in known.outputs}
         self.takes_parameters, self.unbatched = known.takes_parameters, known.unbatched
+        self.typed_contents = known.typed_contents
         revision = known.parameters.get("revision")
         self.parameters = None if revision is None else {"revision": revision}
         self.plans, self._heads = PlanMemory(), PlanMemory()

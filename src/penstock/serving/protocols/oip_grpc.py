@@ -88,9 +88,10 @@ class _OpenGrpcRequest(_GrpcRequest):
 
 
 class OipGrpcCodec(OipCodec):
-    """Codec of ModelInfer and ModelStreamInfer. Outputs are raw, or typed contents if the inputs were.
+    """Codec of ModelInfer and ModelStreamInfer.
 
-    FP16 and BF16 have no typed contents, so a response with one of them is raw.
+    Outputs are raw, which the clients of Triton and KServe read. With `typed_contents` they are typed contents if the
+    inputs were, unless one is FP16 or BF16, which have none.
     """
 
     divisible = True
@@ -182,7 +183,8 @@ class OipGrpcCodec(OipCodec):
         context = super().context_of(request)
         for output in context.outputs or ():
             output.binary = True
-        context.binary, context.typed = True, isinstance(request, _GrpcRequest) and request.typed
+        context.binary = True
+        context.typed = self.typed_contents and isinstance(request, _GrpcRequest) and request.typed
         return context
 
     def encode(self, value: Any, item: Item, context: Any) -> ItemResult:

@@ -18,7 +18,7 @@ from penstock.serving.protocols.oip_grpc import OipGrpcCodec
 from penstock.serving.protocols.oip_messages import decode_answer, encode_arrays
 from penstock.serving.protocols.oip_protobuf import open_inference, read_head, split_field
 from penstock.serving.protocols.oip_tensors import from_bytes, output_array, to_bytes
-from penstock.types import Item
+from penstock.types import Item, ModelMetadata
 
 Request = open_inference().message("inference.ModelInferRequest")
 Response = open_inference().message("inference.ModelInferResponse")
@@ -29,6 +29,9 @@ DTYPES = [
     "float32",
     "float64",
 ]
+
+
+TYPED = ModelMetadata("m", "1", typed_contents=True)
 
 
 @st.composite
@@ -89,7 +92,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> None:
 @given(tensors(), st.booleans())
 def test_requests_and_responses_carry_what_those_of_http_carry(values, typed):
     typed = typed and not has_half(values)
-    codec, http = OipGrpcCodec("m", "1"), OipBinaryCodec("m", "1")
+    codec, http = OipGrpcCodec("m", "1", TYPED), OipBinaryCodec("m", "1")
     item = Item(message(values, typed, id="7"), "oip_grpc")
     head, buffers = encode_arrays(values, binary_outputs=True, id="7")
     length = [(b"inference-header-content-length", b"%d" % len(head))]
@@ -108,7 +111,7 @@ def test_requests_and_responses_carry_what_those_of_http_carry(values, typed):
 @given(tensors(), st.booleans(), st.data())
 def test_the_parts_of_a_split_request_join_to_the_whole_response(values, typed, data):
     typed = typed and not has_half(values)
-    codec = OipGrpcCodec("m", "1")
+    codec = OipGrpcCodec("m", "1", TYPED)
     body = message(values, typed)
     rows = len(next(iter(values.values())))
     cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=2))})
