@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -150,6 +150,27 @@ class Penstock(TensorServer):
         self.http, self.grpc = urls["inference"], urls["grpc"]
 
 
+def triton_command(tag: str, options: Mapping[str, object]) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of a Triton on this machine only; `tag` begins the names of its shared memory."""
+    python = Path(python_of("triton"))
+    site = next(python.parent.parent.glob("lib/python3*/site-packages"))
+    triton = site / "pytriton" / "tritonserver"
+    whole = {
+        "backend-directory": triton / "backends",
+        "backend-config": f"python,shm-region-prefix-name={tag}",
+        "http-address": "127.0.0.1",
+        "grpc-address": "127.0.0.1",
+        **options,
+    }
+    command = [str(triton / "bin" / "tritonserver"), *(f"--{key}={value}" for key, value in whole.items())]
+    return command, {
+        "PATH": f"{python.parent}:/usr/bin:/bin",
+        "LD_LIBRARY_PATH": str(site / "nvidia_pytriton.libs"),
+        "PYTHONPATH": str(site),
+        "PYTHONHOME": "/usr",  # of the interpreter that the stub embeds
+    }
+
+
 class Triton(TensorServer):
     """Triton Inference Server with its Python backend. With many gRPC calls it crashes now and then."""
 
@@ -157,29 +178,13 @@ class Triton(TensorServer):
     may_crash = True
 
     def _start(self) -> None:
-        python = Path(python_of("triton"))
-        site = next(python.parent.parent.glob("lib/python3*/site-packages"))
-        triton, repository = site / "pytriton" / "tritonserver", Path(self._folder, "models")
+        repository = Path(self._folder, "models")
         self._write_model(repository / self.model)
         http, grpc = free_ports(2)
         self.http, self.grpc = f"127.0.0.1:{http}", f"127.0.0.1:{grpc}"
-        options = {
-            "model-repository": repository,
-            "backend-directory": triton / "backends",
-            "backend-config": f"python,shm-region-prefix-name={self._tag}",
-            "http-address": "127.0.0.1",
-            "http-port": http,
-            "grpc-address": "127.0.0.1",
-            "grpc-port": grpc,
-            "allow-metrics": "false",
-        }
-        self._spawn(
-            [str(triton / "bin" / "tritonserver"), *(f"--{key}={value}" for key, value in options.items())],
-            PATH=f"{python.parent}:/usr/bin:/bin",
-            LD_LIBRARY_PATH=str(site / "nvidia_pytriton.libs"),
-            PYTHONPATH=str(site),
-            PYTHONHOME="/usr",  # of the interpreter that the stub embeds
-        )
+        options = {"model-repository": repository, "http-port": http, "grpc-port": grpc, "allow-metrics": "false"}
+        command, env = triton_command(self._tag, options)
+        self._spawn(command, **env)
 
     def _write_model(self, folder: Path) -> None:
         model = MODELS[self.model]
