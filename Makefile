@@ -29,8 +29,9 @@ test-all: $(VENV)/.dev $(VENV)/.docs redis-server clients
 	$(PYTEST) $(FOUR) $(ALONE:%=--ignore=%)
 	$(PYTEST) $(ALONE)
 
-# compares with TorchServe 0.12.0, and runs KServe's client and SageMaker's toolkit; the first run takes a minute
-test-peers: $(VENV)/.dev $(PEERS)/.peers $(PEERS)/sagemaker/.peers $(KSERVE)/.peers java
+# compares with TorchServe 0.12.0 and Triton 2.51, and runs the clients of Triton, KServe and SageMaker; the first run
+# takes two minutes
+test-peers: $(VENV)/.dev $(PEERS)/.peers $(PEERS)/sagemaker/.peers $(KSERVE)/.peers java triton
 	PEERS_VENV=$(PEERS) KSERVE_VENV=$(KSERVE) $(BIN)/python -m pytest -m peer tests/peers
 
 # repeats every fault at its full count, about 10 minutes; `make test` runs short counts
@@ -71,7 +72,12 @@ protos: $(VENV)/.dev
 	$(PROTOC) -I $(PROTOS) --descriptor_set_out=$(PROTOS)/descriptors.binpb $(PROTOS)/*.proto
 	$(PROTOC) -I $(TS_PROTOS) -I $(PROTOS) --descriptor_set_out=$(TS_PROTOS)/descriptors.binpb $(TS_PROTOS)/*.proto health.proto reflection.proto
 
-.PHONY: wrk redis-server h2load java clients
+.PHONY: wrk redis-server h2load java clients triton
+# the environment of the benchmarks; it needs Debian 12's Python and g++, and its tests are skipped without them
+triton: $(VENV)/.dev
+	@cd benchmarks && $(abspath $(BIN))/python -c 'import servers; servers.python_of("triton")' \
+	|| echo "tests of Triton are skipped"
+
 java:
 	@command -v $@ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq default-jre-headless; } \
 	|| { echo "java 17 or newer is missing: install it with 'apt-get install default-jre-headless' as root"; exit 1; }

@@ -1,6 +1,6 @@
-"""TorchServe and Penstock side by side: the same files, the same command line, the same requests.
+"""Peers and Penstock side by side: the same files, the same command line, the same requests.
 
-Runs only by `make test-peers`, which makes the virtual environment with TorchServe's packages.
+Runs only by `make test-peers`, which makes the virtual environments with the packages of the peers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.triton_servers import MODELS, Addresses
 
 PEERS = Path(os.environ.get("PEERS_VENV", Path(__file__).parents[2] / ".venv-peers")).absolute() / "bin"
 OURS = Path(sys.executable).parent
@@ -147,6 +149,19 @@ def _ports() -> Any:
 @pytest.fixture(name="program")
 def _program() -> Any:
     return program
+
+
+@pytest.fixture(scope="module")
+def serve_triton_models(serve_all: Any) -> Any:
+    """Serves the models of `triton/` by Penstock, and returns its addresses."""
+
+    def start() -> Addresses:
+        keys = ("management_port=0", "metrics_port=0", f"grpc_port={_free_ports(1)[0]}")
+        ports = ["--port", "0", *(word for key in keys for word in ("--set", f"server.{key}"))]
+        urls = serve_all(None, "penstock.toml", cwd=MODELS, ports=ports).urls
+        return Addresses(*(urls[name].partition("://")[2] for name in ("inference", "grpc", "metrics")))
+
+    return start
 
 
 @pytest.fixture
