@@ -66,6 +66,13 @@ SOURCE = """
         time.sleep(0.5)
         return items
 
+    class Classes:
+        inputs = {"x": "FP32[-1,4]"}
+        outputs = {"y": "FP32[-1,4]", "z": "FP32[-1,4]"}
+
+        def predict(self, x):
+            return {"y": x, "z": -x}
+
     def scores(items):
         return [{"y": item["x"], "t": np.array([b"a"], object)} for item in items]
 """
@@ -119,6 +126,11 @@ transport = "thread"
 [models.scores]
 target = "app.py:scores"
 transport = "thread"
+
+[models.classes]
+target = "app.py:Classes"
+transport = "thread"
+labels = { y = "labels.txt" }
 """
 ONE = np.array([[1, 2]], np.float32)
 
@@ -128,6 +140,7 @@ def server(serve_all: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("config")
     (folder / "penstock.toml").write_text(CONFIG)
     (folder / "store").mkdir()
+    (folder / "labels.txt").write_bytes(b"cat\ndog: a:b\r\n\n")
     (folder / "store" / "other.onnx").write_bytes(b"no model")
     (folder / "store" / "twice.pt").write_bytes(b"")
     (folder / "store" / "twice.onnx").write_bytes(b"")
@@ -200,7 +213,7 @@ def test_a_model_configuration_has_tritons_form(client):
         {"name": "x", "data_type": "TYPE_FP32", "dims": [2], "optional": False},
         {"name": "t", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
     ]
-    assert config["output"] == [{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}]
+    assert config["output"] == [{"name": "y", "data_type": "TYPE_FP32", "dims": [2], "label_filename": ""}]
     assert config["instance_group"] == [{"name": "typed_0", "count": 1, "kind": "KIND_CPU"}]
     assert config["version_policy"] == {"specific": {"versions": [1, 2]}}
     assert config["parameters"] == {"classes": {"string_value": "2"}}
@@ -299,6 +312,22 @@ def test_a_classification_has_the_largest_values_of_each_row(client, binary):
     counts = np.array([[3, 200, 200]], np.uint8)
     found = client.infer("scores", [tensor("x", counts, "UINT8")], outputs=[all_of_them]).as_numpy("y")
     assert found.tolist() == [[b"200:1", b"200:2", b"3:0"]]
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_classification_has_the_labels_of_its_output(client, binary):
+    """Lines are labels as they are; the answer has none for a class without one, and for an output without a file."""
+    outputs = [triton.InferRequestedOutput(name, binary_data=binary, class_count=9) for name in "yz"]
+    x = np.array([[0.1, 3, 0.1, -1], [4, 1, 2, 3]], np.float32)
+    found = client.infer("classes", [tensor("x", x)], outputs=outputs)
+    assert [[str(cell) if isinstance(cell, str) else cell.decode() for cell in row] for row in found.as_numpy("y")] == [
+        ["3.000000:1:dog: a:b\r", "0.100000:0:cat", "0.100000:2", "-1.000000:3"],
+        ["4.000000:0:cat", "3.000000:3", "2.000000:2", "1.000000:1:dog: a:b\r"],
+    ]
+    first = found.as_numpy("z")[0][0]
+    assert first in ("1.000000:3", b"1.000000:3")
+    declared = {each["name"]: each["label_filename"] for each in client.get_model_config("classes")["output"]}
+    assert declared == {"y": "labels.txt", "z": ""}
 
 
 def test_a_classification_of_text_is_refused(client):

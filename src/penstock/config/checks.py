@@ -29,6 +29,7 @@ log = logging.getLogger("penstock.config")
 LISTENERS = ("inference", "management", "metrics")
 ROUTES: Final = ("scale", "default", "traffic")  # follow a model name in a URL, so no version can have these names
 MOST_PASSWORD_BYTES: Final = 1024  # of a key, for Python's ssl
+MOST_LABEL_BYTES: Final = 64 * 2**20  # a choice: far above the names of any classes
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)
@@ -323,10 +324,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _read(path: str, key: str) -> bytes:
+def read_labels(path: str, key: str) -> tuple[str, ...]:
+    """The lines of a file as they are, with blanks and carriage returns, as Triton reads them. Raises ConfigError."""
+    data = _read(path, key, MOST_LABEL_BYTES + 1)
+    if len(data) > MOST_LABEL_BYTES:
+        raise ConfigError(f"{key}: {path} has more than {MOST_LABEL_BYTES} bytes; expected a line for each class")
+    try:
+        return tuple(data.decode().split("\n"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}: {path} is not UTF-8 at byte {error.start}; expected a line for each class") from None
+
+
+def _read(path: str, key: str, most: int = 2**20) -> bytes:
     try:
         with open(path, "rb") as file:
-            return file.read(2**20)  # a device file must not fill the memory
+            return file.read(most)  # a device file must not fill the memory
     except FileNotFoundError:
         raise ConfigError(f"{key}: no such file: {path}") from None
     except OSError as error:

@@ -171,6 +171,8 @@ def _root_paths(tree: Tree, folder: str) -> None:
     models = tree.get("models")
     for model in models.values() if isinstance(models, dict) else ():
         root(model, "weights")
+        labels = model.get("labels") if isinstance(model, dict) else None
+        root(labels, *(labels if isinstance(labels, dict) else ()))
         file = str(model.get("target")).partition(":")[0] if isinstance(model, dict) else ""
         if file.endswith(".py") or "/" in file or is_whole_file(file):  # otherwise it names a module
             root(model, "target")

@@ -340,6 +340,13 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         bool,
         doc("answer gRPC requests whose inputs are typed contents with such outputs; without it all outputs are raw"),
     ] = False
+    labels: Annotated[
+        dict[str, str],
+        doc('files with a name for each class of an output, one a line: y = "labels.txt"; see open-inference.md'),
+    ] = field(default_factory=dict)
+    strict_json: Annotated[
+        bool, doc("fail requests on `/v2` that ask for NaN or infinity in JSON, which has none; Triton writes them")
+    ] = False
     name: Annotated[str | None, doc("name of the model, by default NAME; versions of one model share it")] = None
     version: Annotated[str, doc("version of the model")] = "1"
     traffic: Annotated[

@@ -12,6 +12,7 @@ from penstock.config.checks import (
     check_config,
     check_model,
     is_loopback,
+    read_labels,
     read_tokens,
     thrift_model,
     tokens_for,
@@ -267,6 +268,27 @@ def test_instances_that_a_program_sets_are_bounded_before_devices_are_assigned()
     for wrong in (0, -1, 5000, 10**9, 1e30):
         with pytest.raises(ConfigError, match=r"instances: found .*, expected 1 to 4096 or 'auto'"):
             check_model(ModelConfig(target="a.py:M", instances=wrong))  # type: ignore[arg-type]
+
+
+def test_labels_are_the_lines_of_a_file_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "labels.txt"
+    for data, lines in (
+        ("cat\ndog", ("cat", "dog")),
+        ("a:b\r\n\n  é \n", ("a:b\r", "", "  é ", "")),
+        ("", ("",)),
+        ("x" * 9 + "\n", ("x" * 9, "")),
+    ):
+        file.write_bytes(data.encode())
+        assert read_labels(str(file), "labels.y") == lines
+    file.write_bytes(b"0123456789abcde\n" * 655_360)
+    assert len(read_labels(str(file), "labels.y")) == 655_361
+    file.write_bytes(b"caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"labels.y: .*labels.txt is not UTF-8 at byte 3"):
+        read_labels(str(file), "labels.y")
+    with pytest.raises(ConfigError, match=r"labels.y: .*/dev/zero has more than \d+ bytes"):
+        read_labels("/dev/zero", "labels.y")
+    with pytest.raises(ConfigError, match=r"labels.y: no such file: .*none"):
+        read_labels(str(tmp_path / "none"), "labels.y")
 
 
 def test_only_worker_processes_can_be_replaced_and_have_variables() -> None:

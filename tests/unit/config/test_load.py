@@ -228,6 +228,7 @@ def test_paths_in_a_file_start_at_its_folder_and_others_do_not(toml: Write) -> N
         '[auth]\ntoken_file = "tokens"\n'
         '[models.a]\ntarget = "app.py:A"\n[models.b]\ntarget = "pkg.mod:B"\n[models.c]\ntarget = "/x/app.py:C"\n'
         '[models.e]\ntarget = "net.ONNX"\n[models.f]\ntarget = "net.py:Net"\nweights = "deep/net.pt"\n'
+        'labels = {y = "names.txt"}\n'
     )
     folder = os.path.dirname(path)
     with open(os.path.join(folder, "tokens"), "w") as file:
@@ -244,3 +245,4 @@ def test_paths_in_a_file_start_at_its_folder_and_others_do_not(toml: Write) -> N
         "f": os.path.join(folder, "net.py:Net"),
     }
     assert config.models["f"].weights == os.path.join(folder, "deep/net.pt")
+    assert config.models["f"].labels == {"y": os.path.join(folder, "names.txt")}

@@ -31,7 +31,7 @@ from penstock.types import ModelStatus
 
 log = logging.getLogger("penstock.engine")
 
-_OWN = ("env", "options", "trust", "weights")  # keys that only the server's configuration may set
+_OWN = ("env", "labels", "options", "trust", "weights")  # keys that only the server's configuration may set
 Change = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -213,8 +213,8 @@ class Management:
         return self._guarded(model, config)
 
     def _guarded(self, model: str, config: ModelConfig) -> ModelConfig:
-        """The configuration with an allowed target. Only the server's configuration may set keys that run other code:
-        `env`, `options`, `trust`, `weights`, and classes for transport and policy."""
+        """The configuration with an allowed target. Only the server's configuration may set keys that run other code or
+        read other files: `_OWN`, and classes for transport and policy."""
         target, section = self._targets.resolve(config.target, model, config.version)
         own = section or ModelConfig(target=target)
         default = ModelConfig(target=target)

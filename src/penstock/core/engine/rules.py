@@ -60,8 +60,8 @@ _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.*([\w.]*)[ \t]+)?import\b([ \t]*\([
 def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[int, int, int]]:
     """{path: (inode, size, time of the last change in ns)} of the files that a model's section names.
 
-    Target, weights and options may name files, and so may the texts of a target in TOML, which is a pipeline. A module
-    is looked up in `folders`; what a module imports from its own folder belongs to it.
+    Target, weights, labels and options may name files, and so may the texts of a target in TOML, which is a pipeline. A
+    module is looked up in `folders`; what a module imports from its own folder belongs to it.
     """
     where, colon, _ = config.target.rpartition(":")
     where = config.target if is_whole_file(config.target) or not colon else where
@@ -81,7 +81,8 @@ def file_stamps(config: ModelConfig, folders: Sequence[str]) -> dict[str, tuple[
             asked = [package, *(f"{package}.{name}".strip(".") for name in re.findall(r"[\w.]+", names))]
             beside = [file for name in asked if name for file in _modules(name, [os.path.dirname(path) or ".", *root])]
             paths += [file for file in beside if os.path.isfile(file) and file not in paths]
-    paths += [value for value in (config.weights, *config.options.values()) if isinstance(value, str)]
+    others = (config.weights, *config.labels.values(), *config.options.values())
+    paths += [value for value in others if isinstance(value, str)]
     found = {}
     for path in paths:
         with contextlib.suppress(OSError, ValueError):

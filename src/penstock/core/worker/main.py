@@ -8,7 +8,10 @@ import traceback
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from penstock import metrics
+from penstock.config.checks import read_labels
 from penstock.config.schema import with_options
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker import nesting
@@ -17,9 +20,17 @@ from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.profile import RowsCoupled, warm_up
 from penstock.core.worker.python_model import PythonModel, Tensors, is_torch_module
 from penstock.core.worker.spec import WorkerSpec, Wrapped
-from penstock.errors import LoadFailed, LoadOutOfMemory, PenstockError, describe, out_of_memory
+from penstock.errors import (
+    ConfigError,
+    LoadFailed,
+    LoadOutOfMemory,
+    PenstockError,
+    describe,
+    nearest,
+    out_of_memory,
+)
 from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at, resolve
-from penstock.types import Ready
+from penstock.types import ModelMetadata, Ready
 
 
 def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -> tuple[BatchRunner, Ready]:
@@ -49,8 +60,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         if config.transport != "process" and batching.concurrency not in ("auto", 1):
             raise LoadFailed(f"concurrency = {batching.concurrency} needs transport = 'process'")
         model.begin_loop(batching)
-        typed = config.typed_contents
-        metadata = model.metadata(spec.name, spec.version, config.task, typed_contents=typed)
+        metadata = _metadata(model, spec)
         runner = BatchRunner(model, metadata, batching)
         coupled = ""
         try:
@@ -59,7 +69,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
             coupled, declared = str(e), {**declared, "rows": "none"}
             batching = with_options(spec.config.batching, declared)
             model.unbatch()
-            runner.describe(model.metadata(spec.name, spec.version, config.task, typed_contents=typed), batching)
+            runner.describe(_metadata(model, spec), batching)
             profile, best = warm_up(runner, batching)
     except PenstockError:
         raise
@@ -72,6 +82,18 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
     ready = Ready(runner.metadata, shown_device or device, os.getpid(), declared, profile, best, metrics=recorded)
     ready.coupled = coupled
     return runner, ready
+
+
+def _metadata(model: PythonModel, spec: WorkerSpec) -> ModelMetadata:
+    """What the loaded model and its configuration declare. Raises LoadFailed, ConfigError."""
+    config = spec.config
+    found = model.metadata(spec.name, spec.version, config.task)
+    outputs = [output.name for output in found.outputs]
+    for name in config.labels:
+        if outputs and name not in outputs:
+            raise ConfigError(f"labels.{name}: the model has no such output{nearest(name, outputs)}")
+    labels = {name: read_labels(path, f"labels.{name}") for name, path in config.labels.items()}
+    return structs.replace(found, labels=labels, strict_json=config.strict_json, typed_contents=config.typed_contents)
 
 
 def _found(target: Any, spec: WorkerSpec) -> Any:

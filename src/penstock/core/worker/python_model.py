@@ -240,10 +240,10 @@ class PythonModel:
         if unload is not None:
             unload()
 
-    def metadata(self, name: str, version: str, task: str | None = None, **configured: bool) -> ModelMetadata:
+    def metadata(self, name: str, version: str, task: str | None = None) -> ModelMetadata:
         """The metadata that the model declares in `inputs`, `outputs`, `parameters` and, unless it is given, `task`.
 
-        `configured` are further fields of the metadata. Raises LoadFailed.
+        Raises LoadFailed.
         """
         platform = getattr(self._model, "platform", None)
         platform = platform if isinstance(platform, str) else "python"
@@ -261,7 +261,6 @@ class PythonModel:
             task=task or (declared if isinstance(declared, str) and declared in TASKS else ""),
             takes_parameters=self.takes_parameters,
             unbatched=self.unbatched,
-            **configured,
         )
 
     def _parameters(self) -> dict[str, Any]:

@@ -342,7 +342,7 @@ def output_column(name: str, value: Any, declared: str | None, rows: int, binary
         data = memoryview(to_bytes(name, datatype, array))
         return OutputColumn(name, datatype, tail, data, len(data) // rows)
     text = msgspec.json.encode(array.reshape(rows, -1).tolist())
-    if datatype == "BF16" or b"null" in text:  # of NaN and infinity, which have an error
+    if datatype == "BF16" or b"null" in text:  # of NaN and infinity
         return None
     return OutputColumn(name, datatype, tail, texts=text[2:-2].split(b"],["))
 

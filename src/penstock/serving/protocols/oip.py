@@ -107,6 +107,7 @@ class OipCodec(Planning):
         self.outputs = {spec.name: spec.datatype for spec in known.outputs}
         self.takes_parameters, self.unbatched = known.takes_parameters, known.unbatched
         self.typed_contents = known.typed_contents
+        self.labels, self.strict_json = known.labels, known.strict_json
         revision = known.parameters.get("revision")
         self.parameters = None if revision is None else {"revision": revision}
         self.plans, self._heads = PlanMemory(), PlanMemory()
@@ -307,7 +308,7 @@ class OipCodec(Planning):
             datatype, array = output_array(name, outputs[name], self.outputs.get(name))
             if wanted.classes:
                 rows = array.reshape(1, -1) if self.unbatched else array
-                best = top_classes(name, datatype, rows, wanted.classes)
+                best = top_classes(name, datatype, rows, wanted.classes, self.labels.get(name, ()))
                 datatype, array = "BYTES", best[0] if self.unbatched else best
             tensor = Tensor(name, list(array.shape), datatype)
             if wanted.shared is not None:
@@ -316,7 +317,7 @@ class OipCodec(Planning):
                 sections.append(to_bytes(name, datatype, array))
                 tensor.parameters = TensorParameters(binary_data_size=len(sections[-1]))
             else:
-                tensor.data = to_json(name, datatype, array)
+                tensor.data = to_json(name, datatype, array, self.strict_json, item.stop >= 0)
             tensors.append(tensor)
         answer = OipResponse(self.model, self.version, tensors, requested.id, self.parameters)
         return self.write(answer, sections, requested.typed)
@@ -344,6 +345,8 @@ class OipCodec(Planning):
             tensor.shape = [sum(t.shape[0] for t, _ in same), *tensor.shape[1:]]
             if tensor.binary_bytes is None:
                 flat = b",".join(inner for t, _ in same if (inner := bytes(t.data)[1:-1]))
+                if tensor.datatype.startswith("FP"):
+                    flat = flat.replace(b'"', b"")  # of NaN and infinity
                 tensor.data = Raw(b"[" + flat + b"]")
             else:
                 sections += [data for _, data in same if data is not None]

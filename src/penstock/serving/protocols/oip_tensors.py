@@ -6,7 +6,9 @@ A 4-byte length precedes each element of a BYTES tensor.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import struct
 import sys
 from collections.abc import Sequence
@@ -28,6 +30,7 @@ MAX_DIMS: Final = 32  # the limit of NumPy 1
 MAX_EMPTY: Final = 2**20  # product of the other axes of an empty tensor, which its data does not bound
 _NO_JSON: Final = "BF16 has no form in JSON; send or request it in binary (parameters binary_data_size, binary_data)"
 _LENGTH: Final = struct.Struct("<I")
+_NOT_FINITE: Final = re.compile("NaN|-?Infinity")
 
 Error = type[PenstockError]
 
@@ -160,8 +163,11 @@ def _datatype(dtype: np.dtype[Any]) -> str | None:
     return "BF16" if dtype.name == "bfloat16" else DATATYPES.get(dtype.name)
 
 
-def top_classes(name: str, datatype: str, array: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-    """BYTES `[rows, at most count]`: `value:index` of the largest values of each row, from the largest on.
+def top_classes(
+    name: str, datatype: str, array: np.ndarray[Any, Any], count: int, labels: Sequence[str] = ()
+) -> np.ndarray[Any, Any]:
+    """BYTES `[rows, at most count]`: `value:index` of the largest values of each row, from the largest on, or
+    `value:index:label` if the class has a label that is not empty.
 
     Of equal values the first comes first; NaN comes last. Raises BadRequest for BOOL and BYTES.
     """
@@ -174,18 +180,28 @@ def top_classes(name: str, datatype: str, array: np.ndarray[Any, Any], count: in
     order = rows.shape[1] - 1 - np.argsort(keys[:, ::-1], axis=1, kind="stable")[:, ::-1][:, :count]
     form = "{:f}:{}" if rows.dtype.kind == "f" else "{}:{}"
     best = np.take_along_axis(rows, order, axis=1)
-    pairs = zip(best.ravel().tolist(), order.ravel().tolist(), strict=True)
-    return objects([form.format(value, index).encode() for value, index in pairs], order.shape)
+    cells = []
+    for value, index in zip(best.ravel().tolist(), order.ravel().tolist(), strict=True):
+        label = labels[index] if index < len(labels) else ""
+        cells.append((form.format(value, index) + (label and f":{label}")).encode())
+    return objects(cells, order.shape)
 
 
-def to_json(name: str, datatype: str, array: np.ndarray[Any, Any]) -> Raw:
-    """The elements as one flat list. Raises BadRequest for BF16, which clients can request only in binary."""
+def to_json(name: str, datatype: str, array: np.ndarray[Any, Any], strict: bool = False, part: bool = False) -> Raw:
+    """The elements as one flat list, with NaN, Infinity and -Infinity as Triton writes them: in a `part` of a response,
+    which is read as JSON again, as texts; never if it is `strict`.
+
+    Raises BadRequest for BF16, which clients can request only in binary.
+    """
     import numpy as np
 
     if datatype == "BF16":
         raise BadRequest(f"output '{name}': {_NO_JSON}")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise BadOutput(f"output '{name}' holds NaN or infinity, which JSON cannot hold")
+        if strict:
+            raise BadOutput(f"output '{name}' holds NaN or infinity, which JSON cannot hold (strict_json)")
+        text = json.dumps(array.ravel().tolist(), separators=(",", ":"))
+        return Raw((_NOT_FINITE.sub(r'"\g<0>"', text) if part else text).encode())
     cells = array.ravel().tolist()
     if datatype == "BYTES":
         cells = [_text(name, cell) for cell in cells]

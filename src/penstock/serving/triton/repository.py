@@ -27,11 +27,16 @@ _BACKENDS: Final = {"onnxruntime_onnx": "onnxruntime", "pytorch_torchscript": "p
 
 
 def model_config(
-    metadata: ModelMetadata, reading: ModelSnapshot, batching: BatchingConfig, versions: Sequence[str]
+    metadata: ModelMetadata,
+    reading: ModelSnapshot,
+    batching: BatchingConfig,
+    versions: Sequence[str],
+    labels: Mapping[str, str],
 ) -> dict[str, Any]:
     """The configuration of a loaded version as the JSON form of Triton's message.
 
-    As in Triton, `dims` leave out axis 0, the rows, and `max_batch_size` is 0 if that is not rows.
+    As in Triton, `dims` leave out axis 0, the rows, and `max_batch_size` is 0 if that is not rows. `labels` has files
+    by output; clients see their names alone.
     """
     status, whole = reading.status, metadata.unbatched
     return {
@@ -41,7 +46,10 @@ def model_config(
         "version_policy": _version_policy(versions),
         "max_batch_size": 0 if whole else status.max_batch_size,
         "input": [{**_tensor(spec, whole), "optional": spec.optional} for spec in metadata.inputs],
-        "output": [_tensor(spec, whole) for spec in metadata.outputs],
+        "output": [
+            {**_tensor(spec, whole), "label_filename": os.path.basename(labels.get(spec.name, ""))}
+            for spec in metadata.outputs
+        ],
         "instance_group": _instance_groups(metadata.name, status.devices),
         **_scheduling(batching, status.max_batch_size, reading.max_queue_rows),
         "parameters": {key: {"string_value": _text(value)} for key, value in metadata.parameters.items()},
@@ -123,7 +131,7 @@ class ModelRepository:
         versions = self._engine.metadata(name, version)[1]
         handle = self._engine.handle(name, version)
         assert handle.metadata is not None
-        return model_config(handle.metadata, handle.reading(), handle.batching, versions)
+        return model_config(handle.metadata, handle.reading(), handle.batching, versions, handle.config.labels)
 
     async def index(self, ready_only: bool = False) -> list[dict[str, str]]:
         """Name, version, state and reason of every model; of those that can answer, with `ready_only`."""

@@ -418,6 +418,7 @@ async def test_closing_the_engine_ends_a_change_under_way(manage: Management, en
         (keys("/etc/net.pt"), Forbidden, "neither"),
         (keys("two.py:Model", weights="/etc/net.pt"), Forbidden, "weights"),
         (keys("two.py:Model", options={"model": "/etc"}), Forbidden, "options"),
+        (keys("two.py:Model", labels={"y": "/etc/passwd"}), Forbidden, "labels"),
         (keys("net.onnx", inputs={"x": "FP99[-1]"}), BadRequest, "inputs.x: found 'FP99"),
         (keys("net.onnx"), LoadFailed, "could not be loaded"),
     ],

@@ -222,6 +222,22 @@ def test_joined_parts_equal_the_whole_answer(binary):
     assert answered(whole).outputs["y"].shape == (5, 2)
 
 
+def test_joined_parts_hold_nan_and_infinity_and_texts_as_the_whole_answer_does():
+    values = np.array([np.nan, 1.5, np.inf, -np.inf], np.float32)
+    texts = np.array([b'"NaN"', b"Infinity", b"", b"x"], object)
+    head, buffers = encode_request([("x", "FP32", (4,), values.tobytes()), ("s", "BYTES", (4,), texts.tolist())])
+    request = packed(head, buffers)
+
+    def answer(start=0, stop=-1):
+        request.start, request.stop = start, stop
+        arrays, context = CODEC.decode(request)
+        return CODEC.encode(arrays, request, context)
+
+    whole = answer()
+    assert b"[NaN,1.5,Infinity,-Infinity]" in whole.body
+    assert CODEC.join([answer(0, 1), answer(1, 3), answer(3, 4)]) == whole
+
+
 def raw_codec(datatype: str, *shape: int, unbatched: bool = False) -> OipBinaryCodec:
     inputs = (TensorSpec("x", datatype, shape),)
     return OipBinaryCodec("m", "1", ModelMetadata("m", "1", inputs=inputs, unbatched=unbatched))
