@@ -268,7 +268,7 @@ def test_an_error_is_the_last_response_of_its_request(server):
 def test_a_request_that_fails_leaves_its_stream_alone(client, stream):
     client.async_stream_infer("absent", [tensor("x", ONE, "FP32")])
     client.async_stream_infer("fails", [tensor("x", ONE, "FP32")])
-    assert sorted(stream(2)) == ["no model is named 'absent'", "the model raised ValueError"]
+    assert sorted(stream(2)) == ["model 'absent' is not found", "the model raised ValueError"]
     client.async_stream_infer("typed", [tensor("x", ONE, "FP32")], request_id="b")
     assert stream(1) == [("b", {"y": [[2, 4]]}, True)]
 
@@ -358,8 +358,8 @@ def with_parameter(name: str, **value: Any) -> Any:
 
 BAD = {
     "no model": (bad(model_name=""), "INVALID_ARGUMENT", "the request has no model_name"),
-    "unknown model": (raw_request([1], bytes(4), model_name="nope"), "NOT_FOUND", "no model is named 'nope'"),
-    "unknown version": (raw_request([1], bytes(4), model_version="9"), "NOT_FOUND", "has no version '9'"),
+    "unknown model": (raw_request([1], bytes(4), model_name="nope"), "NOT_FOUND", "model 'nope' is not found"),
+    "unknown version": (raw_request([1], bytes(4), model_version="9"), "NOT_FOUND", "version '9' of model"),
     "no inputs": (bad(), "INVALID_ARGUMENT", "inputs is empty"),
     "raw too short": (raw_request([2], bytes(7)), "INVALID_ARGUMENT", "shape [2] of FP32 needs 8 bytes, found 7"),
     "raw too long": (raw_request([2], bytes(9)), "INVALID_ARGUMENT", "shape [2] of FP32 needs 8 bytes, found 9"),

@@ -161,7 +161,7 @@ def test_models_are_listed_for_both_kinds_of_clients(server: Any) -> None:
     assert server.get("/v1/models/squares/versions/2")[0] == 404
     status, body = server.get("/v1/models/square")
     assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
-    missing = {"error": "no model is named 'square'; did you mean 'squares'?"}
+    missing = {"error": "model 'square' is not found; did you mean 'squares'?"}
     assert ask(server, "square:predict", instances=[1]) == (404, missing)
     assert server.get("/v1/models/squares:predict")[0] == 405
     assert server.get("/") == (200, b'{"status":"alive"}')

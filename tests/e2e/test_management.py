@@ -163,6 +163,7 @@ async def test_every_change_under_load_costs_no_request(served: Any) -> None:
     tree = psutil.Process(served.process.pid)
     clients, manage = LoadClients(served.url), Manager(served.urls["management"])
     async with clients.asking():
+        await manage.ok("PUT", "/models/m/default", {"version": "1"})
         versions = await manage.ok("PUT", "/models/m/2", {"target": "two.py:Model"})
         assert (versions["1"]["traffic"], versions["2"]["traffic"]) == (1, 0)
         await clients.more(100)

@@ -227,7 +227,7 @@ def test_a_model_may_take_tokens_and_dimensions(client: Any) -> None:
 def test_a_large_body_chooses_its_model_too(client: Any) -> None:
     text = "word " * 40_000  # 200 kB: the name of the model follows it
     assert client.chat.completions.create(model="whole", messages=user(text)).choices[0].message.content == text.upper()
-    with pytest.raises(openai.NotFoundError, match="no model is named 'hole'; did you mean 'whole'"):
+    with pytest.raises(openai.NotFoundError, match="model 'hole' is not found; did you mean 'whole'"):
         client.chat.completions.create(model="hole", messages=user(text))
     with pytest.raises(openai.APIStatusError) as raised:
         client.embeddings.create(model="sized", input="x" * (8 * 2**20))

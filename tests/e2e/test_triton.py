@@ -239,11 +239,11 @@ def test_the_neutral_forms_are_tritons_messages(client):
 
 
 def test_an_unknown_model_has_tritons_error_form(server, client):
-    missing = "no model is named 'absent'"
+    missing = "model 'absent' is not found"
     for call in (client.get_model_config, client.get_inference_statistics, client.get_model_metadata):
         assert refused(lambda call=call: call("absent")) == ("404", missing)
     assert refused(lambda: client.get_trace_settings("absent")) == ("404", missing)
-    assert refused(lambda: client.get_model_config("typed", "9"))[1].startswith("model 'typed' has no version '9'")
+    assert "version '9' of model 'typed' is not found" in refused(lambda: client.get_model_config("typed", "9"))[1]
     assert json.loads(server.get("/v2/models/absent/config")[1]) == {"error": missing}
 
 

@@ -104,7 +104,7 @@ def test_every_call_of_the_client_works_or_raises_what_it_raises_on_kserve(serve
     command = [PYTHON, "-c", CALLS, server.url, server.urls["grpc"].removeprefix("grpc://")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     unknown = {"type": "invalid_request_error", "param": None, "code": "model_not_found"}  # the form of OpenAI's routes
-    missing = "no model is named 'sum'; did you mean 'sums'?"
+    missing = "model 'sum' is not found; did you mean 'sums'?"
     assert json.loads(done.stdout) == {
         "public": ["close", "explain", "infer", "is_model_ready", "is_server_live", "is_server_ready"],
         "live1": True,

@@ -118,7 +118,7 @@ def thrift_model(config: Config) -> str:
 
 
 def _check_models(config: Config, errors: ErrorList) -> None:
-    """Sections with the same name are versions of one model; at most one of them sets its traffic."""
+    """Sections with the same name are versions of one model; at most one of them is the default or sets its traffic."""
     versions: dict[str, dict[str, str]] = {}
     limits, most = config.limits, config.limits.max_instances
     with errors:
@@ -140,13 +140,16 @@ def _check_models(config: Config, errors: ErrorList) -> None:
             for key, value in (("instances", model.instances), ("autoscale.max", model.autoscale.max)):
                 if isinstance(value, int) and value > most:
                     raise ConfigError(f"models.{section}.{key}: found {value}, more than limits.max_instances ({most})")
-    traffic_keys: dict[str, str] = {}  # section that sets the traffic of a model
+    deciding: dict[str, str] = {}  # the key that decides on a model's requests without a version
     for section, model in config.models.items():
-        if model.traffic:
-            name = model.name or section
+        name = model.name or section
+        for key in ("traffic", "default"):
             with errors:
-                if (first := traffic_keys.setdefault(name, section)) != section:
-                    raise ConfigError(f"models.{section}.traffic: models.{first} sets it already; set it once")
+                this = f"models.{section}.{key}"
+                if getattr(model, key) and (first := deciding.setdefault(name, this)) != this:
+                    raise ConfigError(f"{this}: {first} decides on the requests without a version already; set one")
+        with errors:
+            if model.traffic:
                 check_traffic(f"models.{section}.traffic", model.traffic, versions[name])
 
 

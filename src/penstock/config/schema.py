@@ -351,8 +351,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     version: Annotated[str, doc("version of the model")] = "1"
     traffic: Annotated[
         dict[str, float],
-        doc("share of each version in the requests that name no version; by default all go to the first one"),
+        doc("share of each version in the requests that name no version; by default one gets all, see `default`"),
     ] = field(default_factory=dict)
+    default: Annotated[
+        bool, doc("requests that name no version go to this one; without it, to the newest version that is ready")
+    ] = False
     instances: Annotated[
         Instances | Literal["auto"],
         doc('loaded copies; "auto": one per GPU, or physical cores / 2 on the CPU, with one thread each'),

@@ -192,8 +192,10 @@ REFUSED: list[tuple[Config, str]] = [
     (models(m={"traffic": {"1": 1.1}}), r"found 1.1 for version '1', expected a number from 0 to 1"),
     (
         models(m={"traffic": {"1": 1.0}}, n={"name": "m", "version": "2", "traffic": {"2": 1.0}}),
-        r"models.n.traffic: models.m sets it already",
+        r"models.n.traffic: models.m.traffic decides on the requests without a version already; set one",
     ),
+    (models(m={"default": True}, n={"name": "m", "version": "2", "default": True}), r"n.default: models.m.default dec"),
+    (models(m={"default": True, "traffic": {"1": 1.0}}), r"models.m.default: models.m.traffic decides"),
     (models(m={"instances": 65}), r"models.m.instances: found 65, more than limits.max_instances \(64\)"),
     (models(m={"autoscale": AutoscaleConfig(max=65)}), r"models.m.autoscale.max: found 65, more than limits"),
     (

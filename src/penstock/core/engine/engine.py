@@ -15,7 +15,7 @@ from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
 from penstock.core.engine.admission import WaitingRequest
 from penstock.core.engine.calls import Call, notify, release
 from penstock.core.engine.handle import ModelHandle
-from penstock.core.engine.registry import ModelRegistry, holder
+from penstock.core.engine.registry import ModelRegistry, holder, version_order
 from penstock.core.engine.residency import ResidencyManager
 from penstock.core.engine.rules import devices_of, sequence_of
 from penstock.core.wire.slabs import Slab, SlabPool
@@ -92,7 +92,7 @@ class Engine:
         """
         handle = self.prepare(name, config, target=target, sys_path=sys_path)
         try:
-            self._registry.add(handle)
+            self._show(handle, None)
             await self._bring_up(handle)
         except BaseException:
             await self.retire(handle, 0)
@@ -115,15 +115,23 @@ class Engine:
             if handle.state == "DRAINING":
                 raise ModelNotReady(f"model '{handle.name}' was stopped while it was loading")
             old = self._registry.get(handle.name, handle.version)
-            if old is None:
-                self._registry.add(handle)
-            else:
-                self._registry.replace(old, handle)
+            self._show(handle, old)
         except BaseException:
             await self.retire(handle, 0)
             raise
         if old is not None:
             await self.retire(old, drain_s)
+
+    def _show(self, handle: ModelHandle, old: ModelHandle | None) -> None:
+        """Makes a version visible, in place of `old`, and the default if its configuration says so."""
+        if old is None:
+            self._registry.add(handle)
+        else:
+            self._registry.replace(old, handle)
+        if handle.config.default:
+            self._registry.set_default(handle.name, handle.version)
+        elif old is not None and old.config.default:
+            self._registry.unset_default(handle.name)
 
     async def _bring_up(self, handle: ModelHandle) -> None:
         """Loads a version, or leaves that to its first request."""
@@ -258,9 +266,9 @@ class Engine:
         """Queues one item; see `Backend.submit`."""
         registry = self._registry
         try:
-            # without a traffic split, one dictionary look-up finds the handle
+            # without a traffic split, one dictionary look-up finds the handle, unless the newest version is not up
             handle = None if registry.splits else registry.handles.get((model, version))
-            if handle is None:
+            if handle is None or (version is None and handle.state != "READY"):
                 handle = registry.route(model, version)
             if handle.sequences is not None and version is None:
                 item.sequence = sequence_of(item)
@@ -363,7 +371,7 @@ class Engine:
         if handle.sequences is not None:
             served["max_sequences"] = handle.batching.max_sequences
         found = structs.replace(handle.metadata, parameters={**handle.metadata.parameters, **served})
-        return found, list(self._registry.versions(model))
+        return found, sorted(self._registry.versions(model), key=version_order)
 
     def handle(self, model: str, version: str | None) -> ModelHandle:
         """The version, or the default version for None. Raises ModelNotFound."""

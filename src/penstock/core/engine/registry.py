@@ -3,8 +3,9 @@
 TorchServe's versions are registered by the same rules, with other texts.
 """
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -31,6 +32,19 @@ class Servable(Protocol):
 
 
 T = TypeVar("T", bound=Servable)
+
+_PARTS: Final = re.compile(r"[0-9]+|[A-Za-z]+|\+")
+
+
+def version_order(version: str) -> tuple[list[tuple[int, int, str]], str]:
+    """The key by which versions sort, the newest last. Triton's versions, which are whole numbers, keep their order.
+
+    Numbers in a version compare by value: 1.9 < 1.10. A word makes it older than the version that ends before the word,
+    unless "+" precedes the word: 1.0-rc1 < 1.0 < 1.0+cu12 < 1.0.1. A leading "v" does not count.
+    """
+    parts = _PARTS.findall(re.sub("^[vV](?=[0-9])", "", version))
+    ranks = [(3, int(p), "") if p.isdecimal() else (2, 0, "") if p == "+" else (0, 0, p) for p in parts]
+    return [*ranks, (1, 0, "")], version
 
 
 class _Share(Struct, eq=False):
@@ -73,28 +87,36 @@ class TrafficSplit(Generic[T]):
 class ModelRegistry(Generic[T]):
     """The models of one engine. Each request costs one dictionary look-up."""
 
-    successor: ClassVar = -1  # of the remaining versions, the index of the one that replaces a removed default
+    newest: ClassVar = True  # the default is the newest version that is ready; False: the one that came first
 
     def __init__(self) -> None:
         self.handles: dict[tuple[str, str | None], T] = {}  # version None: the default
         self.splits: dict[str, TrafficSplit[T]] = {}
+        self._set: set[str] = set()  # names whose default was set
 
     # ---- changes: each is atomic for requests
 
     def add(self, handle: T) -> None:
-        """Adds a version; the first one of a name is its default. Raises the error of `duplicate`."""
+        """Adds a version. Raises the error of `duplicate`."""
         key = (handle.name, handle.version)
         if key in self.handles:
             raise self.duplicate(handle)
         self.handles[key] = handle
-        self.handles.setdefault((handle.name, None), handle)
+        self._elect(handle.name)
+
+    def _elect(self, name: str) -> None:
+        """Chooses the default, unless it was set."""
+        versions = list(self.versions(name).values())
+        if self.newest and name not in self._set:
+            self.handles[(name, None)] = max(versions, key=lambda h: version_order(h.version))
+        else:
+            self.handles.setdefault((name, None), versions[0])
 
     def replace(self, old: T, new: T) -> None:
         """`new` takes over all requests of `old`."""
         name = old.name
         assert (name, old.version) == (new.name, new.version)
         assert self.handles[(name, old.version)] is old
-        del self.handles[(name, old.version)]  # the newest version comes last
         self.handles[(name, old.version)] = new
         if self.handles[(name, None)] is old:
             self.handles[(name, None)] = new
@@ -113,8 +135,9 @@ class ModelRegistry(Generic[T]):
         others = self.versions(name)
         if self.handles[(name, None)] is handle:
             del self.handles[(name, None)]
+            self._set.discard(name)
             if others:
-                self.handles[(name, None)] = list(others.values())[self.successor]
+                self._elect(name)
         split = self.splits.pop(name, None)
         if split is not None:
             weights = {v: w for v, w in split.weights.items() if v != handle.version}
@@ -125,7 +148,13 @@ class ModelRegistry(Generic[T]):
     def set_default(self, name: str, version: str) -> None:
         """Sends all requests without a version to this one. Raises ModelNotFound."""
         self.handles[(name, None)] = self.find(name, version)
+        self._set.add(name)
         self.splits.pop(name, None)
+
+    def unset_default(self, name: str) -> None:
+        """Sends the requests without a version to the newest one again."""
+        self._set.discard(name)
+        self._elect(name)
 
     def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:
         """Splits requests without a version by weight. Raises ModelNotFound, ConfigError."""
@@ -153,16 +182,19 @@ class ModelRegistry(Generic[T]):
         handle = self.handles.get((name, version))
         if handle is None:
             raise self.unknown(name, version)
+        if version is None and self.newest and name not in self._set and not handle.ready:
+            versions = self.versions(name).values()
+            handle = max(versions, key=lambda h: (h.ready, version_order(h.version)))
         return handle
 
     def share(self, handle: T) -> tuple[bool, float]:
         """(is the default, share of the requests without a version)."""
-        default = self.handles.get((handle.name, None)) is handle
+        default = (handle.name, None) in self.handles and self.find(handle.name, None) is handle
         split = self.splits.get(handle.name)
         return default, float(default) if split is None else split.weights.get(handle.version, 0.0)
 
     def versions(self, name: str) -> dict[str, T]:
-        """Version -> handle for a name, the newest last."""
+        """Version -> handle for a name, in the order in which they were added."""
         return {h.version: h for h in self if h.name == name}
 
     def __iter__(self) -> Iterator[T]:
@@ -178,8 +210,9 @@ class ModelRegistry(Generic[T]):
         """The error for an unknown model or version; it lists the known names."""
         versions = self.versions(name)
         if version is not None and versions:
-            return ModelNotFound(f"model '{name}' has no version '{version[:100]}'; it has {', '.join(versions)}")
-        return ModelNotFound(f"no model is named '{name}'{nearest(name, sorted({h.name for h in self}))}")
+            known = ", ".join(versions)
+            return ModelNotFound(f"version '{version[:100]}' of model '{name}' is not found; it has {known}")
+        return ModelNotFound(f"model '{name}' is not found{nearest(name, sorted({h.name for h in self}))}")
 
     def check_weights(self, name: str, weights: Mapping[str, float]) -> None:
         """Raises ConfigError for weights that are no traffic split."""

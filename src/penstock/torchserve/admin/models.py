@@ -81,7 +81,7 @@ class ModelVersion(Struct, eq=False):
 class VersionRegistry(ModelRegistry[ModelVersion]):
     """Every registered version by name and version, and the version that serves requests without one."""
 
-    successor: ClassVar = 0  # the oldest remaining version becomes the default, as in TorchServe
+    newest: ClassVar = False  # as in TorchServe
 
     def duplicate(self, handle: ModelVersion) -> ApiError:
         text = f"Model version {handle.version} is already registered for model {handle.name}"

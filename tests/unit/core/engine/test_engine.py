@@ -93,15 +93,43 @@ async def test_a_failed_load_raises_and_leaves_nothing_behind(transport: str) ->
             await engine.infer("never", 1)
 
 
-async def test_versions_stand_side_by_side_and_unloading_makes_the_other_the_default() -> None:
+async def test_versions_stand_side_by_side_and_the_newest_answers_requests_without_one() -> None:
+    async with Engine() as engine:
+        await engine.load("m", config(version="10"), target=lambda items: [-x for x in items])
+        await engine.load("m", config(version="9"), target=double)
+        assert await engine.infer("m", 1) == -1
+        assert await engine.infer("m", 1, version="9") == 2
+        assert engine.metadata("m", None)[1] == ["9", "10"]
+        await engine.unload("m", "10")
+        assert await engine.infer("m", 1) == 2
+        assert engine.metadata("m", None)[1] == ["9"]
+
+
+async def test_a_configured_default_answers_until_another_configuration_replaces_it() -> None:
+    async with Engine() as engine:
+        await engine.load("m", config(version="1", default=True), target=double)
+        await engine.put(engine.prepare("m", config(version="2"), target=lambda items: [-x for x in items]))
+        assert await engine.infer("m", 1) == 2
+        await engine.put(engine.prepare("m", config(version="1"), target=double))
+        assert await engine.infer("m", 1) == -1
+
+
+async def test_while_the_newest_version_does_not_load_another_one_answers() -> None:
+    def broken() -> None:
+        raise RuntimeError("no weights")
+
     async with Engine() as engine:
         await engine.load("m", config(version="1"), target=double)
-        await engine.load("m", config(version="2"), target=lambda items: [-x for x in items])
+
+        class Broken:
+            def __init__(self) -> None:
+                broken()
+
+        await engine.put(engine.prepare("m", config(version="2"), target=Broken), keep=True)
+        assert engine.handle("m", "2").state == "FAILED"
         assert await engine.infer("m", 1) == 2
-        assert await engine.infer("m", 1, version="2") == -1
-        await engine.unload("m", "1")
-        assert await engine.infer("m", 1) == -1
-        assert engine.metadata("m", None)[1] == ["2"]
+        assert engine.model_ready("m", None)
+        assert not engine.model_ready("m", "2")
 
 
 async def test_ready_only_while_every_model_is_up_and_nothing_drains() -> None:

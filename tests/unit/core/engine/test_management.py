@@ -113,12 +113,16 @@ def only(manage: Management) -> ModelStatus:
 # ---- load, swap, unload
 
 
-async def test_a_loaded_version_does_not_replace_the_default(manage: Management, engine: Engine) -> None:
+async def test_a_newer_version_replaces_a_default_that_was_not_set(manage: Management, engine: Engine) -> None:
     await manage.put("m", "2", keys("two.py:Model"))
+    assert await engine.infer("m", 0) == "two"
+    assert await engine.infer("m", 0, version="1") == "one"
+    await manage.set_default("m", "1")
+    await manage.put("m", "3", keys("two.py:Model"))
     assert await engine.infer("m", 0) == "one"
-    assert await engine.infer("m", 0, version="2") == "two"
     await manage.set_default("m", "2")
     assert await engine.infer("m", 0) == "two"
+    await manage.unload("m", "3")
     await manage.unload("m", "2")
     assert await engine.infer("m", 0) == "one"
     assert shown(manage) == [("1", "READY")]
@@ -527,7 +531,7 @@ async def test_changes_of_unknown_models_are_not_found(manage: Management) -> No
     ):
         with pytest.raises(ModelNotFound):
             await change
-    with pytest.raises(ModelNotFound, match="no version '9'"):
+    with pytest.raises(ModelNotFound, match="version '9' of model"):
         await manage.set_traffic("m", {"9": 1.0})
     with pytest.raises(BadRequest, match="add up to"):
         await manage.set_traffic("m", {"1": 0.5})

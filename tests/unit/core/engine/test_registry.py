@@ -5,8 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.core.engine.registry import ModelRegistry
+from penstock.core.engine.registry import ModelRegistry, version_order
 from penstock.errors import ConfigError, ModelNotFound
 
 
@@ -28,24 +30,69 @@ def asked(registry: ModelRegistry, requests: int) -> Counter[str]:
     return Counter(registry.route("m", None).version for _ in range(requests))
 
 
-def test_the_first_version_is_the_default_until_it_is_removed() -> None:
+ORDERED = (
+    "build",
+    "0",
+    "1.0-a",
+    "1.0-rc1",
+    "1.0-rc2",
+    "1.0",
+    "v1.0",
+    "1.0+cu11",
+    "1.0+cu12",
+    "1.0.1",
+    "1.9",
+    "v1.10",
+    "2",
+)
+
+
+def test_the_newest_version_has_the_highest_numbers() -> None:
+    assert sorted(reversed(ORDERED), key=version_order) == list(ORDERED)
+
+
+@given(st.lists(st.integers(0, 10**20), unique=True))
+def test_whole_numbers_keep_their_order(numbers: list[int]) -> None:
+    assert sorted(map(str, numbers), key=version_order) == list(map(str, sorted(numbers)))
+
+
+@given(*[st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,20}", fullmatch=True)] * 2)
+def test_any_two_versions_are_in_order(one: str, other: str) -> None:
+    assert (one == other) + (version_order(one) < version_order(other)) + (
+        version_order(one) > version_order(other)
+    ) == 1
+
+
+@pytest.mark.parametrize("order", [("1", "2", "10"), ("10", "2", "1"), ("2", "10", "1")])
+def test_the_newest_ready_version_is_the_default_in_whatever_order_they_came(order: tuple[str, ...]) -> None:
     registry = ModelRegistry()
-    one, two = handle("m", "1"), handle("m", "2")
-    registry.add(one)
-    registry.add(two)
-    assert registry.find("m", None) is one
-    assert registry.find("m", "2") is two
-    registry.remove(one)
-    assert registry.find("m", None) is two
-    assert list(registry.versions("m")) == ["2"]
+    versions = {v: handle("m", v) for v in order}
+    for each in versions.values():
+        registry.add(each)
+    assert registry.find("m", None) is registry.route("m", None) is versions["10"]
+    versions["10"].ready = False
+    assert registry.find("m", None) is registry.route("m", None) is versions["2"]
+    assert [registry.share(versions[v])[0] for v in ("1", "2", "10")] == [False, True, False]
+    versions["2"].ready = versions["1"].ready = False
+    assert registry.find("m", None) is versions["10"]
+    versions["10"].ready = versions["2"].ready = True
+    assert registry.find("m", None) is versions["10"]
+    registry.remove(versions["10"])
+    assert registry.find("m", None) is versions["2"]
 
 
-def test_the_newest_remaining_version_becomes_the_default(three: Any) -> None:
+def test_a_default_that_was_set_stays_while_newer_versions_come_and_it_is_not_ready(three: Any) -> None:
     registry, (one, two, _) = three
-    again = handle("m", "2")
-    registry.replace(two, again)
+    registry.set_default("m", "1")
+    registry.add(handle("m", "4"))
+    one.ready = False
+    assert registry.find("m", None) is one
     registry.remove(one)
-    assert registry.find("m", None) is again
+    assert registry.find("m", None).version == "4"
+    registry.set_default("m", "2")
+    registry.unset_default("m")
+    assert registry.find("m", None).version == "4"
+    assert two.ready
 
 
 def test_an_unknown_model_names_the_nearest_and_an_unknown_version_lists_versions() -> None:
@@ -53,7 +100,7 @@ def test_an_unknown_model_names_the_nearest_and_an_unknown_version_lists_version
     registry.add(handle("digits"))
     with pytest.raises(ModelNotFound, match="did you mean 'digits'"):
         registry.find("digit", None)
-    with pytest.raises(ModelNotFound, match="no version '7'; it has 1"):
+    with pytest.raises(ModelNotFound, match="version '7' of model 'digits' is not found; it has 1"):
         registry.find("digits", "7")
 
 
@@ -69,7 +116,7 @@ def test_a_replacement_takes_over_all_requests_of_a_version(three: Any) -> None:
     registry.set_traffic("m", {"1": 0.5, "2": 0.5})
     again = handle("m", "1")
     registry.replace(one, again)
-    assert registry.find("m", "1") is registry.find("m", None) is again
+    assert registry.find("m", "1") is again
     assert {id(registry.route("m", None)) for _ in range(4)} >= {id(again)}
     assert id(one) not in {id(registry.route("m", None)) for _ in range(4)}
     registry.remove(one)  # it is out of sight already
@@ -130,11 +177,11 @@ def test_an_unloaded_version_leaves_its_part_to_the_others(three: Any) -> None:
 
 
 def test_removing_the_only_share_sends_all_requests_to_the_default(three: Any) -> None:
-    registry, (one, two, _) = three
+    registry, (one, two, three_) = three
     registry.set_traffic("m", {"2": 1.0})
     registry.remove(two)
-    assert asked(registry, 5) == {"1": 5}
-    assert registry.share(one) == (True, 1.0)
+    assert asked(registry, 5) == {"3": 5}
+    assert [registry.share(h) for h in (one, three_)] == [(False, 0.0), (True, 1.0)]
 
 
 def test_a_new_default_ends_the_split(three: Any) -> None:
@@ -143,7 +190,7 @@ def test_a_new_default_ends_the_split(three: Any) -> None:
     registry.set_default("m", "3")
     assert asked(registry, 5) == {"3": 5}
     assert (registry.share(one), registry.share(three_)) == ((False, 0.0), (True, 1.0))
-    with pytest.raises(ModelNotFound, match="no version '9'"):
+    with pytest.raises(ModelNotFound, match="version '9'"):
         registry.set_default("m", "9")
 
 
@@ -168,9 +215,9 @@ def test_a_split_that_cannot_be_is_refused_and_changes_nothing(three: Any, weigh
 def test_a_part_for_an_absent_version_is_not_found_as_its_default_is(three: Any) -> None:
     registry, _ = three
     for change in (lambda: registry.set_traffic("m", {"1": 0.9, "9": 0.1}), lambda: registry.set_default("m", "9")):
-        with pytest.raises(ModelNotFound, match="no version '9'; it has 1, 2, 3"):
+        with pytest.raises(ModelNotFound, match="version '9' of model 'm' is not found; it has 1, 2, 3"):
             change()
-    with pytest.raises(ModelNotFound, match=r"no version '9{100}'"):
+    with pytest.raises(ModelNotFound, match=r"version '9{100}' of"):
         registry.find("m", "9" * 10_000)
 
 
