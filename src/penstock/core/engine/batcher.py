@@ -42,7 +42,7 @@ from penstock.core.engine.quarantine import Quarantine
 from penstock.core.engine.timer import Timer
 from penstock.core.transports.slot import within
 from penstock.core.wire.slabs import Slab
-from penstock.errors import DeadlineExceeded, PenstockError, Quarantined, RunTimeout
+from penstock.errors import BadRequest, DeadlineExceeded, PenstockError, Quarantined, RunTimeout
 from penstock.types import Batch, BatchPart, Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
@@ -346,7 +346,7 @@ class Batcher:
         if self._notifier is not None:
             running.failures += self._notifier.failures(call.item, result)
         if result.error is not None:
-            running.failed.add(entry.id)
+            running.failed[entry.id] = isinstance(result.error, BadRequest)
 
     def _lost(self, running: RunningBatch, part: BatchPart, error: PenstockError) -> None:
         """The worker died. Abandoned requests, and requests with a part of their response sent, do not run again. For

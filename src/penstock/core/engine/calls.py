@@ -71,7 +71,7 @@ class Call(Struct, eq=False):
 
 
 class RunningBatch(Struct, eq=False):
-    """A batch on a slot. `failed` holds the requests with a failed item, `failures` counts items.
+    """A batch on a slot. `failed`: the requests that failed, and if by a bad input. `failures` counts items.
 
     `unwanted`: a caller left a batch on a concurrent slot.
     """
@@ -79,7 +79,7 @@ class RunningBatch(Struct, eq=False):
     dispatch: Dispatch
     calls: list[Call]
     sent_s: float
-    failed: set[int] = field(default_factory=set)
+    failed: dict[int, bool] = field(default_factory=dict)
     failures: int = 0
     unwanted: bool = False
 
@@ -217,6 +217,9 @@ class Notifier:
             outcome=outcome,
             stages_s=part.stages_s,
         )
+        if bad := running.failed:
+            there = [entry for entry in sent.entries if entry.id in bad]
+            record.failed_requests = [(running.sent_s - e.arrival_s, e.rows, bad[e.id]) for e in there]
         notify(self._observers, "on_complete", record)
         if part.metrics:
             notify(self._observers, "on_model_metrics", self._name, self._version, record.slot, part.metrics)

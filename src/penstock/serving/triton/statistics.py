@@ -9,10 +9,16 @@ from typing import Any, Final
 from msgspec import Struct, field
 
 from penstock.core.contracts import BatchRecord, Observer
+from penstock.errors import BadRequest, PenstockError
 
 MAX_BATCH_SIZES: Final = 1024  # of one version; batches of further sizes are in the sums only
 COUNTED: Final = 64  # responses or batches at once: one by one they would take 15 calls of each request
 _NS: Final = 1e9
+REASONS: Final = {  # Triton's reasons of failures, by those of `on_reject`; the rest is OTHER
+    **dict.fromkeys(("queue_full", "expired", "timeout", "overload"), "REJECTED"),
+    "cancelled": "CANCELED",
+    **dict.fromkeys(("worker_died", "sequence_lost"), "BACKEND"),
+}
 
 
 class Duration(Struct, gc=False):
@@ -54,23 +60,31 @@ class VersionStatistics(Struct):
     batches: int = 0
     success: Duration = field(default_factory=Duration)
     fail: Duration = field(default_factory=Duration)
+    failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*REASONS.values(), "OTHER"), 0))
     queue: Duration = field(default_factory=Duration)
     stages: Stages = field(default_factory=Stages)
     sizes: dict[int, Stages] = field(default_factory=dict)  # by the rows of a batch
 
     def add(self, record: BatchRecord, now_s: float) -> None:
+        """Counts a batch as Triton does: failed requests are part of it, but are no inferences, and have no times."""
+        failed = record.failed_requests
+        ran = record.rows - sum(rows for _, rows, bad_input in failed if bad_input)
+        if failed and ran <= 0:  # nothing reached the model
+            return
         self.last_s = now_s
-        self.rows += record.rows
+        self.rows += record.rows - sum(rows for _, rows, _ in failed)
         self.batches += 1
-        requests = len(record.waits_s)
-        self.queue.add(requests, sum(record.waits_s))
+        requests = len(record.waits_s) - len(failed)
+        # a batch that was sent ahead waits at the worker, too
+        ahead_s = max(0.0, record.seconds - record.run_s) if record.ahead else 0.0
+        self.queue.add(requests, sum(record.waits_s) - sum(wait_s for wait_s, _, _ in failed) + requests * ahead_s)
         stages_s = record.stages_s or (0.0, record.run_s, 0.0)
         self.stages.add(requests, stages_s)
-        size = self.sizes.get(record.rows)
+        size = self.sizes.get(ran)
         if size is None:
             if len(self.sizes) >= MAX_BATCH_SIZES:
                 return
-            size = self.sizes[record.rows] = Stages()
+            size = self.sizes[ran] = Stages()
         size.add(1, stages_s)
 
     def body(self, name: str, version: str) -> dict[str, Any]:
@@ -125,9 +139,13 @@ class ModelStatistics(Observer):
         if len(self._answers) >= COUNTED:
             self._count()
 
+    def on_error(self, model: str, version: str, error: PenstockError) -> None:
+        self._version(model, version).failures["OTHER" if isinstance(error, BadRequest) else "BACKEND"] += 1
+
     def on_reject(self, model: str, version: str, reason: str) -> None:
-        if reason != "cancelled":
-            self._version(model, version).fail.add(1, 0.0)
+        found = self._version(model, version)
+        found.fail.add(1, 0.0)
+        found.failures[REASONS.get(reason, "OTHER")] += 1
 
     def on_complete(self, record: BatchRecord) -> None:
         if record.outcome == "ok":

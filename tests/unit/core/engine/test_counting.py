@@ -18,6 +18,7 @@ from penstock.core.engine.engine import Engine
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
+    DecodeError,
     ItemFailed,
     ModelNotReady,
     PenstockError,
@@ -104,6 +105,18 @@ async def test_answers_and_failures_are_counted_separately(bench, caller) -> Non
     assert b.ledger.answers == Counter(ok=2, failed=1)
     assert b.ledger.errors == Counter(item_failed=1)
     assert [(r.outcome, r.failed, r.rows) for r in b.ledger.batches] == [("ok", 1, 3)]
+
+
+async def test_a_batch_tells_which_requests_failed_and_whether_by_their_input(bench, caller) -> None:
+    b = bench(max_batch_size=8)
+    for rows in (1, 2, 3):
+        b.submit(caller(), rows=rows)
+    await b.turns()
+    bad, broken = ItemResult(error=DecodeError("no")), ItemResult(error=ItemFailed("no"))
+    b.transport.answer(results=[ItemResult(), bad, broken])
+    (record,) = b.ledger.batches
+    assert [(rows, bad) for _, rows, bad in record.failed_requests] == [(2, True), (3, False)]
+    assert [wait_s for wait_s, _, _ in record.failed_requests] == list(record.waits_s[1:])
 
 
 async def test_a_served_batch_is_reported_with_label_wait_and_latency(bench, caller) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from penstock.core.contracts import BatchRecord
+from penstock.errors import BadOutput, BadRequest, DecodeError, ItemFailed
 from penstock.serving.triton.statistics import MAX_BATCH_SIZES, ModelStatistics
 
 
@@ -23,7 +28,7 @@ def test_sums_are_those_of_triton() -> None:
     assert (body["last_inference"], body["inference_count"], body["execution_count"]) == (12346, 6, 2)
     sums = body["inference_stats"]
     assert sums["success"] == {"count": 2, "ns": 3_000_000_000}
-    assert sums["fail"] == {"count": 2, "ns": 4_000_000_000}
+    assert sums["fail"] == {"count": 3, "ns": 4_000_000_000}
     assert sums["queue"] == {"count": 3, "ns": 1_000_000_000}
     assert sums["compute_input"] == {"count": 3, "ns": 2_000_000}
     assert sums["compute_infer"] == {"count": 3, "ns": 504_000_000}
@@ -38,6 +43,61 @@ def test_sums_are_those_of_triton() -> None:
         }
     ]
     assert (body["response_stats"], body["memory_usage"]) == ({}, [])
+
+
+def test_failed_requests_are_no_inferences_and_have_no_times() -> None:
+    """Of three requests one has a bad input, one fails in the model: the batch of the other two is what ran."""
+    statistics = ModelStatistics()
+    bad, broken = (0.5, 2, True), (0.25, 1, False)
+    statistics.on_complete(record(6, (0.125, 0.5, 0.25), failed_requests=[bad, broken]))
+    body = statistics.of("m", "1").body("m", "1")
+    assert (body["inference_count"], body["execution_count"]) == (3, 1)
+    assert [each["batch_size"] for each in body["batch_stats"]] == [4]
+    assert body["inference_stats"]["queue"] == {"count": 1, "ns": 125_000_000}
+    assert body["inference_stats"]["compute_infer"] == {"count": 1, "ns": 2_000_000}
+
+
+def test_a_batch_of_bad_inputs_is_no_execution_and_one_that_the_model_fails_is() -> None:
+    statistics = ModelStatistics()
+    statistics.on_complete(record(2, failed_requests=[(0.25, 2, True)]))
+    found = statistics.of("m", "1")
+    assert (found.batches, found.rows, found.sizes, found.last_s) == (0, 0, {}, 0.0)
+    statistics.on_complete(record(2, failed_requests=[(0.25, 2, False)]))
+    found = statistics.of("m", "1")
+    assert (found.batches, found.rows, list(found.sizes), found.queue.count) == (1, 0, [2], 0)
+
+
+def test_the_queue_time_includes_the_wait_behind_a_running_batch() -> None:
+    statistics = ModelStatistics()
+    behind: Any = record(2, (0.25, 0.25))
+    behind.ahead, behind.seconds, behind.run_s = True, 0.75, 0.5
+    statistics.on_complete(behind)
+    assert statistics.of("m", "1").queue.body() == {"count": 2, "ns": 1_000_000_000}
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        *((reason, "REJECTED") for reason in ("queue_full", "expired", "timeout", "overload")),
+        ("cancelled", "CANCELED"),
+        *((reason, "BACKEND") for reason in ("worker_died", "sequence_lost")),
+        *((reason, "OTHER") for reason in ("bad_request", "sequence_not_found", "model_not_ready", "internal")),
+    ],
+)
+def test_each_reason_of_a_rejection_is_one_of_tritons(reason: str, expected: str) -> None:
+    statistics = ModelStatistics()
+    statistics.on_reject("m", "1", reason)
+    found = statistics.of("m", "1")
+    assert found.failures == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0} | {expected: 1}
+    assert found.fail.count == 1
+
+
+def test_a_models_fault_is_told_from_a_bad_input() -> None:
+    statistics = ModelStatistics()
+    for error in (ItemFailed("no"), DecodeError("no"), BadOutput("no"), BadRequest("no")):
+        statistics.on_error("m", "1", error)
+    found = statistics.of("m", "1").failures
+    assert (found["BACKEND"], found["OTHER"]) == (2, 2)
 
 
 def test_memory_is_bounded_and_freed() -> None:
