@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -148,12 +149,16 @@ def busy(
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """nvidia-ml-py, with one GPU."""
-    nvml = ModuleType("pynvml")
+    nvml, energy_mj = ModuleType("pynvml"), count(7_000, 500)
     nvml.nvmlInit = lambda: None  # type: ignore[attr-defined]
     nvml.nvmlDeviceGetCount = lambda: 1  # type: ignore[attr-defined]
     nvml.nvmlDeviceGetHandleByIndex = lambda i: i  # type: ignore[attr-defined]
     nvml.nvmlDeviceGetName = lambda handle: b"Card 9000"  # type: ignore[attr-defined]
     nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=25)  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetUUID = lambda handle: "GPU-9a"  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetPowerUsage = lambda handle: 20_085  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetPowerManagementLimit = lambda handle: 60_000  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: next(energy_mj)  # type: ignore[attr-defined]
     nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=3, total=8)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     return nvml

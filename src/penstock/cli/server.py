@@ -37,6 +37,7 @@ from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
 from penstock.serving.process import ServerLog, StopSignal, freeze_heap, lame_duck_s, report_ready, runner, say
 from penstock.serving.protocols.route import Template
 from penstock.serving.triton.calls import TritonExtensions, triton_routes
+from penstock.serving.triton.metrics import TritonMetrics
 from penstock.serving.triton.statistics import ModelStatistics
 from penstock.types import ModelStatus, TensorSpec
 
@@ -92,9 +93,10 @@ class Server:
         self._logs = logs
         self._recorder = recorder
         self._reread = reread
-        self._metrics = PrometheusObserver()
         self._records = BatchRecords()
         self._statistics = ModelStatistics()
+        further = TritonMetrics(self._statistics) if config.server.triton_metrics else None
+        self._metrics = PrometheusObserver(further=further)
         self._management: Management | None = None  # once the configured models are loaded
         self._stop = StopSignal(self._report_draining, self._reload)
         self._flavors: dict[str, NativeFlavor] = {}

@@ -49,6 +49,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = None
     metrics_host: Annotated[str, doc("address of the metrics listener")] = "127.0.0.1"
     metrics_port: Annotated[Port, doc("port of the metrics listener; 0 selects a free one")] = 8082
+    triton_metrics: Annotated[
+        bool, doc("add Triton's metrics, such as nv_inference_count, to the page of the metrics listener")
+    ] = False
     grpc_host: Annotated[str | None, doc("address of the gRPC listener, by default the inference listener's")] = None
     grpc_port: Annotated[
         Port | None,

@@ -9,13 +9,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 log = logging.getLogger("penstock.core")
 
 GpuReading = tuple[tuple[str, str], float, int, int]
+
+
+class GpuPower(NamedTuple):
+    """What a GPU draws, may draw, and has used since the first query; None: the driver does not tell."""
+
+    uuid: str
+    draw_w: float | None
+    limit_w: float | None
+    energy_j: float | None
 
 
 def resident_bytes(process: int | psutil.Process) -> int:
@@ -59,6 +68,8 @@ class Gpus:
         self._opened = False
         self._query: threading.Thread | None = None
         self._result: list[GpuReading] = []
+        self._first_mj: dict[str, int] = {}  # energy at the first query, by index
+        self.power: dict[str, GpuPower] = {}  # by index, of the last query
 
     def read(self) -> list[GpuReading]:
         """((index, name), utilization, used bytes, total bytes) of each GPU; empty while the driver hangs."""
@@ -94,4 +105,16 @@ class Gpus:
             with suppress(Exception):  # a failed GPU must not hide the others
                 busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
                 memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+                self.power[labels[0]] = self._read_power(labels[0], handle)
                 yield labels, busy, int(memory.used), int(memory.total)
+
+    def _read_power(self, index: str, handle: Any) -> GpuPower:
+        found: list[Any] = [None] * 4
+        for i, name in enumerate(("UUID", "PowerUsage", "PowerManagementLimit", "TotalEnergyConsumption")):
+            with suppress(Exception):  # a GPU or a driver may lack one
+                found[i] = getattr(self._nvml, f"nvmlDeviceGet{name}")(handle)
+        uuid, draw_mw, limit_mw, energy_mj = found
+        if energy_mj is not None:
+            energy_mj -= self._first_mj.setdefault(index, energy_mj)
+        text = uuid.decode() if isinstance(uuid, bytes) else uuid or index
+        return GpuPower(text, *(None if value is None else value / 1e3 for value in (draw_mw, limit_mw, energy_mj)))

@@ -10,7 +10,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from penstock.core.readings import Gpus, cpu_s, private_bytes, resident_bytes
+from penstock.core.readings import GpuPower, Gpus, cpu_s, private_bytes, resident_bytes
 
 
 def test_a_process_has_memory_and_cpu_time_until_it_ends() -> None:
@@ -32,6 +32,24 @@ def test_without_library_or_driver_there_are_no_gpus(one_gpu: ModuleType, monkey
     assert Gpus().read() == []
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert Gpus().read() == []
+
+
+def test_the_power_of_a_gpu_is_in_watts_and_its_energy_counts_from_the_first_query(one_gpu: ModuleType) -> None:
+    gpus = Gpus()
+    gpus.read()
+    assert gpus.power == {"0": GpuPower("GPU-9a", 20.085, 60.0, 0.0)}
+    gpus.read()
+    assert gpus.power["0"].energy_j == 0.5
+
+
+def test_what_a_driver_does_not_tell_is_none_and_hides_nothing(
+    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("UUID", "PowerUsage", "TotalEnergyConsumption"):
+        monkeypatch.delattr(one_gpu, f"nvmlDeviceGet{name}")
+    gpus = Gpus()
+    assert gpus.read() == [(("0", "Card 9000"), 0.25, 3, 8)]
+    assert gpus.power == {"0": GpuPower("0", None, 60.0, None)}
 
 
 def test_a_driver_that_hangs_is_waited_for_once_and_not_for_long(

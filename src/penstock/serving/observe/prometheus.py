@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from penstock._version import __version__
 from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
 from penstock.errors import PenstockError
-from penstock.serving.observe.system import SystemMetrics
+from penstock.serving.observe.system import FurtherMetrics, SystemMetrics
 from penstock.serving.observe.text import Family, Histogram, Page
 from penstock.types import MetricDelta
 
@@ -187,14 +187,18 @@ class PrometheusObserver(Observer):
     """Counts events; `scrape()` returns the page. `read` returns the current state and is called for each page."""
 
     def __init__(
-        self, read: Callable[[], ServerSnapshot] = ServerSnapshot, clock: Callable[[], float] = time.monotonic
+        self,
+        read: Callable[[], ServerSnapshot] = ServerSnapshot,
+        clock: Callable[[], float] = time.monotonic,
+        further: FurtherMetrics | None = None,
     ) -> None:
         self.read = read
         self._clock = clock
         self._models: dict[tuple[str, str], _Model] = {}
         self._unloaded: UnloadedVersions[tuple[str, str]] = UnloadedVersions()
         self._custom = CustomMetrics()
-        self._system = SystemMetrics()
+        self._further = further
+        self._system = SystemMetrics(further)
         self._scraping = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None  # the page that has not begun
 
@@ -295,6 +299,8 @@ class PrometheusObserver(Observer):
         for name, family, _ in _HISTOGRAMS:
             page.write(family, ((key, found[name]) for key, found in histograms.items()))
         _write_gauges(page, now)
+        if self._further is not None:
+            self._further.write_models(page, now.models)
         self._custom.write(page)
         return page.encode()
 

@@ -1,15 +1,16 @@
 """CPU, memory and GPU metrics of the machine and of each worker process, read on request in a thread."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Protocol
 
 import psutil
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from penstock.core.contracts import ModelSnapshot
-from penstock.core.readings import Gpus, cpu_s, resident_bytes
+from penstock.core.readings import GpuPower, GpuReading, Gpus, cpu_s, resident_bytes
 from penstock.serving.observe.text import Family, Page
 
 _WORKER = ("model", "version", "instance")
@@ -24,10 +25,20 @@ GPU_USED = Family("penstock_gpu_memory_used_bytes", "gauge", _GPU, "Memory of a 
 GPU_MEMORY = Family("penstock_gpu_memory_bytes", "gauge", _GPU, "Total memory of a GPU.")
 
 
+class FurtherMetrics(Protocol):
+    """The metrics that a page has in addition, under the names of another server."""
+
+    def write_models(self, page: Page, models: Iterable[ModelSnapshot]) -> None: ...
+
+    def write_machine(self, page: Page, gpus: Sequence[tuple[GpuReading, GpuPower]]) -> None:
+        """Runs on the thread that reads the machine."""
+
+
 class SystemMetrics:
     """Reads the metrics. Keeps the process handles and the GPU library open, because opening them is slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, further: FurtherMetrics | None = None) -> None:
+        self._further = further
         self._processes: dict[int, psutil.Process] = {}
         self._gpus = Gpus()
         self._own = CollectorRegistry(auto_describe=False)
@@ -61,6 +72,8 @@ class SystemMetrics:
             page.write(GPU_BUSY, [(labels, busy) for labels, busy, _, _ in gpus])
             page.write(GPU_USED, [(labels, used) for labels, _, used, _ in gpus])
             page.write(GPU_MEMORY, [(labels, total) for labels, _, _, total in gpus])
+        if self._further is not None:
+            self._further.write_machine(page, [(gpu, self._gpus.power[gpu[0][0]]) for gpu in gpus])
 
     def _workers(self, models: Iterable[ModelSnapshot]) -> Iterator[tuple[tuple[str, str, str], int, float]]:
         """(labels, resident bytes, CPU seconds) of every worker process."""
