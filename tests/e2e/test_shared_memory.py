@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +29,14 @@ SOURCE = """
         def predict(self, items):
             return [{"y": item["x"] * 2} for item in items]
 
+    class Gated(Twice):
+        def predict(self, items):
+            import os, time
+            open("started", "w").close()
+            while not os.path.exists("gate"):
+                time.sleep(0.005)
+            return super().predict(items)
+
     class Words:
         def predict(self, items):
             return [{"y": item["x"]} for item in items]
@@ -38,7 +49,7 @@ CLIENTS = [tritonclient.http, tritonclient.grpc]
 
 @pytest.fixture(scope="module")
 def server(serve_all: Callable[..., Any]) -> Any:
-    return serve_all(SOURCE, "Twice", "Words", *TRANSPORT, "--set", "server.shared_memory=true", ports=PORTS)
+    return serve_all(SOURCE, "Twice", "Gated", "Words", *TRANSPORT, "--set", "server.shared_memory=true", ports=PORTS)
 
 
 @pytest.fixture(params=CLIENTS, ids=["http", "grpc"])
@@ -159,6 +170,32 @@ def test_a_region_that_is_gone_or_shorter_fails_its_requests_only(module, client
     np.testing.assert_array_equal(client.infer("twice", [x]).as_numpy("y"), ROWS * 2)
     assert server.metric("penstock_worker_events_total", state="died") == 0
     client.register_system_shared_memory(segment.name, segment.key, 4096)
+
+
+def test_a_region_in_use_stays_until_the_answer(module, client, segment, server):
+    folder = Path(f"/proc/{server.process.pid}/cwd")
+    shm.set_shared_memory_region(segment.handle, [ROWS])
+
+    def infer() -> None:
+        with connect(module, server) as own:  # gevent keeps a client in the thread that made it
+            own.infer("gated", [given(module, segment)], outputs=[wanted(module, segment)])
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(infer)
+        while not (folder / "started").exists():
+            time.sleep(0.01)
+        for name in (segment.name, ""):
+            assert f"requests in progress use {segment.name}" in refused(
+                partial(client.unregister_system_shared_memory, name)
+            )
+        (folder / "gate").touch()
+        running.result()
+    found = shm.get_contents_as_numpy(segment.handle, np.float32, [2, 4], 1024)
+    np.testing.assert_array_equal(found, ROWS * 2)
+    client.unregister_system_shared_memory(segment.name)
+    assert "no region" in refused(lambda: client.get_system_shared_memory_status(segment.name))
+    for file in ("started", "gate"):
+        (folder / file).unlink()
 
 
 @pytest.mark.parametrize("key", ["", "/", "..", "/..", "../etc/passwd", "/a/b", "/absent-object", "a" * 300, "a\0b"])

@@ -128,7 +128,7 @@ class Server:
         triton = TritonExtensions(engine, self._config, management, self._statistics, self._logs)
         further = (*platform_routes(self._config, os.environ), *triton_routes(triton))
         flavor = self._flavor("inference", s.host, further=further)
-        http = HttpServer(engine, self._limits, ssl=self._tls, flavor=flavor)
+        http = HttpServer(triton.memory.count_uses(engine), self._limits, ssl=self._tls, flavor=flavor)
         self._metrics.read = lambda: _reading(engine, http)
         try:
             self._note("inference", *await http.start(s.host, s.port))
@@ -224,7 +224,7 @@ class Server:
         tls = self._make_tls()
         host, key = s.grpc_host or s.host, "server.grpc_port"
         check = self._flavors["inference"].check_guard
-        self._grpc = make_grpc_listener(engine, triton, self._limits, check, tls)
+        self._grpc = make_grpc_listener(triton.memory.count_uses(engine), triton, self._limits, check, tls)
         start = partial(self._grpc.start, host, key=key)
         port = await _start_beside_others(start, "grpc", s.grpc_port, GRPC_PORT)
         self._note("grpc", host or "::", port, "grpc")

@@ -10,12 +10,15 @@ import re
 import shutil
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
+from penstock.core.contracts import Backend
 from penstock.core.wire.regions import TABLE_VARIABLE, Region, publish
 from penstock.errors import BadRequest, Conflict, Forbidden, nearest
 from penstock.serving.process import ServerLog
+from penstock.serving.triton.region_uses import RegionUses
 
 TRACE_OFF: Final[Mapping[str, Any]] = {
     "trace_level": ["OFF"],
@@ -105,6 +108,7 @@ class SharedMemory:
     def __init__(self, enabled: bool, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._regions: dict[str, Region] = {}
+        self._uses: Counter[str] = Counter()  # by requests in flight
         self._folder = tempfile.mkdtemp(prefix="penstock-") if enabled else None
         if self._folder is not None:
             os.environ[TABLE_VARIABLE] = self._table
@@ -136,15 +140,30 @@ class SharedMemory:
         self._change({**self._regions, name: Region(name, key, offset, byte_size, os.getpid(), fd)})
 
     def unregister(self, name: str) -> None:
-        """Removes a region, or all regions if the name is empty. An unknown region is no error, as in Triton."""
-        gone = [self._regions[name]] if name in self._regions else [] if name else list(self._regions.values())
+        """Removes a region, or all regions if the name is empty. An unknown region is no error, as in Triton.
+
+        Raises Conflict for regions that requests in flight use; the others are removed.
+        """
+        asked = [name] if name in self._regions else [] if name else list(self._regions)
+        used = [each for each in asked if self._uses[each]]
+        gone = [self._regions[each] for each in asked if each not in used]
         if gone:
             self._change({n: region for n, region in self._regions.items() if region not in gone})
         for region in gone:
             os.close(region.fd)
+            del self._uses[region.name]
+        if used:
+            raise Conflict(f"requests in progress use {', '.join(used)[:200]}; unregister regions after the answers")
+
+    def count_uses(self, backend: Backend) -> Backend:
+        """The backend for listeners whose requests may name regions."""
+        if self._folder is None:
+            return backend
+        return cast(Backend, RegionUses(backend, lambda: self._regions, self._uses))
 
     def close(self) -> None:
         if self._folder is not None:
+            self._uses.clear()
             self.unregister("")
             os.environ.pop(TABLE_VARIABLE, None)
             shutil.rmtree(self._folder, ignore_errors=True)
