@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,8 @@ def _plain(path: str, found: Any) -> Any:
             return _config(found.get("config", found))
         if "extensions" in found:
             return sorted(found["extensions"])
+        if "versions" in found:  # metadata: Penstock's has parameters too
+            found = {key: value for key, value in found.items() if key != "parameters"}
         found = {key: _plain(path, value) for key, value in found.items() if key not in FREE}
         if "error" in found:
             found["error"] = "..."
@@ -148,20 +150,30 @@ def _config(found: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def difference(ours: Any, theirs: Any, path: str = "") -> str:
-    """Where the two differ first, as `place: Triton ..., Penstock ...`; "" where they are equal."""
+def outcome(answer: dict[str, Any]) -> str:
+    """The status or the code of an answer."""
+    return str(answer.get("status", answer.get("code")))
+
+
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, str]:
+    """Where two answers differ, with what each has there; only the status or the code if they differ in that."""
+    if outcome(theirs) != outcome(ours):
+        return {"status": f"Triton {outcome(theirs)}, Penstock {outcome(ours)}"}
+    return dict(_differences(theirs, ours, ""))
+
+
+def _differences(theirs: Any, ours: Any, place: str) -> Iterator[tuple[str, str]]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in [*theirs, *(key for key in ours if key not in theirs)]:
-            if key not in ours or key not in theirs:
-                absent = "Penstock" if key not in ours else "Triton"
-                present = theirs.get(key, ours.get(key))
-                return f"{path}.{key}: absent from {absent}, elsewhere {present!r:.200}"
-            if found := difference(ours[key], theirs[key], f"{path}.{key}"):
-                return found
-        return ""
-    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        pairs = zip(ours, theirs, strict=True)
-        return next((found for i, (o, t) in enumerate(pairs) if (found := difference(o, t, f"{path}[{i}]"))), "")
-    if ours == theirs and type(ours) is type(theirs):
-        return ""
-    return f"{path}: Triton {theirs!r:.200}, Penstock {ours!r:.200}"
+        for key in {**theirs, **ours}:
+            where = f"{place}.{key}" if place else key
+            if key in ours and key in theirs:
+                yield from _differences(theirs[key], ours[key], where)
+            elif key in theirs:
+                yield where, f"Triton {theirs[key]!r:.200}, Penstock nothing"
+            else:
+                yield where, f"Triton nothing, Penstock {ours[key]!r:.200}"
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for number, both in enumerate(zip(theirs, ours, strict=True)):
+            yield from _differences(*both, f"{place}.{number}")
+    elif ours != theirs or type(ours) is not type(theirs):
+        yield place, f"Triton {theirs!r:.200}, Penstock {ours!r:.200}"

@@ -178,8 +178,6 @@ def sequences() -> Iterator[Grpc]:
         "a running one": step(8, id=3, start=True),
         "begins anew": step(9, id=3, start=True),
         "ends": step(1, id=3, end=True),
-        "a text": step(2, id="a", start=True),
-        "a text ends": step(3, id="a", end=True),
     }.items():
         yield Grpc(f"gRPC: sequence: {name}", "ModelInfer", message)
     steps = [step(1, id=5, start=True), step(2, id=5), step(3, id=5, end=True)]
@@ -220,7 +218,6 @@ def management(key: str, other: str) -> Iterator[Grpc]:
     yield ask("ModelStatistics", "of an unknown version", name="mlp", version="9")
     yield ask("RepositoryIndex")
     yield ask("RepositoryIndex", "ready", ready=True)
-    yield ask("RepositoryIndex", "of a repository", repository_name="none")
     yield ask("RepositoryModelLoad", "again", model_name="told")
     yield ask("RepositoryModelLoad", "unknown", model_name="nothing")
     yield ask("RepositoryModelUnload", "told", model_name="told")

@@ -101,6 +101,8 @@ class TritonPythonModel:
             array = np.full((1, 1), i, np.int32) if self.name == "count" else x["text_input"]
             tensor = backend.Tensor("i" if self.name == "count" else "text_output", array)
             sender.send(backend.InferenceResponse([tensor]))
+        final = backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if times < 0:
-            sender.send(backend.InferenceResponse(error=backend.TritonError("the number is negative")))
-        sender.send(flags=backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            sender.send(backend.InferenceResponse(error=backend.TritonError("the number is negative")), final)
+        else:
+            sender.send(flags=final)
