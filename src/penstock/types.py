@@ -187,7 +187,8 @@ class ModelMetadata(Struct, frozen=True):
     Inference response of the model carries it. `created`: when it was loaded, in seconds since 1970. `streams`: an
     answer may have any number of parts. `task` is "" or one of `penstock.types.TASKS`. `takes_parameters`: clients may
     send parameters of their own. `unbatched`: axis 0 of its tensors is not rows (`rows = "none"`). `labels`: names of
-    the classes of an output, by their index. `typed_contents` and `strict_json` are its keys in the configuration.
+    the classes of an output, by their index. `strict_parameters`, `typed_contents` and `strict_json`
+    are its keys in the configuration.
     """
 
     name: str
@@ -202,6 +203,7 @@ class ModelMetadata(Struct, frozen=True):
     task: str = ""
     takes_parameters: bool = False
     unbatched: bool = False
+    strict_parameters: bool = False
     typed_contents: bool = False
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     strict_json: bool = False

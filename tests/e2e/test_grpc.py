@@ -258,7 +258,7 @@ def test_an_error_is_the_last_response_of_its_request(server):
         for r in [each.infer_response]
     ]
     assert told == [
-        ("absent", "", "absent", "no model is named 'absent'", True),
+        ("absent", "", "absent", "model 'absent' is not found", True),
         ("fails", "1", "fails", "the model raised ValueError", True),
         ("fails_late", "1", "fails_late", "", False),
         ("fails_late", "", "fails_late", "the model raised ValueError", True),
@@ -373,7 +373,7 @@ BAD = {
     "many axes": (raw_request([1] * 40, bytes(4)), "INVALID_ARGUMENT", "has 40 axes"),
     "int range": (typed_request("INT8", [128]), "INVALID_ARGUMENT", "a value is not in the range of INT8"),
     "elements": (typed_request("FP32", [1.0], [3]), "INVALID_ARGUMENT", "needs 3 elements, found 1"),
-    "parameter": (with_parameter("colour", string_param="x"), "INVALID_ARGUMENT", "parameter 'colour' is not"),
+    "flag": (with_parameter("timeout", bool_param=True), "INVALID_ARGUMENT", "parameter 'timeout' is True"),
     "no value": (with_parameter("colour"), "INVALID_ARGUMENT", "parameter 'colour' has no value"),
     "priority": (with_parameter("priority", string_param="x"), "INVALID_ARGUMENT", "parameter 'priority' is 'x'"),
     "timeout": (with_parameter("timeout", int64_param=-1), "INVALID_ARGUMENT", "parameter 'timeout' is -1"),

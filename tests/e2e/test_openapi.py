@@ -68,7 +68,8 @@ REQUESTS = (
     ("/v2/models/sums/infer", {"inputs": [{**X, "datatype": "FP64"}]}, False, 400),
     ("/v2/models/sums/infer", {"inputs": [{**X, "name": "y"}]}, False, 400),
     ("/v2/models/sums/infer", {"inputs": [{**X, "shape": [1, 4]}]}, False, 400),
-    ("/v2/models/sums/infer", {"inputs": [{**X, "parameters": {"timeout": 1}}]}, False, 400),
+    ("/v2/models/sums/infer", {"inputs": [{**X, "parameters": {"mine": 1}}], "parameters": {"mine": 1}}, True, 200),
+    ("/v2/models/sums/infer", {"inputs": [X], "parameters": {"timeout": -1}}, False, 400),
     ("/v2/models/sums/infer", {"inputs": []}, False, 400),
 )
 

@@ -100,12 +100,21 @@ def raw(values: st.DataObject) -> Item:
 IDS = st.one_of(st.none(), st.just("7"), st.text(max_size=8))
 
 
+# of a request; the model takes none
+PARAMETERS: Any = st.sampled_from([{}, {}, {"x": 1}, {"x": 2}, {"id": "7"}, {"timeout": 5}, {"sequence_id": 3}])
+LISTS: Any = st.sampled_from([{}, {"list": [1, 2]}, {"shape": [[3.5]], "data": {"id": "a"}}])  # JSON only
+
+
 def binary(values: st.DataObject, rows: int) -> Item:
     names = values.draw(st.permutations(INPUTS))
     inputs = [(name, datatype, (rows, *tail), octets(datatype, tail, rows, values)) for name, datatype, tail in names]
     wanted = values.draw(st.sampled_from([None, ["sum"], ["flag", "half"], ["absent"]]))
     head, buffers = encode_request(
-        inputs, outputs=wanted, binary_outputs=values.draw(st.booleans()), id=values.draw(IDS)
+        inputs,
+        outputs=wanted,
+        binary_outputs=values.draw(st.booleans()),
+        id=values.draw(IDS),
+        parameters=values.draw(PARAMETERS) | values.draw(LISTS),
     )
     body = b"".join([head, *buffers]) + values.draw(st.sampled_from([b"", b"", b"", b"?"]))
     return Item(body, "oip_binary", "application/octet-stream", rows, head_bytes=len(head))
@@ -121,7 +130,14 @@ def in_json(values: st.DataObject, rows: int) -> Item:
         if values.draw(st.integers(0, 9)) == 0:
             data = values.draw(st.sampled_from([[True], [], ["1"], [1, [2]], None, [2**70], [1e300], data[:-1]]))
         inputs.append({"name": name, "shape": [rows, *tail], "datatype": datatype, "data": data})
+    inputs[0]["parameters"] = values.draw(LISTS)
     request: dict[str, Any] = {"inputs": inputs}
+    if parameters := values.draw(PARAMETERS) | values.draw(LISTS):
+        request = (
+            {"parameters": parameters, **request}
+            if values.draw(st.booleans())
+            else {**request, "parameters": parameters}
+        )
     if (id := values.draw(IDS)) is not None:
         request = {"id": id, **request} if values.draw(st.booleans()) else {**request, "id": id}
     body = msgspec.json.encode(request)
@@ -141,7 +157,7 @@ def native(values: st.DataObject, rows: int) -> Item:
 def grpc(values: st.DataObject, rows: int) -> Item:
     inputs = [(name, datatype, (rows, *tail), octets(datatype, tail, rows, values)) for name, datatype, tail in INPUTS]
     wanted = values.draw(st.sampled_from([None, ["sum"], ["absent"]]))
-    body = encode_infer(("m", "", values.draw(IDS) or ""), inputs, wanted, {})
+    body = encode_infer(("m", "", values.draw(IDS) or ""), inputs, wanted, values.draw(PARAMETERS))
     return Item(body, "oip_grpc", "", rows)
 
 
@@ -212,6 +228,52 @@ def test_requests_of_one_plan_run_as_one_array() -> None:
     recognized = [run.codecs.get(item.codec).recognize(item) for item in batch]  # type: ignore[attr-defined]
     assert None not in recognized
     assert len({id(request.plan.stack) for request in recognized[:6]}) == 1
+
+
+def parametrized(parameters: dict[str, Any], id: str, x: Any) -> list[Item]:
+    """The same request in each form."""
+    inputs = [("x", "FP32", x.shape, x.tobytes())]
+    head, buffers = encode_request(inputs, binary_outputs=True, id=id, parameters=parameters)
+    tensor = {"name": "x", "shape": x.shape, "datatype": "FP32", "data": x.ravel().tolist()}
+    body = msgspec.json.encode({"parameters": parameters, "id": id, "inputs": [tensor]})
+    return [
+        Item(b"".join([head, *buffers]), "oip_binary", "", len(x), head_bytes=len(head)),
+        Item(body, "oip_json", "", len(x)),
+        Item(encode_infer(("m", "", id), inputs, None, parameters), "oip_grpc", "", len(x)),
+    ]
+
+
+def test_parameters_that_are_ignored_are_part_of_a_plan() -> None:
+    run = runner(True, Halving)
+    x = np.ones((1, 3), "f4")
+    for _ in range(2):
+        answers(run, parametrized({"user": "a", "n": 1}, "1", x))
+    for item in parametrized({"user": "a", "n": 1}, "2", 2 * x):
+        codec: Any = run.codecs.get(item.codec)
+        found = codec.recognize(item)
+        assert found is not None
+        assert found.id == "2"
+    assert all(run.codecs.get(i.codec).recognize(i) is None for i in parametrized({"user": "b"}, "2", x))  # type: ignore[attr-defined]
+
+
+def test_a_model_that_takes_parameters_gets_those_of_each_request() -> None:
+    class Scaled:
+        inputs = (TensorSpec("x", "FP32", (-1, 3)),)
+
+        def predict(self, items: list[Any], parameters: list[dict[str, Any]]) -> list[Any]:
+            return [{"y": item["x"] * asked["scale"]} for item, asked in zip(items, parameters, strict=True)]
+
+    model = PythonModel(Scaled)
+    model.load("cpu")
+    run = BatchRunner(model, model.metadata("m", "1"), BatchingConfig())
+    x = np.ones((1, 3), "f4")
+    for scale in (2, 3, 2):
+        batch = [item for other in (scale, 5) for item in parametrized({"scale": other}, "1", x)]
+        binary, text, grpc, *five = [body for body, *_ in answers(run, batch)]
+        expected = (scale * x).tobytes()
+        assert (binary[-12:], grpc[-12:]) == (expected, expected)
+        assert msgspec.json.decode(text)["outputs"][0]["data"] == [scale] * 3
+        assert five[0][-12:] == (5 * x).tobytes()
 
 
 def test_plans_are_bounded() -> None:

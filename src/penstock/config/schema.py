@@ -339,6 +339,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     outputs: Annotated[
         dict[str, str], doc('outputs of a Python model that does not declare them, in order: y = "FP32[-1,10]"')
     ] = field(default_factory=dict)
+    strict_parameters: Annotated[
+        bool, doc("refuse Open Inference requests with a parameter that nothing reads, which is otherwise ignored")
+    ] = False
     typed_contents: Annotated[
         bool,
         doc("answer gRPC requests whose inputs are typed contents with such outputs; without it all outputs are raw"),

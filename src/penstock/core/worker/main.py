@@ -93,7 +93,8 @@ def _metadata(model: PythonModel, spec: WorkerSpec) -> ModelMetadata:
         if outputs and name not in outputs:
             raise ConfigError(f"labels.{name}: the model has no such output{nearest(name, outputs)}")
     labels = {name: read_labels(path, f"labels.{name}") for name, path in config.labels.items()}
-    return structs.replace(found, labels=labels, strict_json=config.strict_json, typed_contents=config.typed_contents)
+    keys = {name: getattr(config, name) for name in ("strict_json", "strict_parameters", "typed_contents")}
+    return structs.replace(found, labels=labels, **keys)
 
 
 def _found(target: Any, spec: WorkerSpec) -> Any:

@@ -102,7 +102,7 @@ class OpenInferenceService:
 
         def sink(result: ItemResult) -> None:
             error = result.error
-            if error is None and not result.final:
+            if error is None and not (result.final and result.body):  # without a part its body is empty
                 error = NotImplementedHere(f"model '{request.model}' streams its response: call ModelStreamInfer")
             if error is None:
                 call.reply(result.body)
@@ -147,7 +147,7 @@ class OpenInferenceService:
                 call_head.terms = parse_request_id(values.get(b"x-request-id", b"")), values.get(b"x-priority")
             id, given = call_head.terms
             priority = head.parameters.get("priority") or 0
-            if not isinstance(priority, int) or priority < 0:
+            if type(priority) is not int or priority < 0:
                 raise BadRequest(f"parameter 'priority' is {priority!r:.40}, expected a whole number from 0")
             if priority == 0:
                 priority = 1 if given is None else parse_priority(given) + 1
@@ -179,7 +179,7 @@ def _descriptions(backend: Backend) -> SimpleNamespace:
 
 def _wait_s(timeout_us: Any) -> float:
     """The longest wait in the queue: the parameter `timeout`, which is in microseconds."""
-    if not isinstance(timeout_us, int) or timeout_us < 0:
+    if type(timeout_us) is not int or timeout_us < 0:
         raise BadRequest(f"parameter 'timeout' is {timeout_us!r:.40}, expected microseconds as a whole number")
     return timeout_us / 1e6
 

@@ -19,7 +19,7 @@ from penstock.core.columns import (
     TensorRows,
 )
 from penstock.errors import BadOutput, BadRequest
-from penstock.serving.protocols.bodies import JSON
+from penstock.serving.protocols.bodies import JSON, decode_json
 from penstock.serving.protocols.columns import (
     GAP,
     JsonLists,
@@ -33,7 +33,7 @@ from penstock.serving.protocols.columns import (
     output_column,
 )
 from penstock.serving.protocols.native import BYTES, encode_response
-from penstock.serving.protocols.oip_heads import peek_json
+from penstock.serving.protocols.oip_heads import large_parameters, peek_json
 from penstock.serving.protocols.oip_messages import (
     ADVICE,
     ALIGNMENT,
@@ -41,6 +41,7 @@ from penstock.serving.protocols.oip_messages import (
     HEADER_LENGTH,
     NO_PARAMETERS,
     TYPED,
+    AllParameters,
     OipRequest,
     OipResponse,
     OpenRequest,
@@ -49,7 +50,6 @@ from penstock.serving.protocols.oip_messages import (
     Tensor,
     TensorParameters,
     array_of_tensor,
-    decode_request,
     refusal,
     sequence_of_json,
     split_parameters,
@@ -106,7 +106,7 @@ class OipCodec(Planning):
         self.inputs = {spec.name: spec for spec in known.inputs}
         self.outputs = {spec.name: spec.datatype for spec in known.outputs}
         self.takes_parameters, self.unbatched = known.takes_parameters, known.unbatched
-        self.typed_contents = known.typed_contents
+        self.strict_parameters, self.typed_contents = known.strict_parameters, known.typed_contents
         self.labels, self.strict_json = known.labels, known.strict_json
         revision = known.parameters.get("revision")
         self.parameters = None if revision is None else {"revision": revision}
@@ -121,7 +121,9 @@ class OipCodec(Planning):
     def read(self, item: Item) -> tuple[OipRequest, Sequence[memoryview | None]]:
         """The request, and the bytes of each input; None for data in the JSON. Raises BadRequest."""
         head, rest = self.head_of(item)
-        request = decode_request(head, OpenRequest if self.takes_parameters else OipRequest)
+        request: OipRequest = decode_json(head, OpenRequest if self.takes_parameters else OipRequest)
+        if self.strict_parameters:
+            decode_json(head, AllParameters).check_known(self.takes_parameters)
         return request, split_sections(request.inputs, rest, "input", BadRequest)
 
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
@@ -129,8 +131,10 @@ class OipCodec(Planning):
         request, sections = self.read(item)
         if isinstance(request.parameters, dict):
             request.parameters, item.parameters = split_parameters(request.parameters)
-        if request.parameters is not None:
-            self._check_parameters(request.parameters, item)
+        if self.strict_parameters and request.parameters is not None and item.sequence is None:
+            for name in ("sequence_id", "sequence_start", "sequence_end"):
+                if getattr(request.parameters, name):
+                    raise refusal(name, "", ADVICE["sequence"])
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for tensor, data in zip(request.inputs, sections, strict=True):
             if tensor.name in arrays:
@@ -141,16 +145,6 @@ class OipCodec(Planning):
                 data = shared_input(tensor, place)
             arrays[tensor.name] = array_of_tensor(tensor, data, "input", BadRequest)
         return self._rows(arrays, item), self.context_of(request)
-
-    def _check_parameters(self, found: RequestParameters, item: Item) -> None:
-        """Raises BadRequest for parameters that had no effect."""
-        for name in ("sequence_id", "sequence_start", "sequence_end") if item.sequence is None else ():
-            if getattr(found, name):
-                raise refusal(name, "", ADVICE["sequence"])
-        if self.came_late(item):
-            for name in ("timeout", "priority"):
-                if getattr(found, name):
-                    raise refusal(name, "", f"the body is too large to read it in time: {ADVICE[name]}")
 
     def _rows(self, arrays: dict[str, np.ndarray[Any, Any]], item: Item) -> dict[str, np.ndarray[Any, Any]]:
         """The rows of this item. Raises BadRequest for missing inputs or different numbers of rows."""
@@ -209,8 +203,8 @@ class OipCodec(Planning):
     def is_steady(self, item: Item, id: str | None) -> bool:
         """Whether its parameters belong to no single request, and its id is where `cut_id` found it."""
         head = bytes(self.head_of(item)[0])
-        steady = is_steady(decode_request(head, OipRequest))
-        return steady and has_cut_id(head, id, lambda text: decode_request(text, OipRequest).id)
+        steady = is_steady(decode_json(head, OipRequest))
+        return steady and has_cut_id(head, id, lambda text: decode_json(text, OipRequest).id)
 
     def plan_context(self, context: OipContext) -> tuple[OipContext, bytes]:
         """The context of every request with the plan, and its key."""
@@ -355,10 +349,6 @@ class OipCodec(Planning):
 
     # ---- the form of the messages
 
-    def came_late(self, item: Item) -> bool:
-        """Whether the server process could not read the parameters of a request."""
-        return False
-
     def context_of(self, request: OipRequest) -> OipContext:
         binary = request.parameters is not None and bool(request.parameters.binary_data_output)
         if not request.outputs:
@@ -426,12 +416,8 @@ class OipJsonCodec(OipCodec, JsonLists):
 
     @staticmethod
     def peek_sequence(item: Item, body: bytes | memoryview) -> SequenceRequest | None:
-        """The sequence of up to 64 KiB of JSON. Raises BadRequest."""
-        return sequence_of_json(body) if len(body) <= HEADER_BYTES else None
-
-    def came_late(self, item: Item) -> bool:
-        """Of a large body the server process reads no parameters."""
-        return len(item.payload) > HEADER_BYTES
+        """The sequence of JSON. Raises BadRequest."""
+        return sequence_of_json(body if len(body) <= HEADER_BYTES else large_parameters(body))
 
     def head_of(self, item: Item) -> tuple[bytes | memoryview, memoryview]:
         """The whole body. Raises BadRequest for other formats, because a JSON error would be misleading."""

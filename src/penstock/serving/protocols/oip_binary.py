@@ -24,11 +24,10 @@ from penstock.serving.protocols.oip_messages import (
     HEADER_BYTES,
     HEADER_LENGTH,
     NPY,
-    InputParameters,
-    InputTensor,
     OipRequest,
     RequestParameters,
     Tensor,
+    TensorParameters,
     header_length,
     sequence_of_json,
 )
@@ -244,8 +243,8 @@ class OipBinaryCodec(OipCodec):
         elif -1 in shape:
             cell = math.prod(size for size in shape if size >= 0) * SIZES[spec.datatype]
             shape[shape.index(-1)] = len(body) // max(cell, 1)
-        parameters = InputParameters(binary_data_size=len(body))
-        tensor = InputTensor(spec.name, shape, spec.datatype, parameters=parameters)
+        parameters = TensorParameters(binary_data_size=len(body))
+        tensor = Tensor(spec.name, shape, spec.datatype, parameters=parameters)
         return msgspec.json.encode(OipRequest([tensor], parameters=RequestParameters(True))), body
 
 

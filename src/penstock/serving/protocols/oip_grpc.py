@@ -21,8 +21,8 @@ from penstock.serving.protocols.oip import (
 )
 from penstock.serving.protocols.oip_messages import (
     TYPED,
+    AllParameters,
     InferResponse,
-    InputParameters,
     OipRequest,
     OipResponse,
     Tensor,
@@ -51,8 +51,11 @@ from penstock.serving.protocols.oip_tensors import check_form, from_bytes, lengt
 from penstock.types import DTYPES, Item, ItemResult, Response, SequenceRequest
 
 RAW: Final = "application/grpc+proto"
-# parameters that the server process reads; the model has no use for them
-FOR_THE_SERVER: Final = frozenset({"priority", "timeout", "triton_enable_empty_final_response"})
+# parameters that the server process reads, and those of HTTP alone; the model has no use for them
+_NOT_HERE: Final = {
+    "priority", "timeout", "triton_enable_empty_final_response",
+    "binary_data", "binary_data_output", "binary_data_size",
+}  # fmt: skip
 _INFER_RESPONSE: Final = 2  # number of the field in ModelStreamInferResponse
 CONTENTS: Final = {
     "BOOL": "bool_contents",
@@ -165,7 +168,10 @@ class OipGrpcCodec(OipCodec):
         head, raw = split_field(item.payload, RAW_INPUTS)
         message = parse(_Request, head)
         kind = _OpenGrpcRequest if self.takes_parameters else _GrpcRequest
-        request = convert_request(_values_of(message), kind)
+        values = _values_of(message)
+        request = convert_request(values, kind)
+        if self.strict_parameters:
+            convert_request(values, AllParameters).check_known(self.takes_parameters)
         if raw and request.typed:
             raise BadRequest("found contents of an input and raw_input_contents; send one of them")
         given = [tensor for tensor in message.inputs if SHARED not in tensor.parameters]
@@ -175,7 +181,7 @@ class OipGrpcCodec(OipCodec):
         sections = [None if SHARED in tensor.parameters else next(data) for tensor in message.inputs]
         for tensor, section in zip(request.inputs, sections, strict=True):
             if section is not None:
-                tensor.parameters = tensor.parameters or InputParameters()
+                tensor.parameters = tensor.parameters or TensorParameters()
                 tensor.parameters.binary_data_size = len(section)
         return request, sections
 
@@ -238,16 +244,19 @@ def _take(sections: Iterator[bytes | memoryview], size: int) -> list[bytes | mem
 
 
 def _values_of(message: Any) -> dict[str, Any]:
-    """The fields of a request as in JSON, without the data. Parameters for the server are left out."""
-    parameters = {name: value for name, value in plain(message.parameters).items() if name not in FOR_THE_SERVER}
+    """The fields of a request as in JSON, without the data and without the parameters of `_NOT_HERE`."""
+
+    def own(parameters: Any) -> dict[str, Any]:
+        return {name: value for name, value in plain(parameters).items() if name not in _NOT_HERE}
+
     return {
         "inputs": [
-            {"name": t.name, "shape": list(t.shape), "datatype": t.datatype, "parameters": plain(t.parameters)}
+            {"name": t.name, "shape": list(t.shape), "datatype": t.datatype, "parameters": own(t.parameters)}
             for t in message.inputs
         ],
         "id": message.id or None,
-        "outputs": [{"name": o.name, "parameters": plain(o.parameters)} for o in message.outputs] or None,
-        "parameters": parameters,
+        "outputs": [{"name": o.name, "parameters": own(o.parameters)} for o in message.outputs] or None,
+        "parameters": own(message.parameters),
         "typed": any(tensor.HasField("contents") for tensor in message.inputs),
     }
 

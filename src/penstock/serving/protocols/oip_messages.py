@@ -10,7 +10,6 @@ Source: the Open Inference Protocol's REST API, and Triton's binary tensor data 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -60,12 +59,8 @@ class TensorParameters(SharedTensor, omit_defaults=True):
     binary_data_size: Annotated[int, Meta(ge=0)] | None = None
 
 
-class InputParameters(TensorParameters, forbid_unknown_fields=True):
-    """Parameters of an input."""
-
-
 class Tensor(Struct, omit_defaults=True):
-    """An output of a response."""
+    """An input of a request, or an output of a response."""
 
     name: str
     shape: list[int]
@@ -79,13 +74,7 @@ class Tensor(Struct, omit_defaults=True):
         return None if self.parameters is None else self.parameters.binary_data_size
 
 
-class InputTensor(Tensor, omit_defaults=True):
-    """An input of a request."""
-
-    parameters: InputParameters | None = None
-
-
-class OutputParameters(SharedTensor, omit_defaults=True, forbid_unknown_fields=True):
+class OutputParameters(SharedTensor, omit_defaults=True):
     """Parameters of a requested output. `classification`: only the largest values of each row, this many."""
 
     binary_data: bool | None = None
@@ -99,7 +88,7 @@ class RequestedOutput(Struct, omit_defaults=True):
     parameters: OutputParameters | None = None
 
 
-class RequestParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
+class RequestParameters(Struct, omit_defaults=True):
     """Parameters of a request. `binary_data_output` is the default for all outputs. The server process reads `timeout`
     in microseconds and `priority` from 1, the highest; 0 is the default. `sequence_*` are for models with
     `max_sequences`, as in Triton's sequence extension."""
@@ -113,9 +102,9 @@ class RequestParameters(Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class OipRequest(Struct, omit_defaults=True):
-    """The JSON of a request; unknown keys are ignored, unknown parameters are refused."""
+    """The JSON of a request; unknown keys and parameters are ignored, see `AllParameters`."""
 
-    inputs: list[InputTensor] = []
+    inputs: list[Tensor] = []
     id: str | None = None
     outputs: list[RequestedOutput] | None = None
     parameters: RequestParameters | None = None
@@ -127,8 +116,28 @@ class OpenRequest(OipRequest):
     parameters: dict[str, Any] | None = None  # type: ignore[assignment]
 
 
-R = TypeVar("R", bound=OipRequest)
-_UNKNOWN_PARAMETER: Final = re.compile(r"unknown field `(.*)` - at `\$\.?(.*?)\.?parameters`")
+class _AnyParameters(Struct):
+    parameters: dict[str, Any] | None = None
+
+
+class AllParameters(_AnyParameters):
+    """All parameters of a request, of its inputs and of its requested outputs."""
+
+    inputs: list[_AnyParameters] = []
+    outputs: list[_AnyParameters] | None = None
+
+    def check_known(self, open: bool) -> None:
+        """Raises BadRequest for a parameter that nothing reads; the model reads those of an `open` request."""
+        places: list[tuple[str, _AnyParameters, type[Struct]]] = [] if open else [("", self, RequestParameters)]
+        places += [(f"inputs[{k}]", each, TensorParameters) for k, each in enumerate(self.inputs)]
+        places += [(f"outputs[{k}]", each, OutputParameters) for k, each in enumerate(self.outputs or ())]
+        for place, each, known in places:
+            for name in each.parameters or ():
+                if name not in known.__struct_fields__:
+                    raise unsupported(name, place) or refusal(name, place, _SUPPORTED)
+
+
+R = TypeVar("R", bound=Struct)
 ADVICE: Final = {
     "timeout": "send the header x-deadline-ms",
     "priority": "send the header x-priority",
@@ -153,21 +162,12 @@ def refusal(name: str, place: str, advice: str) -> BadRequest:
     return BadRequest(f"parameter '{name[:100]}'{place and f' of {place[:40]}'} is not supported; {advice}")
 
 
-def decode_request(head: bytes | memoryview, kind: type[R]) -> R:
-    """The JSON of a request. Raises BadRequest, also for parameters that would have no effect."""
-    try:
-        request: R = decode_json(head, kind)
-    except BadRequest as error:
-        raise _explained(error) from None
-    return request
-
-
 def convert_request(values: dict[str, Any], kind: type[R]) -> R:
-    """The request with the fields of a JSON request. Raises BadRequest as `decode_request` does."""
+    """The request with the fields of a JSON request. Raises BadRequest."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise _explained(BadRequest(f"the request has the wrong form: {error}")) from None
+        raise BadRequest(f"the request has the wrong form: {error}") from None
 
 
 def split_parameters(values: dict[str, Any]) -> tuple[RequestParameters, dict[str, Any]]:
@@ -178,14 +178,6 @@ def split_parameters(values: dict[str, Any]) -> tuple[RequestParameters, dict[st
     except msgspec.ValidationError as error:
         raise BadRequest(f"the request has the wrong form: {error} in its parameters") from None
     return parameters, {name: value for name, value in values.items() if name not in known}
-
-
-def _explained(error: BadRequest) -> BadRequest:
-    """The error for an unknown parameter, with advice; other errors as they are."""
-    if found := _UNKNOWN_PARAMETER.search(error.message):
-        name, place = found.groups()
-        return unsupported(name, place) or refusal(name, place, _SUPPORTED)
-    return error
 
 
 class _SequenceParameters(Struct):
@@ -301,7 +293,7 @@ def encode_request(
     of a BYTES tensor. `outputs` selects outputs, by default all. `parameters` are further ones of the request. Raises
     ValueError if data and shape disagree.
     """
-    tensors: list[InputTensor] = []
+    tensors: list[Tensor] = []
     buffers: list[Buffer] = []
     for name, datatype, shape, data in inputs:
         if isinstance(data, (bytes, bytearray, memoryview)):
@@ -313,7 +305,7 @@ def encode_request(
         if not fits:
             raise ValueError(f"input '{name}': {datatype} of shape {list(shape)} does not match its data")
         size = sum(len(part) for part in parts)
-        tensors.append(InputTensor(name, list(shape), datatype, parameters=InputParameters(binary_data_size=size)))
+        tensors.append(Tensor(name, list(shape), datatype, parameters=TensorParameters(binary_data_size=size)))
         buffers += parts
     selected = None if outputs is None else [RequestedOutput(output) for output in outputs]
     every: Any = {**({"binary_data_output": True} if binary_outputs else {}), **(parameters or {})}

@@ -11,7 +11,7 @@ from penstock.core.contracts import Backend
 from penstock.errors import ModelNotFound, PenstockError, UnsupportedType
 from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding
 from penstock.serving.protocols.oip_binary import head_bytes
-from penstock.serving.protocols.oip_heads import facts_of, terms_of
+from penstock.serving.protocols.oip_heads import facts_of, large_parameters, terms_of
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, parse_length
 from penstock.serving.protocols.route import Read, Template, Terms, json_route
 from penstock.types import Item, TensorSpec
@@ -37,9 +37,10 @@ def read_terms(item: Item) -> Terms | None:
     codec, body = item.codec.removesuffix(CODED), getattr(item.payload, "view", item.payload)
     if codec == "oip_binary":
         return facts_of(bytes(body[: head_bytes(item)])).terms
-    if codec == "oip_npy" or body is not item.payload:  # JSON in a Buffer has more than 64 KiB
+    if codec == "oip_npy":
         return None
-    return terms_of(bytes(body))
+    # JSON in a Buffer has more than 64 KiB
+    return terms_of(bytes(body) if body is item.payload else large_parameters(body))
 
 
 # ---- routes

@@ -287,7 +287,7 @@ def request_content(model: ModelMetadata) -> dict[str, Any]:
         sequence_start=_FLAG,
         sequence_end=_FLAG,
     )
-    parameters["additionalProperties"] = model.takes_parameters
+    parameters["additionalProperties"] = model.takes_parameters or not model.strict_parameters
     needed = sum(not spec.optional for spec in model.inputs)
     request = {
         "inputs": _tensors(model.inputs, needed if model.inputs else 1, model.unbatched),
@@ -338,7 +338,7 @@ def _name(specs: Sequence[TensorSpec]) -> dict[str, Any]:
 
 
 def _parameters(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "additionalProperties": False}
+    return {"type": "object", "properties": properties}
 
 
 def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:

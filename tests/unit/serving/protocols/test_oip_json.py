@@ -17,7 +17,8 @@ from penstock.serving.protocols.oip_heads import peek_json
 from penstock.types import DTYPES, Item, ModelMetadata, TensorSpec
 
 CODEC = OipJsonCodec("m", "1")
-STRICT = OipJsonCodec(
+STRICT = OipJsonCodec("m", "1", ModelMetadata("m", "1", strict_parameters=True))
+DECLARED = OipJsonCodec(
     "m", "1", ModelMetadata("m", "1", inputs=(TensorSpec("x", "FP32", (-1, 2)), TensorSpec("y", "INT8", (-1,))))
 )
 
@@ -53,25 +54,37 @@ KNOWN = {("timeout", ""), ("priority", ""), ("classification", r" of outputs\[0\
         ("my_own", "a request takes binary_data_output, timeout and priority, an input binary_data_size, "),
     ],
 )
-def test_a_parameter_that_would_have_no_effect_is_refused_wherever_it_is(parameter, advice):
+def test_a_parameter_that_nothing_reads_is_ignored_or_refused_wherever_it_is(parameter, advice):
     parameters = {"parameters": {parameter: parameter in ("sequence_start", "sequence_end") or 1}}
     for place, request in {
         "": item(tensor(), **parameters),
-        r" of inputs\[1\]": item(tensor(), tensor(**parameters)),
+        r" of inputs\[1\]": item(tensor(), tensor("y", **parameters)),
         r" of outputs\[0\]": item(tensor(), outputs=[{"name": "y", **parameters}]),
     }.items():
+        found, _ = CODEC.decode(request)
+        assert found["x"].tolist() == [1, 2]
+        assert request.parameters is None, "the model takes none"
         if (parameter, place) in KNOWN:
-            CODEC.decode(request)
+            STRICT.decode(request)
             continue
         with pytest.raises(BadRequest, match=f"^parameter '{parameter}'{place} is not supported; {advice}"):
-            CODEC.decode(request)
+            STRICT.decode(request)
+
+
+def test_a_strict_model_that_takes_parameters_takes_those_of_requests_alone():
+    codec = OipJsonCodec("m", "1", ModelMetadata("m", "1", strict_parameters=True, takes_parameters=True))
+    request = item(tensor(), parameters={"mine": 1, "timeout": 5})
+    codec.decode(request)
+    assert request.parameters == {"mine": 1}
+    with pytest.raises(BadRequest, match=r"^parameter 'mine' of inputs\[0\] is not supported"):
+        codec.decode(item(tensor(parameters={"mine": 1})))
 
 
 @pytest.mark.parametrize("parameter", ["shared_memory_offset", "shared_memory_byte_size"])
 def test_a_place_in_shared_memory_belongs_to_a_tensor_and_needs_a_region(parameter):
     parameters = {"parameters": {parameter: 1}}
     with pytest.raises(BadRequest, match=f"^parameter '{parameter}' is not supported"):
-        CODEC.decode(item(tensor(), **parameters))
+        STRICT.decode(item(tensor(), **parameters))
     for request in (item(tensor(**parameters)), item(tensor(), outputs=[{"name": "y", **parameters}])):
         with pytest.raises(BadRequest, match="place in shared memory without the parameter shared_memory_region"):
             CODEC.decode(request)
@@ -162,11 +175,11 @@ def test_truncated_json_is_refused_with_the_byte_offset():
 )
 def test_requests_are_checked_against_the_declared_inputs(inputs, why):
     with pytest.raises(BadRequest, match=why):
-        STRICT.decode(item(*inputs))
+        DECLARED.decode(item(*inputs))
 
 
 def test_declared_inputs_are_accepted():
-    arrays, _ = STRICT.decode(item(tensor(shape=(1, 2)), tensor("y", (1,), "INT8", [7])))
+    arrays, _ = DECLARED.decode(item(tensor(shape=(1, 2)), tensor("y", (1,), "INT8", [7])))
     assert arrays["y"].tolist() == [7]
 
 
