@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from tritonclient.utils import InferenceServerException
 
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.engine import Engine
+from penstock.errors import QueueTimeout
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, decode_answer, encode_arrays
+from penstock.types import Item, ItemResult
 
 PATIENCE_S = 60.0
 PORTS = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
@@ -87,6 +90,43 @@ def test_prebatches_that_do_not_fit_are_cut_and_answered_whole(serve: Callable[.
     assert sum(map(sum, batches)) == 45
     assert [5, 3] in batches
     assert len(batches) <= 7, f"nine requests of 5 rows, cut: {batches}"
+
+
+GATED = """
+    import os
+    import time
+
+    def gated(items):
+        with open("ran", "a") as log:
+            print(*items, file=log, flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.001)
+        return items
+"""
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["cold", "the_run_time_is_known"])
+async def test_a_worker_process_with_a_long_run_has_nothing_that_must_wait(tmp_path: Path, known: bool) -> None:
+    source = GATED.replace('"ran"', repr(str(tmp_path / "ran"))).replace('"go"', repr(str(tmp_path / "go")))
+    (tmp_path / "app.py").write_text(inspect.cleandoc(source))
+    config = ModelConfig(target=f"{tmp_path}/app.py:gated", batching=BatchingConfig(max_batch_size=1))
+    async with Engine() as engine, asyncio.timeout(PATIENCE_S):
+        await engine.load("m", config)
+        if known:
+            handle = engine._registry.route("m", None)
+            assert handle.batcher is not None
+            handle.batcher.scheduler.prime([(1, 100.0)] * 12)
+        first = asyncio.create_task(engine.infer("m", "first"))
+        await asyncio.to_thread(_until, lambda: (tmp_path / "ran").exists())
+        late: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
+        engine.submit("m", None, Item("late", wait_s=0.05), late.set_result)
+        bulk = asyncio.create_task(engine.infer("m", "bulk", priority=1))
+        assert isinstance((await late).error, QueueTimeout), "it is not in the worker's pipe"
+        urgent = asyncio.create_task(engine.infer("m", "urgent"))
+        await asyncio.sleep(0)
+        (tmp_path / "go").touch()
+        assert await asyncio.gather(first, bulk, urgent) == ["first", "bulk", "urgent"]
+    assert (tmp_path / "ran").read_text().split() == ["first", "urgent", "bulk"]
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

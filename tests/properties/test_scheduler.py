@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.batching.cost import Cost
-from penstock.core.batching.entry import Dispatch, Entry, EntryState, Event, Outcome
+from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Event, Outcome
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, Take, View, WaitUntil
 from penstock.core.batching.policies.fixed import Fixed, Unbatched
@@ -140,6 +140,64 @@ def test_batches_are_not_smaller_because_their_sizes_never_varied(
     (known, lost), (constant, also_lost) = served([1, 4, 16, 64]), served([seen])
     assert constant >= known
     assert also_lost <= lost
+
+
+long_requests = st.lists(
+    st.tuples(st.floats(0.0, 3.0), st.integers(0, 2), st.none() | st.floats(0.1, 5.0)), min_size=1, max_size=30
+)
+"""For each request, in run times: how long after the one before it arrives, its class, and how long it may wait."""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    long_requests,
+    st.floats(0.05, 100.0),
+    st.floats(250.0, 1e5),
+    st.lists(st.floats(0.2, 5.0), min_size=1, max_size=8),
+    st.booleans(),
+)
+def test_behind_long_runs_a_request_that_has_not_started_expires_and_can_be_overtaken(
+    requests: list[tuple[float, int, float | None]], run_s: float, leads: float, lengths: list[float], known: bool
+) -> None:
+    """One slot that could hold more batches. A run takes `run_s` times one of `lengths`, and the lead is 1/`leads`."""
+    scheduler = Scheduler(
+        Fixed(0.0), max_batch_size=1, max_queue=100, max_queue_bytes=1, depth=8, priority=(0.0, 7.0, 9.0), horizon_s=1e6
+    )
+    scheduler.slot_up(0, 0.0)
+    if known:
+        scheduler.prime([(1, run_s)] * 12)
+    now, waiting, running, ran, ended = 0.0, [], None, 0, 0
+    arrivals = [Entry(0)]
+    for id, (gap, priority, wait) in enumerate(requests, 1):
+        at = arrivals[-1].arrival_s + gap * run_s
+        expires_s = INF if wait is None else at + wait * run_s
+        arrivals.append(Entry(id, arrival_s=at, priority=priority, expires_s=expires_s))
+    left = len(arrivals)
+    while ended < left:
+        due = [arrivals[0].arrival_s] if arrivals else []
+        due += [running[1]] if running else []
+        due += [] if scheduler.wake_at is None else [scheduler.wake_at]
+        now = max(now, min(due))
+        while arrivals and arrivals[0].arrival_s <= now:
+            waiting.append(arrivals.pop(0))
+            scheduler.offer(waiting[-1], now)
+        if running and running[1] <= now:
+            scheduler.complete(running[0], Outcome(run_s=running[2]), now)
+            running, ended = None, ended + 1
+        for event in scheduler.poll(now):
+            if not isinstance(event, Dispatch):
+                expired = next(e for e in waiting if e.id == event.id)
+                assert expired.expires_s <= now
+                waiting.remove(expired)
+                ended += 1
+                continue
+            (entry,) = event.entries
+            assert running is None
+            assert entry.expires_s > now
+            assert entry is min(waiting, key=lambda e: (e.vdeadline_s, e.seq))
+            waiting.remove(entry)
+            takes_s = run_s * (lengths[ran % len(lengths)] if ran else 1.0)
+            running, ran = (event.batch_id, now + takes_s + run_s / leads, takes_s), ran + 1
 
 
 samples = st.tuples(

@@ -25,6 +25,12 @@ SUSPICION_PATIENCES = 16
 the work of another one. What was in it waits for the slot that died, up to twice the patience, and spares the rest."""
 RESERVED_PART = 8
 """One row in this many of the queue is reserved for the most urgent class, so that a bulk job cannot fill it all."""
+LONG_LEADS = 200
+"""A run is long from so many leads on. The pause behind it is then at most 1 % of the slot's time, because it takes
+about two leads: measured with 64 rows, 1.9 ms after a run of 200 ms, and 0.4 ms if the next batch was sent ahead."""
+EARLY_LEADS = 32
+"""How many leads before the end of a run a full batch without bulk rows is sent ahead: the slot has no pause if the run
+ends a third earlier than predicted. An urgent request waits so much longer, at the usual lead of 0.3 ms for 10 ms."""
 
 
 class Scheduler:
@@ -423,16 +429,21 @@ class Scheduler:
     def _send_ahead(self, now: float) -> bool:
         """Sends a batch behind a running one: a full batch, several behind short ones, or any batch if the running one
         ends so soon that the slot would otherwise wait. A full batch with rows of a lower class waits for that moment
-        too, because a more urgent request may still take their place."""
+        too, because a more urgent request may still take their place.
+
+        What is sent cannot be taken back: nothing overtakes it, and it does not expire, however long the running batch
+        lasts. It spares the slot the learned lead, once. So nothing is sent ahead behind a long run, beside which the
+        lead is small, nor before both are known: what has not started is then always still in the queue.
+        """
         bucket = self._queue.head()
-        if bucket is None:
+        if bucket is None or not self._cost.ready:
             return False
-        view = self._view
-        near = self._slots.nearest(now, self._cost.ready and bucket.rows >= view.max_rows)
-        if near is None:
+        view, lead_s = self._view, self._slots.lead_s
+        near = self._slots.nearest(now, bucket.rows >= view.max_rows)
+        if near is None or not (self._brief(near, now) or self._cost.t(near.rows) <= LONG_LEADS * lead_s):
             return False
-        soon_s = near.end_s - self._slots.lead_s
-        soon = self._cost.ready and soon_s <= now
+        soon_s = near.end_s - lead_s
+        soon = soon_s <= now
         view.ahead, view.ahead_s, view.ahead_rows = True, max(0.0, near.end_s - now), near.rows
         choice = self._ask(bucket, 1, now)
         view.ahead, view.ahead_s, view.ahead_rows = False, 0.0, 0
@@ -442,15 +453,21 @@ class Scheduler:
             return True
         if soon:
             self._wake_rows = 0  # it is held, and more rows may change that
-        elif self._cost.ready:
-            self._wake_s = soon_s
+        else:
+            early_s = near.end_s - EARLY_LEADS * lead_s
+            self._wake_s = early_s if now < early_s and bucket.rows >= view.max_rows else soon_s
         return type(choice) is Drop
+
+    def _brief(self, near: SlotBatch, now: float) -> bool:
+        return self._depth > 2 and near.end_s <= now + BRIEF_S and self._cost.t(near.rows) <= BRIEF_S
 
     def _keeps_place(self, bucket: Bucket, near: SlotBatch, now: float) -> bool:
         """Whether a full batch can go now: no later arrival should replace its rows, or the slot ends too soon."""
-        brief = self._depth > 2 and near.end_s <= now + BRIEF_S
+        if self._brief(near, now):
+            return True
         urgent = len(bucket.entries) - bucket.low
-        return brief or not self._cost.ready or not bucket.low or urgent >= self._view.max_rows
+        early = now >= near.end_s - EARLY_LEADS * self._slots.lead_s
+        return early and (not bucket.low or urgent >= self._view.max_rows)
 
     def _dispatch(self, slot: int, entries: list[Entry], reason: str, now: float, exact: bool = False) -> None:
         self._batch_id += 1

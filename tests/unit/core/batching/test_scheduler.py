@@ -21,6 +21,8 @@ def keys(policy: float = 0.0, prime: tuple[float, float] | None = None, **more: 
     return {"policy": Fixed(policy), "prime": prime, **more}
 
 
+BRIEF = (0.0, 0.0001)  # seconds of a batch, and of a row: full batches are sent ahead at once
+
 SCRIPTS: dict[str, tuple[dict[str, Any], str]] = {
     # order
     "a batch keeps filling until a slot is idle": (keys(), "+1 | >[1] | +2 3 4 5 6 | > | ok 1 | >[2 3 4 5]"),
@@ -105,7 +107,7 @@ SCRIPTS: dict[str, tuple[dict[str, Any], str]] = {
         "+1 2 | >[1 2] | died 1 | >!worker_died 1 2",
     ),
     "a batch lost behind another is requeued in front without blame": (
-        keys(depth=2, max_batch_size=2),
+        keys(depth=8, max_batch_size=2, prime=BRIEF),
         "+1 2 3 4 5 | >[1 2] [3 4] | died 1 | lost 2 | back 0 | >[1] | ok 3 | >[2] [3 4] | ok 4 | ok 5 | >[5]",
     ),
     "nothing is sent to a slot between a death and its return": (
@@ -124,6 +126,7 @@ SCRIPTS: dict[str, tuple[dict[str, Any], str]] = {
     # ahead
     "a full batch is sent ahead to the slot that ends first and two to a slot at most": (
         keys(slots=2, depth=2, prime=(1.0, 1.0)),
+        "+0 | >[0] | ok 1 after_s=2.2 run_s=2 | "
         "+1 2 3 | >[1 2 3] | +4 | >@0.1 [4] | +5 6 7 | >@0.1 | +8 | >[5 6 7 8]s1 | +9 10 11 12 | "
         ">[9 10 11 12]ahead | +13 14 15 16 | >",
     ),
@@ -150,7 +153,22 @@ SCRIPTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a full batch of the most urgent class is sent ahead at once": (
         keys(depth=2, priority=(0.0, 10.0), prime=(1.0, 1.0)),
+        "+0 | >[0] | ok 1 after_s=2.2 run_s=2 | "
         "+1 2 3 4 5 6 7 8 priority=1 | >[1 2 3 4] | +11 12 13 14 | >[11 12 13 14]ahead",
+    ),
+    "... but 32 leads before the end of a run at the earliest": (
+        keys(depth=2, prime=(100.0, 0.0)),
+        "+0 | >[0] | ok 1 after_s=101 run_s=100 | "
+        "+1 2 3 4 | >[1 2 3 4] | +5 6 7 | >@10 | +8 | >@57 | >@2 [5 6 7 8]ahead",
+    ),
+    "nothing is sent ahead before the times of runs are known": (
+        keys(depth=2, max_batch_size=1),
+        "+1 2 | >[1] | > | wake - | +3 deadline_s=5 | > | wake 5.0 | ok 1 after_s=4 | >[3]",
+    ),
+    "nothing is sent ahead behind a run that is long beside the lead": (
+        keys(depth=2, max_batch_size=1, priority=(0.0, 10.0), horizon_s=900.0, prime=(100.0, 0.0)),
+        "+0 | >[0] | ok 1 after_s=100.25 run_s=100 | +1 | >[1] | +2 3 expires_s=99 | +4 priority=1 | > | wake 99.0 | "
+        ">@98 | +5 deadline_s=300 | >@1!timeout 2 3 | >@5 | ok 2 | >[5]",
     ),
     "lower class batches follow brief batches at once": (
         keys(depth=8, max_batch_size=1, priority=(0.0, 10.0), prime=(0.0, 1e-05)),
@@ -162,11 +180,11 @@ SCRIPTS: dict[str, tuple[dict[str, Any], str]] = {
         "+1 | >[1]s0 | retire 0 | died 1 | down 0 | >[1]s1",
     ),
     "a slot whose worker died can be retired": (
-        keys(slots=2, depth=2, max_batch_size=1),
+        keys(slots=2, depth=8, max_batch_size=1, prime=BRIEF),
         "+1 2 3 4 | >[1]s0 [2]s1 [3]s0 [4]s1 | died 1 | retire 0 | lost 3 | > | up 0 | >[1]s0 [3]s0",
     ),
     "a retired slot answers its batches and gets no more until its number comes again": (
-        keys(slots=2, depth=2),
+        keys(slots=2, depth=8, prime=BRIEF),
         "+0 1 2 3 | >[0 1 2 3]s0 | +4 5 6 7 | >[4 5 6 7]s1 | retire 0 | +8 9 10 11 12 | "
         ">[8 9 10 11]s1 | ok 1 | > | down 0 | up 0 | >[12]s0",
     ),
@@ -372,11 +390,17 @@ def test_the_ceiling_never_grows_until_it_is_forgotten(bench: Make) -> None:
 # ---- ahead
 
 
-@pytest.mark.parametrize(("takes_s", "sent"), [(0.0001, 8), (0.0004, 3), (0.01, 2), (1.0, 2)])
+@pytest.mark.parametrize(
+    ("takes_s", "lead_s", "sent"), [(0.0001, 1e-5, 8), (0.0004, 1e-5, 3), (0.01, 0.001, 2), (1.0, 0.001, 1)]
+)
 def test_more_than_one_full_batch_is_sent_ahead_only_behind_a_millisecond_of_work(
-    bench: Make, takes_s: float, sent: int
+    bench: Make, takes_s: float, lead_s: float, sent: int
 ) -> None:
     b = bench(depth=8, max_batch_size=1)
+    b.prime(0.0, takes_s)
+    b.offer(-1)
+    b.poll()
+    b.complete(1, after_s=takes_s + lead_s, run_s=takes_s)
     b.prime(0.0, takes_s)
     b.offer(*range(20))
     assert b.poll() == [[id] for id in range(sent)]

@@ -222,7 +222,8 @@ async def test_close_counts_everybody_it_answers(bench, caller) -> None:
 
 
 async def test_the_batches_of_a_dead_worker_are_recorded(bench, caller) -> None:
-    b = bench(depth=2)
+    b = bench(depth=8)
+    b.batcher.scheduler.prime([(n, 0.0001) for n in (1, 2, 4) for _ in range(3)])  # brief: a batch is sent ahead
     for _ in range(8):
         b.submit(caller())
     await b.turns()
