@@ -11,6 +11,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 import tritonclient.grpc.service_pb2 as triton_messages
 import tritonclient.http as triton
 from google.protobuf.json_format import ParseDict
+from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.http import aio
 from tritonclient.utils import InferenceServerException
 
@@ -78,6 +80,7 @@ SOURCE = """
 """
 CONFIG = """
 [server]
+triton_metrics = true
 management = true
 model_store = "store"
 
@@ -138,6 +141,7 @@ transport = "thread"
 labels = { y = "labels.txt" }
 """
 ONE = np.array([[1, 2]], np.float32)
+WAIT = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}]}'
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +296,71 @@ def test_failures_count_apart(client):
     before = counts()
     refused(lambda: client.infer("fails", [tensor("x", ONE)]))
     assert counts() == (before[0], before[1] + 1)
+
+
+def nv_metrics(server: Any, model: str, version: str) -> dict[str, float]:
+    """The samples of a version on the metrics page, by name, to which the parser adds `_total`, and by reason."""
+    page = server.get("/metrics", "metrics")[1].decode()
+    return {
+        family.name.removeprefix("nv_inference_") + sample.labels.get("reason", ""): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if family.name.startswith("nv_inference_")
+        and (sample.labels["model"], sample.labels["version"]) == (model, version)
+    }
+
+
+def test_what_cannot_be_decoded_is_no_inference_and_metrics_are_the_statistics(server, client):
+    def read() -> tuple[dict[str, Any], dict[str, float]]:
+        return client.get_inference_statistics("typed", "2")["model_stats"][0], nv_metrics(server, "typed", "2")
+
+    _, before = read()
+    client.infer("typed", [tensor("x", np.ones((3, 2), np.float32))], model_version="2")
+    wrong = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}'
+    for body in (b"{", b'{"inputs": []}', wrong):
+        assert server.post("/v2/models/typed/versions/2/infer", body)[0] == 400
+    statistics, after = read()
+    grown = {name: after[name] - before[name] for name in after if "duration" not in name}
+    assert grown == {
+        "request_success": 1,
+        "count": 3,
+        "exec_count": 1,
+        "request_failureREJECTED": 0,
+        "request_failureCANCELED": 0,
+        "request_failureBACKEND": 0,
+        "request_failureOTHER": 3,
+        "pending_request_count": 0,
+    }
+    stats = statistics["inference_stats"]
+    assert (after["count"], after["exec_count"]) == (statistics["inference_count"], statistics["execution_count"])
+    assert sum(each["compute_infer"]["count"] for each in statistics["batch_stats"]) == after["exec_count"]
+    for part, name in (("success", "request"), ("queue", "queue"), ("compute_infer", "compute_infer")):
+        assert stats[part]["count"] == after["request_success"]
+        assert after[f"{name}_duration_us"] == pytest.approx(stats[part]["ns"] / 1e3, abs=1)
+    assert sum(value for name, value in after.items() if "failure" in name) == stats["fail"]["count"]
+
+
+def test_a_model_that_fails_is_a_failure_of_the_backend(server, client):
+    before = nv_metrics(server, "fails", "1")
+    refused(lambda: client.infer("fails", [tensor("x", ONE)]))
+    after = nv_metrics(server, "fails", "1")
+    grown = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    assert grown == {"request_failureBACKEND": 1, "exec_count": 1}
+
+
+def test_the_mean_time_in_the_queue_is_what_triggers_read(server, client):
+    """While one request runs, the next waits: half a second, also if it was sent to the worker ahead."""
+    before = nv_metrics(server, "waits", "1")
+    with ThreadPoolExecutor(2) as two:
+        list(two.map(lambda _: server.post("/v2/models/waits/infer", WAIT), range(2)))
+    after = nv_metrics(server, "waits", "1")
+    done = after["request_success"] - before["request_success"]
+    waited_us = after["queue_duration_us"] - before["queue_duration_us"]
+    ran_us = after["compute_infer_duration_us"] - before["compute_infer_duration_us"]
+    whole_us = after["request_duration_us"] - before["request_duration_us"]
+    assert done == 2
+    assert ran_us >= 1e6
+    assert 0.8 * whole_us <= waited_us + ran_us <= whole_us
 
 
 def test_statistics_list_every_version(client):

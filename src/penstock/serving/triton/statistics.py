@@ -67,17 +67,18 @@ class VersionStatistics(Struct):
 
     def add(self, record: BatchRecord, now_s: float) -> None:
         """Counts a batch as Triton does: failed requests are part of it, but are no inferences, and have no times."""
-        failed = record.failed_requests
-        ran = record.rows - sum(rows for _, rows, bad_input in failed if bad_input)
-        if failed and ran <= 0:  # nothing reached the model
+        rows, ran, requests, waited_s = record.rows, record.rows, len(record.waits_s), sum(record.waits_s)
+        for wait_s, failed, bad_input in record.failed_requests:
+            rows, requests, waited_s = rows - failed, requests - 1, waited_s - wait_s
+            ran -= failed if bad_input else 0
+        if not ran:  # nothing reached the model
             return
         self.last_s = now_s
-        self.rows += record.rows - sum(rows for _, rows, _ in failed)
+        self.rows += rows
         self.batches += 1
-        requests = len(record.waits_s) - len(failed)
         # a batch that was sent ahead waits at the worker, too
         ahead_s = max(0.0, record.seconds - record.run_s) if record.ahead else 0.0
-        self.queue.add(requests, sum(record.waits_s) - sum(wait_s for wait_s, _, _ in failed) + requests * ahead_s)
+        self.queue.add(requests, max(0.0, waited_s) + requests * ahead_s)
         stages_s = record.stages_s or (0.0, record.run_s, 0.0)
         self.stages.add(requests, stages_s)
         size = self.sizes.get(ran)

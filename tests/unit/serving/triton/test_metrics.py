@@ -62,11 +62,13 @@ def observers(reading: Callable[..., ServerSnapshot]) -> Callable[..., tuple[Pro
 def test_every_metric_is_that_of_triton(
     observers: Callable[..., tuple[PrometheusObserver, ModelStatistics]], one_gpu: ModuleType
 ) -> None:
+    observer = observers()[0]
     found = [
-        (name, f.type, " ".join(sorted(f.samples[0].labels)), f.documentation)
-        for name, f in families(observers()[0]).items()
+        (name, f.type, " ".join(sorted(f.samples[0].labels)), f.documentation) for name, f in families(observer).items()
     ]
     assert sorted(found) == sorted(EXPECTED)
+    samples = re.findall(r"^(nv_\w+)[{ ]", observer.render().decode(), flags=re.M)
+    assert set(samples) == {name for name, *_ in EXPECTED}, "the parser hides a suffix _total"
 
 
 def test_every_metric_is_documented() -> None:
