@@ -79,6 +79,18 @@ class ModelNotFound(PenstockError):
     code = "model_not_found"
 
 
+class RegionNotFound(PenstockError):
+    """No region of shared memory is registered under the name."""
+
+    code = "region_not_found"
+
+
+class RegionExists(BadRequest):
+    """A region of shared memory is registered under the name already."""
+
+    code = "region_exists"
+
+
 class Conflict(PenstockError):
     """The change conflicts with the current state."""
 

@@ -357,7 +357,7 @@ def with_parameter(name: str, **value: Any) -> Any:
 
 
 BAD = {
-    "no model": (bad(model_name=""), "INVALID_ARGUMENT", "the request has no model_name"),
+    "no model": (bad(model_name=""), "NOT_FOUND", "model '' is not found"),
     "unknown model": (raw_request([1], bytes(4), model_name="nope"), "NOT_FOUND", "model 'nope' is not found"),
     "unknown version": (raw_request([1], bytes(4), model_version="9"), "NOT_FOUND", "version '9' of model"),
     "no inputs": (bad(), "INVALID_ARGUMENT", "inputs is empty"),

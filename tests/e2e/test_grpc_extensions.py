@@ -12,6 +12,8 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+import tritonclient.grpc.service_pb2 as messages
+import tritonclient.grpc.service_pb2_grpc as service
 import tritonclient.http
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
@@ -124,6 +126,28 @@ def test_settings_are_read_and_changed(client, http):
         client.update_trace_settings("typed", {"trace_level": ["TIMESTAMPS"]})
     with pytest.raises(InferenceServerException, match="log setting 'log_file' cannot be changed"):
         client.update_log_settings({"log_file": "/tmp/x"})
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "code"),
+    [
+        ("ModelStatistics", messages.ModelStatisticsRequest(name="absent"), "INVALID_ARGUMENT"),
+        ("ModelStatistics", messages.ModelStatisticsRequest(name="echo", version="7"), "INVALID_ARGUMENT"),
+        ("TraceSetting", messages.TraceSettingRequest(model_name="absent"), "INVALID_ARGUMENT"),
+        ("ModelConfig", messages.ModelConfigRequest(name="absent"), "NOT_FOUND"),
+        ("ModelMetadata", messages.ModelMetadataRequest(name="echo", version="7"), "NOT_FOUND"),
+        ("RepositoryIndex", messages.RepositoryIndexRequest(repository_name="other"), "UNIMPLEMENTED"),
+        ("RepositoryModelLoad", messages.RepositoryModelLoadRequest(repository_name="other"), "UNIMPLEMENTED"),
+        ("SystemSharedMemoryStatus", messages.SystemSharedMemoryStatusRequest(name="absent"), "NOT_FOUND"),
+        ("CudaSharedMemoryStatus", messages.CudaSharedMemoryStatusRequest(name="absent"), "NOT_FOUND"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_has_tritons_code(server, call, message, code):
+    address = server.urls["grpc"].removeprefix("grpc://")
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as raised:
+        getattr(service.GRPCInferenceServiceStub(channel), call)(message)
+    assert raised.value.code().name == code
 
 
 def test_cuda_shared_memory_is_refused_by_name(client):

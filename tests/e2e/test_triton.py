@@ -212,7 +212,7 @@ def test_health_and_metadata(client):
     assert client.is_server_ready()
     assert client.is_model_ready("typed", "2")
     assert "model_repository" in client.get_server_metadata()["extensions"]
-    assert client.get_model_metadata("typed", "1")["versions"] == ["1", "2"]
+    assert client.get_model_metadata("typed", "1")["versions"] == ["1"]
 
 
 def test_a_model_configuration_has_tritons_form(client):
@@ -249,9 +249,11 @@ def test_the_neutral_forms_are_tritons_messages(client):
 
 def test_an_unknown_model_has_tritons_error_form(server, client):
     missing = "model 'absent' is not found"
-    for call in (client.get_model_config, client.get_inference_statistics, client.get_model_metadata):
+    for call in (client.get_model_config, client.get_model_metadata):
         assert refused(lambda call=call: call("absent")) == ("404", missing)
-    assert refused(lambda: client.get_trace_settings("absent")) == ("404", missing)
+    for call in (client.get_inference_statistics, client.get_trace_settings):
+        assert refused(lambda call=call: call("absent")) == ("400", missing)
+    assert refused(lambda: client.get_inference_statistics("typed", "9"))[0] == "400"
     assert "version '9' of model 'typed' is not found" in refused(lambda: client.get_model_config("typed", "9"))[1]
     assert json.loads(server.get("/v2/models/absent/config")[1]) == {"error": missing}
 

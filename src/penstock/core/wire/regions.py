@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, RegionNotFound
 
 TABLE_VARIABLE: Final = "PENSTOCK_SHARED_MEMORY"  # the path of the table, for the server process and its workers
 
@@ -47,8 +47,8 @@ def publish(path: str, most_bytes: int, regions: Mapping[str, Region]) -> None:
 
 
 def read_region(what: str, name: str, offset: int, size: int, into: memoryview | None = None) -> memoryview:
-    """A copy of bytes of a region, in memory of this size if it is given. Raises BadRequest, which names the tensor
-    `what`."""
+    """A copy of bytes of a region, in memory of this size if it is given. Raises BadRequest and RegionNotFound,
+    which name the tensor `what`."""
     import numpy as np
 
     region = _find(what, name, offset, size)
@@ -67,7 +67,7 @@ def read_region(what: str, name: str, offset: int, size: int, into: memoryview |
 
 
 def write_region(what: str, name: str, offset: int, data: bytes | memoryview) -> None:
-    """Writes bytes to a region. Raises BadRequest, which names the tensor `what`."""
+    """Writes bytes to a region. Raises BadRequest and RegionNotFound, which name the tensor `what`."""
     region = _find(what, name, offset, len(data))
     fd = _open(what, region)
     try:
@@ -96,7 +96,7 @@ def _find(what: str, name: str, offset: int, size: int) -> Region:
     table: _Table = _last[1]
     region = table.regions.get(name)
     if region is None:
-        raise BadRequest(f"{what}: no region of shared memory has the name '{name[:100]}'; register it first")
+        raise RegionNotFound(f"{what}: no region of shared memory has the name '{name[:100]}'; register it first")
     if not 0 <= offset <= offset + size <= region.byte_size:
         raise BadRequest(
             f"{what}: {size} bytes from {offset} are not inside the region '{name[:100]}' of {region.byte_size} bytes"

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend, Ticket
-from penstock.errors import BadRequest, PenstockError
+from penstock.errors import BadRequest, PenstockError, RegionExists
 from penstock.serving.grpc.call import GrpcCall
 from penstock.serving.grpc.dispatch import CallDispatcher, GrpcService, HealthService, ReflectionService
 from penstock.serving.grpc.listener import GrpcLimits, GrpcListener
@@ -56,8 +56,9 @@ _FINAL: Final = {value: _final(value) for value in (False, True)}
 
 
 def failure(error: PenstockError) -> GrpcError:
-    """The status of an error, by the table of HTTP."""
-    return GrpcError(code_of(status_of(error, open_inference=True)), error.message, error.retry_after_s, error.code)
+    """The status of an error, by the table of HTTP, whose 400 stands for ALREADY_EXISTS too, as in Triton."""
+    code = Code.ALREADY_EXISTS if isinstance(error, RegionExists) else code_of(status_of(error, open_inference=True))
+    return GrpcError(code, error.message, error.retry_after_s, error.code)
 
 
 class _Request(Struct):
@@ -139,8 +140,6 @@ class OpenInferenceService:
         """Takes a message, `bytes` or a Buffer. Raises BadRequest for a malformed one."""
         try:
             head = read_head(payload if isinstance(payload, bytes) else payload.view)
-            if not head.model_name:
-                raise BadRequest("the request has no model_name; send the name of a model")
             call_head = call.head
             if call_head.terms is None:
                 values = dict(call_head.metadata)

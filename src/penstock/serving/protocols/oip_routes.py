@@ -138,7 +138,9 @@ def _models(backend: Backend, model: str, version: str | None) -> ModelList:
 
 def _metadata(backend: Backend, model: str, version: str | None) -> Description:
     m, versions = backend.metadata(model, version)
-    return Description(m.name, versions, m.platform, m.inputs, m.outputs, m.parameters)
+    return Description(
+        m.name, versions if version is None else [version], m.platform, m.inputs, m.outputs, m.parameters
+    )
 
 
 def _model_ready(backend: Backend, model: str, version: str | None) -> ModelReady:

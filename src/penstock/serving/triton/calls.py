@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from penstock.config.schema import Config
 from penstock.core.contracts import ManagementBackend
 from penstock.core.engine.engine import Engine
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, ModelNotFound, NotSupported, RegionNotFound
 from penstock.serving.process import ServerLog
 from penstock.serving.protocols.bodies import JSON
 from penstock.serving.protocols.oip_routes import error_body
@@ -69,7 +69,7 @@ class TritonExtensions:
         """`model_stats` of one version, of all versions of a model, or of all models."""
         name, version = given.name, given.version
         if name:
-            self._engine.handle(name, version)
+            self._check_known(name, version)
         statuses = [s for s in self._engine.statuses() if name in ("", s.name) and version in (None, s.version)]
         return {"model_stats": [self._statistics.of(s.name, s.version).body(s.name, s.version) for s in statuses]}
 
@@ -95,8 +95,15 @@ class TritonExtensions:
     def trace_setting(self, given: Arguments) -> Any:
         """The trace settings of a model or of the server. A setting without values is reset, which changes nothing."""
         if given.name:
-            self._engine.handle(given.name, None)
+            self._check_known(given.name, None)
         return trace_setting(given.values)
+
+    def _check_known(self, name: str, version: str | None) -> None:
+        """Raises BadRequest for an unknown model or version: in Triton it is NOT_FOUND to other calls only."""
+        try:
+            self._engine.handle(name, version)
+        except ModelNotFound as error:
+            raise BadRequest(error.message) from None
 
     def log_settings(self, given: Arguments) -> Any:
         """The log settings after the changes."""
@@ -119,6 +126,12 @@ class TritonExtensions:
     def unregister(self, given: Arguments) -> Any:
         """Forgets a region, or all of them."""
         self.memory.unregister(given.name)
+
+    def cuda_regions(self, given: Arguments) -> Any:
+        """No regions. Raises RegionNotFound for a named one."""
+        if given.name:
+            raise RegionNotFound(f"no region of CUDA shared memory has the name '{given.name[:100]}'")
+        return []
 
     def register_cuda(self, given: Arguments) -> Any:
         """Raises BadRequest: CUDA shared memory is not supported."""
@@ -181,7 +194,7 @@ CALLS: Final = (
     TritonCall("SystemSharedMemoryStatus", _T.regions, _each(*_SYSTEM, "/status"), _GET, _regions_message),
     TritonCall("SystemSharedMemoryRegister", _T.register, ("".join((*_SYSTEM, "/register")),), _POST),
     TritonCall("SystemSharedMemoryUnregister", _T.unregister, _each(*_SYSTEM, "/unregister"), _POST),
-    TritonCall("CudaSharedMemoryStatus", lambda *_: [], _each(*_CUDA, "/status"), _GET, lambda regions: {}),
+    TritonCall("CudaSharedMemoryStatus", _T.cuda_regions, _each(*_CUDA, "/status"), _GET, lambda regions: {}),
     TritonCall("CudaSharedMemoryRegister", _T.register_cuda, ("".join((*_CUDA, "/register")),), _POST),
     TritonCall("CudaSharedMemoryUnregister", lambda *_: None, _each(*_CUDA, "/unregister"), _POST),
 )
@@ -225,7 +238,9 @@ def _values(request: HttpRequest, within: str) -> dict[str, Any]:
         found = msgspec.json.decode(request.body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body must be a JSON object: {error}") from None
-    inner = (found.get(within) or {}) if within else found
+    inner = found.get(within) if within else found
+    if inner is None:
+        return {}
     if not isinstance(inner, dict):
         raise BadRequest(f"{within} must be an object, found {type(inner).__name__}")
     return inner
@@ -253,8 +268,13 @@ def grpc_functions(triton: TritonExtensions) -> SimpleNamespace:
 
 
 def _arguments(request: Any) -> Arguments:
-    """The arguments in a message's fields. A map of parameters or settings, if there is one, becomes the values."""
+    """The arguments in a message's fields. A map of parameters or settings, if there is one, becomes the values.
+
+    Raises NotSupported for the name of a repository.
+    """
     given = {each.name: getattr(request, each.name) for each in request.DESCRIPTOR.fields}
+    if given.pop("repository_name", ""):
+        raise NotSupported("there is one repository; leave repository_name empty")
     name, version = given.pop("name", "") or given.pop("model_name", ""), given.pop("version", "") or None
     values = given.get("parameters", given.get("settings"))
     return Arguments(name, version, given if values is None else {key: _chosen(each) for key, each in values.items()})

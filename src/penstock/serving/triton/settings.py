@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 
 from penstock.core.contracts import Backend
 from penstock.core.wire.regions import TABLE_VARIABLE, Region, publish
-from penstock.errors import BadRequest, Conflict, Forbidden, nearest
+from penstock.errors import BadRequest, Conflict, Forbidden, RegionExists, RegionNotFound, nearest
 from penstock.serving.process import ServerLog
 from penstock.serving.triton.region_uses import RegionUses
 
@@ -120,20 +120,22 @@ class SharedMemory:
         return os.path.join(self._folder, "regions")
 
     def status(self, name: str) -> list[dict[str, Any]]:
-        """Name, key, offset and byte_size of a region, or of all regions if the name is empty. Raises BadRequest."""
+        """Name, key, offset and byte_size of a region, or of all regions if the name is empty.
+
+        Raises RegionNotFound."""
         if name and name not in self._regions:
-            raise BadRequest(f"no region of shared memory has the name '{name[:100]}'")
+            raise RegionNotFound(f"no region of shared memory has the name '{name[:100]}'")
         found = [self._regions[name]] if name else self._regions.values()
         return [{"name": r.name, "key": r.key, "offset": r.offset, "byte_size": r.byte_size} for r in found]
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Raises Forbidden unless `server.shared_memory` is set, BadRequest, and Conflict for a known name."""
+        """Raises Forbidden unless `server.shared_memory` is set, BadRequest, RegionExists, Conflict at MOST_REGIONS."""
         if self._folder is None:
             raise Forbidden("shared memory is off: set shared_memory = true in [server]")
         if not 0 < len(name) <= 255:
             raise BadRequest(f"the name of a region has 1 to 255 characters, found {len(name)}")
         if name in self._regions:
-            raise Conflict(f"the region '{name}' is registered already; unregister it first")
+            raise RegionExists(f"the region '{name}' is registered already; unregister it first")
         if len(self._regions) >= MOST_REGIONS:
             raise Conflict(f"{MOST_REGIONS} regions are registered, the most there can be; unregister one first")
         fd = _open(key, offset, byte_size)
