@@ -291,23 +291,6 @@ def test_a_streaming_model_needs_a_stream(client):
     assert (status, text) == ("UNIMPLEMENTED", "model 'parts' streams its response: call ModelStreamInfer")
 
 
-@pytest.mark.parametrize(
-    ("rows", "sequence"),
-    [
-        (1, {}),
-        (1, {"sequence_id": 0, "sequence_start": True}),
-        (1, {"sequence_id": 6}),
-        (1, {"sequence_id": "six", "sequence_end": True}),
-        (2, {"sequence_id": 6, "sequence_start": True}),
-    ],
-    ids=str,
-)
-def test_triton_refuses_it_with_the_same_code(client, rows, sequence):
-    x = tensor("x", np.ones((rows, 2), np.float32), "FP32")
-    status, _ = refused(lambda: client.infer("totals", [x], **sequence))
-    assert status == "INVALID_ARGUMENT"
-
-
 # ---- deadlines and cancellation
 
 

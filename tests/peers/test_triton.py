@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import secrets
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from support.triton_answers import Http, ask_grpc, ask_http, differences, outcome
 from support.triton_calls import grpc_requests, random_requests
@@ -48,8 +50,12 @@ STATED = (
         "200",
         ("* None", "*outputs is null", "*data has true", "register: no offset", "*sequence: id is negative"),
     ),
-    Stated("Triton takes the low bits of a number out of range", "200", "400", ("infer: * out of range",)),
-    Stated("Triton takes the low bits of an axis", "200", "400", ("infer: shape in binary: an axis of 2*",)),
+    Stated(
+        "Triton takes the low bits of a number or an axis that is too large",
+        "200",
+        "400",
+        ("infer: * out of range", "infer: shape in binary: an axis of 2*"),
+    ),
     Stated("Triton has no FP16 in JSON", "400", "200", ("infer: FP16 in JSON", "infer: FP16 out in JSON")),
     Stated("a request may have more rows than a batch", "400", "200", ("infer: more rows than max_batch_size",)),
     Stated(
@@ -58,7 +64,31 @@ STATED = (
         "200|OK",
         ("infer: no rows", "*no inputs where all are optional"),
     ),
-    Stated("Triton reads a version as a number", "200", "404", ("infer: version 01",)),
+    Stated(
+        "a version is any text, and what is unknown is not found, in every call",
+        "400|200|404|INVALID_ARGUMENT",
+        "404|400|NOT_FOUND|OK",
+        (
+            "infer: version 01",
+            "GET /v2/models/*/ready*",
+            "GET /v2/models/*/x/stats",
+            "gRPC: *: version x",
+            "gRPC: version that is no number",
+        ),
+    ),
+    Stated(
+        "a parameter may be any JSON, and have any name",
+        "400|INVALID_ARGUMENT",
+        "200|OK",
+        ("*parameters*: nested", "*parameters*: a list", "*parameters*: null", "*parameters*: triton_"),
+    ),
+    Stated(
+        "a request that cannot be decoded is a failed one",
+        "200",
+        "200",
+        ("statistics*",),
+        "*inference_stats.fail.count",
+    ),
     Stated("there are native routes, and names may be escaped", "404", "200|405", ("GET of /*", "an escaped name")),
     Stated("PUT infers, as in TorchServe", "405", "200", ("PUT of infer",)),
     Stated(
@@ -182,3 +212,28 @@ def test_triton_was_alive_to_the_end(theirs: Addresses, pairs: dict[str, tuple[A
     assert ask_http(theirs.http, Http("live", "/v2/health/live", method="GET"))["status"] == 200
     silent = [name for name, (found, _) in pairs.items() if outcome(found).endswith(("Error", "Disconnected"))]
     assert not silent
+
+
+def samples(address: str, model: str) -> dict[tuple[str, ...], float]:
+    """What a metrics page has of a model: (name, *labels) -> value."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as response:
+        page = response.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(page):
+        for each in family.samples:
+            if each.labels.get("model") == model and each.name.startswith("nv_"):
+                labels = sorted(f"{key}={value}" for key, value in each.labels.items())
+                found[each.name, *labels] = each.value
+    return found
+
+
+def test_metrics_have_the_names_labels_and_counts_of_triton(
+    theirs: Addresses, ours: Addresses, pairs: dict[str, tuple[Any, Any]]
+) -> None:
+    expected, found = samples(theirs.metrics, "slow"), samples(ours.metrics, "slow")
+    assert expected.keys() <= found.keys()
+    times = [key for key in expected if "_us" in key[0]]
+    assert all(found[key] > 0 for key in times if expected[key] > 0)
+    counts = {key for key in expected if key not in times and "reason=OTHER" not in key}
+    assert {key: found[key] for key in counts} == {key: expected[key] for key in counts}
+    assert found["nv_inference_count_total", "model=slow", "version=1"] == 2  # the parser adds _total
