@@ -186,18 +186,19 @@ def test_a_region_in_use_stays_until_the_answer(module, client, segment, server)
 
     with ThreadPoolExecutor() as pool:
         running = pool.submit(infer)
-        while not (folder / "started").exists():
-            time.sleep(0.01)
-        for name in (segment.name, ""):
-            assert f"requests in progress use {segment.name}" in refused(
-                partial(client.unregister_system_shared_memory, name)
-            )
-        (folder / "gate").touch()
+        try:
+            while not (folder / "started").exists():
+                time.sleep(0.01)
+            for name in (segment.name, ""):
+                unregister = partial(client.unregister_system_shared_memory, name)
+                assert f"requests in progress use {segment.name}" in refused(unregister, "409", "ABORTED")
+        finally:
+            (folder / "gate").touch()
         running.result()
     found = shm.get_contents_as_numpy(segment.handle, np.float32, [2, 4], 1024)
     np.testing.assert_array_equal(found, ROWS * 2)
     client.unregister_system_shared_memory(segment.name)
-    assert "no region" in refused(lambda: client.get_system_shared_memory_status(segment.name))
+    assert "no region" in refused(partial(client.get_system_shared_memory_status, segment.name), *MISSING)
     for file in ("started", "gate"):
         (folder / file).unlink()
 
