@@ -213,10 +213,10 @@ class OipGrpcCodec(OipCodec):
         for tensor in answer.outputs:
             output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
             data = _take(rest, tensor.binary_bytes or 0)
-            if typed:
-                getattr(output.contents, CONTENTS[tensor.datatype]).extend(_values(tensor, b"".join(data)))
-            else:
+            if not typed:
                 raw += field_of(RAW_OUTPUTS, *data)
+            elif tensor.binary_bytes is not None:  # not in shared memory
+                getattr(output.contents, CONTENTS[tensor.datatype]).extend(_values(tensor, b"".join(data)))
         body = b"".join([message.SerializeToString(), *raw])
         return ItemResult(body=body, content_type=TYPED if typed else RAW)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import Any
 
@@ -11,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from penstock.core.wire.regions import TABLE_VARIABLE, Region, publish
 from penstock.errors import BadRequest
 from penstock.serving.protocols import oip_grpc
 from penstock.serving.protocols.oip_binary import OipBinaryCodec
 from penstock.serving.protocols.oip_grpc import OipGrpcCodec
 from penstock.serving.protocols.oip_messages import decode_answer, encode_arrays
-from penstock.serving.protocols.oip_protobuf import open_inference, read_head, split_field
+from penstock.serving.protocols.oip_protobuf import open_inference, read_head, set_parameters, split_field
 from penstock.serving.protocols.oip_tensors import from_bytes, output_array, to_bytes
 from penstock.types import Item, ModelMetadata
 
@@ -154,6 +156,30 @@ def test_garbage_is_refused_or_read_as_protobuf_reads_it(body):
     except Exception:
         return
     assert [bytes(each) for each in raw] == list(expected.raw_input_contents)
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_an_output_in_shared_memory_has_neither_contents_nor_parameters(typed, monkeypatch, tmp_path):
+    place = tmp_path / "region"
+    place.write_bytes(bytes(16))
+    with place.open("r+b") as file:
+        region = Region("r", "/r", 0, 16, os.getpid(), file.fileno())
+        publish(str(tmp_path / "table"), 16, {"r": region})
+        monkeypatch.setenv(TABLE_VARIABLE, str(tmp_path / "table"))
+        codec = OipGrpcCodec("m", "1", ModelMetadata("m", "1", typed_contents=typed))
+        request = Request.FromString(message({"x": np.ones(2, np.float32)}, typed))
+        asked = {"shared_memory_region": "r", "shared_memory_byte_size": 16, "shared_memory_offset": 8}
+        set_parameters(request.outputs.add(name="y").parameters, asked)
+        request.outputs.add(name="z")
+        item = Item(request.SerializeToString(), "oip_grpc")
+        arrays, context = codec.decode(item)
+        answer = Response.FromString(codec.encode({"y": arrays["x"], "z": arrays["x"]}, item, context).body)
+    assert np.frombuffer(place.read_bytes(), np.float32).tolist() == [0, 0, 1, 1]
+    shared, plain = answer.outputs
+    assert not shared.parameters
+    assert not shared.contents.fp32_contents
+    assert [bytes(data) for data in answer.raw_output_contents] == ([] if typed else [b"", np.ones(2, "f4").tobytes()])
+    assert list(plain.contents.fp32_contents) == ([1, 1] if typed else [])
 
 
 def test_too_many_fields_are_refused():
