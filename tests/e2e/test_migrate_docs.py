@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -41,3 +42,25 @@ def test_the_model_answers_as_the_section_shows(serve: Callable[..., Any], tmp_p
 def test_every_system_of_the_table_has_a_section_or_a_page() -> None:
     rows = set(re.findall(r"^\| ([\w ]+) \|", PAGE.partition("## From")[0], re.M)) - {"from"}
     assert rows == {"TorchServe", "service_streamer", "TorchPipe", *SECTIONS}
+
+
+def test_the_model_of_tritons_page_answers(serve: Callable[..., Any], tmp_path: Path) -> None:
+    for language, block in blocks((ROOT / "docs" / "migrate-from-triton.md").read_text()):
+        if language in ("python", "toml"):
+            write(block, tmp_path)
+    (tmp_path / "labels.txt").write_text("cat\ndog\nbird")
+    server = serve(None, "penstock.toml", cwd=tmp_path)
+
+    def ask(model: str, outputs: list[Any], **inputs: tuple[str, list[Any]]) -> Any:
+        given = [
+            {"name": name, "datatype": datatype, "shape": [1, len(data)], "data": data}
+            for name, (datatype, data) in inputs.items()
+        ]
+        status, body = server.post(
+            f"/v2/models/{model}/infer", json.dumps({"inputs": given, "outputs": outputs}).encode()
+        )
+        assert status == 200, body
+        return json.loads(body)["outputs"][0]
+
+    best = {"name": "y", "parameters": {"classification": 1}}
+    assert ask("scores", [best], x=("FP32", [1, 2, 1]))["data"] == ["0.500000:1:dog"]

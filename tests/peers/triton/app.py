@@ -122,6 +122,11 @@ def added(a: Any, b: Any = None) -> Arrays:
     return {"sum": a + b, "difference": a - b}
 
 
+def chained(data: list[Any]) -> Arrays:
+    a, b = data
+    return {"SUM": a + b, "DIFFERENCE": a - b}
+
+
 class Versions:
     inputs = {"x": "INT32[-1,1]"}
     outputs = {"y": "INT32[-1,1]"}
