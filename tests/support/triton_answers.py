@@ -136,7 +136,9 @@ def _plain(path: str, found: Any) -> Any:
             found["error"] = "..."
         return {key: ("time" if key in TIMES else value) for key, value in found.items()}
     if isinstance(found, list):
-        return [_plain(path, each) for each in found]
+        each = [_plain(path, one) for one in found]
+        index = bool(each) and all(isinstance(one, dict) and "state" in one for one in each)
+        return sorted(each, key=lambda one: (one["name"], one.get("version", ""))) if index else each  # it has no order
     if isinstance(found, float) and not math.isfinite(found):
         return str(found)
     return found

@@ -103,7 +103,7 @@ def inference() -> Iterator[Grpc]:
     )
     both = x((1, 2), "INT32", "A"), x((1, 2), "INT32", "B")
     data = [raw("INT32", [1, 2]), raw("INT32", [3, 4])]
-    yield call("a chain", "chain", *both, raw=data)
+    yield call("a chain, the other output", "chain", *both, raw=data, outputs=[{"name": "SUM"}])
     yield call("a chain without an input", "chain", both[0], raw=data[:1])
     yield call("a chain, one output", "chain", *both, raw=data, outputs=[{"name": "DIFFERENCE"}])
     yield call("unknown output", "added", *a[0], raw=a[1], outputs=[{"name": "z"}])
