@@ -1,6 +1,6 @@
 """Checks of a graph before it runs: its structure, its ops and parameters, and the fields on its edges."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 from msgspec import UNSET
@@ -10,6 +10,7 @@ from penstock.errors import ConfigError, nearest
 from penstock.pipeline import filters
 from penstock.pipeline.filters import exclusive
 from penstock.pipeline.graph import (
+    REQUEST,
     Each,
     Graph,
     Node,
@@ -18,7 +19,9 @@ from penstock.pipeline.graph import (
     alternatives,
     chain_of,
     cycle_in,
+    part_name,
     reached_by,
+    starts_item,
     subgraph_of,
     unknown_filters,
 )
@@ -33,12 +36,12 @@ def check(graph: Graph, source: TomlSource | None = None) -> None:
     With the `source` of its file, errors have lines.
     """
     source = source or TomlSource(graph.name)
-    linked(graph.nodes, source)
+    linked(graph.nodes, source, takes=graph.takes)
     entry_of(graph.nodes, graph.entry, source, compat=graph.compat)
     check_structure(graph, source)
     for node in graph.nodes.values():
         _check_steps(node, source)
-    fields_of(graph, source)
+    _check_sources(graph, fields_of(graph, source), source)
     _check_outputs(graph, source)
     if unknown := unknown_filters(list(graph.nodes.values())):
         raise ConfigError(f"{graph.name}: {'; '.join(unknown)}")
@@ -57,8 +60,11 @@ def _check_steps(node: Node, source: TomlSource) -> None:
 # ---- structure
 
 
-def linked(nodes: Mapping[str, Node], source: TomlSource, *, compat: bool = False) -> dict[str, Node]:
-    """The nodes with all edges in `next`, including those that only `inputs` imply, and a producer in each input.
+def linked(
+    nodes: Mapping[str, Node], source: TomlSource, *, compat: bool = False, takes: Sequence[str] = ()
+) -> dict[str, Node]:
+    """The nodes with all edges in `next`, including those that only `inputs` imply, and a producer in each input. The
+    request has the fields `takes`.
 
     Raises ConfigError: a missing node, an input without a known producer.
     """
@@ -71,12 +77,12 @@ def linked(nodes: Mapping[str, Node], source: TomlSource, *, compat: bool = Fals
         if node.each is not None and (body := node.each.body) not in nodes:
             raise source.error(node.name, "body", f"there is no node '{body}'{nearest(body, nodes)}")
     found = {
-        name: replace(node, inputs=tuple(_resolved(node, given, nodes, source, compat) for given in node.inputs))
+        name: replace(node, inputs=tuple(resolved(node, given, nodes, source, compat, takes) for given in node.inputs))
         for name, node in nodes.items()
     }
     bodies = _bodies(found)
     for node in list(found.values()):
-        for producer in dict.fromkeys(i.producer for i in node.inputs):
+        for producer in dict.fromkeys(i.producer for i in node.inputs if i.producer != REQUEST):
             enters = any(node.name in body and producer not in body for body in bodies)
             if node.name not in found[producer].next and not enters:
                 found[producer] = replace(found[producer], next=(*found[producer].next, node.name))
@@ -93,15 +99,21 @@ def _bodies(nodes: Mapping[str, Node]) -> list[frozenset[str]]:
     return [reached_by(wider, node.each.body) for node in nodes.values() if node.each is not None]
 
 
-def _resolved(node: Node, given: NodeInput, nodes: Mapping[str, Node], source: TomlSource, compat: bool) -> NodeInput:
+def resolved(
+    node: Node, given: NodeInput, nodes: Mapping[str, Node], source: TomlSource, compat: bool, takes: Sequence[str]
+) -> NodeInput:
     """The input with the full name of its producer. TorchPipe takes the first by name of several."""
     if (whole := f"{given.producer}.{given.source}") in nodes:  # the name of an alias contains a dot
         return replace(given, producer=whole, source="result")
     if given.producer in nodes:
         return given
+    known = (whole.removeprefix(f"{REQUEST}."), *((given.producer,) if given.source == RESULT else ()))
+    if taken := next((name for name in known if name in takes), None):
+        return replace(given, producer=REQUEST, source=taken)
     if given.producer:
-        hint = nearest(given.producer, nodes) or f"; there are {', '.join(nodes)}"
-        raise source.error(node.name, "inputs", f"there is no node '{given.producer}'{hint}")
+        key = "outputs" if node.name == REQUEST else "inputs"
+        hint = nearest(given.producer, [*nodes, *takes]) or f"; there are {', '.join(nodes)}"
+        raise source.error(node.name, key, f"there is no node '{given.producer}'{hint}")
     before = [n for n, other in nodes.items() if node.name in other.next or _calls(other, node.name)]
     names = ", ".join(sorted(before)) or "none"
     if len(before) > 1 and compat:
@@ -126,6 +138,7 @@ def entry_of(nodes: Mapping[str, Node], named: str | None, source: TomlSource, *
     roots = [name for name in nodes if name not in followed | bodies]
     if not roots:
         raise source.error("", "", f"the nodes {cycle_in(nodes)} are in a cycle; items would never end")
+    roots = [name for name in roots if not starts_item(nodes[name])] or roots[:1]
     if len(roots) > 1:
         listed = ", ".join(f"[{name}]" for name in roots)
         message = f"found {len(roots)} entries, {listed}: no next names them"
@@ -140,14 +153,14 @@ def check_structure(graph: Graph, source: TomlSource) -> None:
     if found := cycle_in(graph.nodes):
         raise source.error("", "", f"the nodes {found} are in a cycle; items would never end")
     _check_bodies(graph, source)
-    reached = {graph.entry, *graph.downstream(graph.entry)}
+    reached = _reached(graph, graph.entry)
     for node in graph.nodes.values():
         names = [each.name for each in node.inputs]
         if node.alias_of is not None and (
             node.alias_of not in graph.nodes or graph.nodes[node.alias_of].alias_of is not None
         ):
             raise source.error(node.name, "", f"is an alias of [{node.alias_of}], expected a node that is no alias")
-        if node.inputs and "data" not in names:
+        if node.inputs and DATA not in names and part_name(0) not in names:
             raise source.error(node.name, "inputs", f"found {', '.join(names)}, expected 'data' among them")
         producers = graph.producers(node.name)
         if len(producers) > 1 and not node.inputs:
@@ -164,6 +177,12 @@ def check_structure(graph: Graph, source: TomlSource) -> None:
         _check_join(graph, node, source)
 
 
+def _reached(graph: Graph, start: str) -> set[str]:
+    """The nodes that an item reaches which begins at a node, or at the entry and the nodes that begin with it."""
+    starts = graph.starts if start == graph.entry else (start,)
+    return {*starts}.union(*map(graph.downstream, starts))
+
+
 def _check_bodies(graph: Graph, source: TomlSource) -> None:
     """Raises ConfigError: a node in a body and outside of it, or that takes a field which its item does not have."""
     inner = {body: reached_by(graph.nodes, body) for body in graph.bodies}
@@ -177,7 +196,8 @@ def _check_bodies(graph: Graph, source: TomlSource) -> None:
                         f"follows [{others[0]}], but belongs to the body of [{caller}], which begins at [{body}]: nodes"
                         f" after the fan-out take its gathered fields, such as {caller}.{_gathered(graph, caller)}",
                     )
-            for i in (i for name in inner[body] for i in graph.nodes[name].inputs if i.producer not in inner[body]):
+            known = inner[body] | {REQUEST}
+            for i in (i for name in inner[body] for i in graph.nodes[name].inputs if i.producer not in known):
                 here = all(caller in nodes for nodes in inner.values() if i.producer in nodes)
                 if i.producer != caller and not (here and i.producer in graph.upstream(caller)):
                     reader = next(n for n in inner[body] if i in graph.nodes[n].inputs)
@@ -211,9 +231,9 @@ def _check_join(graph: Graph, node: Node, source: TomlSource) -> None:
 
 def _needed(graph: Graph, node: Node) -> list[str]:
     """The sources without which a join cannot run."""
-    named = {i.producer for i in node.inputs}
+    named = {i.producer for i in node.inputs} | {REQUEST}
     single = [choices[0] for choices in alternatives(node).values() if len({i.producer for i in choices}) == 1]
-    required = [i.producer for i in single if i.default is UNSET]
+    required = [i.producer for i in single if i.default is UNSET and i.producer != REQUEST]
     return list(dict.fromkeys([*required, *(p for p in graph.producers(node.name) if p not in named)]))
 
 
@@ -232,7 +252,7 @@ def _gates(graph: Graph, name: str) -> Iterator[Node]:
 def _check_outputs(graph: Graph, source: TomlSource) -> None:
     """Raises ConfigError if an item reaches two outputs that give the same field of the response."""
     for start in (name for name in graph.nodes if name == graph.entry or not graph.producers(name)):
-        reached = {start, *graph.downstream(start)}
+        reached = _reached(graph, start)
         returned = _returned(graph, start)
         ends = [name for name in graph.nodes if name in reached and not graph.nodes[name].next]
         for one, other in combinations(ends, 2):
@@ -253,7 +273,9 @@ def _check_outputs(graph: Graph, source: TomlSource) -> None:
 def _returned(graph: Graph, start: str) -> set[str]:
     """The fields of a response to items that begin at a node, or those that fan-outs gather from them."""
     calls = [graph.nodes[name].each for name in graph.callers(start)]
-    return {name for each in calls if each is not None for name in each.gather or (RESULT,)} or {*graph.gives}
+    gathered = {name for each in calls if each is not None for name in each.gather or (RESULT,)}
+    own = {*graph.gives} - {i.name for i in graph.sources}  # they may be parts of the result, if they are declared
+    return gathered or own | ({RESULT} if own and graph.results else set())
 
 
 def _written(graph: Graph, names: Iterable[str]) -> set[str]:
@@ -360,6 +382,17 @@ def _split(node: Node, fields: Kinds) -> Kinds:
     return _swapped(fields) | ({} if split is None else {DATA if split == RESULT else split: "any"})
 
 
+def _check_sources(graph: Graph, left: Mapping[str, Kinds], source: TomlSource) -> None:
+    """Raises ConfigError for an output that is a field of a node which does not give it to the item."""
+    for i in (i for i in graph.sources if i.producer != REQUEST):
+        if any(i.producer in nodes for nodes in graph.bodies.values()):
+            message = f"{i.name}: [{i.producer}] is in the body of a fan-out, whose node has the gathered fields"
+            raise source.error(REQUEST, "outputs", message)
+        if i.source not in left[i.producer] and OPEN not in left[i.producer]:
+            message = f"{i.name}: [{i.producer}] has no field '{i.source}'; it has {', '.join(left[i.producer])}"
+            raise source.error(REQUEST, "outputs", message)
+
+
 def edges_of(graph: Graph) -> list[tuple[str, str, Kinds]]:
     """Producer, consumer, and the fields that the consumer takes, for each edge. Raises as `fields_of` does."""
     left = _before_fan_outs(graph)
@@ -381,13 +414,16 @@ def _arriving(graph: Graph, node: Node, left: dict[str, Kinds]) -> Kinds:
         begun = [_split(graph.nodes[caller], left[caller]) for caller in callers]
         return begun[0] if len(begun) == 1 else {name: "any" for fields in begun for name in fields}
     if not producers and not node.inputs:
-        return dict.fromkeys((*graph.takes, OPEN) if graph.compat else graph.takes, "any")  # a pipe takes any fields
+        return dict.fromkeys((*graph.takes, DATA, *((OPEN,) if graph.compat else ())), "any")  # a pipe takes any fields
     if not node.inputs:
         before = _after(graph, graph.nodes[producers[0]], left)
         # without a swap, the kind of the data depends on the op that gave no result
         return _swapped(before) if node.filter == "swap" else {**before, DATA: "any"}
     arriving: Kinds = {}
     for each in node.inputs:
+        if each.producer == REQUEST:
+            arriving[each.name] = "any"
+            continue
         source = graph.nodes[each.producer]
         splits = source.each is not None and node.name in reached_by(graph.nodes, source.each.body)
         given = _split(source, left[source.name]) if splits else _after(graph, source, left)
@@ -399,7 +435,7 @@ def _arriving(graph: Graph, node: Node, left: dict[str, Kinds]) -> Kinds:
             )
         kind = given.get(each.source, "any")
         arriving[each.name] = kind if known in (None, kind) and each.default is UNSET else "any"
-    return arriving
+    return arriving if part_name(0) not in arriving else {DATA: "any"}
 
 
 def _swapped(fields: Kinds) -> Kinds:

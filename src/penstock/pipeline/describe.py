@@ -23,13 +23,14 @@ from penstock.errors import ConfigError
 from penstock.pipeline.check import OPEN, Kinds, edges_of, fields_of
 from penstock.pipeline.engine import GPU_WAIT_S
 from penstock.pipeline.filters import is_target
-from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput, NodeStep, alternatives
+from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput, NodeStep, alternatives, part_name
 from penstock.pipeline.lower import PATHS, TARGET, builtin_op, each_path, files_of, op_class, takes_size
 from penstock.pipeline.node import placed
-from penstock.pipeline.notation import EACH, FIELDS, GRAPH_FIELDS, NODE, PLACE, OpDraft
+from penstock.pipeline.notation import EACH, FIELDS, GRAPH_FIELDS, NODE, PIPELINE, PLACE, OpDraft
 from penstock.pipeline.ops.base import OpParameter, parameters_of
 from penstock.pipeline.ops.catalog import canonical, find, names
 from penstock.pipeline.traversal import Hop
+from penstock.types import TensorSpec
 from penstock.values import expected, found, shorten
 
 _HEAD = ("node", "ops", "instances", "batch", "wait", "device")
@@ -85,14 +86,15 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 def _edges(graph: Graph) -> Iterator[str]:
     first = graph.nodes[graph.entry].steps[:1]
     takes = op_class(first[0].op, first[0].params).takes if first else "any"
-    given: Kinds = {name: takes if name == "data" else "any" for name in graph.takes}
-    yield f"caller -> {graph.entry}: {_fields(given)}"
+    given: Kinds = {name: takes if name == "data" else "any" for name in graph.takes} | _tensors(graph.tensors)
+    yield f"caller -> {', '.join(graph.starts)}: {_fields(given)}"
     for producer, consumer, fields in edges_of(graph):
         yield f"{producer} -> {consumer}: {_fields(fields)}"
     left = fields_of(graph)
     for name in graph.outputs:
-        returned = {field: left[name].get(field, "any") for field in graph.gives}
-        missing = [field for field in returned if field not in left[name] and OPEN not in left[name]]
+        declared = _tensors(graph.results)
+        returned = {field: left[name].get(field, "any") for field in graph.gives} | declared
+        missing = [field for field in returned if field not in {*left[name], *declared} and OPEN not in left[name]]
         yield f"{name} -> caller: {_fields(returned)}" + (f" (never set: {', '.join(missing)})" if missing else "")
 
 
@@ -329,9 +331,17 @@ def _table(name: str, keys: Any) -> str:
 def _settings(graph: Graph) -> Iterator[tuple[str, Any]]:
     yield "name", graph.name
     yield "entry", graph.entry
+    sources = {i.name: f"{i.producer}.{i.source}" for i in graph.sources}
+    results = _tensors(graph.results)
+    outputs = {n: {"tensor": text, "from": sources[n]} if n in sources else text for n, text in results.items()}
+    tables = {"inputs": _tensors(graph.tensors), "outputs": outputs}
     for key, field in GRAPH_FIELDS.items():
-        if (value := getattr(graph, field)) != getattr(_DEFAULT_GRAPH, field):
-            yield key, value
+        if key in PIPELINE and (value := getattr(graph, field)) != getattr(_DEFAULT_GRAPH, field):
+            yield key, tables.get(key) or value
+
+
+def _tensors(specs: Sequence[TensorSpec]) -> dict[str, str]:
+    return {spec.name: f"{spec.datatype}{[*spec.shape]}" for spec in specs}
 
 
 def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
@@ -346,7 +356,8 @@ def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
         known = {key: fields[key] for key in given}
         yield "ops", [_op(step, known, folder, first=not i) for i, step in enumerate(node.steps)]
     if node.inputs:
-        yield "inputs", {name: _input(choices) for name, choices in alternatives(node).items()}
+        inputs = {name: _input(choices) for name, choices in alternatives(node).items()}
+        yield "inputs", list(inputs.values()) if part_name(0) in inputs else inputs
     has_size = node.alias_of is None and takes_size([OpDraft(step.op, step.params) for step in node.steps])
     usual = {"device": AUTO} if has_size else {}
     for key, value in fields.items():

@@ -6,13 +6,14 @@ Everything here is a value or a pure function.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from msgspec import UNSET, Struct, field
 
 from penstock.errors import BadRequest, ItemFailed
 from penstock.pipeline import filters
-from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
+from penstock.pipeline.ops.base import CONTEXT, DATA, NODE_NAME, RESULT, Fields
+from penstock.types import TensorSpec
 
 AUTO = "auto"  # the device of a node that runs on a GPU if there is one
 RUN_TIMEOUT_S = 60.0
@@ -37,11 +38,14 @@ class NodeStep(Struct, frozen=True, omit_defaults=True):
     filter: str = "run"
 
 
+REQUEST: Final = "pipeline"  # as a producer, the fields of the request: no node can have the name of this table
+
+
 class NodeInput(Struct, frozen=True):
-    """A field that a node takes from another node: `producer[source:name]` in TorchPipe's `map`.
+    """A field that a node takes from another node, or from the REQUEST: `producer[source:name]` in TorchPipe's `map`.
 
     Several inputs of one name are alternatives: the node takes the first whose producer ran. `default` is the value if
-    none did.
+    none did. The parts of a list have the names `part_name` and become the field `data`.
     """
 
     producer: str
@@ -115,6 +119,8 @@ class Graph(Struct, frozen=True, omit_defaults=True):
     - `compat`: TorchPipe's dialect, in which unknown keys cause warnings instead of errors.
     - `folder`: base of relative paths.
     - `takes`, `gives`: the fields that callers send and receive.
+    - `tensors`, `results`: the same as declared tensors; (): not declared.
+    - `sources`: the results that are fields of certain nodes.
     """
 
     name: str
@@ -126,6 +132,33 @@ class Graph(Struct, frozen=True, omit_defaults=True):
     folder: str = "."
     takes: tuple[str, ...] = ("data",)
     gives: tuple[str, ...] = ("result",)
+    tensors: tuple[TensorSpec, ...] = ()
+    results: tuple[TensorSpec, ...] = ()
+    sources: tuple[NodeInput, ...] = ()
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Where items begin: the entry, and the nodes that follow none and take fields of the request."""
+        first = [n.name for n in self.nodes.values() if starts_item(n) and not self.producers(n.name)]
+        return (self.entry, *(name for name in first if name != self.entry and not self.callers(name)))
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The nodes whose fields later nodes or the response take, and the REQUEST if its fields are taken."""
+        inputs = (i for node in self.nodes.values() for i in node.inputs)
+        return frozenset(i.producer for i in (*inputs, *self.sources))
+
+    def begun(self, fields: Fields) -> Fields:
+        """The fields with `data`: unless it is an input itself, the only input, or the list of all.
+
+        Raises BadRequest for a missing input.
+        """
+        if DATA in fields or DATA in self.takes:
+            return fields
+        names = [name for name in self.takes if name != NODE_NAME]
+        if missing := [name for name in names if name not in fields]:
+            raise BadRequest(f"input '{missing[0]}' is missing; the pipeline needs {', '.join(names)}")
+        return {**fields, DATA: fields[names[0]] if len(names) == 1 else [fields[name] for name in names]}
 
     def edges(self) -> Iterator[tuple[str, str, bool]]:
         """Producer, consumer, and whether the edge begins a fan-out, for each edge in the order of the producers."""
@@ -194,6 +227,16 @@ class Graph(Struct, frozen=True, omit_defaults=True):
         return found
 
 
+def part_name(place: int) -> str:
+    """The name of a part of `data`."""
+    return f"{DATA}[{place}]"
+
+
+def starts_item(node: Node) -> bool:
+    """Whether a node takes fields of the request only."""
+    return bool(node.inputs) and all(i.producer == REQUEST for i in node.inputs)
+
+
 def reached_by(nodes: Mapping[str, Node], start: str) -> frozenset[str]:
     """A node and all nodes that an item or its children may reach from it."""
     return frozenset({start}) | _reachable(start, lambda name: _following(nodes[name]))
@@ -248,12 +291,15 @@ class ItemRoute(Struct, frozen=True):
     """Where items that begin at `start` go.
 
     `outputs` are the outputs they reach, in the graph's order. `waits` is the number of nodes that must finish before
-    each join on the route.
+    each join on the route. `starts` are all nodes where they begin, and `sources` the fields that the response takes
+    from nodes.
     """
 
     start: str
     outputs: tuple[str, ...]
     waits: Mapping[str, int]
+    starts: tuple[str, ...] = ()
+    sources: tuple[NodeInput, ...] = ()
 
 
 def join_sources(graph: Graph, name: str) -> frozenset[str]:
@@ -265,7 +311,7 @@ def join_sources(graph: Graph, name: str) -> frozenset[str]:
     producers = graph.producers(name)
     if not node.inputs and len(producers) < 2:
         return frozenset()
-    found = frozenset(producers) | {i.producer for i in node.inputs}
+    found = (frozenset(producers) | {i.producer for i in node.inputs}) - {REQUEST}
     return found.intersection(*(nodes for nodes in graph.bodies.values() if name in nodes))
 
 
@@ -274,19 +320,21 @@ def route(graph: Graph, start: str, passed: frozenset[str] = frozenset()) -> Ite
 
     Raises BadRequest if a node needs a field of a node that is not on the route.
     """
-    reach = {start, *graph.downstream(start)}
+    starts = graph.starts if start == graph.entry else (start,)
+    reach = {*starts}.union(*map(graph.downstream, starts))
     waits = {}
     for node in (graph.nodes[name] for name in graph.nodes if name in reach):
-        sources = join_sources(graph, node.name) if node.name != start else frozenset()
+        sources = join_sources(graph, node.name) if node.name not in starts else frozenset()
         if sources:
             waits[node.name] = len(sources)
         needed = sources if node.each is None else sources | outside(graph, node.each.body)
-        if missing := sorted(needed - reach - passed):
+        if missing := sorted(needed - reach - passed - {REQUEST}):
             raise BadRequest(
                 f"an item cannot begin at node '{start}': node '{node.name}' needs a field of node '{missing[0]}',"
                 " which the item does not pass"
             )
-    return ItemRoute(start, tuple(name for name, n in graph.nodes.items() if name in reach and not n.next), waits)
+    ends = tuple(name for name, n in graph.nodes.items() if name in reach and not n.next)
+    return ItemRoute(start, ends, waits, starts, () if graph.callers(start) else graph.sources)
 
 
 def unknown_filters(nodes: Sequence[Node]) -> list[str]:
@@ -313,6 +361,7 @@ class Join:
         self._inputs = alternatives(node)
         self._unnamed = self.sources - {i.producer for i in node.inputs}
         self._first = node.inputs[0].producer if node.inputs else ""
+        self._parts = [name for name in self._inputs if name.startswith(f"{DATA}[")]
 
     def is_dead(self, dead: Mapping[str, Fields]) -> bool:
         """Whether a source that the node requires was skipped."""
@@ -349,6 +398,8 @@ class Join:
                 return None
             else:
                 raise ItemFailed(self._missing(alive[0], kept[alive[0].producer]))
+        if self._parts:
+            fields[DATA] = [fields.pop(name) for name in self._parts]
         return fields
 
     def _missing(self, given: NodeInput, found: Fields) -> str:

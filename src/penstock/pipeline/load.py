@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from penstock.config.load import parse_toml
 from penstock.errors import ConfigError, nearest
 from penstock.pipeline import filters
-from penstock.pipeline.check import check_structure, entry_of, linked
+from penstock.pipeline.check import check_structure, entry_of, linked, resolved
 from penstock.pipeline.filters import check_condition, is_target
-from penstock.pipeline.graph import AUTO, Each, Graph, Node, NodeInput
+from penstock.pipeline.graph import AUTO, REQUEST, Each, Graph, Node, NodeInput, part_name
 from penstock.pipeline.lower import TARGET, drafts_of, has_model, op_class, parameter_name, rooted, steps_of, takes_size
 from penstock.pipeline.notation import (
     EACH,
@@ -32,8 +32,9 @@ from penstock.pipeline.notation import (
     TomlSource,
     dialect,
 )
-from penstock.pipeline.ops.base import RESULT, parameters_of
-from penstock.values import found
+from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, parameters_of
+from penstock.types import TensorSpec
+from penstock.values import found, tensor_specs
 
 MAX_BATCH, MAX_BATCH_COMPAT, MAX_BATCH_OF_USERS = 8, 1, 64
 
@@ -43,6 +44,7 @@ _GLOBAL = "global"  # the table in which TorchPipe's parse_toml puts the keys ab
 NO_NODES = (*SERVER_TABLES, _GLOBAL)  # names that a node cannot have
 
 _STEPS = {"ops", "backend"}
+_OUTPUT = ("tensor", "from")  # keys of an output in [pipeline.outputs]
 _OF_AN_ALIAS = {"next", "inputs", "filter", "when", "else", "require", "map", "backend"}
 
 
@@ -92,9 +94,13 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
         else:
             read[node] = reader.read(node, dialect().table(table, node, source))
     reader.check_unused()
-    made = linked(read, source, compat=compat)
+    takes = settings.get("inputs", Graph("", {}, "").takes)
+    made = linked(read, source, compat=compat, takes=takes)
     entry = entry_of(made, settings.get("entry"), source, compat=compat)
     fields = {field: settings[key] for key, field in GRAPH_FIELDS.items() if key in settings}
+    given = [i for name, text in settings.pop("sources", {}).items() for i in reader.inputs(REQUEST, name, text)]
+    response = Node(REQUEST)
+    fields["sources"] = tuple(resolved(response, i, made, source, compat, takes) for i in given)
     graph = Graph(name, made, entry, compat=compat, folder=folder, **fields)
     check_structure(graph, source)
     return graph
@@ -112,7 +118,32 @@ def _settings(table: Any, source: TomlSource) -> dict[str, Any]:
             settings[key] = PIPELINE[key].read(value)
         except ConfigError as e:
             raise source.error("pipeline", key, e.message) from None
+    for key, field in (("inputs", "tensors"), ("outputs", "results")):
+        if isinstance(table := settings.get(key), dict):
+            settings[field] = _tensors(f"pipeline.{key}", table, settings, source)
+            settings[key] = tuple(table)
     return settings
+
+
+def _tensors(where: str, table: dict[str, Any], settings: dict[str, Any], source: TomlSource) -> tuple[TensorSpec, ...]:
+    """The tensors of `[pipeline.inputs]` or `[pipeline.outputs]`. The nodes' fields of outputs become `sources`."""
+    specs: list[TensorSpec] = []
+    for name, value in table.items():
+        if name in (NODE_NAME, RESULT) and where == "pipeline.inputs":
+            raise source.error(where, name, "is a field of every item, expected another name for an input")
+        if isinstance(value, dict) and where == "pipeline.outputs":
+            if unknown := next((key for key in value if key not in _OUTPUT), None):
+                raise source.error(where, name, f"unknown key '{unknown}'{nearest(unknown, _OUTPUT)}")
+            if "from" in value:
+                settings.setdefault("sources", {})[name] = value["from"]
+            value = value.get("tensor")
+        try:
+            specs += tensor_specs({name: value}, "")
+        except ConfigError as e:
+            raise source.error(where, name, e.message.removeprefix(f".{name}: ")) from None
+    if not specs:
+        raise source.error(where, "", 'found no tensor, expected for instance x = "FP32[-1,64]"')
+    return tuple(specs)
 
 
 def _tables_of_nodes(tables: Mapping[str, Any], name: str, source: TomlSource) -> dict[str, dict[str, Any]]:
@@ -229,7 +260,9 @@ class NodeReader:
             fields["when"] = self._condition(name, when)
         elif "else" in values:
             raise source.error(name, "else", "needs 'when', the condition that items may not meet")
-        inputs = tuple(i for k, v in values.get("inputs", {}).items() for i in self._inputs(name, k, v))
+        if isinstance(given := values.get("inputs", {}), list):
+            given = {DATA: given[0]} if len(given) == 1 else {part_name(k): v for k, v in enumerate(given)}
+        inputs = tuple(i for k, v in given.items() for i in self.inputs(name, k, v))
         return Node(name=name, steps=steps, inputs=inputs, each=self._each(name, values), **fields)
 
     def _value(self, node: str, key: str, value: Any) -> Any:
@@ -284,7 +317,7 @@ class NodeReader:
             raise self._source.error(node, "when", e.message) from None
         return text
 
-    def _inputs(self, node: str, name: str, value: Any) -> list[NodeInput]:
+    def inputs(self, node: str, name: str, value: Any) -> list[NodeInput]:
         """`"prep.image"` is the field image of prep, `"prep"` its result. `linked` resolves node names with dots.
 
         A list has alternatives, and `{from = ..., default = ...}` a default.

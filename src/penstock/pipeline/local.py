@@ -354,7 +354,7 @@ class PipelineBackend:
 def _nbytes(fields: Fields) -> int:
     """The bytes of an item's `data`; 0 for an invalid item, which fails when it enters."""
     try:
-        return nbytes_of(fields[DATA])
+        return nbytes_of(fields[DATA] if DATA in fields else list(fields.values()))
     except Exception:
         return 0
 

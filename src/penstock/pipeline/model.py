@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import structs
 
 from penstock.core.worker.python_model import Answer, model, options_of
-from penstock.errors import BadOutput, BadRequest, ConfigError, ItemFailed
+from penstock.errors import ConfigError
 from penstock.pipeline.check import check
 from penstock.pipeline.graph import AUTO, Graph, Node, NodeStep
 from penstock.pipeline.load import load_graph
@@ -20,12 +20,11 @@ from penstock.pipeline.local import LocalPipeline, SubmittedItems
 from penstock.pipeline.lower import op_class
 from penstock.pipeline.node import tune_process
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, BatchOp, Fields
+from penstock.pipeline.ops.base import DATA, RESULT, BatchOp
+from penstock.pipeline.requests import Declared, PipelineRequest, request_of, response_of
 from penstock.pipeline.traversal import Hop, ItemOutcome
 from penstock.types import DTYPES, Headed, ModelMetadata, TensorSpec
 
-NAMELESS = "input_0"  # the name of an array that was sent alone
-MAX_ROWS = 4096  # of one request: rows enter one by one and delay other requests
 _NO_TOKEN = re.compile(r"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
 
 
@@ -43,6 +42,7 @@ class PipelineModel:
         """`compat`: the file is in TorchPipe's dialect, in which unknown keys cause warnings."""
         self._file, self._compat = file, compat
         self._tuned = self._whole = False
+        self._declared: Declared | None = None
         self.inputs: tuple[TensorSpec, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
         self.parameters: dict[str, Any] = {}
@@ -56,6 +56,9 @@ class PipelineModel:
         self._kind = op_class(first.op, first.params).takes
         known = self._kind == "bytes" and graph.takes == (DATA,)  # the graph has no datatypes of other fields
         self.inputs = (TensorSpec(DATA, "BYTES", (-1,)),) if known else ()
+        if graph.tensors or graph.results:
+            self._declared = Declared(graph)
+            self.inputs = graph.tensors or self.inputs
         limits = [node.run_timeout_s for node in graph.nodes.values()]
         self.__penstock_options__ = options_of(PipelineModel) | {
             "run_timeout_s": sum(limits) + max(limits),  # more than one item needs that times out in every node
@@ -67,12 +70,18 @@ class PipelineModel:
         largest = max(sizes[name] for name in models or sizes)
         self.parameters = {"max_batch_size": largest, "pipeline": public_description(graph, sizes)}
         metadata = self._pipeline.metadata()
-        self.outputs = outputs_of(graph, metadata)
+        self.outputs = graph.results or outputs_of(graph, metadata)
         if self._kind == "tensor" and metadata[graph.entry].unbatched:
             self.__penstock_options__["rows"] = "none"
 
     def __penstock_unbatch__(self) -> None:
         self._whole = True
+        if self._declared is not None:
+            self._declared.checks.__penstock_unbatch__()
+
+    def warmup(self) -> list[Any]:
+        """Two rows of declared inputs; nothing if a size is unknown."""
+        return self._declared.checks.warmup() if self._declared is not None and self._graph.tensors else []
 
     def predict(self, items: list[Any]) -> list[Any]:
         """The responses, with an exception for each failed item."""
@@ -145,6 +154,8 @@ class PipelineModel:
 
     def _request(self, value: Any) -> PipelineRequest | Exception:
         try:
+            if self._declared is not None and self._graph.tensors:
+                return self._declared.request(value, self._whole)
             return request_of(value, self._graph, self._kind, self._whole)
         except Exception as e:
             return e
@@ -158,7 +169,10 @@ class PipelineModel:
             }
             return known or {name: np.empty(0, np.float32) for name in self._graph.gives}
         try:
-            value = response_of(request, outcomes, self._graph.gives)
+            if self._declared is not None and self._graph.results:
+                value = self._declared.response(request, outcomes)
+            else:
+                value = response_of(request, outcomes, self._graph.gives)
         except Exception as e:
             return e
         if not self._graph.trace:
@@ -233,122 +247,6 @@ def public_description(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Any]
             for node in (graph.nodes[name] for name in graph.order())
         ],
     }
-
-
-# ---- requests and responses
-
-
-class PipelineRequest(Struct):
-    """One request: the fields of its items, the node where they begin (None: the entry), and whether they are rows, or
-    one item of named arrays that are `whole`."""
-
-    fields: list[Fields]
-    node: str | None = None
-    rows: bool = False
-    whole: bool = False
-
-
-def request_of(value: Any, graph: Graph, kind: str, whole: bool = False) -> PipelineRequest:
-    """The request in a decoded body. `kind` is the data kind of the entry's first op. Raises BadRequest.
-
-    Named arrays, as in Open Inference, have one item per row, or are one item if they are `whole`; there may be no
-    rows. An object or a form has the fields of one item, and only those that the graph takes from callers, so that
-    callers cannot set fields that ops pass to each other. Any other value is the item's `data`.
-    """
-    if not isinstance(value, dict):
-        return PipelineRequest([{DATA: value}])
-    if value.keys() == {NAMELESS} and isinstance(value[NAMELESS], np.ndarray):
-        value = {DATA: value[NAMELESS]}
-    for name in value:
-        if name not in graph.takes:
-            text = f"found the field {str(name)[:40]!r}, which the pipeline does not take; it takes"
-            raise BadRequest(f"{text} {', '.join(graph.takes)}")
-    if DATA not in value:
-        raise BadRequest(f"found no '{DATA}' among the fields of the request; a pipeline needs it")
-    arrays = all(isinstance(one, np.ndarray) for one in value.values())
-    if arrays and whole:
-        return PipelineRequest([value], whole=True)
-    if arrays:
-        rows = {array.shape[:1] for array in value.values()}
-        if len(rows) > 1 or () in rows:
-            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in value.items())
-            raise BadRequest(f"found {shapes}; expected arrays with equal numbers of rows (axis 0)")
-        if (count := len(value[DATA])) > MAX_ROWS:
-            raise BadRequest(
-                f"found {count} rows, expected at most {MAX_ROWS} in one request: each row is a separate item"
-            )
-        return PipelineRequest([_row(value, i, kind) for i in range(count)], rows=True)
-    node = value.get(NODE_NAME)
-    if node is not None and not isinstance(node, str):
-        raise BadRequest(f"{NODE_NAME}: found a {type(node).__name__}, expected the name of a node")
-    return PipelineRequest([{str(name): one for name, one in value.items() if name != NODE_NAME}], node)
-
-
-def _row(arrays: Mapping[str, np.ndarray[Any, Any]], i: int, kind: str) -> Fields:
-    """The fields of one row: plain bytes and text, a mat `[h, w, c]`, otherwise a tensor `[1, ...]`."""
-    return {
-        name: array[i] if array.dtype.kind == "O" or (name == DATA and kind == "mat") else array[i : i + 1]
-        for name, array in arrays.items()
-    }
-
-
-def response_of(request: PipelineRequest, outcomes: Sequence[ItemOutcome], outputs: Sequence[str]) -> Any:
-    """The response to a request: the only output, or several by name. Raises the error of a failed item.
-
-    For rows it is a dict of arrays: results `[1, ...]` are concatenated, others are stacked on a new axis.
-    """
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
-        if all(outcome.fields.get(name) is None for name in outputs):
-            ended = f" at node '{outcome.node}'" if outcome.node else ""
-            raise ItemFailed(f"the item ended{ended} without {' or '.join(outputs)}")
-    found = [{name: plain_array(outcome.fields.get(name)) for name in outputs} for outcome in outcomes]
-    if request.whole:
-        return {name: one for output in outputs for name, one in _parts(output, found[0][output]).items()}
-    if not request.rows:
-        return found[0] if len(outputs) > 1 else found[0][outputs[0]]
-    return {name: array for output in outputs for name, array in _joined(output, [one[output] for one in found])}
-
-
-def plain_array(value: Any) -> Any:
-    """A PyTorch tensor as an array on the CPU; any other value unchanged."""
-    return value.detach().cpu().numpy() if hasattr(value, "detach") and hasattr(value, "cpu") else value
-
-
-def _joined(name: str, values: list[Any]) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    """The named outputs of all rows: several if each value is a dict or a list of arrays."""
-    parts = [_parts(name, value) for value in values]
-    if any(part.keys() != parts[0].keys() for part in parts):
-        raise BadOutput(f"output '{name}' has different parts in different rows")
-    return [(str(key), _array(str(key), [part[key] for part in parts])) for key in parts[0]]
-
-
-def _parts(name: str, value: Any) -> dict[Any, Any]:
-    """The named outputs of one row: several if its value is a dict or a list of arrays."""
-    if isinstance(value, (list, tuple)) and value and all(hasattr(one, "shape") for one in value):
-        return {f"{name}_{i}": one for i, one in enumerate(value)}
-    return value if isinstance(value, dict) else {name: value}
-
-
-def _array(name: str, values: list[Any]) -> np.ndarray[Any, Any]:
-    arrays = []
-    for value in map(plain_array, values):
-        if isinstance(value, (bytes, str)):
-            cell = np.empty(1, object)
-            cell[0] = value
-            arrays.append(cell)
-        else:
-            arrays.append(np.asarray(value))
-    try:
-        if all(array.ndim and len(array) == 1 for array in arrays):
-            return np.concatenate(arrays)
-        return np.stack(arrays)
-    except ValueError:
-        shapes = sorted({str(list(array.shape)) for array in arrays})
-        raise BadOutput(
-            f"output '{name}' has rows of different shapes, {' and '.join(shapes[:3])}; request one row at a time"
-        ) from None
 
 
 def server_timing(hops: Sequence[Hop]) -> str:

@@ -366,8 +366,7 @@ def _inlined(graph: Graph, name: str) -> str | None:
         min_batch=after.min_batch, wait_s=after.wait_s, run_timeout_s=node.run_timeout_s,
         retry_split=after.retry_split, idempotent=after.idempotent,
     )  # fmt: skip
-    kept = any(i.producer == name for n in graph.nodes.values() for i in n.inputs)
-    if after != plain or kept or node.on_error != "fail" or graph.producers(after.name) != (name,):
+    if after != plain or name in graph.kept or node.on_error != "fail" or graph.producers(after.name) != (name,):
         return None
     return after.name if _node_computes(after) else None
 

@@ -53,9 +53,10 @@ NODE: Final = {
     "backend": Key(str, "the steps as an expression, instead of `ops`", "Identity"),
     "next": Key(Names, "the nodes that receive the items next", "none: an output"),
     "inputs": Key(
-        dict,
+        dict | list,
         'fields taken from other nodes: `{data = "prep.result"}`; a list has alternatives, and `{from = "prep.score",'
-        " default = 0}` a default",
+        ' default = 0}` a default; `["prep.result", "mask"]` is the data alone, a list of two; the name of an input of'
+        " the pipeline is a field of the request",
         "all fields of the previous node",
     ),
     "instances": Key(Instances, "how many copies run at the same time, each in its own thread", "1"),
@@ -139,13 +140,21 @@ PIPELINE: Final = {
     "compat": Key(bool | Literal["torchpipe"], "unknown keys cause warnings instead of errors", "false"),
     "trace": Key(bool, "each response includes the item's path", "false"),
     "in_flight": Key(Count, "most items inside at once", "the sum of what nodes and queues hold"),
-    "inputs": Key(Names, "the fields that callers send", "data"),
-    "outputs": Key(Names, "the fields that callers receive", "result"),
+    "inputs": Key(Names | dict, 'the fields that callers send, or tensors: `{x = "FP32[-1,64]"}`', "data"),
+    "outputs": Key(
+        Names | dict,
+        'the fields that callers receive, or tensors: `{y = "FP32[-1,10]"}`, `{y = {tensor = "FP32[-1,10]", from ='
+        ' "net.result"}}`',
+        "result",
+    ),
 }
 """The keys of `[pipeline]`."""
 
-GRAPH_FIELDS: Final = {"trace": "trace", "in_flight": "in_flight", "inputs": "takes", "outputs": "gives"}
-"""The fields of `graph.Graph` by their keys in `[pipeline]`; the other keys need more than a default."""
+GRAPH_FIELDS: Final = {
+    "trace": "trace", "in_flight": "in_flight", "inputs": "takes", "outputs": "gives", "tensors": "tensors",
+    "results": "results",
+}  # fmt: skip
+"""The fields of `graph.Graph` by their keys in `[pipeline]`, whose tables of tensors are two more fields."""
 
 
 SERVER_TABLES: Final = ("auth", "limits", "metrics", "models", "pipeline", "server")  # any other table is a node

@@ -28,7 +28,7 @@ from penstock.errors import (
     nearest,
 )
 from penstock.pipeline.engine import Backpressure, NodeEngine
-from penstock.pipeline.graph import Each, Graph, ItemRoute, chain_of, outside, route, subgraph_of
+from penstock.pipeline.graph import REQUEST, Each, Graph, ItemRoute, chain_of, outside, route, subgraph_of
 from penstock.pipeline.node import SharedState, placed
 from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, Fields
 from penstock.pipeline.traversal import Done, ItemOutcome, RunningNode, Traversal, connect, locked, read_only
@@ -45,6 +45,7 @@ class PipelineRunner:
         """`graph` has passed `check`. `on_room` is called when bytes leave the queue of the entry while it is full."""
         self.graph = graph = placed(graph)
         self.in_flight = 0  # items
+        self._takes_request = REQUEST in graph.kept
         self._routes: dict[str, ItemRoute] = {graph.entry: route(graph, graph.entry)}
         self._backpressure = Backpressure(graph)
         shared = {name: SharedState(compat=graph.compat) for name in graph.nodes}
@@ -114,27 +115,28 @@ class PipelineRunner:
         path = known or self._route(start)
         if self.in_flight >= self.width:
             raise QueueFull(f"the pipeline is full ({self.in_flight} items are inside): try again later")
+        fields = self.graph.begun(fields)
         deadline_s = None if budget_s is None else time.monotonic() + budget_s
         traversal = Traversal(path, done, self._ended, deadline_s, priority, [] if self.graph.trace else None)
         self.in_flight += 1
-        first = self._nodes[path.start]
-        try:
-            if first.condition is None and first.filter is None:
-                first.enter(traversal, dict(fields), swap=False)
-            else:  # later, because the item may end here, and its caller has no ticket yet
-                asyncio.get_running_loop().call_soon(first.begin, traversal, dict(fields))
-        except BaseException as e:
-            traversal.done = None
-            self._ended(traversal)
-            if isinstance(e, PenstockError):
-                raise first.located(e) from None
-            raise
+        shared = read_only(fields) if self._takes_request or len(path.starts) > 1 else fields
+        if self._takes_request:
+            traversal.kept[REQUEST] = shared
+        for first in [self._nodes[name] for name in path.starts]:
+            try:
+                first.start(traversal, shared)
+            except BaseException as e:
+                traversal.cancel()
+                if isinstance(e, PenstockError):
+                    raise first.located(e) from None
+                raise
         return traversal
 
     @property
     def has_room(self) -> bool:
         """Whether another item may enter: the pipeline has room for it, and the entry's queue for its bytes."""
-        return self.in_flight < self.width and self._nodes[self.graph.entry].engine.has_room_for_bytes
+        starts = self._routes[self.graph.entry].starts
+        return self.in_flight < self.width and all(self._nodes[name].engine.has_room_for_bytes for name in starts)
 
     def _route(self, start: Any) -> ItemRoute:
         if not isinstance(start, str) or start not in self.graph.nodes:

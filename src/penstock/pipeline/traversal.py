@@ -5,6 +5,7 @@ Everything here runs on the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo, shape_of
 from penstock.pipeline.engine import NodeEngine
 from penstock.pipeline.filters import Condition
-from penstock.pipeline.graph import Graph, ItemRoute, Join, Node, arriving, unchanged
+from penstock.pipeline.graph import Graph, ItemRoute, Join, Node, arriving, starts_item, unchanged
 from penstock.pipeline.node import BatchStamp, Visit
 from penstock.pipeline.ops.base import DATA, RESULT, Fields
 from penstock.types import Item, ItemResult, Sink
@@ -133,6 +134,9 @@ class Traversal(Struct, eq=False):
         if done is None:
             return
         self._leave()
+        if error is None and self.route.sources:
+            taken = [i for i in self.route.sources if i.source in self.kept.get(i.producer, ())]
+            fields = fields | {i.name: self.kept[i.producer][i.source] for i in taken}
         try:
             done(ItemOutcome(fields, error, node, tuple(self.hops) if self.hops else ()))
         except Exception:
@@ -243,7 +247,7 @@ class RunningNode:
         self.filter = filters.made(node.filter)
         self.skips: dict[str, list[RunningNode]] = {}  # the nodes that a filter skips, by its outcome
         self.condition = None if node.when is None else Condition(node.when)
-        self._kept = any(i.producer == node.name for n in graph.nodes.values() for i in n.inputs)
+        self._kept = node.name in graph.kept
         self._pad = PadTo(node.pad_to) if node.pad_to else None
         self._bucket_fields = [name.removesuffix(".shape") for name in node.bucket or ()]
 
@@ -281,11 +285,11 @@ class RunningNode:
 
     def passed(self, traversal: Traversal, fields: Fields) -> None:
         """Passes an item on to all next nodes, or ends it at an output."""
+        if self._kept:
+            traversal.kept[self.name] = fields
         if not self.node.next:
             traversal.arrived(fields, self.name)
             return
-        if self._kept:
-            traversal.kept[self.name] = fields
         if len(self.followers) + len(self.joins) > 1:
             fields = read_only(fields)
         for node in self.followers:
@@ -338,8 +342,16 @@ class RunningNode:
         else:
             self.receive(traversal, fields, swap=False)
 
+    def start(self, traversal: Traversal, fields: Fields) -> None:
+        """Takes an item from outside. Raises as `enter` does."""
+        given = self.taken.fields(traversal.kept) if starts_item(self.node) else fields
+        if self.condition is None and self.filter is None:
+            self.enter(traversal, dict(given or {}), swap=False)
+        else:  # later, because the item may end here, and its caller has no ticket yet
+            asyncio.get_running_loop().call_soon(self.begin, traversal, dict(given or {}))
+
     def begin(self, traversal: Traversal, fields: Fields) -> None:
-        """Takes an item from outside that may end at the condition."""
+        """Takes an item that may end at the condition."""
         if traversal.done is None:
             return
         try:

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.pipeline.check import check
+from penstock.pipeline.describe import to_toml
 from penstock.pipeline.graph import Graph, NodeInput, NodeStep, outside
 from penstock.pipeline.load import load_graph, read_tables
 from penstock.pipeline.notation import is_pipeline
+from penstock.types import TensorSpec
 
 NET = '[net]\nbackend = "OnnxTensor"\nmodel = "net.onnx"\n'
 
@@ -329,3 +332,67 @@ def test_a_pipeline_is_distinguished_from_a_configuration() -> None:
     assert not is_pipeline({"models": {"digits": {"target": "app.py:Digits"}}, "server": {"port": 1}})
     assert not is_pipeline({"server": {"port": 1}})
     assert not is_pipeline({})
+
+
+TENSORS = """[pipeline.inputs]
+A = "FP32[-1,4]"
+"input.1" = "BYTES[-1]"
+
+[pipeline.outputs]
+SUM = {tensor = "FP32[-1,4]", from = "a.sum"}
+text = "BYTES[-1,1]"
+
+[a]
+inputs = ["A", "pipeline.input.1"]
+
+[b]
+inputs = {data = "A", text = "input.1"}
+
+[c]
+inputs = {data = "a", b = "b"}
+"""
+
+
+def test_declared_tensors_are_inputs_of_nodes_and_fields_of_nodes(tmp_path: Path) -> None:
+    graph = load(tmp_path, TENSORS)
+    assert (graph.takes, graph.gives) == (("A", "input.1"), ("SUM", "text"))
+    assert graph.tensors == (TensorSpec("A", "FP32", (-1, 4)), TensorSpec("input.1", "BYTES", (-1,)))
+    assert graph.results == (TensorSpec("SUM", "FP32", (-1, 4)), TensorSpec("text", "BYTES", (-1, 1)))
+    assert graph.sources == (NodeInput("a", "sum", "SUM"),)
+    assert [i.source for i in graph.nodes["a"].inputs] == ["A", "input.1"]
+    assert graph.starts == ("a", "b")
+    again = load(tmp_path, to_toml(graph))
+    assert (again.nodes, again.tensors, again.results, again.sources) == (
+        graph.nodes, graph.tensors, graph.results, graph.sources,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"FP32[-1,4]"', '"FP31[-1,4]"', "line 2: [pipeline.inputs] A: found 'FP31[-1,4]', expected a datatype and"),
+        ("A = ", "result = ", "line 2: [pipeline.inputs] result: is a field of every item"),
+        ("from =", "fro =", "line 6: [pipeline.outputs] SUM: unknown key 'fro'; did you mean 'from'?"),
+        ("a.sum", "aa.sum", "[pipeline] outputs: there is no node 'aa'"),
+        ("from =", "default =", "line 6: [pipeline.outputs] SUM: unknown key 'default'"),
+        ('tensor = "FP32[-1,4]", ', "", "line 6: [pipeline.outputs] SUM: found None, expected a datatype"),
+        ('["A",', '["AA",', "[a] inputs: there is no node 'AA'"),
+    ],
+)
+def test_errors_in_declared_tensors_name_the_key(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        load(tmp_path, TENSORS.replace(old, new, 1))
+    assert message in found.value.message
+
+
+def test_a_table_of_tensors_has_at_least_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="found no tensor"):
+        load(tmp_path, "[pipeline.inputs]\n[a]\n")
+
+
+def test_outputs_are_fields_that_their_node_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"SUM: \[a\] has no field 'sum'; it has data, result"):
+        check(load(tmp_path, TENSORS))
+    inner = '[pipeline.outputs]\ny={tensor="FP32[-1]", from="b"}\n[a]\neach="data"\nbody="b"\n[b]\n'
+    with pytest.raises(ConfigError, match="is in the body of a fan-out"):
+        check(load(tmp_path, inner))

@@ -20,14 +20,13 @@ from penstock.errors import BadOutput, BadRequest, ConfigError, DeadlineExceeded
 from penstock.pipeline.graph import Graph, Node, NodeStep
 from penstock.pipeline.model import (
     PipelineModel,
-    PipelineRequest,
     on_worker_device,
     outputs_of,
-    response_of,
     server_timing,
 )
-from penstock.pipeline.model import request_of as ask
 from penstock.pipeline.ops.python import op
+from penstock.pipeline.requests import PipelineRequest, response_of
+from penstock.pipeline.requests import request_of as ask
 from penstock.pipeline.traversal import Hop, ItemOutcome
 from penstock.types import Item, ModelMetadata, ModelStatus, TensorSpec
 

@@ -76,10 +76,14 @@ class PythonProgram:
     rows = ANY_ROWS
 
     def __init__(
-        self, predict: Callable[..., Any], inputs: Sequence[TensorSpec], outputs: tuple[TensorSpec, ...]
+        self,
+        predict: Callable[..., Any],
+        inputs: Sequence[TensorSpec],
+        outputs: tuple[TensorSpec, ...],
+        called: str = "predict",
     ) -> None:
-        """Raises LoadFailed for an optional input without a default."""
-        self._predict, self.outputs = predict, outputs
+        """Raises LoadFailed for an optional input without a default. `called`: its name in messages."""
+        self._predict, self.outputs, self._called = predict, outputs, called
         self._specs = {o.name: (np.dtype(DTYPES[o.datatype]), (-1, *o.shape[1:]), o.datatype) for o in outputs}
         defaults = {p.name for p in inspect.signature(predict).parameters.values() if p.default is not p.empty}
         for spec in (*inputs, *outputs):
@@ -108,9 +112,9 @@ class PythonProgram:
         if names and found.keys() != self._specs.keys():
             given = ", ".join(map(str, found)) or "nothing"
             raise BadOutput(f"predict returned {given}, but the model declares the outputs {', '.join(names)}")
-        return {str(name): self._array(name, found[name]) for name in names or found}
+        return {str(name): self.checked(name, found[name]) for name in names or found}
 
-    def _array(self, name: str, value: Any) -> Array:
+    def checked(self, name: str, value: Any) -> Array:
         """The output as an array in C order. Raises BadOutput, and an exception in place of a row."""
         dtype, shape, datatype = self._specs.get(name, (None, (), ""))
         cells = isinstance(value, (list, tuple))
@@ -121,7 +125,9 @@ class PythonProgram:
             # text in a list would lose its trailing NULs in an array of text
             array: Array = np.asarray(value, object if cells and datatype == "BYTES" else None, order="C")
         except (ValueError, TypeError, RuntimeError) as e:
-            raise BadOutput(f"output '{name}': predict returned a {type(value).__name__} that is no array: {e}") from e
+            raise BadOutput(
+                f"output '{name}': {self._called} returned a {type(value).__name__} that is no array: {e}"
+            ) from e
         if array.dtype.kind in "US":
             array = array.astype(object)
         if dtype is None:
@@ -134,7 +140,7 @@ class PythonProgram:
             declare = f", or declare {DATATYPES[array.dtype.name]}" if array.dtype.name in DATATYPES else ""
             advice = f": return numpy.asarray({name}, '{dtype}'){declare}"
         raise BadOutput(
-            f"output '{name}': predict returned {array.dtype} {list(array.shape)}, but the model declares"
+            f"output '{name}': {self._called} returned {array.dtype} {list(array.shape)}, but the model declares"
             f" {datatype} {list(shape)}, which is {dtype}{advice}"
         )
 
