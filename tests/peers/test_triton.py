@@ -75,10 +75,10 @@ STATED = (
         ),
     ),
     Stated(
-        "a parameter may be any JSON, and have any name",
+        "a parameter may be any JSON",
         "400|INVALID_ARGUMENT",
         "200|OK",
-        ("*parameters*: nested", "*parameters*: a list", "*parameters*: null", "*parameters*: triton_"),
+        ("*parameters*: nested", "*parameters*: a list", "*parameters*: null"),
     ),
     Stated(
         "a request that cannot be decoded is a failed one",

@@ -44,7 +44,6 @@ from penstock.serving.protocols.oip_messages import (
     AllParameters,
     OipRequest,
     OipResponse,
-    OpenRequest,
     RequestParameters,
     SharedTensor,
     Tensor,
@@ -121,7 +120,7 @@ class OipCodec(Planning):
     def read(self, item: Item) -> tuple[OipRequest, Sequence[memoryview | None]]:
         """The request, and the bytes of each input; None for data in the JSON. Raises BadRequest."""
         head, rest = self.head_of(item)
-        request: OipRequest = decode_json(head, OpenRequest if self.takes_parameters else OipRequest)
+        request: OipRequest = decode_json(head, OipRequest)
         if self.strict_parameters:
             decode_json(head, AllParameters).check_known(self.takes_parameters)
         return request, split_sections(request.inputs, rest, "input", BadRequest)
@@ -129,11 +128,12 @@ class OipCodec(Planning):
     def decode(self, item: Item) -> tuple[dict[str, np.ndarray[Any, Any]], OipContext]:
         """Input name -> array `[rows, ...]`; only rows [start, stop) for a part of a split request."""
         request, sections = self.read(item)
-        if isinstance(request.parameters, dict):
-            request.parameters, item.parameters = split_parameters(request.parameters)
-        if self.strict_parameters and request.parameters is not None and item.sequence is None:
+        asked, own = split_parameters(request.parameters)
+        if self.takes_parameters:
+            item.parameters = own
+        if self.strict_parameters and item.sequence is None:
             for name in ("sequence_id", "sequence_start", "sequence_end"):
-                if getattr(request.parameters, name):
+                if getattr(asked, name):
                     raise refusal(name, "", ADVICE["sequence"])
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         for tensor, data in zip(request.inputs, sections, strict=True):
@@ -144,7 +144,7 @@ class OipCodec(Planning):
             if is_shared(place, f"input '{tensor.name[:100]}'"):
                 data = shared_input(tensor, place)
             arrays[tensor.name] = array_of_tensor(tensor, data, "input", BadRequest)
-        return self._rows(arrays, item), self.context_of(request)
+        return self._rows(arrays, item), self.context_of(request, bool(asked.binary_data_output))
 
     def _rows(self, arrays: dict[str, np.ndarray[Any, Any]], item: Item) -> dict[str, np.ndarray[Any, Any]]:
         """The rows of this item. Raises BadRequest for missing inputs or different numbers of rows."""
@@ -349,8 +349,7 @@ class OipCodec(Planning):
 
     # ---- the form of the messages
 
-    def context_of(self, request: OipRequest) -> OipContext:
-        binary = request.parameters is not None and bool(request.parameters.binary_data_output)
+    def context_of(self, request: OipRequest, binary: bool) -> OipContext:
         if not request.outputs:
             return OipContext(request.id, None, binary)
         selected = []
@@ -379,8 +378,8 @@ class OipCodec(Planning):
 
 def is_steady(request: OipRequest) -> bool:
     """Whether a request with other values would be read in the same way."""
-    asked = request.parameters
-    return asked is None or asked == RequestParameters(asked.binary_data_output)
+    asked, _ = split_parameters(request.parameters)
+    return asked == RequestParameters(asked.binary_data_output)
 
 
 def named_outputs(value: Any) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from penstock.serving.protocols.oip_messages import (
     HEADER_LENGTH,
     NPY,
     OipRequest,
-    RequestParameters,
     Tensor,
     TensorParameters,
     header_length,
@@ -245,7 +244,7 @@ class OipBinaryCodec(OipCodec):
             shape[shape.index(-1)] = len(body) // max(cell, 1)
         parameters = TensorParameters(binary_data_size=len(body))
         tensor = Tensor(spec.name, shape, spec.datatype, parameters=parameters)
-        return msgspec.json.encode(OipRequest([tensor], parameters=RequestParameters(True))), body
+        return msgspec.json.encode(OipRequest([tensor], parameters={"binary_data_output": True})), body
 
 
 _SSE: Final = b"text/event-stream"

@@ -84,12 +84,6 @@ class _GrpcRequest(OipRequest):
     typed: bool = False
 
 
-class _OpenGrpcRequest(_GrpcRequest):
-    """A request to a model that takes parameters of its own."""
-
-    parameters: dict[str, Any] | None = None  # type: ignore[assignment]
-
-
 class OipGrpcCodec(OipCodec):
     """Codec of ModelInfer and ModelStreamInfer.
 
@@ -167,9 +161,8 @@ class OipGrpcCodec(OipCodec):
         """The request, and the little-endian bytes of each input. Raises BadRequest."""
         head, raw = split_field(item.payload, RAW_INPUTS)
         message = parse(_Request, head)
-        kind = _OpenGrpcRequest if self.takes_parameters else _GrpcRequest
         values = _values_of(message)
-        request = convert_request(values, kind)
+        request = convert_request(values, _GrpcRequest)
         if self.strict_parameters:
             convert_request(values, AllParameters).check_known(self.takes_parameters)
         if raw and request.typed:
@@ -185,11 +178,8 @@ class OipGrpcCodec(OipCodec):
                 tensor.parameters.binary_data_size = len(section)
         return request, sections
 
-    def context_of(self, request: OipRequest) -> OipContext:
-        context = super().context_of(request)
-        for output in context.outputs or ():
-            output.binary = True
-        context.binary = True
+    def context_of(self, request: OipRequest, binary: bool) -> OipContext:
+        context = super().context_of(request, True)
         context.typed = self.typed_contents and isinstance(request, _GrpcRequest) and request.typed
         return context
 

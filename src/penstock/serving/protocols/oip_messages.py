@@ -107,13 +107,7 @@ class OipRequest(Struct, omit_defaults=True):
     inputs: list[Tensor] = []
     id: str | None = None
     outputs: list[RequestedOutput] | None = None
-    parameters: RequestParameters | None = None
-
-
-class OpenRequest(OipRequest):
-    """A request to a model that takes parameters of its own."""
-
-    parameters: dict[str, Any] | None = None  # type: ignore[assignment]
+    parameters: dict[str, Any] | None = None
 
 
 class _AnyParameters(Struct):
@@ -170,14 +164,19 @@ def convert_request(values: dict[str, Any], kind: type[R]) -> R:
         raise BadRequest(f"the request has the wrong form: {error}") from None
 
 
-def split_parameters(values: dict[str, Any]) -> tuple[RequestParameters, dict[str, Any]]:
+def split_parameters(values: dict[str, Any] | None) -> tuple[RequestParameters, dict[str, Any]]:
     """(the parameters of the protocol, the others). Raises BadRequest."""
-    known = {name: value for name, value in values.items() if name in RequestParameters.__struct_fields__}
+    known: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, value in (values or {}).items():
+        if name.startswith("triton_"):
+            raise BadRequest(f"parameter '{name[:100]}': names that begin with triton_ are reserved; use another one")
+        (known if name in RequestParameters.__struct_fields__ else others)[name] = value
     try:
         parameters = msgspec.convert(known, RequestParameters)
     except msgspec.ValidationError as error:
         raise BadRequest(f"the request has the wrong form: {error} in its parameters") from None
-    return parameters, {name: value for name, value in values.items() if name not in known}
+    return parameters, others
 
 
 class _SequenceParameters(Struct):

@@ -71,6 +71,13 @@ def test_a_parameter_that_nothing_reads_is_ignored_or_refused_wherever_it_is(par
             STRICT.decode(request)
 
 
+@pytest.mark.parametrize("takes", [False, True])
+def test_names_of_parameters_that_begin_with_triton_are_reserved(takes):
+    codec = OipJsonCodec("m", "1", ModelMetadata("m", "1", takes_parameters=takes))
+    with pytest.raises(BadRequest, match=r"^parameter 'triton_mine': names that begin with triton_ are reserved"):
+        codec.decode(item(tensor(), parameters={"triton_mine": 1}))
+
+
 def test_a_strict_model_that_takes_parameters_takes_those_of_requests_alone():
     codec = OipJsonCodec("m", "1", ModelMetadata("m", "1", strict_parameters=True, takes_parameters=True))
     request = item(tensor(), parameters={"mine": 1, "timeout": 5})
