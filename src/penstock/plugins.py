@@ -32,6 +32,8 @@ BUILTIN: dict[str, dict[str, str]] = {
         "native": "penstock.serving.protocols.native:NativeCodec",
         "oip_binary": "penstock.serving.protocols.oip_binary:OipBinaryCodec",
         "oip_binary_coded": "penstock.serving.protocols.oip_binary:CodedBinaryCodec",
+        "oip_generate": "penstock.serving.protocols.oip_generate:GenerateCodec",
+        "oip_generate_stream": "penstock.serving.protocols.oip_generate:GenerateStreamCodec",
         "oip_grpc": "penstock.serving.protocols.oip_grpc:OipGrpcCodec",
         "oip_json": "penstock.serving.protocols.oip:OipJsonCodec",
         "oip_json_coded": "penstock.serving.protocols.oip_binary:CodedJsonCodec",

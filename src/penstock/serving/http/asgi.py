@@ -17,8 +17,8 @@ from penstock.serving.http.intake import BIG_BYTES, Intake, Unpacking, unpacked_
 from penstock.serving.http.responses import (
     SSE,
     RequestOptions,
+    error_event,
     error_result,
-    sse_event,
     stream_part,
     stream_start,
     stream_type,
@@ -196,13 +196,13 @@ class InferenceApp:
                 return
             if not started:
                 started = True
-                call.sse = call.sse or result.content_type == SSE
+                call.sse = call.sse or result.content_type.startswith(SSE)
                 result = stream_start(result, call.sse)
                 await self._start(call, result, stream_type(result.content_type, call.sse), send)
             if result.error is not None:
                 if not call.sse:
                     raise RuntimeError("the stream failed: the server must cut it off")  # ASGI has no other way
-                body = sse_event(error_body(result.error), b"error")
+                body = error_event(call.route, error_body(result.error))
             else:
                 body = stream_part(result, call.sse)
             await send({"type": "http.response.body", "body": body, "more_body": not result.final})

@@ -195,13 +195,13 @@ def log_failure(where: tuple[str, str | None], request_id: str, status: int, err
 def stream_type(content_type: str, sse: bool) -> str:
     """Content type of a stream: server-sent events, lines of JSON, or what its first part is."""
     if sse:
-        return SSE
+        return content_type if content_type.startswith(SSE) else SSE
     return "application/x-ndjson" if content_type == JSON else content_type
 
 
 def stream_start(result: ItemResult, sse: bool) -> ItemResult:
     """The first part of a stream, with the headers of the stream."""
-    if not (sse and result.content_type) or result.content_type == SSE:
+    if not (sse and result.content_type) or result.content_type.startswith(SSE):
         return result
     kind = result.content_type if _is_text(result.content_type, bytes(result.body)) else f"{result.content_type};base64"
     return replace(result, headers=[*(result.headers or ()), (PART_TYPE, kind)])
@@ -210,7 +210,7 @@ def stream_start(result: ItemResult, sse: bool) -> ItemResult:
 def stream_part(result: ItemResult, sse: bool) -> bytes:
     """The bytes of one part of a stream; empty for the empty part that ends it."""
     body = bytes(result.body)
-    if not body or result.content_type == SSE:  # it is a whole event already
+    if not body or result.content_type.startswith(SSE):  # it is a whole event already
         return body
     if sse:
         text = _is_text(result.content_type, body)
@@ -234,6 +234,11 @@ def sse_event(body: bytes, event: bytes = b"") -> bytes:
     lines = body.replace(b"\r\n", b"\n").replace(b"\r", b"\n").replace(b"\n", b"\ndata: ")
     head = b"event: " + event + b"\n" if event else b""
     return head + b"data: " + lines + b"\n\n"
+
+
+def error_event(route: Route | None, body: bytes) -> bytes:
+    """The event of an error inside a stream; Triton gives it no name."""
+    return sse_event(body, b"" if route is not None and route.template.own_events else b"error")
 
 
 # ---- the response to a request
@@ -366,7 +371,7 @@ class ResponseFraming(RequestOptions):
             return
         self._log(status_of(error), error)
         if self.sse:
-            self._chunk(writer, sse_event(self._error_body(error), b"error"))
+            self._chunk(writer, error_event(self.route, self._error_body(error)))
             self._finish_stream(writer)
             return
         self.close = self.broken = True  # without the last chunk the client sees that the response is incomplete
@@ -390,7 +395,7 @@ class ResponseFraming(RequestOptions):
         if not self.started:
             self.started = True
             self.plain = False
-            self.sse = self.sse or result.content_type == SSE
+            self.sse = self.sse or result.content_type.startswith(SSE)
             if self.old:
                 self.close = True  # HTTP/1.0 has no chunks: the connection's end marks the end of the stream
             bodiless = result.status in NO_BODY

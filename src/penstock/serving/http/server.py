@@ -205,7 +205,8 @@ def read_special(options: RequestOptions, route: Route, special: dict[bytes, byt
     get = special.get
     options.request_id = parse_request_id(get(b"x-request-id", b""))
     template = route.template  # one whose body names the model has its own streams
-    options.sse = b"text/event-stream" in get(b"accept", b"") and bool(template.codec) and template.name_of is None
+    own = template.name_of is not None or template.own_events
+    options.sse = b"text/event-stream" in get(b"accept", b"") and bool(template.codec) and not own
     if tokens and not route.template.open:
         check_token(tokens, get(b"authorization"))
     check_framing(special)

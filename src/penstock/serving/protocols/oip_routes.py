@@ -13,7 +13,7 @@ from penstock.serving.protocols.bodies import ACCEPT_ENCODING, accepted_coding
 from penstock.serving.protocols.oip_binary import head_bytes
 from penstock.serving.protocols.oip_heads import facts_of, large_parameters, terms_of
 from penstock.serving.protocols.oip_messages import HEADER_LENGTH, parse_length
-from penstock.serving.protocols.route import Read, Template, Terms, json_route
+from penstock.serving.protocols.route import POST, Read, Template, Terms, json_route
 from penstock.types import Item, TensorSpec
 
 CODED: Final = "_coded"  # ends the names of the codecs that compress responses
@@ -167,6 +167,10 @@ def _infer(path: str) -> Template:
     )
 
 
+def _generate(path: str, summary: str, codec: str) -> Template:
+    return Template(path, summary, codec=codec, error_body=error_body, methods=POST, own_events=True)
+
+
 def _get(path: str, summary: str, read: Read, response: type[Struct], open: bool = False) -> Template:
     return json_route(path, summary, read, response, open=open, error_body=error_body)
 
@@ -174,6 +178,11 @@ def _get(path: str, summary: str, read: Read, response: type[Struct], open: bool
 _MODEL: Final = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 ROUTES: Final = (
     *(_infer(f"{path}/infer") for path in _MODEL),
+    *(_generate(f"{path}/generate", "Infer by Triton's plain JSON", "oip_generate") for path in _MODEL),
+    *(
+        _generate(f"{path}/generate_stream", "Infer by Triton's plain JSON, with events", "oip_generate_stream")
+        for path in _MODEL
+    ),
     _get("/v2", "Name and version of the server", _server, ServerDescription),
     _get("/v2/health/live", "Whether the server is alive", live, Live, open=True),
     _get("/v2/health/ready", "Whether every model can answer", ready, Ready, open=True),

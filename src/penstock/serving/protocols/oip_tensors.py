@@ -298,6 +298,12 @@ def request_content(model: ModelMetadata) -> dict[str, Any]:
     return {"application/json": _object(request, "inputs"), "application/octet-stream": {}, "application/x-npy": {}}
 
 
+def flat_schema(specs: Sequence[TensorSpec], *texts: str) -> dict[str, Any]:
+    """The object of the generate extension, with these tensors and texts."""
+    cells = {spec.name: {"type": [_CELLS.get(spec.datatype, "integer"), "array"]} for spec in specs}
+    return _object({**cells, **dict.fromkeys(texts, _TEXT)}, *(s.name for s in specs if not s.optional), *texts)
+
+
 def response_content(model: ModelMetadata) -> dict[str, Any]:
     """A response in JSON; the binary form has no schema."""
     response = {"model_name": _TEXT, "model_version": _TEXT, "id": _TEXT}

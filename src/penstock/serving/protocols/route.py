@@ -83,6 +83,7 @@ class Template(Struct, frozen=True):
     select: Callable[[Mapping[bytes, bytes], bytes], tuple[str, int]] | None = None
     select_headers: tuple[bytes, ...] = ()  # the headers that `select` reads, in lower case
     name_of: Callable[[bytes | memoryview], str] | None = None  # the model that the body of this route names
+    own_events: bool = False  # its codec decides on events, whatever is accepted, and its errors are events too
     max_body_bytes: int | None = None  # ... below `limits.max_body_bytes`
     task: str = ""  # ... if a model of this task is loaded, for OpenAPI
     read_terms: Callable[[Item], Terms | None] | None = None  # of the body of an inference request; never raises
