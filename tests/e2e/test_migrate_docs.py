@@ -44,7 +44,7 @@ def test_every_system_of_the_table_has_a_section_or_a_page() -> None:
     assert rows == {"TorchServe", "service_streamer", "TorchPipe", *SECTIONS}
 
 
-def test_the_model_of_tritons_page_answers(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_models_and_the_ensemble_of_tritons_page_answer(serve: Callable[..., Any], tmp_path: Path) -> None:
     for language, block in blocks((ROOT / "docs" / "migrate-from-triton.md").read_text()):
         if language in ("python", "toml"):
             write(block, tmp_path)
@@ -64,3 +64,6 @@ def test_the_model_of_tritons_page_answers(serve: Callable[..., Any], tmp_path: 
 
     best = {"name": "y", "parameters": {"classification": 1}}
     assert ask("scores", [best], x=("FP32", [1, 2, 1]))["data"] == ["0.500000:1:dog"]
+    server = serve(None, "chain.toml", cwd=tmp_path)
+    total = ask("chain", [], A=("INT32", [1, 2]), B=("INT32", [3, 4]))
+    assert (total["name"], total["data"]) == ("SUM", [4, 6])
