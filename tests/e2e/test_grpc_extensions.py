@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,11 +101,16 @@ def test_models_are_loaded_and_unloaded(client, http):
     index = client.get_model_repository_index(as_json=True)["models"]
     assert plain(index) == plain(http.get_model_repository_index())
     client.unload_model("echo")
+    client.unload_model("echo")
+    client.unload_model("absent")
     states = {each.name: each.state for each in client.get_model_repository_index().models}
     assert states["echo"] == "UNAVAILABLE"
     assert not client.is_model_ready("echo")
     client.load_model("echo", config='{"instances": 2}')
     assert client.get_model_config("echo").config.instance_group[0].count == 2
+    config = client.get_model_config("echo", as_json=True)["config"]
+    client.load_model("echo", config=json.dumps({**config, "instance_group": [{"count": 3}]}))
+    assert client.get_model_config("echo").config.instance_group[0].count == 3
     client.load_model("echo")
     assert client.get_model_config("echo").config.instance_group[0].count == 1
     with pytest.raises(InferenceServerException, match=r"parameter 'file:1/model\.onnx' is not supported"):

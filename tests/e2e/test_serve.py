@@ -340,3 +340,36 @@ def test_a_killed_worker_costs_no_request(serve: Callable[..., Any]) -> None:
     while server.metric("penstock_workers_up") < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert server.metric("penstock_workers_up") == 2
+
+
+def test_with_keep_going_the_other_models_serve_while_one_does_not_load(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    source = """
+    import os
+
+    class Broken:
+        def __init__(self):
+            if not os.path.exists("weights"):
+                raise RuntimeError("no weights in /some/folder/weights.bin")
+
+        def predict(self, items):
+            return items
+
+    def works(items):
+        return items
+    """
+    server = serve(source, "Broken", "works", "--keep-going")
+    assert server.post("/predictions/works", b"[1]")[0] == 200
+    assert server.post("/predictions/broken", b"[1]")[0] == 503
+    assert server.get("/readyz")[0] == 503
+    index = json.loads(server.post("/v2/repository/index", b"")[1])
+    broken, works = sorted(index, key=lambda model: model["name"])
+    assert (broken["state"], works["state"]) == ("UNAVAILABLE", "READY")
+    assert "no weights in weights.bin" in broken["reason"]
+    (tmp_path / "weights").touch()
+    end = time.monotonic() + 60
+    while server.get("/readyz")[0] != 200:
+        assert time.monotonic() < end
+        time.sleep(0.05)  # until the next attempt to load
+    assert server.post("/predictions/broken", b"[1]")[0] == 200

@@ -538,6 +538,40 @@ def test_the_repository_loads_and_unloads(client):
     assert client.get_model_config("typed", "1")["max_batch_size"] == 8
 
 
+def test_unloading_what_is_not_loaded_changes_nothing(server, client):
+    index = index_of(client)
+    for name in ("absent", "other", "x" * 1000):
+        client.unload_model(name)
+    for name in ("a%2Fb", "..%2Fx"):
+        assert server.post(f"/v2/repository/models/{name}/unload", b"") == (200, b"")
+    assert index_of(client) == index
+
+
+def test_tritons_configuration_changes_what_it_names(client):
+    def config() -> Any:
+        return client.get_model_config("scores")
+
+    before = config()
+    client.load_model("scores", config=json.dumps(before))
+    assert config() == before
+    queue = {"default_timeout_microseconds": "2000000", "max_queue_size": 7}
+    dynamic = {"max_queue_delay_microseconds": 100, "priority_levels": 2, "default_queue_policy": queue}
+    changes = {"max_batch_size": "16", "instance_group": [{"count": 2}], "dynamic_batching": dynamic}
+    client.load_model("scores", config=json.dumps({**before, **changes}))
+    after = config()
+    assert (after["max_batch_size"], after["instance_group"][0]["count"]) == (16, 2)
+    found = after["dynamic_batching"]
+    assert (found["max_queue_delay_microseconds"], found["priority_levels"]) == (100, 2)
+    assert found["default_queue_policy"]["max_queue_size"] == 7
+    assert found["default_queue_policy"]["default_timeout_microseconds"] == 2_000_000
+    client.load_model("scores", config='{"instance_group": [{"kind": "KIND_CPU"}, {"kind": "KIND_CPU"}]}')
+    assert (config()["max_batch_size"], config()["instance_group"][0]["count"]) == (16, 2)
+    client.load_model("scores", config='{"max_batch_size": 0}')
+    assert config()["max_batch_size"] == 0
+    client.load_model("scores")
+    assert config() == before
+
+
 def test_a_file_of_the_store_is_loaded_by_a_configuration(client):
     client.load_model("fresh", config=json.dumps({"target": "extra.py:echo", "transport": "thread"}))
     assert client.is_model_ready("fresh")
@@ -558,7 +592,17 @@ BAD_LOADS = {
     "unknown": ({"colour": "x"}, 400, "parameter 'colour' is not supported"),
     "not json": ({"config": "["}, 400, "parameter 'config' must be a JSON object"),
     "no text": ({"config": 1}, 400, "parameter 'config' must be a JSON object"),
-    "tritons keys": ({"config": '{"backend": "python"}'}, 400, "backend"),
+    "backend": ({"config": '{"backend": "onnxruntime"}'}, 400, "parameter 'config': Object contains unknown field `b"),
+    "mixed keys": ({"config": '{"instances": 1, "max_batch_size": 1}'}, 400, "request: models.echo: unknown key 'max_"),
+    "ordering": ({"config": '{"dynamic_batching": {"preserve_ordering": true}}'}, 400, "parameter 'config': dynamic_b"),
+    "preferred": ({"config": '{"dynamic_batching": {"preferred_batch_size": [3]}}'}, 400, "parameter 'config': dynam"),
+    "another name": ({"config": '{"name": "typed"}'}, 400, "parameter 'config': name is not 'echo'"),
+    "huge": ({"config": '{"max_batch_size": 99999999999999999999}'}, 400, "request: models.echo.batching.max_batch_"),
+    "negative": ({"config": '{"max_batch_size": -3}'}, 400, "parameter 'config': Expected `int` >= 0 - at `$.max_b"),
+    "many": ({"config": '{"instance_group": [{"count": 5000}]}'}, 400, "parameter 'config': Expected `int` <= 4096"),
+    "a GPU": ({"config": '{"instance_group": [{"kind": "KIND_GPU", "gpus": [99]}]}'}, 400, "devices: found cuda:99"),
+    "no object": ({"config": '{"dynamic_batching": 3}'}, 400, "parameter 'config': Expected `object | null`"),
+    "a number": ({"config": "5"}, 400, "parameter 'config' must be a JSON object"),
     "outside": ({"config": '{"target": "../app.py:echo"}'}, 403, "target: it is neither one"),
 }  # fmt: skip
 
@@ -566,11 +610,12 @@ BAD_LOADS = {
 @pytest.mark.parametrize("name", BAD_LOADS)
 def test_a_bad_load_is_refused(server, name):
     parameters, status, text = BAD_LOADS[name]
-    model = {"tritons keys": "echo", "outside": "new"}.get(name, name.replace(" ", "-"))
+    known = ("absent", "twice", "other", "files", "unknown")
+    model = name if name in known else "new" if name == "outside" else "echo"
     path = f"/v2/repository/models/{model}/load"
     found, body = server.post(path, json.dumps({"parameters": parameters}).encode())
     message = json.loads(body)["error"]
-    assert (found, message[: len(text)] if text != "backend" else "backend") == (status, text), message
+    assert (found, message[: len(text)]) == (status, text), message
     assert "/tmp" not in message
 
 

@@ -49,8 +49,7 @@ def build_config(targets: tuple[str, ...], flags: dict[str, Any], sets: tuple[st
         if server.keys() & {"host", "port"}:
             raise ConfigError(f"--platform {platform} sets the address; leave out --host and --port")
         server["platform"] = platform
-    if flags["insecure"]:
-        server["insecure"] = True
+    server |= {key: True for key in ("insecure", "keep_going") if flags[key]}
     base: dict[str, Any] = {"models": {name: {**keys, **per_model} for name, keys in models.items()}}
     base["server"] = server
     if flags["token_file"] is not None:
@@ -136,6 +135,7 @@ class _Serve(click.Command):
     help="Managed platform whose environment variables set the address and the routes.",
 )
 @click.option("--insecure", is_flag=True, help="Allow a non-loopback address without a token.")
+@click.option("--keep-going", is_flag=True, help="Serve the other models if one does not load.")
 @click.option("--record", type=click.Path(), metavar="FILE", help="Write times and sizes of requests as JSON lines.")
 @click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Set any configuration key.")
 def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, **flags: Any) -> None:
@@ -148,7 +148,7 @@ def serve(targets: tuple[str, ...], sets: tuple[str, ...], record: str | None, *
     with errors_end_the_command():
         config = build_config(targets, flags, sets)
         check = None
-        if _has_pipelines(config):
+        if _has_pipelines(config) and not config.server.keep_going:  # else the load of a wrong one fails
             from penstock.pipeline.cli import PipelineCheck, pipelines_of
 
             check = PipelineCheck(pipelines_of(config))

@@ -163,7 +163,8 @@ class Server:
 
     async def _load_models(self, engine: Engine) -> None:
         models = [(model.name or section, model) for section, model in self._config.models.items()]
-        await asyncio.gather(*(engine.load(name, model, sys_path=[os.getcwd()]) for name, model in models))
+        at, keep = [os.getcwd()], self._config.server.keep_going
+        await asyncio.gather(*(engine.load(name, model, sys_path=at, keep=keep) for name, model in models))
         for name, model in models:
             if model.traffic:
                 engine.set_traffic(name, model.traffic)

@@ -98,6 +98,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         tuple[str, ...],
         doc('origins of web pages that may send requests, such as "https://app.example.com"; "*" allows all'),
     ] = ()
+    keep_going: Annotated[
+        bool, doc("serve the other models if one does not load at the start; it is tried again and again")
+    ] = False
     insecure: Annotated[bool, doc("allow a non-loopback address without a token or client certificates")] = False
     lame_duck_s: Annotated[
         Hold | None,

@@ -81,7 +81,7 @@ class NodeEngine:
             raise type(e)(f"node '{self.name}': {e.message}", detail=e.detail) from e
         if self.handle.instances.up < self.node.instances:
             found = f"{self.handle.instances.up} of {self.node.instances} instances loaded"
-            raise LoadFailed(f"node '{self.name}': only {found}", detail=self.handle.instances.why_down())
+            raise LoadFailed(f"node '{self.name}': only {found}", detail=self.handle.instances.why_down().detail)
         self.batcher = self.handle.batcher
         assert self.batcher is not None
         self.batcher.on_dispatch = lambda dispatch: self._backpressure.dispatched(self)

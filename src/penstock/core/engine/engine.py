@@ -83,17 +83,20 @@ class Engine:
 
     # ---- models
 
-    async def load(self, name: str, config: ModelConfig, *, target: Any = None, sys_path: Sequence[str] = ()) -> None:
+    async def load(
+        self, name: str, config: ModelConfig, *, target: Any = None, sys_path: Sequence[str] = (), keep: bool = False
+    ) -> None:
         """Starts the instances of a model and waits until one is up. Until then the model is visible as LOADING.
 
-        `target`: a function, class or object that overrides `config.target`, for callers in this process.
+        `target`: a function, class or object that overrides `config.target`, for callers in this process. `keep`: see
+        `put`.
 
         Raises LoadFailed, TargetNotFound, ConfigError; ModelNotReady if the engine is closed or closes meanwhile.
         """
         handle = self.prepare(name, config, target=target, sys_path=sys_path)
         try:
             self._show(handle, None)
-            await self._bring_up(handle)
+            await self._bring_up(handle, keep)
         except BaseException:
             await self.retire(handle, 0)
             raise
@@ -105,13 +108,7 @@ class Engine:
         has changed. `keep`: a version that does not load stays as FAILED, and its workers are restarted repeatedly.
         """
         try:
-            try:
-                await self._bring_up(handle)
-            except (LoadFailed, ConfigError) as e:
-                if not keep:
-                    raise
-                detail = f"\n{e.detail}" if e.detail else ""
-                log.warning("load_failed model=%s error=%s: retrying%s", handle.name, e, detail)
+            await self._bring_up(handle, keep)
             if handle.state == "DRAINING":
                 raise ModelNotReady(f"model '{handle.name}' was stopped while it was loading")
             old = self._registry.get(handle.name, handle.version)
@@ -133,12 +130,15 @@ class Engine:
         elif old is not None and old.config.default:
             self._registry.unset_default(handle.name)
 
-    async def _bring_up(self, handle: ModelHandle) -> None:
+    async def _bring_up(self, handle: ModelHandle, keep: bool) -> None:
         """Loads a version, or leaves that to its first request."""
-        if self._residency.manages(handle):
-            await self._residency.add(handle)
-        else:
-            await handle.load()
+        try:
+            await (self._residency.add(handle) if self._residency.manages(handle) else handle.load())
+        except (LoadFailed, ConfigError) as e:
+            if not keep:
+                raise
+            detail = f"\n{e.detail}" if e.detail else ""
+            log.warning("load_failed model=%s error=%s: retrying%s", handle.name, e, detail)
 
     def prepare(
         self,

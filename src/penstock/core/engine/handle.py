@@ -284,7 +284,7 @@ class ModelHandle:
             raise ModelNotReady(
                 f"model '{self.name}' has no running worker",
                 retry_after_s=self.instances.retry_in_s(),
-                detail=self.instances.why_down(),
+                detail=self.instances.why_down().detail,
             )
         raise ModelNotReady(f"model '{self.name}' is {self.state.lower()}", retry_after_s=1.0)
 

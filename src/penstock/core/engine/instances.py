@@ -415,10 +415,11 @@ class Instances:
         """None before there is one, and after it failed, because its view of the slots is then wrong."""
         return None if self._batcher is None or self.broken else self._batcher.scheduler
 
-    def why_down(self) -> str:
-        """The last error of an instance that is down, for `detail`."""
-        error = self._failure(self._slots, "")
-        return error.detail or error.message
+    def why_down(self) -> PenstockError:
+        """The last error of an instance that is down; its detail is not empty."""
+        error = self._failure(self._slots, f"no instance of model '{self._spec.name}' is running")
+        error.detail = error.detail or error.message
+        return error
 
     def _failure(self, slots: Iterable[int], what: str) -> PenstockError:
         """The error of the first of these slots that is down."""

@@ -7,7 +7,9 @@ Changes go through the management of the engine, with its permissions. Source of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -17,9 +19,10 @@ import msgspec
 from penstock.config.schema import BatchingConfig, Config, ModelConfig
 from penstock.core.contracts import ManagementBackend, ModelSnapshot
 from penstock.core.engine.engine import Engine
-from penstock.errors import BadRequest, Conflict, ModelNotFound, nearest
+from penstock.errors import BadRequest, Conflict, ModelNotFound, ModelNotReady, nearest
 from penstock.plugins import is_whole_file
-from penstock.types import ModelMetadata, TensorSpec
+from penstock.serving.triton.load_config import Changes, changes, is_tritons, keys_of
+from penstock.types import ModelMetadata, ModelStatus, TensorSpec
 
 _MICROSECONDS: Final = 1e6
 # for a platform that Triton lacks, it names its Python backend
@@ -110,7 +113,7 @@ def _text(value: Any) -> str:
 
 MOST_FILES: Final = 10_000  # of the store that are looked at
 _STATES: Final = {"IDLE": "READY", "FAILED": "UNAVAILABLE", "DRAINING": "UNLOADING"}
-_REASONS: Final = {"FAILED": "no instance is running"}
+_FOLDERS: Final = re.compile(r"(?<![\w.])/(?:[^/\s'\"]+/)*")
 _NOT_OF_A_LOAD: Final = ("name", "traffic")  # keys of a section that do not describe a version
 
 
@@ -136,7 +139,7 @@ class ModelRepository:
     async def index(self, ready_only: bool = False) -> list[dict[str, str]]:
         """Name, version, state and reason of every model; of those that can answer, with `ready_only`."""
         found = {
-            (s.name, s.version): _line(s.name, s.version, _STATES.get(s.state, s.state), _REASONS.get(s.state, ""))
+            (s.name, s.version): _line(s.name, s.version, _STATES.get(s.state, s.state), self._reason(s))
             for s in self._management.statuses()
         }
         if ready_only:
@@ -148,37 +151,49 @@ class ModelRepository:
             found[name, ""] = _line(name, "", "UNAVAILABLE", "not loaded")
         return [found[key] for key in sorted(found)]
 
+    def _reason(self, status: ModelStatus) -> str:
+        """Why a version has no instance, without the folders of this machine; empty if it has one."""
+        if status.state != "FAILED":
+            return ""
+        return _FOLDERS.sub("", self._engine.handle(status.name, status.version).instances.why_down().message)
+
     async def load(self, name: str, parameters: Mapping[str, Any]) -> None:
-        """Loads the versions of a model as they are configured, or one version with the keys in the JSON object of the
-        parameter `config`. A loaded version is replaced without losing a request.
+        """Loads the versions of a model as they are configured.
+
+        With the parameter `config`, the text of a JSON object, loads them as they are with the changes by Triton's
+        keys, or one version with the keys of `[models.NAME]`. A loaded version is replaced without losing a request.
 
         Raises BadRequest, Forbidden, ModelNotFound, ModelNotReady, Conflict, LoadFailed.
         """
         self._management.check_open()
         keys = _config_of(parameters)
         sections = self._sections.get(name)
-        if keys is None and sections is not None:
-            await self._load_sections(name, sections)
+        if keys is None or is_tritons(keys):
+            found = changes(name, keys or {}, self._current(name))
+            loaded = [handle.config for handle in self._engine.handles() if handle.name == name and keys]
+            sections = loaded or sections or [ModelConfig(target=await self._file_of(name))]
+            await self._load_sections(name, sections, found)
             return
-        keys = keys or {}
         if "target" not in keys:
             keys["target"] = await self._file_of(name) if sections is None else sections[0].target
         await self._management.put(name, None, keys)
 
     async def unload(self, name: str, parameters: Mapping[str, Any]) -> None:
-        """Unloads all versions of a model; no model depends on another one.
-
-        Raises BadRequest, Forbidden, ModelNotFound, ModelNotReady.
+        """Unloads all versions of a model, if any is loaded. As in Triton, parameters are ignored; here no model
+        depends on another one. Raises Forbidden, ModelNotReady.
         """
-        self._management.check_open()
-        for key in parameters:
-            if key != "unload_dependents":
-                raise BadRequest(f"parameter '{key[:100]}' is not supported{nearest(key[:100], ['unload_dependents'])}")
-        await self._management.unload(name, None)
+        with contextlib.suppress(ModelNotFound):
+            await self._management.unload(name, None)
 
-    async def _load_sections(self, name: str, sections: Sequence[ModelConfig]) -> None:
+    def _current(self, name: str) -> dict[str, Any]:
+        """Triton's configuration of a model, empty if it is not loaded."""
+        with contextlib.suppress(ModelNotFound, ModelNotReady):
+            return self.model_config(name, None)
+        return {}
+
+    async def _load_sections(self, name: str, sections: Sequence[ModelConfig], found: Changes) -> None:
         for model in sections:
-            keys = msgspec.to_builtins(model)
+            keys = keys_of(found, model)
             await self._management.put(name, None, {k: v for k, v in keys.items() if k not in _NOT_OF_A_LOAD})
         traffic = next((model.traffic for model in sections if model.traffic), None)
         if traffic:
@@ -229,7 +244,7 @@ def _config_of(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
         raise BadRequest(
-            "parameter 'config' must be a JSON object as text, with keys of [models.NAME], such as"
+            "parameter 'config' must be a JSON object as text, with keys of [models.NAME] or Triton's, such as"
             ' {"target": "app.py:Model", "instances": 2}'
         ) from None
 
