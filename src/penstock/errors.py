@@ -304,7 +304,7 @@ class ErrorList:
 def nearest(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the most similar known word, or an empty string."""
     known = list(known)
-    close = [k for k in known if k.lower() == word.lower()] or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    close = [k for k in known if k.lower() == word.lower()] or difflib.get_close_matches(word, known, n=1, cutoff=0.51)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 

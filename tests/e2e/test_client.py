@@ -351,10 +351,10 @@ def test_streams_over_grpc(server):
 def test_models_are_loaded_scaled_and_unloaded(client):
     client.load("shout", version="1", target="app.py:kind", timeout_s=60)
     client.load("shout", version="2", target="app.py:echo")
-    assert client.predict("shout", "a") == "str"
-    assert client.predict("shout", "a", version=2) == "a"
-    client.set_default("shout", "2")
     assert client.predict("shout", "a") == "a"
+    assert client.predict("shout", "a", version=1) == "str"
+    client.set_default("shout", "1")
+    assert client.predict("shout", "a") == "str"
     client.set_traffic("shout", {"1": 0.5, "2": 0.5})
     assert {client.predict("shout", "a") for _ in range(10)} == {"a", "str"}
     assert client.scale("shout", 2, version="1")["versions"][0]["instances"] == 2
