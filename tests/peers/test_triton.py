@@ -87,8 +87,19 @@ STATED = (
         ("statistics*",),
         "*inference_stats.fail.count",
     ),
-    Stated("there are native routes, and names may be escaped", "404", "200|405", ("GET of /*", "an escaped name")),
-    Stated("PUT infers, as in TorchServe", "405", "200", ("PUT of infer",)),
+    Stated(
+        "there are native routes, PUT infers as in TorchServe, and names may be escaped",
+        "404|405",
+        "200|405",
+        ("GET of /*", "PUT of infer", "an escaped name"),
+    ),
+    Stated(
+        "a load without a configuration undoes the changes of the one before",
+        "200",
+        "200",
+        ("GET /v2/models/bf16/config as it was",),
+        "json.max_batch_size",
+    ),
     Stated(
         "outputs come in the order and number of the request",
         "200|OK",
