@@ -49,8 +49,8 @@ class Changes:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.instances = {"1": 1}  # the version that was loaded last is the last one
-        self.default = "1"
+        self.instances = {"1": 1}
+        self.chosen = ""  # the default, if it was set
         self.shares: dict[str, float] = {}
         self.copies = {"1": ["a"], "2": [], "3": []}
         self.settled = dict.fromkeys("123", 0)
@@ -77,6 +77,11 @@ class Changes:
             self.done[-5:]
         )
 
+    @property
+    def default(self) -> str:
+        """The version of requests that name none: the newest, unless it was set."""
+        return self.chosen or max(self.instances)
+
     def traffic(self, version: str) -> float:
         if not self.shares:
             return float(version == self.default)
@@ -101,7 +106,7 @@ class Changes:
         return 200, "PUT", f"/{version}/scale", {"instances": self.instances[version]}
 
     def make_default(self) -> tuple[int, str, str, Any]:
-        self.default, self.shares = self.random.choice(list(self.instances)), {}
+        self.chosen, self.shares = self.random.choice(list(self.instances)), {}
         return 200, "PUT", "/default", {"version": self.default}
 
     def share(self) -> tuple[int, str, str, Any]:
@@ -114,8 +119,8 @@ class Changes:
         self.shares.pop(version, None)
         self.present.discard(version)
         self.unloads[version] += 1
-        if version == self.default:
-            self.default = list(self.instances)[-1]
+        if version == self.chosen:
+            self.chosen = ""
         return 200, "DELETE", f"/{version}", None
 
     def unload_default(self) -> tuple[int, str, str, Any]:
