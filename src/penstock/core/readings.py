@@ -19,7 +19,7 @@ GpuReading = tuple[tuple[str, str], float, int, int]
 
 
 class GpuPower(NamedTuple):
-    """What a GPU draws, may draw, and has used since the first query; None: the driver does not tell."""
+    """Power draw and limit of a GPU in watts, and its energy in joules since the first query; None if not reported."""
 
     uuid: str
     draw_w: float | None

@@ -44,7 +44,7 @@ def request_of(value: Any, graph: Graph, kind: str, whole: bool = False) -> Pipe
     """
     main = graph.takes[0] if len(graph.takes) == 1 else DATA
     if not isinstance(value, dict) and (main in graph.takes or not graph.takes):
-        return PipelineRequest([graph.begun({main: value})])
+        return PipelineRequest([{main: value}])
     if not isinstance(value, dict):
         raise BadRequest(f"the pipeline has the inputs {', '.join(graph.takes)}; expected an object with these")
     if value.keys() == {NAMELESS} and isinstance(value[NAMELESS], np.ndarray):
@@ -55,10 +55,10 @@ def request_of(value: Any, graph: Graph, kind: str, whole: bool = False) -> Pipe
             raise BadRequest(f"{text} {', '.join(graph.takes)}")
     if DATA in graph.takes and DATA not in value:
         raise BadRequest(f"found no '{DATA}' among the fields of the request; a pipeline needs it")
-    graph.begun(value)
+    graph.begun(value)  # no row may begin if an input is missing
     arrays = all(isinstance(one, np.ndarray) for one in value.values())
     if arrays and whole:
-        return PipelineRequest([graph.begun(value)], whole=True)
+        return PipelineRequest([value], whole=True)
     if arrays:
         rows = {array.shape[:1] for array in value.values()}
         if len(rows) > 1 or () in rows:
@@ -66,12 +66,12 @@ def request_of(value: Any, graph: Graph, kind: str, whole: bool = False) -> Pipe
             raise BadRequest(f"found {shapes}; expected arrays with equal numbers of rows (axis 0)")
         count = _count(len(next(iter(value.values()))))
         kinds = {main: kind}
-        return PipelineRequest([graph.begun(_row(value, i, kinds)) for i in range(count)], rows=True)
+        return PipelineRequest([_row(value, i, kinds) for i in range(count)], rows=True)
     node = value.get(NODE_NAME)
     if node is not None and not isinstance(node, str):
         raise BadRequest(f"{NODE_NAME}: found a {type(node).__name__}, expected the name of a node")
     fields = {str(name): one for name, one in value.items() if name != NODE_NAME}
-    return PipelineRequest([graph.begun(fields)], node)
+    return PipelineRequest([fields], node)
 
 
 def _count(rows: int) -> int:
@@ -117,12 +117,12 @@ class Declared:
         found = self.checks.preprocess(value)
         single, named = found.single or plain, found.named and not plain
         if whole:
-            return PipelineRequest([self._graph.begun(found.arrays)], whole=True, single=single, named=named)
+            return PipelineRequest([found.arrays], whole=True, single=single, named=named)
         fields = [_row(found.arrays, i, self._kinds) for i in range(_count(found.rows))]
         for spec in specs:
             if spec.datatype == "BYTES" and {*spec.shape[1:]} == {1}:
                 fields = [one | {spec.name: one[spec.name].item()} for one in fields]
-        return PipelineRequest([self._graph.begun(one) for one in fields], rows=True, single=single, named=named)
+        return PipelineRequest(fields, rows=True, single=single, named=named)
 
     def response(self, request: PipelineRequest, outcomes: Sequence[ItemOutcome]) -> Any:
         """As `response_of`. Raises BadOutput also for results that are not as declared, ItemFailed for missing ones."""

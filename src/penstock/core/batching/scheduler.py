@@ -27,7 +27,7 @@ RESERVED_PART = 8
 """One row in this many of the queue is reserved for the most urgent class, so that a bulk job cannot fill it all."""
 LONG_LEADS = 200
 """A run is long from so many leads on. The pause behind it is then at most 1 % of the slot's time, because it takes
-about two leads: measured with 64 rows, 1.9 ms after a run of 200 ms, and 0.4 ms if the next batch was sent ahead."""
+about two leads: measured with 64 rows, 2 ms after a run of 200 ms, and 0.4 ms if the next batch was sent ahead."""
 EARLY_LEADS = 32
 """How many leads before the end of a run a full batch without bulk rows is sent ahead: the slot has no pause if the run
 ends a third earlier than predicted. An urgent request waits so much longer, at the usual lead of 0.3 ms for 10 ms."""

@@ -237,7 +237,7 @@ class TensorModel:
             if request.block is not last:
                 last = request.block
                 key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(last.arrays.items()))
-                places = groups.setdefault(key or i, [])  # alone without inputs: only they tell the number of rows
+                places = groups.setdefault(key or i, [])  # without inputs, which give the number of rows, alone
             places.append(i)
         if len(groups) == 1:
             return self._run_together(requests)

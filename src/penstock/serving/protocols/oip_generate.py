@@ -1,7 +1,7 @@
 """Triton's extension "generate": a plain JSON object, answered with another one, or with server-sent events.
 
-A member whose name is that of an input becomes its tensor: a scalar is one element, and the elements of a list fill the
-declared sizes first, then the last axis of any size. Other members are parameters, and so are those of the member
+A member with the name of an input becomes its tensor: a scalar is one element, and the elements of a list fill the
+declared sizes first, then the last axis of any size. Other members are parameters, and so are the members of
 `parameters`. The answer has the outputs by name: one element as a scalar, several as a flat list. A model that declares
 no inputs receives the object as it is.
 

@@ -51,7 +51,7 @@ from penstock.serving.protocols.oip_tensors import check_form, from_bytes, lengt
 from penstock.types import DTYPES, Item, ItemResult, Response, SequenceRequest
 
 RAW: Final = "application/grpc+proto"
-# parameters that the server process reads, and those of HTTP alone; the model has no use for them
+# parameters for the server process, and parameters of HTTP; the model has no use for them
 _NOT_HERE: Final = {
     "priority", "timeout", "triton_enable_empty_final_response",
     "binary_data", "binary_data_output", "binary_data_size",

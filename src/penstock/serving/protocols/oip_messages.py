@@ -121,7 +121,7 @@ class AllParameters(_AnyParameters):
     outputs: list[_AnyParameters] | None = None
 
     def check_known(self, open: bool) -> None:
-        """Raises BadRequest for a parameter that nothing reads; the model reads those of an `open` request."""
+        """Raises BadRequest for a parameter that nothing reads. `open`: the model reads the request's own."""
         places: list[tuple[str, _AnyParameters, type[Struct]]] = [] if open else [("", self, RequestParameters)]
         places += [(f"inputs[{k}]", each, TensorParameters) for k, each in enumerate(self.inputs)]
         places += [(f"outputs[{k}]", each, OutputParameters) for k, each in enumerate(self.outputs or ())]

@@ -1,6 +1,6 @@
 """Triton's metrics, with its names, types, labels and help texts, from the counters of its statistics.
 
-They are those of core/src/metrics.cc in Triton's sources, without caches and pinned memory, which do not exist here.
+Source: core/src/metrics.cc of Triton, without caches and pinned memory, which do not exist here.
 """
 
 from __future__ import annotations

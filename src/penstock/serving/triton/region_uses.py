@@ -59,7 +59,7 @@ class RegionUses:
 
         def answered(result: ItemResult) -> None:
             if result.final:
-                free()  # first: whoever has the answer may unregister its region
+                free()  # first: a client with its answer may unregister the region
             sink(result)
 
         try:

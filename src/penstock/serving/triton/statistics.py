@@ -14,7 +14,7 @@ from penstock.errors import BadRequest, PenstockError
 MAX_BATCH_SIZES: Final = 1024  # of one version; batches of further sizes are in the sums only
 COUNTED: Final = 64  # responses or batches at once: one by one they would take 15 calls of each request
 _NS: Final = 1e9
-REASONS: Final = {  # Triton's reasons of failures, by those of `on_reject`; the rest is OTHER
+REASONS: Final = {  # reason of `on_reject` -> reason of a failure in Triton; all others are OTHER
     **dict.fromkeys(("queue_full", "expired", "timeout", "overload"), "REJECTED"),
     "cancelled": "CANCELED",
     **dict.fromkeys(("worker_died", "sequence_lost"), "BACKEND"),

@@ -18,7 +18,7 @@ from penstock.serving.triton.metrics import TritonMetrics
 from penstock.serving.triton.statistics import ModelStatistics
 
 PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
-# as printed by Triton 2.51; those of GPUs are from its sources
+# as printed by Triton 2.51; the metrics of GPUs are from its sources
 TRITON = """
 nv_inference_request_success|counter|model version|Number of successful inference requests, all batch sizes
 nv_inference_request_failure|counter|model reason version|Number of failed inference requests, all batch sizes

@@ -78,7 +78,7 @@ async def test_a_region_in_use_is_unregistered_only_after_the_answer(memory: Sha
 
     def sink(result: ItemResult) -> None:
         if result.final:
-            memory.unregister("r")  # whoever has the answer may do so at once
+            memory.unregister("r")  # a client with its answer may do so at once
         seen.append(result)
 
     counted.submit("m", None, in_json("r", "r", "unknown"), sink)
