@@ -117,9 +117,9 @@ class Scheduler:
     @property
     def inert_arrivals(self) -> int:
         """How many requests of one row, of the first class and without a deadline, may arrive after a `poll` without
-        causing an event before `wake_at`. They leave half of the room in the queue, so that no refusal comes late."""
+        causing an event before `wake_at`. They may be more than there is `room` for."""
         queue, full = self._queue, self._view.max_rows
-        if queue.nbytes > self._max_queue_bytes // 2 or len(queue.buckets) > 1 or self.sequences is not None:
+        if len(queue.buckets) > 1 or self.sequences is not None:
             return 0
         bucket = next(iter(queue.buckets.values()), None)
         if bucket is None:  # the first row sets the time for a batch that is sent ahead
@@ -128,7 +128,15 @@ class Scheduler:
             return 0
         else:
             rows = full if queue.rows >= full else self._wake_rows - 1 - queue.rows
-        return max(0, min(rows, (self._max_queue - self._max_queue // RESERVED_PART - queue.rows) // 2))
+        return max(0, rows)
+
+    @property
+    def room(self) -> int:
+        """Half of the rows that may still be queued, so that no refusal comes late; 0 if half of the bytes wait."""
+        queue = self._queue
+        if queue.nbytes > self._max_queue_bytes // 2:
+            return 0
+        return max(0, (self._max_queue - self._max_queue // RESERVED_PART - queue.rows) // 2)
 
     @property
     def max_queue(self) -> int:

@@ -1,10 +1,11 @@
-"""Batcher: the asyncio shell of one Scheduler. It owns the clock, the timer and the callers, and decides nothing."""
+"""Batcher: the shell of one Scheduler. It owns the clock and the callers, and decides nothing."""
 
-# Everything runs on the event loop's thread.
+# Its driver says when it takes a turn, and on which thread: on the event loop's, or on the model's own (`direct.py`).
+# One thread at a time runs its code: the one that holds the guard of the driver.
 # `submit` turns an item into an Entry for the scheduler and a Call, which keeps the caller and the state of its
 # response. A turn polls the scheduler once and carries out its events: it sends batches, and answers requests that were
-# dropped. An arrival, a completion, a change of a slot or the timer causes a turn; several causes in one pass of the
-# loop share one, so that requests that arrive together can share a batch.
+# dropped. An arrival, a completion, a change of a slot or the time causes a turn; several causes at once share one, so
+# that requests that arrive together can share a batch.
 # A batch in flight is a RunningBatch. Its worker's response comes as parts; the last one completes or loses the batch.
 # Every request leaves through `_left`, once: its memory is released and it is reported to the observers there.
 # A caller that leaves, or whose deadline passes, gets no response any more, but its request stays until its batch ends,
@@ -20,6 +21,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 from msgspec.structs import replace
 
@@ -37,9 +39,8 @@ from penstock.core.engine.calls import (
     of_requests,
     reason_of,
 )
-from penstock.core.engine.inbox import inbox_of
+from penstock.core.engine.drivers import Driver, LoopDriver
 from penstock.core.engine.quarantine import Quarantine
-from penstock.core.engine.timer import Timer
 from penstock.core.transports.slot import within
 from penstock.core.wire.slabs import Slab
 from penstock.errors import BadRequest, DeadlineExceeded, PenstockError, Quarantined, RunTimeout
@@ -52,8 +53,9 @@ _MISCOUNTED = (
     ' = "none" if axis 0 is not rows'
 )
 # choices
-LATE_S = 0.02  # after a deadline, for a worker that keeps deadlines itself: it knows what was late
+LATE_S = 0.02  # after a deadline, for a worker that keeps deadlines itself
 FIRST_REQUESTS = 16  # of one pass that a model with concurrent batches gets at once, without waiting for the others
+STALE_ENDS = 1024  # so many deadlines of ended requests are kept, and as many again as there are others
 RERUN_LIMIT = 10  # after a hang, re-runs may take so many times their prediction, and this part of `run_timeout_s`
 
 
@@ -73,7 +75,9 @@ class Batcher:
         config: BatchingConfig,
         observers: Sequence[Observer],
         quarantine_s: float = 0.0,
+        driver: Driver | None = None,
     ) -> None:
+        """`driver`: by default, turns are taken on the running event loop, from which alone it is called."""
         self.name, self.version = name, version
         self.scheduler = scheduler
         self._transport = transport
@@ -85,12 +89,14 @@ class Batcher:
         self._ids = itertools.count(1)
         self._waiting: dict[int, Call] = {}  # queued, or at least partly running
         self._running: dict[int, RunningBatch] = {}
-        self._loop = asyncio.get_running_loop()
-        self._inbox = inbox_of(self._loop)
+        self._ends: list[tuple[float, int]] = []  # heap of deadlines of requests that run, some ended
+        self._most_ends = STALE_ENDS
         self._turn_due, self._fresh = False, 0  # `_fresh`: requests since the last turn
-        self._timer = Timer(self._loop, self._turn)
+        self._driver = driver or LoopDriver(asyncio.get_running_loop())
+        self.guard = self._driver.guard
+        self._driver.begin(self._turn)
         self._closed = self._warned = False
-        self._emptied: asyncio.Event | None = None  # made by drain()
+        self._emptied: Callable[[], object] = lambda: None  # called when no request is left
         self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: no more requests are accepted
         self.on_turn: Callable[[float], None] | None = None  # called with the time after each turn
         self.on_dispatch: Callable[[Dispatch], None] | None = None  # called before a batch is sent
@@ -98,7 +104,8 @@ class Batcher:
     # ---- requests
 
     def submit(self, item: Item, sink: Sink, bucket: str, nbytes: int) -> Call:
-        """Queues one item. Raises the reason for a rejection, which the caller reports to observers."""
+        """Queues one item; called with the guard. Raises the reason for a rejection, which the caller reports to
+        observers."""
         now = time.monotonic() if item.arrived_s is None else item.arrived_s
         config, priority = self._config, item.priority
         budget = INF if item.budget_s is None else item.budget_s
@@ -132,12 +139,12 @@ class Batcher:
             raise PenstockError("internal error") from None
         self._waiting[entry.id] = call
         if item.budget_s is not None:
-            call.timer = self._loop.call_later(item.budget_s, self._late, call)
+            call.late_s = now + item.budget_s
         self._fresh += 1
         if not self._turn_due:
             self._turn_due = True
-            self._loop.call_soon(self._turn)
-        elif self._fresh >= FIRST_REQUESTS and self._inbox is None and self.scheduler.concurrent:
+            self._driver.soon()
+        elif self._fresh >= FIRST_REQUESTS and self.scheduler.concurrent and not self._driver.from_threads:
             self._turn()
             self._turn_due = True  # the one that was scheduled
         return call
@@ -145,23 +152,31 @@ class Batcher:
     def _cancelled(self, call: Call) -> None:
         """A caller left. Its payload is released at once unless a worker has it, or a piece of it."""
         now = time.monotonic()
-        if self.scheduler.cancel(call.entry.id, now):
-            self._left([call.entry.id], now)
-            self.wake()
-            return
-        running = self._running.get(call.batch_id)
-        if running is not None and running.dispatch.concurrent:
-            running.unwanted = True
-            self._abandon_unwanted(running)
+        with self.guard:
+            if self.scheduler.cancel(call.entry.id, now):
+                self._left([call.entry.id], now)
+                self.wake()
+                return
+            running = self._running.get(call.batch_id)
+            if running is not None and running.dispatch.concurrent:
+                running.unwanted = True
+                self._abandon_unwanted(running)
 
-    def _late(self, call: Call, last: bool = False) -> None:
-        """The deadline of a request passed. If it runs, its response will be ignored."""
-        running = self._running.get(call.batch_id)
-        if running is not None and running.dispatch.concurrent and not last:
-            call.timer = self._loop.call_later(LATE_S, self._late, call, True)
-        elif call.sink is not None:
-            call.settle(ItemResult(error=DeadlineExceeded("the deadline passed during the run")), "expired")
-            self._cancelled(call)
+    def _watch(self, call: Call, extra_s: float) -> None:
+        """Will look at a request that runs when its deadline has passed."""
+        heappush(self._ends, (call.late_s + extra_s, call.entry.id))
+        if len(self._ends) > self._most_ends:
+            self._ends = [end for end in self._ends if end[1] in self._waiting]
+            heapify(self._ends)
+            self._most_ends = 2 * len(self._ends) + STALE_ENDS
+
+    def _end_late(self, now: float) -> None:
+        """Answers the requests that run and whose deadline has passed. Later responses to them are ignored."""
+        while self._ends and self._ends[0][0] <= now:
+            call = self._waiting.get(heappop(self._ends)[1])
+            if call is not None and call.sink is not None:
+                call.settle(ItemResult(error=DeadlineExceeded("the deadline passed during the run")), "expired")
+                self._cancelled(call)
 
     def _left(self, requests: Iterable[int], now: float) -> None:
         """Forgets ended requests and reports them. Every request leaves here, once."""
@@ -169,8 +184,6 @@ class Batcher:
         for call in ended:
             if type(call.item.payload) is Slab:
                 call.item.payload.release()
-            if call.timer is not None:
-                call.timer.cancel()
         if self._notifier is not None:
             self._notifier.ended(ended, now)
 
@@ -182,17 +195,20 @@ class Batcher:
     # ---- turns
 
     def wake(self) -> None:
-        """Schedules a turn in this pass of the loop."""
+        """Causes a turn."""
         if not self._turn_due and not self._closed:
             self._turn_due = True
-            self._loop.call_soon(self._turn)
+            self._driver.soon()
 
     def _turn(self) -> None:
-        if self._inbox is not None:
-            self._inbox.drain()
-        self._turn_due, self._fresh = False, 0
-        if self._closed:
-            return
+        with self.guard:
+            self._turn_due = True  # for the requests that arrive now
+            self._driver.drain()
+            self._turn_due, self._fresh = False, 0
+            if not self._closed:
+                self._poll()
+
+    def _poll(self) -> None:
         now = time.monotonic()
         try:
             events = self.scheduler.poll(now)
@@ -204,16 +220,22 @@ class Batcher:
                     self._dispatch(event, now, more=last.get(event.slot, event.batch_id) != event.batch_id)
                 else:
                     self._dropped(event, now)
-            if self.scheduler.wake_at is not None:
-                self._timer.at(self.scheduler.wake_at)
-            if self._inbox is not None:
-                self._inbox.allow(self, 0 if self._config.slo_s is not None else self.scheduler.inert_arrivals)
+            if self._ends:
+                self._end_late(now)
+            wake_at = self.scheduler.wake_at
+            if self._ends and (wake_at is None or self._ends[0][0] < wake_at):
+                wake_at = self._ends[0][0]
+            if wake_at is not None:
+                self._driver.at(wake_at)
+            if self._driver.from_threads:
+                room = 0 if self._config.slo_s is not None else self.scheduler.room
+                self._driver.allow(self.scheduler.inert_arrivals, room)
             if self.on_turn is not None:
                 self.on_turn(now)
         except Exception:
             self._break()
-        if self._emptied is not None and not self._waiting:
-            self._emptied.set()
+        if not self._waiting:
+            self._emptied()
 
     def _dispatch(self, dispatch: Dispatch, now: float, more: bool) -> None:
         calls: list[Call] = []
@@ -221,6 +243,8 @@ class Batcher:
         for entry in dispatch.entries:
             call = self._waiting[entry.id]  # pieces have the id of their request
             call.sent_s, call.batch_id = now, dispatch.batch_id
+            if call.late_s != INF:  # a worker that keeps deadlines itself knows better what was late
+                self._watch(call, LATE_S if dispatch.concurrent else 0.0)
             calls.append(call)
             item = call.item
             if entry.parent is not None:
@@ -258,12 +282,14 @@ class Batcher:
     # ---- answers
 
     def _on_part(self, part: BatchPart) -> None:
-        running = self._running.get(part.batch_id)
-        if running is None:
-            return
+        with self.guard:
+            running = self._running.get(part.batch_id)
+            if running is not None:
+                self._take(running, part)
+
+    def _take(self, running: RunningBatch, part: BatchPart) -> None:
         if part.final or part.at is not None:
-            if self._inbox is not None:  # what came before the responses is counted before them
-                self._inbox.drain()
+            self._driver.drain()  # what came before the responses is counted before them
             if part.final:
                 del self._running[part.batch_id]
             try:
@@ -278,10 +304,8 @@ class Batcher:
             if self._waiting:
                 self.wake()
                 return
-            if self._inbox is not None:
-                self._inbox.allow(self, 0)
-            if self._emptied is not None:
-                self._emptied.set()
+            self._driver.rest()
+            self._emptied()
             return
         for call, entry, result in zip(running.calls, running.dispatch.entries, part.results, strict=True):
             if result is None:
@@ -392,10 +416,11 @@ class Batcher:
     def fail_queued(self, error: PenstockError) -> None:
         """Fails the requests of which no piece is running."""
         now = time.monotonic()
-        for call in list(self._waiting.values()):
-            if self.scheduler.cancel(call.entry.id, now):
-                call.settle(ItemResult(error=error), reason_of(error))
-                self._left([call.entry.id], now)
+        with self.guard:
+            for call in list(self._waiting.values()):
+                if self.scheduler.cancel(call.entry.id, now):
+                    call.settle(ItemResult(error=error), reason_of(error))
+                    self._left([call.entry.id], now)
 
     def _report(self, running: RunningBatch, part: BatchPart, now: float, outcome: str) -> None:
         if self._notifier is not None:
@@ -411,23 +436,23 @@ class Batcher:
 
     async def drain(self, seconds: float) -> bool:
         """Waits up to `seconds` until no request waits or runs; True when none is left."""
-        if self._waiting:
-            self._emptied = self._emptied or asyncio.Event()
-            return await within(self._emptied, seconds)
-        return True
+        loop, emptied = asyncio.get_running_loop(), asyncio.Event()
+        with self.guard:
+            self._emptied = lambda: loop.call_soon_threadsafe(emptied.set)
+            if not self._waiting:
+                return True
+        return await within(emptied, seconds)
 
     def close(self, error: PenstockError) -> None:
         """Answers every open request with `error`; nothing is dispatched afterwards."""
-        if self._closed:
-            return
-        self._closed = True
-        self._timer.close()
-        if self._inbox is not None:
-            self._inbox.allow(self, None)
-        for call in list(self._waiting.values()):
-            call.settle(ItemResult(error=error), reason_of(error))
-        # memory that a worker still reads stays pinned until the worker ends
-        self._left(list(self._waiting), time.monotonic())
-        self._running.clear()
-        if self._emptied is not None:
-            self._emptied.set()
+        with self.guard:
+            if self._closed:
+                return
+            self._closed = True
+            self._driver.close()
+            for call in list(self._waiting.values()):
+                call.settle(ItemResult(error=error), reason_of(error))
+            # memory that a worker still reads stays pinned until the worker ends
+            self._left(list(self._waiting), time.monotonic())
+            self._running.clear()
+            self._emptied()

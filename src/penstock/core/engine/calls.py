@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from penstock.core.batching.entry import Dispatch, Entry, Expire, Fail, Shed
+from penstock.core.batching.entry import INF, Dispatch, Entry, Expire, Fail, Shed
 from penstock.core.codecs import OBJECT, ModelCodecs
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.core.wire.slabs import Slab
@@ -34,7 +33,7 @@ class Call(Struct, eq=False):
     sent_s: float = 0.0
     batch_id: int = 0
     streamed: bool = False  # a part of the response was sent: the request must not run again
-    timer: asyncio.TimerHandle | None = None  # of its deadline
+    late_s: float = INF  # the caller's deadline
     hung: bool = False  # a batch with it exceeded `run_timeout_s`
     pieces: dict[int, ItemResult] | None = None  # of a split request: first row -> response
 

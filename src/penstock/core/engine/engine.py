@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from msgspec import structs
@@ -14,7 +15,9 @@ from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core.contracts import Observer, ServerSnapshot, Ticket, Transport
 from penstock.core.engine.admission import WaitingRequest
 from penstock.core.engine.calls import Call, notify, release
+from penstock.core.engine.direct import DirectDriver, DirectTransport
 from penstock.core.engine.handle import ModelHandle
+from penstock.core.engine.inbox import inbox_of
 from penstock.core.engine.registry import ModelRegistry, holder, version_order
 from penstock.core.engine.residency import ResidencyManager
 from penstock.core.engine.rules import devices_of, sequence_of
@@ -129,6 +132,7 @@ class Engine:
             self._registry.set_default(handle.name, handle.version)
         elif old is not None and old.config.default:
             self._registry.unset_default(handle.name)
+        self._route(handle.name)
 
     async def _bring_up(self, handle: ModelHandle, keep: bool) -> None:
         """Loads a version, or leaves that to its first request."""
@@ -173,16 +177,44 @@ class Engine:
             capture_output=capture_output or bool(self.log_level),
             log_level=self.log_level,
         )
-        transport: Transport = resolve("transport", config.transport)(
-            spec,
-            slots=len(devices),
-            devices=devices,
-            pool=self.pool,
-            reply_bytes=self._limits.reply_bytes,
-        )
-        handle = ModelHandle(spec, transport, devices, self._limits.max_queue_bytes, self._observers)
+        driver = self._direct_driver(name, config)
+        transport: Transport
+        if driver is not None:
+            transport = DirectTransport(spec, len(devices), devices, driver)
+        else:
+            transport = resolve("transport", config.transport)(
+                spec,
+                slots=len(devices),
+                devices=devices,
+                pool=self.pool,
+                reply_bytes=self._limits.reply_bytes,
+            )
+        handle = ModelHandle(spec, transport, devices, self._limits.max_queue_bytes, self._observers, driver=driver)
+        if driver is not None:
+            handle.on_state = partial(asyncio.get_running_loop().call_soon, self._route, name)
         self._live.add(handle)
         return handle
+
+    def _direct_driver(self, name: str, config: ModelConfig) -> DirectDriver | None:
+        """The driver of a model in threads that answers the threads of a portal. None for a model whose instances come
+        and go with the load: that is decided on the loop."""
+        loop = asyncio.get_running_loop()
+        inbox = inbox_of(loop)
+        if inbox is None or config.transport != "thread" or config.autoscale.max is not None:
+            return None
+        return DirectDriver(name, inbox, loop)
+
+    def _route(self, name: str) -> None:
+        """Lets requests for a model go to its own threads while they can answer all of them."""
+        inbox = inbox_of(asyncio.get_running_loop())
+        if inbox is None:
+            return
+        handle = None if self._registry.splits else self._registry.handles.get((name, None))
+        with inbox.guard:
+            if handle is not None and handle.driver is not None and handle.state == "READY" and not self.draining:
+                inbox.routes[name] = handle.driver
+            else:
+                inbox.routes.pop(name, None)
 
     def _check_version_limit(self, name: str, version: str) -> None:
         loaded = {(h.name, h.version) for h in self._live} - {(name, version)}
@@ -203,6 +235,7 @@ class Engine:
     async def retire(self, handle: ModelHandle, drain_s: float) -> None:
         """Hides a handle at once, answers its accepted requests and ends its workers."""
         self._registry.remove(handle)
+        self._route(handle.name)
         self._residency.remove(handle)
         try:
             await handle.close(drain_s)
@@ -227,10 +260,12 @@ class Engine:
     def set_default(self, name: str, version: str) -> None:
         """Sends requests without a version to this one. Raises ModelNotFound."""
         self._registry.set_default(name, version)
+        self._route(name)
 
     def set_traffic(self, name: str, weights: Mapping[str, float]) -> None:
         """Splits requests without a version by weights whose sum is 1. Raises ModelNotFound, ConfigError."""
         self._registry.set_traffic(name, weights)
+        self._route(name)
 
     def drain(self) -> None:
         """Makes the engine unready; it still answers requests."""
@@ -239,6 +274,8 @@ class Engine:
     async def close(self, drain_s: float = 30.0) -> None:
         """Answers accepted requests for at most `drain_s`, then ends every worker."""
         self.draining = True
+        for handle in self._live:
+            self._route(handle.name)
         self._residency.close()
         await asyncio.gather(*(handle.close(drain_s) for handle in self._live))
         for handle in list(self._registry):

@@ -21,6 +21,7 @@ from penstock.core.engine.admission import AdmissionQueue, WaitingRequest
 from penstock.core.engine.autoscaling import LoadScaler
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call, notify, overriding, reason_of
+from penstock.core.engine.direct import DirectDriver
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import (
     DEFAULT_BATCH,
@@ -49,8 +50,9 @@ _COUPLED = (
 class ModelHandle:
     """Owns the instances, scheduler and batcher of one model version, and its state.
 
-    `policy` makes a batching policy that overrides the configured one. It has more than 15 attributes: the parts that
-    it owns, and what every request reads of them, looked up once.
+    `policy` makes a batching policy that overrides the configured one; `driver` is the batcher's, if the model runs
+    without the loop. It has more than 15 attributes: the parts that it owns, and what every request reads of them,
+    looked up once.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ModelHandle:
         max_queue_bytes: int,
         observers: Sequence[Observer],
         policy: Callable[[], BatchPolicy] | None = None,
+        driver: DirectDriver | None = None,
     ) -> None:
         self.name, self.version = spec.name, spec.version
         self.config = spec.config
@@ -70,6 +73,8 @@ class ModelHandle:
         self.batching: BatchingConfig = spec.config.batching  # includes the model's own options after loading
         check_rules(spec.config.batching)
         self._policy = policy
+        self.driver = driver
+        self.on_state: Callable[[], object] = lambda: None  # the state may have changed
         self._transport = transport
         self._max_queue_bytes = max_queue_bytes
         self._observers = observers
@@ -187,7 +192,9 @@ class ModelHandle:
         if ready.concurrency == 1:  # other batches do not take as long as the warm-up's
             scheduler.prime(ready.profile)
         quarantine_s = self.config.restart.quarantine_s
-        return Batcher(self.name, self.version, self._transport, scheduler, b, self._observers, quarantine_s)
+        return Batcher(
+            self.name, self.version, self._transport, scheduler, b, self._observers, quarantine_s, self.driver
+        )
 
     def _on_broken(self) -> None:
         self._broken = self.instances.broken = True
@@ -207,6 +214,7 @@ class ModelHandle:
         elif self.state != "LOADING" or self.instances.loaded:
             starts = self.resident is not None or (self.scaler is not None and self.scaler.autoscaler.limits.zero)
             self.state = "IDLE" if starts and not self._broken and not self.instances.failing else "FAILED"
+        self.on_state()
 
     @property
     def _most_instances(self) -> int:
@@ -331,22 +339,24 @@ class ModelHandle:
         if batcher is None:
             return ModelSnapshot(self.status(), resident=resident)
         scheduler = batcher.scheduler
-        return ModelSnapshot(
-            status=self.status(),
-            in_flight=batcher.pending,
-            queue_rows=scheduler.queued_rows,
-            queue_bytes=scheduler.queued_bytes,
-            max_queue_rows=scheduler.max_queue,
-            scheduler=scheduler.explain(),
-            pids=self.instances.pids(),
-            resident=resident,
-        )
+        with batcher.guard:
+            return ModelSnapshot(
+                status=self.status(),
+                in_flight=batcher.pending,
+                queue_rows=scheduler.queued_rows,
+                queue_bytes=scheduler.queued_bytes,
+                max_queue_rows=scheduler.max_queue,
+                scheduler=scheduler.explain(),
+                pids=self.instances.pids(),
+                resident=resident,
+            )
 
     def statistics(self) -> dict[str, object]:
         """The statistics of the scheduler and the autoscaler, once a worker was up, and of the residency."""
         found: dict[str, object] = {}
         if self.batcher is not None:
-            found = {"mode": self.mode, **self.batcher.scheduler.explain()}
+            with self.batcher.guard:
+                found = {"mode": self.mode, **self.batcher.scheduler.explain()}
         if self.scaler is not None:
             found["autoscale"] = self.scaler.explain()
         if self.resident is not None:

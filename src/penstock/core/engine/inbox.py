@@ -1,4 +1,6 @@
-"""RequestInbox: requests of other threads on their way to the event loop of a portal."""
+"""Inboxes: requests of other threads on their way to the engine of a portal."""
+
+from __future__ import annotations
 
 import asyncio
 import logging
@@ -10,6 +12,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Protocol
 
+from penstock.core import os_threads
 from penstock.core.contracts import Submitter, Ticket
 from penstock.errors import ModelNotReady, PenstockError
 from penstock.types import Item, ItemResult
@@ -17,7 +20,7 @@ from penstock.types import Item, ItemResult
 log = logging.getLogger("penstock.engine")
 
 # choices
-REQUESTS_PER_PASS = 256  # submitted in one pass of the loop
+REQUESTS_PER_PASS = 256  # submitted in one pass
 LOOK_S = 0.02  # a request waits at most this long for the loop to run for another reason
 
 
@@ -33,25 +36,90 @@ _Request = tuple[str, Item, Caller]  # model, item, caller
 _Callback = Callable[[], object]
 
 
-class RequestInbox:
+class Inbox:
+    """Requests in the order in which threads put them. Whoever drains it holds the `guard` of the portal."""
+
+    backend: Submitter
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._requests: deque[_Request | _Callback] = deque()
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that have arrived and were not submitted."""
+        return len(self._requests)
+
+    def put(self, model: str, item: Item, caller: Caller) -> None:
+        """Queues a request, from any thread."""
+        raise NotImplementedError
+
+    def post(self, callback: _Callback) -> None:
+        """Calls `callback` after what was put before it, from any thread; does nothing if the portal is closed: it has
+        ended all requests."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Submits what has arrived, at most REQUESTS_PER_PASS."""
+        submit = self.backend.submit
+        for request in islice(self._taken(), REQUESTS_PER_PASS):
+            if not isinstance(request, tuple):
+                request()
+                continue
+            model, item, caller = request
+            try:
+                caller.accepted(submit(model, None, item, caller))
+            except PenstockError as e:
+                caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
+            except Exception as e:
+                log.exception("submit_failed model=%s: its caller gets an error", model)
+                text = f"the request cannot be queued: {type(e).__name__}: {e}"
+                caller(ItemResult(error=PenstockError(text)))
+
+    def woken(self) -> None:
+        """See `RequestInbox.woken`."""
+
+    def refuse_own_thread(self) -> None:
+        """Raises RuntimeError in a thread of the model that answers these requests."""
+
+    def _taken(self) -> Iterator[_Request | _Callback]:
+        """Yields each request to one thread only."""
+        while True:
+            try:
+                yield self._requests.popleft()
+            except IndexError:
+                return
+
+
+class RequestInbox(Inbox):
     """Requests of other threads on their way to the loop. One wake-up serves many requests.
 
     A wake-up is a system call that releases the interpreter. The caller must then wait to get it back: where many
     threads contend for it, this is the largest part of a call. So while every batcher of the loop knows that the next
     few arrivals change nothing, they wait here without a wake-up, until a batcher's next turn.
+
+    `guard` is held by every thread that runs code of the portal's engine. `routes` are the inboxes of models that run
+    without the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.backend: Submitter
-        self._loop = loop
-        self._requests: deque[_Request | _Callback] = deque()
+        super().__init__(loop)
+        self.guard = os_threads.new_rlock()
+        self.routes: dict[str, Inbox] = {}
         self._wake_scheduled = self._look_scheduled = False
-        self._closed = False
         self._allowed: dict[object, int] = {}  # by batcher
         self._quiet_requests = 0  # requests that need no wake-up: the smallest number that a batcher allows
+        self.waking = False  # threads that were answered have yet to run, see `WaitingThreads`
+        self._after: list[_Callback] | None = None
+        self._answering = 0  # the thread that answers
         _INBOXES[id(loop)] = self
 
     # ---- called by any thread
+
+    def of(self, model: str) -> Inbox:
+        """The inbox for requests of a model."""
+        return self.routes.get(model, self)
 
     def put(self, model: str, item: Item, caller: Caller) -> None:
         if self._quiet_requests:
@@ -65,13 +133,16 @@ class RequestInbox:
             self._ring()
 
     def post(self, callback: _Callback) -> None:
-        """Calls `callback` on the loop, between what was put before it and what is put after it; does nothing if the
-        loop is closed: it has ended all requests."""
         self._requests.append(callback)
         if self._closed:
             self.close()
         elif not self._wake_scheduled:
             self._ring()
+
+    def woken(self) -> None:
+        """All answered threads have run."""
+        for inbox in tuple(self.routes.values()):
+            inbox.woken()
 
     def _ring(self) -> None:
         self._wake_scheduled = True
@@ -90,38 +161,51 @@ class RequestInbox:
                 with suppress(RuntimeError):  # the loop is closed; a request behind this one still needs its response
                     self._loop.call_soon_threadsafe(request)
 
-    def _taken(self) -> Iterator[_Request | _Callback]:
-        """Yields each request to one thread only."""
-        while True:
+    # ---- called with the guard
+
+    def after(self, callback: _Callback) -> None:
+        """Calls `callback` when what is being answered in this pass has been answered."""
+        if self._after is None:
+            self._loop.call_soon(callback)
+        else:
+            self._after.append(callback)
+
+    def answer(self, answer: Callable[..., None], *arguments: object) -> None:
+        """Calls `answer`, which answers requests of a model without the loop, and then what `after` got meanwhile."""
+        with self.guard:
+            calls: list[_Callback] = []
+            self._after = calls
+            self._answering = os_threads.thread_id()
             try:
-                yield self._requests.popleft()
-            except IndexError:
-                return
+                answer(*arguments)
+                self._after = None
+                for call in calls:
+                    call()
+            finally:
+                self._after, self._answering = None, 0
+
+    def answers_here(self) -> bool:
+        """Whether this thread is answering requests of a model without the loop."""
+        return self._answering == os_threads.thread_id()
 
     # ---- called on the loop
 
     def drain(self) -> None:
-        """Submits what has arrived."""
         self._wake_scheduled = False  # before the deque is emptied, so that a new request rings again
-        submit = self.backend.submit
         # a flood is spread over several passes, so that submitted requests are sent in between
         try:
-            for request in islice(self._taken(), REQUESTS_PER_PASS):
-                if not isinstance(request, tuple):
-                    request()
-                    continue
-                model, item, caller = request
-                try:
-                    caller.accepted(submit(model, None, item, caller))
-                except PenstockError as e:
-                    caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
-                except Exception as e:
-                    log.exception("submit_failed model=%s: its caller gets an error", model)
-                    text = f"the request cannot be queued: {type(e).__name__}: {e}"
-                    caller(ItemResult(error=PenstockError(text)))
+            with self.guard:
+                super().drain()
         finally:  # also if a caller raises: the others behind it have rung before
             if self._requests:
                 self._wake()
+
+    def drain_all(self) -> None:
+        """Submits what has arrived here and at the models that run without the loop."""
+        with self.guard:
+            for inbox in (self, *self.routes.values()):
+                while inbox.waiting:
+                    inbox.drain()
 
     def _wake(self) -> None:
         if not self._wake_scheduled:

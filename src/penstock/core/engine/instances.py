@@ -284,8 +284,9 @@ class Instances:
         slots = [slot for slot in slots if slot in self._slots]  # `close` may have been faster
         for slot in slots:
             self._slots[slot].leaving, self._slots[slot].up = True, False
-            if (scheduler := self._scheduler()) is not None:
-                scheduler.slot_retired(slot, time.monotonic())
+            if (scheduler := self._scheduler()) is not None and self._batcher is not None:
+                with self._batcher.guard:
+                    scheduler.slot_retired(slot, time.monotonic())
         self._spec.instances = max(1, self.count)
         self._changed()
         removals = [asyncio.create_task(self._remove(slot, drain_s)) for slot in slots]

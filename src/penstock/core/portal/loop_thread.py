@@ -7,9 +7,10 @@ from typing import Any, Protocol, TypeVar
 from penstock.core import os_threads
 from penstock.core.contracts import Submitter
 from penstock.core.engine.inbox import RequestInbox
-from penstock.core.portal.waiters import SyncWaiter
+from penstock.core.portal.waiters import SyncWaiter, WaitingThreads
 
 T = TypeVar("T")
+_BLOCKING = "a blocking call was made on the thread that delivers the answers, where it would wait for itself"
 
 
 class PortalBackend(Submitter, Protocol):
@@ -102,9 +103,7 @@ class LoopThread:
         """Raises RuntimeError on the loop's thread, for example in the done-callback of a future: it would block
         itself."""
         if self.on_loop():
-            raise RuntimeError(
-                "a blocking call was made on the thread that delivers the answers, where it would wait for itself"
-            )
+            raise RuntimeError(_BLOCKING)
 
     def end(self) -> None:
         """Ends the loop after what was posted, and cancels what runs then."""
@@ -128,13 +127,20 @@ class PortalThread(LoopThread):
 
     async def prepare(self) -> None:
         self.inbox = RequestInbox(self._loop)
+        self.waiting_threads = WaitingThreads(self.inbox)
         self.backend = self.inbox.backend = self._make()
         await asyncio.sleep(0)  # runs its first step: a fork must not find its imports half done
 
     def start(self, coroutine: Coroutine[Any, Any, Any], waiter: SyncWaiter) -> None:
-        """Like `LoopThread.start`, after the requests that are in the inbox."""
-        self.inbox.drain()
+        """Like `LoopThread.start`, after the requests that have arrived."""
+        self.inbox.drain_all()
         super().start(coroutine, waiter)
+
+    def not_on_loop(self) -> None:
+        """Raises RuntimeError on every thread that delivers answers."""
+        super().not_on_loop()
+        if self.inbox.answers_here():
+            raise RuntimeError(_BLOCKING)
 
     def close(self, drain_s: float, waiter: SyncWaiter) -> None:
         """Closes the backend, then the loop. Returns when the thread has ended."""

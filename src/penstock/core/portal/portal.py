@@ -28,14 +28,13 @@ from penstock.config.schema import LimitsConfig, ModelConfig
 from penstock.core import os_threads
 from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
-from penstock.core.engine.inbox import Caller
+from penstock.core.engine.inbox import Caller, Inbox
 from penstock.core.portal.loop_thread import PortalBackend, PortalThread, new_waiter
 from penstock.core.portal.waiters import (
     Convert,
     Future,
     SyncWaiter,
     ThreadWaiter,
-    WaitingThreads,
     all_items,
     every_item,
     the_item,
@@ -71,7 +70,7 @@ class Portal:
         self._own_workers = own_workers
         self._make = make or (lambda: Engine(limits, observers))
         self._loads: list[tuple[str, ModelConfig, Any, list[str]]] = []
-        self._waiters, self._waiting_threads = threading.local(), WaitingThreads()
+        self._waiters = threading.local()
         self._lock = os_threads.new_lock()
         self._loop_thread: PortalThread | None = None  # None: the next call starts one
         self._pid = os.getpid()
@@ -136,9 +135,11 @@ class Portal:
             return []
         thread = self._alive()
         thread.not_on_loop()
-        waiter = self._waiter()
+        inbox = thread.inbox.of(model)
+        inbox.refuse_own_thread()
+        waiter = self._waiter(thread)
         item = _many(items, budget_s, priority)
-        result: ItemResult = self._wait(thread, waiter, timeout_s, model, item, waiter)
+        result: ItemResult = self._wait(inbox, waiter, timeout_s, model, item, waiter)
         return every_item(result) if return_exceptions else all_items(result)
 
     def submit(self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0) -> Future:
@@ -159,7 +160,7 @@ class Portal:
 
     def submit_item(self, model: str, item: Item, caller: Caller) -> None:
         """Queues one item; `caller` is called on the portal's own thread."""
-        self._alive().inbox.put(model, item, caller)
+        self._alive().inbox.of(model).put(model, item, caller)
 
     def post(self, callback: Callable[[], None]) -> None:
         """Calls `callback` on the portal's own thread; does nothing if the portal is closed or not started."""
@@ -167,31 +168,33 @@ class Portal:
             self._loop_thread.inbox.post(callback)
 
     def _put(self, model: str, item: Item, convert: Convert) -> Future:
-        thread = self._alive()
-        future = _future_class()(thread.inbox.post, convert)
-        thread.inbox.put(model, item, future)
+        inbox = self._alive().inbox.of(model)
+        future = _future_class()(inbox.post, convert)
+        inbox.put(model, item, future)
         return future
 
-    def _waiter(self) -> SyncWaiter:
+    def _waiter(self, thread: PortalThread) -> SyncWaiter:
         """The waiter of this thread, or a new one for this greenlet."""
         if os_threads.patched():
             return new_waiter()
         waiter: SyncWaiter | None = getattr(self._waiters, "waiter", None)
         if waiter is None:
-            waiter = self._waiters.waiter = ThreadWaiter(self._waiting_threads)
+            handles_signals = threading.current_thread() is threading.main_thread()
+            waiter = SyncWaiter() if handles_signals else ThreadWaiter(thread.waiting_threads)
+            self._waiters.waiter = waiter
         return waiter
 
-    def _wait(self, thread: PortalThread, waiter: SyncWaiter, timeout_s: float | None, *request: Any) -> Any:
+    def _wait(self, inbox: Inbox, waiter: SyncWaiter, timeout_s: float | None, *request: Any) -> Any:
         """The value that wakes the waiter, after the request is put into the inbox. Raises DeadlineExceeded."""
         answered = False
         try:
             if request:
-                thread.inbox.put(*request)
+                inbox.put(*request)
             answered = waiter.wait(timeout_s)
         finally:
             if not answered:  # or interrupted: a late response must not wake the thread's next call
                 self._waiters.waiter = None
-                thread.inbox.post(waiter.leave)
+                inbox.post(waiter.leave)
         if not answered:
             raise DeadlineExceeded(f"there was no answer within {timeout_s:g} s")
         value, waiter.value = waiter.value, None
@@ -209,7 +212,7 @@ class Portal:
         except BaseException:
             coroutine.close()
             raise
-        task: asyncio.Task[T] = self._wait(thread, waiter, timeout_s)
+        task: asyncio.Task[T] = self._wait(thread.inbox, waiter, timeout_s)
         if task.cancelled():
             raise ModelNotReady(f"the {self._word} was closed meanwhile")
         return task.result()
@@ -274,7 +277,7 @@ class Portal:
             if self._pid == os.getpid():
                 return
             self._lock = os_threads.new_lock()
-            self._waiters, self._waiting_threads = threading.local(), WaitingThreads()
+            self._waiters = threading.local()
             if self._loop_thread is not None:
                 _PARENTS.append(self._loop_thread)  # its destructors must not run here
                 self._loop_thread.backend.forget()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from penstock.core import os_threads
+from penstock.core.engine.inbox import RequestInbox
 from penstock.types import ItemResult
 
 
@@ -57,49 +59,62 @@ class SyncWaiter:
             self.ticket.cancel()
 
 
-WOKEN_AT_ONCE = 1  # threads that are woken at the same time
-
-
 class WaitingThreads:
     """The threads that wait for responses of one portal.
 
     Threads that a batch wakes all at once wait for the interpreter together, and each looks every 5 ms whether it is
-    free. So a few are woken, and each of them wakes another one as soon as it runs.
+    free. So one is woken, and it wakes the next one as soon as it runs. The thread that handles signals is not among
+    them: an exception of a handler would leave the others asleep.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inbox: RequestInbox) -> None:
         self.waiting = 0
-        self._answered: list[ThreadWaiter] = []
+        self._inbox = inbox
+        self._answered: deque[ThreadWaiter] = deque()
 
     def answered(self, waiter: ThreadWaiter) -> None:
-        """Wakes the waiter: now if few wait, else after all responses of this pass of the loop."""
+        """Wakes the waiter: now if it is the only one, else after all responses of this pass and after the others."""
         self.waiting -= 1
-        if self.waiting < WOKEN_AT_ONCE and not self._answered:
+        if self.waiting < 1 and not self._answered and not self._inbox.waking:
             waiter.lock.release()
             return
         if not self._answered:
-            asyncio.get_running_loop().call_soon(self._wake_all)
+            self._inbox.after(self._begin)
         self._answered.append(waiter)
 
-    def _wake_all(self) -> None:
-        waiters = [waiter for waiter in self._answered if not waiter.left]
-        self._answered.clear()
-        for waiter, following in zip(waiters, waiters[WOKEN_AT_ONCE:], strict=False):
-            waiter.following = following
-        for waiter in waiters[:WOKEN_AT_ONCE]:
-            waiter.lock.release()
+    def _begin(self) -> None:
+        if not self._inbox.waking:
+            self._inbox.waking = True
+            self.wake_next()
+
+    def wake_next(self) -> None:
+        """Wakes the first of the answered threads."""
+        while True:
+            try:
+                waiter = self._answered.popleft()
+            except IndexError:
+                self._inbox.waking = False
+                if not self._answered:  # else the next one was answered meanwhile
+                    self._inbox.woken()
+                    return
+                self._inbox.waking = True
+            else:
+                if not waiter.left:
+                    waiter.wakes = True
+                    waiter.lock.release()
+                    return
 
 
 class ThreadWaiter(SyncWaiter):
-    """What one thread waits on, beside others. Once woken, it wakes the waiter that follows it."""
+    """What one thread waits on, beside others. Once woken, it wakes the next one."""
 
-    __slots__ = ("_waiting_threads", "following", "left")
+    __slots__ = ("_waiting_threads", "left", "wakes")
 
     def __init__(self, waiting: WaitingThreads) -> None:
         super().__init__()
         self._waiting_threads = waiting
-        self.following: ThreadWaiter | None = None
         self.left = False
+        self.wakes = False  # it is its turn to wake the next one
 
     def accepted(self, ticket: Revocable) -> None:
         if self.left:
@@ -117,8 +132,9 @@ class ThreadWaiter(SyncWaiter):
 
     def wait(self, timeout_s: float | None) -> bool:
         woken = super().wait(timeout_s)
-        if woken:
-            self._wake_following()
+        if self.wakes:
+            self.wakes = False
+            self._waiting_threads.wake_next()
         return woken
 
     def leave(self) -> None:
@@ -126,12 +142,9 @@ class ThreadWaiter(SyncWaiter):
         if ticket is not None:
             self._waiting_threads.waiting -= 1
             ticket.cancel()
-        self._wake_following()
-
-    def _wake_following(self) -> None:
-        following, self.following = self.following, None
-        if following is not None:  # no call above: a signal handler that raises there would lose the wake-up
-            following.lock.release()
+        if self.wakes:
+            self.wakes = False
+            self._waiting_threads.wake_next()
 
 
 _LONGEST_S = 10**6  # some platforms refuse longer timeouts

@@ -38,7 +38,7 @@ class ThreadTransport(SlotTransport):
     """One thread per slot. Objects are passed unchanged."""
 
     def _make(self, number: int, device: str) -> WorkerSlot:
-        return _ThreadSlot(self._spec, number, device)
+        return ThreadSlot(self._spec, number, device)
 
 
 class LocalSlot(WorkerSlot):
@@ -63,19 +63,24 @@ class LocalSlot(WorkerSlot):
         self.down(error)
 
 
-class _ThreadSlot(LocalSlot):
+class ThreadSlot(LocalSlot):
     """One place for a worker thread."""
 
-    _thread: _WorkerThread | None = None
+    _thread: WorkerThread | None = None
 
     def launch(self) -> None:
         self._gone = asyncio.Event()
-        self._thread = _WorkerThread(self, self.spec, self.device)
+        self._thread = self.new_thread()
+        name = f"penstock-{self.spec.name}-{self.number}"
+        os_threads.start_thread(self._thread.main, self.spec, self.device, name=name)
+
+    def new_thread(self) -> WorkerThread:
+        return WorkerThread(self)
 
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
         assert self._thread is not None
         items, leases = readable(batch.items)
-        self._thread.batches.put((batch.id, items, leases))
+        self._thread.put((batch.id, items, leases))
         return [slab for slab, _ in leases]
 
     def abandon(self, batch_id: int) -> None:
@@ -87,7 +92,7 @@ class _ThreadSlot(LocalSlot):
         if self._thread is None:
             return
         self._thread.abandoned = True
-        self._thread.batches.put(None)  # it may wait for the next batch
+        self._thread.put(None)  # it may wait for the next batch
         self._thread = None
         for sent in list(self.sent.values())[:1]:
             for slab in sent.slabs:
@@ -98,40 +103,53 @@ class _ThreadSlot(LocalSlot):
     async def stop(self, idle: bool) -> None:
         if self._thread is None:
             return
-        self._thread.batches.put(None)
+        self._thread.put(None)
         if not idle or not self.up or not await within(self._gone, STOP_S):  # do not wait for a thread that still loads
             self.kill(WorkerDied("the workers were stopped before the batch was answered"))
 
-    # ---- called by the thread, on the loop
+    # ---- called for the thread, on the loop
 
-    def on_up(self, thread: _WorkerThread, ready: Ready) -> None:
+    def on_up(self, thread: WorkerThread, ready: Ready) -> None:
         if thread is self._thread:
             self.is_up(ready)
 
-    def on_part(self, thread: _WorkerThread, part: BatchPart, leases: list[Lease]) -> None:
+    def on_part(self, thread: WorkerThread, part: BatchPart, leases: list[Lease]) -> None:
         if thread is self._thread:
             self.pass_on(part, leases)
 
-    def on_end(self, thread: _WorkerThread, error: PenstockError) -> None:
+    def on_end(self, thread: WorkerThread, error: PenstockError) -> None:
         if thread is self._thread:
             self._thread = None
             self._gone.set()
             self.ended(error)
 
 
-class _WorkerThread:
+Work = tuple[int, list[Item], list[Lease]]  # batch, its items, the leases of their slabs
+
+
+class WorkerThread:
     """One thread with its model, until it ends or is abandoned."""
 
-    def __init__(self, slot: _ThreadSlot, spec: WorkerSpec, device: str) -> None:
-        self.batches: SimpleQueue[tuple[int, list[Item], list[Lease]] | None] = os_threads.new_queue()
+    def __init__(self, slot: ThreadSlot) -> None:
         self.abandoned = False
         self.unwanted = 0  # the last abandoned batch
-        self._slot = slot
-        self._loop = slot.loop
-        name = f"penstock-{spec.name}-{slot.number}"
-        os_threads.start_thread(self._main, spec, device, name=name)
+        self.slot = slot
+        self._batches: SimpleQueue[Work | None] = os_threads.new_queue()
 
-    def _main(self, spec: WorkerSpec, device: str) -> None:
+    def put(self, work: Work | None) -> None:
+        """Gives the thread its next batch; None: it ends."""
+        self._batches.put(work)
+
+    def next(self) -> Work | None:
+        """In the thread: waits for the next batch."""
+        return self._batches.get()
+
+    def answer(self, part: BatchPart, leases: list[Lease]) -> None:
+        """In the thread: passes a part of a batch on; `leases` are the batch's if the part is final."""
+        self._post(self.slot.on_part, self, part, leases)
+
+    def main(self, spec: WorkerSpec, device: str) -> None:
+        """What the thread runs."""
         error: PenstockError = WorkerDied("the worker thread was stopped")
         try:
             self._work(spec, device)
@@ -139,28 +157,28 @@ class _WorkerThread:
             error = e
         except BaseException as e:
             error = WorkerDied(f"the worker thread ended with {type(e).__name__}: {e}")
-        self._post(self._slot.on_end, self, error)
+        self._post(self.slot.on_end, self, error)
 
     def _work(self, spec: WorkerSpec, device: str) -> None:
         metrics.own_registry()
         runner, ready = open_model(spec, device)
-        self._post(self._slot.on_up, self, ready)
-        while (work := self.batches.get()) is not None and not self.abandoned:
+        self._post(self.slot.on_up, self, ready)
+        while (work := self.next()) is not None and not self.abandoned:
             batch_id, items, leases = work
             part = run_batch(runner, batch_id, items, self._emit)
             del work, items  # from here on only the model or the response refers to a slab
-            self._post(self._slot.on_part, self, part, leases)
+            self.answer(part, leases)
             del part
         runner.close()
 
     def _emit(self, part: BatchPart) -> None:
         if self.unwanted == part.batch_id:
             raise Cancelled(ABANDONED)
-        self._post(self._slot.on_part, self, part, [])
+        self.answer(part, [])
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
+            self.slot.loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:  # the loop is closed: this thread was abandoned
             pass
 

@@ -102,8 +102,7 @@ class WorkerSlot:
         self.sent: dict[int, Sent] = {}  # by batch, in the order of sending
         self.concurrent = False  # the worker runs batches concurrently
         self._heard_s = 0.0  # concurrent slot: its last response, or the first batch after an idle time
-        self.idle = asyncio.Event()  # nothing is sent
-        self.idle.set()
+        self._emptied = asyncio.Event()  # closing, and nothing is sent
         self._history = WorkerHistory(spec.config.restart, spec.config.max_requests)
         self._batching = spec.config.batching
         self._timer: asyncio.TimerHandle | None = None  # of the load, later of the running batch
@@ -131,6 +130,10 @@ class WorkerSlot:
     def forget(self) -> None:
         """See `Transport.forget`."""
 
+    def now(self) -> float:
+        """The time on the clock of the loop."""
+        return self.loop.time()
+
     # ---- start and end
 
     def start(self, listener: TransportListener) -> None:
@@ -140,7 +143,7 @@ class WorkerSlot:
 
     def _launch(self) -> None:
         self._restart = None
-        self._launched_s = self.loop.time()
+        self._launched_s = self.now()
         try:
             self.launch()
         except PenstockError as e:
@@ -161,7 +164,7 @@ class WorkerSlot:
     def is_up(self, ready: Ready) -> None:
         """Records that the worker has loaded its model."""
         self.up, self.concurrent = True, ready.concurrency > 1
-        self._history.load_s = self.loop.time() - self._launched_s
+        self._history.load_s = self.now() - self._launched_s
         self._stop_timer()
         self._batching = with_options(self.spec.config.batching, ready.options)
         self.listener.slot_up(self.number, ready)
@@ -178,14 +181,14 @@ class WorkerSlot:
         for sent in lost:
             unpin(sent.slabs)
             started = self.concurrent or sent is guilty
-            run_s = self.loop.time() - sent.started_s if started else 0.0
+            run_s = self.now() - sent.started_s if started else 0.0
             self.deliver(sent.on_part, BatchPart(sent.batch.id, error=died, started=started, run_s=run_s))
-        self.idle.set()
         if self.closing:
+            self._emptied.set()
             if lost:
                 self.listener.slot_down(self.number, error, None)
             return
-        wait = self._history.next_s(loaded, bool(lost), self.loop.time())
+        wait = self._history.next_s(loaded, bool(lost), self.now())
         self._restart = self.loop.call_later(wait, self._launch)
         self.listener.slot_down(self.number, error, wait)
 
@@ -194,8 +197,9 @@ class WorkerSlot:
         if self._restart is not None:
             self._restart.cancel()
             self._restart = None
-        await within(self.idle, drain_s)
-        await self.stop(idle=self.idle.is_set())
+        if self.sent:
+            await within(self._emptied, drain_s)
+        await self.stop(idle=not self.sent)
 
     # ---- batches
 
@@ -208,15 +212,13 @@ class WorkerSlot:
         if isinstance(found, BatchPart):
             self.loop.call_soon(self.deliver, on_part, found)
             return
-        now = self.loop.time()
+        now = self.now()
         if self.concurrent and not self.sent:
             self._heard_s = now
         open_places = set(range(len(batch.items))) if self.concurrent else None
         self.sent[batch.id] = Sent(batch, on_part, found, now, open_places)
-        self.idle.clear()
         if self._timer is None or batch.limit_s < self._batching.run_timeout_s:
-            self._stop_timer()
-            self._timer = self.loop.call_at(now + self._limit_s(batch), self._check_time)
+            self.watch(now + self._limit_s(batch))
 
     def answered(self, part: BatchPart) -> Sent:
         """Records a part before its caller receives it, and returns its batch. Raises ValueError if it does not fit."""
@@ -227,14 +229,15 @@ class WorkerSlot:
             else _fits(sent.open, part)
         ):
             raise ValueError(f"{len(part.results)} answers to batch {part.batch_id} do not fit what was sent")
-        now = self.loop.time()
+        now = self.now()
         if self.concurrent:
             self._heard_s = sent.started_s = now
             self.sent[part.batch_id] = self.sent.pop(part.batch_id)  # the first one is silent for the longest time
         if part.final:
             del self.sent[part.batch_id]
             if not self.sent:
-                self.idle.set()
+                if self.closing:
+                    self.loop.call_soon_threadsafe(self._emptied.set)
             elif not self.concurrent:
                 self._first().started_s = now
         if (part.final or part.at is not None) and self._history.answered(len(part.results), now):
@@ -250,6 +253,11 @@ class WorkerSlot:
         except Exception:
             log.exception("part_not_taken model=%s batch=%d", self.spec.name, part.batch_id)
 
+    def watch(self, when: float) -> None:
+        """Looks at the batches in flight at `when`."""
+        self._stop_timer()
+        self._timer = self.loop.call_at(when, self.check_time)
+
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -258,7 +266,7 @@ class WorkerSlot:
     def _limit_s(self, batch: Batch) -> float:
         return min(self._batching.run_timeout_s, batch.limit_s)
 
-    def _check_time(self) -> None:
+    def check_time(self) -> None:
         """The one timer of the slot; often its batch was answered long before.
 
         A worker with concurrent batches is killed after `run_timeout_s` of silence, or after twice that if one batch
@@ -271,8 +279,8 @@ class WorkerSlot:
         due = first.started_s + limit_s
         if self.concurrent:
             due = min(due + limit_s, self._heard_s + limit_s)
-        if self.loop.time() < due:
-            self._timer = self.loop.call_at(due, self._check_time)
+        if self.now() < due:
+            self.watch(due)
             return
         why = f"the run exceeded run_timeout_s={self._batching.run_timeout_s:g}, and its worker was replaced"
         log.warning("worker_hangs model=%s slot=%d: %s", self.spec.name, self.number, why)

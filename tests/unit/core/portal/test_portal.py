@@ -62,7 +62,7 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next_one(monkeypatch: pyte
 
     with Portal() as portal:
         portal.load("m", config(max_batch_size=1), target=slow_double)
-        inbox = portal._alive().inbox
+        inbox = portal._alive().inbox.of("m")
         put = inbox.put
 
         def interrupted(*request: Any) -> None:

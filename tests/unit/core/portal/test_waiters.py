@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 
 from penstock.core.portal.waiters import (
-    WOKEN_AT_ONCE,
     Future,
     SyncWaiter,
     ThreadWaiter,
@@ -65,55 +65,80 @@ def test_a_waiter_can_be_reused() -> None:
     assert mine.cancelled
 
 
-def waiting_threads(size: int) -> tuple[WaitingThreads, list[ThreadWaiter]]:
-    threads = WaitingThreads()
+class Pass:
+    """The part of an inbox that threads see: one pass that answers, and what is known of the threads it woke."""
+
+    def __init__(self) -> None:
+        self.waking = False
+        self.all_ran = 0
+        self._calls: list[Callable[[], None]] = []
+
+    def after(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+
+    def woken(self) -> None:
+        self.all_ran += 1
+
+    def end(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+
+def waiting_threads(size: int) -> tuple[Pass, WaitingThreads, list[ThreadWaiter]]:
+    answers = Pass()
+    threads = WaitingThreads(answers)
     waiters = [ThreadWaiter(threads) for _ in range(size)]
     for waiter in waiters:
         waiter.accepted(ticket())
-    return threads, waiters
+    return answers, threads, waiters
 
 
 def woken(waiters: list[ThreadWaiter]) -> int:
     return sum(not waiter.lock.locked() for waiter in waiters)
 
 
-async def test_few_of_many_threads_are_woken_at_a_time_and_each_wakes_another() -> None:
-    threads, waiters = waiting_threads(3 * WOKEN_AT_ONCE)
-    for waiter in waiters:
+def test_one_of_many_threads_is_woken_at_a_time_and_each_wakes_another() -> None:
+    answers, threads, waiters = waiting_threads(5)
+    for waiter in waiters[:3]:
         waiter(ItemResult(1))
-    assert woken(waiters) == 0, "the answers of one pass of the loop belong together"
-    await asyncio.sleep(0)
-    for i, waiter in enumerate(waiters):
-        assert woken(waiters) == min(WOKEN_AT_ONCE, len(waiters) - i)
+    assert woken(waiters) == 0, "the answers of one pass belong together"
+    answers.end()
+    assert woken(waiters) == 1
+    assert answers.waking
+    for waiter in waiters[3:]:
+        waiter(ItemResult(1))
+    answers.end()
+    assert woken(waiters) == 1, "threads of the next pass come behind those of the one before"
+    for waiter in waiters:
         assert waiter.wait(0)
-    assert threads.waiting == 0
+        assert woken(waiters) == (0 if waiter is waiters[-1] else 1)
+    assert (answers.waking, answers.all_ran, threads.waiting) == (False, 1, 0)
     waiters[0].accepted(ticket())
     waiters[0](ItemResult(2))
     assert waiters[0].wait(0), "a lone thread is woken at once"
 
 
-async def test_a_thread_that_stops_waiting_does_not_keep_others_asleep() -> None:
-    threads, waiters = waiting_threads(4 * WOKEN_AT_ONCE)
-    unanswered, early, late, rest = (waiters[i * WOKEN_AT_ONCE : (i + 1) * WOKEN_AT_ONCE] for i in range(4))
-    for waiter in unanswered:
-        waiter.leave()
-    for waiter in (*early, *late, *rest):
+def test_a_thread_that_stops_waiting_does_not_keep_others_asleep() -> None:
+    answers, threads, waiters = waiting_threads(5)
+    unanswered, first, second, early, last = waiters
+    unanswered.leave()
+    for waiter in waiters[1:]:
         waiter(ItemResult(1))
-    for waiter in early:
-        waiter.leave()
-    await asyncio.sleep(0)
-    for waiter in late:
-        waiter.leave()  # answered, but it timed out at that moment
-    assert all(waiter.wait(0) for waiter in rest)
-    assert threads.waiting == 0
+    early.leave()
+    answers.end()
+    first.leave()  # answered and woken, but it timed out at that moment
+    assert second.wait(0)
+    assert last.wait(0)
+    assert (answers.waking, answers.all_ran, threads.waiting) == (False, 1, 0)
 
 
 def test_a_refused_thread_is_woken_at_once_by_any_thread() -> None:
-    threads, _ = waiting_threads(2 * WOKEN_AT_ONCE)
+    _, threads, _ = waiting_threads(2)
     refused = ThreadWaiter(threads)
     refused(ItemResult(error=QueueFull("full")))
     assert refused.wait(0)
-    assert threads.waiting == 2 * WOKEN_AT_ONCE
+    assert threads.waiting == 2
 
 
 def test_a_future_is_settled_once(posted: Posted) -> None:

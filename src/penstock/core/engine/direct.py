@@ -1,0 +1,323 @@
+"""The direct driver: a model whose own threads form their batches, without the event loop."""
+
+# Between two threads, each hop costs a wait for the interpreter, which the model's own code may hold. Through the event
+# loop a call takes four: to the loop, to the model, back to the loop, to its caller. Here it takes two.
+# A caller appends its request and wakes a thread of the model only if one sleeps. That thread drains the requests,
+# polls the scheduler, runs the batch, completes it, releases its callers, and looks again.
+# A thread that has nothing to run sleeps until the scheduler wants to look again, or until a request rings. While a
+# batch is held, the requests that would not change it do not ring.
+# The event loop of the portal only supervises. It loads the models, ends hangs (`slot.py`), and takes a turn where no
+# thread of the model can: a caller leaves, a deadline passes or the queue fills up while all of them run.
+# The code of the engine runs on the loop and on these threads, never on a caller's: a signal handler may raise there,
+# and a greenlet may switch. One of them runs it at a time: it holds the guard of the portal, never while a model runs.
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from penstock.core import os_threads
+from penstock.core.batching.entry import INF
+from penstock.core.engine.drivers import Turn
+from penstock.core.engine.inbox import Caller, Inbox, RequestInbox
+from penstock.core.transports.local import Lease, ThreadSlot, ThreadTransport, Work, WorkerThread
+from penstock.core.transports.slot import WorkerSlot
+from penstock.core.worker.spec import WorkerSpec
+from penstock.errors import PenstockError
+from penstock.types import BatchPart, Item, Ready
+
+LONGEST_S = 10**6  # some platforms refuse longer timeouts
+WAKING_S = 0.002
+LOOK_S = 0.1
+"""A choice: how long a request may wait unseen while all threads of the model run. It costs a wake-up of the loop."""
+
+
+class DirectDriver(Inbox):
+    """The turns of one batcher on the threads of its model, and the inbox of its requests."""
+
+    from_threads = True
+
+    def __init__(self, model: str, inbox: RequestInbox, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._model = model
+        self.guard = inbox.guard
+        self._portal_inbox = inbox
+        self._take_turn: Turn = lambda: None  # before the batcher is made
+        self._threads: set[int] = set()  # identifiers of the model's threads
+        self._asleep: list[DirectThread] = []  # those without a batch; the last one is rung first
+        self._inert = self._room = 0
+        self._full = 64
+        self._wake_at = INF
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = INF
+        self._looking = self._look_due = False
+
+    # ---- called by any thread
+
+    def put(self, model: str, item: Item, caller: Caller) -> None:
+        item.arrived_s = time.monotonic()
+        self._requests.append((model, item, caller))
+        urgent = item.budget_s is not None or item.priority > 0
+        if self._closed:  # checked after the append: either we see it, or `close` sees the request
+            self._pass_on()
+        elif self._asleep:
+            waiting = len(self._requests)
+            if (
+                urgent
+                or item.rows > 1
+                or (waiting > self._inert and (waiting >= self._full or not self._portal_inbox.waking))
+            ):
+                self._ring()
+        elif urgent or len(self._requests) > self._room:
+            self._look_now()
+        elif not self._looking:
+            self._looking = True
+            self._on_loop(self._look_later)
+
+    def woken(self) -> None:
+        if len(self._requests) > self._inert:
+            self._ring()
+
+    def post(self, callback: Callable[[], object]) -> None:
+        self._requests.append(callback)
+        if self._closed:
+            self._pass_on()
+        elif not self._ring():
+            self._look_now()
+
+    def _ring(self) -> bool:
+        """Wakes a thread that sleeps; False if none does."""
+        try:
+            thread = self._asleep.pop()
+        except IndexError:
+            return False
+        thread.bell.release()
+        return True
+
+    def _look_now(self) -> None:
+        if not self._look_due:
+            self._look_due = True
+            self._on_loop(self._look)
+
+    def _on_loop(self, callback: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop is closed: the portal has ended all requests
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Hands what arrives after the end to the portal's inbox, in its order."""
+        for request in self._taken():
+            if isinstance(request, tuple):
+                self._portal_inbox.put(*request)
+            else:
+                self._portal_inbox.post(request)
+
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """This is a thread of the model."""
+        me = os_threads.thread_id()
+        self._threads.add(me)
+        try:
+            yield
+        finally:
+            self._threads.discard(me)
+
+    def runs_here(self) -> bool:
+        return os_threads.thread_id() in self._threads
+
+    def refuse_own_thread(self) -> None:
+        if self.runs_here():
+            raise RuntimeError(f"model '{self._model}' called itself and would wait for itself: call its function")
+
+    # ---- called on the loop
+
+    def _look(self) -> None:
+        self._look_due = False
+        self._turn()
+
+    def _look_later(self) -> None:
+        self._loop.call_later(LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        """Sees what waits while all threads of the model run, as long as requests arrive meanwhile."""
+        self._looking = bool(self._requests)
+        if self._looking:
+            self._look_later()
+            self._turn()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(0.0, self._timer_at - time.monotonic()), self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer, self._timer_at = None, INF
+        self._turn()
+
+    # ---- the driver, see `Driver`
+
+    def begin(self, turn: Turn) -> None:
+        self._take_turn = turn
+        self.backend = self._portal_inbox.backend
+
+    def soon(self) -> None:
+        if not self.runs_here():  # else it takes a turn before its next batch
+            self._on_loop(self._turn)
+
+    def at(self, when: float) -> None:
+        self._wake_at = min(self._wake_at, when)
+
+    def allow(self, inert: int, room: int) -> None:
+        self._inert, self._room = inert, room
+
+    def rest(self) -> None:
+        """Nothing to do: the thread that has answered takes a turn."""
+
+    def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._pass_on()
+
+    def _turn(self) -> None:
+        """A turn on the loop."""
+        with self.guard:
+            self._wake_at = INF
+            self._portal_inbox.answer(self._take_turn)
+            self._ensure()
+
+    def _ensure(self) -> None:
+        """Sees to the next turn at `_wake_at`: a thread that sleeps until then, or the timer of the loop."""
+        when = self._wake_at
+        if when < self._timer_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
+            self._timer_at = when
+            self._on_loop(self._set_timer)
+
+    # ---- called by the model's threads
+
+    def next(self, thread: DirectThread) -> Work | None:
+        """The next batch of the thread, for which it waits; None: it ends."""
+        while True:
+            with self.guard:
+                self._wake_at = INF
+                self._portal_inbox.answer(self._take_turn)
+                if thread.batches or thread.ending:
+                    self._ensure()
+                    return thread.batches.popleft() if thread.batches else None
+                thread.until = self._wake_at
+                if self._portal_inbox.waking:
+                    thread.until = min(thread.until, time.monotonic() + WAKING_S)
+                insort(self._asleep, thread, key=_last_slot_first)
+            wait_s = -1.0 if thread.until == INF else max(0.0, min(thread.until - time.monotonic(), LONGEST_S))
+            if not self._requests and thread.bell.acquire(timeout=wait_s):
+                continue
+            try:
+                self._asleep.remove(thread)
+            except ValueError:  # it was rung meanwhile
+                thread.bell.acquire()
+
+    def rouse(self, thread: DirectThread) -> None:
+        """Wakes the thread if it sleeps: it got a batch from another one."""
+        try:
+            self._asleep.remove(thread)
+        except ValueError:
+            return
+        thread.bell.release()
+
+    def answer(self, thread: DirectThread, part: BatchPart, leases: list[Lease]) -> None:
+        """Passes a part of a batch to the batcher."""
+        self._portal_inbox.answer(thread.slot.on_part, thread, part, leases)
+
+
+def _last_slot_first(thread: DirectThread) -> int:
+    """The scheduler prefers the first idle slot, so its thread is rung first."""
+    return -thread.slot.number
+
+
+class DirectThread(WorkerThread):
+    """One thread with its model, which takes its batches from the driver."""
+
+    def __init__(self, slot: DirectSlot, driver: DirectDriver) -> None:
+        super().__init__(slot)
+        self.batches: deque[Work] = deque()
+        self.ending = False
+        self.until = INF  # when it wakes by itself while it sleeps
+        self.bell = os_threads.new_lock()
+        self.bell.acquire()
+        self._driver = driver
+
+    def put(self, work: Work | None) -> None:
+        if work is None:
+            self.ending = True
+        else:
+            self.batches.append(work)
+        self._driver.rouse(self)
+
+    def main(self, spec: WorkerSpec, device: str) -> None:
+        with self._driver.thread():
+            super().main(spec, device)
+
+    def next(self) -> Work | None:
+        return self._driver.next(self)
+
+    def answer(self, part: BatchPart, leases: list[Lease]) -> None:
+        self._driver.answer(self, part, leases)
+
+
+class DirectSlot(ThreadSlot):
+    """One place for a thread that takes its batches from the driver. Its changes happen on the loop."""
+
+    def __init__(self, spec: WorkerSpec, number: int, device: str, driver: DirectDriver) -> None:
+        super().__init__(spec, number, device)
+        self._driver = driver
+        self._watching = False
+
+    def new_thread(self) -> WorkerThread:
+        return DirectThread(self, self._driver)
+
+    def is_up(self, ready: Ready) -> None:
+        with self._driver.guard:
+            super().is_up(ready)
+
+    def down(self, error: PenstockError, predicted: int = 0) -> None:
+        with self._driver.guard:
+            super().down(error, predicted)
+
+    def kill(self, why: PenstockError) -> None:
+        with self._driver.guard:
+            super().kill(why)
+
+    def now(self) -> float:
+        return time.monotonic()  # some loops cache their time, which is then old in another thread
+
+    def watch(self, when: float) -> None:
+        if not self._watching:
+            self._watching = True
+            self.loop.call_soon_threadsafe(self._watch_now, when)
+
+    def _watch_now(self, when: float) -> None:
+        with self._driver.guard:
+            self._watching = False
+            super().watch(when)
+
+    def check_time(self) -> None:
+        with self._driver.guard:
+            super().check_time()
+
+
+class DirectTransport(ThreadTransport):
+    """A thread transport whose slots take their batches from `driver`. None is sent ahead of its turn."""
+
+    depth = 1
+
+    def __init__(self, spec: WorkerSpec, slots: int, devices: Sequence[str], driver: DirectDriver) -> None:
+        self.driver = driver
+        super().__init__(spec, slots, devices)
+
+    def _make(self, number: int, device: str) -> WorkerSlot:
+        return DirectSlot(self._spec, number, device, self.driver)
