@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +32,7 @@ PACKAGES = {
     # redis 8 opens 100 connections at most, and so fails most of 512 greenlets
     "service_streamer": ("service_streamer==0.1.2", "flask==3.1.3", "gevent", "numpy", "redis[hiredis]==5.2.1"),
     "torchserve": ("torchserve==0.12.0", "torch-model-archiver==0.12.0", "torch==2.13.0", "pyyaml", "numpy"),
+    "loadgen": ("mlcommons-loadgen==6.0.17",),
     # the published captioning pipeline: what its clients and its servers import
     "published": (
         "torchserve==0.12.0",
@@ -94,6 +96,11 @@ def python_of(peer: str) -> str:
             subprocess.run([python, more], check=True)
         mark.write_text(wanted)
     return str(python)
+
+
+def site_of(peer: str) -> str:
+    """The folder of the peer's packages, for a program that imports them beside Penstock's own."""
+    return sysconfig.get_path("purelib", vars={"base": str(Path(python_of(peer)).parents[1])})
 
 
 def free_ports(count: int) -> list[int]:

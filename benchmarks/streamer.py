@@ -1,10 +1,12 @@
 """What does a streamer do for an application: behind web servers, with futures, single calls, and large arrays?
 
 The same application (`streamer_app.py`) runs with `penstock` and with service_streamer 0.1.2, in batches of 64, with
-default settings unless a row says otherwise. Tables 1 to 3 are the ones that the authors of service_streamer
+default settings unless a table says otherwise. "At its best wait": each of three waits is tried for one run, and
+service_streamer is measured with the fastest one. Tables 1 to 3 are the ones that the authors of service_streamer
 published. Their device is simulated (one call at a time, t(n) = 77 ms + 1.16 ms n). The BERT of
 `examples/bert_infilling` runs too, on the CPU with one thread per worker. `--only 1,3` selects tables, `--memory`
-makes a million calls and measures memory instead, and `--gpu` uses the architecture of BERT-base on a GPU instead.
+makes a million calls and measures memory instead, and `--gpu` uses the architecture of BERT-base on a GPU instead
+(`--gpu --dry`: a small BERT without a GPU).
 """
 
 from __future__ import annotations
@@ -12,32 +14,53 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from typing import Any
 
 import harness
 from closed_loop import Sample
-from streamer_bench import PEER, Bench, Contenders, Key, against_best, best, calls, web
+from servers import site_of
+from streamer_bench import LOADGEN, PEER, Bench, Contenders, Key, against_best, calls, web
 from streamer_programs import Calls
 
 MILLION = 1_000_000
-GPU_TABLES = ("1", "3")  # those with BERT in them
 KINDS = ("threaded", "process", "redis")
+# the least that Penstock is to reach, as a multiple of the peer at its best wait; of `device`, of the model alone
+FLASK: dict[str, dict[str, float]] = {
+    "device": {"threaded": 16, "process": 25, "redis": 25},
+    "bert": {"threaded": 1.05, "process": 1.1, "redis": 1},
+    "no-op": {"threaded": 1.1},
+    "bert_base": dict.fromkeys(KINDS, 1),
+}
+FUTURES = (
+    ("threaded", "no-op", 2),
+    ("threaded", "busy", 1.05),
+    ("threaded", "accelerator", 1),
+    ("redis", "no-op", 2),
+)
+CROWDS = (
+    ("threaded", "no-op", 128, 1.2),
+    ("threaded", "busy", 128, 1.05),
+    ("threaded", "accelerator", 128, 1),
+    *((kind, "no-op", 32, 1.3) for kind in KINDS),
+)
+GPU_FUTURES = (("threaded", "bert_base", 1.05),)
+GPU_CROWDS = (("threaded", "bert_base", 128, 1.05),)
 
 
 def web_servers(bench: Bench) -> None:
     """1: a web server in front of one device."""
-    bench.report.section("## 1. Flask, `wrk -c 128`, one device")
-    for model in bench.models("device", "bert"):
+    bench.report.section(f"## 1. Flask, `wrk -c 128`, one device, {PEER} at its best wait")
+    for model in bench.models("device", "bert", "no-op"):
         naive_s = bench.seconds * (7 if model == "device" else 1)  # its requests take 10 s each
-        contenders: Contenders = {Key("naive"): web("penstock", "direct", model, 128, naive_s, **bench.spec(model))}
-        for kind in KINDS:
-            for library in bench.libraries:
-                contenders[Key(library, kind)] = web(library, kind, model, 128, bench.seconds, **bench.spec(model))
-        found = bench.measure(contenders)
+        naive: Contenders = {Key("naive"): web("penstock", "direct", model, 128, naive_s, **bench.spec(model))}
+        found = against_best(bench, web, FLASK[model], model, 128, bench.seconds, others=naive)
         bench.show({"model": model}, found)
-        if model == "device":
-            for kind, least in (("threaded", 16), ("process", 25), ("redis", 25)):
+        for kind, least in FLASK[model].items():
+            if model == "device":
                 times = bench.ratio(found, Key("penstock", kind), Key("naive"))
                 bench.report.target(f"{kind} behind Flask: x naive", times, least=least)
+            else:
+                bench.beats(f"{kind} behind Flask, {model}", found, kind, least)
 
 
 def gevent_servers(bench: Bench) -> None:
@@ -53,24 +76,37 @@ def gevent_servers(bench: Bench) -> None:
 
 
 def futures(bench: Bench) -> None:
-    """3: one item per call, results fetched later, no web server."""
-    bench.report.section("## 3. Futures, beside the model alone in a loop of full batches")
+    """3a: one item per call, results fetched later by the same thread, 256 calls ahead, no web server."""
+    bench.report.section(f"## 3. Futures of one thread, {PEER} at its best wait, beside a loop of full batches")
+    for kind, model, least in GPU_FUTURES if bench.options.gpu else FUTURES:
+        loop: Contenders = {}
+        if model != "no-op":
+            loop[Key("loop")] = calls("penstock", "direct", model, "loop", 1, **bench.spec(model))
+        found = against_best(bench, calls, (kind,), model, "futures", bench.seconds, {"ahead": 256}, others=loop)
+        bench.show({"model": model}, found)
+        bench.beats(f"futures, {kind}, {model}", found, kind, least)
+        if model == "accelerator":
+            of_loop = bench.ratio(found, Key("penstock", kind), Key("loop"))
+            bench.report.target(f"futures, {kind}: part of the loop", of_loop, least=0.97)
+
+
+def workers_of_futures(bench: Bench) -> None:
+    """3b: the same through worker processes, 16 batches per worker ahead."""
     for model in bench.models("accelerator", "bert"):
         spec = bench.spec(model)
         numbers, seconds = ((1, 2), 1) if model == "bert" else ((1, 2, 4), bench.seconds)  # it needs a core a worker
         contenders: Contenders = {Key("loop"): calls("penstock", "direct", model, "loop", seconds, **spec)}
-        for kind in KINDS:
-            for workers in numbers if kind != "threaded" else (1,):
+        for kind in KINDS[1:]:
+            for workers in numbers:
                 for library in bench.libraries:
                     made = calls(library, kind, model, "futures", seconds, workers=workers, **spec)
                     contenders[Key(library, kind, workers)] = made
         found = bench.measure(contenders)
         bench.show({"model": model}, found)
         if model == "accelerator":
-            for kind in KINDS:
+            for kind, least in (("process", 3.8), ("redis", 3.6)):
                 of_loop = bench.ratio(found, Key("penstock", kind, 1), Key("loop"))
                 bench.report.target(f"futures, {kind}, 1 worker: part of the loop", of_loop, least=0.97)
-            for kind, least in (("process", 3.8), ("redis", 3.6)):
                 scale = bench.ratio(found, Key("penstock", kind, 4), Key("penstock", kind, 1))
                 bench.report.target(f"futures, {kind}: 4 workers x 1 worker", scale, least=least)
 
@@ -107,37 +143,27 @@ def lone(bench: Bench) -> None:
         found = bench.measure(contenders)
         latencies = {k: [{n: v for n, v in s.items() if n != "rate"} for s in samples] for k, samples in found.items()}
         bench.show({"calls": "lone", "model": model}, latencies, base="")
-        for kind, most in (("threaded", 1), ("process", 1), ("redis", 2)):
+        for kind, most in (("threaded", 0.1 if model == "no-op" else 1), ("process", 1), ("redis", 2)):
             pairs = zip(found[Key("penstock", kind)], found[Key("model alone")], strict=True)
             more = [ours["p50_ms"] - alone["p50_ms"] for ours, alone in pairs if ours]
             bench.report.target(f"lone call, {model}, {kind}: p50 ms above the model alone", more, most=most)
 
 
 def crowds(bench: Bench) -> None:
-    """5b: many callers of a model that does nothing, one item each, and Redis at its maximum load."""
-    for kind in KINDS:
-        found = against_best(bench, kind, "no-op", {"threads": 32, "items": 1})
-        bench.show({"calls": "32 callers", "model": "no-op"}, found)
-        what = f"32 callers, {kind}: x {PEER}"
-        ours = Key("penstock", kind)
-        bench.report.target(f"{what} at its defaults", bench.ratio(found, ours, Key(PEER, kind)), least=20)
-        bench.report.target(f"{what} at its best", bench.ratio(found, ours, best(found)), least=1.3)
-    contenders: Contenders = {
-        Key(library, "redis"): calls(library, "redis", "no-op", "futures", bench.seconds) for library in bench.libraries
-    }
-    found = bench.measure(contenders)
-    bench.show({"calls": "futures", "model": "no-op"}, found)
-    times = bench.ratio(found, Key("penstock", "redis"), Key(PEER, "redis"))
-    bench.report.target(f"futures, redis, no-op: x {PEER}", times, least=2)
+    """5b: many callers, one item each."""
+    for kind, model, threads, least in GPU_CROWDS if bench.options.gpu else CROWDS:
+        crowd = {"threads": threads, "items": 1}
+        found = against_best(bench, calls, (kind,), model, "callers", bench.seconds, crowd)
+        bench.show({"calls": f"{threads} callers", "model": model}, found)
+        bench.beats(f"{threads} callers, {kind}, {model}", found, kind, least)
 
 
 def arrays(bench: Bench) -> None:
     """5c: arrays of 600 KB through worker processes; 16 callers with 4 each, a full batch."""
-    crowd = {"threads": 16, "items": 4}
-    found = against_best(bench, "process", "first number", crowd, floats=150_000)
+    crowd, floats = {"threads": 16, "items": 4}, 150_000
+    found = against_best(bench, calls, ("process",), "first number", "callers", bench.seconds, crowd, floats=floats)
     bench.show({"calls": "arrays of 600 KB", "model": "first number"}, found)
-    times = bench.ratio(found, Key("penstock", "process"), best(found))
-    bench.report.target(f"arrays of 600 KB, process: x {PEER} at its best", times, least=5)
+    bench.beats("arrays of 600 KB, process", found, "process", 5)
 
 
 def processors(bench: Bench) -> None:
@@ -174,6 +200,45 @@ def costs(bench: Bench) -> None:
                 bench.report.target(f"64 callers, {model}, {kind}: {unit} per call", least, most=most)
 
 
+def loadgen(bench: Bench) -> None:
+    """8: MLPerf's load generator over futures."""
+    if LOADGEN not in bench.options.peers:
+        return
+    ceiling = 64 / 0.0178  # what the device does in full batches of 5 ms + 0.2 ms a row
+    bench.report.section(f"## 8. MLPerf LoadGen over futures, a device of {ceiling:,.0f} rows/s, Server at p99 60 ms")
+    make = functools.partial(calls, "penstock", "threaded", "accelerator", "loadgen", bench.seconds)
+    offline, server = Key("Offline", "threaded"), Key("Server", "threaded")
+    site = site_of(LOADGEN)
+    program, run = make({"scenario": "Offline", "qps": ceiling}, loadgen=site)
+    search = functools.partial(fastest_valid, ceiling=ceiling, seconds=bench.seconds)
+    found = bench.measure({offline: (program, run), server: (program, search)})
+    bench.show({"model": "accelerator"}, found, base="")
+    shares = [sample["rate"] / ceiling for sample in found[offline] if sample]
+    bench.report.target("LoadGen, Offline: part of what the device does", shares, least=0.97)
+    bench.report.target("LoadGen, Server: part of Offline", bench.ratio(found, server, offline), least=0.95)
+
+
+def fastest_valid(program: Calls, ceiling: float, seconds: float) -> Sample:
+    """The fastest valid run of LoadGen's Server scenario, of four that halve the range of 0.8 to 1 x the ceiling.
+
+    A rate of 0 if none is valid.
+    """
+    least, most, results = 0.8, 1.0, []
+    fastest: dict[str, Any] = {"rate": 0.0}
+    for _ in range(4):
+        share = (least + most) / 2
+        qps = round(share * ceiling)
+        found: dict[str, Any] = program.run("loadgen", seconds, scenario="Server", qps=qps, seconds=seconds)
+        if not found:
+            return {}
+        results.append(f"{qps:,} {found['result']}")
+        if found["result"] == "VALID":
+            least, fastest = share, found
+        else:
+            most = share
+    return {**fastest, "result": ", ".join(results)}
+
+
 def memory(bench: Bench, count: int) -> None:
     """The memory of the program, its workers and its broker, after a tenth of the calls and after all of them."""
     for kind in KINDS:
@@ -200,12 +265,14 @@ def growth(program: Calls, count: int) -> Sample:
 TABLES = {
     "1": (web_servers,),
     "2": (gevent_servers,),
-    "3": (futures,),
+    "3": (futures, workers_of_futures),
     "4": (vision,),
     "5": (lone, crowds, arrays),
     "6": (processors,),
     "7": (costs,),
+    "8": (loadgen,),
 }
+GPU_TABLES = (web_servers, futures, workers_of_futures, crowds)
 COLUMNS = {
     "rate": "items/s",
     "mean_ms": "mean ms",
@@ -215,6 +282,7 @@ COLUMNS = {
     "switches": "switches/call",
     "given_up": "given up",
     "grown_mb": "MB grown",
+    "result": "LoadGen's results (first round)",
 }
 
 
@@ -233,13 +301,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(TABLES))
     parser.add_argument("--memory", type=int, nargs="?", const=MILLION, default=0)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--dry", action="store_true")
     ours, sys.argv[1:] = parser.parse_known_args()
-    options = harness.options(__doc__, seconds=2, peers=(PEER,))
+    options = harness.options(__doc__, seconds=2, peers=(PEER, LOADGEN))
     options.only = ours.only.split(",")
     if unknown := set(options.only) - set(TABLES):
         raise SystemExit(f"no such table: {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
     options.memory = ours.memory
-    options.gpu = gpus() if ours.gpu else 0
+    options.dry = ours.dry
+    options.gpu = (ours.dry or gpus()) if ours.gpu else 0
     if ours.gpu and not options.gpu:
         raise SystemExit("not measured: torch sees no GPU here")
     return options
@@ -256,10 +326,9 @@ def main() -> None:
         memory(bench, options.memory)
         report.save(whole=options.memory >= MILLION)
         return
-    for number in GPU_TABLES if options.gpu else options.only:
-        for table in TABLES[number]:
-            table(bench)
-    report.save(None if options.gpu or options.only == list(TABLES) else False)
+    for table in GPU_TABLES if options.gpu else [table for number in options.only for table in TABLES[number]]:
+        table(bench)
+    report.save(None if not options.dry and (options.gpu or options.only == list(TABLES)) else False)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from streamer_loadgen import loadgen
 from streamer_models import LIBRARY, MODELS, SPEC, Model, Predict
 
 BATCH = 64
@@ -129,9 +130,9 @@ def loop(model: Any, seconds: float) -> dict[str, float]:
     return {"rate": done / (time.perf_counter() - start)}
 
 
-def futures(model: Any, seconds: float) -> dict[str, float]:
-    """Items/s of calls of one item each, whose results are fetched when 16 batches per worker wait."""
-    ones, window = itertools.cycle([x] for x in inputs(BATCH)), 16 * BATCH * SPEC.get("workers", 1)
+def futures(model: Any, seconds: float, ahead: int | None = None) -> dict[str, float]:
+    """Items/s of calls of one item each. When `ahead` wait, by default 16 batches per worker, half are fetched."""
+    ones, window = itertools.cycle([x] for x in inputs(BATCH)), ahead or 16 * BATCH * SPEC.get("workers", 1)
     waiting: collections.deque[Any] = collections.deque()
     done = 0
     start = time.perf_counter()
@@ -204,7 +205,7 @@ def submits(model: Any, count: int) -> dict[str, float]:
     return {"rate": count / (time.perf_counter() - start), "given_up": given_up}
 
 
-CALLS = {"loop": loop, "futures": futures, "callers": callers, "submits": submits}
+CALLS = {"loop": loop, "futures": futures, "callers": callers, "submits": submits, "loadgen": loadgen}
 
 
 def calls() -> None:

@@ -6,7 +6,7 @@ import argparse
 import concurrent.futures as futures_of
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import harness
@@ -14,8 +14,9 @@ from harness import Runs, Sample
 from streamer_programs import Calls, Failed, Program, Web
 
 PEER = "service_streamer"
+LOADGEN = "loadgen"  # a program that makes calls, not a library that answers them
 STARTS = 3  # programs that come up at the same time
-BEST_OF_S = (0.001, 0.002, 0.005, 0.010)  # waits of service_streamer, where it is to be at its best
+BEST_OF_S = (0.1, 0.01, 0.001)  # waits of service_streamer, where it is to be at its best; the first is its default
 FORM = ("application/x-www-form-urlencoded", b"s=Happy+birthday+to+%5BMASK%5D.")
 IMAGE = (
     "multipart/form-data; boundary=edge",
@@ -33,7 +34,8 @@ class Key(NamedTuple):
     workers: int = 0
 
 
-Contenders = dict[Key, tuple[Callable[[], Program], Callable[[Any], Sample]]]
+Contender = tuple[Callable[[], Program], Callable[[Any], Sample]]
+Contenders = dict[Key, Contender]
 
 
 class Bench:
@@ -43,7 +45,7 @@ class Bench:
         self.options = options
         self.report = report
         self.seconds: int = options.seconds
-        self.libraries = ("penstock", *options.peers)
+        self.libraries = ("penstock", *(peer for peer in options.peers if peer != LOADGEN))
 
     def measure(self, contenders: Contenders, rounds: int | None = None) -> dict[Key, list[Sample]]:
         """Samples of all, in interleaved rounds. A peer that does not start is reported and has none."""
@@ -61,7 +63,7 @@ class Bench:
                 print(making[key].exception(), flush=True)
                 self.report.section(f"Not measured: {' '.join(str(part) for part in key if part)} did not start.")
             runs = {key: functools.partial(contenders[key][1], program) for key, program in programs.items()}
-            found = harness.interleave(rounds, runs)
+            found = harness.interleave(rounds, runs) if runs else {}
             for program in programs.values():
                 if program.failure:
                     self.report.section(f"Failed: {program.failure}")
@@ -85,13 +87,23 @@ class Bench:
             return []
         return [a[key] / b[key] for a, b in zip(ours, theirs, strict=False) if key in a and b.get(key)]
 
+    def beats(self, what: str, found: Mapping[Key, list[Sample]], kind: str, least: float) -> None:
+        """Targets of samples of `against_best`: the rate, and where there is one, a p99 of at most the peer's."""
+        ours = Key("penstock", kind)
+        peer = next((key for key in found if key.kind == kind and key.who.startswith(PEER)), Key(PEER, kind))
+        self.report.target(f"{what}: x {PEER} at its best", self.ratio(found, ours, peer), least=least)
+        if any("p99_ms" in sample for sample in found[ours]):
+            p99 = self.ratio(found, ours, peer, "p99_ms")
+            self.report.target(f"{what}: p99 as a part of {PEER}'s", p99, most=1)
+
     def models(self, *names: str) -> tuple[str, ...]:
         return ("bert_base",) if self.options.gpu else names
 
     def spec(self, model: str) -> dict[str, Any]:
         """Further settings of a program with this model: threads and devices."""
         if model == "bert_base":
-            return {"devices": list(range(self.options.gpu))}
+            dry = {"env": ONE_THREAD, "dry": True} if self.options.dry else {}
+            return {"devices": list(range(self.options.gpu)), **dry}
         return {"env": ONE_THREAD} if model == "bert" else {}
 
 
@@ -121,24 +133,30 @@ def calls(
     return make, lambda program: program.run(what, seconds, seconds=seconds, **(arguments or {}))
 
 
-def against_best(bench: Bench, kind: str, model: str, crowd: dict[str, int], **spec: Any) -> dict[Key, list[Sample]]:
-    """Samples of callers: Penstock at its defaults, the peer at its defaults and with its best wait."""
-    tried = {
-        Key(f"{PEER}, {wait_s * 1e3:g} ms", kind): calls(
-            PEER, kind, model, "callers", 1, crowd, max_latency=wait_s, **spec
-        )
-        for wait_s in (BEST_OF_S if PEER in bench.libraries else ())
-    }
-    rates = {key: samples[0].get("rate", 0.0) for key, samples in bench.measure(tried, rounds=1).items()}
-    contenders: Contenders = {
-        Key(library, kind): calls(library, kind, model, "callers", 1, crowd, **spec) for library in bench.libraries
-    }
-    if rates:
+def against_best(
+    bench: Bench,
+    contender: Callable[..., Contender],
+    kinds: Iterable[str],
+    model: str,
+    *args: Any,
+    others: Contenders | None = None,
+    **spec: Any,
+) -> dict[Key, list[Sample]]:
+    """Samples of Penstock at its defaults and of the peer at its best wait, for each kind, and of other contenders.
+
+    `contender` is `web` or `calls`, called with the model, `args` and the spec. Each wait is tried for one run.
+    """
+    spec |= bench.spec(model)
+    contenders = dict(others or {})
+    for kind in kinds:
+        contenders[Key("penstock", kind)] = contender("penstock", kind, model, *args, **spec)
+        if PEER not in bench.libraries:
+            continue
+        tried = {
+            Key(f"{PEER}, {wait_s * 1e3:g} ms", kind): contender(PEER, kind, model, *args, max_latency=wait_s, **spec)
+            for wait_s in BEST_OF_S
+        }
+        rates = {key: samples[0].get("rate", 0.0) for key, samples in bench.measure(tried, rounds=1).items()}
         fastest = max(rates, key=rates.__getitem__)
         contenders[fastest] = tried[fastest]
     return bench.measure(contenders)
-
-
-def best(found: Mapping[Key, list[Sample]]) -> Key:
-    """The peer with its best wait, which comes last."""
-    return list(found)[-1] if len(found) > 1 else Key(PEER)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import sysconfig
 import time
 import urllib.error
 import urllib.request
@@ -55,7 +54,7 @@ class Program(Processes):
         python = sys.executable if library == "penstock" else python_of(library)
         spec = {**self.spec, "port": port, "redis_port": free_ports(1)[0]}
         # a peer's venv has no torch: it borrows the one that Penstock runs with, and so has the very same model
-        borrowed = [] if python == sys.executable else [sysconfig.get_path("purelib")]
+        borrowed = [] if python == sys.executable else [path for path in sys.path if path.endswith("site-packages")]
         env |= {"BENCH_SPEC": json.dumps(spec), "BENCH_PACKAGES": json.dumps(borrowed), **self.spec.get("env", {})}
         self._spawn([python, str(HERE / "streamer_app.py"), self._mode], pass_fds, **env)
 
