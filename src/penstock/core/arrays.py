@@ -21,6 +21,8 @@ Error = type[PenstockError]
 def nbytes_of(value: Any) -> int:
     """Approximate bytes of a field's value: an array, bytes, or a list of those."""
     if isinstance(value, (list, tuple)):
+        if len(value) == 1:
+            return _nbytes_of(value[0])
         return sum(map(_nbytes_of, value[:MOST_PARTS])) * len(value) // max(1, min(len(value), MOST_PARTS))
     return _nbytes_of(value)
 

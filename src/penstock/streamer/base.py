@@ -13,7 +13,7 @@ from penstock.core.arrays import nbytes_of
 from penstock.core.batching.entry import INF
 from penstock.core.contracts import Ticket
 from penstock.core.portal.portal import Portal
-from penstock.core.portal.waiters import Future
+from penstock.core.portal.waiters import Convert, Future
 from penstock.core.wire.objects import OwnException, RemoteException
 from penstock.errors import DeadlineExceeded, PenstockError, QueueFull
 from penstock.plugins import loaded_class
@@ -57,17 +57,17 @@ class BaseStreamer:
             )
         except Exception as e:
             raise_for_caller(self._explain_timeout(e))
-        return _values(values, return_exceptions)
+        return _for_caller(values) if return_exceptions else _raise_first(values)
 
     def submit(self, batch: Iterable[Any], *, priority: int = 0, deadline: float | None = None) -> Future:
         """A future of what `predict` returns or raises; it can be awaited too. Only `deadline` bounds its wait."""
-        return self._submit(_to_list(batch), priority, deadline, return_exceptions=False)
+        return self._submit(batch, priority, deadline, _convert)
 
     async def apredict(
         self, batch: Iterable[Any], *, priority: int = 0, deadline: float | None = None, return_exceptions: bool = False
     ) -> list[Any]:
         """`predict` for coroutines. Cancelling the call removes its queued items from the queue."""
-        future = self._submit(_to_list(batch), priority, deadline, return_exceptions)
+        future = self._submit(batch, priority, deadline, _convert_errors_too if return_exceptions else _convert)
         timeout_s = _shorter(self._worker_timeout, deadline)
         try:
             async with asyncio.timeout(timeout_s) as timeout:
@@ -78,14 +78,16 @@ class BaseStreamer:
             raise_for_caller(self._explain_timeout(DeadlineExceeded(f"there was no answer within {timeout_s:g} s")))
         return values
 
-    def _submit(self, items: list[Any], priority: int, deadline: float | None, return_exceptions: bool) -> Future:
-        convert = partial(_convert, return_exceptions=return_exceptions)
+    def _submit(self, batch: Iterable[Any], priority: int, deadline: float | None, convert: Convert) -> Future:
+        items = list(_to_list(batch))
         if not items:
             future = Future(lambda *_: None, convert)
             future(ItemResult([]))
             return future
-        priority = _checked_priority(priority)
-        return self._portal.submit_many(self._model, items, budget_s=deadline, priority=priority, convert=convert)
+        if priority:
+            _checked_priority(priority)
+        item = Item(items, rows=len(items), many=True, budget_s=deadline, priority=priority)
+        return self._portal.submit_item_as(self._model, item, convert)
 
     def statistics(self) -> dict[str, object]:
         """The learned batch costs and the request counters of the model."""
@@ -132,19 +134,27 @@ def _shorter(a: float | None, b: float | None) -> float | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def _values(values: list[Any], return_exceptions: bool) -> list[Any]:
-    if return_exceptions:
-        return [error_for_caller(value) if isinstance(value, Exception) else value for value in values]
+def _raise_first(values: list[Any]) -> list[Any]:
     for value in values:
         if isinstance(value, Exception):
             raise_for_caller(value)
     return values
 
 
-def _convert(result: ItemResult, return_exceptions: bool) -> list[Any]:
+def _for_caller(values: list[Any]) -> list[Any]:
+    return [error_for_caller(value) if isinstance(value, Exception) else value for value in values]
+
+
+def _convert(result: ItemResult) -> list[Any]:
     if result.error is not None:
         raise_for_caller(result.error)
-    return _values(result.body, return_exceptions)
+    return _raise_first(result.body)
+
+
+def _convert_errors_too(result: ItemResult) -> list[Any]:
+    if result.error is not None:
+        raise_for_caller(result.error)
+    return _for_caller(result.body)
 
 
 # ---- calls larger than the queue

@@ -94,7 +94,7 @@ class Batcher:
         self._turn_due, self._fresh = False, 0  # `_fresh`: requests since the last turn
         self._driver = driver or LoopDriver(asyncio.get_running_loop())
         self.guard = self._driver.guard
-        self._driver.begin(self._turn)
+        self._driver.begin(self._turn, scheduler, config.slo_s is not None)
         self._closed = self._warned = False
         self._emptied: Callable[[], object] = lambda: None  # called when no request is left
         self.on_broken: Callable[[], None] = lambda: None  # the scheduler failed: no more requests are accepted
@@ -225,11 +225,7 @@ class Batcher:
             wake_at = self.scheduler.wake_at
             if self._ends and (wake_at is None or self._ends[0][0] < wake_at):
                 wake_at = self._ends[0][0]
-            if wake_at is not None:
-                self._driver.at(wake_at)
-            if self._driver.from_threads:
-                room = 0 if self._config.slo_s is not None else self.scheduler.room
-                self._driver.allow(self.scheduler.inert_arrivals, room)
+            self._driver.turned(wake_at)
             if self.on_turn is not None:
                 self.on_turn(now)
         except Exception:

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 
 from penstock.core import os_threads
 from penstock.core.batching.entry import INF
+from penstock.core.batching.scheduler import Scheduler
 from penstock.core.engine.drivers import Turn
 from penstock.core.engine.inbox import Caller, Inbox, RequestInbox
 from penstock.core.transports.local import Lease, ThreadSlot, ThreadTransport, Work, WorkerThread
@@ -32,6 +33,8 @@ from penstock.types import BatchPart, Item, Ready
 
 LONGEST_S = 10**6  # some platforms refuse longer timeouts
 WAKING_S = 0.002
+EARLY_S = 0.002
+BRIEF_S = 0.003
 LOOK_S = 0.1
 """A choice: how long a request may wait unseen while all threads of the model run. It costs a wake-up of the loop."""
 
@@ -161,19 +164,17 @@ class DirectDriver(Inbox):
 
     # ---- the driver, see `Driver`
 
-    def begin(self, turn: Turn) -> None:
-        self._take_turn = turn
+    def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
+        self._take_turn, self._scheduler, self._strict = turn, scheduler, strict
         self.backend = self._portal_inbox.backend
 
     def soon(self) -> None:
         if not self.runs_here():  # else it takes a turn before its next batch
             self._on_loop(self._turn)
 
-    def at(self, when: float) -> None:
-        self._wake_at = min(self._wake_at, when)
-
-    def allow(self, inert: int, room: int) -> None:
-        self._inert, self._room = inert, room
+    def turned(self, wake_at: float | None) -> None:
+        self._wake_at = INF if wake_at is None else wake_at
+        self._inert, self._room = self._scheduler.inert_arrivals, 0 if self._strict else self._scheduler.room
 
     def rest(self) -> None:
         """Nothing to do: the thread that has answered takes a turn."""
@@ -194,6 +195,8 @@ class DirectDriver(Inbox):
     def _ensure(self) -> None:
         """Sees to the next turn at `_wake_at`: a thread that sleeps until then, or the timer of the loop."""
         when = self._wake_at
+        if when < time.monotonic() + BRIEF_S:
+            return
         if when < self._timer_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
             self._timer_at = when
             self._on_loop(self._set_timer)
@@ -207,6 +210,7 @@ class DirectDriver(Inbox):
                 self._wake_at = INF
                 self._portal_inbox.answer(self._take_turn)
                 if thread.batches or thread.ending:
+                    self._wake_at = min(self._wake_at, self._scheduler.next_end()[0] - EARLY_S)
                     self._ensure()
                     return thread.batches.popleft() if thread.batches else None
                 thread.until = self._wake_at
@@ -313,7 +317,7 @@ class DirectSlot(ThreadSlot):
 class DirectTransport(ThreadTransport):
     """A thread transport whose slots take their batches from `driver`. None is sent ahead of its turn."""
 
-    depth = 1
+    depth = 2
 
     def __init__(self, spec: WorkerSpec, slots: int, devices: Sequence[str], driver: DirectDriver) -> None:
         self.driver = driver

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from penstock.core import os_threads
+from penstock.core.batching.scheduler import Scheduler
 from penstock.core.engine.inbox import inbox_of
 from penstock.core.engine.timer import Timer
 
@@ -20,8 +21,8 @@ class Driver(Protocol):
     guard: AbstractContextManager[object]  # held by a thread that runs code of the batcher
     from_threads: bool  # requests come from other threads, through an inbox
 
-    def begin(self, turn: Turn) -> None:
-        """Comes first: `turn` is the batcher's."""
+    def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
+        """Comes first. `turn` is the batcher's. `strict`: its scheduler must see every request at once."""
 
     def soon(self) -> None:
         """Causes a turn after what happens now."""
@@ -29,12 +30,8 @@ class Driver(Protocol):
     def drain(self) -> None:
         """Submits the requests of other threads that have arrived."""
 
-    def at(self, when: float) -> None:
-        """Causes a turn at or before `when`, on the clock of `time.monotonic`."""
-
-    def allow(self, inert: int, room: int) -> None:
-        """Until the next turn, `inert` requests may arrive without an effect, and `room` without being refused. For
-        requests of one row, of the first class and without a deadline; only with `from_threads`."""
+    def turned(self, wake_at: float | None) -> None:
+        """Ends a turn. Causes another one at or before `wake_at`, on the clock of `time.monotonic`."""
 
     def rest(self) -> None:
         """Nothing waits or runs any more."""
@@ -52,8 +49,9 @@ class LoopDriver:
         self.from_threads = self._inbox is not None
         self.guard = os_threads.new_rlock() if self._inbox is None else self._inbox.guard
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
         self._turn = turn
+        self._scheduler, self._strict = scheduler, strict
         self._timer = Timer(self._loop, turn)
 
     def soon(self) -> None:
@@ -63,12 +61,12 @@ class LoopDriver:
         if self._inbox is not None:
             self._inbox.drain()
 
-    def at(self, when: float) -> None:
-        self._timer.at(when)
-
-    def allow(self, inert: int, room: int) -> None:
+    def turned(self, wake_at: float | None) -> None:
+        if wake_at is not None:
+            self._timer.at(wake_at)
         if self._inbox is not None:
-            self._inbox.allow(self, min(inert, room))
+            quiet = 0 if self._strict else min(self._scheduler.inert_arrivals, self._scheduler.room)
+            self._inbox.allow(self, quiet)
 
     def rest(self) -> None:
         if self._inbox is not None:

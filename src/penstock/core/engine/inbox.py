@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import islice
 from typing import Protocol
 
 from penstock.core import os_threads
@@ -62,8 +61,12 @@ class Inbox:
 
     def drain(self) -> None:
         """Submits what has arrived, at most REQUESTS_PER_PASS."""
-        submit = self.backend.submit
-        for request in islice(self._taken(), REQUESTS_PER_PASS):
+        submit, take = self.backend.submit, self._requests.popleft
+        for _ in range(REQUESTS_PER_PASS):
+            try:
+                request = take()
+            except IndexError:
+                return
             if not isinstance(request, tuple):
                 request()
                 continue

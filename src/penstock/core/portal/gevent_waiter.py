@@ -96,7 +96,18 @@ class GeventFuture(Future):
     def __init__(self, post: Post, convert: Convert) -> None:
         super().__init__(post, convert)
         self._hub = this_hub()
+        self._told = False
         self._hub.expect()
 
-    def _settle(self, result: ItemResult | None) -> None:
-        self._hub.post(lambda: super(GeventFuture, self)._settle(result))
+    def leave(self) -> None:
+        super().leave()
+        self._tell(lambda: None)  # the hub expects a call even though nothing waits
+
+    def __call__(self, result: ItemResult) -> None:
+        if result.final:
+            self._tell(lambda: super(GeventFuture, self).__call__(result))
+
+    def _tell(self, call: Callable[[], object]) -> None:
+        if not self._told:
+            self._told = True
+            self._hub.post(call)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.core import os_threads
 from penstock.core.contracts import Submitter
 from penstock.core.engine.inbox import RequestInbox
-from penstock.core.portal.waiters import SyncWaiter, WaitingThreads
+from penstock.core.portal.waiters import Future, SyncWaiter, WaitingThreads
 
 T = TypeVar("T")
 _BLOCKING = "a blocking call was made on the thread that delivers the answers, where it would wait for itself"
@@ -128,6 +128,7 @@ class PortalThread(LoopThread):
     async def prepare(self) -> None:
         self.inbox = RequestInbox(self._loop)
         self.waiting_threads = WaitingThreads(self.inbox)
+        self.new_future = _future_class()
         self.backend = self.inbox.backend = self._make()
         await asyncio.sleep(0)  # runs its first step: a fork must not find its imports half done
 
@@ -158,6 +159,14 @@ def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     tasks.add(loop.create_task(asyncio.sleep(0)))  # tasks that are done: what waits for them is still to be called
     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+
+def _future_class() -> type[Future]:
+    if os_threads.patched():
+        from penstock.core.portal.gevent_waiter import GeventFuture
+
+        return GeventFuture
+    return Future
 
 
 def new_waiter() -> SyncWaiter:

@@ -144,7 +144,7 @@ class Portal:
 
     def submit(self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0) -> Future:
         """A future for the result of one item."""
-        return self._put(model, Item(item, budget_s=budget_s, priority=priority), the_item)
+        return self.submit_item_as(model, Item(item, budget_s=budget_s, priority=priority), the_item)
 
     def submit_many(
         self,
@@ -156,7 +156,7 @@ class Portal:
         convert: Convert = all_items,
     ) -> Future:
         """A future for the results of `items`, in order, converted by `convert`."""
-        return self._put(model, _many(items, budget_s, priority), convert)
+        return self.submit_item_as(model, _many(items, budget_s, priority), convert)
 
     def submit_item(self, model: str, item: Item, caller: Caller) -> None:
         """Queues one item; `caller` is called on the portal's own thread."""
@@ -167,9 +167,11 @@ class Portal:
         if self._loop_thread is not None and self._pid == os.getpid():
             self._loop_thread.inbox.post(callback)
 
-    def _put(self, model: str, item: Item, convert: Convert) -> Future:
-        inbox = self._alive().inbox.of(model)
-        future = _future_class()(inbox.post, convert)
+    def submit_item_as(self, model: str, item: Item, convert: Convert) -> Future:
+        """A future of the response to `item`, converted by `convert`."""
+        thread = self._alive()
+        inbox = thread.inbox.of(model)
+        future = thread.new_future(inbox.post, convert)
         inbox.put(model, item, future)
         return future
 
@@ -293,14 +295,6 @@ _FORKING = os_threads.new_lock()
 
 def _many(items: Sequence[Any], budget_s: float | None, priority: int) -> Item:
     return Item(list(items), rows=len(items), many=True, budget_s=budget_s, priority=priority)
-
-
-def _future_class() -> type[Future]:
-    if os_threads.patched():
-        from penstock.core.portal.gevent_waiter import GeventFuture
-
-        return GeventFuture
-    return Future
 
 
 def _uwsgi_will_fork() -> bool:

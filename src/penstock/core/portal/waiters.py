@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
@@ -150,56 +151,85 @@ class ThreadWaiter(SyncWaiter):
 _LONGEST_S = 10**6  # some platforms refuse longer timeouts
 
 
+_FINISHED = concurrent.futures._base.FINISHED
+_CANCELLED = concurrent.futures._base.CANCELLED_AND_NOTIFIED
+
+
 class Future(concurrent.futures.Future[Any]):
     """A `concurrent.futures.Future` that can also be awaited, on any running asyncio loop.
 
     `cancel` removes a queued request. A running request is not interrupted; its response is dropped.
+
+    What others may wait on, a condition and two lists, is made when it is first used: most futures are looked at when
+    they are done. It is made before the state is read, and looked for after the state is set, so nobody misses the end.
     """
 
-    def __init__(self, post: Post, convert: Convert) -> None:
-        super().__init__()
+    _state = concurrent.futures._base.PENDING
+    _result = None
+    _exception = None
+
+    def __init__(self, post: Post, convert: Convert) -> None:  # the base class would make what few need
         self._post = post
         self._convert = convert
         self._ticket: Revocable | None = None
-        self._over = False  # on the loop: answered or cancelled
+        self._open = True  # whoever takes it out ends the future
+
+    def _made(self, name: str, make: Callable[[], Any]) -> Any:
+        """The attribute, made by the first thread that asks for it."""
+        found = self.__dict__.get(name)
+        return self.__dict__.setdefault(name, make()) if found is None else found
+
+    _condition: Any = property(lambda self: self._made("made_condition", threading.Condition))
+    _waiters: Any = property(lambda self: self._made("made_waiters", list))
+    _done_callbacks: Any = property(lambda self: self._made("made_callbacks", list))
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
 
+    def result(self, timeout: float | None = None) -> Any:
+        if self._state == _FINISHED and self._exception is None:
+            return self._result
+        return super().result(timeout)
+
     def cancel(self) -> bool:
         """True if there will be no response; False if it already arrived."""
-        if self.cancelled():
-            return True
-        if not super().cancel():
-            return False
-        self._post(self.leave)
-        return True
+        if self.__dict__.pop("_open", False):
+            self._end(_CANCELLED, "add_cancelled")
+            self._post(self.leave)
+        return self.cancelled()
 
     def accepted(self, ticket: Revocable) -> None:
         self._ticket = ticket
 
     def leave(self) -> None:
-        if not self._over:
-            self._over = True
-            if self._ticket is not None:
-                self._ticket.cancel()
-            self._settle(None)
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            ticket.cancel()
 
     def __call__(self, result: ItemResult) -> None:
-        if result.final and not self._over:
-            self._over, self._ticket = True, None
-            self._settle(result)
-
-    def _settle(self, result: ItemResult | None) -> None:
-        """Wakes all waiters; None means cancelled."""
-        if not self.set_running_or_notify_cancel() or result is None:
+        if not result.final:
+            return
+        self._ticket = None
+        if not self.__dict__.pop("_open", False):
             return
         try:
-            value = self._convert(result)
+            self._result = self._convert(result)
         except Exception as e:
-            self.set_exception(e.with_traceback(None))  # its frames hold this future: a cycle
+            self._exception = e.with_traceback(None)  # its frames hold this future: a cycle
+            self._end(_FINISHED, "add_exception")
         else:
-            self.set_result(value)
+            self._state = _FINISHED
+            if "made_condition" in self.__dict__:
+                self._end(_FINISHED, "add_result")
+
+    def _end(self, state: str, waiter_call: str) -> None:
+        self._state = state
+        if "made_condition" in self.__dict__:
+            with self._condition:
+                for waiter in self._waiters:
+                    getattr(waiter, waiter_call)(self)
+                self._condition.notify_all()
+            self._invoke_callbacks()  # type: ignore[attr-defined]
 
 
 def the_item(result: ItemResult) -> Any:

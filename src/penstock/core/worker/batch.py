@@ -85,6 +85,7 @@ class Decoded(Struct):
     many: set[int] = field(default_factory=set)  # items whose codec decoded `Many`
     explained: set[int] = field(default_factory=set)  # items for `explain`
     checked: bool = False  # `preprocess` has nothing to do
+    plain: bool = False  # lists of objects for a model that only predicts
     seconds: float = 0.0  # time that decoding took
 
 
@@ -140,8 +141,9 @@ class BatchRun:
                 live.append(u)
         self.live = live
 
-    def attempt(self, units: list[int]) -> None:
-        """Predicts these units; after an error in halves, if the configuration allows it."""
+    def attempt(self, units: list[int], first: Callable[[], Any] | None = None) -> None:
+        """Predicts these units; after an error in halves, if the configuration allows it. `first` gives what a call
+        for them gave, or raises."""
         error: BaseException
         partial = PartialResults(self, units)
         self._place.update(dict.fromkeys(units, 0))
@@ -152,7 +154,7 @@ class BatchRun:
             if self.runner.model.send_parts_to is not None:
                 self.runner.model.send_parts_to(partial)
             values = self._values(units)
-            found = self.runner.call(values, self.d.owners[units[0]] in self.d.explained)
+            found = first() if first else self.runner.call(values, self.d.owners[units[0]] in self.d.explained)
             if hasattr(found, "__next__"):
                 self._stream(units, found)
                 self._keep(values)
@@ -170,13 +172,6 @@ class BatchRun:
                     self.outcomes[u] = self.whole(u, result)
             return
         self._failed(units, error)  # outside of `except`: the next error must not refer to this one
-
-    def resume(self, results: list[Any], error: BaseException | None) -> None:
-        """Continues after a first call for all units, which gave these results, or raised."""
-        if error is None:
-            self.outcomes = results
-        else:
-            self._failed(self.live, error)
 
     def _failed(self, units: list[int], error: BaseException) -> None:
         """Repeats a call in halves, or fails the units that have no outcome yet."""

@@ -13,7 +13,7 @@ from penstock import metrics
 from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
 from penstock.core.columns import Stack, TensorRequest
-from penstock.core.wire.messages import Pickled
+from penstock.core.wire.messages import Pickled, Unsent
 from penstock.core.wire.objects import OwnException
 from penstock.core.worker import logs
 from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter
@@ -28,7 +28,7 @@ from penstock.errors import (
     describe,
     out_of_memory,
 )
-from penstock.types import BatchPart, Item, ItemResult, Many, ModelMetadata
+from penstock.types import BatchPart, Headed, Item, ItemResult, Many, ModelMetadata
 
 if TYPE_CHECKING:
     import asyncio
@@ -59,11 +59,21 @@ class BatchRunner:
         """Sets the metadata and the options of the model; codecs are made from them."""
         self.metadata, self.batching = metadata, batching
         self.codecs = ModelCodecs(metadata, **self._extras)
+        model = self.model
+        hooks = (model.prepare, model.preprocess, model.postprocess, model.send_parts_to, model.states)
+        self._only_predicts = not any(hooks) and not model.takes_parameters and batching.rows != "none"
 
     def decode(self, items: list[Item]) -> Decoded:
         """The values of the items; an item that cannot be decoded becomes an error."""
         started = time.perf_counter()
         decoded = Decoded(items)
+        if self._only_predicts and self._are_lists(items):
+            decoded.plain = True
+            decoded.values = [value for item in items for value in item.payload]
+            decoded.owners = [i for i, item in enumerate(items) for _ in item.payload]
+            decoded.contexts = [None] * len(items)
+            decoded.seconds = time.perf_counter() - started
+            return decoded
         values, contexts = self._planned(items)
         if None not in values:
             decoded.values, decoded.contexts, decoded.owners = values, contexts, list(range(len(items)))
@@ -81,6 +91,14 @@ class BatchRunner:
             decoded.values = prepare(decoded.values)
         decoded.seconds = time.perf_counter() - started
         return decoded
+
+    @staticmethod
+    def _are_lists(items: list[Item]) -> bool:
+        """Whether every item is a whole list of objects that arrived."""
+        for item in items:
+            if not item.many or type(item.payload) is not list or item.stop >= 0 or Unsent in map(type, item.payload):
+                return False
+        return True
 
     def _decoded(self, decoded: Decoded, i: int, item: Item) -> tuple[list[Any], Any]:
         """The units of an item that is decoded alone, and its context; no units after an error."""
@@ -159,6 +177,8 @@ class BatchRunner:
         logs.running.items = decoded.items
         if decoded.checked:
             part, predicted = self._in_columns(batch_id, decoded, emit)
+        elif decoded.plain:
+            part, predicted = self._plainly(batch_id, decoded, emit)
         else:
             run, ready = self._predicted(batch_id, decoded, emit)
             predicted = time.perf_counter()
@@ -173,14 +193,7 @@ class BatchRunner:
     def _in_columns(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchPart, float]:
         """(the final part of a batch of which every plan is known, the time after `predict`). A BatchRun takes over
         where something fails."""
-        error: BaseException | None = None
-        found: Any = ()
-        try:
-            found = self.model.predict(decoded.values)
-        except ENDS:
-            raise
-        except BaseException as e:
-            error = e
+        found, error = self._called(self.model.predict, decoded.values)
         predicted = time.perf_counter()
         if error is None:
             encode, codec = None, ""
@@ -193,9 +206,45 @@ class BatchRunner:
                 return BatchPart(batch_id, results), predicted
             except Exception:
                 pass  # encoded one by one, which finds the irregular one
+        return self._taken_over(batch_id, decoded, emit, found, error), predicted
+
+    def _plainly(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchPart, float]:
+        """Like `_in_columns`, for lists of objects."""
+        found, error = self._called(self.call, list(decoded.values))
+        predicted = time.perf_counter()
+        if error is None and type(found) is list and len(found) == len(decoded.values) and _are_plain(found):
+            results: list[ItemResult | None] = []
+            start = 0
+            for item in decoded.items:
+                end = start + len(item.payload)
+                results.append(ItemResult(found[start:end]))
+                start = end
+            return BatchPart(batch_id, results), predicted
+        return self._taken_over(batch_id, decoded, emit, found, error), predicted
+
+    @staticmethod
+    def _called(predict: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, BaseException | None]:
+        """What `predict` gave, or its error. Raises exceptions in `ENDS`."""
+        try:
+            return predict(values), None
+        except ENDS:
+            raise
+        except BaseException as e:
+            return None, e
+
+    def _taken_over(
+        self, batch_id: int, decoded: Decoded, emit: Emit, found: Any, error: BaseException | None
+    ) -> BatchPart:
+        """The final part of a batch, after a first call for all units gave `found` or `error`."""
+
+        def first() -> Any:
+            if error is not None:
+                raise error
+            return found
+
         run = BatchRun(self, batch_id, decoded, emit)
-        run.resume(found, error)
-        return run.final(), predicted
+        run.attempt(run.live, first)
+        return run.final()
 
     def begin(self, batch_id: int, decoded: Decoded, emit: Emit) -> Callable[[], BatchPart]:
         """Predicts, and returns a function that makes the final part in one other thread, outside the run time."""
@@ -292,6 +341,11 @@ class BatchRunner:
         if out_of_memory(error):
             return OutOfMemory("the device ran out of memory on this item alone", detail=text)
         return _with_original(ItemFailed(f"{doing} {kind}", detail=text), error)
+
+
+def _are_plain(results: list[Any]) -> bool:
+    """Whether all of them are responses as they are."""
+    return not any(kind is Headed or issubclass(kind, Exception) for kind in set(map(type, results)))
 
 
 def _with_original(failed: PenstockError, error: BaseException) -> PenstockError:
