@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
@@ -151,6 +153,37 @@ class ThreadWaiter(SyncWaiter):
 _LONGEST_S = 10**6  # some platforms refuse longer timeouts
 
 
+class LoopCalls:
+    """Calls from other threads to one asyncio loop. One wake-up serves all that come until the loop runs."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[Callable[[], object]] = deque()
+        self._due = False
+
+    def post(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+        if not self._due:
+            self._due = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits there any more
+                self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._due = False  # before the calls are taken, so that a new one wakes the loop again
+        while self._calls:
+            self._calls.popleft()()
+
+
+_CALLS: weakref.WeakValueDictionary[int, LoopCalls] = weakref.WeakValueDictionary()
+
+
+def _calls_to(loop: asyncio.AbstractEventLoop) -> LoopCalls:
+    found = _CALLS.get(id(loop))
+    if found is None:
+        found = _CALLS[id(loop)] = LoopCalls(loop)
+    return found
+
+
 _FINISHED = concurrent.futures._base.FINISHED
 _CANCELLED = concurrent.futures._base.CANCELLED_AND_NOTIFIED
 
@@ -184,7 +217,17 @@ class Future(concurrent.futures.Future[Any]):
     _done_callbacks: Any = property(lambda self: self._made("made_callbacks", list))
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.wrap_future(self).__await__()
+        loop = asyncio.get_running_loop()
+        ended, calls = loop.create_future(), _calls_to(loop)
+        self.add_done_callback(lambda _: calls.post(lambda: None if ended.done() else ended.set_result(None)))
+        try:
+            yield from ended
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if self.cancelled():
+            raise asyncio.CancelledError
+        return self.result()
 
     def result(self, timeout: float | None = None) -> Any:
         if self._state == _FINISHED and self._exception is None:
