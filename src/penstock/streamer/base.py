@@ -79,7 +79,7 @@ class BaseStreamer:
         return values
 
     def _submit(self, batch: Iterable[Any], priority: int, deadline: float | None, convert: Convert) -> Future:
-        items = list(_to_list(batch))
+        items = list(batch if type(batch) is list else _to_list(batch))
         if not items:
             future = Future(lambda *_: None, convert)
             future(ItemResult([]))

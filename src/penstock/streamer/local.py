@@ -365,11 +365,6 @@ class LocalBackend(ChunkingBackend, Observer):
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
-    def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
-        if item.rows == 1 and self._loaded:  # the usual call, made as short as it can be
-            return self._engine.submit(self._name, None, item, sink)
-        return super().submit(model, version, item, sink)
-
     def submit_within_bounds(self, item: Item, sink: Sink) -> Ticket:
         """Submits to the engine, or keeps the request until the model is loaded."""
         if self._loaded:

@@ -13,7 +13,7 @@ from penstock.types import SequenceRequest
 INF = float("inf")
 
 
-class Entry(Struct, eq=False):
+class Entry(Struct, eq=False, gc=False):
     """What a policy knows of a request; never its payload.
 
     `rows` is its share of a batch. `deadline_s` is the caller's deadline or arrival + slo, whichever is earlier, on the

@@ -92,15 +92,19 @@ class WaitingQueue:
             assert entry.state == 0, f"request {entry.id} was offered before"
             entry.state = _WAITING
             self.expiries.add(entry)
-            if not entry.held:
+            bucket = self.buckets.get(entry.bucket)
+            if bucket is None or entry.held or entry.deadline_s != INF:
                 self._put(entry)
+            elif bucket.push(entry):
+                self._new_head(bucket)
 
     def _push(self, entry: Entry) -> None:
         self.expiries.add(entry)
-        if not entry.held:
-            self._put(entry)
+        self._put(entry)
 
     def _put(self, entry: Entry) -> None:
+        if entry.held:
+            return
         name = entry.bucket
         bucket = self.buckets.get(name)
         if bucket is None:

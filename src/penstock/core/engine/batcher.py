@@ -329,11 +329,11 @@ class Batcher:
         """A batch is answered, or some items of a batch on a concurrent slot."""
         now = time.monotonic()
         whole: list[int] = []
-        calls, entries = running.calls, running.dispatch.entries
+        calls, entries, reports = running.calls, running.dispatch.entries, self._notifier is not None
         if part.at is not None:
             calls, entries = [calls[i] for i in part.at], [entries[i] for i in part.at]
         for call, entry, result in zip(calls, entries, part.results, strict=True):
-            if result is not None and (result.error is not None or call.item.many):
+            if result is not None and (result.error is not None or (reports and call.item.many)):
                 self._note_failures(running, entry, call, result)
             if entry.parent is None:
                 call.settle(result or ItemResult())

@@ -32,9 +32,14 @@ from penstock.errors import PenstockError
 from penstock.types import BatchPart, Item, Ready
 
 LONGEST_S = 10**6  # some platforms refuse longer timeouts
+# choices
 WAKING_S = 0.002
+"""How long requests may wait until all threads that were answered have run: 128 threads take about as long."""
 EARLY_S = 0.002
-BRIEF_S = 0.003
+"""How long before the predicted end of a run the loop looks at what waits, so that the next batch can begin at once."""
+BRIEF_S = 0.01
+"""The loop is not woken for what is due sooner: most runs end before. It would compete with a model that holds the
+interpreter, which a thread gets after 5 ms."""
 LOOK_S = 0.1
 """A choice: how long a request may wait unseen while all threads of the model run. It costs a wake-up of the loop."""
 

@@ -213,8 +213,9 @@ class Engine:
         with inbox.guard:
             if handle is not None and handle.driver is not None and handle.state == "READY" and not self.draining:
                 inbox.routes[name] = handle.driver
-            else:
-                inbox.routes.pop(name, None)
+                handle.driver.submit_row = handle.submit if handle.sequences is None else None
+            elif (route := inbox.routes.pop(name, None)) is not None:
+                route.submit_row = None
 
     def _check_version_limit(self, name: str, version: str) -> None:
         loaded = {(h.name, h.version) for h in self._live} - {(name, version)}

@@ -14,7 +14,7 @@ from typing import Protocol
 from penstock.core import os_threads
 from penstock.core.contracts import Submitter, Ticket
 from penstock.errors import ModelNotReady, PenstockError
-from penstock.types import Item, ItemResult
+from penstock.types import Item, ItemResult, Sink
 
 log = logging.getLogger("penstock.engine")
 
@@ -39,6 +39,7 @@ class Inbox:
     """Requests in the order in which threads put them. Whoever drains it holds the `guard` of the portal."""
 
     backend: Submitter
+    submit_row: Callable[[Item, Sink], Ticket] | None = None  # the shortest way for a request of one row
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -61,7 +62,7 @@ class Inbox:
 
     def drain(self) -> None:
         """Submits what has arrived, at most REQUESTS_PER_PASS."""
-        submit, take = self.backend.submit, self._requests.popleft
+        submit, submit_row, take = self.backend.submit, self.submit_row, self._requests.popleft
         for _ in range(REQUESTS_PER_PASS):
             try:
                 request = take()
@@ -72,7 +73,10 @@ class Inbox:
                 continue
             model, item, caller = request
             try:
-                caller.accepted(submit(model, None, item, caller))
+                if item.rows == 1 and submit_row is not None:
+                    caller.accepted(submit_row(item, caller))
+                else:
+                    caller.accepted(submit(model, None, item, caller))
             except PenstockError as e:
                 caller(ItemResult(error=e.with_traceback(None)))  # its frames hold the item
             except Exception as e:

@@ -169,8 +169,10 @@ class Portal:
 
     def submit_item_as(self, model: str, item: Item, convert: Convert) -> Future:
         """A future of the response to `item`, converted by `convert`."""
-        thread = self._alive()
-        inbox = thread.inbox.of(model)
+        thread = self._loop_thread
+        if thread is None or self._closed or self._pid != os.getpid():
+            thread = self._alive()
+        inbox = thread.inbox.routes.get(model) or thread.inbox
         future = thread.new_future(inbox.post, convert)
         inbox.put(model, item, future)
         return future

@@ -195,17 +195,20 @@ class Future(concurrent.futures.Future[Any]):
 
     What others may wait on, a condition and two lists, is made when it is first used: most futures are looked at when
     they are done. It is made before the state is read, and looked for after the state is set, so nobody misses the end.
+    The response is converted by the first thread that asks for it.
     """
 
     _state = concurrent.futures._base.PENDING
-    _result = None
-    _exception = None
+    _response: ItemResult | None = None  # not converted yet
+    _value: Any = None
+    _error: Exception | None = None
+    made_condition: threading.Condition | None = None
 
     def __init__(self, post: Post, convert: Convert) -> None:  # the base class would make what few need
         self._post = post
         self._convert = convert
         self._ticket: Revocable | None = None
-        self._open = True  # whoever takes it out ends the future
+        self._open = True  # whoever deletes it ends the future; an access to `__dict__` would cost more
 
     def _made(self, name: str, make: Callable[[], Any]) -> Any:
         """The attribute, made by the first thread that asks for it."""
@@ -215,6 +218,18 @@ class Future(concurrent.futures.Future[Any]):
     _condition: Any = property(lambda self: self._made("made_condition", threading.Condition))
     _waiters: Any = property(lambda self: self._made("made_waiters", list))
     _done_callbacks: Any = property(lambda self: self._made("made_callbacks", list))
+    _result: Any = property(lambda self: self._converted()._value)
+    _exception: Any = property(lambda self: self._converted()._error)
+
+    def _converted(self) -> Future:
+        response = self._response
+        if response is not None:
+            try:
+                self._value = self._convert(response)
+            except Exception as e:
+                self._error = e.with_traceback(None)  # its frames hold this future: a cycle
+            self._response = None
+        return self
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -229,17 +244,26 @@ class Future(concurrent.futures.Future[Any]):
             raise asyncio.CancelledError
         return self.result()
 
+    def done(self) -> bool:
+        return self._state in (_FINISHED, _CANCELLED)
+
+    def cancelled(self) -> bool:
+        return self._state == _CANCELLED
+
     def result(self, timeout: float | None = None) -> Any:
-        if self._state == _FINISHED and self._exception is None:
-            return self._result
+        if self._state == _FINISHED and self._converted()._error is None:
+            return self._value
         return super().result(timeout)
 
     def cancel(self) -> bool:
         """True if there will be no response; False if it already arrived."""
-        if self.__dict__.pop("_open", False):
-            self._end(_CANCELLED, "add_cancelled")
-            self._post(self.leave)
-        return self.cancelled()
+        try:
+            del self._open
+        except AttributeError:
+            return self.cancelled()
+        self._end(_CANCELLED)
+        self._post(self.leave)
+        return True
 
     def accepted(self, ticket: Revocable) -> None:
         self._ticket = ticket
@@ -253,24 +277,24 @@ class Future(concurrent.futures.Future[Any]):
         if not result.final:
             return
         self._ticket = None
-        if not self.__dict__.pop("_open", False):
-            return
         try:
-            self._result = self._convert(result)
-        except Exception as e:
-            self._exception = e.with_traceback(None)  # its frames hold this future: a cycle
-            self._end(_FINISHED, "add_exception")
-        else:
-            self._state = _FINISHED
-            if "made_condition" in self.__dict__:
-                self._end(_FINISHED, "add_result")
+            del self._open
+        except AttributeError:
+            return
+        self._response = result
+        self._end(_FINISHED)
 
-    def _end(self, state: str, waiter_call: str) -> None:
+    def _end(self, state: str) -> None:
         self._state = state
-        if "made_condition" in self.__dict__:
+        if self.made_condition is not None:
             with self._condition:
                 for waiter in self._waiters:
-                    getattr(waiter, waiter_call)(self)
+                    if state == _CANCELLED:
+                        waiter.add_cancelled(self)
+                    elif self._exception is None:
+                        waiter.add_result(self)
+                    else:
+                        waiter.add_exception(self)
                 self._condition.notify_all()
             self._invoke_callbacks()  # type: ignore[attr-defined]
 

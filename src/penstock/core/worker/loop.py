@@ -70,8 +70,6 @@ class BatchRunner:
         if self._only_predicts and self._are_lists(items):
             decoded.plain = True
             decoded.values = [value for item in items for value in item.payload]
-            decoded.owners = [i for i, item in enumerate(items) for _ in item.payload]
-            decoded.contexts = [None] * len(items)
             decoded.seconds = time.perf_counter() - started
             return decoded
         values, contexts = self._planned(items)
@@ -242,6 +240,9 @@ class BatchRunner:
                 raise error
             return found
 
+        if decoded.plain:
+            decoded.owners = [i for i, item in enumerate(decoded.items) for _ in item.payload]
+            decoded.contexts = [None] * len(decoded.items)
         run = BatchRun(self, batch_id, decoded, emit)
         run.attempt(run.live, first)
         return run.final()
