@@ -38,7 +38,7 @@ WAKING_S = 0.002
 EARLY_S = 0.002
 """How long before the predicted end of a run the loop looks at what waits, so that the next batch can begin at once."""
 BRIEF_S = 0.01
-"""The loop is not woken for what is due sooner: most runs end before. It would compete with a model that holds the
+"""The loop is not woken sooner for what is due: most runs end before. It would compete with a model that holds the
 interpreter, which a thread gets after 5 ms."""
 LOOK_S = 0.1
 """A choice: how long a request may wait unseen while all threads of the model run. It costs a wake-up of the loop."""
@@ -200,8 +200,6 @@ class DirectDriver(Inbox):
     def _ensure(self) -> None:
         """Sees to the next turn at `_wake_at`: a thread that sleeps until then, or the timer of the loop."""
         when = self._wake_at
-        if when < time.monotonic() + BRIEF_S:
-            return
         if when < self._timer_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
             self._timer_at = when
             self._on_loop(self._set_timer)
@@ -215,7 +213,9 @@ class DirectDriver(Inbox):
                 self._wake_at = INF
                 self._portal_inbox.answer(self._take_turn)
                 if thread.batches or thread.ending:
-                    self._wake_at = min(self._wake_at, self._scheduler.next_end()[0] - EARLY_S)
+                    early = self._scheduler.next_end()[0] - EARLY_S
+                    if early > time.monotonic() + BRIEF_S:  # else this thread is back before another one is awake
+                        self._wake_at = min(self._wake_at, early)
                     self._ensure()
                     return thread.batches.popleft() if thread.batches else None
                 thread.until = self._wake_at
