@@ -153,7 +153,12 @@ class Batcher:
         """A caller left. Its payload is released at once unless a worker has it, or a piece of it."""
         now = time.monotonic()
         with self.guard:
-            if self.scheduler.cancel(call.entry.id, now):
+            try:
+                gone = self.scheduler.cancel(call.entry.id, now)
+            except Exception:
+                self._break()
+                return
+            if gone:
                 self._left([call.entry.id], now)
                 self.wake()
                 return

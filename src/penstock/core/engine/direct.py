@@ -199,7 +199,7 @@ class DirectDriver(Inbox):
 
     def _ensure(self) -> None:
         """Sees to the next turn at `_wake_at`: a thread that sleeps until then, or the timer of the loop."""
-        when = self._wake_at
+        when = max(self._wake_at, time.monotonic() + BRIEF_S)
         if when < self._timer_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
             self._timer_at = when
             self._on_loop(self._set_timer)

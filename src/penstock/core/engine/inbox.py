@@ -185,11 +185,11 @@ class RequestInbox(Inbox):
             self._answering = os_threads.thread_id()
             try:
                 answer(*arguments)
+            finally:
                 self._after = None
                 for call in calls:
                     call()
-            finally:
-                self._after, self._answering = None, 0
+                self._answering = 0
 
     def answers_here(self) -> bool:
         """Whether this thread is answering requests of a model without the loop."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
 import weakref
 from collections import deque
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 from penstock.core import os_threads
 from penstock.core.engine.inbox import RequestInbox
 from penstock.types import ItemResult
+
+log = logging.getLogger("penstock.portal")
 
 
 class Revocable(Protocol):
@@ -261,8 +264,8 @@ class Future(concurrent.futures.Future[Any]):
             del self._open
         except AttributeError:
             return self.cancelled()
+        self._post(self.leave)  # first: a callback may raise SystemExit
         self._end(_CANCELLED)
-        self._post(self.leave)
         return True
 
     def accepted(self, ticket: Revocable) -> None:
@@ -282,7 +285,10 @@ class Future(concurrent.futures.Future[Any]):
         except AttributeError:
             return
         self._response = result
-        self._end(_FINISHED)
+        try:
+            self._end(_FINISHED)
+        except BaseException:  # of a callback, such as SystemExit: it must not end the thread that answers others
+            log.exception("callback_failed future=%r", self)
 
     def _end(self, state: str) -> None:
         self._state = state
