@@ -187,6 +187,7 @@ def _calls_to(loop: asyncio.AbstractEventLoop) -> LoopCalls:
     return found
 
 
+_NOBODY = object()  # in place of the condition of a future that ended before anyone asked for one
 _FINISHED = concurrent.futures._base.FINISHED
 _CANCELLED = concurrent.futures._base.CANCELLED_AND_NOTIFIED
 
@@ -197,7 +198,8 @@ class Future(concurrent.futures.Future[Any]):
     `cancel` removes a queued request. A running request is not interrupted; its response is dropped.
 
     What others may wait on, a condition and two lists, is made when it is first used: most futures are looked at when
-    they are done. It is made before the state is read, and looked for after the state is set, so nobody misses the end.
+    they are done. Either somebody makes the condition first, and then the state changes under it, as in the base class;
+    or the end takes its place first, and whoever asks for a condition later finds the future done.
     The response is converted by the first thread that asks for it.
     """
 
@@ -205,7 +207,6 @@ class Future(concurrent.futures.Future[Any]):
     _response: ItemResult | None = None  # not converted yet
     _value: Any = None
     _error: Exception | None = None
-    made_condition: threading.Condition | None = None
 
     def __init__(self, post: Post, convert: Convert) -> None:  # the base class would make what few need
         self._post = post
@@ -218,7 +219,14 @@ class Future(concurrent.futures.Future[Any]):
         found = self.__dict__.get(name)
         return self.__dict__.setdefault(name, make()) if found is None else found
 
-    _condition: Any = property(lambda self: self._made("made_condition", threading.Condition))
+    @property
+    def _condition(self) -> Any:  # type: ignore[override]
+        found = self._made("made_condition", threading.Condition)
+        if found is _NOBODY:
+            self._state = _FINISHED  # the thread that ends it may not have come to that yet
+            found = self._made("late_condition", threading.Condition)
+        return found
+
     _waiters: Any = property(lambda self: self._made("made_waiters", list))
     _done_callbacks: Any = property(lambda self: self._made("made_callbacks", list))
     _result: Any = property(lambda self: self._converted()._value)
@@ -285,24 +293,26 @@ class Future(concurrent.futures.Future[Any]):
         except AttributeError:
             return
         self._response = result
+        if self.__dict__.setdefault("made_condition", _NOBODY) is _NOBODY:
+            self._state = _FINISHED
+            return
         try:
             self._end(_FINISHED)
         except BaseException:  # of a callback, such as SystemExit: it must not end the thread that answers others
             log.exception("callback_failed future=%r", self)
 
     def _end(self, state: str) -> None:
-        self._state = state
-        if self.made_condition is not None:
-            with self._condition:
-                for waiter in self._waiters:
-                    if state == _CANCELLED:
-                        waiter.add_cancelled(self)
-                    elif self._exception is None:
-                        waiter.add_result(self)
-                    else:
-                        waiter.add_exception(self)
-                self._condition.notify_all()
-            self._invoke_callbacks()  # type: ignore[attr-defined]
+        with self._condition:
+            self._state = state
+            for waiter in self._waiters:
+                if state == _CANCELLED:
+                    waiter.add_cancelled(self)
+                elif self._exception is None:
+                    waiter.add_result(self)
+                else:
+                    waiter.add_exception(self)
+            self._condition.notify_all()
+        self._invoke_callbacks()  # type: ignore[attr-defined]
 
 
 def the_item(result: ItemResult) -> Any:

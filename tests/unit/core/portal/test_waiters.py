@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, as_completed
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,6 +191,17 @@ def test_a_failed_future_creates_no_reference_cycle(posted: Posted) -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_future_ends_before_or_after_others_look_at_it_and_not_meanwhile(posted: Posted) -> None:
+    future = Future(posted, the_item)
+    with future._condition:  # as `concurrent.futures.wait` and `as_completed` look at it
+        answering = threading.Thread(target=future, args=[ItemResult(1)])
+        answering.start()
+        answering.join(0.05)
+        assert not future.done()  # else it would be counted as done, and then counted again
+    answering.join()
+    assert list(as_completed([future], 0)) == [future]
 
 
 def test_a_future_can_be_awaited_and_a_cancelled_wait_cancels_it(posted: Posted) -> None:
