@@ -239,7 +239,8 @@ class TransportListener(Protocol):
 
 
 class Transport(Protocol):
-    """One way to reach the instances of one model. All calls run on the event loop's thread.
+    """One way to reach the instances of one model. All calls run on the event loop's thread, or with the guard of its
+    driver.
 
     `depth` is how many batches a slot may hold: one running, one ahead, and more if they are short.
     """
@@ -342,7 +343,8 @@ class ServerSnapshot(Struct):
 class Observer:
     """Hooks that the engine calls. Every hook does nothing; a subclass overrides the ones it needs.
 
-    Hooks run on the event loop's thread, once per batch where possible, and must not block. An exception in a hook is
+    Hooks run one at a time, on the event loop's thread or the one of a model that a portal runs in threads, once per
+    batch where possible. They must not block. An exception in a hook is
     logged and affects no response.
     """
 
