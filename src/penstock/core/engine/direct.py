@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
 from bisect import insort
 from collections import deque
@@ -57,6 +58,8 @@ class DirectDriver(Inbox):
         self._take_turn: Turn = lambda: None  # before the batcher is made
         self._threads: set[int] = set()  # identifiers of the model's threads
         self._asleep: list[DirectThread] = []  # those without a batch; the last one is rung first
+        # takes a thread out and rings its bell, in one step of the interpreter: no signal handler raises between them
+        self._rings = map(operator.call, map(operator.attrgetter("bell.release"), iter(self._asleep.pop, None)))
         self._inert = self._room = 0
         self._full = 64
         self._wake_at = INF
@@ -83,8 +86,7 @@ class DirectDriver(Inbox):
         elif urgent or len(self._requests) > self._room:
             self._look_now()
         elif not self._looking:
-            self._looking = True
-            self._on_loop(self._look_later)
+            self._call_once("_looking", self._look_later)
 
     def woken(self) -> None:
         if len(self._requests) > self._inert:
@@ -100,16 +102,14 @@ class DirectDriver(Inbox):
     def _ring(self) -> bool:
         """Wakes a thread that sleeps; False if none does."""
         try:
-            thread = self._asleep.pop()
+            next(self._rings)
         except IndexError:
             return False
-        thread.bell.release()
         return True
 
     def _look_now(self) -> None:
         if not self._look_due:
-            self._look_due = True
-            self._on_loop(self._look)
+            self._call_once("_look_due", self._look)
 
     def _on_loop(self, callback: Callable[[], object]) -> None:
         try:
@@ -221,7 +221,7 @@ class DirectDriver(Inbox):
                 thread.until = self._wake_at
                 if self._portal_inbox.waking:
                     thread.until = min(thread.until, time.monotonic() + WAKING_S)
-                insort(self._asleep, thread, key=_last_slot_first)
+                insort(self._asleep, thread, key=operator.attrgetter("order"))  # in one step, too
             wait_s = -1.0 if thread.until == INF else max(0.0, min(thread.until - time.monotonic(), LONGEST_S))
             if not self._requests and thread.bell.acquire(timeout=wait_s):
                 continue
@@ -243,11 +243,6 @@ class DirectDriver(Inbox):
         self._portal_inbox.answer(thread.slot.on_part, thread, part, leases)
 
 
-def _last_slot_first(thread: DirectThread) -> int:
-    """The scheduler prefers the first idle slot, so its thread is rung first."""
-    return -thread.slot.number
-
-
 class DirectThread(WorkerThread):
     """One thread with its model, which takes its batches from the driver."""
 
@@ -255,6 +250,7 @@ class DirectThread(WorkerThread):
         super().__init__(slot)
         self.batches: deque[Work] = deque()
         self.ending = False
+        self.order = -slot.number  # the scheduler prefers the first idle slot, so its thread is rung first
         self.until = INF  # when it wakes by itself while it sleeps
         self.bell = os_threads.new_lock()
         self.bell.acquire()

@@ -90,6 +90,21 @@ class Inbox:
     def refuse_own_thread(self) -> None:
         """Raises RuntimeError in a thread of the model that answers these requests."""
 
+    def _call_once(self, flag: str, callback: _Callback) -> None:
+        """Sets the flag and calls `callback`, which clears it, on the loop; neither if a signal handler raises here."""
+        try:
+            setattr(self, flag, True)
+            self._loop.call_soon_threadsafe(callback)
+        except BaseException:
+            setattr(self, flag, False)
+            if not self._loop.is_closed():
+                raise
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Sees to the requests that arrive after the end."""
+        raise NotImplementedError
+
     def _taken(self) -> Iterator[_Request | _Callback]:
         """Yields each request to one thread only."""
         while True:
@@ -152,11 +167,10 @@ class RequestInbox(Inbox):
             inbox.woken()
 
     def _ring(self) -> None:
-        self._wake_scheduled = True
-        try:
-            self._loop.call_soon_threadsafe(self.drain)
-        except RuntimeError:  # the loop was closed meanwhile
-            self.close()
+        self._call_once("_wake_scheduled", self.drain)
+
+    def _pass_on(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Refuses the requests that have not reached the backend."""

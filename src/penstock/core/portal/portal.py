@@ -183,9 +183,9 @@ class Portal:
             return new_waiter()
         waiter: SyncWaiter | None = getattr(self._waiters, "waiter", None)
         if waiter is None:
-            handles_signals = threading.current_thread() is threading.main_thread()
-            waiter = SyncWaiter() if handles_signals else ThreadWaiter(thread.waiting_threads)
-            self._waiters.waiter = waiter
+            if threading.current_thread() is threading.main_thread():
+                return SyncWaiter()  # not for another call: a signal handler may raise before this one has left it
+            waiter = self._waiters.waiter = ThreadWaiter(thread.waiting_threads)
         return waiter
 
     def _wait(self, inbox: Inbox, waiter: SyncWaiter, timeout_s: float | None, *request: Any) -> Any:

@@ -28,6 +28,9 @@ class Loop:
     def call_soon(self, callback: Callable[[], object]) -> None:
         self._ready.append(callback)
 
+    def is_closed(self) -> bool:
+        return self.closed
+
     def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
         if self.closed:
             raise RuntimeError("Event loop is closed")
