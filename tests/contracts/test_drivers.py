@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from msgspec import structs
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.batching.entry import Dispatch, Entry
 from penstock.core.batching.scheduler import Scheduler
-from penstock.core.engine import engine, handle
+from penstock.core.engine import direct, engine, handle, inbox
 from penstock.core.engine.rules import policy_of
+from penstock.core.portal import portal as portal_module
+from penstock.core.portal import waiters
 from penstock.core.portal.portal import Portal
 from penstock.core.portal.waiters import every_item
 from penstock.errors import (
@@ -31,7 +34,7 @@ from penstock.errors import (
 )
 from penstock.types import Item, ItemResult
 
-WAIT_S = 10.0
+WAIT_S = 3.0
 Load = Callable[..., Portal]
 
 
@@ -403,3 +406,51 @@ def test_a_callback_that_raises_costs_nobody_a_response(load: Load, error: type[
         assert [call.result(WAIT_S) for call in calls] == [[i] for i in range(8)]
     assert first.result(WAIT_S) == 0
     assert portal.predict("m", [1]) == [1]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("call", ["predict", "submit"])
+def test_an_interrupt_at_any_instruction_of_a_call_costs_later_calls_nothing(load: Load, call: str, busy: bool) -> None:
+    model = Gate()
+    model.open.set()
+    portal = load(model, max_queue=50)
+    files = {module.__file__ for module in (direct, inbox, portal_module, waiters)}
+    left = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if left == 0:
+            left = -1
+            raise KeyboardInterrupt  # as a signal handler may
+        return trace
+
+    assert threading.current_thread() is threading.main_thread()
+    for instruction in range(1, 2000):
+        if busy:
+            model.open.clear()
+            held = portal.submit("m", "held")
+            model.running()
+        left, before = instruction, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            getattr(portal, call)("m", [-1], **({"timeout_s": 0.0} if busy and call == "predict" else {}))
+        except KeyboardInterrupt:
+            pass
+        except DeadlineExceeded:
+            assert busy
+        finally:
+            sys.settrace(before)
+        if busy:
+            assert type(portal.submit("m", "late", budget_s=1e-6).exception(WAIT_S)) is DeadlineExceeded
+            model.open.set()
+            assert held.result(WAIT_S) == "held"
+        assert portal.predict("m", [instruction], timeout_s=WAIT_S) == [instruction]
+        model.runs = threading.Semaphore(0)
+        if left > 0:
+            break
+    assert instruction > 20
+    assert left > 0
