@@ -39,10 +39,12 @@ WAKING_S = 0.002
 EARLY_S = 0.002
 """How long before the predicted end of a run the loop looks at what waits, so that the next batch can begin at once."""
 BRIEF_S = 0.01
-"""The loop is not woken sooner for what is due: most runs end before. It would compete with a model that holds the
-interpreter, which a thread gets after 5 ms."""
+"""What is due sooner is left to the model's thread: most runs end before. The loop would compete with a model that
+holds the interpreter, which a thread gets after 5 ms."""
+LATE_S = 0.05
+"""After so long the loop sees to it nevertheless."""
 LOOK_S = 0.1
-"""A choice: how long a request may wait unseen while all threads of the model run. It costs a wake-up of the loop."""
+"""How long a request may wait unseen while all threads of the model run. It costs a wake-up of the loop."""
 
 
 class DirectDriver(Inbox):
@@ -60,8 +62,7 @@ class DirectDriver(Inbox):
         self._asleep: list[DirectThread] = []  # those without a batch; the last one is rung first
         # takes a thread out and rings its bell, in one step of the interpreter: no signal handler raises between them
         self._rings = map(operator.call, map(operator.attrgetter("bell.release"), iter(self._asleep.pop, None)))
-        self._inert = self._room = 0
-        self._full = 64
+        self._inert = self._room = self._full = 0
         self._wake_at = INF
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = INF
@@ -77,11 +78,8 @@ class DirectDriver(Inbox):
             self._pass_on()
         elif self._asleep:
             waiting = len(self._requests)
-            if (
-                urgent
-                or item.rows > 1
-                or (waiting > self._inert and (waiting >= self._full or not self._portal_inbox.waking))
-            ):
+            quiet = waiting <= self._inert or (waiting < self._full and self._portal_inbox.waking)
+            if not quiet or urgent or item.rows > 1:
                 self._ring()
         elif urgent or len(self._requests) > self._room:
             self._look_now()
@@ -179,7 +177,9 @@ class DirectDriver(Inbox):
 
     def turned(self, wake_at: float | None) -> None:
         self._wake_at = INF if wake_at is None else wake_at
-        self._inert, self._room = self._scheduler.inert_arrivals, 0 if self._strict else self._scheduler.room
+        scheduler = self._scheduler
+        self._inert, self._room = scheduler.inert_arrivals, 0 if self._strict else scheduler.room
+        self._full = scheduler.max_batch_size
 
     def rest(self) -> None:
         """Nothing to do: the thread that has answered takes a turn."""
@@ -199,7 +199,9 @@ class DirectDriver(Inbox):
 
     def _ensure(self) -> None:
         """Sees to the next turn at `_wake_at`: a thread that sleeps until then, or the timer of the loop."""
-        when = max(self._wake_at, time.monotonic() + BRIEF_S)
+        when, now = self._wake_at, time.monotonic()
+        if when < now + BRIEF_S:
+            when = now + LATE_S
         if when < self._timer_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
             self._timer_at = when
             self._on_loop(self._set_timer)
