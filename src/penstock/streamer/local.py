@@ -381,7 +381,8 @@ class LocalBackend(ChunkingBackend, Observer):
     def _release_pending(self) -> None:
         """Submits the waiting requests to the engine, or fails them if loading failed."""
         if self._failure is None:
-            self._pending.forward(partial(self._engine.submit, self._name, None))
+            with self._engine.guard:
+                self._pending.forward(partial(self._engine.submit, self._name, None))
         else:
             self._pending.fail(self._failure)
 

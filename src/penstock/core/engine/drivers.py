@@ -55,7 +55,8 @@ class LoopDriver:
         self._timer = Timer(self._loop, turn)
 
     def soon(self) -> None:
-        self._loop.call_soon(self._turn)
+        here = asyncio._get_running_loop() is self._loop  # else a thread of a model that this one has replaced
+        (self._loop.call_soon if here else self._loop.call_soon_threadsafe)(self._turn)
 
     def drain(self) -> None:
         if self._inbox is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -191,7 +192,7 @@ class Engine:
             )
         handle = ModelHandle(spec, transport, devices, self._limits.max_queue_bytes, self._observers, driver=driver)
         if driver is not None:
-            handle.on_state = partial(asyncio.get_running_loop().call_soon, self._route, name)
+            handle.on_state = partial(asyncio.get_running_loop().call_soon_threadsafe, self._route, name)
         self._live.add(handle)
         return handle
 
@@ -209,13 +210,15 @@ class Engine:
         inbox = inbox_of(asyncio.get_running_loop())
         if inbox is None:
             return
-        handle = None if self._registry.splits else self._registry.handles.get((name, None))
+        handle = None if name in self._registry.splits else self._registry.handles.get((name, None))
         with inbox.guard:
+            old = inbox.routes.pop(name, None)
             if handle is not None and handle.driver is not None and handle.state == "READY" and not self.draining:
                 inbox.routes[name] = handle.driver
                 handle.driver.submit_row = handle.submit if handle.sequences is None else None
-            elif (route := inbox.routes.pop(name, None)) is not None:
-                route.submit_row = None
+            if old is not None and old is not inbox.routes.get(name):
+                old.submit_row = None
+                old.woken()  # nobody else tells it any more that the answered threads have run
 
     def _check_version_limit(self, name: str, version: str) -> None:
         loaded = {(h.name, h.version) for h in self._live} - {(name, version)}
@@ -300,8 +303,14 @@ class Engine:
 
     # ---- requests
 
+    @property
+    def guard(self) -> AbstractContextManager[object]:
+        """What a coroutine holds while it submits requests, because threads of models may answer others."""
+        inbox = inbox_of(asyncio.get_running_loop())
+        return nullcontext() if inbox is None else inbox.guard
+
     def submit(self, model: str, version: str | None, item: Item, sink: Sink) -> Call | WaitingRequest:
-        """Queues one item; see `Backend.submit`."""
+        """Queues one item; see `Backend.submit`. Called with the guard."""
         registry = self._registry
         try:
             # without a traffic split, one dictionary look-up finds the handle, unless the newest version is not up
@@ -347,7 +356,17 @@ class Engine:
         return result
 
     async def _ask(self, model: str, version: str | None, item: Item) -> Any:
-        return await result_of(lambda sink: self.submit(model, version, item, sink))
+        return await result_of(lambda sink: self._submit_here(model, version, item, sink))
+
+    def _submit_here(self, model: str, version: str | None, item: Item, sink: Sink) -> Ticket:
+        """`submit` for a coroutine: `sink` is called on its loop, whichever thread answers."""
+        loop = asyncio.get_running_loop()
+
+        def on_loop(result: ItemResult) -> None:
+            loop.call_soon_threadsafe(sink, result)
+
+        with self.guard:
+            return self.submit(model, version, item, sink if inbox_of(loop) is None else on_loop)
 
     async def stream(
         self,
@@ -362,7 +381,7 @@ class Engine:
         """Yields the parts of a streaming model's answer. Leaving the loop early cancels the request."""
         parts: asyncio.Queue[ItemResult] = asyncio.Queue()
         item = Item(payload, budget_s=budget_s, priority=priority, sequence=sequence)
-        call = self.submit(model, version, item, parts.put_nowait)
+        call = self._submit_here(model, version, item, parts.put_nowait)
         try:
             while True:
                 part = await parts.get()

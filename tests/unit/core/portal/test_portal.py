@@ -16,7 +16,9 @@ from typing import Any, cast
 import pytest
 
 from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.engine.engine import Engine
 from penstock.core.portal.portal import Portal
+from penstock.core.portal.waiters import Future, the_item
 from penstock.errors import DeadlineExceeded, ModelNotFound, ModelNotReady, PenstockError
 from penstock.types import Item, ItemResult
 
@@ -391,3 +393,34 @@ def test_a_blocking_call_on_the_portals_own_thread_is_refused() -> None:
         gate.set()
         assert told.wait(5)
     assert "thread that delivers the answers" in str(caught[0])
+
+
+def test_a_coroutine_on_the_loop_gets_the_answers_of_a_models_thread() -> None:
+    def counted(items: list[int]) -> Iterator[list[int]]:
+        for step in range(3):
+            yield [x + step for x in items]
+
+    async def parts(engine: Engine) -> list[int]:
+        return [part async for part in engine.stream("counted", 1)]
+
+    with Portal() as portal:
+        portal.load("m", config(), target=double)
+        portal.load("counted", config(), target=counted)
+        assert portal.call(lambda engine: engine.infer("m", 1), timeout_s=10) == 2
+        assert portal.call(lambda engine: engine.infer_many("m", [1, 2]), timeout_s=10) == [2, 4]
+        assert portal.call(parts, timeout_s=10) == [1, 2, 3]
+
+
+def test_a_request_that_meets_a_new_version_is_answered_by_it_where_that_runs() -> None:
+    async def check_threads(_: Engine) -> None:
+        asyncio.get_running_loop().set_debug(True)
+
+    with Portal() as portal:
+        portal.load("m", config(), target=double)
+        before = portal._alive().inbox.of("m")
+        portal.call(check_threads)
+        new = ModelConfig(target="here", version="2", transport="inline")
+        portal.load("m", new, target=lambda items: [f"{x} here" for x in items])
+        future = Future(before.post, the_item)
+        before.put("m", Item(1), future)  # by a caller that had found the way to the thread of the first version
+        assert future.result(10) == "1 here"
