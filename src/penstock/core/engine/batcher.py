@@ -177,7 +177,7 @@ class Batcher:
 
     def _end_late(self, now: float) -> None:
         """Answers the requests that run and whose deadline has passed. Later responses to them are ignored."""
-        while self._ends and self._ends[0][0] <= now:
+        while self._ends and (self._ends[0][0] <= now or self._ends[0][1] not in self._waiting):
             call = self._waiting.get(heappop(self._ends)[1])
             if call is not None and call.sink is not None:
                 call.settle(ItemResult(error=DeadlineExceeded("the deadline passed during the run")), "expired")

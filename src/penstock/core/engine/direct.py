@@ -151,15 +151,17 @@ class DirectDriver(Inbox):
 
     def _look_again(self) -> None:
         """Sees what waits while all threads of the model run, as long as requests arrive meanwhile."""
-        self._looking = bool(self._requests)
-        if self._looking:
+        self._looking = False  # before the deque is looked at, so that a new request looks again
+        if self._requests:
+            self._looking = True
             self._look_later()
             self._turn()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(max(0.0, self._timer_at - time.monotonic()), self._timer_fired)
+        delay_s = max(0.0, self._timer_at - time.monotonic())
+        self._timer = None if self._closed else self._loop.call_later(delay_s, self._timer_fired)
 
     def _timer_fired(self) -> None:
         self._timer, self._timer_at = None, INF
@@ -186,8 +188,7 @@ class DirectDriver(Inbox):
 
     def close(self) -> None:
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._on_loop(self._set_timer)  # a scheduler may break on any thread
         self._pass_on()
 
     def _turn(self) -> None:
@@ -214,12 +215,15 @@ class DirectDriver(Inbox):
             with self.guard:
                 self._wake_at = INF
                 self._portal_inbox.answer(self._take_turn)
-                if thread.batches or thread.ending:
+                if thread.batches:
                     early = self._scheduler.next_end()[0] - EARLY_S
                     if early > time.monotonic() + BRIEF_S:  # else this thread is back before another one is awake
                         self._wake_at = min(self._wake_at, early)
                     self._ensure()
-                    return thread.batches.popleft() if thread.batches else None
+                    return thread.batches.popleft()
+                if thread.ending:
+                    self._ensure()
+                    return None
                 thread.until = self._wake_at
                 if self._portal_inbox.waking:
                     thread.until = min(thread.until, time.monotonic() + WAKING_S)
@@ -282,7 +286,6 @@ class DirectSlot(ThreadSlot):
     def __init__(self, spec: WorkerSpec, number: int, device: str, driver: DirectDriver) -> None:
         super().__init__(spec, number, device)
         self._driver = driver
-        self._watching = False
 
     def new_thread(self) -> WorkerThread:
         return DirectThread(self, self._driver)
@@ -303,14 +306,12 @@ class DirectSlot(ThreadSlot):
         return time.monotonic()  # some loops cache their time, which is then old in another thread
 
     def watch(self, when: float) -> None:
-        if not self._watching:
-            self._watching = True
-            self.loop.call_soon_threadsafe(self._watch_now, when)
+        self.loop.call_soon_threadsafe(self._watch_now, when)
 
     def _watch_now(self, when: float) -> None:
         with self._driver.guard:
-            self._watching = False
-            super().watch(when)
+            if self._timer is None or when < self._timer.when():
+                super().watch(when)
 
     def check_time(self) -> None:
         with self._driver.guard:

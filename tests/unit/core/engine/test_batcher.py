@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -101,6 +102,20 @@ async def test_a_deadline_is_kept_during_the_run_and_the_late_answer_ignored(mak
     await asyncio.sleep(0.1)
     await died(batcher, transport)
     assert not transport.sent  # it does not run again
+
+
+async def test_the_deadlines_of_ended_requests_cause_no_turns(make_batcher, transport, caller) -> None:
+    batcher, at, answered = make_batcher(), [], asyncio.Event()
+    for budget_s in (0.02, 0.03, 0.04, 0.05):
+        submit(batcher, caller(), budget_s=budget_s)
+    await turns()
+    transport.answer()
+    submit(batcher, lambda _: answered.set(), budget_s=0.2)
+    await turns()
+    began = time.monotonic()
+    batcher.on_turn = at.append
+    await answered.wait()
+    assert len([now for now in at if now < began + 0.1]) <= 1  # the timer of the first one was set before
 
 
 @pytest.mark.parametrize(("timeout_s", "wait_s"), [(0.02, None), (0.02, 60.0), (60.0, 0.02)])

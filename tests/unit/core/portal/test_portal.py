@@ -321,7 +321,7 @@ def test_a_program_that_forgets_its_portal_ends_by_itself() -> None:
 
 
 def test_close_ends_a_load_in_another_thread() -> None:
-    at_gate, gate = threading.Event(), threading.Event()
+    at_gate, gate, unloaded = threading.Event(), threading.Event(), threading.Event()
 
     class LoadsAtTheGate:
         def load(self, device: str) -> None:
@@ -330,6 +330,9 @@ def test_close_ends_a_load_in_another_thread() -> None:
 
         def predict(self, items: list[Any]) -> list[Any]:
             return items
+
+        def unload(self) -> None:
+            unloaded.set()
 
     portal = Portal()
     with ThreadPoolExecutor(2) as pool:
@@ -340,6 +343,7 @@ def test_close_ends_a_load_in_another_thread() -> None:
             loading.result(5)
         gate.set()
         closing.result(5)
+    assert unloaded.wait(5)
 
 
 def test_a_request_that_meets_the_close_is_refused_and_not_forgotten() -> None:
