@@ -81,7 +81,7 @@ class BaseStreamer:
     def _submit(self, batch: Iterable[Any], priority: int, deadline: float | None, convert: Convert) -> Future:
         items = list(batch if type(batch) is list else _to_list(batch))
         if not items:
-            future = Future(lambda *_: None, convert)
+            future = Future(None, convert)
             future(ItemResult([]))
             return future
         if priority:

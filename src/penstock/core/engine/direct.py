@@ -140,6 +140,10 @@ class DirectDriver(Inbox):
         if self.runs_here():
             raise RuntimeError(f"model '{self._model}' called itself and would wait for itself: call its function")
 
+    def refuse_to_block(self) -> None:
+        self._portal_inbox.refuse_to_block()
+        self.refuse_own_thread()
+
     # ---- called on the loop
 
     def _look(self) -> None:

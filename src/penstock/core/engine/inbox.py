@@ -20,6 +20,7 @@ log = logging.getLogger("penstock.engine")
 
 # choices
 REQUESTS_PER_PASS = 256  # submitted in one pass
+BLOCKING = "a blocking call was made on the thread that delivers the answers, where it would wait for itself"
 LOOK_S = 0.02  # a request waits at most this long for the loop to run for another reason
 
 
@@ -90,6 +91,10 @@ class Inbox:
     def refuse_own_thread(self) -> None:
         """Raises RuntimeError in a thread of the model that answers these requests."""
 
+    def refuse_to_block(self) -> None:
+        """Raises RuntimeError in a thread that would wait for itself, for example in the done-callback of a future."""
+        raise NotImplementedError
+
     def _call_once(self, flag: str, callback: _Callback) -> None:
         """Sets the flag and calls `callback`, which clears it, on the loop; neither if a signal handler raises here."""
         try:
@@ -134,7 +139,7 @@ class RequestInbox(Inbox):
         self._quiet_requests = 0  # requests that need no wake-up: the smallest number that a batcher allows
         self.waking = False  # threads that were answered have yet to run, see `WaitingThreads`
         self._after: list[_Callback] | None = None
-        self._answering = 0  # the thread that answers
+        self._loops_thread, self._answering = os_threads.thread_id(), 0  # the threads that answer
         _INBOXES[id(loop)] = self
 
     # ---- called by any thread
@@ -205,9 +210,9 @@ class RequestInbox(Inbox):
                     call()
                 self._answering = 0
 
-    def answers_here(self) -> bool:
-        """Whether this thread is answering requests of a model without the loop."""
-        return self._answering == os_threads.thread_id()
+    def refuse_to_block(self) -> None:
+        if os_threads.thread_id() in (self._loops_thread, self._answering):
+            raise RuntimeError(BLOCKING)
 
     # ---- called on the loop
 

@@ -12,7 +12,8 @@ from typing import Any
 import gevent
 import gevent.event
 
-from penstock.core.portal.waiters import Convert, Future, Post, SyncWaiter
+from penstock.core.engine.inbox import Inbox
+from penstock.core.portal.waiters import Convert, Future, SyncWaiter
 from penstock.types import ItemResult
 
 
@@ -93,8 +94,8 @@ class GeventWaiter(SyncWaiter):
 class GeventFuture(Future):
     """A Future whose callbacks run in a greenlet of the hub that created it."""
 
-    def __init__(self, post: Post, convert: Convert) -> None:
-        super().__init__(post, convert)
+    def __init__(self, inbox: Inbox | None, convert: Convert) -> None:
+        super().__init__(inbox, convert)
         self._hub = this_hub()
         self._told = False
         self._hub.expect()

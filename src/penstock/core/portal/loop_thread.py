@@ -6,11 +6,10 @@ from typing import Any, Protocol, TypeVar
 
 from penstock.core import os_threads
 from penstock.core.contracts import Submitter
-from penstock.core.engine.inbox import RequestInbox
+from penstock.core.engine.inbox import BLOCKING, RequestInbox
 from penstock.core.portal.waiters import Future, SyncWaiter, WaitingThreads
 
 T = TypeVar("T")
-_BLOCKING = "a blocking call was made on the thread that delivers the answers, where it would wait for itself"
 
 
 class PortalBackend(Submitter, Protocol):
@@ -103,7 +102,7 @@ class LoopThread:
         """Raises RuntimeError on the loop's thread, for example in the done-callback of a future: it would block
         itself."""
         if self.on_loop():
-            raise RuntimeError(_BLOCKING)
+            raise RuntimeError(BLOCKING)
 
     def end(self) -> None:
         """Ends the loop after what was posted, and cancels what runs then."""
@@ -139,9 +138,7 @@ class PortalThread(LoopThread):
 
     def not_on_loop(self) -> None:
         """Raises RuntimeError on every thread that delivers answers."""
-        super().not_on_loop()
-        if self.inbox.answers_here():
-            raise RuntimeError(_BLOCKING)
+        self.inbox.refuse_to_block()
 
     def close(self, drain_s: float, waiter: SyncWaiter) -> None:
         """Closes the backend, then the loop. Returns when the thread has ended."""

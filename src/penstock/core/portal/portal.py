@@ -134,9 +134,8 @@ class Portal:
         if not items:
             return []
         thread = self._alive()
-        thread.not_on_loop()
         inbox = thread.inbox.of(model)
-        inbox.refuse_own_thread()
+        inbox.refuse_to_block()
         waiter = self._waiter(thread)
         item = _many(items, budget_s, priority)
         result: ItemResult = self._wait(inbox, waiter, timeout_s, model, item, waiter)
@@ -173,7 +172,7 @@ class Portal:
         if thread is None or self._closed or self._pid != os.getpid():
             thread = self._alive()
         inbox = thread.inbox.routes.get(model) or thread.inbox
-        future = thread.new_future(inbox.post, convert)
+        future = thread.new_future(inbox, convert)
         inbox.put(model, item, future)
         return future
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from penstock.core import os_threads
-from penstock.core.engine.inbox import RequestInbox
+from penstock.core.engine.inbox import Inbox, RequestInbox
 from penstock.types import ItemResult
 
 log = logging.getLogger("penstock.portal")
@@ -28,7 +28,6 @@ class Revocable(Protocol):
     def cancel(self) -> object: ...
 
 
-Post = Callable[..., object]  # `RequestInbox.post` of the portal's inbox
 Convert = Callable[[ItemResult], Any]  # turns a response into the caller's result, or raises its error
 
 
@@ -208,8 +207,9 @@ class Future(concurrent.futures.Future[Any]):
     _value: Any = None
     _error: Exception | None = None
 
-    def __init__(self, post: Post, convert: Convert) -> None:  # the base class would make what few need
-        self._post = post
+    def __init__(self, inbox: Inbox | None, convert: Convert) -> None:  # the base class would make what few need
+        """`inbox`: of its request. None: it gets its response at once."""
+        self._inbox = inbox
         self._convert = convert
         self._ticket: Revocable | None = None
         self._open = True  # whoever deletes it ends the future; an access to `__dict__` would cost more
@@ -243,6 +243,8 @@ class Future(concurrent.futures.Future[Any]):
         return self
 
     def __await__(self) -> Generator[Any, None, Any]:
+        if self._inbox is not None:
+            self._inbox.refuse_own_thread()
         loop = asyncio.get_running_loop()
         ended, calls = loop.create_future(), _calls_to(loop)
         self.add_done_callback(lambda _: calls.post(lambda: None if ended.done() else ended.set_result(None)))
@@ -264,7 +266,16 @@ class Future(concurrent.futures.Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         if self._state == _FINISHED and self._converted()._error is None:
             return self._value
+        self._refuse_to_block()
         return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._refuse_to_block()
+        return super().exception(timeout)
+
+    def _refuse_to_block(self) -> None:
+        if self._inbox is not None and not self.done():
+            self._inbox.refuse_to_block()
 
     def cancel(self) -> bool:
         """True if there will be no response; False if it already arrived."""
@@ -272,7 +283,8 @@ class Future(concurrent.futures.Future[Any]):
             del self._open
         except AttributeError:
             return self.cancelled()
-        self._post(self.leave)  # first: a callback may raise SystemExit
+        assert self._inbox is not None
+        self._inbox.post(self.leave)  # first: a callback may raise SystemExit
         self._end(_CANCELLED)
         return True
 

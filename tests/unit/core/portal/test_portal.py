@@ -425,6 +425,6 @@ def test_a_request_that_meets_a_new_version_is_answered_by_it_where_that_runs() 
         portal.call(check_threads)
         new = ModelConfig(target="here", version="2", transport="inline")
         portal.load("m", new, target=lambda items: [f"{x} here" for x in items])
-        future = Future(before.post, the_item)
+        future = Future(before, the_item)
         before.put("m", Item(1), future)  # by a caller that had found the way to the thread of the first version
         assert future.result(10) == "1 here"

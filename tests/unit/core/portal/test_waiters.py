@@ -31,9 +31,13 @@ class Posted:
         self.calls: list[Any] = []
         self.closed = False
 
-    def __call__(self, call: Any) -> None:
+    def post(self, call: Any) -> None:
         if not self.closed:
             self.calls.append(call)
+
+    def refuse_own_thread(self) -> None: ...
+
+    def refuse_to_block(self) -> None: ...
 
     def run(self) -> None:
         while self.calls:
