@@ -9,6 +9,7 @@ import importlib
 import inspect
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -515,3 +516,124 @@ def test_a_worker_that_hangs_is_replaced(make: Start, models: ModuleType) -> Non
     assert isinstance(hanging.exception(20), WorkerDied)
     assert streamer.submit([1]).result(20) == [1]
     streamer.destroy_workers()
+
+
+# ---- callers and models that behave badly
+
+
+def test_an_item_that_ends_the_interpreter_of_its_model_fails_alone(start: Start, models: ModuleType) -> None:
+    streamer = start(models.exit_at_zero, 8)
+    streamer._wait_for_worker_ready(20)
+    found = streamer.predict([1, 0, 2], return_exceptions=True)
+    assert [type(value) for value in found] == [int, WorkerDied, int]
+    with pytest.raises(WorkerDied):
+        streamer.predict([0])
+    assert streamer.predict([3]) == [3]
+
+
+def test_results_that_cannot_be_compared_are_results(start: Start, models: ModuleType) -> None:
+    streamer = start(models.moody, 4)
+    asked = ["array", "object", "array"]
+
+    async def awaited() -> list[Any]:
+        return [await streamer.apredict(asked), await streamer.submit(asked)]
+
+    waited = streamer.submit(asked)
+    concurrent.futures.wait([waited], timeout=20)
+    many = streamer.predict(asked * 9)
+    found = [streamer.predict(asked), streamer.predict(asked, return_exceptions=True), waited.result(0), many[-3:]]
+    for values in [*found, *asyncio.run(awaited())]:
+        assert [type(value) for value in values] == [np.ndarray, models.Moody, np.ndarray]
+
+
+def test_an_interrupted_caller_leaves_the_queue_and_others_go_on(
+    start: Start, models: ModuleType, tmp_path: Path
+) -> None:
+    streamer = start(models.gated, 1)
+    streamer._wait_for_worker_ready(20)
+    file = tmp_path / "ran"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        futures = [streamer.submit([(str(file), "a")]) for _ in range(3)]
+        for letter in "xyz":
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with pytest.raises(KeyboardInterrupt):
+                streamer.predict([(str(file), letter)])
+        streamer.statistics()  # answered behind the cancellations, wherever the batcher runs
+        (tmp_path / "ran.open").touch()
+        assert streamer.predict([(str(file), "b")]) == [(str(file), "b")]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [future.result(20) for future in futures] == [[(str(file), "a")]] * 3
+    assert file.read_text() == "aaab"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*its own workers:RuntimeWarning")
+def test_a_fork_while_a_batch_runs_disturbs_neither_process(start: Start, models: ModuleType, tmp_path: Path) -> None:
+    streamer = start(models.gated, 4)
+    streamer._wait_for_worker_ready(20)
+    mine, theirs = str(tmp_path / "parent"), str(tmp_path / "child")
+    Path(f"{theirs}.open").touch()
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(streamer.predict, [(mine, "a")]) for _ in range(8)]
+        future = streamer.submit([(mine, "a")])
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    forked = not getattr(streamer, "_shared", False)  # a shared batcher is busy with the parent's
+                    code = 0 if not forked or streamer.predict([(theirs, "b")]) == [(theirs, "b")] else 2
+                    streamer.destroy_workers()
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not any(call.done() for call in calls)
+        Path(f"{mine}.open").touch()
+        assert [call.result(20) for call in [*calls, future]] == [[(mine, "a")]] * 9
+    assert Path(mine).read_text() == "a" * 9
+
+
+def test_a_blocking_call_in_a_callback_is_refused(start: Start, models: ModuleType) -> None:
+    streamer = start(models.slow, 4)
+    streamer._wait_for_worker_ready(20)
+    refused: list[BaseException] = []
+    told = threading.Event()
+
+    def again(_: object) -> None:
+        for call in (lambda: streamer.predict([1]), lambda: streamer.submit([1]).result(), streamer.statistics):
+            try:
+                call()
+            except RuntimeError as e:
+                refused.append(e)
+        told.set()
+        raise OSError("a callback")
+
+    future = streamer.submit([1])
+    future.add_done_callback(again)
+    assert told.wait(20)
+    assert len(refused) == 3
+    assert all("the thread that delivers the answers" in str(error) for error in refused)
+    assert streamer.predict([2]) == [2]
+
+
+@pytest.mark.parametrize("how", ["predict", "future", "coroutine"])
+def test_a_model_that_calls_its_own_streamer_is_refused(how: str) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "predict": lambda: streamer.predict([1]),
+        "future": lambda: streamer.submit([1]).result(),
+        "coroutine": lambda: asyncio.run(streamer.apredict([1])),
+    }
+
+    def nested(batch: list[Any]) -> list[Any]:
+        return [calls[how]() if item == "nested" else item for item in batch]
+
+    with penstock.ThreadedStreamer(nested, 4) as streamer:
+        with pytest.raises(RuntimeError, match="model 'nested' called itself"):
+            streamer.predict(["nested"])
+        assert streamer.predict([1, 2]) == [1, 2]
