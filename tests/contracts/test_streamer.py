@@ -572,6 +572,37 @@ def test_an_interrupted_caller_leaves_the_queue_and_others_go_on(
     assert file.read_text() == "aaab"
 
 
+@pytest.mark.slow
+def test_ten_thousand_threads_that_wait_each_get_their_own_answer() -> None:
+    gate, ran = threading.Event(), 0
+
+    def gated(batch: list[int]) -> list[int]:
+        nonlocal ran
+        gate.wait(60)
+        ran += len(batch)
+        return batch
+
+    found: list[Any] = [None] * 10_000
+
+    def call(number: int) -> None:
+        found[number] = streamer.predict([number])
+
+    with penstock.ThreadedStreamer(gated, 256, worker_timeout=120) as streamer:
+        before = threading.stack_size(256 * 1024)
+        try:
+            threads = [threading.Thread(target=call, args=(number,)) for number in range(len(found))]
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(before)
+        assert found.count(None) == len(found)
+        gate.set()
+        for thread in threads:
+            thread.join(60)
+    assert found == [[number] for number in range(len(found))]
+    assert ran == len(found)
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*its own workers:RuntimeWarning")
 def test_a_fork_while_a_batch_runs_disturbs_neither_process(start: Start, models: ModuleType, tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
+import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from functools import partial
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +27,8 @@ from penstock.core.portal.waiters import (
 )
 from penstock.errors import ItemFailed, QueueFull
 from penstock.types import ItemResult
+
+WAIT_S = 10.0
 
 
 class Posted:
@@ -221,3 +228,67 @@ def test_a_future_can_be_awaited_and_a_cancelled_wait_cancels_it(posted: Posted)
         assert left.cancelled()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ending", ["settle", "fail", "cancel", "settle and cancel"])
+def test_threads_that_meet_at_the_end_of_a_future_all_see_one_end_as_with_any_other(ending: str) -> None:
+    """Threads settle, cancel and ask at the same time. Each sees what it would see at a plain future."""
+
+    def plain(given: dict[str, Any]) -> dict[str, Any]:
+        future: Any = concurrent.futures.Future()
+        if given["cancelled"]:
+            future.cancel()
+            future.set_running_or_notify_cancel()
+        elif ending == "fail":
+            future.set_exception(ItemFailed("no"))
+        else:
+            future.set_result(7)
+        return {name: ask(future) for name, ask in asks.items()}
+
+    def called_back(future: Any) -> Any:
+        calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        future.add_done_callback(lambda done: calls.put((done is future, done.done(), done.cancelled())))
+        found = calls.get(timeout=WAIT_S)
+        return found, calls.qsize()
+
+    def of(function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except BaseException as e:
+            return type(e)
+
+    async def awaited(future: Any) -> Any:
+        found = await asyncio.wait_for(future if isinstance(future, Future) else asyncio.wrap_future(future), WAIT_S)
+        return found, future.done()
+
+    asks: dict[str, Callable[[Any], Any]] = {
+        "result": lambda future: of(lambda: future.result(WAIT_S)),
+        "exception": lambda future: of(lambda: type(future.exception(WAIT_S))),
+        "callback": called_back,
+        "wait": lambda future: len(concurrent.futures.wait([future], WAIT_S).done),
+        "as_completed": lambda future: [f is future for f in concurrent.futures.as_completed([future], WAIT_S)],
+        "await": lambda future: of(lambda: asyncio.run(awaited(future))),
+        "first": lambda future: len(concurrent.futures.wait([future], WAIT_S, "FIRST_EXCEPTION").done),
+    }
+    rounds, chance = 150, Random(ending)
+    threads = len(asks) + 2
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(rounds):
+            future, together = Future(Posted(), the_item), threading.Barrier(threads)
+
+            def at_once(act: Callable[[], Any], late_s: float, together: threading.Barrier = together) -> Any:
+                together.wait(WAIT_S)
+                end = time.perf_counter() + late_s
+                while time.perf_counter() < end:
+                    pass
+                return act()
+
+            def end(future: Any = future) -> None:
+                future(ItemResult(error=ItemFailed("no")) if ending == "fail" else ItemResult(7))
+
+            ends = {"cancel": [future.cancel] * 2, "settle and cancel": [end, future.cancel]}.get(ending, [end] * 2)
+            acts = [partial(ask, future) for ask in asks.values()] + ends
+            done = [pool.submit(at_once, act, chance.choice([0.0, 0.0, 2e-5, 1e-4])) for act in acts]
+            found = dict(zip(asks, [each.result(2 * WAIT_S) for each in done], strict=False))
+            assert found == plain({"cancelled": future.cancelled()})
+            assert ending == "settle and cancel" or future.cancelled() == (ending == "cancel")
