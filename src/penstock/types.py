@@ -106,7 +106,7 @@ class ItemResult(Struct, omit_defaults=True):
 
 
 Sink = Callable[[ItemResult], None]
-"""Called on the event loop's thread: once per part, exactly once with `final=True`."""
+"""Called on the event loop's thread, or with the guard of a portal: once per part, exactly once with `final=True`."""
 
 
 class Response:

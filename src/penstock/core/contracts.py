@@ -344,8 +344,7 @@ class Observer:
     """Hooks that the engine calls. Every hook does nothing; a subclass overrides the ones it needs.
 
     Hooks run one at a time, on the event loop's thread or the one of a model that a portal runs in threads, once per
-    batch where possible. They must not block. An exception in a hook is
-    logged and affects no response.
+    batch where possible. They must not block. An exception in a hook is logged and affects no response.
     """
 
     def on_arrival(self, model: str, version: str) -> None:

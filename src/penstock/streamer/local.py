@@ -1,7 +1,7 @@
 """ThreadedStreamer and Streamer: the model runs in a thread of this program, or in processes that it starts.
 
-Their LocalBackend is an Engine with one model that loads in the background while requests wait for it. All of it runs
-on the portal's loop.
+Their LocalBackend is an Engine with one model that loads in the background while requests wait for it. It runs on the
+portal's loop; a loaded model in a thread takes its requests itself.
 """
 
 from __future__ import annotations

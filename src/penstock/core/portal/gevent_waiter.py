@@ -1,7 +1,7 @@
 """How greenlets wait for a response: through their hub, so that the other greenlets of their thread keep running.
 
-Only for programs patched by gevent. The portal's thread never touches a greenlet's objects; it posts calls to the loop
-of the hub.
+Only for programs patched by gevent. The thread that answers never touches a greenlet's objects; it posts calls to the
+loop of the hub.
 """
 
 import os
@@ -72,7 +72,7 @@ class GeventWaiter(SyncWaiter):
     def __init__(self) -> None:
         self._hub = this_hub()
         self._event = gevent.event.Event()
-        self._over = False  # on the portal's loop: settled or abandoned
+        self._over = False  # with the portal's guard: settled or abandoned
         self.ticket = None
         self.value = None
         self._hub.expect()

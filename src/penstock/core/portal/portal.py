@@ -2,8 +2,9 @@
 
 # A portal owns one thread with one event loop, on which its backend runs; the backend is an Engine unless `make` says
 # otherwise. Any thread or greenlet may call the portal.
-# A call is one request of n items and one wake-up. Its thread puts the request into the inbox and wakes the loop only
-# if no wake-up is pending: a wake-up is a system call that releases the interpreter.
+# A call is one request of n items and one wake-up. Its thread puts the request into the inbox: of the loop, or of a
+# model that runs in threads and takes its requests itself (`engine/direct.py`). It wakes the other end only if no
+# wake-up is pending: a wake-up is a system call that releases the interpreter.
 # Then it waits on a lock that it reuses for its next call; a `concurrent.futures.Future` costs a condition variable.
 # The loop never waits for a caller: a caller that leaves posts a call that cancels its request.
 # In a program patched by gevent, greenlets wait through their hub, and the portal's own thread stays a real one.
@@ -158,7 +159,7 @@ class Portal:
         return self.submit_item_as(model, _many(items, budget_s, priority), convert)
 
     def submit_item(self, model: str, item: Item, caller: Caller) -> None:
-        """Queues one item; `caller` is called on the portal's own thread."""
+        """Queues one item; `caller` is called on the thread that answers."""
         self._alive().inbox.of(model).put(model, item, caller)
 
     def post(self, callback: Callable[[], None]) -> None:

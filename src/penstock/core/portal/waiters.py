@@ -1,6 +1,7 @@
 """How callers wait for a response: a thread on a lock, a greenlet on its hub, and the holder of a `Future`.
 
-Each is a sink of `Backend.submit`. The sink, `accepted` and `leave` are called on the portal's loop.
+Each is a sink of `Backend.submit`. The sink, `accepted` and `leave` are called with the portal's
+guard.
 """
 
 from __future__ import annotations
