@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from random import Random
@@ -21,7 +22,7 @@ from penstock.core.engine.rules import policy_of
 from penstock.core.portal import portal as portal_module
 from penstock.core.portal import waiters
 from penstock.core.portal.portal import Portal
-from penstock.core.portal.waiters import every_item
+from penstock.core.portal.waiters import Future, every_item
 from penstock.errors import (
     DeadlineExceeded,
     ItemFailed,
@@ -222,6 +223,34 @@ def test_every_request_is_answered_once_in_batches_that_the_scheduler_decides(
     if not deaths:
         assert Counter(ran) == Counter(witness.sizes)
         assert found["died"] == 0
+
+
+def test_the_next_batch_of_a_model_that_leaves_the_interpreter_does_not_wait_for_answers(load: Load) -> None:
+    began: list[int] = []  # the first item of each batch
+    early = threading.Event()
+
+    def model(items: list[int]) -> list[int]:
+        began.append(items[0])
+        time.sleep(0.03)
+        return items
+
+    def answered(future: Future) -> None:
+        if began[-1] > future.result():
+            early.set()
+
+    portal = load(model, max_queue=10_000)
+    portal.predict("m", [-8] * 4)
+    submitted = 0
+    futures: deque[Future] = deque()
+    deadline_s = time.monotonic() + 60
+    while not early.is_set() and time.monotonic() < deadline_s:
+        futures.extend(portal.submit("m", submitted + i) for i in range(4))
+        submitted += 4
+        futures[-1].add_done_callback(answered)
+        if len(futures) > 16:
+            assert [futures.popleft().result(WAIT_S) for _ in range(4)] == list(range(submitted - 20, submitted - 16))
+    assert early.is_set()
+    assert [future.result(WAIT_S) for future in futures] == list(range(submitted - len(futures), submitted))
 
 
 def test_deadlines_and_timeouts_are_kept_while_the_model_runs(load: Load) -> None:

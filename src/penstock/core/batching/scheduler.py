@@ -110,6 +110,10 @@ class Scheduler:
         """(predicted end of the batch that ends first, its rows); (INF, 0) while nothing runs."""
         return min(((batch.end_s, batch.rows) for batch in self._slots.running.values()), default=(INF, 0))
 
+    def ahead_at(self) -> float:
+        """From when a full batch is sent behind the one that is predicted to end first; INF while nothing runs."""
+        return self.next_end()[0] - EARLY_LEADS * self._slots.lead_s
+
     def seconds(self, rows: int) -> float:
         """Predicted seconds of a batch; 0 before anything was learned."""
         return self._cost.t(rows) if self._cost.ready else 0.0
@@ -292,8 +296,9 @@ class Scheduler:
 
     # ---- the turn
 
-    def poll(self, now: float) -> list[Event]:
-        """The events due now; a second call at the same time returns none. Sets `wake_at`."""
+    def poll(self, now: float, ahead: bool = True) -> list[Event]:
+        """The events due now; a second call at the same time returns none. Sets `wake_at`. `ahead`: a batch may be sent
+        behind a running one."""
         queue = self._queue
         quiet = not (queue.waiting or queue.events or queue.dirty)
         if quiet and self._held_since_s == INF == self._ceiling_end_s:
@@ -306,7 +311,7 @@ class Scheduler:
             queue.expire(now)
         if queue.dirty:
             self._prune(now)
-        while queue.waiting and self._place(now):
+        while queue.waiting and self._place(now, ahead):
             pass
         if not queue.waiting:
             self._wake_s = INF
@@ -347,14 +352,14 @@ class Scheduler:
                 if type(self._ask(bucket, 0, now)) is not Drop:
                     break
 
-    def _place(self, now: float) -> bool:
+    def _place(self, now: float, ahead: bool) -> bool:
         """Sends one batch or drops entries; True: call again."""
         queue, idle = self._queue, self._slots.idle
         self._wake_s, self._wake_rows, self._spared_s = INF, self._view.max_rows, INF
         if self.sequences is not None:
             return self._place_sequence(now)
         if not idle:
-            return self._depth > 1 and not queue.reruns and self._send_ahead(now)
+            return ahead and self._depth > 1 and not queue.reruns and self._send_ahead(now)
         skip, spared = 0, False  # `skip`: idle slots to leave alone
         if queue.reruns:
             lost = queue.reruns[0]

@@ -8,6 +8,9 @@
 # batch is held, the requests that would not change it do not ring.
 # The event loop of the portal only supervises. It loads the models, ends hangs (`slot.py`), and takes a turn where no
 # thread of the model can: a caller leaves, a deadline passes or the queue fills up while all of them run.
+# It also looks shortly before a run ends. If it gets the interpreter then, the model does without: it waits for a
+# device, or computes outside of Python. The loop sends the next full batch ahead, and the thread begins it as soon as
+# the run ends. Then the loop answers the run's callers, so the device need not wait for that.
 # The code of the engine runs on the loop and on these threads, never on a caller's: a signal handler may raise there,
 # and a greenlet may switch. One of them runs it at a time: it holds the guard of the portal, never while a model runs.
 
@@ -20,12 +23,14 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from penstock.core import os_threads
 from penstock.core.batching.entry import INF
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.engine.drivers import Turn
 from penstock.core.engine.inbox import Caller, Inbox, RequestInbox
+from penstock.core.engine.timer import Timer
 from penstock.core.transports.local import Lease, ThreadSlot, ThreadTransport, Work, WorkerThread
 from penstock.core.transports.slot import WorkerSlot
 from penstock.core.worker.spec import WorkerSpec
@@ -37,7 +42,7 @@ LONGEST_S = 10**6  # some platforms refuse longer timeouts
 WAKING_S = 0.002
 """How long requests may wait until all threads that were answered have run: 128 threads take about as long."""
 EARLY_S = 0.002
-"""How long before the predicted end of a run the loop looks at what waits, so that the next batch can begin at once."""
+"""How long before the predicted end of a run the loop looks at what waits: it drains 256 requests in that time."""
 BRIEF_S = 0.01
 """What is due sooner is left to the model's thread: most runs end before. The loop would compete with a model that
 holds the interpreter, which a thread gets after 5 ms."""
@@ -64,7 +69,6 @@ class DirectDriver(Inbox):
         self._rings = map(operator.call, map(operator.attrgetter("bell.release"), iter(self._asleep.pop, None)))
         self._inert = self._room = self._full = 0
         self._wake_at = INF
-        self._timer: asyncio.TimerHandle | None = None
         self._timer_at = INF
         self._looking = self._look_due = False
 
@@ -162,13 +166,13 @@ class DirectDriver(Inbox):
             self._turn()
 
     def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        delay_s = max(0.0, self._timer_at - time.monotonic())
-        self._timer = None if self._closed else self._loop.call_later(delay_s, self._timer_fired)
+        if self._closed:
+            self._timer.close()
+        else:
+            self._timer.at(self._timer_at)
 
     def _timer_fired(self) -> None:
-        self._timer, self._timer_at = None, INF
+        self._timer_at = INF
         self._turn()
 
     # ---- the driver, see `Driver`
@@ -176,6 +180,12 @@ class DirectDriver(Inbox):
     def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
         self._take_turn, self._scheduler, self._strict = turn, scheduler, strict
         self.backend = self._portal_inbox.backend
+        self._timer = Timer(self._loop, self._timer_fired)
+
+    @property
+    def ahead(self) -> bool:
+        """Only on the loop: that the loop runs beside the model shows that answers can be passed on there, too."""
+        return not self.runs_here()
 
     def soon(self) -> None:
         if not self.runs_here():  # else it takes a turn before its next batch
@@ -200,7 +210,14 @@ class DirectDriver(Inbox):
         with self.guard:
             self._wake_at = INF
             self._portal_inbox.answer(self._take_turn)
+            self._look_early()
             self._ensure()
+
+    def _look_early(self) -> None:
+        """Sees to a turn when a full batch can be sent ahead, so that it can begin as soon as the run ends."""
+        early = max(self._scheduler.ahead_at(), self._scheduler.next_end()[0] - EARLY_S)
+        if early > time.monotonic() + BRIEF_S:  # else the thread is back before another one is awake
+            self._wake_at = min(self._wake_at, early)
 
     def _ensure(self) -> None:
         """Sees to the next turn at `_wake_at`: a thread that sleeps until then, or the timer of the loop."""
@@ -215,16 +232,18 @@ class DirectDriver(Inbox):
 
     def next(self, thread: DirectThread) -> Work | None:
         """The next batch of the thread, for which it waits; None: it ends."""
+        if thread.skips:
+            thread.skips = False
+            return thread.take()
         while True:
             with self.guard:
                 self._wake_at = INF
                 self._portal_inbox.answer(self._take_turn)
                 if thread.batches:
-                    early = self._scheduler.next_end()[0] - EARLY_S
-                    if early > time.monotonic() + BRIEF_S:  # else this thread is back before another one is awake
-                        self._wake_at = min(self._wake_at, early)
+                    self._look_early()
                     self._ensure()
-                    return thread.batches.popleft()
+                    thread.paused()
+                    return thread.take()
                 if thread.ending:
                     self._ensure()
                     return None
@@ -240,17 +259,28 @@ class DirectDriver(Inbox):
             except ValueError:  # it was rung meanwhile
                 thread.bell.acquire()
 
-    def rouse(self, thread: DirectThread) -> None:
-        """Wakes the thread if it sleeps: it got a batch from another one."""
+    def rouse(self, thread: DirectThread) -> bool:
+        """Wakes the thread if it sleeps, because it got a batch from another one; False if it is awake."""
         try:
             self._asleep.remove(thread)
         except ValueError:
-            return
+            return False
         thread.bell.release()
+        return True
 
-    def answer(self, thread: DirectThread, part: BatchPart, leases: list[Lease]) -> None:
-        """Passes a part of a batch to the batcher."""
-        self._portal_inbox.answer(thread.slot.on_part, thread, part, leases)
+    def answer(self, thread: DirectThread) -> None:
+        """Passes the parts of the thread's batches to the batcher."""
+        self._portal_inbox.answer(thread.pass_on)
+
+    def answer_on_loop(self, thread: DirectThread) -> None:
+        """Lets the loop do the same, and take a turn, while the thread runs its next batch."""
+        self._on_loop(partial(self._answer_and_turn, thread))
+
+    def _answer_and_turn(self, thread: DirectThread) -> None:
+        thread.pausing()
+        self.answer(thread)
+        self._turn()
+        thread.paused()
 
 
 class DirectThread(WorkerThread):
@@ -259,6 +289,11 @@ class DirectThread(WorkerThread):
     def __init__(self, slot: DirectSlot, driver: DirectDriver) -> None:
         super().__init__(slot)
         self.batches: deque[Work] = deque()
+        self.ahead = False  # the loop gave it the next batch while it ran one
+        self.skips = False  # the loop answers the last batch and takes the next turn
+        self._parts: deque[tuple[BatchPart, list[Lease]]] = deque()
+        self._pause_s = 0.0  # between two runs, or what would have been one if the loop had not done its work
+        self._pausing_s = 0.0
         self.ending = False
         self.order = -slot.number  # the scheduler prefers the first idle slot, so its thread is rung first
         self.until = INF  # when it wakes by itself while it sleeps
@@ -271,7 +306,8 @@ class DirectThread(WorkerThread):
             self.ending = True
         else:
             self.batches.append(work)
-        self._driver.rouse(self)
+        if not self._driver.rouse(self):
+            self.ahead = work is not None and not self._driver.runs_here()
 
     def main(self, spec: WorkerSpec, device: str) -> None:
         with self._driver.thread():
@@ -281,7 +317,31 @@ class DirectThread(WorkerThread):
         return self._driver.next(self)
 
     def answer(self, part: BatchPart, leases: list[Lease]) -> None:
-        self._driver.answer(self, part, leases)
+        """Passes a part on, or leaves that to the loop if the loop has sent the next batch ahead."""
+        part.prepare_s += self._pause_s  # a batch that is sent ahead need not wait for it
+        self._parts.append((part, leases))
+        if part.final and self.ahead:
+            self.skips = True
+            self._driver.answer_on_loop(self)
+        else:
+            self.pausing()
+            self._driver.answer(self)
+
+    def take(self) -> Work:
+        self.ahead = False
+        return self.batches.popleft()
+
+    def pass_on(self) -> None:
+        """With the guard: passes on what is not yet."""
+        while self._parts:
+            self.slot.on_part(self, *self._parts.popleft())
+
+    def pausing(self) -> None:
+        """In the thread that answers a batch: measures the processor time from here to `paused`."""
+        self._pausing_s = time.thread_time()
+
+    def paused(self) -> None:
+        self._pause_s = time.thread_time() - self._pausing_s
 
 
 class DirectSlot(ThreadSlot):

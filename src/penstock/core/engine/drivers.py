@@ -21,6 +21,10 @@ class Driver(Protocol):
     guard: AbstractContextManager[object]  # held by a thread that runs code of the batcher
     from_threads: bool  # requests come from other threads, through an inbox
 
+    @property
+    def ahead(self) -> bool:
+        """Whether this turn may send a batch behind a running one."""
+
     def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
         """Comes first. `turn` is the batcher's. `strict`: its scheduler must see every request at once."""
 
@@ -42,6 +46,8 @@ class Driver(Protocol):
 
 class LoopDriver:
     """Turns in the passes of an event loop, with a timer."""
+
+    ahead = True
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
