@@ -182,7 +182,7 @@ async def test_a_wait_below_a_millisecond_does_not_spin_hazard_7(stage, make_gra
     batcher = s.runner.node("b").engine.batcher
     turns = []
     poll = batcher.scheduler.poll
-    batcher.scheduler.poll = lambda now: (turns.append(now), poll(now))[1]
+    batcher.scheduler.poll = lambda now, *ahead: (turns.append(now), poll(now, *ahead))[1]
     started = asyncio.get_running_loop().time()
     assert (await s.put("1", node="b")).fields["result"] == "1"
     assert asyncio.get_running_loop().time() - started >= 0.0007
