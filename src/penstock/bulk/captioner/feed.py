@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 from msgspec import Struct
+from PIL import Image
 from torch.nn.functional import interpolate
 
 from penstock.errors import PenstockError
@@ -15,6 +16,7 @@ from penstock.errors import PenstockError
 Array = np.ndarray[Any, Any]
 
 RESIZE_BYTES: Final = 8 * 2**20  # of frames resized in one call: a GPU holds them as floats
+_RESAMPLING: Final = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
 class FrameSource(Protocol):
@@ -56,7 +58,7 @@ class DeviceFeed:
     """Makes device batches from requests, in any thread, one at a time.
 
     Frames of the network's size are gathered in host memory. A GPU uses two pinned buffers in turn: its copy engine
-    reads one while the other is filled. Frames of other sizes are resized on the device.
+    reads one while the other is filled. Frames of other sizes are resized: by Pillow for a CPU, or on the GPU.
     """
 
     def __init__(self, spec: ImageSpec, device: str, dtype: torch.dtype) -> None:
@@ -119,8 +121,10 @@ class DeviceFeed:
                 for piece in request.pieces():
                     if piece.shape[1:3] == size:
                         host[at : at + len(piece)] = piece
+                    elif self._cuda:
+                        resized.append((at, resized_by_torch(piece, self._spec, self._device)))
                     else:
-                        resized.append((at, self._resize(piece)))
+                        host[at : at + len(piece)] = resized_by_pillow(piece, self._spec)
                     at += len(piece)
             except PenstockError as e:
                 at = start
@@ -130,17 +134,27 @@ class DeviceFeed:
                 errors.append(None)
         return at, resized, errors
 
-    def _resize(self, frames: Array) -> torch.Tensor:
-        """uint8 `[n, height, width, 3]` on the device: antialiased, equal to Pillow's within one level."""
-        step = max(1, RESIZE_BYTES // frames[0].nbytes)
-        size, kernel = (self._spec.height, self._spec.width), self._spec.kernel
-        parts = []
-        for start in range(0, len(frames), step):
-            part = torch.from_numpy(np.array(frames[start : start + step])).to(self._device).permute(0, 3, 1, 2)
-            if self._cuda:  # CUDA has no kernel for integers
-                floats = interpolate(part.float(), size, mode=kernel, antialias=True, align_corners=False)
-                small = floats.round_().clamp_(0, 255).to(torch.uint8)
-            else:
-                small = interpolate(part, size, mode=kernel, antialias=True, align_corners=False)
-            parts.append(small.permute(0, 2, 3, 1))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+def resized_by_pillow(frames: Array, spec: ImageSpec) -> Array:
+    """uint8 `[n, height, width, 3]` in the size of `spec`.
+
+    torch has a kernel for integers, but its weights are coarse: on some CPUs it is 8 levels away.
+    """
+    size, resampling = (spec.width, spec.height), _RESAMPLING[spec.kernel]
+    return np.stack([np.asarray(Image.fromarray(frame).resize(size, resampling)) for frame in frames])
+
+
+def resized_by_torch(frames: Array, spec: ImageSpec, device: torch.device) -> torch.Tensor:
+    """uint8 `[n, height, width, 3]` in the size of `spec`, on the device.
+
+    Equal to Pillow's within one level. But Pillow also rounds and clips between the two directions, which shows where
+    a bicubic kernel overshoots at hard edges of black and white.
+    """
+    step = max(1, RESIZE_BYTES // frames[0].nbytes)
+    parts = []
+    for start in range(0, len(frames), step):
+        part = torch.from_numpy(np.array(frames[start : start + step])).to(device).permute(0, 3, 1, 2)
+        size = (spec.height, spec.width)
+        floats = interpolate(part.float(), size, mode=spec.kernel, antialias=True, align_corners=False)
+        parts.append(floats.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
