@@ -12,6 +12,11 @@ from typing import Any, ClassVar, Final, Self
 # these end the worker; any other exception is an error of items, including panics of native code
 ENDS = (SystemExit, KeyboardInterrupt)
 
+
+class DeviceLost(SystemExit):
+    """A device that this process cannot use any more: the worker ends, and another one takes its place."""
+
+
 # exit statuses of commands
 FAILED: Final = 1
 USAGE: Final = 2  # wrong usage, as of click and argparse

@@ -17,11 +17,13 @@ from penstock.core.worker.tensor_model import (
     Array,
     Arrays,
     Input,
+    Program,
     ProgramSettings,
     cannot_be_rows,
     refuse_inputs,
 )
 from penstock.errors import BadOutput, ConfigError, LoadFailed, describe, not_installed
+from penstock.runtimes.device import DeviceProgram
 from penstock.types import DATATYPES, TensorSpec
 
 
@@ -269,18 +271,25 @@ class TorchProgram:
 
     def run(self, arrays: Arrays) -> Arrays:
         """Raises what the module raises; BadOutput for an output that is not a tensor."""
+        tensors = {name: self._tensor(array) for name, array in arrays.items()}
+        return {name: value.cpu().numpy() for name, value in self.forward(tensors).items()}
+
+    def forward(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The outputs for tensors on the device, see `DeviceModel`. Raises as `run`."""
         positional, named = [], {}
         for spec in self.inputs:
-            if spec.name not in arrays:
+            if spec.name not in tensors:
                 continue
-            tensor = self._tensor(arrays[spec.name])
+            tensor = tensors[spec.name]
+            if self._dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(self._dtype)
             if spec.name in self._keywords:
                 named[spec.name] = tensor
             else:
                 positional.append(tensor)
         with self._torch.inference_mode():
             found = self._module(*positional, **named)
-        return {name: self._array(name, value) for name, value in self._named(found).items()}
+            return {name: self._output(name, value) for name, value in self._named(found).items()}
 
     def _tensor(self, array: Array) -> Any:
         tensor = self._torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -296,16 +305,22 @@ class TorchProgram:
             return {spec.name: value for spec, value in zip(self.outputs, several, strict=True)}
         return {f"OUTPUT__{i}": value for i, value in enumerate(several)}
 
-    def _array(self, name: str, value: Any) -> Array:
+    def _output(self, name: str, value: Any) -> Any:
         if not isinstance(value, self._torch.Tensor):
             raise BadOutput(f"output '{name}' of the model is a {type(value).__name__}, expected a tensor")
-        if value.is_floating_point() and value.dtype in (self._torch.float16, self._torch.bfloat16):
-            value = value.float()
-        array: Array = value.cpu().numpy()
-        return array
+        return value.float() if value.dtype in (self._torch.float16, self._torch.bfloat16) else value
 
 
-def open_program(path: str, settings: ProgramSettings) -> TorchProgram:
+def on_device(program: TorchProgram, device: str) -> Program:
+    """The program, in three phases on a CUDA device."""
+    if not device.startswith("cuda"):
+        return program
+    from penstock.runtimes.cuda import CudaDevice
+
+    return DeviceProgram(program, CudaDevice(device))
+
+
+def open_program(path: str, settings: ProgramSettings) -> Program:
     """The program in a file of any kind. Raises LoadFailed, ConfigError."""
     import_torch().set_num_threads(settings.threads)
     if kind_of(path) == "exported":
@@ -314,7 +329,7 @@ def open_program(path: str, settings: ProgramSettings) -> TorchProgram:
     return of_module(load_module(path, settings.device, trust=settings.trust), settings)
 
 
-def of_module(module: Any, settings: ProgramSettings) -> TorchProgram:
+def of_module(module: Any, settings: ProgramSettings) -> Program:
     """The program of an `nn.Module` or TorchScript module. Raises LoadFailed, ConfigError.
 
     Its inputs are the tensors that `forward` takes; the settings' `inputs` add their datatypes and shapes.
@@ -332,10 +347,11 @@ def of_module(module: Any, settings: ProgramSettings) -> TorchProgram:
         found = tuple(Input(spec.name, spec.datatype, spec.shape) for spec in inputs)
     keywords = known if all(i.name in known for i in found) else frozenset()
     device, precision = settings.device, settings.precision
-    return TorchProgram(ready, device, found, platform=platform, precision=precision, keywords=keywords)
+    opened = TorchProgram(ready, device, found, platform=platform, precision=precision, keywords=keywords)
+    return on_device(opened, device)
 
 
-def of_exported(program: Any, settings: ProgramSettings) -> TorchProgram:
+def of_exported(program: Any, settings: ProgramSettings) -> Program:
     """The program of an ExportedProgram, which declares datatypes and shapes itself. Raises LoadFailed, ConfigError."""
     ready = _prepared(program.module(), settings)
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
@@ -353,7 +369,7 @@ def of_exported(program: Any, settings: ProgramSettings) -> TorchProgram:
     ]
     if program.call_spec.out_spec.type not in (None, tuple, list):
         outputs = [None]  # a dict names its outputs
-    return TorchProgram(
+    opened = TorchProgram(
         ready,
         settings.device,
         tuple(Input(i.name, i.datatype, i.shape) for i in inputs if i),
@@ -363,6 +379,7 @@ def of_exported(program: Any, settings: ProgramSettings) -> TorchProgram:
         rows=_rows_of(program, values),
         unbatched=unbatched,
     )
+    return on_device(opened, settings.device)
 
 
 def _size(value: Any) -> int | str | None:

@@ -1,0 +1,153 @@
+"""Devices with memory of their own, and programs that run on them in three phases.
+
+A call on such a device copies its inputs there, runs kernels, and copies the results back. If one thread does this step
+by step, the device idles during both copies, and while the host prepares the next batch. So a batch has three phases:
+
+    stage    starts the copy of its inputs from pinned memory, which the device reads by itself;
+    launch   starts the kernels behind that copy, and the copy of the results behind the kernels; returns at once;
+    fetch    waits for the results.
+
+The device has three queues: copies in, kernels, copies out. Each runs its work in order and waits for another one only
+at an event. So while the kernels of a batch run, the next batch is copied in and the last one is copied out.
+
+Pinned memory belongs to its arrays: its pool takes it back when the last view of it is gone. A batch that fails can
+therefore be repeated from its inputs, and results stay valid for as long as someone holds them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from penstock.core.worker.tensor_model import Array, Arrays, Input
+from penstock.errors import DeviceLost, describe, out_of_memory
+from penstock.types import TensorSpec
+
+Tensors = dict[str, Any]  # on the device
+Kernels = Callable[[Tensors], Tensors]
+
+
+class Event(Protocol):
+    """A place in a queue of the device."""
+
+    def wait(self) -> None:
+        """Blocks this thread until the device has passed it. Raises errors of the device."""
+        ...
+
+    def since(self, start: Any) -> float:
+        """Seconds of the device from an earlier event to this one, both of which it has passed."""
+        ...
+
+
+class Device(Protocol):
+    """A device with three queues. Any thread may call it, and nothing but `Event.wait` and `lost` waits for it."""
+
+    name: str  # such as "cuda:0"
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Uninitialised pinned memory. Raises an error of which `out_of_memory` is true if there is none."""
+        ...
+
+    def upload(self, arrays: Arrays) -> tuple[Tensors, Event]:
+        """Starts the copy of arrays of `empty` to the device: (the tensors, the end of the copy).
+
+        Raises errors of the device, also for out of memory.
+        """
+        ...
+
+    def launch(self, kernels: Kernels, tensors: Tensors, after: Any) -> tuple[Tensors, Event, Event]:
+        """Starts kernels once the device has passed `after`: (their results, their start, their end).
+
+        Raises what `kernels` raises.
+        """
+        ...
+
+    def download(self, tensors: Tensors, after: Any) -> tuple[Arrays, Event]:
+        """Starts the copy of results once the device has passed `after`: (arrays, the end of the copy)."""
+        ...
+
+    def lost(self) -> BaseException | None:
+        """Why this process cannot use the device any more; None if it can. Waits until the device has done its work."""
+        ...
+
+
+class DeviceModel(Protocol):
+    """A model that a runtime has loaded onto a device, with the attributes of a `Program`."""
+
+    platform: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[TensorSpec, ...]
+    rows: tuple[int, int]
+    unbatched: bool
+
+    def forward(self, tensors: Tensors) -> Tensors:
+        """Starts the kernels of one call: output name -> tensor `[rows, ...]`. Raises what the model raises."""
+        ...
+
+
+class Staged(Struct, eq=False):
+    """The inputs of a batch on their way to the device, and the memory from which they are copied."""
+
+    arrays: Arrays
+    tensors: Tensors
+    ready: Event
+
+
+class Launched(Struct, eq=False):
+    """A batch on the device. `outputs` are valid once it has passed `done`."""
+
+    staged: Staged  # the device may still read its memory
+    outputs: Arrays
+    done: Event
+    start: Event
+    end: Event
+
+
+class DeviceProgram:
+    """The program of a model on a device. `run` is one call; its phases, in any threads, let calls overlap."""
+
+    def __init__(self, model: DeviceModel, device: Device) -> None:
+        self._model, self._device = model, device
+        self.platform, self.inputs, self.outputs = model.platform, model.inputs, model.outputs
+        self.rows, self.unbatched = model.rows, model.unbatched
+        self.empty = device.empty
+        self._launching = threading.Lock()  # the kernels of a call stay together, and are measured alone
+
+    def stage(self, arrays: Arrays) -> Staged:
+        """Starts the copy of `arrays`, which are memory of `empty`. Raises errors of the device."""
+        return Staged(arrays, *self._device.upload(arrays))
+
+    def launch(self, staged: Staged) -> Launched:
+        """Starts the kernels and the copy of their results. Raises what the model raises, and DeviceLost."""
+        try:
+            with self._launching:
+                tensors, start, end = self._device.launch(self._model.forward, staged.tensors, staged.ready)
+            return Launched(staged, *self._device.download(tensors, end), start, end)
+        except RuntimeError as e:
+            self._check(e)
+            raise
+
+    def fetch(self, launched: Launched) -> tuple[Arrays, float]:
+        """The outputs, and the seconds of the kernels on the device. Raises its errors, and DeviceLost."""
+        try:
+            launched.done.wait()
+        except RuntimeError as e:
+            self._check(e)
+            raise
+        return launched.outputs, launched.end.since(launched.start)
+
+    def _check(self, error: RuntimeError) -> None:
+        """Raises DeviceLost if every later call in this process would fail, too, as after some errors of kernels."""
+        if not out_of_memory(error) and (why := self._device.lost()) is not None:
+            raise DeviceLost(f"device {self._device.name} is lost to this process: {describe(why)}") from error
+
+    def run(self, arrays: Arrays) -> Arrays:
+        """See `Program`. Raises what the phases raise."""
+        pinned = {}
+        for name, array in arrays.items():
+            pinned[name] = self.empty(array.shape, array.dtype)
+            pinned[name][...] = array
+        return self.fetch(self.launch(self.stage(pinned)))[0]
