@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -34,6 +33,7 @@ from penstock.errors import (
     WorkerDied,
 )
 from penstock.types import Item, ItemResult
+from support.interrupts import interrupt
 
 WAIT_S = 3.0
 Load = Callable[..., Portal]
@@ -443,43 +443,26 @@ def test_an_interrupt_at_any_instruction_of_a_call_costs_later_calls_nothing(loa
     model = Gate()
     model.open.set()
     portal = load(model, max_queue=50)
-    files = {module.__file__ for module in (direct, inbox, portal_module, waiters)}
-    left = 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename not in files:
-            return None
-        frame.f_trace_opcodes = True
-        left -= event == "opcode"
-        if left == 0:
-            left = -1
-            raise KeyboardInterrupt  # as a signal handler may
-        return trace
-
     assert threading.current_thread() is threading.main_thread()
     for instruction in range(1, 2000):
         if busy:
             model.open.clear()
             held = portal.submit("m", "held")
             model.running()
-        left, before = instruction, sys.gettrace()
-        sys.settrace(trace)
         try:
-            getattr(portal, call)("m", [-1], **({"timeout_s": 0.0} if busy and call == "predict" else {}))
+            with interrupt(instruction, (direct, inbox, portal_module, waiters)) as raised:
+                getattr(portal, call)("m", [-1], **({"timeout_s": 0.0} if busy and call == "predict" else {}))
         except KeyboardInterrupt:
             pass
         except DeadlineExceeded:
             assert busy
-        finally:
-            sys.settrace(before)
         if busy:
             assert type(portal.submit("m", "late", budget_s=1e-6).exception(WAIT_S)) is DeadlineExceeded
             model.open.set()
             assert held.result(WAIT_S) == "held"
         assert portal.predict("m", [instruction], timeout_s=WAIT_S) == [instruction]
         model.runs = threading.Semaphore(0)
-        if left > 0:
+        if not raised:
             break
     assert instruction > 20
-    assert left > 0
+    assert not raised

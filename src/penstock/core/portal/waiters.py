@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import threading
 import weakref
@@ -156,34 +155,55 @@ class ThreadWaiter(SyncWaiter):
 _LONGEST_S = 10**6  # some platforms refuse longer timeouts
 
 
-class LoopCalls:
-    """Calls from other threads to one asyncio loop. One wake-up serves all that come until the loop runs."""
+class LoopWaiters:
+    """Coroutines of one asyncio loop that other threads wake. One wake-up serves all that come until the loop runs.
+
+    A signal handler may raise in the loop's thread, and the loop may run again: a wake-up that did not get to its first
+    `try` is made up for by the next coroutine that waits.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._calls: deque[Callable[[], object]] = deque()
+        self._ended: deque[asyncio.Future[None]] = deque()
         self._due = False
 
-    def post(self, call: Callable[[], object]) -> None:
-        self._calls.append(call)
+    def new(self) -> asyncio.Future[None]:
+        """What one coroutine waits on."""
+        if self._ended:
+            self._run()
+        return self._loop.create_future()
+
+    def wake(self, waiter: asyncio.Future[None]) -> None:
+        """Ends what a coroutine waits on, from any thread."""
+        self._ended.append(waiter)
         if not self._due:
-            self._due = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits there any more
+            try:
+                self._due = True
                 self._loop.call_soon_threadsafe(self._run)
+            except BaseException:
+                self._due = False
+                if not self._loop.is_closed():  # else nothing waits there any more
+                    raise
 
     def _run(self) -> None:
-        self._due = False  # before the calls are taken, so that a new one wakes the loop again
-        while self._calls:
-            self._calls.popleft()()
+        try:
+            self._due = False  # before waiters are taken, so that a new one wakes the loop again
+            while self._ended:
+                if not self._ended[0].done():
+                    self._ended[0].set_result(None)
+                self._ended.popleft()
+        finally:
+            if self._ended:
+                self._loop.call_soon(self._run)
 
 
-_CALLS: weakref.WeakValueDictionary[int, LoopCalls] = weakref.WeakValueDictionary()
+_LOOPS: weakref.WeakValueDictionary[int, LoopWaiters] = weakref.WeakValueDictionary()
 
 
-def _calls_to(loop: asyncio.AbstractEventLoop) -> LoopCalls:
-    found = _CALLS.get(id(loop))
+def _waiters_of(loop: asyncio.AbstractEventLoop) -> LoopWaiters:
+    found = _LOOPS.get(id(loop))
     if found is None:
-        found = _CALLS[id(loop)] = LoopCalls(loop)
+        found = _LOOPS[id(loop)] = LoopWaiters(loop)
     return found
 
 
@@ -246,9 +266,9 @@ class Future(concurrent.futures.Future[Any]):
     def __await__(self) -> Generator[Any, None, Any]:
         if self._inbox is not None:
             self._inbox.refuse_own_thread()
-        loop = asyncio.get_running_loop()
-        ended, calls = loop.create_future(), _calls_to(loop)
-        self.add_done_callback(lambda _: calls.post(lambda: None if ended.done() else ended.set_result(None)))
+        waiters = _waiters_of(asyncio.get_running_loop())
+        ended = waiters.new()
+        self.add_done_callback(lambda _: waiters.wake(ended))
         try:
             yield from ended
         except asyncio.CancelledError:

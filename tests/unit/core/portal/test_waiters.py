@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import closing
 from functools import partial
 from random import Random
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from penstock.core.portal import waiters
 from penstock.core.portal.waiters import (
     Future,
     SyncWaiter,
@@ -27,6 +29,7 @@ from penstock.core.portal.waiters import (
 )
 from penstock.errors import ItemFailed, QueueFull
 from penstock.types import ItemResult
+from support.interrupts import interrupt
 
 WAIT_S = 10.0
 
@@ -228,6 +231,44 @@ def test_a_future_can_be_awaited_and_a_cancelled_wait_cancels_it(posted: Posted)
         assert left.cancelled()
 
     asyncio.run(scenario())
+
+
+def test_an_interrupt_of_a_loop_that_goes_on_keeps_no_coroutine_waiting(posted: Posted) -> None:
+    async def awaits(future: Future) -> Any:
+        return await future
+
+    def end(futures: list[Future]) -> None:
+        for future in futures:
+            future(ItemResult(1))
+
+    with closing(asyncio.new_event_loop()) as loop:
+
+        def begin(ended: bool) -> list[asyncio.Task[Any]]:
+            futures = [Future(posted, the_item) for _ in range(3)]
+            tasks = [loop.create_task(awaits(future)) for future in futures]
+            if not ended:
+                loop.run_until_complete(asyncio.sleep(0))
+            ending = threading.Thread(target=end, args=[futures])
+            ending.start()
+            ending.join()
+            return tasks
+
+        for ended in (False, True):
+            for instruction in range(1, 1000):
+                tasks = begin(ended)
+                try:
+                    with interrupt(instruction, [waiters]) as raised:
+                        loop.run_until_complete(asyncio.wait(tasks))
+                except KeyboardInterrupt:
+                    pass
+                tasks += begin(False)
+                _, waiting = loop.run_until_complete(asyncio.wait(tasks, timeout=WAIT_S))
+                assert not waiting, raised
+                interrupted = [task for task in tasks if isinstance(task.exception(), KeyboardInterrupt)]
+                assert len(interrupted) <= 1
+                if not raised:
+                    break
+            assert 10 < instruction < 999
 
 
 @pytest.mark.parametrize("ending", ["settle", "fail", "cancel", "settle and cancel"])
