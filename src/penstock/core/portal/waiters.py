@@ -345,7 +345,20 @@ class Future(concurrent.futures.Future[Any]):
                 else:
                     waiter.add_exception(self)
             self._condition.notify_all()
-        self._invoke_callbacks()  # type: ignore[attr-defined]
+        self._invoke_callbacks()
+
+    def _invoke_callbacks(self) -> None:
+        """Calls every callback: behind one that raises SystemExit, others may wake coroutines."""
+        exits: BaseException | None = None
+        for callback in self._done_callbacks:
+            try:
+                callback(self)
+            except Exception:
+                log.exception("callback_failed future=%r", self)
+            except BaseException as e:
+                exits = e
+        if exits is not None:
+            raise exits
 
 
 def the_item(result: ItemResult) -> Any:

@@ -233,6 +233,30 @@ def test_a_future_can_be_awaited_and_a_cancelled_wait_cancels_it(posted: Posted)
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("ending", ["settle", "cancel"])
+def test_a_callback_that_exits_keeps_nobody_behind_it_waiting(posted: Posted, ending: str) -> None:
+    def exits(_: object) -> None:
+        raise SystemExit
+
+    async def scenario() -> None:
+        future, told = Future(posted, the_item), []
+        future.add_done_callback(exits)
+        future.add_done_callback(told.append)
+        waits = asyncio.ensure_future(future)
+        await asyncio.sleep(0)
+        if ending == "settle":
+            future(ItemResult(1))
+            assert await waits == 1
+        else:
+            with pytest.raises(SystemExit):
+                future.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waits
+        assert told == [future]
+
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
+
+
 def test_an_interrupt_of_a_loop_that_goes_on_keeps_no_coroutine_waiting(posted: Posted) -> None:
     async def awaits(future: Future) -> Any:
         return await future
