@@ -249,6 +249,7 @@ class Ready(Struct):
     best size of the warm-up, None without one. With a `concurrency` above 1 the worker runs batches concurrently, up to
     that many rows in flight: in `mode` "continuous", the active items of a step model. `metrics` are what the model
     recorded while it loaded. `coupled`: how the warm-up showed that its rows depend on each other, "" if it did not.
+    `sizes`: the batches that it runs, to which others are padded; empty for any.
     """
 
     metadata: ModelMetadata
@@ -261,6 +262,7 @@ class Ready(Struct):
     mode: Literal["batch", "continuous"] = "batch"
     metrics: list[MetricDelta] = field(default_factory=list)
     coupled: str = ""
+    sizes: tuple[int, ...] = ()
 
 
 class BatchPart(Struct, omit_defaults=True):

@@ -20,6 +20,7 @@ from penstock.config.schema import (
     ModelConfig,
     RayConfig,
     ResidencyConfig,
+    check_sizes,
 )
 from penstock.errors import ConfigError, ErrorList, nearest
 from penstock.values import SIZE_UNITS, quantity, shorten, tensor_specs
@@ -188,6 +189,7 @@ def check_model(model: ModelConfig, where: str = "") -> None:
             " use transport = 'thread' or 'process' for more"
         )
     _check_autoscale(model, where)
+    check_sizes(model.batching, f"{where}batching.")
     if model.residency.keep_alive_s is not None and (model.residency.pinned or model.autoscale.max is not None):
         why = "residency.pinned" if model.residency.pinned else "autoscale.max"
         raise ConfigError(f"{where}residency.keep_alive_s: a model with {why} never leaves; keep one of the two")

@@ -3,6 +3,7 @@
 `docs/configuration.md` is generated from the meanings; a test keeps it up to date.
 """
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
@@ -178,6 +179,13 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Positive | Literal["auto"],
         doc('most rows in a batch; "auto": the best of the warm-up, or 64 without one; out-of-memory lowers it'),
     ] = "auto"
+    sizes: Annotated[
+        tuple[Positive, ...] | Literal["any", "auto"] | None,
+        doc(
+            'sizes that batches have, such as [1, 8, 32]; others are padded to the next; "auto": powers of two up to'
+            ' max_batch_size; "any": no padding; by default "auto" for model files and modules on CUDA, else "any"'
+        ),
+    ] = None
     max_hold_s: Annotated[
         Hold | Literal["auto"],
         doc('longest hold of a request while an instance is idle; "auto": learned; 0: never; "fixed": its delay'),
@@ -434,7 +442,7 @@ SECTIONS: dict[str, Any] = {
 def with_options(config: BatchingConfig, options: dict[str, Any]) -> BatchingConfig:
     """`config` with the options of `@penstock.model` for the keys that have their default value.
 
-    Raises ConfigError for an unknown option or an invalid value.
+    Raises ConfigError for an unknown option, an invalid value, or sizes that contradict other keys.
     """
     default = BatchingConfig()
     for key in options:
@@ -443,9 +451,39 @@ def with_options(config: BatchingConfig, options: dict[str, Any]) -> BatchingCon
             raise ConfigError(f"@penstock.model has no option '{key}'{hint}")
     chosen = {k: v for k, v in options.items() if getattr(config, k) == getattr(default, k)}
     try:
-        return convert({**to_builtins(config), **chosen}, BatchingConfig)
+        merged = convert({**to_builtins(config), **chosen}, BatchingConfig)
     except ValidationError as e:
         raise ConfigError(f"@penstock.model: {e}") from None
+    check_sizes(merged)
+    return merged
+
+
+def check_sizes(config: BatchingConfig, where: str = "batching.") -> None:
+    """Raises ConfigError for a list of sizes that is no ladder, and for sizes of a model without batches to pad."""
+    sizes = config.sizes
+    if sizes is None or sizes == "any":
+        return
+    for key, plain in (("max_sequences", (0,)), ("mode", ("auto", "batch")), ("concurrency", ("auto", 1))):
+        if (other := getattr(config, key)) not in plain:
+            raise ConfigError(
+                f"{where}sizes: found with {key} = {other}, whose batches cannot be padded; keep one of them"
+            )
+    if isinstance(sizes, str):
+        return
+    shown, most = f"[{', '.join(map(str, sizes))}]", config.max_batch_size
+    whole = all(type(size) is int and size > 0 for size in sizes)  # a caller in Python skips the schema
+    if not sizes or not whole or any(size >= after for size, after in pairwise(sizes)):
+        raise ConfigError(
+            f"{where}sizes: found {shown}, expected ascending whole numbers from 1, each once, such as [1, 8, 32], or"
+            ' "auto" or "any"'
+        )
+    if config.rows == "none":
+        raise ConfigError(f'{where}sizes: found {shown} with rows = "none", which runs one request at a time; keep one')
+    if most not in ("auto", sizes[-1]):
+        raise ConfigError(
+            f"{where}sizes: found {shown} with max_batch_size = {most}; the last size is the largest batch: end the"
+            f" list with {most}, or leave max_batch_size out"
+        )
 
 
 # msgspec 0.22 crashes when two threads convert to a type for the first time at once, as loading instances may do:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -300,3 +301,29 @@ def test_only_worker_processes_can_be_replaced_and_have_variables() -> None:
             told = f"{key}: found {value}, but the {transport} transport has no worker"
             with pytest.raises(ConfigError, match=told):
                 check_model(ModelConfig(target="a.py:M", transport=transport, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"sizes": ()}, r"found \[\], expected ascending whole numbers from 1"),
+        ({"sizes": (8, 4)}, r"found \[8, 4\], expected ascending"),
+        ({"sizes": (4, 4)}, r"found \[4, 4\], expected ascending"),
+        ({"sizes": (0, 4)}, r"found \[0, 4\], expected ascending"),
+        ({"sizes": (1.5,)}, r"found \[1\.5\], expected ascending"),
+        ({"sizes": (1, 64), "max_batch_size": 32}, r"found \[1, 64\] with max_batch_size = 32; the last size is the"),
+        ({"sizes": (1, 16), "max_batch_size": 32}, r"end the list with 32, or leave max_batch_size out"),
+        ({"sizes": (1, 16), "rows": "none"}, r'with rows = "none", which runs one request at a time'),
+        ({"sizes": "auto", "max_sequences": 4}, r"found with max_sequences = 4, whose batches cannot be padded"),
+        ({"sizes": (1, 4), "concurrency": 4}, r"found with concurrency = 4, whose"),
+        ({"sizes": (1, 4), "mode": "continuous"}, r"found with mode = continuous, whose"),
+    ],
+)
+def test_sizes_that_are_no_ladder_are_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"models\.m\.batching\.sizes: .*{said}"):
+        check_config(Config(models={"m": ModelConfig(target="a:b", batching=BatchingConfig(**keys))}))
+
+
+def test_sizes_may_end_with_the_largest_batch() -> None:
+    for keys in ({"sizes": (1, 32), "max_batch_size": 32}, {"sizes": (7,)}, {"sizes": "auto", "max_batch_size": 48}):
+        check_model(ModelConfig(target="a:b", batching=BatchingConfig(**keys)))  # type: ignore[arg-type]

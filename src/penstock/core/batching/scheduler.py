@@ -7,6 +7,7 @@ from out-of-memory. It reads no clock and uses no randomness: the same calls giv
 
 from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Event, Expire, Outcome, Shed
+from penstock.core.batching.ladder import Ladder
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, SlotBatch, Take, View, WaitUntil
 from penstock.core.batching.queues import Bucket
 from penstock.core.batching.sequences import SequenceLimits, SequenceTable
@@ -38,6 +39,7 @@ class Scheduler:
 
     `max_queue` counts rows; a slot holds up to `depth` batches. A request's place in the order of service is its
     arrival + `horizon_s` + `priority[class]` (the last value also covers higher classes), or its deadline if earlier.
+    Batches are padded to the `sizes`, the last of which is `max_batch_size`; without them they keep any size.
     It has more than 15 attributes because it is one state machine: splitting them would hide which event changes what.
     Each keyword argument is one option of a model.
     """
@@ -54,10 +56,12 @@ class Scheduler:
         priority: tuple[float, ...] = (0.0,),
         horizon_s: float = 30.0,
         sequences: SequenceLimits | None = None,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         if not horizon_s < INF or not priority or max_batch_size < 1:
             raise ValueError("expected a finite horizon_s, at least one priority class and max_batch_size >= 1")
         self._policy = policy
+        self._ladder = Ladder(sizes) if sizes else None
         self._cost = Cost()
         self._slots = Slots(self._cost, depth)
         self.sequences = None if sequences is None else SequenceTable(sequences)
@@ -496,6 +500,8 @@ class Scheduler:
         """Lowers the ceiling. `oom` is (fewest rows that ran out of memory, most rows that ran)."""
         bad, good = oom
         ceiling = max(1, good if good >= 0.8 * bad else (good + bad) // 2)
+        if self._ladder is not None:  # batches between two sizes need the memory of the larger one
+            ceiling = self._ladder.down(ceiling) or self._ladder.sizes[0]
         self._ceiling = ceiling if self._ceiling is None else min(ceiling, self._ceiling)
         self._ceiling_end_s = now + CEILING_S
         self._resize()

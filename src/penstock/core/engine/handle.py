@@ -10,6 +10,7 @@ from msgspec import structs
 
 from penstock.config.schema import AutoscaleConfig, BatchingConfig, with_options
 from penstock.core.arrays import nbytes_of
+from penstock.core.batching.ladder import DEFAULT_BATCH
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.policies.fixed import Unbatched
 from penstock.core.batching.residency import ResidentModel
@@ -24,7 +25,6 @@ from penstock.core.engine.calls import Call, notify, overriding, reason_of
 from penstock.core.engine.direct import DirectDriver
 from penstock.core.engine.instances import Instances
 from penstock.core.engine.rules import (
-    DEFAULT_BATCH,
     bucket_rule,
     check_rules,
     file_stamps,
@@ -164,6 +164,7 @@ class ModelHandle:
         self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
         self._custom_rows = b.rows not in ("auto", "axis0")
         size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or DEFAULT_BATCH
+        size = ready.sizes[-1] if ready.sizes else size
         size = size if ready.concurrency == 1 else min(size, ready.concurrency)
         size = 1 if b.rows == "none" else size
         if ready.coupled:
@@ -187,6 +188,7 @@ class ModelHandle:
             priority=b.priority,
             horizon_s=b.slo_s or b.timeout_s,
             sequences=limits,
+            sizes=ready.sizes,
         )
         self.sequences = scheduler.sequences
         if ready.concurrency == 1:  # other batches do not take as long as the warm-up's

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config.schema import REMOTE, BatchingConfig, ModelConfig
+from penstock.config.schema import REMOTE, BatchingConfig, ModelConfig, check_sizes
+from penstock.core.batching.ladder import DEFAULT_BATCH
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.codecs import traits_of
 from penstock.core.wire.slabs import Slab
@@ -20,7 +21,6 @@ from penstock.types import Item, SequenceRequest
 
 MAX_SEQUENCE_ID = 200  # characters
 _QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
-DEFAULT_BATCH = 64
 
 
 def devices_of(config: ModelConfig) -> tuple[str, ...]:
@@ -120,6 +120,7 @@ def next_device(config: ModelConfig, used: Sequence[str]) -> str:
 def check_rules(config: BatchingConfig) -> None:
     """Raises ConfigError for an unknown policy or rule, and for rules that exclude each other."""
     rows_rule(config)
+    check_sizes(config)
     if config.rows == "none" and config.max_batch_size not in ("auto", 1):
         raise ConfigError(
             f'batching.max_batch_size: found {config.max_batch_size} with rows = "none", which runs one request at a'

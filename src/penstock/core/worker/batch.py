@@ -166,7 +166,7 @@ class BatchRun:
         except BaseException as e:
             error = e
         else:
-            self.ran_rows = max(self.ran_rows, self._rows(units))
+            self.ran_rows = max(self.ran_rows, self._size(units))
             for u, result in zip(units, results, strict=True):
                 if u in partial.alive:
                     self.outcomes[u] = self.whole(u, result)
@@ -178,7 +178,7 @@ class BatchRun:
         memory, wrong = out_of_memory(error), isinstance(error, WrongRowCount)
         self.miscounted |= wrong
         if memory or wrong:
-            rows = self._rows(units)
+            rows = self._size(units)
             self.failed_rows = rows if self.failed_rows is None else min(rows, self.failed_rows)
         batching = self.runner.batching
         split = len(units) > 1 and batching.idempotent and (memory or batching.retry_split)
@@ -205,7 +205,7 @@ class BatchRun:
             close = getattr(steps, "close", None)
             if close is not None:
                 close()
-        self.ran_rows = max(self.ran_rows, self._rows(units))
+        self.ran_rows = max(self.ran_rows, self._size(units))
         for u in alive:
             complete = self._place[u] >= len(self._marks.get(u, ()))
             self.outcomes[u] = self.whole(u, STREAMED) if complete else ItemFailed(_DIFFERS)
@@ -393,6 +393,11 @@ class BatchRun:
     def _keep(self, values: list[Any]) -> None:
         if self.runner.model.states is not None:
             self.runner.model.states.keep(values)
+
+    def _size(self, units: list[int]) -> int:
+        """Rows of a call for these units, with padding: what the memory of a device must hold."""
+        ladder = self.runner.model.ladder
+        return self._rows(units) if ladder is None else ladder.up(self._rows(units))
 
     def _rows(self, units: list[int]) -> int:
         items, owners, many = self.d.items, self.d.owners, self.d.many

@@ -17,6 +17,7 @@ from penstock.core.wire.messages import Pickled, Unsent
 from penstock.core.wire.objects import OwnException
 from penstock.core.worker import logs
 from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter
+from penstock.core.worker.predict import aligned, copied
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import (
     ENDS,
@@ -32,6 +33,8 @@ from penstock.types import BatchPart, Headed, Item, ItemResult, Many, ModelMetad
 
 if TYPE_CHECKING:
     import asyncio
+
+    from penstock.core.batching.ladder import Ladder
 
 log = logging.getLogger("penstock.worker")
 
@@ -293,7 +296,24 @@ class BatchRunner:
 
         Raises the model's errors.
         """
-        found = self.model.explain(values) if explain and self.model.explain else self.model.predict(values)
+        model = self.model
+        if model.item_ladder is not None and not explain:
+            return self._in_sizes(values, model.item_ladder)
+        return self._found(model.explain(values) if explain and model.explain else model.predict(values))
+
+    def _in_sizes(self, values: list[Any], ladder: Ladder) -> list[Any]:
+        """The results of calls with sizes of the ladder: copies of the last value follow, their results are dropped."""
+        results: list[Any] = []
+        for start, stop, size in ladder.chunks(len(values)):
+            rows = stop - start
+            # not the value itself: a model that changes its items would change it more than once
+            copies = [copied(values[stop - 1]) for _ in range(size - rows)]
+            padded = f" (batching.sizes has padded {rows} to {size})" if copies else ""
+            found = self._found(self.model.predict([*values[start:stop], *copies]))
+            results += aligned(found, size, padded=padded)[:rows]
+        return results
+
+    def _found(self, found: Any) -> Any:
         if type(found) is list:
             return found
         if inspect.iscoroutine(found):

@@ -12,7 +12,8 @@ from msgspec import structs
 
 from penstock import metrics
 from penstock.config.checks import read_labels
-from penstock.config.schema import with_options
+from penstock.config.schema import BatchingConfig, with_options
+from penstock.core.batching.ladder import DEFAULT_BATCH, Ladder, ladder_of
 from penstock.core.wire.messages import Pickled
 from penstock.core.worker import nesting
 from penstock.core.worker.devices import threads_of
@@ -31,6 +32,8 @@ from penstock.errors import (
 )
 from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at, resolve
 from penstock.types import ModelMetadata, Ready
+
+log = logging.getLogger("penstock.worker")
 
 
 def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -> tuple[BatchRunner, Ready]:
@@ -60,17 +63,26 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         if config.transport != "process" and batching.concurrency not in ("auto", 1):
             raise LoadFailed(f"concurrency = {batching.concurrency} needs transport = 'process'")
         model.begin_loop(batching)
+        model.pad(_ladder(batching, None))
         metadata = _metadata(model, spec)
         runner = BatchRunner(model, metadata, batching)
         coupled = ""
         try:
             profile, best = warm_up(runner, batching)
         except RowsCoupled as e:
+            if isinstance(batching.sizes, tuple):
+                why = (
+                    'so batches cannot be padded; leave the key out, or set rows = "axis0" if its rows are independent'
+                )
+                raise LoadFailed(f"batching.sizes: {e}, {why}") from e
             coupled, declared = str(e), {**declared, "rows": "none"}
             batching = with_options(spec.config.batching, declared)
             model.unbatch()
+            model.pad(None)
             runner.describe(_metadata(model, spec), batching)
             profile, best = warm_up(runner, batching)
+        if model.ladder is None:
+            model.pad(_ladder(batching, best or DEFAULT_BATCH))
     except PenstockError:
         raise
     except SystemExit as e:
@@ -81,7 +93,20 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         raise kind(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
     ready = Ready(runner.metadata, shown_device or device, os.getpid(), declared, profile, best, metrics=recorded)
     ready.coupled = coupled
+    if model.ladder is not None:
+        ready.sizes = model.ladder.sizes
+        if not profile:
+            log.warning(
+                "sizes_not_warmed model=%s: the first batch of each size is slow; give it warmup() or declared inputs",
+                spec.name,
+            )
     return runner, ready
+
+
+def _ladder(batching: BatchingConfig, best: int | None) -> Ladder | None:
+    """The ladder that a model's options ask for; `best`: the size of the warm-up, if it has ended."""
+    most = best if batching.max_batch_size == "auto" else batching.max_batch_size
+    return None if batching.rows == "none" else ladder_of(batching.sizes, most)
 
 
 def _metadata(model: PythonModel, spec: WorkerSpec) -> ModelMetadata:

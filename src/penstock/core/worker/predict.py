@@ -1,5 +1,6 @@
 """What `predict` of a model receives beside the items, and what it returns: sequences, parameters, results."""
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -103,9 +104,17 @@ def units_of(values: Sequence[Any], items: Sequence[Item]) -> list[Any]:
     return [ParameterUnit(value, dict(item.parameters or {})) for value, item in zip(values, items, strict=True)]
 
 
-def aligned(found: Any, expected: int, did: str = "returned") -> list[Any]:
+def copied(value: Any) -> Any:
+    """A deep copy of an item; the item itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # of the user's class
+        return value
+
+
+def aligned(found: Any, expected: int, did: str = "returned", padded: str = "") -> list[Any]:
     """The results as a list, one per item. Raises BadOutput; WrongRowCount if it has another length. `did`: what
-    predict did with them."""
+    predict did with them; `padded`: why there are more items than were sent."""
     array = hasattr(found, "__array__") and getattr(found, "ndim", 0) > 0
     if not isinstance(found, (list, tuple)) and (
         not array or hasattr(found, "columns")
@@ -119,5 +128,7 @@ def aligned(found: Any, expected: int, did: str = "returned") -> list[Any]:
     except Exception as e:
         raise BadOutput(f"predict {did} a {type(found).__name__} that cannot be read: {describe(e)}") from None
     if len(results) != expected:
-        raise WrongRowCount(f"predict {did} {len(results)} results for {expected} items, expected one for each item")
+        raise WrongRowCount(
+            f"predict {did} {len(results)} results for {expected} items, expected one for each item{padded}"
+        )
     return results

@@ -5,18 +5,23 @@ The runs of one and of two rows also show whether a row's result depends on the 
 
 from __future__ import annotations
 
+import logging
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.config.schema import BatchingConfig
+from penstock.core.batching.ladder import Ladder
 from penstock.core.worker.loop import BatchRunner
 from penstock.errors import LoadFailed, OutOfMemory, PenstockError, WrongRowCount
 from penstock.types import BatchPart, Item
 
 if TYPE_CHECKING:
     import numpy as np
+
+log = logging.getLogger("penstock.worker")
 
 # ---- whether rows depend on each other
 #
@@ -76,7 +81,7 @@ def _floats(value: Any) -> np.ndarray[Any, Any] | None:
     return array.ravel().astype(np.float64) if array.dtype.kind == "f" else None
 
 
-RUNS = 3
+STEPS = (1, -1, 1)  # order of the samples in the runs of a size
 COMPARED = 2  # largest batch in which rows are compared with rows alone
 COLD_RUNS = 2  # the first ones pay for caches, allocators and lazy imports
 MAX_AUTO = 1024
@@ -99,17 +104,22 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
     """((rows, seconds) of the runs, the best batch size or None). No samples without sample items.
 
     Sizes double up to `max_batch_size`. With "auto" they stop when throughput gains less than 2 % twice, memory runs
-    out, or a batch takes longer than half the SLO. Raises LoadFailed when the model fails on its own samples, and
-    RowsCoupled, unless the configuration says what the rows are.
+    out, or a batch takes longer than half the SLO. A model with a ladder runs all of its sizes, and keeps those that
+    memory allows. Raises LoadFailed when the model fails on its own samples, and RowsCoupled, unless the configuration
+    says what the rows are.
     """
     hook = runner.model.warmup
     found = hook() if hook is not None else None
     samples = [] if found is None else list(found)
     if not samples:
         return [], None
-    auto = batching.max_batch_size == "auto"
+    ladder = runner.model.ladder
+    auto = batching.max_batch_size == "auto" and ladder is None
+    # what prepares itself for each size, does so in its first run, which is no sample
+    sized = ladder is not None or batching.sizes == "auto"
+    sizes = [] if ladder is None else [n for n in ladder.sizes if n > COMPARED]
     largest = MAX_AUTO if batching.max_batch_size == "auto" else batching.max_batch_size
-    largest = 1 if batching.rows == "none" else largest
+    largest = 1 if batching.rows == "none" else largest if ladder is None else ladder.top
     alone: list[Any] = []
     limit_s = batching.slo_s / 2 if batching.slo_s else 0.0
     profile: list[tuple[int, float]] = []
@@ -118,17 +128,23 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
     while True:
         items = [samples[i % len(samples)] for i in range(size)]
         # the first sample comes first, last and first again: a running sum changes later rows only
-        parts = [_run(runner, items[::step]) for step in (1, -1, 1)]
+        steps: tuple[int, ...] = (1, *STEPS) if sized else STEPS
+        if budget_s and time.monotonic() > started + budget_s:
+            steps = (1,)
+        parts = [_run(runner, items[::step]) for step in steps]
         if batching.rows == "auto":
-            results = [part.results[-1 if k == 1 else 0] for k, part in enumerate(parts)]
+            results = [part.results[-1 if step < 0 else 0] for step, part in zip(steps, parts, strict=True)]
             alone = alone or results
             _check_rows(size, alone, parts, results)
         runs = [_seconds(part) for part in parts]
         fits = [s for s in runs if s is not None]
-        if len(fits) < RUNS:
+        if len(fits) < len(runs):
+            if ladder is not None:
+                _shorten(runner, ladder, size)
             return profile[COLD_RUNS:], best  # out of memory: the previous size was the best
-        profile += [(size, s) for s in fits]
-        seconds = min(fits)
+        measured = fits[1:] if sized else fits
+        profile += [(size if ladder is None else ladder.up(size), s) for s in measured]
+        seconds = min(measured or fits)
         limit_s = limit_s or max(MAX_RUN_S, MAX_RUN_ROWS * seconds)
         budget_s = budget_s or max(BUDGET_S, BUDGET_RUNS * seconds)
         rate = size / seconds if seconds > 0 else float("inf")
@@ -140,10 +156,27 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
             without_gain += 1
             if without_gain == POOR_SIZES:
                 break
+        if ladder is not None:
+            size = size + 1 if size < min(COMPARED, largest) else sizes.pop(0) if sizes else 0
+            if not size:
+                break
+            continue
         if size >= largest or time.monotonic() > started + budget_s:
             break
         size = min(2 * size, largest)
     return profile[COLD_RUNS:], best if auto else None
+
+
+def _shorten(runner: BatchRunner, ladder: Ladder, size: int) -> None:
+    """Leaves the sizes from `size` on out of the model's ladder, unless there are no others."""
+    if fitting := ladder.sizes[: bisect_left(ladder.sizes, size)]:
+        runner.model.pad(Ladder(fitting))
+    log.warning(
+        "sizes_out_of_memory model=%s size=%d: batches are at most %d rows",
+        runner.metadata.name,
+        size,
+        (fitting or (1,))[-1],
+    )
 
 
 def _check_rows(size: int, alone: Sequence[Any], parts: Sequence[BatchPart], together: Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overl
 import msgspec
 
 from penstock.config.schema import BatchingConfig, with_options
+from penstock.core.batching.ladder import Ladder
 from penstock.core.worker.item_types import ModelTypes, check_takes_items, takes_arrays
 from penstock.core.worker.predict import SequenceStates, WithParameters, takes_parameters
 from penstock.core.worker.step_loop import Answer as Answer
@@ -129,6 +130,8 @@ class PythonModel:
         self.states: SequenceStates | None = None  # of a model whose `predict` receives sequences
         self.takes_parameters = False  # `predict` receives the parameters of requests
         self.unbatched = False  # axis 0 is not rows
+        self.ladder: Ladder | None = None  # of the sizes of its batches
+        self.item_ladder: Ladder | None = None  # the same, if `predict` takes items; others pad arrays themselves
         self._takes_columns = False
         self.types = ModelTypes(None, None)
 
@@ -196,6 +199,10 @@ class PythonModel:
             return
         check_takes_items(self.predict)
         if rows != 1 and (rows != "auto" or is_async(self.predict)):
+            if batching.sizes not in (None, "any"):
+                raise LoadFailed(
+                    "batching.sizes: batches of an async predict run side by side: set concurrency = 1 too"
+                )
             from penstock.core.worker.call_loop import AUTO_CONCURRENCY, CallLoop  # other models do not need asyncio
 
             self.loop = calls = CallLoop(self.predict, batching, self.send_parts_to)
@@ -215,6 +222,22 @@ class PythonModel:
             self.loop.alone = True
         if (hook := getattr(self._model, "__penstock_unbatch__", None)) is not None:
             hook()
+
+    def pad(self, ladder: Ladder | None) -> None:
+        """Pads the batches of a loaded model to these sizes; None: to none. Raises LoadFailed for a model whose batches
+        cannot be padded."""
+        self.ladder, hook = ladder, getattr(self._model, "__penstock_pad__", None)
+        if hook is not None:
+            hook(ladder)
+            return
+        self.item_ladder = ladder
+        if ladder is None:
+            return
+        if self.stepped or is_generator(self.predict):
+            kind = "a step model" if self.stepped else "a streaming model"
+            raise LoadFailed(f"batching.sizes: {kind} has no whole batches to pad; leave the key out")
+        if self.submit is not None or self.prepare is not None or self.send_parts_to is not None:
+            raise LoadFailed(f"batching.sizes: {_name(self._model)} arranges its batches itself; leave the key out")
 
     def _begin_sequences(self, batching: BatchingConfig) -> None:
         if self.stepped or self.submit is not None or self.send_parts_to is not None or self.prepare is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from penstock.core.arrays import array_of, has_text
+from penstock.core.batching.ladder import Ladder
 from penstock.core.columns import Block, TensorRequest, TensorRows
 from penstock.errors import BadRequest, ConfigError, LoadFailed, WrongRowCount
 from penstock.types import DATATYPES, DTYPES, TensorSpec
@@ -114,6 +115,7 @@ class TensorModel:
         self._open, self._settings = open_program, settings
         self._program: Program | None = None
         self._unbatched = False
+        self._ladder: Ladder | None = None
         self.inputs: tuple[TensorSpec, ...] = ()  # empty unless all are known
         self._whole_inputs: tuple[TensorSpec, ...] = ()  # with their sizes on axis 0
         self.outputs: tuple[TensorSpec, ...] = ()
@@ -129,11 +131,11 @@ class TensorModel:
                 TensorSpec(i.name, cast(str, i.datatype), cast(Any, i.shape), not i.required) for i in known
             )
             self.inputs = tuple(structs.replace(spec, shape=(-1, *spec.shape[1:])) for spec in self._whole_inputs)
-        self.__penstock_options__ = self._options()
+        self.__penstock_options__ = self._options(device)
         if self._settings.optimize == "compile" and not program.unbatched:
             self._compile()
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, device: str) -> dict[str, Any]:
         """The batching options that the program requires; see `@penstock.model`."""
         if self._loaded.unbatched:
             return {"rows": "none"}
@@ -142,6 +144,8 @@ class TensorModel:
             found["bucket"] = "shape"  # requests of different shapes cannot run in one call
         if self._loaded.rows[1] < ANY_ROWS[1]:
             found["max_batch_size"] = self._loaded.rows[1]
+        if device.startswith("cuda"):  # where kernels, graphs and engines are prepared for each size
+            found["sizes"] = "auto"
         return found
 
     @property
@@ -156,6 +160,9 @@ class TensorModel:
 
     def __penstock_unbatch__(self) -> None:
         self._unbatched, self.inputs = True, self._whole_inputs
+
+    def __penstock_pad__(self, ladder: Ladder | None) -> None:
+        self._ladder = ladder
 
     def warmup(self) -> list[Arrays]:
         """Two rows, or requests without rows; nothing if a size is unknown."""
@@ -267,13 +274,15 @@ class TensorModel:
         return results
 
     def _run(self, arrays: Arrays, rows: int) -> Arrays:
-        """The outputs of all rows. Splits rows beyond the program's maximum into calls, and pads to its minimum.
+        """The outputs of all rows. Splits rows beyond the program's maximum into calls, and pads to its minimum, or to
+        the next size of the ladder.
 
         Raises WrongRowCount.
         """
-        least, most = self._loaded.rows
-        least = max(1, least)
-        if least <= rows <= most:
+        most = self._loaded.rows[1]
+        if self._ladder is not None:
+            most = min(most, self._ladder.top)
+        if rows <= most and self._size(rows) == rows:
             outputs = self._loaded.run(arrays)
             check_rows(outputs, rows)
             return outputs
@@ -281,23 +290,31 @@ class TensorModel:
         for start in range(0, rows or 1, most):  # no rows run as padding, for the shapes and types of the outputs
             chunk = arrays if rows <= most else {n: a[start : start + most] for n, a in arrays.items()}
             count = min(most, rows - start)
-            if count < least:
-                chunk = {n: _padded(a, least) for n, a in chunk.items()}
+            size = self._size(count)
+            if count < size:
+                chunk = {n: _padded(a, size) for n, a in chunk.items()}
             outputs = self._loaded.run(chunk)
-            check_rows(outputs, max(count, least))
-            parts.append({n: a[:count] if count < least else a for n, a in outputs.items()})
+            check_rows(outputs, size, count)
+            parts.append({n: a[:count] if count < size else a for n, a in outputs.items()})
         if len(parts) == 1:
             return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
+    def _size(self, rows: int) -> int:
+        """The rows of the call for so many rows, with padding."""
+        least, most = self._loaded.rows
+        size = max(rows, least, 1)
+        return size if self._ladder is None else max(size, min(most, self._ladder.up(rows)))
 
-def check_rows(outputs: Arrays, rows: int) -> None:
-    """Raises WrongRowCount unless axis 0 of every output of a call holds its rows."""
+
+def check_rows(outputs: Arrays, rows: int, real: int | None = None) -> None:
+    """Raises WrongRowCount unless axis 0 of every output of a call holds its rows, of which `real` are no padding."""
     for name, array in outputs.items():
         if array.ndim == 0 or len(array) != rows:
+            padded = "" if real in (None, rows) else f" ({real} of a request, padded to {rows})"
             raise WrongRowCount(
-                f"output '{name}' has the shape {list(array.shape)} for {rows} rows; expected its axis 0 to be rows,"
-                ' or set rows = "none"'
+                f"output '{name}' has the shape {list(array.shape)} for {rows} rows{padded}; expected its axis 0 to be"
+                ' rows, or set rows = "none"'
             )
 
 
