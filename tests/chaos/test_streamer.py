@@ -173,3 +173,36 @@ def test_submits_that_time_out_leak_no_memory(chaos: SimpleNamespace) -> None:
                 before = psutil.Process().memory_info().rss
         after = psutil.Process().memory_info().rss
     assert after - before < 20 * 2**20
+
+
+EXITS = """
+    import sys, threading, time
+    import torch
+    from penstock import ThreadedStreamer
+
+    started = threading.Event()
+
+    def busy(items):
+        left = torch.rand(200, 200)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            left = torch.tanh(left @ left)  # releases the interpreter in C++ code
+            started.set()
+        return items
+
+    streamer = ThreadedStreamer(busy, batch_size=4)
+    streamer.submit(["an item"])
+    assert started.wait(20)
+    if sys.argv[1] == "closing":
+        threading.Thread(target=streamer.destroy_workers, daemon=True).start()
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("state", ["running", "closing"])
+def test_a_program_may_exit_while_its_model_is_in_c_code(state: str) -> None:
+    pytest.importorskip("torch")
+    code = textwrap.dedent(EXITS)
+    done = subprocess.run([sys.executable, "-c", code, state], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert "terminate" not in done.stderr

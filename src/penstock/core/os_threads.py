@@ -6,20 +6,25 @@ not import gevent, because a patched program has already imported it.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import fcntl
 import functools
 import importlib.util
 import math
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from penstock.errors import ConfigError
 
@@ -57,12 +62,70 @@ def thread_id() -> int:
     return int(_original("_thread", "get_ident")() if patched() else threading.get_ident())
 
 
-def start_thread(main: Callable[..., None], *arguments: object, name: str) -> None:
-    """Runs `main(*arguments)` in a daemon thread."""
+def start_thread(
+    main: Callable[..., None], *arguments: object, name: str, leave: Callable[[], None] | None = None
+) -> None:
+    """Runs `main(*arguments)` in a daemon thread.
+
+    A thread that runs models has a `leave`, which makes `main` return soon. The interpreter calls it when it exits,
+    waits for such threads, and interrupts those that still run after half of EXIT_S.
+    """
+    if leave is not None:
+        main, arguments = _run_joined, (leave, main, *arguments)
     if patched():
         _original("_thread", "start_new_thread")(main, arguments)
     else:
         threading.Thread(target=main, args=arguments, name=name, daemon=True).start()
+
+
+# When the interpreter ends, it unwinds each daemon thread that wants it back. C++ code that had released it, as torch
+# does in each operator, does not expect that: the process aborts ("terminate called without an active exception").
+EXIT_S: Final = 2.0
+UNWOUND_S: Final = 10  # most that the rest of the exit may take beside calls that do not return
+_joined: dict[Any, _JoinedThread] = {}  # by a lock that each holds while it runs
+
+
+class _JoinedThread(NamedTuple):
+    pid: int  # a fork keeps none of its parent's threads
+    number: int
+    leave: Callable[[], None]
+
+    def interrupt(self) -> None:
+        """Raises SystemExit in the thread, between two operators of a long call."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.number), ctypes.py_object(SystemExit))
+
+
+def _run_joined(leave: Callable[[], None], main: Callable[..., None], *arguments: object) -> None:
+    running = new_lock()
+    running.acquire()
+    _joined[running] = _JoinedThread(os.getpid(), thread_id(), leave)
+    try:
+        main(*arguments)
+    finally:
+        del _joined[running]
+        running.release()
+
+
+@atexit.register  # runs after those of the modules that import this one
+def _join_threads() -> None:
+    end = time.monotonic() + EXIT_S
+    threads = {running: thread for running, thread in _joined.copy().items() if thread.pid == os.getpid()}
+    for thread in threads.values():
+        thread.leave()
+    for running, thread in threads.items():
+        if not running.acquire(timeout=max(0.0, end - EXIT_S / 2 - time.monotonic())):
+            thread.interrupt()
+            if not running.acquire(timeout=max(0.0, end - time.monotonic())):
+                _park_unwound_threads()
+
+
+def _park_unwound_threads() -> None:
+    """Makes `std::terminate` put its thread to sleep, until the process has exited or a timer kills it."""
+    with suppress(OSError, AttributeError, ValueError):  # no C++ code is loaded, or this is not the main thread
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        library["_ZSt13set_terminatePFvvE"](ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+        signal.alarm(UNWOUND_S)
 
 
 def usable_cores() -> int:

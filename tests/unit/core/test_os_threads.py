@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 
@@ -92,3 +93,40 @@ def test_elsewhere_they_are_the_plain_ones() -> None:
         theirs.sendall(b"x")
         assert ours.recv(1) == b"x"
     assert os_threads.popen([sys.executable, "-c", ""], cwd=os.getcwd()).wait() == 0
+
+
+def test_the_exit_waits_for_threads_that_run_models_but_not_for_ever() -> None:
+    program = """
+import sys, threading, time
+from penstock.core import os_threads
+
+os_threads.EXIT_S = 1.0
+asked, never = threading.Event(), threading.Event()
+
+def model():
+    asked.wait()
+    print("left", flush=True)
+
+def loops():
+    try:
+        while True:
+            time.sleep(0.001)
+    finally:
+        print("interrupted", flush=True)
+
+os_threads.start_thread(never.wait, name="plain")
+os_threads.start_thread(model, name="model", leave=asked.set)
+if sys.argv[1] != "leaves":
+    os_threads.start_thread({"loops": loops, "hangs": never.wait}[sys.argv[1]], name="other", leave=lambda: None)
+time.sleep(0.05)
+print(time.monotonic())
+"""
+    for state, least_s, words in (
+        ("leaves", 0, ["left"]),
+        ("loops", 0.5, ["left", "interrupted"]),
+        ("hangs", 1, ["left"]),
+    ):
+        done = subprocess.run([sys.executable, "-c", program, state], capture_output=True, text=True, timeout=30)
+        began_s, *said = done.stdout.split()
+        assert (done.returncode, done.stderr, said) == (0, "", words)
+        assert least_s <= time.monotonic() - float(began_s) < 20

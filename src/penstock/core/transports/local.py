@@ -72,7 +72,7 @@ class ThreadSlot(LocalSlot):
         self._gone = asyncio.Event()
         self._thread = self.new_thread()
         name = f"penstock-{self.spec.name}-{self.number}"
-        os_threads.start_thread(self._thread.main, self.spec, self.device, name=name)
+        os_threads.start_thread(self._thread.main, self.spec, self.device, name=name, leave=self._thread.leave)
 
     def new_thread(self) -> WorkerThread:
         return WorkerThread(self)
@@ -91,8 +91,7 @@ class ThreadSlot(LocalSlot):
         """The thread runs until its call returns and then ends; memory that it refers to is never reused."""
         if self._thread is None:
             return
-        self._thread.abandoned = True
-        self._thread.put(None)  # it may wait for the next batch
+        self._thread.leave()
         self._thread = None
         for sent in list(self.sent.values())[:1]:
             for slab in sent.slabs:
@@ -139,6 +138,11 @@ class WorkerThread:
     def put(self, work: Work | None) -> None:
         """Gives the thread its next batch; None: it ends."""
         self._batches.put(work)
+
+    def leave(self) -> None:
+        """Abandons the thread, which ends after its call."""
+        self.abandoned = True
+        self.put(None)  # it may wait for the next batch
 
     def next(self) -> Work | None:
         """In the thread: waits for the next batch."""
