@@ -127,11 +127,12 @@ class RequestInbox(Inbox):
     few arrivals change nothing, they wait here without a wake-up, until a batcher's next turn.
 
     `guard` is held by every thread that runs code of the portal's engine. `routes` are the inboxes of models that run
-    without the loop.
+    without the loop. `word` names the portal in errors.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, word: str = "portal") -> None:
         super().__init__(loop)
+        self._word = word
         self.guard = os_threads.new_rlock()
         self.routes: dict[str, Inbox] = {}
         self._wake_scheduled = self._look_scheduled = False
@@ -182,7 +183,7 @@ class RequestInbox(Inbox):
         self._closed = True
         for request in self._taken():
             if isinstance(request, tuple):
-                request[2](ItemResult(error=ModelNotReady("the portal is closed")))
+                request[2](ItemResult(error=ModelNotReady(f"the {self._word} is closed")))
             else:
                 with suppress(RuntimeError):  # the loop is closed; a request behind this one still needs its response
                     self._loop.call_soon_threadsafe(request)

@@ -119,13 +119,14 @@ class LoopThread:
 class PortalThread(LoopThread):
     """The thread of a portal, with a backend and an inbox for requests."""
 
-    def __init__(self, make: Callable[[], PortalBackend]) -> None:
+    def __init__(self, make: Callable[[], PortalBackend], word: str) -> None:
+        """`make` and `word`: see `Portal`."""
         self.backend: PortalBackend
-        self._make = make
+        self._make, self._word = make, word
         super().__init__("penstock-portal")
 
     async def prepare(self) -> None:
-        self.inbox = RequestInbox(self._loop)
+        self.inbox = RequestInbox(self._loop, self._word)
         self.waiting_threads = WaitingThreads(self.inbox)
         self.new_future = _future_class()
         self.backend = self.inbox.backend = self._make()
@@ -142,11 +143,17 @@ class PortalThread(LoopThread):
 
     def close(self, drain_s: float, waiter: SyncWaiter) -> None:
         """Closes the backend, then the loop. Returns when the thread has ended."""
-        self.post(self.start, self.backend.close(drain_s), waiter)
+        self.post(self.start, self._close(drain_s), waiter)
         waiter.wait(None)
-        self.inbox.close()
-        self.stop()
+        self._ended.acquire()
         waiter.value.result()
+
+    async def _close(self, drain_s: float) -> None:
+        try:
+            await self.backend.close(drain_s)
+        finally:  # in the same step, so that no request reaches a backend that has ended
+            self.inbox.close()
+            self.end()
 
 
 def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:

@@ -78,7 +78,7 @@ class Portal:
         self._forked = False
         self._closed = False
         if not lazy and not _uwsgi_will_fork():
-            self._loop_thread = PortalThread(self._make)
+            self._loop_thread = PortalThread(self._make, self._word)
         _PORTALS.add(self)
 
     def __enter__(self) -> Portal:
@@ -262,7 +262,7 @@ class Portal:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        thread = PortalThread(self._make)
+        thread = PortalThread(self._make, self._word)
         try:
             for name, config, target, sys_path in self._loads:
                 assert isinstance(thread.backend, Engine)

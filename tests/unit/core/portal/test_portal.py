@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -354,6 +355,37 @@ def test_a_request_that_meets_the_close_is_refused_and_not_forgotten() -> None:
     refused: list[Any] = []
     inbox.put("m", Item(1), refused.append)  # its thread looked before the close, and comes after it
     assert [r.error.code for r in refused] == ["model_not_ready"]
+    with pytest.raises(ModelNotReady):
+        portal.statistics("m")
+
+
+def test_a_request_that_comes_when_the_backend_has_ended_is_refused_also_if_the_close_is_interrupted() -> None:
+    class Ends(Echo):
+        async def close(self, drain_s: float) -> None:
+            closing.set()
+            await asyncio.to_thread(gate.wait, 10)
+            asyncio.get_running_loop().call_soon(inbox.put, "m", Item(1), late)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    gate, closing = threading.Event(), threading.Event()
+    backend = Ends()
+    portal = Portal(make=lambda: backend, word="streamer")
+    inbox = portal._alive().inbox
+    late = Future(inbox, the_item)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(KeyboardInterrupt):
+            portal.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert closing.wait(5)
+    gate.set()
+    with pytest.raises(ModelNotReady, match="the streamer is closed"):
+        late.result(5)
+    assert not backend.asked
     with pytest.raises(ModelNotReady):
         portal.statistics("m")
 
