@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter, deque
@@ -302,6 +303,37 @@ def test_a_request_that_is_held_runs_at_its_time_and_a_full_batch_at_once(load: 
     held = patient.submit("m", 1)
     assert held.cancel()
     assert patient.predict("m", range(4)) == list(range(4))
+
+
+@pytest.mark.parametrize("waits_for", ["instance", "others"])
+def test_cancelled_coroutines_leave_the_queue_and_others_are_answered(load: Load, waits_for: str) -> None:
+    model = Gate()
+    hold = {"policy": "fixed", "max_hold_s": 1000.0, "timeout_s": 2000.0} if waits_for == "others" else {}
+    portal = load(model, max_batch_size=64, **hold)
+    chance = Random(waits_for)
+
+    async def call(item: int) -> Any:
+        return await portal.submit("m", item)
+
+    async def scenario() -> list[int]:
+        kept = [asyncio.create_task(call(-1))]
+        if waits_for == "instance":
+            await asyncio.to_thread(model.running)
+        for round_ in range(8):
+            tasks = [asyncio.create_task(call(24 * round_ + i)) for i in range(24)]
+            await asyncio.sleep(chance.choice([0, 0.001]))
+            stay = max(0, 4 * round_ - 16)
+            kept += tasks[:stay]
+            for task in tasks[stay:]:
+                task.cancel()
+        await asyncio.sleep(0)
+        model.open.set()
+        kept += [asyncio.create_task(call(1000 + i)) for i in range(64 - len(kept))]
+        return [await asyncio.wait_for(task, WAIT_S) for task in kept]
+
+    answered = asyncio.run(scenario())
+    assert answered == [-1, *range(120, 124), *range(144, 152), *range(168, 180), *range(1000, 1039)]
+    assert sorted(x for batch in model.ran for x in batch) == answered
 
 
 def test_a_portal_that_closes_answers_what_it_accepted(load: Load) -> None:
