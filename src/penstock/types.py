@@ -226,6 +226,7 @@ class ModelStatus(Struct, frozen=True):
     default: bool = True
     traffic: float = 1.0
     model_batch_size: int | None = None  # of a model that forms its own batches
+    model_devices: tuple[str, ...] = ()  # of a model that uses others than its instances', such as a pipeline
 
 
 class Batch(Struct):

@@ -310,7 +310,7 @@ def banner(urls: dict[str, str], models: Sequence[ModelStatus], example: str) ->
     """At most 12 lines: addresses, models and an example request."""
     rows = [("MODEL", "VERSION", "INSTANCES", "BATCH", "DEVICE", "STATE")]
     for m in models[:_MAX_ROWS]:
-        devices = ",".join(dict.fromkeys(m.devices))
+        devices = ",".join(dict.fromkeys(m.model_devices or m.devices))
         rows.append(
             (m.name, m.version, str(m.instances), str(m.model_batch_size or m.max_batch_size), devices, m.state)
         )

@@ -18,7 +18,7 @@ from penstock.pipeline.graph import AUTO, Graph, Node, NodeStep
 from penstock.pipeline.load import load_graph
 from penstock.pipeline.local import LocalPipeline, SubmittedItems
 from penstock.pipeline.lower import op_class
-from penstock.pipeline.node import tune_process
+from penstock.pipeline.node import placed, tune_process
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, RESULT, BatchOp
 from penstock.pipeline.requests import Declared, PipelineRequest, request_of, response_of
@@ -64,11 +64,14 @@ class PipelineModel:
             "run_timeout_s": sum(limits) + max(limits),  # more than one item needs that times out in every node
             "idempotent": all(node.idempotent for node in graph.nodes.values()),
         }
-        self._pipeline = LocalPipeline(graph)
+        here = placed(graph)
+        self._pipeline = LocalPipeline(here)
         sizes = self._pipeline.batch_sizes()
         models = [n.name for n in graph.nodes.values() if any(map(processes_batches, n.steps))]
         largest = max(sizes[name] for name in models or sizes)
         self.parameters = {"max_batch_size": largest, "pipeline": public_description(graph, sizes)}
+        if device == "cpu":  # else a node sees its GPU under another name than the machine's
+            self.parameters["devices"] = list(dict.fromkeys(node.device for node in here.nodes.values()))
         metadata = self._pipeline.metadata()
         self.outputs = graph.results or outputs_of(graph, metadata)
         if self._kind == "tensor" and metadata[graph.entry].unbatched:

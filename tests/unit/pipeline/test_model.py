@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from msgspec import structs
 
 from penstock.cli.server import banner
 from penstock.config.schema import ModelConfig
+from penstock.core.engine.engine import Engine
 from penstock.core.worker.main import open_model
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import BadOutput, BadRequest, ConfigError, DeadlineExceeded, LoadFailed
@@ -207,6 +209,25 @@ def test_the_banner_shows_the_largest_batch_of_the_models(load: Callable[..., Pi
     assert model.parameters["max_batch_size"] == 5
     status = ModelStatus("m", "1", "READY", 1, 1, 32, ("cpu",), model_batch_size=5)
     assert re.search(r"m +1 +1 +5 +cpu +READY", banner({}, [status], ""))
+
+
+def test_the_banner_shows_the_devices_of_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: None
+) -> None:
+    monkeypatch.setattr("penstock.pipeline.node.visible_gpus", lambda: 1)
+    nodes = '[a]\nbackend = "Identity"\nnext = "b"\n[b]\nbackend = "Identity"\ndevice = "cuda"\n'
+    (tmp_path / "net.toml").write_text(nodes)
+
+    async def read() -> ModelStatus:
+        engine = Engine()
+        await engine.load("net", ModelConfig(target=str(tmp_path / "net.toml"), transport="thread"))
+        [status] = engine.statuses()
+        await engine.close(0.0)
+        return status
+
+    status = asyncio.run(read())
+    assert status.devices == ("cpu",)
+    assert re.search(r"net +1 +1 +\d+ +cpu,cuda:0 +READY", banner({}, [status], ""))
 
 
 def test_a_pipeline_that_decodes_declares_an_input_of_bytes(load: Callable[..., PipelineModel]) -> None:

@@ -316,6 +316,7 @@ class ModelHandle:
             max_batch_size=self._full_rows,
             model_batch_size=self._declared_batch(),
             devices=self.instances.devices(),
+            model_devices=self._declared_devices(),
             queue=scheduler.queued if scheduler else 0,
         )
 
@@ -323,6 +324,10 @@ class ModelHandle:
         """The declared batch size of a model that forms its own batches, such as a pipeline."""
         found = self.metadata.parameters.get("max_batch_size") if self.metadata else None
         return found if isinstance(found, int) else None
+
+    def _declared_devices(self) -> tuple[str, ...]:
+        found = self.metadata.parameters.get("devices") if self.metadata else None
+        return tuple(found) if isinstance(found, list) and all(isinstance(device, str) for device in found) else ()
 
     @property
     def pending(self) -> int:
