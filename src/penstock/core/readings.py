@@ -69,10 +69,14 @@ class Gpus:
         self._query: threading.Thread | None = None
         self._result: list[GpuReading] = []
         self._first_mj: dict[str, int] = {}  # energy at the first query, by index
+        self._seen_us: dict[str, int] = {}  # time of the newest sample of utilization, by index
         self.power: dict[str, GpuPower] = {}  # by index, of the last query
 
     def read(self) -> list[GpuReading]:
-        """((index, name), utilization, used bytes, total bytes) of each GPU; empty while the driver hangs."""
+        """((index, name), utilization, used bytes, total bytes) of each GPU; empty while the driver hangs.
+
+        The utilization is the fraction of the time since the last query, at most since the driver's oldest sample.
+        """
         with self._lock:
             if self._query is not None and self._query.is_alive():
                 return []
@@ -103,10 +107,23 @@ class Gpus:
     def _read(self) -> Iterator[GpuReading]:
         for labels, handle in self._handles:
             with suppress(Exception):  # a failed GPU must not hide the others
-                busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                busy = self._read_utilization(labels[0], handle)
                 memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
                 self.power[labels[0]] = self._read_power(labels[0], handle)
                 yield labels, busy, int(memory.used), int(memory.total)
+
+    def _read_utilization(self, index: str, handle: Any) -> float:
+        """The average of the driver's samples since the last query; its present reading without one.
+
+        The present reading alone covers a sixth of a second to a second: it says nothing of a load before.
+        """
+        seen_us = self._seen_us.get(index, 0)
+        with suppress(Exception):  # a GPU or a driver may keep none, or there is no new one
+            _, samples = self._nvml.nvmlDeviceGetSamples(handle, self._nvml.NVML_GPU_UTILIZATION_SAMPLES, seen_us)
+            new = [(sample.timeStamp, sample.sampleValue.uiVal) for sample in samples if sample.timeStamp > seen_us]
+            self._seen_us[index] = max(new)[0]
+            return float(sum(percent for _, percent in new) / len(new) / 100)
+        return float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
 
     def _read_power(self, index: str, handle: Any) -> GpuPower:
         found: list[Any] = [None] * 4

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -40,6 +40,32 @@ def test_the_power_of_a_gpu_is_in_watts_and_its_energy_counts_from_the_first_que
     assert gpus.power == {"0": GpuPower("GPU-9a", 20.085, 60.0, 0.0)}
     gpus.read()
     assert gpus.power["0"].energy_j == 0.5
+
+
+def test_the_utilization_is_the_average_since_the_last_query(
+    one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = [(0, 99), (1_000, 80), (1_200, 40)]  # (microseconds, percent); an unused place of the buffer has the time 0
+
+    def samples(handle: int, kind: int, since_us: int) -> tuple[int, list[SimpleNamespace]]:
+        assert kind == 1
+        new = [sample for sample in kept if sample[0] > since_us or not sample[0]]
+        if not new:
+            raise RuntimeError("not found")
+        values = [SimpleNamespace(timeStamp=at, sampleValue=SimpleNamespace(uiVal=percent)) for at, percent in new]
+        return 1, values
+
+    monkeypatch.setattr(one_gpu, "NVML_GPU_UTILIZATION_SAMPLES", 1, raising=False)
+    monkeypatch.setattr(one_gpu, "nvmlDeviceGetSamples", samples, raising=False)
+    gpus = Gpus()
+    found = []
+    for new in ([], [(1_400, 100), (1_600, 0), (1_800, 50)], [], [(2_000, 10)]):
+        kept += new
+        [(_, busy, *_)] = gpus.read()
+        found.append(busy)
+    assert found == [pytest.approx(x) for x in (0.6, 0.5, 0.25, 0.1)], "0.25: the present reading, without a sample"
+    kept.clear()
+    assert [busy for _, busy, *_ in gpus.read()] == [0.25]
 
 
 def test_what_a_driver_does_not_tell_is_none_and_hides_nothing(

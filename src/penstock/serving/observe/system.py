@@ -20,7 +20,12 @@ WORKER_CPU = Family("penstock_worker_cpu_seconds_total", "counter", _WORKER, "CP
 SYSTEM_CPU = Family("penstock_system_cpu_seconds_total", "counter", ("state",), "CPU time of the machine, all cores.")
 SYSTEM_CPUS = Family("penstock_system_cpus", "gauge", (), "Cores of the machine.")
 SYSTEM_MEMORY = Family("penstock_system_memory_bytes", "gauge", ("kind",), "Memory of the machine.")
-GPU_BUSY = Family("penstock_gpu_utilization_ratio", "gauge", _GPU, "Fraction of recent time in which a GPU was busy.")
+GPU_BUSY = Family(
+    "penstock_gpu_utilization_ratio",
+    "gauge",
+    _GPU,
+    "Fraction of the time since the last scrape in which a GPU was busy.",
+)
 GPU_USED = Family("penstock_gpu_memory_used_bytes", "gauge", _GPU, "Memory of a GPU in use by any process.")
 GPU_MEMORY = Family("penstock_gpu_memory_bytes", "gauge", _GPU, "Total memory of a GPU.")
 
