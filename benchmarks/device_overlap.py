@@ -1,13 +1,17 @@
 """How busy do the three phases of a batch keep a device?
 
 The device is simulated: a copy takes 1 ms in each direction, the kernels 2 ms + 0.05 ms a row, and a launch costs its
-thread 0.1 ms. A batch has 64 rows at most. The ceiling is the kernels alone, one full batch after the other. "step by
-step" calls the program in a loop, as a server with one thread per model does. "three phases" is a loop in which three
-threads stage, launch and fetch.
+thread 0.1 ms. A batch has 64 rows at most. The ceiling is the kernels alone, one full batch after the other.
+
+In a loop, "step by step" calls the program as a server with one thread per model does, and "three phases" stages,
+launches and fetches in three threads. In a program, 64 tasks ask an `Engine` for 8 rows each; the model is in a thread
+or a process. On a server, 256 connections ask for one row each, by `wrk`. A lone request has one row.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import queue
 import threading
 import time
@@ -16,10 +20,24 @@ from typing import Any
 
 import harness
 import numpy as np
-from device_models import MOST_ROWS, WIDTH, doubling, kernels_s, simulated
+import uvloop
+from device_models import COPY_S, LAUNCH_S, MOST_ROWS, WIDTH, doubling, kernels_s, simulated
+from inprocess import WARM_S, crowd
+
+import penstock
+from penstock.config.schema import BatchingConfig, ModelConfig
 
 CEILING = MOST_ROWS / kernels_s(MOST_ROWS)  # rows/s
 LEAST = 0.97  # of the ceiling
+LONE_MS = (2 * COPY_S + LAUNCH_S + kernels_s(1)) * 1e3
+MORE_MS = 0.35
+TASKS, ROWS = 64, 8
+CONNECTIONS = 256
+FILE = "device_models.py"
+ROW = np.arange(WIDTH, dtype=np.float32)
+WORKLOAD = harness.Workload(
+    "device", json.dumps(ROW.tolist()).encode(), (2 * ROW).tolist(), max_batch=MOST_ROWS, file=FILE
+)
 
 
 def rows_of(program: Any) -> dict[str, Any]:
@@ -65,6 +83,26 @@ def three_phases(seconds: float) -> harness.Sample:
     return measured(device, rate)
 
 
+def in_a_program(transport: str, tasks: int, rows: int, seconds: float) -> harness.Sample:
+    config = ModelConfig(
+        target=f"{harness.HERE}/{FILE}:device", transport=transport, batching=BatchingConfig(max_batch_size=MOST_ROWS)
+    )
+
+    async def run() -> harness.Sample:
+        async with penstock.Engine() as engine:
+            await engine.load("device", config)
+            call = functools.partial(engine.infer_many, "device", [ROW] * rows)
+            await crowd(call, tasks, WARM_S)
+            return shared(await crowd(call, tasks, seconds), rows)
+
+    return uvloop.run(run())
+
+
+def shared(sample: harness.Sample, rows: int = 1) -> harness.Sample:
+    """The sample in rows/s, with their share of the ceiling."""
+    return {**sample, "rate": sample["rate"] * rows, "share": sample["rate"] * rows / CEILING}
+
+
 def measured(device: Any, rate: float) -> harness.Sample:
     """Rows/s, their share of the ceiling, and the share of the time in which queues of the device overlap."""
     spans = device.spans
@@ -75,15 +113,32 @@ def measured(device: Any, rate: float) -> harness.Sample:
 def main() -> None:
     options = harness.options(__doc__)
     columns = {"rate": "rows/s", "share": "share of the kernels alone", "overlap": "share with overlap"}
+    columns |= {"p50_ms": "p50 ms", "p99_ms": "p99 ms"}
     report = harness.Report(__file__, __doc__, options, columns, libraries=("torch",))
-    loops: dict[str, Callable[[], harness.Sample]] = {
-        "step by step": lambda: step_by_step(options.seconds),
-        "three phases": lambda: three_phases(options.seconds),
-    }
-    runs = harness.interleave(options.rounds, loops)
-    report.add({"where": "a loop"}, runs, base="three phases")
-    shares = [s["share"] for s in runs["three phases"]]
-    report.target("a loop, three phases: share of the kernels alone", shares, least=LEAST)
+    s = options.seconds
+    with harness.serving({"server": ("penstock", WORKLOAD)}) as servers:
+        server = servers["server"]
+        many: dict[str, Callable[[], harness.Sample]] = {
+            "loop, step by step": lambda: step_by_step(s),
+            "loop, three phases": lambda: three_phases(s),
+            "engine, thread": lambda: in_a_program("thread", TASKS, ROWS, s),
+            "engine, process": lambda: in_a_program("process", TASKS, ROWS, s),
+            "server": lambda: shared(server.closed_loop(CONNECTIONS, s)),
+        }
+        lone: dict[str, Callable[[], harness.Sample]] = {
+            "engine, thread": lambda: in_a_program("thread", 1, 1, s),
+            "engine, process": lambda: in_a_program("process", 1, 1, s),
+            "server": lambda: shared(server.closed_loop(1, s)),
+        }
+        runs = harness.interleave(options.rounds, many)
+        report.add({"requests": "many"}, runs)
+        for name in (name for name in many if name != "loop, step by step"):
+            report.target(f"{name}: share of the kernels alone", [x["share"] for x in runs[name]], least=LEAST)
+        runs = harness.interleave(options.rounds, lone)
+        report.add({"requests": "one at a time"}, runs)
+        for name in lone:
+            more = [x["p50_ms"] - LONE_MS for x in runs[name]]
+            report.target(f"{name}: ms more than launch, kernels and copies", more, most=MORE_MS)
     report.save()
 
 

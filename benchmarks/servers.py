@@ -58,7 +58,7 @@ START_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One model of `models.py` for every server, with the request to send and its right answer."""
+    """One model for every server, with the request to send and its right answer. `file` is Penstock's alone."""
 
     model: str
     body: bytes
@@ -69,6 +69,7 @@ class Workload:
     instances: int = 1
     timeout_ms: int = 30_000  # after which a server may give a request up, where it can be told so
     queue: int | None = None  # most items that wait, where a server can be told so; else its default
+    file: str = "models.py"
 
     @property
     def content_type(self) -> str:
@@ -130,7 +131,7 @@ class Server(Processes):
 
     def _start_penstock(self, sets: Sequence[str]) -> str:
         w = self.workload
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"{HERE}/models.py:{w.model}", "--port", "0"]
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"{HERE}/{w.file}:{w.model}", "--port", "0"]
         command += ["--instances", str(w.instances), "--max-batch-size", str(w.max_batch)]
         keys = ["server.management_port=0", "server.metrics_port=0", *sets]
         if w.queue is not None:

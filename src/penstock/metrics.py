@@ -35,7 +35,7 @@ def _check_name(name: str) -> None:
         _good_names.add(name)
 
 
-class _Registry:
+class Registry:
     """The changes since the last `drain`."""
 
     def __init__(self) -> None:
@@ -79,13 +79,15 @@ class _Registry:
         return [MetricDelta(kind, name, value, dict(labels)) for (kind, name, labels), value in taken] + records
 
 
-_shared = _Registry()
-_own = threading.local()  # `registry`: _Registry, or None on a thread whose changes other threads report
+_shared = Registry()
+_own = threading.local()  # `registry`: Registry, or None on a thread whose changes other threads report
 
 
-def own_registry() -> None:
-    """Gives the calling thread a separate registry, for one of several models in this process."""
-    _own.registry = _Registry()
+def own_registry(registry: Registry | None = None) -> Registry:
+    """Gives the calling thread a separate registry, for one of several models in this process, or that of another
+    thread of the same model."""
+    _own.registry = found = registry or Registry()
+    return found
 
 
 def count_for_all() -> None:
@@ -94,7 +96,7 @@ def count_for_all() -> None:
         _own.registry = None
 
 
-def _current() -> _Registry:
+def _current() -> Registry:
     return getattr(_own, "registry", None) or _shared
 
 
@@ -140,7 +142,7 @@ def timings(name: str, seconds: Iterable[float], **labels: object) -> None:
 
 def drain() -> list[MetricDelta] | None:
     """The changes since the last call, by this thread's model and by threads without a model."""
-    own: _Registry | None = getattr(_own, "registry", _shared)
+    own: Registry | None = getattr(_own, "registry", _shared)
     if own is None:
         return None
     changes = own.drain()

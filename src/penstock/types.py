@@ -271,11 +271,12 @@ class BatchPart(Struct, omit_defaults=True):
 
     `results` is aligned with the batch's items; None where this part has nothing for an item. In the final part None
     means that an earlier part held the item's final result. With `at` (concurrent batches) `results` are final and
-    belong to the items at those places; each place occurs once. `run_s` is the worker's time on the batch, `prepare_s`
-    the time of decoding it while another batch ran. `stages_s` are the seconds of preprocessing (with decoding),
-    prediction and postprocessing (with encoding); None if they overlap. `oom` is (fewest rows that ran out of memory,
-    most rows that ran); `miscounted`: they came back as another number of rows instead. With `error` the whole batch
-    failed and `results` is empty; `started` False then means that it still waited behind another batch.
+    belong to the items at those places; each place occurs once. `run_s` is the worker's time on the batch, or with
+    `on_device` that of its device for this batch alone; `prepare_s` is the time of decoding it while another batch ran.
+    `stages_s` are the seconds of preprocessing (with decoding), prediction and postprocessing (with encoding); None if
+    they overlap. `oom` is (fewest rows that ran out of memory, most rows that ran); `miscounted`: they came back as
+    another number of rows instead. With `error` the whole batch failed and `results` is empty; `started` False then
+    means that it still waited behind another batch.
     """
 
     batch_id: int
@@ -290,6 +291,7 @@ class BatchPart(Struct, omit_defaults=True):
     metrics: list[MetricDelta] | None = None
     at: list[int] | None = None
     miscounted: bool = False
+    on_device: bool = False
 
 
 class MetricDelta(Struct, array_like=True):

@@ -98,6 +98,18 @@ def test_batches_overlap_and_their_results_stay(on):
         check(outputs, wanted)
 
 
+def test_rows_are_padded_on_the_device(on):
+    class Counting(torch.nn.Module):
+        def forward(self, x):
+            return x.new_full((len(x), 1), len(x)), x
+
+    program = on(Counting())
+    launched = program.launch(program.stage(pinned(program, {"x": batch(3)["x"]}), 8))
+    counts, x = program.fetch(launched)[0].values()
+    assert counts.ravel().tolist() == [8] * 8
+    assert np.array_equal(x, batch(3)["x"][[0, 1, 2, 2, 2, 2, 2, 2]])
+
+
 def test_floats_are_cast_on_the_device_and_back(on):
     found = on(Net(), "fp16").run(batch(2))
     assert found["y"].dtype == found["t"].dtype == np.float32

@@ -9,7 +9,9 @@ from msgspec import structs
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadRequest, ItemFailed
 from penstock.plugins import resolve
+from penstock.types import Item
 from support.concurrent_batches import CONCURRENCY_CHECKS, TARGET
+from support.devices import KERNELS_S, LOSES, MOST_ROWS, RAISES
 from support.stepped import CONTINUOUS_CHECKS, STEP_CHECKS
 from support.transports import TRANSPORT_CHECKS, TransportHarness, check_transport
 
@@ -22,15 +24,46 @@ async def test_transport(name, check):
     )
 
 
-def apart(spec, pool):
-    """A worker that finishes results in a separate thread."""
-    wrapped = structs.replace(spec, target=Wrapped(spec.target, "support.scripted:apart"))
-    return resolve("transport", "process")(wrapped, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
-
-
+@pytest.mark.parametrize("name", ["thread", "process"])
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-async def test_the_process_transport_with_results_finished_in_a_thread(check):
+async def test_a_transport_with_results_finished_in_another_thread(name, check):
+    def apart(spec, pool):
+        wrapped = structs.replace(spec, target=Wrapped(spec.target, "support.scripted:apart"))
+        return resolve("transport", name)(wrapped, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20)
+
     await check(apart)
+
+
+@pytest.mark.parametrize("name", ["inline", "thread", "process"])
+async def test_batches_of_a_model_on_a_device(name):
+    """They overlap, a bad row fails alone, and the worker is replaced once its device is lost."""
+    pytest.importorskip("torch")
+    async with TransportHarness(
+        lambda spec, pool: resolve("transport", name)(
+            spec, slots=1, devices=("cpu",), pool=pool, reply_bytes=4 * 2**20
+        ),
+        "support.devices:model",
+        max_batch_size=8,
+    ) as harness:
+        await harness.up()
+        sent = [harness.post([Item([row, row]) for row in range(k + 1)]) for k in range(6)]
+        for k, number in enumerate(sent):
+            part = await harness.final(number)
+            assert [r.body.tolist() for r in part.results] == [[2 * row, 2 * row] for row in range(k + 1)]
+            assert part.on_device
+            assert part.run_s == pytest.approx(KERNELS_S)
+        good, bad, also = (await harness.run([1, 1], [RAISES, 0], [3, 3])).results
+        assert bad.error.message == "the model raised ValueError"
+        assert (good.body.tolist(), also.body.tolist()) == ([2, 2], [6, 6])
+        part = await harness.run(*[[row, 0] for row in range(MOST_ROWS + 1)])
+        assert part.oom == (MOST_ROWS + 1, (MOST_ROWS + 2) // 2)
+        assert [r.body.tolist() for r in part.results] == [[2 * row, 0] for row in range(MOST_ROWS + 1)]
+        if name == "inline":
+            return  # there is nothing that could end but the program
+        part = await harness.final(harness.post([Item([LOSES, 0])]))
+        assert part.error.code == "worker_died"
+        await harness.up()
+        assert [r.body.tolist() for r in (await harness.run([1, 1])).results] == [[2, 2]]
 
 
 @pytest.mark.parametrize("check", CONCURRENCY_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))

@@ -54,6 +54,28 @@ class Program:
         return {"sum": np.asfortranarray(total), "half": total[:, 0].astype("f2"), "flag": arrays["flag"]}
 
 
+class InPhases(Program):
+    """The same in three phases, of which the first takes only memory of its own."""
+
+    def __init__(self) -> None:
+        self._own: list[np.ndarray[Any, Any]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+        self._own.append(np.empty(shape, dtype))
+        return self._own[-1]
+
+    def stage(self, arrays: Arrays, rows: int) -> Arrays:
+        assert all(any(array is own for own in self._own) for array in arrays.values())
+        self._own.clear()
+        return arrays
+
+    def launch(self, staged: Arrays) -> Arrays:
+        return self.run(staged)
+
+    def fetch(self, launched: Arrays) -> tuple[Arrays, float]:
+        return launched, 0.5
+
+
 def runner(in_columns: bool, program: Any = Program) -> BatchRunner:
     model = TensorModel(lambda settings: program(), ProgramSettings())
     model.__penstock_columns__ = in_columns  # type: ignore[misc]
@@ -173,18 +195,18 @@ def npy(values: st.DataObject, rows: int) -> Item:
 
 
 @pytest.fixture(scope="module")
-def runners() -> tuple[BatchRunner, BatchRunner]:
-    return runner(True), runner(False)
+def runners() -> tuple[BatchRunner, BatchRunner, BatchRunner]:
+    return runner(True), runner(False), runner(True, InPhases)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
-def test_columns_answer_as_rows_do(runners: tuple[BatchRunner, BatchRunner], values: st.DataObject) -> None:
+def test_columns_answer_as_rows_do(runners: tuple[BatchRunner, ...], values: st.DataObject) -> None:
     kinds = values.draw(st.lists(st.sampled_from([binary, in_json, native, grpc]), min_size=1, max_size=6))
     batch = [kind(values, values.draw(st.integers(1, 3))) for kind in kinds]
-    columns, rows = runners
-    assert answers(columns, batch) == answers(rows, batch)
-    assert answers(columns, batch) == answers(rows, batch)  # with plans that were just learned
+    columns, rows, phased = runners
+    for _ in range(2):  # also with plans that were just learned
+        assert answers(columns, batch) == answers(phased, batch) == answers(rows, batch)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -25,11 +25,13 @@ MOST_KEY_BYTES: Final = 2048  # of what identifies a plan
 
 
 class Block(Struct, eq=False):
-    """Name -> array `[rows, ...]` of several requests. `forms`: what codecs have made of the whole block."""
+    """Name -> array `[rows, ...]` of several requests. `forms`: what codecs have made of the whole block.
+    `placed`: the arrays are memory of the model's program."""
 
     arrays: Arrays
     rows: int
     forms: dict[Any, Any] = field(default_factory=dict)
+    placed: bool = False
 
     def slices(self, start: int, rows: int) -> Arrays:
         """Views of a range of rows."""
@@ -76,13 +78,16 @@ class TensorRows(Struct, eq=False):
 
 
 Data = bytes | bytearray | memoryview
+Empty = Callable[[tuple[int, ...], Any], Any]
+"""Makes an uninitialised array of a shape and a dtype."""
 
 
 class Stack(Protocol):
     """A plan, and the form of its values. Codecs keep one object for all of their requests with this plan."""
 
-    def block(self, requests: Sequence[PlannedRequest], rows: int) -> Block:
-        """The block of these requests, of `rows` rows in all. Any exception: one of them is irregular."""
+    def block(self, requests: Sequence[PlannedRequest], rows: int, empty: Empty | None = None) -> Block:
+        """The block of these requests, of `rows` rows in all; its values are written into arrays of `empty`, if it is
+        given. Any exception: one of the requests is irregular."""
 
 
 class RequestPlan(Struct, eq=False):

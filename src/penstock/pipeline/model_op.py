@@ -9,7 +9,8 @@ from msgspec import Struct, structs
 
 from penstock import metrics
 from penstock.core.worker.profile import coupled
-from penstock.core.worker.tensor_model import ANY_ROWS, Input, Program, check_rows, samples_of
+from penstock.core.worker.rows import check_rows
+from penstock.core.worker.tensor_model import ANY_ROWS, Input, Program, samples_of
 from penstock.errors import BadRequest, ConfigError, WrongRowCount
 from penstock.pipeline.collate import (
     PIXELS,

@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from penstock.core.columns import Block, TensorRows
 from penstock.core.worker.array_model import PythonProgram
-from penstock.core.worker.tensor_model import ProgramSettings, TensorModel, check_rows
+from penstock.core.worker.rows import check_rows
+from penstock.core.worker.tensor_model import ProgramSettings, TensorModel
 from penstock.errors import BadOutput, BadRequest, ItemFailed
 from penstock.pipeline.graph import REQUEST, Graph
 from penstock.pipeline.lower import op_class

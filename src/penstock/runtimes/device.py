@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -89,9 +90,11 @@ class DeviceModel(Protocol):
 
 
 class Staged(Struct, eq=False):
-    """The inputs of a batch on their way to the device, and the memory from which they are copied."""
+    """The inputs of a batch on their way to the device, and the memory from which they are copied. The call has `rows`
+    rows, with padding; None: as many as the inputs."""
 
     arrays: Arrays
+    rows: int | None
     tensors: Tensors
     ready: Event
 
@@ -116,19 +119,25 @@ class DeviceProgram:
         self.empty = device.empty
         self._launching = threading.Lock()  # the kernels of a call stay together, and are measured alone
 
-    def stage(self, arrays: Arrays) -> Staged:
+    def stage(self, arrays: Arrays, rows: int | None = None) -> Staged:
         """Starts the copy of `arrays`, which are memory of `empty`. Raises errors of the device."""
-        return Staged(arrays, *self._device.upload(arrays))
+        return Staged(arrays, rows, *self._device.upload(arrays))
 
     def launch(self, staged: Staged) -> Launched:
         """Starts the kernels and the copy of their results. Raises what the model raises, and DeviceLost."""
         try:
             with self._launching:
-                tensors, start, end = self._device.launch(self._model.forward, staged.tensors, staged.ready)
+                kernels = partial(self._kernels, staged.rows)
+                tensors, start, end = self._device.launch(kernels, staged.tensors, staged.ready)
             return Launched(staged, *self._device.download(tensors, end), start, end)
         except RuntimeError as e:
             self._check(e)
             raise
+
+    def _kernels(self, rows: int | None, tensors: Tensors) -> Tensors:
+        if rows is not None:
+            tensors = {name: padded(tensor, rows) for name, tensor in tensors.items()}
+        return self._model.forward(tensors)
 
     def fetch(self, launched: Launched) -> tuple[Arrays, float]:
         """The outputs, and the seconds of the kernels on the device. Raises its errors, and DeviceLost."""
@@ -151,3 +160,14 @@ class DeviceProgram:
             pinned[name] = self.empty(array.shape, array.dtype)
             pinned[name][...] = array
         return self.fetch(self.launch(self.stage(pinned)))[0]
+
+
+def padded(tensor: Any, rows: int) -> Any:
+    """A tensor of PyTorch with at least one row, and its last row repeated up to `rows`."""
+    count = len(tensor)
+    if count == rows:
+        return tensor
+    found = tensor.new_empty((rows, *tensor.shape[1:]))
+    found[:count] = tensor
+    found[count:] = tensor[-1:]
+    return found

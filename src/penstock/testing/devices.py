@@ -126,7 +126,7 @@ class SimulatedDevice:
         self._check()
         found = {name: tensor.contiguous() for name, tensor in kernels(tensors).items()}
         self._sleep(self._launch_s)
-        rows = max((len(tensor) for tensor in tensors.values()), default=0)
+        rows = max((len(tensor) for tensor in found.values()), default=0)  # with padding
         start, end = self._work("kernels", self._kernels_s(rows), after.at_s)
         return found, SimulatedEvent(self, start), SimulatedEvent(self, end)
 

@@ -97,8 +97,8 @@ class Outcome(Struct, frozen=True):
 
     ok: every entry has its own result or error; `failed` holds the ids of entries with an error. died: the worker ended
     while running this batch. lost: the worker ended while this batch waited behind another. `run_s` is the worker's
-    time; `prepare_s` came before it and may overlap another batch. `oom` is (fewest rows that ran out of memory, most
-    rows that ran).
+    time; `prepare_s` came before it and may overlap another batch. `on_device`: `run_s` is the time of a device for
+    this batch alone, which overlaps everything else. `oom` is (fewest rows that ran out of memory, most rows that ran).
     """
 
     kind: Literal["ok", "died", "lost"] = "ok"
@@ -106,6 +106,7 @@ class Outcome(Struct, frozen=True):
     failed: frozenset[int] = frozenset()
     oom: tuple[int, int] | None = None
     prepare_s: float = 0.0
+    on_device: bool = False
 
 
 class EntryState(IntEnum):

@@ -274,6 +274,8 @@ class Scheduler:
         if self.sequences is not None:
             self.sequences.now_s = now
         batch, seconds = self._slots.finish(batch_id, answered, outcome.run_s, outcome.prepare_s, now)
+        if outcome.on_device:
+            seconds = outcome.run_s  # without the copies: they overlap other batches
         entries = [e for e in batch.entries if e.state == EntryState.RUNNING] if batch.concurrent else batch.entries
         if outcome.oom is not None:
             self._shrink(outcome.oom, now)

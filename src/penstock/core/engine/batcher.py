@@ -353,7 +353,8 @@ class Batcher:
             log.warning("rows_miscounted model=%s rows=%d: %s", self.name, running.dispatch.rows, _MISCOUNTED)
         batch_id, failed = running.dispatch.batch_id, frozenset(running.failed)
         if part.final:
-            split = self.scheduler.complete(batch_id, Outcome("ok", part.run_s, failed, part.oom, part.prepare_s), now)
+            outcome = Outcome("ok", part.run_s, failed, part.oom, part.prepare_s, part.on_device)
+            split = self.scheduler.complete(batch_id, outcome, now)
         else:
             split = self.scheduler.answered(batch_id, entries, failed)
         if split:

@@ -286,6 +286,8 @@ class DirectDriver(Inbox):
 class DirectThread(WorkerThread):
     """One thread with its model, which takes its batches from the driver."""
 
+    may_overlap = False  # it answers a batch before it asks for the next one
+
     def __init__(self, slot: DirectSlot, driver: DirectDriver) -> None:
         super().__init__(slot)
         self.batches: deque[Work] = deque()

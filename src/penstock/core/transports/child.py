@@ -17,7 +17,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import Queue
 from typing import NoReturn
 
 from penstock.core.transports.concurrent import ConcurrentBatches
@@ -46,9 +45,10 @@ from penstock.core.worker.batch import Decoded
 from penstock.core.worker.logs import forward
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
+from penstock.core.worker.phases import Finisher
 from penstock.core.worker.spec import WorkerSpec
 from penstock.core.worker.step_loop import StepLoop
-from penstock.errors import Cancelled, LoadFailed, PenstockError, TargetNotFound, describe
+from penstock.errors import Cancelled, DeviceLost, LoadFailed, PenstockError, TargetNotFound, describe
 from penstock.plugins import load_object
 from penstock.types import BatchPart, Ready
 
@@ -57,6 +57,7 @@ RECEIVE_BYTES = 256 * 2**10
 BRIEF_S = 0.0005  # of running: during a shorter batch, a reader hides less than its wake-up costs
 
 Work = tuple[RunBatch, Decoded, list[Lease]]
+Finishing = tuple[RunBatch, list[Lease], Callable[[], BatchPart]]
 
 
 class Inbox:
@@ -166,7 +167,7 @@ class Worker:
         self._replies = replies
         self._held = HeldSlabs()
         self._inbox = Inbox(sock, pool)
-        self._finishing: Queue[tuple[RunBatch, list[Lease], Callable[[], BatchPart]] | None] = Queue()
+        self._finisher: Finisher[Finishing] | None = None
         self._runner: BatchRunner | None = None
 
     def main(self) -> None:
@@ -217,27 +218,23 @@ class Worker:
 
     def _run_all(self) -> None:
         assert self._runner is not None
-        finisher = None
-        if self._runner.model.finishes_apart:
-            finisher = threading.Thread(target=self._finish, name="penstock-finisher", daemon=True)
-            finisher.start()
-        while self._run_one(apart=finisher is not None):
+        if self._runner.model.overlaps:
+            self._finisher = Finisher(self._finish, "penstock-finisher")
+        while self._run_one():
             pass
-        if finisher is not None:
-            self._finishing.put(None)
-            finisher.join()
+        if self._finisher is not None:
+            self._finisher.close()
 
-    def _run_one(self, apart: bool) -> bool:
-        """Runs the next batch; False if no more will come. `apart`: the finisher makes its final part."""
+    def _run_one(self) -> bool:
+        """Runs the next batch; False if no more will come."""
         work = self._inbox.turns.next()
         if work is None:
             return False
         assert self._runner is not None
-        if apart:
-            PREDICTED.pack_into(self._predicted.view, 0, work[0].id)
+        if self._finisher is not None:
             box = [work]
             del work
-            self._finishing.put(self._begun(box))  # this thread must not refer to the payloads once the finisher does
+            self._finisher.run(partial(self._begun, box))
             return True
         run, decoded, leases = work
         del work
@@ -249,16 +246,18 @@ class Worker:
         self._inbox.turns.brief = final[0].run_s < BRIEF_S and self._runner.model.prepare is None
         return True
 
-    def _begun(self, box: list[Work]) -> tuple[RunBatch, list[Lease], Callable[[], BatchPart]]:
-        """Predicts the batch in the box; returns what the finisher needs."""
-        run, decoded, leases = box.pop()
+    def _begun(self, box: list[Work]) -> Finishing:
+        """Launches or predicts the batch in the box; returns what the finisher needs."""
+        run, decoded, leases = box.pop()  # this thread must not refer to the payloads once the finisher does
+        PREDICTED.pack_into(self._predicted.view, 0, run.id)
         assert self._runner is not None
         return run, leases, self._runner.begin(run.id, decoded, partial(self._emit, run, None))
 
     def _emit(self, run: RunBatch, final: list[BatchPart] | None, part: BatchPart) -> None:
         """Sends a part of a stream; keeps the final one in `final`, which is None if the finisher makes it."""
         if final is None:
-            self._finishing.join()  # the parent expects answers in the order of batches
+            assert self._finisher is not None
+            self._finisher.wait()  # the parent expects answers in the order of batches
         elif part.final:
             final.append(part)
             return
@@ -280,15 +279,13 @@ class Worker:
             held, let_go = self._held.after(leases)
         self._send(self._pack(PartMessage(part, held, let_go), outbox))
 
-    def _finish(self) -> None:
-        """The finisher's thread: makes final parts in order, while the next batch is predicted."""
+    def _finish(self, box: list[Finishing]) -> None:
+        """In the finisher's thread: makes the final part of the batch in the box, while the next one is predicted."""
+        run, leases, finish = box.pop()
         try:
-            while (work := self._finishing.get()) is not None:
-                run, leases, finish = work
-                part = finish()
-                del work, finish  # they refer to the payloads
-                self._answer(run, leases, part)
-                self._finishing.task_done()
+            part = finish()
+            del finish  # it refers to the payloads
+            self._answer(run, leases, part)
         except SystemExit as e:
             PREDICTED.pack_into(self._predicted.view, 0, run.id)  # this batch ends the worker
             _exit(e)
@@ -356,7 +353,7 @@ def _exit(end: SystemExit) -> NoReturn:
     """Ends the process as the model's `sys.exit` asks; a reason in place of a status goes to stderr, as in Python."""
     if isinstance(end.code, int | None):
         _end(end.code or 0)
-    print(f"the model called sys.exit({end.code})", file=sys.stderr)
+    print(end.code if isinstance(end, DeviceLost) else f"the model called sys.exit({end.code})", file=sys.stderr)
     _end(1)
 
 

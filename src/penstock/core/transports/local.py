@@ -12,6 +12,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,6 +25,7 @@ from penstock.core.wire.slabs import Slab
 from penstock.core.worker.batch import Emit
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.main import open_model
+from penstock.core.worker.phases import Finisher
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import BadRequest, Cancelled, LoadFailed, PenstockError, WorkerDied
 from penstock.types import Batch, BatchPart, Item, Ready
@@ -124,16 +126,21 @@ class ThreadSlot(LocalSlot):
 
 
 Work = tuple[int, list[Item], list[Lease]]  # batch, its items, the leases of their slabs
+Finishing = tuple[Callable[[], BatchPart], list[Lease]]
 
 
 class WorkerThread:
-    """One thread with its model, until it ends or is abandoned."""
+    """One thread with its model, until it ends or is abandoned. A second one finishes batches that overlap."""
+
+    may_overlap = True
 
     def __init__(self, slot: ThreadSlot) -> None:
         self.abandoned = False
         self.unwanted = 0  # the last abandoned batch
         self.slot = slot
         self._batches: SimpleQueue[Work | None] = os_threads.new_queue()
+        self._finisher: Finisher[Finishing] | None = None
+        self._failed: BaseException | None = None  # in the second thread
 
     def put(self, work: Work | None) -> None:
         """Gives the thread its next batch; None: it ends."""
@@ -164,20 +171,57 @@ class WorkerThread:
         self._post(self.slot.on_end, self, error)
 
     def _work(self, spec: WorkerSpec, device: str) -> None:
-        metrics.own_registry()
+        registry = metrics.own_registry()
         runner, ready = open_model(spec, device)
+        if self.may_overlap and runner.model.overlaps:
+            self._finisher = Finisher(partial(self._finish, registry), f"penstock-{spec.name}-finisher")
         self._post(self.slot.on_up, self, ready)
+        try:
+            self._run_all(runner)
+        finally:
+            if self._finisher is not None:
+                self._finisher.close()
+        if self._failed is not None:
+            raise self._failed
+        runner.close()
+
+    def _run_all(self, runner: BatchRunner) -> None:
         while (work := self.next()) is not None and not self.abandoned:
+            if self._finisher is not None:
+                box = [work]
+                del work
+                self._finisher.run(partial(self._begun, runner, box))
+                continue
             batch_id, items, leases = work
             part = run_batch(runner, batch_id, items, self._emit)
             del work, items  # from here on only the model or the response refers to a slab
             self.answer(part, leases)
             del part
-        runner.close()
+
+    def _begun(self, runner: BatchRunner, box: list[Work]) -> Finishing:
+        """Launches or predicts the batch in the box; returns what the second thread needs."""
+        batch_id, items, leases = box.pop()  # this thread must not refer to the payloads once the other one does
+        return runner.begin(batch_id, runner.decode(items), self._emit), leases
+
+    def _finish(self, registry: metrics.Registry, box: list[Finishing]) -> None:
+        """In the second thread: answers a batch that has begun."""
+        metrics.own_registry(registry)
+        finish, leases = box.pop()
+        if self._failed is not None:
+            return
+        try:
+            part = finish()
+            del finish  # it refers to the payloads
+            self.answer(part, leases)
+        except BaseException as e:
+            self._failed = e
+            self.put(None)  # the first thread ends
 
     def _emit(self, part: BatchPart) -> None:
         if self.unwanted == part.batch_id:
             raise Cancelled(ABANDONED)
+        if self._finisher is not None:
+            self._finisher.wait()  # answers come in the order of batches
         self.answer(part, [])
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:

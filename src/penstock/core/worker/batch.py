@@ -86,6 +86,7 @@ class Decoded(Struct):
     explained: set[int] = field(default_factory=set)  # items for `explain`
     checked: bool = False  # `preprocess` has nothing to do
     plain: bool = False  # lists of objects for a model that only predicts
+    staged: Any = None  # the batch on its way to the device, of a model with phases
     seconds: float = 0.0  # time that decoding took
 
 

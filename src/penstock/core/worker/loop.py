@@ -7,6 +7,8 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock import metrics
@@ -17,6 +19,7 @@ from penstock.core.wire.messages import Pickled, Unsent
 from penstock.core.wire.objects import OwnException
 from penstock.core.worker import logs
 from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter
+from penstock.core.worker.phases import Launched, launch
 from penstock.core.worker.predict import aligned, copied
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import (
@@ -63,7 +66,8 @@ class BatchRunner:
         self.metadata, self.batching = metadata, batching
         self.codecs = ModelCodecs(metadata, **self._extras)
         model = self.model
-        hooks = (model.prepare, model.preprocess, model.postprocess, model.send_parts_to, model.states)
+        self._empty = None if model.phases is None else model.phases.empty
+        hooks = (model.prepare, model.preprocess, model.postprocess, model.send_parts_to, model.states, model.overlaps)
         self._only_predicts = not any(hooks) and not model.takes_parameters and batching.rows != "none"
 
     def decode(self, items: list[Item]) -> Decoded:
@@ -79,6 +83,7 @@ class BatchRunner:
         if None not in values:
             decoded.values, decoded.contexts, decoded.owners = values, contexts, list(range(len(items)))
             decoded.checked = True
+            decoded.staged = self._staged(values)
         else:
             for i, item in enumerate(items):
                 units, context = (
@@ -92,6 +97,14 @@ class BatchRunner:
             decoded.values = prepare(decoded.values)
         decoded.seconds = time.perf_counter() - started
         return decoded
+
+    def _staged(self, values: list[Any]) -> Any:
+        """The batch on its way to the device; None without one, or after an error, which `run` meets again."""
+        phases = self.model.phases
+        if phases is not None and values:
+            with suppress(Exception):
+                return phases.stage(values)
+        return None
 
     @staticmethod
     def _are_lists(items: list[Item]) -> bool:
@@ -146,7 +159,7 @@ class BatchRunner:
             requests = [contexts[i] for i in places]
             rows = sum([request.rows for request in requests])
             try:
-                block = stack.block(requests, rows)
+                block = stack.block(requests, rows, self._empty)
             except Exception:
                 continue  # decoded one by one, which finds the irregular one
             start = 0
@@ -174,14 +187,19 @@ class BatchRunner:
 
     def run(self, batch_id: int, decoded: Decoded, emit: Emit) -> None:
         """Calls `emit` with any number of parts and one final one. Raises only exceptions in `ENDS`."""
+        if self.model.phases is not None:
+            emit(self.begin(batch_id, decoded, emit)())
+            return
         started = ready = time.perf_counter()
         logs.running.items = decoded.items
         if decoded.checked:
-            part, predicted = self._in_columns(batch_id, decoded, emit)
+            part, predicted = self._in_columns(batch_id, decoded, emit, self.model.predict)
         elif decoded.plain:
             part, predicted = self._plainly(batch_id, decoded, emit)
         else:
-            run, ready = self._predicted(batch_id, decoded, emit)
+            run = self._prepared(batch_id, decoded, emit)
+            ready = time.perf_counter()
+            self._predict(run)
             predicted = time.perf_counter()
             part = run.final()
         logs.running.items = ()
@@ -191,10 +209,12 @@ class BatchRunner:
         part.metrics = metrics.drain()
         emit(part)
 
-    def _in_columns(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchPart, float]:
+    def _in_columns(
+        self, batch_id: int, decoded: Decoded, emit: Emit, predict: Callable[[list[Any]], Any]
+    ) -> tuple[BatchPart, float]:
         """(the final part of a batch of which every plan is known, the time after `predict`). A BatchRun takes over
         where something fails."""
-        found, error = self._called(self.model.predict, decoded.values)
+        found, error = self._called(predict, decoded.values)
         predicted = time.perf_counter()
         if error is None:
             encode, codec = None, ""
@@ -251,37 +271,65 @@ class BatchRunner:
         return run.final()
 
     def begin(self, batch_id: int, decoded: Decoded, emit: Emit) -> Callable[[], BatchPart]:
-        """Predicts, and returns a function that makes the final part in one other thread, outside the run time."""
+        """Launches the batch or predicts it, and returns a function that makes the final part, in one other thread."""
         started = time.perf_counter()
         logs.running.items = decoded.items
-        run, ready = self._predicted(batch_id, decoded, emit)
+        phases, launched = self.model.phases, None
+        run = None if decoded.checked and phases is not None else self._prepared(batch_id, decoded, emit)
+        ready = time.perf_counter()
+        values = decoded.values if run is None else [decoded.values[u] for u in run.live]
+        if phases is not None and values and not decoded.explained:
+            launched = launch(phases, decoded.staged, values)
+        if launched is None:
+            run = run or self._prepared(batch_id, decoded, emit)
+            self._predict(run)
         logs.running.items = ()
-        predicted, changes = time.perf_counter(), metrics.drain()
+        predicted = time.perf_counter()
 
         def finish() -> BatchPart:
-            began = time.perf_counter()
             logs.running.items = decoded.items
-            part = run.final()
+            if launched is None:
+                assert run is not None
+                began, run_s = time.perf_counter(), predicted - started
+                part = run.final()
+            else:
+                part, began = self._fetched(batch_id, decoded, emit, run, launched)
+                run_s = launched.seconds or began - started
+                part.on_device = launched.seconds > 0
             logs.running.items = ()
-            part.run_s, part.metrics = predicted - started, changes
-            _record_times(part, decoded, (ready - started, predicted - ready, time.perf_counter() - began))
+            part.run_s, part.metrics = run_s, metrics.drain()
+            preprocess_s = ready - started
+            predict_s = run_s - (0.0 if part.on_device else preprocess_s)
+            _record_times(part, decoded, (preprocess_s, predict_s, time.perf_counter() - began))
             return part
 
         return finish
 
-    def _predicted(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchRun, float]:
-        """(the batch, the time just before `predict`)."""
+    def _fetched(
+        self, batch_id: int, decoded: Decoded, emit: Emit, run: BatchRun | None, launched: Launched
+    ) -> tuple[BatchPart, float]:
+        """(the final part of a launched batch, the time when its results were there)."""
+        if run is None:
+            return self._in_columns(batch_id, decoded, emit, launched)
+        run.attempt(run.live, partial(launched, run.live))
+        fetched = time.perf_counter()
+        return run.final(), fetched
+
+    def _prepared(self, batch_id: int, decoded: Decoded, emit: Emit) -> BatchRun:
+        """The batch, ready for `predict`."""
         run = BatchRun(self, batch_id, decoded, emit)
         run.find_states()
         run.preprocess()
-        ready = time.perf_counter()
+        return run
+
+    def _predict(self, run: BatchRun) -> None:
+        decoded = run.d
         explained = [u for u in run.live if decoded.owners[u] in decoded.explained]
         predicted = [u for u in run.live if decoded.owners[u] not in decoded.explained] if explained else run.live
         for units in (predicted, explained):
             alone = self.batching.rows == "none"
             for call in [[u] for u in units] if alone else [units] if units else []:
                 run.attempt(call)
-        return run, ready
 
     def close(self) -> None:
         try:

@@ -22,6 +22,7 @@ from penstock.values import tensor_specs
 
 if TYPE_CHECKING:
     from penstock.core.worker.call_loop import CallLoop
+    from penstock.core.worker.phases import Phases
     from penstock.core.worker.tensor_model import TensorModel
 
 T = TypeVar("T")
@@ -118,6 +119,7 @@ class PythonModel:
         # Members of our own models, under names that users do not have. `prepare` turns the items of a batch into a
         # prepared list, in the thread that receives them; `send_parts_to` receives the sink for partial results.
         self.prepare: Callable[[list[Any]], list[Any]] | None = None
+        self.phases: Phases | None = None  # of a model on a device that overlaps batches
         self.send_parts_to: Callable[[Callable[[list[Any]], None]], None] | None = None
         self.finishes_apart = False  # `postprocess` may run in its own thread while the next batch is predicted
         # `submit` runs batches concurrently in the model's own threads, up to `concurrency` rows: it receives values,
@@ -168,6 +170,7 @@ class PythonModel:
         self.types = ModelTypes(found, predict)
         self._takes_columns = bool(getattr(found, "__penstock_columns__", False))
         self.prepare = getattr(found, "__penstock_prepare__", None)
+        self.phases = getattr(found, "__penstock_phases__", None)
         self.send_parts_to = getattr(found, "__penstock_send_parts_to__", None)
         self.finishes_apart = bool(getattr(found, "__penstock_finishes_apart__", False))
         self.submit = getattr(found, "__penstock_submit__", None)
@@ -217,7 +220,7 @@ class PythonModel:
 
     def unbatch(self) -> None:
         """Stops treating axis 0 as rows: requests and results are passed on uncut."""
-        self.unbatched = True
+        self.unbatched, self.phases = True, None
         if self.loop is not None and not isinstance(self.loop, StepLoop):
             self.loop.alone = True
         if (hook := getattr(self._model, "__penstock_unbatch__", None)) is not None:
@@ -238,6 +241,11 @@ class PythonModel:
             raise LoadFailed(f"batching.sizes: {kind} has no whole batches to pad; leave the key out")
         if self.submit is not None or self.prepare is not None or self.send_parts_to is not None:
             raise LoadFailed(f"batching.sizes: {_name(self._model)} arranges its batches itself; leave the key out")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a batch begins before the last one is finished, by another thread; see `BatchRunner.begin`."""
+        return self.finishes_apart or self.phases is not None
 
     def _begin_sequences(self, batching: BatchingConfig) -> None:
         if self.stepped or self.submit is not None or self.send_parts_to is not None or self.prepare is not None:

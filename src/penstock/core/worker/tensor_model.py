@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 from penstock.core.arrays import array_of, has_text
 from penstock.core.batching.ladder import Ladder
 from penstock.core.columns import Block, TensorRequest, TensorRows
+from penstock.core.worker.rows import PhasedProgram, TensorPhases, check_rows, cut, groups, joined
 from penstock.errors import BadRequest, ConfigError, LoadFailed, WrongRowCount
 from penstock.types import DATATYPES, DTYPES, TensorSpec
 
@@ -132,6 +133,8 @@ class TensorModel:
             )
             self.inputs = tuple(structs.replace(spec, shape=(-1, *spec.shape[1:])) for spec in self._whole_inputs)
         self.__penstock_options__ = self._options(device)
+        if hasattr(program, "stage") and not program.unbatched:
+            self.__penstock_phases__ = TensorPhases(cast(PhasedProgram, program), self._one_call)
         if self._settings.optimize == "compile" and not program.unbatched:
             self._compile()
 
@@ -232,24 +235,11 @@ class TensorModel:
         """The results: each a dict of output name to array, or the array of the only output. One call per shape."""
         if self._unbatched:
             return [self._run_alone(request) for request in requests]
-        block = requests[0].block
-        for request in requests:
-            if request.block is not block:
-                break
-        else:
-            return self._run_together(requests)
-        groups: dict[object, list[int]] = {}
-        last, places = None, list[int]()
-        for i, request in enumerate(requests):
-            if request.block is not last:
-                last = request.block
-                key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(last.arrays.items()))
-                places = groups.setdefault(key or i, [])  # without inputs, which give the number of rows, alone
-            places.append(i)
-        if len(groups) == 1:
+        calls = groups(requests)
+        if len(calls) == 1:
             return self._run_together(requests)
         results: list[Any] = [None] * len(requests)
-        for places in groups.values():
+        for places in calls:
             found = self._run_together([requests[i] for i in places])
             for i, result in zip(places, found, strict=True):
                 results[i] = result
@@ -264,14 +254,7 @@ class TensorModel:
 
     def _run_together(self, requests: Sequence[TensorRequest]) -> list[Any]:
         rows = sum([r.rows for r in requests])
-        outputs = Block(self._run(_joined(requests, rows), rows), rows)
-        results: list[Any] = []
-        start = 0
-        for r in requests:
-            found = TensorRows(outputs, start, r.rows, r.single, r.named)
-            results.append(found if r.planned else found.plain())
-            start += r.rows
-        return results
+        return cut(self._run(joined(requests, rows), rows), requests, rows)
 
     def _run(self, arrays: Arrays, rows: int) -> Arrays:
         """The outputs of all rows. Splits rows beyond the program's maximum into calls, and pads to its minimum, or to
@@ -279,9 +262,7 @@ class TensorModel:
 
         Raises WrongRowCount.
         """
-        most = self._loaded.rows[1]
-        if self._ladder is not None:
-            most = min(most, self._ladder.top)
+        most = self._most
         if rows <= most and self._size(rows) == rows:
             outputs = self._loaded.run(arrays)
             check_rows(outputs, rows)
@@ -300,6 +281,16 @@ class TensorModel:
             return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
+    @property
+    def _most(self) -> int:
+        """The most rows of a call."""
+        most = self._loaded.rows[1]
+        return most if self._ladder is None else min(most, self._ladder.top)
+
+    def _one_call(self, rows: int) -> int:
+        """The rows of a single call for so many rows, with padding; 0 if they need several."""
+        return self._size(rows) if 0 < rows <= self._most else 0
+
     def _size(self, rows: int) -> int:
         """The rows of the call for so many rows, with padding."""
         least, most = self._loaded.rows
@@ -307,37 +298,11 @@ class TensorModel:
         return size if self._ladder is None else max(size, min(most, self._ladder.up(rows)))
 
 
-def check_rows(outputs: Arrays, rows: int, real: int | None = None) -> None:
-    """Raises WrongRowCount unless axis 0 of every output of a call holds its rows, of which `real` are no padding."""
-    for name, array in outputs.items():
-        if array.ndim == 0 or len(array) != rows:
-            padded = "" if real in (None, rows) else f" ({real} of a request, padded to {rows})"
-            raise WrongRowCount(
-                f"output '{name}' has the shape {list(array.shape)} for {rows} rows{padded}; expected its axis 0 to be"
-                ' rows, or set rows = "none"'
-            )
-
-
 def _padded(array: Array, rows: int) -> Array:
     """The array with its last row repeated up to `rows`; without a row, zeros or empty texts."""
     if not len(array):
         return np.full((rows, *array.shape[1:]), b"" if array.dtype.hasobject else 0, array.dtype)
     return np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
-
-
-def _joined(requests: Sequence[TensorRequest], rows: int) -> Arrays:
-    """The arrays of these requests in C order: views of their block if they are neighbours in it, else a copy."""
-    ranges: list[tuple[Block, int, int]] = []  # of neighbouring rows
-    block, start, stop = requests[0].block, requests[0].start, requests[0].start
-    for r in requests:
-        if r.block is not block or r.start != stop:
-            ranges.append((block, start, stop))
-            block, start = r.block, r.start
-        stop = r.start + r.rows
-    if not ranges:
-        return {name: np.ascontiguousarray(array) for name, array in block.slices(start, rows).items()}
-    ranges.append((block, start, stop))
-    return {name: np.concatenate([b.arrays[name][i:k] for b, i, k in ranges]) for name in block.arrays}
 
 
 def _array(spec: Input, value: Any) -> Array:

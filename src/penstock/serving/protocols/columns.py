@@ -18,6 +18,7 @@ from msgspec import Struct
 from penstock.core.columns import (
     MOST_KEY_BYTES,
     Block,
+    Empty,
     PlanMemory,
     PlannedRequest,
     RequestPlan,
@@ -53,15 +54,42 @@ class RawStack(Struct, frozen=True, cache_hash=True):
 
     columns: tuple[Column, ...]
 
-    def block(self, requests: Sequence[PlannedRequest], rows: int) -> Block:
-        """One copy of all bytes for each input; none for a lone request."""
+    def block(self, requests: Sequence[PlannedRequest], rows: int, empty: Empty | None = None) -> Block:
+        """One copy of all bytes for each input; none for a lone request without `empty`."""
         arrays = {}
         for k, (name, datatype, tail) in enumerate(self.columns):
-            data = requests[0].parts[k]
-            if len(requests) > 1:
-                data = bytearray().join([r.parts[k] for r in requests])  # writable, as arrays are to a Python model
-            arrays[name] = from_bytes(name, datatype, (rows, *tail), memoryview(data))
-        return Block(arrays, rows)
+            parts = [r.parts[k] for r in requests]
+            if empty is not None and datatype not in _CONVERTED:
+                arrays[name] = _filled(empty((rows, *tail), DTYPES[datatype]), parts)
+                continue
+            data = bytearray().join(parts) if len(parts) > 1 else parts[0]  # writable, as arrays are to a Python model
+            arrays[name] = _placed(from_bytes(name, datatype, (rows, *tail), memoryview(data)), empty)
+        return Block(arrays, rows, placed=empty is not None)
+
+
+_CONVERTED: Final = ("BOOL", "BF16")  # their bytes are not the array's
+
+
+def _filled(array: np.ndarray[Any, Any], parts: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """The array with the bytes of all parts. Raises ValueError if they do not fit."""
+    import numpy as np
+
+    data, at = array.reshape(-1).view(np.uint8).data, 0
+    for part in parts:
+        data[at : at + len(part)] = part
+        at += len(part)
+    if at != len(data):
+        raise ValueError
+    return array
+
+
+def _placed(array: np.ndarray[Any, Any], empty: Empty | None) -> np.ndarray[Any, Any]:
+    """The values in an array of `empty`, if it is given."""
+    if empty is None:
+        return array
+    found: np.ndarray[Any, Any] = empty(array.shape, array.dtype)
+    found[...] = array
+    return found
 
 
 class SharedStack(Struct, frozen=True, cache_hash=True):
@@ -69,20 +97,20 @@ class SharedStack(Struct, frozen=True, cache_hash=True):
 
     columns: tuple[Column, ...]
 
-    def block(self, requests: Sequence[PlannedRequest], rows: int) -> Block:
+    def block(self, requests: Sequence[PlannedRequest], rows: int, empty: Empty | None = None) -> Block:
         """One copy from the regions into each array."""
         import numpy as np
 
         arrays = {}
         for k, (name, datatype, tail) in enumerate(self.columns):
-            array = arrays[name] = np.empty((rows, *tail), DTYPES[datatype])
+            array = arrays[name] = (empty or np.empty)((rows, *tail), DTYPES[datatype])
             data, at = array.reshape(-1).view(np.uint8).data, 0
             for request in requests:
                 place: Any = request.parts[k]
                 region, offset, size = place
                 read_region(name, region, offset, size, data[at : at + size])
                 at += size
-        return Block(arrays, rows)
+        return Block(arrays, rows, placed=empty is not None)
 
 
 class JsonStack(Struct, frozen=True, cache_hash=True):
@@ -90,13 +118,14 @@ class JsonStack(Struct, frozen=True, cache_hash=True):
 
     columns: tuple[Column, ...]
 
-    def block(self, requests: Sequence[PlannedRequest], rows: int) -> Block:
+    def block(self, requests: Sequence[PlannedRequest], rows: int, empty: Empty | None = None) -> Block:
         """The numbers of all requests, read at once."""
         arrays = {}
         for k, (name, datatype, tail) in enumerate(self.columns):
             lengths = [size[1] for r in requests for size in (r.plan.sizes[k],) * r.plan.sizes[k][0]]
-            arrays[name] = _numbers(datatype, [r.parts[k] for r in requests], lengths).reshape(rows, *tail)
-        return Block(arrays, rows)
+            numbers = _numbers(datatype, [r.parts[k] for r in requests], lengths)
+            arrays[name] = _placed(numbers.reshape(rows, *tail), empty)
+        return Block(arrays, rows, placed=empty is not None)
 
 
 def _numbers(datatype: str, texts: Sequence[Any], lengths: list[int]) -> np.ndarray[Any, Any]:
