@@ -302,10 +302,11 @@ class Scheduler:
 
     # ---- the turn
 
-    def poll(self, now: float, ahead: bool = True) -> list[Event]:
+    def poll(self, now: float, ahead: bool = True, crowded: bool = False) -> list[Event]:
         """The events due now; a second call at the same time returns none. Sets `wake_at`. `ahead`: a batch may be sent
-        behind a running one."""
+        behind a running one. `crowded`: see `View`."""
         queue = self._queue
+        self._view.crowded = crowded
         quiet = not (queue.waiting or queue.events or queue.dirty)
         if quiet and self._held_since_s == INF == self._ceiling_end_s:
             self.wake_at = None

@@ -6,6 +6,7 @@
 # polls the scheduler, runs the batch, completes it, releases its callers, and looks again.
 # A thread that has nothing to run sleeps until the scheduler wants to look again, or until a request rings. While a
 # batch is held, the requests that would not change it do not ring.
+# While the callers keep a processor busy, the scheduler lets a batch wait for their next requests (`load.py`).
 # The event loop of the portal only supervises. It loads the models, ends hangs (`slot.py`), and takes a turn where no
 # thread of the model can: a caller leaves, a deadline passes or the queue fills up while all of them run.
 # It also looks shortly before a run ends. If it gets the interpreter then, the model does without: it waits for a
@@ -30,6 +31,7 @@ from penstock.core.batching.entry import INF
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.engine.drivers import Turn
 from penstock.core.engine.inbox import Caller, Inbox, RequestInbox
+from penstock.core.engine.load import CallersLoad
 from penstock.core.engine.timer import Timer
 from penstock.core.transports.local import Lease, ThreadSlot, ThreadTransport, Work, WorkerThread
 from penstock.core.transports.slot import WorkerSlot
@@ -63,7 +65,7 @@ class DirectDriver(Inbox):
         self.guard = inbox.guard
         self._portal_inbox = inbox
         self._take_turn: Turn = lambda: None  # before the batcher is made
-        self._threads: set[int] = set()  # identifiers of the model's threads
+        self._threads: dict[int, int] = {}  # the model's threads: the processor clock of each, by identifier
         self._asleep: list[DirectThread] = []  # those without a batch; the last one is rung first
         # takes a thread out and rings its bell, in one step of the interpreter: no signal handler raises between them
         self._rings = map(operator.call, map(operator.attrgetter("bell.release"), iter(self._asleep.pop, None)))
@@ -71,6 +73,7 @@ class DirectDriver(Inbox):
         self._wake_at = INF
         self._timer_at = INF
         self._looking = self._look_due = False
+        self._load = CallersLoad()
 
     # ---- called by any thread
 
@@ -131,11 +134,11 @@ class DirectDriver(Inbox):
     def thread(self) -> Iterator[None]:
         """This is a thread of the model."""
         me = os_threads.thread_id()
-        self._threads.add(me)
+        self._threads[me] = os_threads.processor_clock()
         try:
             yield
         finally:
-            self._threads.discard(me)
+            del self._threads[me]
 
     def runs_here(self) -> bool:
         return os_threads.thread_id() in self._threads
@@ -187,6 +190,10 @@ class DirectDriver(Inbox):
         """Only on the loop: that the loop runs beside the model shows that answers can be passed on there, too."""
         return not self.runs_here()
 
+    @property
+    def crowded(self) -> bool:
+        return self._load.busy
+
     def soon(self) -> None:
         if not self.runs_here():  # else it takes a turn before its next batch
             self._on_loop(self._turn)
@@ -235,8 +242,10 @@ class DirectDriver(Inbox):
         if thread.skips:
             thread.skips = False
             return thread.take()
+        waited = False
         while True:
             with self.guard:
+                self._load.look(tuple(self._threads.values()), waited)
                 self._wake_at = INF
                 self._portal_inbox.answer(self._take_turn)
                 if thread.batches:
@@ -251,6 +260,7 @@ class DirectDriver(Inbox):
                 if self._portal_inbox.waking:
                     thread.until = min(thread.until, time.monotonic() + WAKING_S)
                 insort(self._asleep, thread, key=operator.attrgetter("order"))  # in one step, too
+            waited = True
             wait_s = -1.0 if thread.until == INF else max(0.0, min(thread.until - time.monotonic(), LONGEST_S))
             if not self._requests and thread.bell.acquire(timeout=wait_s):
                 continue

@@ -25,6 +25,10 @@ class Driver(Protocol):
     def ahead(self) -> bool:
         """Whether this turn may send a batch behind a running one."""
 
+    @property
+    def crowded(self) -> bool:
+        """Whether the callers, threads of this process, keep a processor busy."""
+
     def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
         """Comes first. `turn` is the batcher's. `strict`: its scheduler must see every request at once."""
 
@@ -48,6 +52,7 @@ class LoopDriver:
     """Turns in the passes of an event loop, with a timer."""
 
     ahead = True
+    crowded = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
