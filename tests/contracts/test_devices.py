@@ -98,6 +98,15 @@ def test_batches_overlap_and_their_results_stay(on):
         check(outputs, wanted)
 
 
+def test_memory_is_not_used_again_while_a_copy_reads_it(on):
+    program = on(Net())
+    staged = [program.stage({"x": pinned(program, {"x": np.full((999, 4), k, np.float32)})["x"]}) for k in range(20)]
+    for one in staged:
+        one.arrays = {}
+    for k, one in enumerate(staged):
+        assert (program.fetch(program.launch(one))[0]["c"] == 4 * k).all()
+
+
 def test_rows_are_padded_on_the_device(on):
     class Counting(torch.nn.Module):
         def forward(self, x):

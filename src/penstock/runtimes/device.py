@@ -49,7 +49,10 @@ class Device(Protocol):
     name: str  # such as "cuda:0"
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Uninitialised pinned memory. Raises an error of which `out_of_memory` is true if there is none."""
+        """Uninitialised pinned memory. It is used again once nothing refers to it and no copy reads it.
+
+        Raises an error of which `out_of_memory` is true if there is none.
+        """
         ...
 
     def upload(self, arrays: Arrays) -> tuple[Tensors, Event]:
