@@ -190,9 +190,9 @@ class DirectDriver(Inbox):
         """Only on the loop: that the loop runs beside the model shows that answers can be passed on there, too."""
         return not self.runs_here()
 
-    @property
     def crowded(self) -> bool:
-        return self._load.busy
+        here = self.runs_here()
+        return self._load.look(tuple(self._threads.values())) if here else self._load.busy
 
     def soon(self) -> None:
         if not self.runs_here():  # else it takes a turn before its next batch
@@ -201,6 +201,7 @@ class DirectDriver(Inbox):
     def turned(self, wake_at: float | None) -> None:
         self._wake_at = INF if wake_at is None else wake_at
         scheduler = self._scheduler
+        self._load.running = scheduler.running > 0
         self._inert, self._room = scheduler.inert_arrivals, 0 if self._strict else scheduler.room
         self._full = scheduler.max_batch_size
 
@@ -242,10 +243,8 @@ class DirectDriver(Inbox):
         if thread.skips:
             thread.skips = False
             return thread.take()
-        waited = False
         while True:
             with self.guard:
-                self._load.look(tuple(self._threads.values()), waited)
                 self._wake_at = INF
                 self._portal_inbox.answer(self._take_turn)
                 if thread.batches:
@@ -260,7 +259,6 @@ class DirectDriver(Inbox):
                 if self._portal_inbox.waking:
                     thread.until = min(thread.until, time.monotonic() + WAKING_S)
                 insort(self._asleep, thread, key=operator.attrgetter("order"))  # in one step, too
-            waited = True
             wait_s = -1.0 if thread.until == INF else max(0.0, min(thread.until - time.monotonic(), LONGEST_S))
             if not self._requests and thread.bell.acquire(timeout=wait_s):
                 continue
