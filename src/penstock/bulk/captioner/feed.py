@@ -11,7 +11,8 @@ from torch.nn.functional import interpolate
 
 from penstock.errors import PenstockError
 from penstock.runtimes.cuda import CudaDevice
-from penstock.runtimes.device import Device, Tensors
+from penstock.runtimes.device import Device
+from penstock.runtimes.graphs import Tensors
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
