@@ -14,14 +14,19 @@
 # 9. With deadlines the batch is the largest that enough waiting rows tolerate; tighter ones wait for another slot.
 # 10. If an urgent request leads a batch, lower classes fill it only as far as their throughput needs it.
 # 11. Requests that would be late are dropped; if the whole queue would be late, the oldest of the lowest class.
+# 12. With a ladder of sizes a batch takes all rows that its padding has room for, or is cut to the lower size if that
+#     runs more rows per second (`ladder.py`); the rest leads the next batch.
 
 from __future__ import annotations
 
 from collections import deque
 from math import ceil
 
+from msgspec import structs
+
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import INF, Entry
+from penstock.core.batching.ladder import Ladder
 from penstock.core.batching.policies.base import Choice, Drop, SlotBatch, Take, View, WaitUntil
 from penstock.core.batching.policies.trials import HoldTrials
 
@@ -149,6 +154,26 @@ class Adaptive:
     # ---- release
 
     def select(self, view: View, now: float) -> Choice:
+        choice = self._choice(view, now)
+        if view.ladder is None or type(choice) is not Take or choice.full or not view.cost.ready:
+            return choice
+        return self._stepped(choice, view, view.ladder, now)
+
+    def _stepped(self, choice: Take, view: View, ladder: Ladder, now: float) -> Take:
+        """The batch with the rows that its padding has room for, or cut to the size below. What is cut off must not
+        become late."""
+        bucket, cost = view.bucket, view.cost
+        rows = ladder.next_batch(choice.rows, min(bucket.rows, view.max_rows), cost.t)
+        until_s = choice.until_s
+        if rows < choice.rows and bucket.finite:
+            start = now + view.ahead_s
+            until_s, rest_s = start + cost.high(rows), start + cost.high(rows) + cost.high(choice.rows - rows)
+            if bucket.rows - bucket.rows_tolerating(rest_s) > bucket.rows - bucket.rows_tolerating(until_s) + rows:
+                return choice
+        reason = "lower size" if rows < choice.rows else choice.reason
+        return structs.replace(choice, rows=rows, until_s=until_s, reason=reason)
+
+    def _choice(self, view: View, now: float) -> Choice:
         bucket, cost = view.bucket, view.cost
         if bucket.finite:
             late = self._doomed(view, now)
