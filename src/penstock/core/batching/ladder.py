@@ -65,8 +65,9 @@ def powers(most: int) -> tuple[int, ...]:
 
 
 def ladder_of(sizes: Sizes, most: int | None) -> Ladder | None:
-    """The ladder of the key `sizes` for batches of at most `most` rows; None for any size, and for "auto" while `most`
-    is not known."""
+    """The ladder of the key `sizes`, up to `most` rows; None for any size, and for "auto" while `most` is not known."""
     if sizes is None or sizes == "any" or (sizes == "auto" and most is None):
         return None
-    return Ladder(powers(most) if isinstance(sizes, str) and most is not None else tuple(sizes))  # type: ignore[arg-type]
+    if isinstance(sizes, str):
+        return Ladder(powers(most or DEFAULT_BATCH))
+    return Ladder(tuple(size for size in sizes if most is None or size <= most))
