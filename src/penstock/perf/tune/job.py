@@ -66,12 +66,13 @@ def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
     batch_and_instances = f"batch=1..32,instances=1..{min(MOST_INSTANCES, max(2, usable_cores()))}"
     strategy(flags["search"])
     tuned, source = _tuned_model(target, flags)
-    listed = isinstance(sizes := tuned.model.batching.sizes, tuple)
-    default = batch_and_instances if not listed else batch_and_instances.partition(",")[2]
+    sizes = tuned.model.batching.sizes
+    listed = list(sizes) if isinstance(sizes, tuple) else []
+    default = batch_and_instances.partition(",")[2] if listed else batch_and_instances
     space = parse_space(default if flags["space"] is None else flags["space"])
     if listed and space.values("batch") and not space.values("sizes"):
         raise ConfigError(
-            f"--space: found batch, but the model has batching.sizes = {list(sizes)}, whose last one is the largest"
+            f"--space: found batch, but the model has batching.sizes = {listed}, whose last one is the largest"
             " batch; leave batch out, or add sizes=auto"
         )
     if flags["gpu"] and not space.values("device"):

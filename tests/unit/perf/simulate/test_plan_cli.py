@@ -82,7 +82,9 @@ def test_ceilings_are_planned_with_the_sizes_to_which_batches_are_padded() -> No
     plan = planned(*asked, "--sizes", "1,4,32")
     assert {one["batch"] for one in plan["tried"]} <= {1, 4, 32}
     assert plan["chosen"]["sizes"] == [size for size in (1, 4, 32) if size <= plan["batch"]]
-    assert f"batching.sizes          {plan['chosen']['sizes']}" in run(*COST, *SHORT, *asked, "--sizes", "1,4,32").stdout
+    assert (
+        f"batching.sizes          {plan['chosen']['sizes']}" in run(*COST, *SHORT, *asked, "--sizes", "1,4,32").stdout
+    )
     assert planned(*asked, "--sizes", "auto")["chosen"]["sizes"][:3] == [1, 2, 4]
 
 
