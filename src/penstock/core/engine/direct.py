@@ -12,6 +12,8 @@
 # It also looks shortly before a run ends. If it gets the interpreter then, the model does without: it waits for a
 # device, or computes outside of Python. The loop sends the next full batch ahead, and the thread begins it as soon as
 # the run ends. Then the loop answers the run's callers, so the device need not wait for that.
+# A model on a device that overlaps batches has a second thread, which waits for the results and answers. The first one
+# launches a batch and looks again at once, so it sends batches ahead by itself.
 # The code of the engine runs on the loop and on these threads, never on a caller's: a signal handler may raise there,
 # and a greenlet may switch. One of them runs it at a time: it holds the guard of the portal, never while a model runs.
 
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from penstock import metrics
 from penstock.core import os_threads
 from penstock.core.batching.entry import INF
 from penstock.core.batching.scheduler import Scheduler
@@ -33,7 +36,7 @@ from penstock.core.engine.drivers import Turn
 from penstock.core.engine.inbox import Caller, Inbox, RequestInbox
 from penstock.core.engine.load import CallersLoad
 from penstock.core.engine.timer import Timer
-from penstock.core.transports.local import Lease, ThreadSlot, ThreadTransport, Work, WorkerThread
+from penstock.core.transports.local import Finishing, Lease, ThreadSlot, ThreadTransport, Work, WorkerThread
 from penstock.core.transports.slot import WorkerSlot
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import PenstockError
@@ -73,6 +76,7 @@ class DirectDriver(Inbox):
         self._wake_at = INF
         self._timer_at = INF
         self._looking = self._look_due = False
+        self.overlaps = False  # the model's threads begin a batch while another one is not answered
         self._load = CallersLoad()
 
     # ---- called by any thread
@@ -187,8 +191,9 @@ class DirectDriver(Inbox):
 
     @property
     def ahead(self) -> bool:
-        """Only on the loop: that the loop runs beside the model shows that answers can be passed on there, too."""
-        return not self.runs_here()
+        """On the model's thread only if a second one answers. That the loop runs beside the model shows that answers
+        can be passed on there, too."""
+        return self.overlaps or not self.runs_here()
 
     def crowded(self) -> bool:
         here = self.runs_here()
@@ -294,8 +299,6 @@ class DirectDriver(Inbox):
 class DirectThread(WorkerThread):
     """One thread with its model, which takes its batches from the driver."""
 
-    may_overlap = False  # it answers a batch before it asks for the next one
-
     def __init__(self, slot: DirectSlot, driver: DirectDriver) -> None:
         super().__init__(slot)
         self.batches: deque[Work] = deque()
@@ -324,10 +327,20 @@ class DirectThread(WorkerThread):
             super().main(spec, device)
 
     def next(self) -> Work | None:
+        self._driver.overlaps = self._finisher is not None
         return self._driver.next(self)
+
+    def _finish(self, registry: metrics.Registry, box: list[Finishing]) -> None:
+        with self._driver.thread():
+            super()._finish(registry, box)
+        self._driver.rouse(self)  # a turn is due
 
     def answer(self, part: BatchPart, leases: list[Lease]) -> None:
         """Passes a part on, or leaves that to the loop if the loop has sent the next batch ahead."""
+        if self._finisher is not None:
+            self._parts.append((part, leases))
+            self._driver.answer(self)
+            return
         part.prepare_s += self._pause_s  # a batch that is sent ahead need not wait for it
         self._parts.append((part, leases))
         if part.final and self.ahead:
