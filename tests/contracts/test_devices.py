@@ -8,6 +8,7 @@ import pytest
 from penstock.core.worker.tensor_model import ProgramSettings
 from penstock.errors import BadOutput, DeviceLost
 from penstock.runtimes.device import DeviceProgram
+from penstock.runtimes.onnx_device import in_phases
 from penstock.runtimes.torch import TorchProgram, of_module
 from penstock.testing.devices import SimulatedDevice
 from penstock.types import TensorSpec
@@ -126,6 +127,33 @@ def test_floats_are_cast_on_the_device_and_back(on):
     found = on(Net(), "fp16").run(batch(2))
     assert found["y"].dtype == found["t"].dtype == np.float32
     assert np.array_equal(found["t"][:, 0, 0], batch(2)["x"][:, 0].astype(np.float16))
+
+
+def test_a_graph_gives_what_it_gives_alone(model_files):
+    loaders = pytest.importorskip("penstock.runtimes.onnx")
+    session = loaders.open_session(str(model_files / "net.onnx"))
+    device, name = simulated()
+    program = in_phases(session, name, device)
+    x = batch(5)
+    expected = loaders.OnnxProgram(session).run({"x": x["x"]})
+    staged = [program.stage(pinned(program, {"x": x["x"][k : k + 1]}), 2) for k in range(5)]
+    for k, launched in enumerate([program.launch(s) for s in staged]):
+        found = program.fetch(launched)[0]
+        check(found, {name: array[[k, k]] for name, array in expected.items()})
+    with pytest.raises(RuntimeError, match="invalid dimensions"):
+        program.run({"x": np.zeros((1, 3), np.float32)})
+
+
+def test_a_graph_with_texts_runs_alone(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    loaders = pytest.importorskip("penstock.runtimes.onnx")
+    texts = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.STRING, ["n"]) for name in ("x", "y")]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "g", texts[:1], texts[1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
+    onnx.save(model, tmp_path / "texts.onnx")
+    program = in_phases(loaders.open_session(str(tmp_path / "texts.onnx")), "cpu", simulated()[0])
+    assert program.run({"x": np.array([b"a"], object)})["y"].tolist() == ["a"]
+    assert not hasattr(program, "stage")
 
 
 class Picky(torch.nn.Module):

@@ -45,6 +45,12 @@ class CudaDevice:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    @property
+    def stream(self) -> int:
+        """The address of the stream of the kernels, for other libraries."""
+        address: int = self._kernels.cuda_stream
+        return address
+
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         kind = self._torch.from_numpy(np.empty(0, dtype)).dtype
         array: Array = self._torch.empty(shape, dtype=kind, pin_memory=True).numpy()

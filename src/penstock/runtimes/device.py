@@ -119,7 +119,7 @@ class Staged(Struct, eq=False):
 class Launched(Struct, eq=False):
     """A batch on the device. `outputs` are valid once it has passed `done`."""
 
-    staged: Staged  # the device may still read its memory
+    kept: tuple[Staged, Tensors]  # inputs and results, of whose memory the device may still read
     outputs: Arrays
     done: Event
     start: Event
@@ -150,7 +150,7 @@ class DeviceProgram:
             with self._launching:
                 kernels = self._graph(staged) or partial(self._kernels, staged.rows)
                 tensors, start, end = self._device.launch(kernels, staged.tensors, staged.ready)
-            return Launched(staged, *self._device.download(tensors, end), start, end)
+            return Launched((staged, tensors), *self._device.download(tensors, end), start, end)
         except RuntimeError as e:
             self._check(e)
             raise
