@@ -100,19 +100,8 @@ class Captioner(Processes):
         return words if self.kind == PENSTOCK else f"{words}, batch {self.batch} in {self._delay_ms} ms"
 
     def _start_penstock(self, flags: Sequence[str]) -> str:
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", self.model.app, "--port", "0"]
-        command += ["--instances", str(self._workers), *flags]
-        command += ["--set", "server.management_port=0", "--set", "server.metrics_port=0"]
-        read, write = os.pipe()
-        with open(read) as pipe:
-            try:
-                self._spawn(command, [write], PENSTOCK_READY_FD=str(write), **THREADS)
-            finally:
-                os.close(write)
-            line = pipe.readline()
-        if not line:
-            raise SystemExit(f"penstock did not start:\n{self._log.read_text()}")
-        return str(json.loads(line)["inference"])
+        started = self._spawn_penstock(self.model.app, "--instances", str(self._workers), *flags, **THREADS)
+        return started["inference"]
 
     def _start_published(self) -> str:
         workload = {

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import re
 import struct
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 Sample = dict[str, float]
 
 MANY = 128  # connections; of fewer, the client's own turns are too large a part
 AT_WORK = 0.8  # of them at least: 0.9 is usual, the rest is what the client takes between two requests
+PROCESSES = 8  # of `python_loops`
 TURNS = 4  # of each connection in a run; in a shorter run the answers that are still to come hide too much
 
 WRK = """
@@ -66,6 +72,39 @@ def wrk(
     if connections >= MANY and duration_us > TURNS * mean_us and under_way < AT_WORK * connections:
         sample["invalid"] = 1
     return sample
+
+
+def python_loops(
+    url: str,
+    body: bytes,
+    content_type: str,
+    connections: int,
+    seconds: int,
+    headers: Mapping[str, object] | None = None,
+) -> Sample:
+    """Like `wrk`, by processes with Penstock's own load generator: where wrk cannot be installed."""
+    count = min(PROCESSES, connections)
+    shares = [connections // count + (i < connections % count) for i in range(count)]
+    told = {"content-type": content_type, **{name: str(value) for name, value in (headers or {}).items()}}
+    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
+        runs = [pool.submit(_python_loop, url, body, told, share, seconds) for share in shares]
+        latencies = [latency for run in runs for latency in run.result()]
+    answered = [latency for latency in latencies if latency < math.inf]
+    return {
+        "rate": len(answered) / seconds, "errors": len(latencies) - len(answered), **percentiles(answered),
+    }  # fmt: skip
+
+
+def _python_loop(url: str, body: bytes, headers: dict[str, str], connections: int, seconds: int) -> list[float]:
+    """Latencies in s, infinite for a request without a good answer."""
+    from penstock.client.endpoint import parse_url
+    from penstock.perf.bench.load import closed_loop, http_request
+
+    endpoint = parse_url(url.removesuffix(path := urlsplit(url).path))
+    request = http_request(endpoint, "POST", path, headers, body)
+    found = asyncio.run(closed_loop(endpoint, [request], concurrency=connections, seconds=seconds))
+    pairs = zip(found.latency_s, found.status, strict=True)
+    return [latency if 200 <= status < 300 else math.inf for latency, status in pairs]
 
 
 def h2load(url: str, message: bytes, seconds: int, streams: int) -> Sample:

@@ -4,8 +4,9 @@ The device is simulated: a copy takes 1 ms in each direction, the kernels 2 ms +
 thread 0.1 ms. A batch has 64 rows at most. The ceiling is the kernels alone, one full batch after the other.
 
 In a loop, "step by step" calls the program as a server with one thread per model does, and "three phases" stages,
-launches and fetches in three threads. In a program, 64 tasks ask an `Engine` for 8 rows each; the model is in a thread
-or a process. On a server, 256 connections ask for one row each, by `wrk`. A lone request has one row.
+launches and fetches in three threads. In a program, 64 tasks ask an `Engine` for 8 rows each, or 64 threads a `Portal`;
+the model is in a thread or a process. On a server, 256 connections ask for one row each, by `wrk`. A lone request has
+one row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import harness
 import numpy as np
 import uvloop
 from device_models import COPY_S, LAUNCH_S, MOST_ROWS, WIDTH, doubling, kernels_s, simulated
-from inprocess import WARM_S, crowd
+from inprocess import WARM_S, crowd, crowd_of_threads
 
 import penstock
 from penstock.config.schema import BatchingConfig, ModelConfig
@@ -31,7 +32,7 @@ CEILING = MOST_ROWS / kernels_s(MOST_ROWS)  # rows/s
 LEAST = 0.97  # of the ceiling
 LONE_MS = (2 * COPY_S + LAUNCH_S + kernels_s(1)) * 1e3
 MORE_MS = 0.35
-TASKS, ROWS = 64, 8
+CALLERS, ROWS = 64, 8
 CONNECTIONS = 256
 FILE = "device_models.py"
 ROW = np.arange(WIDTH, dtype=np.float32)
@@ -83,17 +84,29 @@ def three_phases(seconds: float) -> harness.Sample:
     return measured(device, rate)
 
 
-def in_a_program(transport: str, tasks: int, rows: int, seconds: float) -> harness.Sample:
-    config = ModelConfig(
-        target=f"{harness.HERE}/{FILE}:device", transport=transport, batching=BatchingConfig(max_batch_size=MOST_ROWS)
-    )
+def config(transport: str) -> ModelConfig:
+    target = f"{harness.HERE}/{FILE}:device"
+    return ModelConfig(target=target, transport=transport, batching=BatchingConfig(max_batch_size=MOST_ROWS))
 
+
+def threads(count: int, rows: int, seconds: float) -> harness.Sample:
+    with penstock.Portal() as portal:
+        portal.load("device", config("thread"))
+
+        def call() -> None:
+            portal.predict("device", [ROW] * rows)
+
+        crowd_of_threads(call, count, WARM_S)
+        return shared(crowd_of_threads(call, count, seconds), rows)
+
+
+def tasks(transport: str, count: int, rows: int, seconds: float) -> harness.Sample:
     async def run() -> harness.Sample:
         async with penstock.Engine() as engine:
-            await engine.load("device", config)
+            await engine.load("device", config(transport))
             call = functools.partial(engine.infer_many, "device", [ROW] * rows)
-            await crowd(call, tasks, WARM_S)
-            return shared(await crowd(call, tasks, seconds), rows)
+            await crowd(call, count, WARM_S)
+            return shared(await crowd(call, count, seconds), rows)
 
     return uvloop.run(run())
 
@@ -121,13 +134,15 @@ def main() -> None:
         many: dict[str, Callable[[], harness.Sample]] = {
             "loop, step by step": lambda: step_by_step(s),
             "loop, three phases": lambda: three_phases(s),
-            "engine, thread": lambda: in_a_program("thread", TASKS, ROWS, s),
-            "engine, process": lambda: in_a_program("process", TASKS, ROWS, s),
+            "portal, thread": lambda: threads(CALLERS, ROWS, s),
+            "engine, thread": lambda: tasks("thread", CALLERS, ROWS, s),
+            "engine, process": lambda: tasks("process", CALLERS, ROWS, s),
             "server": lambda: shared(server.closed_loop(CONNECTIONS, s)),
         }
         lone: dict[str, Callable[[], harness.Sample]] = {
-            "engine, thread": lambda: in_a_program("thread", 1, 1, s),
-            "engine, process": lambda: in_a_program("process", 1, 1, s),
+            "portal, thread": lambda: threads(1, 1, s),
+            "engine, thread": lambda: tasks("thread", 1, 1, s),
+            "engine, process": lambda: tasks("process", 1, 1, s),
             "server": lambda: shared(server.closed_loop(1, s)),
         }
         runs = harness.interleave(options.rounds, many)

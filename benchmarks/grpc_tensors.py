@@ -8,9 +8,6 @@ client over one channel, its HTTP client over 16 connections.
 from __future__ import annotations
 
 import functools
-import json
-import os
-import sys
 import tempfile
 import threading
 import time
@@ -50,15 +47,8 @@ class Ours(Processes):
     def __init__(self, *more: str) -> None:
         super().__init__()
         Path(self._folder, "app.py").write_text(MODEL)
-        keys = ("server.port=0", "server.management_port=0", "server.metrics_port=0", *more)
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", "app.py:total"]
-        read, write = os.pipe()
-        with open(read) as pipe:
-            try:
-                self._spawn([*command, *(w for k in keys for w in ("--set", k))], [write], PENSTOCK_READY_FD=str(write))
-            finally:
-                os.close(write)
-            self.urls = {name: url.partition("://")[2] for name, url in json.loads(pipe.readline()).items()}
+        urls = self._spawn_penstock("app.py:total", *(word for key in more for word in ("--set", key)))
+        self.urls = {name: url.partition("://")[2] for name, url in urls.items()}
         self.stop()
 
     def grpc(self, size: int, seconds: int) -> Sample:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -49,6 +51,22 @@ class Processes:
                 # ONNX Runtime sends no usage data from Penstock's workers, and so from no peer's
                 env={**os.environ, "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": self._folder, "BENCH_TAG": self._tag, **env},
             )
+
+    def _spawn_penstock(self, *words: str, **env: str) -> dict[str, str]:
+        """Starts `penstock serve` with these words, on free ports; the URLs of its listeners, once it is ready."""
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", *words, "--set", "server.port=0"]
+        command += [word for key in ("management", "metrics") for word in ("--set", f"server.{key}_port=0")]
+        read, write = os.pipe()
+        with open(read) as pipe:
+            try:
+                self._spawn(command, [write], PENSTOCK_READY_FD=str(write), **env)
+            finally:
+                os.close(write)
+            line = pipe.readline()
+        if not line:
+            raise SystemExit(f"penstock did not start:\n{self._log.read_text()}")
+        urls: dict[str, str] = json.loads(line)
+        return urls
 
     def members(self) -> list[psutil.Process]:
         """The running processes: those in its session, and those that left it but carry its tag."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -131,22 +130,11 @@ class Server(Processes):
 
     def _start_penstock(self, sets: Sequence[str]) -> str:
         w = self.workload
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"{HERE}/{w.file}:{w.model}", "--port", "0"]
-        command += ["--instances", str(w.instances), "--max-batch-size", str(w.max_batch)]
-        keys = ["server.management_port=0", "server.metrics_port=0", *sets]
-        if w.queue is not None:
-            keys.append(f"models.{w.model}.batching.max_queue={w.queue}")
-        command += [word for key in keys for word in ("--set", key)]
-        read, write = os.pipe()
-        with open(read) as pipe:
-            try:
-                self._spawn(command, [write], PENSTOCK_READY_FD=str(write))
-            finally:
-                os.close(write)
-            line = pipe.readline()
-        if not line:
-            raise SystemExit(f"penstock did not start:\n{self._log.read_text()}")
-        return f"{json.loads(line)['inference']}/predictions/{w.model}"
+        words = ["--instances", str(w.instances), "--max-batch-size", str(w.max_batch)]
+        keys = [*sets, *([] if w.queue is None else [f"models.{w.model}.batching.max_queue={w.queue}"])]
+        words += [word for key in keys for word in ("--set", key)]
+        urls = self._spawn_penstock(f"{HERE}/{w.file}:{w.model}", *words)
+        return f"{urls['inference']}/predictions/{w.model}"
 
     def _start_peer(self) -> str:
         """Peers read their workload from BENCH_WORKLOAD, and serve it below one of PATHS."""
@@ -175,6 +163,21 @@ class Server(Processes):
         with self.awake():
             w = self.workload
             return wrk(self.url, w.body, w.content_type, connections, seconds)
+
+
+class Penstock(Processes):
+    """`penstock serve` for any target. Paused unless inside `awake()`. `urls`: of its listeners."""
+
+    def __init__(self, target: str, keys: Sequence[str]) -> None:
+        """`keys` are `--set` keys."""
+        super().__init__()
+        try:
+            self.urls = self._spawn_penstock(target, *(word for key in keys for word in ("--set", key)))
+            self.lengthen_queues()
+            self.stop()
+        except BaseException:
+            self.close()
+            raise
 
 
 @contextlib.contextmanager

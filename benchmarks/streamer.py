@@ -20,6 +20,7 @@ import harness
 from closed_loop import Sample
 from servers import site_of
 from streamer_bench import LOADGEN, PEER, Bench, Contenders, Key, against_best, calls, web
+from streamer_loadgen import fastest_valid
 from streamer_programs import Calls
 
 MILLION = 1_000_000
@@ -210,7 +211,7 @@ def loadgen(bench: Bench) -> None:
     offline, server = Key("Offline", "threaded"), Key("Server", "threaded")
     site = site_of(LOADGEN)
     program, run = make({"scenario": "Offline", "qps": ceiling}, loadgen=site)
-    search = functools.partial(fastest_valid, ceiling=ceiling, seconds=bench.seconds)
+    search = functools.partial(server_scenario, ceiling=ceiling, seconds=bench.seconds)
     found = bench.measure({offline: (program, run), server: (program, search)})
     bench.show({"model": "accelerator"}, found, base="")
     shares = [sample["rate"] / ceiling for sample in found[offline] if sample]
@@ -218,25 +219,11 @@ def loadgen(bench: Bench) -> None:
     bench.report.target("LoadGen, Server: part of Offline", bench.ratio(found, server, offline), least=0.95)
 
 
-def fastest_valid(program: Calls, ceiling: float, seconds: float) -> Sample:
-    """The fastest valid run of LoadGen's Server scenario, of four that halve the range of 0.8 to 1 x the ceiling.
+def server_scenario(program: Calls, ceiling: float, seconds: float) -> Sample:
+    def run(qps: float) -> dict[str, Any]:
+        return program.run("loadgen", seconds, scenario="Server", qps=qps, seconds=seconds)
 
-    A rate of 0 if none is valid.
-    """
-    least, most, results = 0.8, 1.0, []
-    fastest: dict[str, Any] = {"rate": 0.0}
-    for _ in range(4):
-        share = (least + most) / 2
-        qps = round(share * ceiling)
-        found: dict[str, Any] = program.run("loadgen", seconds, scenario="Server", qps=qps, seconds=seconds)
-        if not found:
-            return {}
-        results.append(f"{qps:,} {found['result']}")
-        if found["result"] == "VALID":
-            least, fastest = share, found
-        else:
-            most = share
-    return {**fastest, "result": ", ".join(results)}
+    return fastest_valid(run, ceiling)
 
 
 def memory(bench: Bench, count: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -129,24 +128,13 @@ class Penstock(TensorServer):
     name = "penstock"
 
     def _start(self) -> None:
-        keys = [f"server.{key}=0" for key in ("port", "management_port", "metrics_port")]
-        keys += [f"server.grpc_port={free_ports(1)[0]}", "server.shared_memory=true"]
         model = MODELS[self.model]
+        keys = [f"server.grpc_port={free_ports(1)[0]}", "server.shared_memory=true"]
         keys += [f"models.{self.model}.instances={model.instances}", f"models.{self.model}.threads=1"]
         target = (self.folder if model.target.endswith(".onnx") else HERE) / model.target
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"{self.model}={target}"]
-        command += ["--max-batch-size", str(MAX_BATCH)]
-        read, write = os.pipe()
-        with open(read) as pipe:
-            try:
-                words = [word for key in keys for word in ("--set", key)]
-                self._spawn([*command, *words], [write], PENSTOCK_READY_FD=str(write))
-            finally:
-                os.close(write)
-            line = pipe.readline()
-        if not line:
-            raise SystemExit(f"penstock did not start:\n{self._log.read_text()}")
-        urls = {name: url.partition("://")[2] for name, url in json.loads(line).items()}
+        words = ["--max-batch-size", str(MAX_BATCH), *(word for key in keys for word in ("--set", key))]
+        started = self._spawn_penstock(f"{self.model}={target}", *words)
+        urls = {name: url.partition("://")[2] for name, url in started.items()}
         self.http, self.grpc = urls["inference"], urls["grpc"]
 
 

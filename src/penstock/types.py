@@ -243,6 +243,17 @@ class Batch(Struct):
     limit_s: float = float("inf")
 
 
+class Graphs(Struct, frozen=True):
+    """CUDA graphs of a model: the sizes of batches that have one, ascending, and the memory of the device that they
+    take together. `short`: sizes for which there was no more. `failed`: why there is none at all, "" if none was tried.
+    """
+
+    sizes: tuple[int, ...] = ()
+    memory_bytes: int = 0
+    short: tuple[int, ...] = ()
+    failed: str = ""
+
+
 class Ready(Struct):
     """The message of a worker whose model is loaded.
 
@@ -250,7 +261,8 @@ class Ready(Struct):
     best size of the warm-up, None without one. With a `concurrency` above 1 the worker runs batches concurrently, up to
     that many rows in flight: in `mode` "continuous", the active items of a step model. `metrics` are what the model
     recorded while it loaded. `coupled`: how the warm-up showed that its rows depend on each other, "" if it did not.
-    `sizes`: the batches that it runs, to which others are padded; empty for any.
+    `sizes`: the batches that it runs, to which others are padded; empty for any. `graphs`: None for a model that needs
+    none.
     """
 
     metadata: ModelMetadata
@@ -264,6 +276,7 @@ class Ready(Struct):
     metrics: list[MetricDelta] = field(default_factory=list)
     coupled: str = ""
     sizes: tuple[int, ...] = ()
+    graphs: Graphs | None = None
 
 
 class BatchPart(Struct, omit_defaults=True):

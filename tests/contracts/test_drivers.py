@@ -34,6 +34,7 @@ from penstock.errors import (
     WorkerDied,
 )
 from penstock.types import Item, ItemResult
+from support import devices
 from support.interrupts import interrupt
 
 WAIT_S = 3.0
@@ -91,7 +92,7 @@ def _witnessed(name: str) -> Callable[..., Any]:
     return method
 
 
-for each in ("offer", "cancel", "slot_up", "slot_down", "slot_retired", "complete", "poll"):
+for each in ("prime", "offer", "cancel", "slot_up", "slot_down", "slot_retired", "complete", "poll"):
     setattr(Witness, each, _witnessed(each))
 
 
@@ -403,6 +404,20 @@ def test_an_item_that_ends_its_thread_fails_alone_and_the_next_thread_answers(lo
     assert [type(value) for value in found] == [int, WorkerDied, int, int, int]
     assert portal.predict("m", [6]) == [6]
     assert len(loaded) > 1
+
+
+def test_batches_of_a_model_on_a_device_overlap_and_a_lost_device_is_replaced(load: Load) -> None:
+    pytest.importorskip("torch")
+    portal = load(devices.model, max_batch_size=4)
+    for _ in range(4):
+        futures = [portal.submit("m", [row, row]) for row in range(60)]
+        assert [future.result(30).tolist() for future in futures] == [[2 * row, 2 * row] for row in range(60)]
+    assert devices.made[-1].overlap_s() > 0
+    with pytest.raises(ItemFailed, match="raised ValueError"):
+        portal.predict("m", [[devices.RAISES, 0]])
+    with pytest.raises(WorkerDied):
+        portal.predict("m", [[devices.LOSES, 0]])
+    assert portal.predict("m", [[1, 2]])[0].tolist() == [2, 4]
 
 
 def test_a_batch_that_hangs_is_given_up_and_its_late_response_dropped(load: Load) -> None:

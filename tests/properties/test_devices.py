@@ -13,10 +13,12 @@ from penstock.core.worker.tensor_model import ProgramSettings
 from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.torch import of_module
 from penstock.testing.devices import SimulatedDevice
+from penstock.types import TensorSpec
 
 torch = pytest.importorskip("torch")
 
-COPY_S, LAUNCH_S = 1e-3, 1e-4
+COPY_S, LAUNCH_S, REPLAY_S = 1e-3, 1e-4, 1e-5
+SPECS = (TensorSpec("x", "FP32", (-1, 2)),)
 
 
 def kernels_s(rows):
@@ -40,8 +42,16 @@ class Doubles(torch.nn.Module):
 
 def made():
     clock = Clock()
-    device = SimulatedDevice(copy_s=COPY_S, launch_s=LAUNCH_S, kernels_s=kernels_s, now_s=clock.read, sleep=clock.sleep)
-    return clock, device, DeviceProgram(of_module(Doubles(), ProgramSettings()), device)
+    device = SimulatedDevice(
+        copy_s=COPY_S,
+        launch_s=LAUNCH_S,
+        replay_s=REPLAY_S,
+        kernels_s=kernels_s,
+        now_s=clock.read,
+        sleep=clock.sleep,
+    )
+    program = of_module(Doubles(), ProgramSettings(inputs=SPECS))
+    return clock, device, DeviceProgram(program, device, graphs=True)
 
 
 def rows_of(program, count, value):
@@ -50,17 +60,26 @@ def rows_of(program, count, value):
     return {"x": array}
 
 
-@given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 2), st.floats(0, 0.01)), max_size=30))
-def test_every_batch_gets_its_results_and_is_charged_for_its_kernels_alone(steps):
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.integers(0, 2), st.floats(0, 0.01)), max_size=30),
+    st.sets(st.integers(1, 64), max_size=3),
+)
+def test_every_batch_gets_its_results_and_is_charged_for_its_kernels_alone(steps, sizes):
+    """Also if some sizes have graphs."""
     clock, device, program = made()
+    assert program.capture(sizes).sizes == tuple(sorted(sizes))
+    del device.spans[:]
     staged, launched, ended = [], [], []
     for number, (rows, phase, pause_s) in enumerate(steps):
         clock.now += pause_s
         if phase == 0:
-            staged.append((rows, number, program.stage(rows_of(program, rows, number))))
+            size = min((n for n in sizes if n >= rows), default=rows)
+            staged.append((size, number, program.stage(rows_of(program, rows, number), size)))
         elif phase == 1 and staged:
             count, value, found = staged.pop(0)
+            began = clock.now
             launched.append((count, value, program.launch(found)))
+            assert clock.now - began == pytest.approx(REPLAY_S if count in sizes else LAUNCH_S, abs=1e-8)
         elif phase == 2 and launched:
             count, value, found = launched.pop(0)
             outputs, seconds = program.fetch(found)

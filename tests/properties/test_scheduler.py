@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Event, Outcome
-from penstock.core.batching.policies.adaptive import Adaptive
+from penstock.core.batching.policies.adaptive import CROWD_S, Adaptive
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, Take, View, WaitUntil
 from penstock.core.batching.policies.fixed import Fixed, Unbatched
 from penstock.core.batching.scheduler import Scheduler
@@ -62,6 +62,41 @@ def test_every_invariant_holds_while_longer_holds_are_tried() -> None:
             check_invariance(setup, Adaptive)
     assert sum(trials != 0 for trials, _ in found) >= 8
     assert any(hold_s != 0 for _, hold_s in found)
+
+
+class Crowded(Scheduler):
+    """Its callers keep a processor busy at times."""
+
+    def poll(self, now: float) -> list[Event]:
+        return super().poll(now, True, Random(round(now * 1e6)).random() < 0.7)
+
+
+class CrowdChecker(PolicyChecker):
+    """Checks all but the reasons for a hold, which must end when a tenth of a second is over."""
+
+    scheduler_class = Crowded
+
+    def need(self, name: str, holds: bool, found: object) -> None:
+        if name not in ("I5", "I6", "I7"):
+            super().need(name, holds, found)
+
+    def on_poll(self, events: list[Event]) -> None:
+        super().on_poll(events)
+        if self.hold_start_s < self.now:
+            longest_s = max(CROWD_S, 2 * self.cost.t(self.most))
+            assert self.scheduler.wake_at is not None
+            assert self.scheduler.wake_at <= (self.hold_start_s + longest_s) * (1 + 1e-9)
+
+
+def test_every_request_is_served_in_its_order_and_time_while_batches_wait_for_busy_callers() -> None:
+    holds = 0
+    for k in range(TRACES):
+        checker = CrowdChecker(random_setup(Random(f"crowd/{k}")), Adaptive)
+        checker.play()
+        kinds = checker.scheduler.explain()["holds_by_kind"]
+        assert isinstance(kinds, dict)
+        holds += kinds["crowd"]
+    assert holds > TRACES
 
 
 class QuietPlayer(ScriptPlayer):

@@ -13,11 +13,13 @@ from penstock.types import TensorSpec
 RAISES, LOSES = -1, -2  # the first number of a row
 MOST_ROWS = 6
 KERNELS_S = 0.002
+made: list[SimulatedDevice] = []  # in this process
 
 
 def _program() -> DeviceProgram:
     torch = import_torch()
     device = SimulatedDevice(copy_s=5e-4, launch_s=0.0, kernels_s=lambda _: KERNELS_S, most_bytes=MOST_ROWS * 8)
+    made.append(device)
 
     class Doubling(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
         def forward(self, x: Any) -> Any:

@@ -62,6 +62,13 @@ def thread_id() -> int:
     return int(_original("_thread", "get_ident")() if patched() else threading.get_ident())
 
 
+def processor_clock() -> int:
+    """The clock of this thread's processor time, for `time.clock_gettime`; without such clocks, that of the process."""
+    if not hasattr(time, "pthread_getcpuclockid"):  # macOS
+        return time.CLOCK_PROCESS_CPUTIME_ID
+    return time.pthread_getcpuclockid(thread_id())
+
+
 def start_thread(
     main: Callable[..., None], *arguments: object, name: str, leave: Callable[[], None] | None = None
 ) -> None:

@@ -72,6 +72,10 @@ _JITTER = click.option(
     "--jitter", type=click.FloatRange(0, 1), default=0.05, show_default=True,
     help="Spread of a batch's time, as a share of it.",
 )  # fmt: skip
+_SIZES = click.option(
+    "--sizes", default="any", show_default=True, metavar="any|auto|N,...",
+    help="Sizes that batches are padded to: powers of two (auto), or 1,8,32.",
+)  # fmt: skip
 _SEED = click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of arrivals and jitter."
 )
@@ -84,7 +88,8 @@ _SEED = click.option(
     "--policies", default="adaptive,fixed:5ms,none", show_default=True, metavar="NAME[:DELAY],...",
     help="adaptive, fixed or none, with the longest hold.",
 )  # fmt: skip
-@click.option("--batch", default="1..64", show_default=True, metavar="RANGE", help="Largest batches: 1..64, or 8,16.")
+@click.option("--batch", metavar="RANGE", help="Largest batches: 1..64, or 8,16 [1..64, or the --sizes].")
+@_SIZES
 @click.option("--instances", default="1", show_default=True, metavar="RANGE", help="How many: 1..8, or 1,2,4.")
 @click.option("--slo", metavar="SLO", help='For instance "p99<=100ms".')
 @_RATE
@@ -122,6 +127,7 @@ def simulate(**flags: Any) -> None:
 )
 @click.option("--memory", metavar="SIZE", help="Memory of one instance, such as 2GiB [from the cost, if it is known].")
 @click.option("--batch", metavar="RANGE", help="Batch ceilings to try: 1..64, or 8,16 [up to the largest measured].")
+@_SIZES
 @click.option(
     "--most", type=click.IntRange(1, 1000), default=1000, show_default=True, help="Most instances, with the spare ones."
 )
@@ -161,7 +167,8 @@ def plan(**flags: Any) -> None:
 @click.option(
     "--space", metavar="NAME=VALUES,...",
     help="The settings to try, such as batch=1..32,instances=1..8,precision=fp32,bf16,optimize=none,compile,"
-    "hold=auto,0,device=cpu,cuda,threads=1,2; also keys of the model such as batching.slo_s [batch and instances].",
+    "sizes=any,auto,hold=auto,0,device=cpu,cuda,threads=1,2; also keys of the model such as batching.slo_s [batch and "
+    "instances].",
 )  # fmt: skip
 @click.option("--gpu", is_flag=True, help="Add device=cpu,cuda to the space.")
 @click.option(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import weakref
+from typing import Any, Final
 
 import numpy as np
 
 from penstock.core.worker.tensor_model import Array, Arrays
-from penstock.runtimes.device import Kernels, Tensors
+from penstock.runtimes.device import Kernels
+from penstock.runtimes.graphs import Replay, Tensors
 from penstock.runtimes.torch import import_torch
+
+COLD_RUNS: Final = 3  # as in PyTorch's documentation: libraries load, measure and allocate in the first ones
+_capturing = threading.Lock()  # a process can capture one graph at a time
 
 
 class CudaEvent:
@@ -37,6 +43,13 @@ class CudaDevice:
         self._in, self._kernels, self._out = streams = [torch.cuda.Stream(self._device) for _ in range(3)]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def stream(self) -> int:
+        """The address of the stream of the kernels, for other libraries."""
+        address: int = self._kernels.cuda_stream
+        return address
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         kind = self._torch.from_numpy(np.empty(0, dtype)).dtype
@@ -59,6 +72,39 @@ class CudaDevice:
             start = CudaEvent(self._kernels)
             found = {name: self._near(tensor) for name, tensor in kernels(tensors).items()}
             return found, start, CudaEvent(self._kernels)
+
+    def capture(self, kernels: Replay) -> Replay:
+        torch, error, found = self._torch, None, Tensors()
+        graph = torch.cuda.CUDAGraph()
+        with _capturing, torch.cuda.device(self._device), torch.cuda.stream(self._kernels):
+            for _ in range(COLD_RUNS):
+                kernels()
+            # they run one after the other, so they can use the same memory
+            pool = next((other.pool() for other in self._graphs), None)
+            # by default, calls such as cudaMalloc in any other thread would fail meanwhile
+            mode = "thread_local"
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=self._kernels, capture_error_mode=mode):
+                    try:
+                        found = {name: self._near(tensor) for name, tensor in kernels().items()}
+                    except Exception as e:
+                        error = e  # the end of a broken capture raises another one, which does not say why
+            except RuntimeError as e:
+                error = error or e
+        if error is not None:
+            raise error
+        self._graphs.add(graph)
+
+        def replay() -> Tensors:
+            graph.replay()
+            return found
+
+        return replay
+
+    def held_bytes(self) -> int:
+        self._torch.cuda.empty_cache()
+        held: int = self._torch.cuda.memory_reserved(self._device)
+        return held
 
     def _near(self, tensor: Any) -> Any:
         """The tensor, contiguous, on this device or on the host."""

@@ -17,17 +17,19 @@ therefore be repeated from its inputs, and results stay valid for as long as som
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 from msgspec import Struct
 
-from penstock.core.worker.tensor_model import Array, Arrays, Input
+from penstock.core.worker.tensor_model import Array, Arrays, Input, samples_of
 from penstock.errors import DeviceLost, describe, out_of_memory
-from penstock.types import TensorSpec
+from penstock.runtimes.graphs import Graph, NotCaptured, Replay, Tensors, difference, padded
+from penstock.types import Graphs, TensorSpec
 
-Tensors = dict[str, Any]  # on the device
 Kernels = Callable[[Tensors], Tensors]
 
 
@@ -49,7 +51,10 @@ class Device(Protocol):
     name: str  # such as "cuda:0"
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Uninitialised pinned memory. Raises an error of which `out_of_memory` is true if there is none."""
+        """Uninitialised pinned memory. It is used again once nothing refers to it and no copy reads it.
+
+        Raises an error of which `out_of_memory` is true if there is none.
+        """
         ...
 
     def upload(self, arrays: Arrays) -> tuple[Tensors, Event]:
@@ -64,6 +69,18 @@ class Device(Protocol):
 
         Raises what `kernels` raises.
         """
+        ...
+
+    def capture(self, kernels: Replay) -> Replay:
+        """Captures what `kernels` launches: a function that launches it again, within `launch`, for what its inputs
+        hold by then. Its results have the same places each time.
+
+        Raises what `kernels` raises, and errors of a device that cannot capture it.
+        """
+        ...
+
+    def held_bytes(self) -> int:
+        """Memory of the device that this process holds and uses."""
         ...
 
     def download(self, tensors: Tensors, after: Any) -> tuple[Arrays, Event]:
@@ -102,7 +119,7 @@ class Staged(Struct, eq=False):
 class Launched(Struct, eq=False):
     """A batch on the device. `outputs` are valid once it has passed `done`."""
 
-    staged: Staged  # the device may still read its memory
+    kept: tuple[Staged, Tensors]  # inputs and results, of whose memory the device may still read
     outputs: Arrays
     done: Event
     start: Event
@@ -110,13 +127,17 @@ class Launched(Struct, eq=False):
 
 
 class DeviceProgram:
-    """The program of a model on a device. `run` is one call; its phases, in any threads, let calls overlap."""
+    """The program of a model on a device. `run` is one call; its phases, in any threads, let calls overlap.
 
-    def __init__(self, model: DeviceModel, device: Device) -> None:
+    With `graphs`, calls with a size that was captured replay its graph, see `graphs.py`.
+    """
+
+    def __init__(self, model: DeviceModel, device: Device, *, graphs: bool = False) -> None:
         self._model, self._device = model, device
         self.platform, self.inputs, self.outputs = model.platform, model.inputs, model.outputs
         self.rows, self.unbatched = model.rows, model.unbatched
         self.empty = device.empty
+        self._captures, self._graphs = graphs, dict[int, Graph]()  # by the number of rows
         self._launching = threading.Lock()  # the kernels of a call stay together, and are measured alone
 
     def stage(self, arrays: Arrays, rows: int | None = None) -> Staged:
@@ -127,12 +148,18 @@ class DeviceProgram:
         """Starts the kernels and the copy of their results. Raises what the model raises, and DeviceLost."""
         try:
             with self._launching:
-                kernels = partial(self._kernels, staged.rows)
+                kernels = self._graph(staged) or partial(self._kernels, staged.rows)
                 tensors, start, end = self._device.launch(kernels, staged.tensors, staged.ready)
-            return Launched(staged, *self._device.download(tensors, end), start, end)
+            return Launched((staged, tensors), *self._device.download(tensors, end), start, end)
         except RuntimeError as e:
             self._check(e)
             raise
+
+    def _graph(self, staged: Staged) -> Graph | None:
+        if not self._graphs:
+            return None
+        graph = self._graphs.get(staged.rows or next(map(len, staged.tensors.values()), 0))
+        return graph if graph is not None and graph.takes(staged.tensors) else None
 
     def _kernels(self, rows: int | None, tensors: Tensors) -> Tensors:
         if rows is not None:
@@ -153,21 +180,58 @@ class DeviceProgram:
         if not out_of_memory(error) and (why := self._device.lost()) is not None:
             raise DeviceLost(f"device {self._device.name} is lost to this process: {describe(why)}") from error
 
+    def capture(self, sizes: Collection[int]) -> Graphs | None:
+        """Captures a graph for each of these numbers of rows and drops all others; None for a program without graphs.
+
+        Calls whose graph needs more memory than there is run without one. If any other error occurs, or a graph gives
+        other results, all calls do. No call may be in progress. Raises DeviceLost.
+        """
+        if not self._captures:
+            return None
+        self._graphs = {size: graph for size, graph in self._graphs.items() if size in sizes}
+        samples = samples_of(self.inputs)  # none for inputs without a fixed shape
+        failed, short = "", list[int]()
+        # the largest first: the others find room in the memory that it shares with them
+        for size in sorted(set(sizes) - self._graphs.keys(), reverse=True) if samples else ():
+            try:
+                self._capture(size, samples)
+            except Exception as e:
+                self._graphs.pop(size, None)
+                traceback.clear_frames(e.__traceback__)  # they hold the memory of the failed call
+                if out_of_memory(e):
+                    short.append(size)
+                    continue
+                if isinstance(e, RuntimeError):
+                    self._check(e)
+                failed = str(e) if isinstance(e, NotCaptured) else describe(e)
+                self._graphs.clear()
+                break
+        taken = sum(graph.memory_bytes for graph in self._graphs.values())
+        return Graphs(tuple(sorted(self._graphs)), taken, () if failed else tuple(sorted(short)), failed)
+
+    def _capture(self, size: int, samples: list[Arrays]) -> None:
+        """Raises NotCaptured, and what the model and the device raise."""
+        first, other = (
+            {name: np.resize(array, (size, *array.shape[1:])) for name, array in sample.items()} for sample in samples
+        )
+        expected = self.run(other)
+        if difference(self.run(other), expected) is not None:
+            raise NotCaptured("its results are random: the same input gives others each time")
+        before = self._device.held_bytes()
+        tensors, ready = self._device.upload(self._pinned(first))
+        ready.wait()
+        with self._launching:
+            replay = self._device.capture(lambda: self._model.forward(tensors))
+        self._graphs[size] = Graph(tensors, replay, max(0, self._device.held_bytes() - before))
+        if (name := difference(self.run(other), expected)) is not None:
+            raise NotCaptured(f"output '{name}' of its graph for {size} rows differs from what it computes without")
+
     def run(self, arrays: Arrays) -> Arrays:
         """See `Program`. Raises what the phases raise."""
-        pinned = {}
+        return self.fetch(self.launch(self.stage(self._pinned(arrays))))[0]
+
+    def _pinned(self, arrays: Arrays) -> Arrays:
+        pinned = {name: self.empty(array.shape, array.dtype) for name, array in arrays.items()}
         for name, array in arrays.items():
-            pinned[name] = self.empty(array.shape, array.dtype)
             pinned[name][...] = array
-        return self.fetch(self.launch(self.stage(pinned)))[0]
-
-
-def padded(tensor: Any, rows: int) -> Any:
-    """A tensor of PyTorch with at least one row, and its last row repeated up to `rows`."""
-    count = len(tensor)
-    if count == rows:
-        return tensor
-    found = tensor.new_empty((rows, *tensor.shape[1:]))
-    found[:count] = tensor
-    found[count:] = tensor[-1:]
-    return found
+        return pinned

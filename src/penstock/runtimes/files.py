@@ -57,10 +57,18 @@ def _open_onnx(path: str, settings: ProgramSettings) -> Program:
 
     refuse_inputs(settings, "an ONNX graph")
     device, threads, precision = settings.device, settings.threads, settings.precision
-    if not onnx.compiled(device, precision, settings.optimize):
+    compiled = onnx.compiled(device, precision, settings.optimize)
+    if not device.startswith("cuda"):
         return onnx.OnnxProgram(onnx.open_session(path, device, threads=threads))
+    from penstock.runtimes import onnx_device
+
+    on = onnx_device.device_of(device)
+    stream = None if on is None else on.stream
+    if not compiled:
+        return onnx_device.in_phases(onnx.open_session(path, device, threads=threads, stream=stream), device, on)
     rows = settings.most_rows or onnx.PROFILE_ROWS
-    return onnx.OnnxProgram(onnx.open_tensorrt(path, device, threads=threads, precision=precision, most_rows=rows))
+    session = onnx.open_tensorrt(path, device, threads=threads, precision=precision, most_rows=rows, stream=stream)
+    return onnx_device.in_phases(session, device, on)
 
 
 def _open_torch(path: str, settings: ProgramSettings) -> Program:

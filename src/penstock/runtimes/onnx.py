@@ -66,15 +66,17 @@ def open_session(
     threads: int = 1,
     providers: Sequence[Provider] | None = None,
     graph: bytes | None = None,
+    stream: int | None = None,
 ) -> Any:
     """An InferenceSession on `device` ("cpu", "cuda:0") with `threads` intra-operator threads, which do not spin.
 
-    `providers` replace the device's default providers, and `graph` replaces the content of the file. Raises LoadFailed.
+    `providers` replace the device's default providers, and `graph` replaces the content of the file. `stream` is the
+    address of the CUDA stream on which the session runs, instead of its own. Raises LoadFailed.
     """
     ort = import_onnxruntime()
     if not os.path.isfile(path):
         raise LoadFailed(f"there is no file {path}")
-    chosen = list(providers) if providers is not None else providers_of(device)
+    chosen = list(providers) if providers is not None else providers_of(device, stream)
     first = chosen[0] if isinstance(chosen[0], str) else chosen[0][0]
     available = ort.get_available_providers()
     if first not in available:
@@ -98,14 +100,19 @@ def open_session(
     return session
 
 
-def providers_of(device: str) -> list[Provider]:
+def providers_of(device: str, stream: int | None = None) -> list[Provider]:
     """The providers of a device. Operators without a CUDA kernel run on the CPU. Raises ConfigError."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return [CPU]
     if kind == "cuda":
-        return [(CUDA, {"device_id": int(index or 0)}), CPU]
+        return [(CUDA, {"device_id": int(index or 0), **_on(stream)}), CPU]
     raise ConfigError(f"devices: found {device!r}, expected cpu or cuda:0 for an ONNX model")
+
+
+def _on(stream: int | None) -> dict[str, str]:
+    """The option of a provider that runs on a stream."""
+    return {} if stream is None else {"user_compute_stream": str(stream)}
 
 
 def open_tensorrt(
@@ -118,6 +125,7 @@ def open_tensorrt(
     least_rows: int = 1,
     graph: bytes | None = None,
     cache: str | None = None,
+    stream: int | None = None,
 ) -> Any:
     """A session that TensorRT compiles for the device. Later sessions reuse the cached engine.
 
@@ -131,13 +139,13 @@ def open_tensorrt(
             f" {', '.join(ort.get_available_providers())}"
         )
     index = int(device.partition(":")[2] or 0)
-    options: dict[str, Any] = {"device_id": index}
+    options: dict[str, Any] = {"device_id": index, **_on(stream)}
     options |= {"trt_fp16_enable": precision == "fp16", "trt_bf16_enable": precision == "bf16"}
     options |= {"trt_int8_enable": True} if precision == "int8" else {}
     inputs = open_session(path, "cpu", threads=threads, graph=graph).get_inputs()
     profile = _profile(inputs, least_rows, most_rows)
     if profile is None:  # engines are built for request shapes while serving, so there is no engine to cache
-        providers = [(TENSORRT, options), *providers_of(device)]
+        providers = [(TENSORRT, options), *providers_of(device, stream)]
         return open_session(path, device, threads=threads, providers=providers, graph=graph)
     key = {
         "model": file_digest(path) if graph is None else hashlib.sha256(graph).hexdigest(),
@@ -149,7 +157,7 @@ def open_tensorrt(
     }
     with (EngineCache.next_to(cache, key) if cache else EngineCache.of_user(key)).open() as folder:
         options |= {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(folder), **profile}
-        providers = [(TENSORRT, options), *providers_of(device)]
+        providers = [(TENSORRT, options), *providers_of(device, stream)]
         return open_session(path, device, threads=threads, providers=providers, graph=graph)
 
 
@@ -221,10 +229,15 @@ class OnnxProgram:
         try:
             found = self._session.run(self._names, feeds)
         except Exception as e:
-            if "allocate memory" in str(e) or "out of memory" in str(e).lower():
+            if lacked_memory(e):
                 raise MemoryError(describe(e)) from e
             raise
         return dict(zip(self._names, found, strict=True))
+
+
+def lacked_memory(error: Exception) -> bool:
+    """Whether an error of ONNX Runtime means out of memory."""
+    return "allocate memory" in str(error) or "out of memory" in str(error).lower()
 
 
 def _size(value: Any) -> int | str | None:

@@ -192,7 +192,10 @@ class PolicyChecker(ScriptPlayer):
     def note_completion(self, outcome: Outcome) -> None:
         if outcome.oom is not None:
             bad, good = outcome.oom
-            self.ceiling = min(self.ceiling, max(1, good if good >= 0.8 * bad else (good + bad) // 2))
+            ceiling = max(1, good if good >= 0.8 * bad else (good + bad) // 2)
+            if self.ladder is not None:
+                ceiling = self.ladder.down(ceiling) or self.ladder.sizes[0]
+            self.ceiling = min(self.ceiling, ceiling)
         self.need("I15", self.cost.a >= 0 and self.cost.b > 0, f"a={self.cost.a} b={self.cost.b}")
         if outcome.kind == "ok":
             self.answered_s, self.quiet_s = self.now, self.now + self.cost.a / max(1, self.live)

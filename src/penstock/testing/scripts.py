@@ -11,6 +11,7 @@ from typing import Literal
 from msgspec import Struct
 
 from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Outcome
+from penstock.core.batching.ladder import Ladder
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
 from penstock.errors import QueueFull
@@ -41,7 +42,7 @@ class ScriptStep(Struct, frozen=True):
 
 
 class ScriptSetup(Struct, frozen=True):
-    """A script, the scheduler for it, and the service times (a + b*n ticks) of the slots."""
+    """A script, the scheduler for it, and the service times (a + b*n ticks, n with padding to `sizes`) of the slots."""
 
     max_batch_size: int = 8
     slots: int = 2
@@ -54,6 +55,7 @@ class ScriptSetup(Struct, frozen=True):
     b: int = 1
     primed: bool = True
     steps: tuple[ScriptStep, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 def random_setup(rng: Random, steps: int = 60) -> ScriptSetup:
@@ -127,9 +129,12 @@ class ScriptPlayer:
             idempotent=setup.idempotent,
             priority=tuple(p * scale for p in setup.priority),
             horizon_s=setup.horizon_ticks * self.tick_s,
+            sizes=setup.sizes,
         )
+        self.ladder = Ladder(setup.sizes) if setup.sizes else None
         if setup.primed:
-            self.scheduler.prime([(2**k, self.takes_s(2**k, j)) for k in range(5) for j in range(3)])
+            sizes = setup.sizes or [2**k for k in range(5)]
+            self.scheduler.prime([(n, self.takes_s(n, j)) for n in sizes for j in range(max(3, 8 // len(sizes) + 1))])
         self.ids: list[int] = []
         self.down: list[int] = []
         self.on_slot: dict[int, list[Dispatch]] = {}
@@ -141,6 +146,7 @@ class ScriptPlayer:
     def takes_s(self, rows: int, pick: int = 0) -> float:
         """Run time of a batch. The factor keeps predicted ends off the script's grid, where the rounding of a shifted
         clock would decide ties."""
+        rows = rows if self.ladder is None else self.ladder.up(rows)
         return (self.setup.a + self.setup.b * rows) * self.tick_s * (0.9 + 0.0137 * (pick % 17))
 
     def play(self) -> None:

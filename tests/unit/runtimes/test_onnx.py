@@ -10,9 +10,11 @@ import types
 import numpy as np
 import pytest
 
+from penstock.config.schema import ModelConfig
 from penstock.core.worker.tensor_model import ANY_ROWS, Input
 from penstock.errors import ConfigError, LoadFailed
 from penstock.runtimes import onnx as loaders
+from penstock.runtimes.files import file_model
 from penstock.runtimes.onnx import RAW, SIDECAR, normalised, plain_input
 from penstock.types import TensorSpec
 from support.files import scores, write_onnx
@@ -392,5 +394,11 @@ def test_without_the_package_onnx_nothing_is_changed(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(loaders.CUDA not in ort.get_available_providers(), reason="needs ONNX Runtime with CUDA")
 def test_a_graph_runs_on_the_gpu(model_files):
-    program = loaders.OnnxProgram(loaders.open_session(str(model_files / "net.onnx"), "cuda:0"))
-    assert np.allclose(program.run({"x": X})["scores"], scores(X), atol=1e-3)
+    program = file_model(str(model_files / "net.onnx"), ModelConfig(target="net.onnx"), 1)
+    program.load("cuda:0")
+    requests = [program.preprocess({"x": X[k % 2 :]}) for k in range(20)]
+    phases = program.__penstock_phases__
+    for k, launched in enumerate([phases.launch(phases.stage([request])) for request in requests]):
+        (found,), seconds = phases.fetch(launched)
+        assert np.allclose(found["scores"], scores(X[k % 2 :]), atol=1e-3)
+        assert seconds > 0

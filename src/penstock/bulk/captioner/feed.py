@@ -1,9 +1,7 @@
 """Frames on their way to the device: gathered, copied, resized and normalised while another batch is captioned."""
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,8 +10,13 @@ from PIL import Image
 from torch.nn.functional import interpolate
 
 from penstock.errors import PenstockError
+from penstock.runtimes.cuda import CudaDevice
+from penstock.runtimes.device import Device
+from penstock.runtimes.graphs import Tensors
 
+T = TypeVar("T")
 Array = np.ndarray[Any, Any]
+Network = Callable[[torch.Tensor], T]
 
 RESIZE_BYTES: Final = 8 * 2**20  # of frames resized in one call: a GPU holds them as floats
 _RESAMPLING: Final = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -40,74 +43,65 @@ class ImageSpec(Struct, frozen=True):
 class DeviceBatch:
     """The pixels of the requests without an error, in order, and one entry in `errors` for each request."""
 
-    def __init__(self, pixels: torch.Tensor, errors: list[PenstockError | None], ready: Any = None) -> None:
-        self._pixels, self._ready = pixels, ready
-        self.rows = len(pixels)
-        self.errors = errors
+    def __init__(self, rows: int, errors: list[PenstockError | None], run: Callable[[Network[Any]], None]) -> None:
+        self.rows, self.errors, self._run = rows, errors, run
 
-    def take(self) -> torch.Tensor:
-        """Floats `[rows, 3, height, width]`, for the stream of the calling thread."""
-        if self._ready is not None:
-            stream = torch.cuda.current_stream(self._pixels.device)
-            stream.wait_event(self._ready)
-            self._pixels.record_stream(stream)  # created on another stream; must not be freed before this one is done
-        return self._pixels
+    def through(self, network: Network[T]) -> T:
+        """What a network makes of the pixels, floats `[rows, 3, height, width]`. Raises errors of both."""
+        found: list[T] = []
+        self._run(lambda pixels: found.append(network(pixels)))
+        return found[0]
 
 
 class DeviceFeed:
-    """Makes device batches from requests, in any thread, one at a time.
+    """Makes device batches from requests, in any threads.
 
-    Frames of the network's size are gathered in host memory. A GPU uses two pinned buffers in turn: its copy engine
-    reads one while the other is filled. Frames of other sizes are resized: by Pillow for a CPU, or on the GPU.
+    Frames of the network's size are gathered in host memory, which a GPU copies while it captions another batch. Frames
+    of other sizes are resized: by Pillow for a CPU, or on the GPU.
     """
 
-    def __init__(self, spec: ImageSpec, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ImageSpec, device: str, dtype: torch.dtype, on: Device | None = None) -> None:
+        """`on`: the device, if it is not that of the name."""
         self._spec, self._dtype = spec, dtype
-        self._device = torch.device(device)
-        self._cuda = self._device.type == "cuda"
         # For a whole line of pixels: normalising with three numbers along the last axis takes three times as long.
         mean, std = (torch.tensor(v, device=device).repeat(spec.width) for v in (spec.mean, spec.std))
         self._scale, self._shift = 1 / (255 * std), -mean / std
-        self._lock = threading.Lock()
-        cuda: Any = torch.cuda
-        self._stream = cuda.Stream(self._device) if self._cuda else None
-        if self._stream is not None:  # otherwise it might read scale and shift before they are computed
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._buffers: list[torch.Tensor] = [torch.empty((0, spec.height, spec.width, 3))] * (2 if self._cuda else 1)
-        self._copied: list[Any] = [cuda.Event() if self._cuda else None for _ in self._buffers]
-        self._turn = 0
+        # made last: its queues wait for scale and shift
+        self._on: Device | None = CudaDevice(device) if on is None and device.startswith("cuda") else on
 
     def __call__(self, requests: Sequence[FrameSource | PenstockError]) -> DeviceBatch:
         """One batch, with an error for each request that cannot be decoded. Raises errors of the device."""
-        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with self._lock, torch.inference_mode(), on_stream:
-            self._turn = (self._turn + 1) % len(self._buffers)
-            host = self._buffer(sum(r.rows for r in requests if not isinstance(r, PenstockError)))
-            rows, resized, errors = self._gather(requests, host.numpy())
-            pixels = host[:rows].to(self._device, non_blocking=True)
-            if self._stream is not None:
-                self._copied[self._turn].record(self._stream)
-            for start, frames in resized:
-                pixels[start : start + len(frames)] = frames
-            lines = pixels.view(rows, self._spec.height, 3 * self._spec.width).float()
-            lines = lines.mul_(self._scale).add_(self._shift)
-            pixels = lines.to(self._dtype).view(pixels.shape).permute(0, 3, 1, 2)
-            ready = None if self._stream is None else self._stream.record_event()
-        return DeviceBatch(pixels, errors, ready)
+        on = self._on
+        most = sum(r.rows for r in requests if not isinstance(r, PenstockError))
+        host = (np.empty if on is None else on.empty)((most, self._spec.height, self._spec.width, 3), np.uint8)
+        rows, resized, errors = self._gather(requests, host)
+        if on is None:
+            pixels = self._normalised(torch.from_numpy(host[:rows]), resized)
+            return DeviceBatch(rows, errors, lambda network: network(pixels))
+        tensors, ready = on.upload({"frames": host[:rows]})
 
-    def _buffer(self, rows: int) -> torch.Tensor:
-        """uint8 `[rows, height, width, 3]`, after any copy from it has ended."""
-        if self._cuda:
-            self._copied[self._turn].synchronize()
-        if len(self._buffers[self._turn]) < rows:
-            shape = (rows, self._spec.height, self._spec.width, 3)
-            self._buffers[self._turn] = torch.empty(shape, dtype=torch.uint8, pin_memory=self._cuda)
-        return self._buffers[self._turn][:rows]
+        def run(network: Network[Any]) -> None:
+            def kernels(tensors: Tensors) -> Tensors:
+                network(self._normalised(tensors["frames"], resized))
+                return {}
+
+            on.launch(kernels, tensors, ready)
+
+        return DeviceBatch(rows, errors, run)
+
+    @torch.inference_mode()
+    def _normalised(self, pixels: torch.Tensor, resized: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        for start, frames in resized:
+            pixels[start : start + len(frames)] = frames
+        lines = pixels.view(len(pixels), self._spec.height, 3 * self._spec.width).float()
+        lines = lines.mul_(self._scale).add_(self._shift)
+        return lines.to(self._dtype).view(pixels.shape).permute(0, 3, 1, 2)
 
     def _gather(
         self, requests: Sequence[FrameSource | PenstockError], host: Array
     ) -> tuple[int, list[tuple[int, torch.Tensor]], list[PenstockError | None]]:
-        """The number of rows in `host`, the resized frames with their first row, and the error of each request."""
+        """The number of rows in `host`, the frames resized on the GPU with their first row, and the error of each
+        request."""
         size = (self._spec.height, self._spec.width)
         at = 0
         resized: list[tuple[int, torch.Tensor]] = []
@@ -121,10 +115,10 @@ class DeviceFeed:
                 for piece in request.pieces():
                     if piece.shape[1:3] == size:
                         host[at : at + len(piece)] = piece
-                    elif self._cuda:
-                        resized.append((at, resized_by_torch(piece, self._spec, self._device)))
-                    else:
+                    elif self._on is None:
                         host[at : at + len(piece)] = resized_by_pillow(piece, self._spec)
+                    else:
+                        resized += self._resized(self._on, at, piece)
                     at += len(piece)
             except PenstockError as e:
                 at = start
@@ -133,6 +127,17 @@ class DeviceFeed:
             else:
                 errors.append(None)
         return at, resized, errors
+
+    def _resized(self, on: Device, at: int, frames: Array) -> Iterator[tuple[int, torch.Tensor]]:
+        """The frames from row `at` on, resized on the device: (first row, uint8 `[n, height, width, 3]`)."""
+        step = max(1, RESIZE_BYTES // frames[0].nbytes)
+        for start in range(0, len(frames), step):
+            part = frames[start : start + step]
+            host = on.empty(part.shape, part.dtype)
+            host[...] = part
+            tensors, ready = on.upload({"frames": host})
+            found, _, _ = on.launch(lambda t: {"frames": resized_by_torch(t["frames"], self._spec)}, tensors, ready)
+            yield at + start, found["frames"]
 
 
 def resized_by_pillow(frames: Array, spec: ImageSpec) -> Array:
@@ -144,17 +149,12 @@ def resized_by_pillow(frames: Array, spec: ImageSpec) -> Array:
     return np.stack([np.asarray(Image.fromarray(frame).resize(size, resampling)) for frame in frames])
 
 
-def resized_by_torch(frames: Array, spec: ImageSpec, device: torch.device) -> torch.Tensor:
-    """uint8 `[n, height, width, 3]` in the size of `spec`, on the device.
+def resized_by_torch(frames: torch.Tensor, spec: ImageSpec) -> torch.Tensor:
+    """uint8 `[n, height, width, 3]` in the size of `spec`.
 
     Equal to Pillow's within one level. But Pillow also rounds and clips between the two directions, which shows where
     a bicubic kernel overshoots at hard edges of black and white.
     """
-    step = max(1, RESIZE_BYTES // frames[0].nbytes)
-    parts = []
-    for start in range(0, len(frames), step):
-        part = torch.from_numpy(np.array(frames[start : start + step])).to(device).permute(0, 3, 1, 2)
-        size = (spec.height, spec.width)
-        floats = interpolate(part.float(), size, mode=spec.kernel, antialias=True, align_corners=False)
-        parts.append(floats.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    size, floats = (spec.height, spec.width), frames.permute(0, 3, 1, 2).float()
+    floats = interpolate(floats, size, mode=spec.kernel, antialias=True, align_corners=False)
+    return floats.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1)

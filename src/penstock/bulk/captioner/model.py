@@ -171,7 +171,7 @@ class TransformersCaptioner:
         return [result for group in _groups(requests) for result in self._caption(group, self.feed(group))]
 
     def _caption(self, requests: list[Any], batch: DeviceBatch) -> list[Any]:
-        tokens = self.network.tokens(batch.take()) if batch.rows else []
+        tokens = batch.through(self.network.tokens) if batch.rows else []
         results: list[Any] = []
         start = 0
         for request, error in zip(requests, batch.errors, strict=True):

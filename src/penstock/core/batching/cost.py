@@ -1,5 +1,10 @@
 """Cost: the run time of a batch of n rows, learned from finished batches."""
 
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from penstock.core.batching.ladder import Ladder
+
 # Chosen by simulating models with jitter, steps, stragglers and drift; `MAX_SECONDS` only guards the sums.
 MAX_SECONDS = 1e6  # longer claims are not measurements, and their sums would overflow
 SKIPPED_SAMPLES = 2  # the first ones include lazy initialization
@@ -46,30 +51,30 @@ class Cost:
         """Rows at which the set-up cost is half of the batch: a / b."""
         return self.a / self.b
 
-    def add(self, n: int, seconds: float) -> None:
-        """Learns from one batch; ignores impossible values."""
+    def add(self, n: int, seconds: float, bin: int = 0) -> None:
+        """Learns from one batch; ignores impossible values. `bin`: that of the size, by default of its power of two."""
         if n < 1 or not 0 <= seconds < MAX_SECONDS:  # false for NaN, too
             return
         self._seen += 1
         if self._seen <= SKIPPED_SAMPLES:
             return
         predicted = self.a + self.b * n
-        seconds = self._bin(n, seconds)
+        seconds = self._bin(n, seconds, bin or n.bit_length())
         if self.ready:
             self.ratio += 0.02 * (_UPPER if seconds > self.ratio * predicted else _UPPER - 1)
             self.ratio = min(2.0, max(1.0, self.ratio))
         self._fit()
         self.ready = self._seen >= SKIPPED_SAMPLES + READY_SAMPLES
 
-    def _bin(self, n: int, seconds: float) -> float:
-        """Moves the bin of n towards the sample, ages the others, and returns the clipped sample."""
+    def _bin(self, n: int, seconds: float, place: int) -> float:
+        """Moves the bin of n, at its place, towards the sample, ages the others, and returns the clipped sample."""
         bins = self._bins
         for v in bins.values():
             w = v[2] * _FORGET
             v[2] = w if w > 1.0 else 1.0
-        v = bins.get(n.bit_length(), _NONE)
+        v = bins.get(place, _NONE)
         if v is _NONE:
-            bins[n.bit_length()] = [n, seconds, 1.0]
+            bins[place] = [n, seconds, 1.0]
             return seconds
         if v[2] >= 4 and seconds > _STRAGGLER * v[1]:
             seconds = _STRAGGLER / 2 * v[1]
@@ -102,6 +107,42 @@ class Cost:
             if self.a >= 0:
                 return
         self.a, self.b = 0.0, per_row
+
+
+class StairCost(Cost):
+    """The cost of batches that are padded to the sizes of a ladder: a staircase, flat up to each size.
+
+    Each size has a bin, whose mean is its step; noise must not make a larger size faster. A size without samples has
+    its place on the line through the others, which also tells a set-up cost from a cost per row.
+    """
+
+    __slots__ = ("_ladder", "_steps")
+
+    def __init__(self, ladder: Ladder) -> None:
+        super().__init__()
+        self._ladder = ladder
+        self._steps = [self.b * size for size in ladder.sizes]
+
+    def t(self, n: float) -> float:
+        at = bisect_left(self._ladder.sizes, n)
+        return self._steps[at] if at < len(self._steps) else super().t(n)
+
+    def add(self, n: int, seconds: float, bin: int = 0) -> None:
+        size = self._ladder.up(n)
+        super().add(size, seconds, size)
+        means = [v[1] if (v := self._bins.get(s)) else super(StairCost, self).t(s) for s in self._ladder.sizes]
+        self._steps = rising(means)
+
+
+def rising(values: Iterable[float]) -> list[float]:
+    """The values, with means in place of those that fall (isotonic regression)."""
+    levels: list[list[float]] = []  # (mean, number of values)
+    for value in values:
+        levels.append([value, 1])
+        while len(levels) > 1 and levels[-2][0] > levels[-1][0]:
+            (late, n), (early, m) = levels.pop(), levels.pop()
+            levels.append([(late * n + early * m) / (n + m), n + m])
+    return [level for level, count in levels for _ in range(int(count))]
 
 
 _ANY = float("inf")

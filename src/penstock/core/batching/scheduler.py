@@ -5,7 +5,7 @@ The scheduler adds the bounds, the turn (`poll`), sending ahead, re-runs after a
 from out-of-memory. It reads no clock and uses no randomness: the same calls give the same events.
 """
 
-from penstock.core.batching.cost import Cost
+from penstock.core.batching.cost import Cost, StairCost
 from penstock.core.batching.entry import INF, Dispatch, Entry, EntryState, Event, Expire, Outcome, Shed
 from penstock.core.batching.ladder import Ladder
 from penstock.core.batching.policies.base import BatchPolicy, Choice, Drop, SlotBatch, Take, View, WaitUntil
@@ -62,11 +62,11 @@ class Scheduler:
             raise ValueError("expected a finite horizon_s, at least one priority class and max_batch_size >= 1")
         self._policy = policy
         self._ladder = Ladder(sizes) if sizes else None
-        self._cost = Cost()
+        self._cost = Cost() if self._ladder is None else StairCost(self._ladder)
         self._slots = Slots(self._cost, depth)
         self.sequences = None if sequences is None else SequenceTable(sequences)
         self._queue = WaitingQueue(max_batch_size, self.sequences)
-        self._view = View(Bucket(""), self._cost, max_rows=max_batch_size)
+        self._view = View(Bucket(""), self._cost, max_rows=max_batch_size, ladder=self._ladder)
         self._max_queue, self._max_queue_bytes = max_queue, max_queue_bytes
         self._depth, self._idempotent = depth, idempotent
         self._killer_s = -INF  # when a request last died alone for the second time
@@ -78,6 +78,7 @@ class Scheduler:
         self._ceiling_end_s = INF
         self.running_rows = 0  # of the batches on slots
         self.arrived_rows = 0  # since the start, with refused ones
+        self._sent_rows = self._padded_rows = 0  # with a ladder, since the start
         self.concurrent = False  # whether slots take batches concurrently
         self._batch_id = 0
         self._held_since_s = INF
@@ -189,7 +190,17 @@ class Scheduler:
             "holds": self._holds,
             "held_s": self._held_s,
             **({} if self.sequences is None else {"sequences": len(self.sequences)}),
+            **({} if self._ladder is None else self._ladder_explained()),
             **self._policy.explain(),
+        }
+
+    def _ladder_explained(self) -> dict[str, object]:
+        """The predicted seconds of each size, and the rows that were sent and added as padding since the start."""
+        assert self._ladder is not None
+        return {
+            "sizes_s": {str(size): self.seconds(size) for size in self._ladder.sizes},
+            "sent_rows": self._sent_rows,
+            "padded_rows": self._padded_rows,
         }
 
     # ---- events
@@ -302,10 +313,11 @@ class Scheduler:
 
     # ---- the turn
 
-    def poll(self, now: float, ahead: bool = True) -> list[Event]:
+    def poll(self, now: float, ahead: bool = True, crowded: bool = False) -> list[Event]:
         """The events due now; a second call at the same time returns none. Sets `wake_at`. `ahead`: a batch may be sent
-        behind a running one."""
+        behind a running one. `crowded`: see `View`."""
         queue = self._queue
+        self._view.crowded = crowded
         quiet = not (queue.waiting or queue.events or queue.dirty)
         if quiet and self._held_since_s == INF == self._ceiling_end_s:
             self.wake_at = None
@@ -493,6 +505,9 @@ class Scheduler:
         rows = sum([e.rows for e in entries])
         batch = self._slots.start(self._batch_id, slot, entries, rows, now, exact)
         self.running_rows += rows
+        if self._ladder is not None:
+            self._sent_rows += rows
+            self._padded_rows += self._ladder.up(rows) - rows
         ended = () if self.sequences is None else self.sequences.dispatched(slot, entries)
         self._queue.events.append(Dispatch(batch.id, slot, entries, rows, reason, batch.ahead, batch.concurrent, ended))
 

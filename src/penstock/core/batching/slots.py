@@ -72,6 +72,7 @@ class Slots:
         self._overs: deque[float] = deque(maxlen=HANDOVERS)
         self._prepared: deque[float] = deque(maxlen=HANDOVERS)
         self._cost, self._depth = cost, depth
+        self._line = type(cost) is Cost
         self._slots: dict[int, Slot] = {}
         self._came = 0
         # (end, order, number), ascending: busy slots with one batch, and with more; `nearest` has the rule
@@ -140,8 +141,13 @@ class Slots:
         concurrent = slot.concurrency > 1
         ahead = bool(slot.batches) and not concurrent
         begin = max(now, slot.batches[-1].end_s) if ahead else now
-        cost = self._cost  # cost.t(rows) without the call: this runs for every batch
-        end = begin + (cost.a + cost.b * rows if cost.ready else 0.0)
+        cost = self._cost
+        if not cost.ready:
+            end = begin
+        elif self._line:  # cost.t(rows) without the call: this runs for every batch
+            end = begin + cost.a + cost.b * rows
+        else:
+            end = begin + cost.t(rows)
         batch = SlotBatch(id, number, entries, rows, now, end, ahead, exact, concurrent)
         slot.batches.append(batch)
         self.running[id] = batch

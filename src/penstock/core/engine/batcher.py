@@ -216,7 +216,7 @@ class Batcher:
     def _poll(self) -> None:
         now = time.monotonic()
         try:
-            events = self.scheduler.poll(now, self._driver.ahead)
+            events = self.scheduler.poll(now, self._driver.ahead, self._driver.crowded())
             last: dict[int, int] = {}  # batch of each slot
             if len(events) > 1:
                 last = {e.slot: e.batch_id for e in events if isinstance(e, Dispatch)}

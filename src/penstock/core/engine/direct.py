@@ -6,11 +6,14 @@
 # polls the scheduler, runs the batch, completes it, releases its callers, and looks again.
 # A thread that has nothing to run sleeps until the scheduler wants to look again, or until a request rings. While a
 # batch is held, the requests that would not change it do not ring.
+# While the callers keep a processor busy, the scheduler lets a batch wait for their next requests (`load.py`).
 # The event loop of the portal only supervises. It loads the models, ends hangs (`slot.py`), and takes a turn where no
 # thread of the model can: a caller leaves, a deadline passes or the queue fills up while all of them run.
 # It also looks shortly before a run ends. If it gets the interpreter then, the model does without: it waits for a
 # device, or computes outside of Python. The loop sends the next full batch ahead, and the thread begins it as soon as
 # the run ends. Then the loop answers the run's callers, so the device need not wait for that.
+# A model on a device that overlaps batches has a second thread, which waits for the results and answers. The first one
+# launches a batch and looks again at once, so it sends batches ahead by itself.
 # The code of the engine runs on the loop and on these threads, never on a caller's: a signal handler may raise there,
 # and a greenlet may switch. One of them runs it at a time: it holds the guard of the portal, never while a model runs.
 
@@ -21,15 +24,19 @@ import operator
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
+from penstock import metrics
 from penstock.core import os_threads
 from penstock.core.batching.entry import INF
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.engine.drivers import Turn
 from penstock.core.engine.inbox import Caller, Inbox, RequestInbox
+from penstock.core.engine.load import CallersLoad
 from penstock.core.engine.timer import Timer
-from penstock.core.transports.local import Lease, ThreadSlot, ThreadTransport, Work, WorkerThread
+from penstock.core.transports.local import Finishing, Lease, ThreadSlot, ThreadTransport, Work, WorkerThread
 from penstock.core.transports.slot import WorkerSlot
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import PenstockError
@@ -45,7 +52,9 @@ BRIEF_S = 0.01
 """What is due sooner is left to the model's thread: most runs end before. The loop would compete with a model that
 holds the interpreter, which a thread gets after 5 ms."""
 LATE_S = 0.05
-"""After so long the loop sees to it nevertheless, and to what came while all threads run. It costs a wake-up."""
+"""After so long the loop sees to it nevertheless."""
+LOOK_S = 0.1
+"""How long a request may wait unseen while all threads of the model run. It costs a wake-up of the loop."""
 
 
 class DirectDriver(Inbox):
@@ -59,12 +68,16 @@ class DirectDriver(Inbox):
         self.guard = inbox.guard
         self._portal_inbox = inbox
         self._take_turn: Turn = lambda: None  # before the batcher is made
-        self.threads: set[int] = set()  # identifiers of the model's threads
+        self._threads: dict[int, int] = {}  # the model's threads: the processor clock of each, by identifier
         self._asleep: list[DirectThread] = []  # those without a batch; the last one is rung first
         # takes a thread out and rings its bell, in one step of the interpreter: no signal handler raises between them
         self._rings = map(operator.call, map(operator.attrgetter("bell.release"), iter(self._asleep.pop, None)))
         self._inert = self._room = self._full = 0
         self._wake_at = INF
+        self._timer_at = INF
+        self._looking = self._look_due = False
+        self.overlaps = False  # the model's threads begin a batch while another one is not answered
+        self._load = CallersLoad()
 
     # ---- called by any thread
 
@@ -80,20 +93,38 @@ class DirectDriver(Inbox):
             if not quiet or urgent or item.rows > 1:
                 self._ring()
         elif urgent or len(self._requests) > self._room:
-            self._look(0.0)
-        elif self._look_at > item.arrived_s + LATE_S:
-            self._look(item.arrived_s + LATE_S)
+            self._look_now()
+        elif not self._looking:
+            self._call_once("_looking", self._look_later)
 
     def woken(self) -> None:
         if len(self._requests) > self._inert:
             self._ring()
 
+    def post(self, callback: Callable[[], object]) -> None:
+        self._requests.append(callback)
+        if self._closed:
+            self._pass_on()
+        elif not self._ring():
+            self._look_now()
+
     def _ring(self) -> bool:
+        """Wakes a thread that sleeps; False if none does."""
         try:
             next(self._rings)
         except IndexError:
             return False
         return True
+
+    def _look_now(self) -> None:
+        if not self._look_due:
+            self._call_once("_look_due", self._look)
+
+    def _on_loop(self, callback: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop is closed: the portal has ended all requests
+            self._pass_on()
 
     def _pass_on(self) -> None:
         """Hands what arrives after the end to the portal's inbox, in its order."""
@@ -103,8 +134,18 @@ class DirectDriver(Inbox):
             else:
                 self._portal_inbox.post(request)
 
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """This is a thread of the model."""
+        me = os_threads.thread_id()
+        self._threads[me] = os_threads.processor_clock()
+        try:
+            yield
+        finally:
+            del self._threads[me]
+
     def runs_here(self) -> bool:
-        return os_threads.thread_id() in self.threads
+        return os_threads.thread_id() in self._threads
 
     def refuse_own_thread(self) -> None:
         if self.runs_here():
@@ -116,16 +157,29 @@ class DirectDriver(Inbox):
 
     # ---- called on the loop
 
-    def _look_on_loop(self, when: float) -> None:
+    def _look(self) -> None:
+        self._look_due = False
+        self._turn()
+
+    def _look_later(self) -> None:
+        self._loop.call_later(LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        """Sees what waits while all threads of the model run, as long as requests arrive meanwhile."""
+        self._looking = False  # before the deque is looked at, so that a new request looks again
+        if self._requests:
+            self._looking = True
+            self._look_later()
+            self._turn()
+
+    def _set_timer(self) -> None:
         if self._closed:
             self._timer.close()
-        elif when > time.monotonic():
-            self._timer.at(when)
         else:
-            self._look_now()
+            self._timer.at(self._timer_at)
 
-    def _look_now(self) -> None:
-        self._look_at = INF  # before the deque is looked at, so that a new request looks again
+    def _timer_fired(self) -> None:
+        self._timer_at = INF
         self._turn()
 
     # ---- the driver, see `Driver`
@@ -133,20 +187,26 @@ class DirectDriver(Inbox):
     def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
         self._take_turn, self._scheduler, self._strict = turn, scheduler, strict
         self.backend = self._portal_inbox.backend
-        self._timer = Timer(self._loop, self._look_now)
+        self._timer = Timer(self._loop, self._timer_fired)
 
     @property
     def ahead(self) -> bool:
-        """Only on the loop: that the loop runs beside the model shows that answers can be passed on there, too."""
-        return not self.runs_here()
+        """On the model's thread only if a second one answers. That the loop runs beside the model shows that answers
+        can be passed on there, too."""
+        return self.overlaps or not self.runs_here()
+
+    def crowded(self) -> bool:
+        here = self.runs_here()
+        return self._load.look(tuple(self._threads.values())) if here else self._load.busy
 
     def soon(self) -> None:
         if not self.runs_here():  # else it takes a turn before its next batch
-            self._look(0.0)
+            self._on_loop(self._turn)
 
     def turned(self, wake_at: float | None) -> None:
         self._wake_at = INF if wake_at is None else wake_at
         scheduler = self._scheduler
+        self._load.running = scheduler.running > 0
         self._inert, self._room = scheduler.inert_arrivals, 0 if self._strict else scheduler.room
         self._full = scheduler.max_batch_size
 
@@ -154,8 +214,9 @@ class DirectDriver(Inbox):
         """Nothing to do: the thread that has answered takes a turn."""
 
     def close(self) -> None:
-        super().close()
-        self._look(-INF)  # a scheduler may break on any thread
+        self._closed = True
+        self._on_loop(self._set_timer)  # a scheduler may break on any thread
+        self._pass_on()
 
     def _turn(self) -> None:
         """A turn on the loop."""
@@ -174,10 +235,11 @@ class DirectDriver(Inbox):
     def _ensure(self) -> None:
         """Sees to the next turn at `_wake_at`: a thread that sleeps until then, or the timer of the loop."""
         when, now = self._wake_at, time.monotonic()
-        if when < now + BRIEF_S or (self._requests and when > now + LATE_S):
+        if when < now + BRIEF_S:
             when = now + LATE_S
-        if when < self._look_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
-            self._look(when)
+        if when < self._timer_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
+            self._timer_at = when
+            self._on_loop(self._set_timer)
 
     # ---- called by the model's threads
 
@@ -203,12 +265,15 @@ class DirectDriver(Inbox):
                     thread.until = min(thread.until, time.monotonic() + WAKING_S)
                 insort(self._asleep, thread, key=operator.attrgetter("order"))  # in one step, too
             wait_s = -1.0 if thread.until == INF else max(0.0, min(thread.until - time.monotonic(), LONGEST_S))
-            if self._requests or not thread.bell.acquire(timeout=wait_s):
-                self.rouse(thread)  # unless it was rung meanwhile
+            if not self._requests and thread.bell.acquire(timeout=wait_s):
+                continue
+            try:
+                self._asleep.remove(thread)
+            except ValueError:  # it was rung meanwhile
                 thread.bell.acquire()
 
     def rouse(self, thread: DirectThread) -> bool:
-        """Wakes the thread if it sleeps; False if it is awake."""
+        """Wakes the thread if it sleeps, because it got a batch from another one; False if it is awake."""
         try:
             self._asleep.remove(thread)
         except ValueError:
@@ -218,11 +283,14 @@ class DirectDriver(Inbox):
 
     def answer(self, thread: DirectThread) -> None:
         """Passes the parts of the thread's batches to the batcher."""
-        thread.pausing()
         self._portal_inbox.answer(thread.pass_on)
 
     def answer_on_loop(self, thread: DirectThread) -> None:
-        """Does the same, and takes a turn, while the thread runs its next batch."""
+        """Lets the loop do the same, and take a turn, while the thread runs its next batch."""
+        self._on_loop(partial(self._answer_and_turn, thread))
+
+    def _answer_and_turn(self, thread: DirectThread) -> None:
+        thread.pausing()
         self.answer(thread)
         self._turn()
         thread.paused()
@@ -230,8 +298,6 @@ class DirectDriver(Inbox):
 
 class DirectThread(WorkerThread):
     """One thread with its model, which takes its batches from the driver."""
-
-    may_overlap = False  # it answers a batch before it asks for the next one
 
     def __init__(self, slot: DirectSlot, driver: DirectDriver) -> None:
         super().__init__(slot)
@@ -257,24 +323,31 @@ class DirectThread(WorkerThread):
             self.ahead = work is not None and not self._driver.runs_here()
 
     def main(self, spec: WorkerSpec, device: str) -> None:
-        me = os_threads.thread_id()
-        self._driver.threads.add(me)
-        try:
+        with self._driver.thread():
             super().main(spec, device)
-        finally:
-            self._driver.threads.discard(me)
 
     def next(self) -> Work | None:
+        self._driver.overlaps = self._finisher is not None
         return self._driver.next(self)
+
+    def _finish(self, registry: metrics.Registry, box: list[Finishing]) -> None:
+        with self._driver.thread():
+            super()._finish(registry, box)
+        self._driver.rouse(self)  # a turn is due
 
     def answer(self, part: BatchPart, leases: list[Lease]) -> None:
         """Passes a part on, or leaves that to the loop if the loop has sent the next batch ahead."""
+        if self._finisher is not None:
+            self._parts.append((part, leases))
+            self._driver.answer(self)
+            return
         part.prepare_s += self._pause_s  # a batch that is sent ahead need not wait for it
         self._parts.append((part, leases))
-        self.skips = part.final and self.ahead
-        if self.skips:
-            self._post(self._driver.answer_on_loop, self)
+        if part.final and self.ahead:
+            self.skips = True
+            self._driver.answer_on_loop(self)
         else:
+            self.pausing()
             self._driver.answer(self)
 
     def take(self) -> Work:

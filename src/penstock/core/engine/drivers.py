@@ -10,6 +10,7 @@ from typing import Protocol
 from penstock.core import os_threads
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.engine.inbox import inbox_of
+from penstock.core.engine.load import CallersLoad
 from penstock.core.engine.timer import Timer
 
 Turn = Callable[[], None]
@@ -24,6 +25,9 @@ class Driver(Protocol):
     @property
     def ahead(self) -> bool:
         """Whether this turn may send a batch behind a running one."""
+
+    def crowded(self) -> bool:
+        """Whether the callers, threads of this process, keep a processor busy; asked in each turn."""
 
     def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
         """Comes first. `turn` is the batcher's. `strict`: its scheduler must see every request at once."""
@@ -59,6 +63,10 @@ class LoopDriver:
         self._turn = turn
         self._scheduler, self._strict = scheduler, strict
         self._timer = Timer(self._loop, turn)
+        self._clock, self._load = os_threads.processor_clock(), CallersLoad()
+
+    def crowded(self) -> bool:
+        return self.from_threads and self._load.look([self._clock])
 
     def soon(self) -> None:
         here = asyncio._get_running_loop() is self._loop  # else a thread of a model that this one has replaced
@@ -71,6 +79,7 @@ class LoopDriver:
     def turned(self, wake_at: float | None) -> None:
         if wake_at is not None:
             self._timer.at(wake_at)
+        self._load.running = self._scheduler.running > 0
         if self._inbox is not None:
             quiet = 0 if self._strict else min(self._scheduler.inert_arrivals, self._scheduler.room)
             self._inbox.allow(self, quiet)

@@ -132,8 +132,6 @@ Finishing = tuple[Callable[[], BatchPart], list[Lease]]
 class WorkerThread:
     """One thread with its model, until it ends or is abandoned. A second one finishes batches that overlap."""
 
-    may_overlap = True
-
     def __init__(self, slot: ThreadSlot) -> None:
         self.abandoned = False
         self.unwanted = 0  # the last abandoned batch
@@ -173,7 +171,7 @@ class WorkerThread:
     def _work(self, spec: WorkerSpec, device: str) -> None:
         registry = metrics.own_registry()
         runner, ready = open_model(spec, device)
-        if self.may_overlap and runner.model.overlaps:
+        if runner.model.overlaps:
             self._finisher = Finisher(partial(self._finish, registry), f"penstock-{spec.name}-finisher")
         self._post(self.slot.on_up, self, ready)
         try:

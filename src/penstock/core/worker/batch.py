@@ -186,10 +186,11 @@ class BatchRun:
         units = [u for u in units if self.outcomes[u] is _NOTHING]
         if split and self._unmarked.isdisjoint(units) and not isinstance(error, Cancelled):
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed call
-            middle = (len(units) + 1) // 2
-            for half in (units[:middle], units[middle:]):
-                if half:
-                    self.attempt(half)
+            step = (len(units) + 1) // 2
+            if memory and (ladder := self.runner.model.ladder) is not None:  # a half may be padded to the same size
+                step = min(step, ladder.down(self._size(units) - 1) or step)
+            for start in range(0, len(units), step):
+                self.attempt(units[start : start + step])
         elif memory and len(units) > 1:
             text = f"the device ran out of memory on a batch of {len(units)} items"
             self._fail(units, OutOfMemory(text, detail=self.runner.error_of(error).detail))

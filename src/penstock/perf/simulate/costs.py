@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.client.endpoint import read_token
+from penstock.core.batching.cost import rising
 from penstock.errors import ConfigError
 from penstock.perf.bench.document import seconds
 from penstock.perf.bench.measurement import ServerStats, Verdict
@@ -115,22 +116,14 @@ def checked(points: Points, *, source: str, memory_bytes: int | None = None) -> 
         notes.append(f"no batch below {first:.3g} rows was measured: smaller ones count with its time")
     if len(points) == 1:
         notes.append(f"only batches of {first:.3g} rows were measured, so every batch counts with their time")
-    rising = tuple(_rising(points))
+    times = rising(time for _, time in points)
     return CostCurve(
-        points=rising, source=source, largest=max(1, int(last)), memory_bytes=memory_bytes, notes=tuple(notes)
+        points=tuple((rows, time) for (rows, _), time in zip(points, times, strict=True)),
+        source=source,
+        largest=max(1, int(last)),
+        memory_bytes=memory_bytes,
+        notes=tuple(notes),
     )
-
-
-def _rising(points: Points) -> Iterable[tuple[float, float]]:
-    """The points, with means in place of times that fall (isotonic regression)."""
-    levels: list[list[float]] = []  # (seconds, number of points)
-    for _, time in points:
-        levels.append([time, 1])
-        while len(levels) > 1 and levels[-2][0] > levels[-1][0]:
-            (late, n), (early, m) = levels.pop(), levels.pop()
-            levels.append([(late * n + early * m) / (n + m), n + m])
-    times = [level for level, count in levels for _ in range(int(count))]
-    return ((rows, time) for (rows, _), time in zip(points, times, strict=True))
 
 
 # ---- folders

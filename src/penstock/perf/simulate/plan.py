@@ -52,8 +52,9 @@ from penstock.perf.simulate.replay import (
     describe,
     parse_duration,
     parse_policies,
+    parse_sizes,
     read_arrivals,
-    whole_numbers,
+    read_batches,
 )
 from penstock.perf.simulate.simulator import OpenLoop
 
@@ -113,12 +114,14 @@ def read_options(flags: dict[str, Any], slo: Slo, curve: CostCurve) -> PlanOptio
     if len(policies) > 1:
         raise ConfigError(f"--policy {flags['policy']}: expected one; `penstock simulate` compares several")
     handover_s = parse_duration(flags["handover"])
-    batches = whole_numbers("batch", flags["batch"] or f"1..{curve.largest or LARGEST}")
+    sizes = parse_sizes(flags["sizes"])
+    batches = read_batches(flags["batch"], sizes, f"1..{curve.largest or LARGEST}")
     if flags["failures"] >= flags["most"]:
         raise ConfigError(f"--failures {flags['failures']}: expected fewer than the most instances ({flags['most']})")
     return PlanOptions(
         slo=slo,
         batches=useful([1] if policies[0].name == "none" else batches, curve, slo, handover_s),
+        sizes=sizes,
         most=flags["most"],
         failures=flags["failures"],
         price=flags["price"],
@@ -201,6 +204,8 @@ class PlanReport(Struct, frozen=True):
             "instances": f"{plan.instances:,}",
             "batching.max_batch_size": f"{plan.batch}",
         }
+        if plan.chosen.sizes:
+            found["batching.sizes"] = f"[{', '.join(map(str, plan.chosen.sizes))}]"
         if limit is not None:
             room = percent(limit.rate / plan.chosen.offered - 1)
             found["head-room"] = f"{number(limit.rate)}/s within the SLO{down}, {room} above the peak"

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from penstock.config.schema import AutoscaleConfig, BatchingConfig
+from penstock.core.batching.ladder import Sizes
 from penstock.core.engine.autoscaling import limits_of
 from penstock.errors import ConfigError
 from penstock.perf.bench.document import number, seconds
@@ -48,12 +49,14 @@ SPARE: Final = 1.25  # times the planned instances, that an autoscaler may start
 
 
 class PlanOptions(Struct, frozen=True, kw_only=True):
-    """`slo` has a latency. `failures` instances may be down; `batches` are the ceilings to try. `price` is paid per
+    """`slo` has a latency. `failures` instances may be down; `batches` are the ceilings to try, padded to `sizes` (the
+    key of that name). `price` is paid per
     instance and hour, `handover_s` the way from the queue to the worker and back. With `start_s`, the time of an
     instance's start, an autoscaler is simulated too. `seed` seeds run times."""
 
     slo: Slo
     batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+    sizes: Sizes = None
     most: int = MOST
     failures: int = 0
     price: float | None = None
@@ -168,7 +171,8 @@ class Planner:
     def _replay(self, load: OpenLoop, instances: int, batch: int) -> ReplayResult:
         o = self.options
         self.requests += len(load.arrivals)
-        return replay(load, self.service, o.slo, o.policy, batch, instances, handover_s=o.handover_s, seed=o.seed)
+        more = {"sizes": o.sizes, "handover_s": o.handover_s, "seed": o.seed}
+        return replay(load, self.service, o.slo, o.policy, batch, instances, **more)  # type: ignore[arg-type]
 
     # ---- the search
 
@@ -248,7 +252,7 @@ class Planner:
             self.at(min(o.most, max(self.floor(batch), math.ceil(factor * instances))), batch)
         settings = SimulationSettings(
             slots=instances, depth=DEPTH, handover_s=o.handover_s, max_batch_size=batch, slo_s=o.slo.latency_s,
-            seed=o.seed,
+            seed=o.seed, sizes=self.at(instances, batch).sizes,
         )  # fmt: skip
         self.requests += len(self.load.arrivals) * (1 if o.start_s is None else 2)
         day = profile(simulated(self.service, o.policy.make(), self.load, settings))

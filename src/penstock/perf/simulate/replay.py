@@ -11,7 +11,8 @@ import click
 import msgspec
 from msgspec import Struct, field
 
-from penstock.config.schema import BatchingConfig
+from penstock.config.schema import BatchingConfig, check_sizes
+from penstock.core.batching.ladder import Sizes, ladder_of
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.engine.rules import policy_of
 from penstock.errors import ConfigError, nearest
@@ -48,7 +49,8 @@ class PolicyChoice(Struct, frozen=True):
 
 class ReplayResult(Struct, frozen=True, kw_only=True):
     """The result of one combination. `offered` and `throughput` are requests per second, `capacity` is the rows per
-    second of full batches, `busy` the share of the instances' time, `wait_s` the mean wait of a request."""
+    second of full batches, `busy` the share of the instances' time, `wait_s` the mean wait of a request. Batches were
+    padded to the `sizes`, if there are any."""
 
     policy: str
     batch: int
@@ -61,6 +63,7 @@ class ReplayResult(Struct, frozen=True, kw_only=True):
     mean_batch: float
     busy: float
     wait_s: float | None = None
+    sizes: tuple[int, ...] = ()
     slo: list[ObjectiveResult] = field(default_factory=list)
 
     @property
@@ -126,10 +129,11 @@ def replay(
     batch: int,
     instances: int,
     *,
+    sizes: Sizes = None,
     handover_s: float = 0.0,
     seed: int = 0,
 ) -> ReplayResult:
-    """The result of one combination. Many parameters: the first three are the question, the next three the combination.
+    """The result of one combination. Many parameters: the first three are the question, the next four the combination.
 
     The server rejects and expires nothing, so overload shows as latency.
     """
@@ -137,9 +141,11 @@ def replay(
     start = WARM * arrivals[-1]  # the throughput counts from here, too
     span = arrivals[-1] - start
     offered = (len(arrivals) - bisect_left(arrivals, start)) / span if span > 0 else 0.0
+    ladder = ladder_of(sizes, batch)
     settings = SimulationSettings(
-        slots=instances, depth=DEPTH, handover_s=handover_s, max_batch_size=batch, slo_s=slo.latency_s, seed=seed
-    )
+        slots=instances, depth=DEPTH, handover_s=handover_s, max_batch_size=batch, slo_s=slo.latency_s, seed=seed,
+        sizes=() if ladder is None else ladder.sizes,
+    )  # fmt: skip
     found = simulate(service, policy.make(), load, settings)
     latency, count = latency_of(found.latencies_s), len(found.latencies_s)
     run = Measurement(
@@ -156,6 +162,7 @@ def replay(
         latency=latency,
         mean_batch=found.mean_batch,
         busy=found.busy,
+        sizes=settings.sizes,
         wait_s=None if latency.mean_s is None else max(0.0, latency.mean_s - found.run_s - handover_s),
         slo=slo.judge(run),
     )
@@ -180,9 +187,9 @@ def run_simulation(flags: dict[str, Any]) -> int:
     """Runs `penstock simulate` and returns its exit status. Raises ConfigError."""
     slo = parse_slo(flags["slo"]) if flags["slo"] else Slo()
     service = ServiceTime(*parse_cost(flags["cost"]), flags["jitter"], 0.0)
-    handover_s = parse_duration(flags["handover"])
+    handover_s, sizes = parse_duration(flags["handover"]), parse_sizes(flags["sizes"])
     each = combinations(
-        parse_policies(flags["policies"]), whole_numbers("batch", flags["batch"]),
+        parse_policies(flags["policies"]), read_batches(flags["batch"], sizes, "1..64"),
         whole_numbers("instances", flags["instances"]),
     )  # fmt: skip
     load, note = read_arrivals(flags)
@@ -190,7 +197,7 @@ def run_simulation(flags: dict[str, Any]) -> int:
     if not flags["as_json"]:
         click.echo(f"{describe(flags['arrivals'], load)}{note}", err=True)
     for combination in each:
-        result = replay(load, service, slo, *combination, handover_s=handover_s, seed=flags["seed"])
+        result = replay(load, service, slo, *combination, sizes=sizes, handover_s=handover_s, seed=flags["seed"])
         results.append(result)
         if flags["as_json"]:
             click.echo(msgspec.json.encode(result))
@@ -205,6 +212,25 @@ def whole_numbers(name: str, text: str) -> list[int]:
     if not all(isinstance(value, int) for value in values):
         raise click.UsageError(f"--{name}: expected whole numbers such as 1..8 or 1,2,4, found '{text}'")
     return [value for value in values if isinstance(value, int)]
+
+
+def parse_sizes(text: str) -> Sizes:
+    """The value of the key `sizes`: any, auto, or numbers such as 1,8,32. Raises ConfigError."""
+    if text in ("any", "auto"):
+        return "auto" if text == "auto" else "any"
+    sizes = tuple(int(size) if size.strip().isdecimal() else size for size in text.split(","))
+    check_sizes(BatchingConfig(sizes=sizes), "--")  # type: ignore[arg-type]
+    return sizes  # type: ignore[return-value]
+
+
+def read_batches(text: str | None, sizes: Sizes, default: str) -> list[int]:
+    """The largest batches to try; by default those of a list of sizes. Raises ConfigError, UsageError."""
+    if not isinstance(sizes, tuple):
+        return whole_numbers("batch", text or default)
+    batches = list(sizes) if text is None else whole_numbers("batch", text)
+    if other := next((batch for batch in batches if batch not in sizes), None):
+        raise ConfigError(f"--batch {text}: {other} is none of the sizes {', '.join(map(str, sizes))}")
+    return batches
 
 
 def read_arrivals(

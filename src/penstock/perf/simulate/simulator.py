@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.autoscale import AutoscaleLimits, Autoscaler, LoadReading
 from penstock.core.batching.entry import INF, Dispatch, Entry, Event, Outcome
+from penstock.core.batching.ladder import Ladder
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.engine.rules import policy_of
@@ -54,9 +55,9 @@ class ServiceTime(Struct, frozen=True):
             t *= 3
         return t
 
-    def profile(self, max_batch_size: int) -> list[tuple[int, float]]:
-        """Warm-up samples: sizes 1, 2, 4 ... max_batch_size, three runs each."""
-        rng, sizes = random.Random(5), [2**k for k in range(max_batch_size.bit_length())]
+    def profile(self, max_batch_size: int, sizes: Sequence[int] = ()) -> list[tuple[int, float]]:
+        """Warm-up samples: the sizes, or 1, 2, 4 ... max_batch_size, three runs each."""
+        rng, sizes = random.Random(5), sizes or [2**k for k in range(max_batch_size.bit_length())]
         return [(n, self.t(n) * math.exp(rng.gauss(0, self.jitter))) for n in sizes for _ in range(3)]
 
 
@@ -78,6 +79,7 @@ class SimulationSettings(Struct, frozen=True, kw_only=True):
     slots: int = 1
     depth: int = 1
     max_batch_size: int = 64
+    sizes: tuple[int, ...] = ()
     handover_s: float = 0.0
     slo_s: float | None = None
     seed: int = 1
@@ -116,7 +118,7 @@ def simulated(service: ServiceTime, policy: BatchPolicy, load: OpenLoop, setting
 def primed(service: ServiceTime, policy: BatchPolicy, settings: SimulationSettings) -> Scheduler:
     """A scheduler without bounds that has seen a warm-up of the service."""
     scheduler = unbounded(policy, settings)
-    scheduler.prime(service.profile(settings.max_batch_size))
+    scheduler.prime(service.profile(settings.max_batch_size, settings.sizes))
     return scheduler
 
 
@@ -129,6 +131,7 @@ def unbounded(policy: BatchPolicy, settings: SimulationSettings, **more: Any) ->
         max_queue_bytes=UNBOUNDED,
         depth=settings.depth,
         horizon_s=settings.slo_s or 30.0,
+        sizes=settings.sizes,
         **more,
     )
 
@@ -143,6 +146,7 @@ class Simulation:
 
     def __init__(self, service: ServiceTime, scheduler: Scheduler, settings: SimulationSettings) -> None:
         self.service, self.scheduler, self.settings = service, scheduler, settings
+        self.ladder = Ladder(settings.sizes) if settings.sizes else None
         self.rng = random.Random(settings.seed + 7)  # of service times
         self.calls: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []  # (time, order, call, arguments)
         self.order = itertools.count()
@@ -194,7 +198,7 @@ class Simulation:
 
     def start(self, batch: Dispatch, ready: float) -> float:
         """The time at which the server has the results of a batch that is ready to run at `ready`."""
-        seconds = self.service.draw(batch.rows, self.rng)
+        seconds = self.service.draw(batch.rows if self.ladder is None else self.ladder.up(batch.rows), self.rng)
         start = max(ready, self.free_s.get(batch.slot, 0.0))
         self.free_s[batch.slot] = end = start + seconds
         self.run_s[batch.batch_id] = seconds

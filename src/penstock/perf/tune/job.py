@@ -64,11 +64,19 @@ def read_job(target: str, flags: dict[str, Any]) -> TuneJob:
     if slo.latency_s is None:
         raise ConfigError(f'--slo "{flags["slo"]}" bounds no latency; expected for instance "p99<=100ms"')
     batch_and_instances = f"batch=1..32,instances=1..{min(MOST_INSTANCES, max(2, usable_cores()))}"
-    space = parse_space(batch_and_instances if flags["space"] is None else flags["space"])
-    if flags["gpu"] and not space.values("device"):
-        space = parse_space(f"{space.text},device=cpu,cuda")
     strategy(flags["search"])
     tuned, source = _tuned_model(target, flags)
+    sizes = tuned.model.batching.sizes
+    listed = list(sizes) if isinstance(sizes, tuple) else []
+    default = batch_and_instances.partition(",")[2] if listed else batch_and_instances
+    space = parse_space(default if flags["space"] is None else flags["space"])
+    if listed and space.values("batch") and not space.values("sizes"):
+        raise ConfigError(
+            f"--space: found batch, but the model has batching.sizes = {listed}, whose last one is the largest"
+            " batch; leave batch out, or add sizes=auto"
+        )
+    if flags["gpu"] and not space.values("device"):
+        space = parse_space(f"{space.text},device=cpu,cuda")
     devices = tuple(map(str, space.values("device")))
     check_devices(msgspec.structs.replace(tuned.model, devices=devices or tuned.model.devices))
     folder = flags["output"] or Path(f"tune-{tuned.name}")

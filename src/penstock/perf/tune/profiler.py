@@ -177,9 +177,9 @@ def _end_with_parent() -> None:
 
 def profile_here(request: ProfileRequest) -> InstanceProfile:
     """Loads the model in this process and runs it. Raises LoadFailed, TargetNotFound, ConfigError."""
-    # the sizes are timed below with real requests: the model's own warm-up only covers its first calls, and shows
-    # whether two rows depend on each other
-    batching = msgspec.structs.replace(request.config.batching, max_batch_size=2)
+    # the sizes are timed below with real requests, unpadded: the model's own warm-up only covers its first calls, and
+    # shows whether two rows depend on each other
+    batching = msgspec.structs.replace(request.config.batching, max_batch_size=2, sizes="any")
     config = msgspec.structs.replace(request.config, batching=batching)
     spec = WorkerSpec(request.name, config.version, config, config.target, sys_path=request.sys_path)
     runner, ready = open_model(spec, request.device)

@@ -22,6 +22,7 @@ KEYS: Final = {
     "instances": "instances",
     "precision": "precision",
     "optimize": "optimize",
+    "sizes": "batching.sizes",
     "hold": "batching.max_hold_s",
     "device": "devices",
     "threads": "threads",
@@ -251,6 +252,8 @@ def _check_value(name: str, value: Value) -> None:
     """Raises ConfigError if the configuration does not accept the value."""
     if name.startswith("options."):
         return
+    if name == "sizes" and value not in ("any", "auto"):
+        raise ConfigError(f"space: sizes: found {value}, expected any or auto; a list belongs into the configuration")
     table, _, key = KEYS.get(name, name).rpartition(".")
     kind = {f.name: f.type for f in structs.fields(BatchingConfig if table else ModelConfig)}[key]
     convert((value,) if key == "devices" else value, kind, f"space: {name}")

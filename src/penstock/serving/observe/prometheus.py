@@ -104,6 +104,9 @@ _COST_A = _gauge("penstock_cost_fixed_seconds", "Learned: a of a + b*n seconds f
 _COST_B = _gauge("penstock_cost_row_seconds", "Learned: b of a + b*n seconds for a batch of n rows, once sizes vary.")
 _HOLDS = _counter("penstock_holds_total", "Holds of an idle worker that waited for more requests.", "kind")
 _HELD = _counter("penstock_held_seconds_total", "Time for which idle workers were held for more requests.")
+_PADDED = _counter(
+    "penstock_padded_rows_total", "Rows that padding added to batches, beside those of penstock_batch_rows."
+)
 _POOL_USED = Family("penstock_pool_used_bytes", "gauge", (), "Shared memory in use for large payloads.")
 _POOL = Family("penstock_pool_capacity_bytes", "gauge", (), "Shared memory reserved for large payloads.")
 _BUDGET = Family("penstock_device_budget_bytes", "gauge", ("device",), "Memory that models may use, of `[devices]`.")
@@ -319,6 +322,7 @@ def _write_gauges(page: Page, now: ServerSnapshot) -> None:
         (((*_key(m), str(k)), float(n)) for m, kinds in holds if isinstance(kinds, Mapping) for k, n in kinds.items()),
     )
     page.write(_HELD, ((_key(m), _number(m.scheduler, "held_s")) for m in now.models))
+    page.write(_PADDED, ((_key(m), _number(m.scheduler, "padded_rows")) for m in now.models))
     resident = [(m, m.resident) for m in now.models if m.resident is not None]
     page.write(_EVICTIONS, ((_key(m), _number(found, "evictions")) for m, found in resident))
     page.write(_BUDGET, (((device,), budget) for device, budget, _ in now.devices))

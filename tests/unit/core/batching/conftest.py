@@ -26,6 +26,7 @@ class Bench:
       ends. `=>7`: split request 7 ends with it; without `=>` none does.
     - `answer 1: 2 3`: some requests of a concurrent batch are answered.
     - `up 0`, `up 0 16`, `down 0`, `retire 0`, `back 0` (down and up again), `cancel 1`, `wait 0.5`.
+    - `crowd`, `calm`: from here on the callers keep a processor busy, or do not.
     - `wake 2.0` or `wake -`: when the next poll is due; `queued 2 6`: requests and rows; `running 4`: rows.
     """
 
@@ -33,6 +34,7 @@ class Bench:
         kwargs = {"max_batch_size": 4, "max_queue": 100, "max_queue_bytes": 1000} | kwargs
         self.scheduler = Scheduler(policy or Fixed(0.0), **kwargs)
         self.now = 100.0
+        self.crowded = False
         self.sent: list[Dispatch] = []
         self.told: list[Event] = []
         self.batches: dict[int, Dispatch] = {}
@@ -46,7 +48,7 @@ class Bench:
     def poll(self, after_s: float = 0.0) -> list[list[int]]:
         """The ids of each batch that is sent after so many seconds."""
         self.now += after_s
-        events = self.scheduler.poll(self.now)
+        events = self.scheduler.poll(self.now, crowded=self.crowded)
         self.sent = [e for e in events if isinstance(e, Dispatch)]
         self.told = [e for e in events if not isinstance(e, Dispatch)]
         self.batches |= {d.batch_id: d for d in self.sent}
@@ -108,6 +110,8 @@ class Bench:
                 scheduler.slot_up(slot, self.now, *map(int, words[1:]))
             if verb == "retire":
                 scheduler.slot_retired(slot, self.now)
+        elif verb in ("crowd", "calm"):
+            self.crowded = verb == "crowd"
         elif verb == "cancel":
             scheduler.cancel(int(words[0]), self.now)
         elif verb == "wait":

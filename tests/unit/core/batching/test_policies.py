@@ -40,6 +40,28 @@ SCRIPTS: dict[str, tuple[Callable[[], Any], tuple[float, float] | None, dict[str
     "adaptive drops many rows by the time of all of them": (
         Adaptive, (1.0, 1.0), {"max_batch_size": 8}, "+1 rows=8 deadline_s=6 | +2 deadline_s=6 | >[2] !expired 1"
     ),
+    # below, three clients are known
+    "adaptive lets a batch wait for all clients while they keep a processor busy": (
+        Adaptive, (0.005, 0.0002), {},
+        "+1 2 3 | >[1 2 3] | ok 1 | crowd | +4 | > | wake 0.005 | +5 | > | +6 | >[4 5 6]crowd",
+    ),
+    "adaptive waits no longer once they rest, nor the next time for those that did not come": (
+        Adaptive, (0.005, 0.0002), {},
+        "+1 2 3 | >[1 2 3] | ok 1 | crowd | +4 5 | > | calm | >@0.005 [4 5]crowd | ok 2 | crowd | +6 7 | >[6 7]",
+    ),
+    "adaptive waits for busy callers for 0.1 s at most": (
+        Adaptive, (0.005, 0.0002), {},
+        "+1 2 3 | >[1 2 3] | ok 1 | crowd | +4 | > | >@0.06 | wake 0.005 | >@0.04 [4]crowd",
+    ),
+    "adaptive lets no batch wait for busy callers if a deadline would be missed": (
+        Adaptive, (0.005, 0.0002), {}, "+1 2 3 | >[1 2 3] | ok 1 | crowd | +4 deadline_s=0.01 | >[4]"
+    ),
+    "adaptive lets the only client that is known wait for nobody": (
+        Adaptive, (0.005, 0.0002), {}, "+1 | >[1] | ok 1 | crowd | +2 | >[2]"
+    ),
+    "adaptive without holds does not wait for busy callers": (
+        lambda: Adaptive(0.0), (0.005, 0.0002), {}, "+1 2 3 | >[1 2 3] | ok 1 | crowd | +4 | >[4]"
+    ),
 }  # fmt: skip
 
 

@@ -112,6 +112,25 @@ def test_a_size_that_compiles_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(seconds == pytest.approx(0.001) for _, seconds in profile)
 
 
+def test_out_of_memory_is_repeated_with_the_next_lower_size_and_learned_in_padded_rows() -> None:
+    class Small(Doubling):
+        def predict(self, items: list[int]) -> list[int]:
+            super().predict(items)
+            if len(items) > 4:
+                raise MemoryError
+            return items
+
+    model = Small()
+    runner, _ = opened(model, sizes=(4, 16), rows="axis0")
+    assert runner.model.ladder is not None
+    runner.model.pad(Ladder((4, 16)))  # as if memory was short only later
+    del model.sizes[:]
+    parts: list[BatchPart] = []
+    runner.run(0, runner.decode([Item(k) for k in range(9)]), parts.append)
+    assert model.sizes == [16, 4, 4, 4]
+    assert parts[-1].oom == (16, 4)
+
+
 def test_a_bad_item_and_an_error_in_an_items_place_fail_alone() -> None:
     def predict(items: list[int]) -> list[Any]:
         assert len(items) in (4, 8)

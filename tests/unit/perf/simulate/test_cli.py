@@ -113,6 +113,9 @@ def test_a_recording_of_several_models_needs_a_model_name(trace: str) -> None:
         (["--arrivals", "poisson:5", "--policies", "fixed:5"], "no time"),
         (["--arrivals", "poisson:5", "--policies", "none:5ms"], "holds nothing"),
         (["--arrivals", "poisson:5", "--handover", "5"], "is no time"),
+        (["--arrivals", "poisson:5", "--sizes", "8,4"], "--sizes: found [8, 4], expected ascending whole numbers"),
+        (["--arrivals", "poisson:5", "--sizes", "some"], "--sizes: found [some], expected ascending whole numbers"),
+        (["--arrivals", "poisson:5", "--sizes", "1,8", "--batch", "4,8"], "--batch 4,8: 4 is none of the sizes 1, 8"),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(arguments: list[str], message: str) -> None:

@@ -77,6 +77,17 @@ def test_ceilings_whose_batches_exceed_the_slo_are_not_tried() -> None:
     assert {one["batch"] for one in plan["tried"]} <= {1, 2, 4, 8, 16}, "32 rows take 84 ms"
 
 
+def test_ceilings_are_planned_with_the_sizes_to_which_batches_are_padded() -> None:
+    asked = ("--arrivals", "poisson:300", "--slo", "p99<=120ms")
+    plan = planned(*asked, "--sizes", "1,4,32")
+    assert {one["batch"] for one in plan["tried"]} <= {1, 4, 32}
+    assert plan["chosen"]["sizes"] == [size for size in (1, 4, 32) if size <= plan["batch"]]
+    assert (
+        f"batching.sizes          {plan['chosen']['sizes']}" in run(*COST, *SHORT, *asked, "--sizes", "1,4,32").stdout
+    )
+    assert planned(*asked, "--sizes", "auto")["chosen"]["sizes"][:3] == [1, 2, 4]
+
+
 def test_a_long_recording_is_planned_for_its_busiest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.perf.simulate.planner.PEAK", 4000)
     rng = random.Random(2)

@@ -51,6 +51,14 @@ def test_policies_are_read_with_their_delays() -> None:
     assert found[1].make() is not found[1].make(), "a policy learns"
 
 
+def test_padding_to_sizes_costs_what_the_padded_batches_take() -> None:
+    (plain,), (padded,) = results(batches=[8]), results(batches=[8], sizes=(1, 8))
+    assert plain.sizes == ()
+    assert padded.sizes == (1, 8)
+    assert padded.busy > plain.busy
+    assert results(batches=[6], sizes="auto")[0].sizes == (1, 2, 4, 6)
+
+
 def test_each_combination_runs_once_and_the_policy_none_ignores_the_batch_size() -> None:
     found = results(policies="adaptive,none", batches=[8, 64], instances=[1, 2])
     each = [("adaptive", 8), ("adaptive", 64), ("none", 1)]

@@ -102,6 +102,14 @@ def test_the_default_space_has_batches_and_instances(monkeypatch: pytest.MonkeyP
     assert found.folder == Path("tune-net")
 
 
+def test_a_list_of_sizes_leaves_no_choice_of_batches() -> None:
+    listed = ("models.net.batching.sizes=[1, 8]",)
+    assert read_job("app.py:Net", flags(sets=listed)).space.text.startswith("instances=")
+    assert read_job("app.py:Net", flags(sets=listed, space="batch=4,sizes=auto")).space.text == "batch=4,sizes=auto"
+    with pytest.raises(ConfigError, match=r"found batch, but the model has batching\.sizes = \[1, 8\], whose last one"):
+        read_job("app.py:Net", flags(sets=listed, space="batch=4"))
+
+
 def test_gpu_adds_devices_unless_the_space_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "check_devices", lambda model: None)
     assert read_job("app.py:Net", flags(gpu=True, space="batch=1")).space.text == "batch=1,device=cpu,cuda"

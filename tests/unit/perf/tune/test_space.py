@@ -124,6 +124,7 @@ def test_neighbours_differ_in_one_parameter_by_one_step_or_in_any_word() -> None
         ("instances=some", "instances: found the string 'some', expected a whole number"),
         ("hold=-1", "hold: found -1, expected a number from 0 to 2147483647"),
         ("batch=1,batch=2", "'batch' appears twice"),
+        ("sizes=8", "sizes: found 8, expected any or auto; a list belongs into the configuration"),
         ("devices=cpu", "'devices' is called 'device' here"),
         ("batching.max_batch_size=4", "is called 'batch' here"),
         ("batching.timeout_s=0", "batching.timeout_s: found 0, expected a number above 0"),

@@ -9,18 +9,24 @@
 #    batches. `Returns` learns when they come back, and a short hold after a completion brings them together.
 # 5. Both holds together end after at most t(min(n*, a/b))/m, which is at most 2a/m, and once no more rows are expected.
 # 6. Trials measure where a longer hold brings more rows per second (`trials.py`); it is at most 2*t(max_rows).
-# 7. `max_hold_s` caps every hold, and none is begun that would make the first waiting request miss its deadline.
-# 8. With deadlines the batch is the largest that enough waiting rows tolerate; tighter ones wait for another slot.
-# 9. If an urgent request leads a batch, lower classes fill it only as far as their throughput needs it.
-# 10. Requests that would be late are dropped; if the whole queue would be late, the oldest of the lowest class.
+# 7. While the callers keep a processor busy (`View.crowded`), a batch that waits loses nothing: they send more.
+# 8. `max_hold_s` caps every hold, and none is begun that would make the first waiting request miss its deadline.
+# 9. With deadlines the batch is the largest that enough waiting rows tolerate; tighter ones wait for another slot.
+# 10. If an urgent request leads a batch, lower classes fill it only as far as their throughput needs it.
+# 11. Requests that would be late are dropped; if the whole queue would be late, the oldest of the lowest class.
+# 12. With a ladder of sizes a batch takes all rows that its padding has room for, or is cut to the lower size if that
+#     runs more rows per second (`ladder.py`); the rest leads the next batch.
 
 from __future__ import annotations
 
 from collections import deque
 from math import ceil
 
+from msgspec import structs
+
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.entry import INF, Entry
+from penstock.core.batching.ladder import Ladder
 from penstock.core.batching.policies.base import Choice, Drop, SlotBatch, Take, View, WaitUntil
 from penstock.core.batching.policies.trials import HoldTrials
 
@@ -35,6 +41,8 @@ RETURNED_SHARE = 0.8  # of the rows that can still return: a hold must bring so 
 STAGGER_LIMIT = 1.2  # stagger only while n* <= 1.2 * (1 - 1/m) * a/b: above that, greedy batches are large anyway
 BIN_TOLERANCE = 1e-6  # share of a bin: absorbs the rounding of a timer set to its end
 ENOUGH_SPEED = 0.93  # a choice: the share of a full batch's rate up to which lower classes fill an urgent batch
+CROWD_S = 0.1  # a choice: the longest hold while the callers keep a processor busy
+CROWD_LOOK_S = 0.005  # how often it is looked at whether they still do: the interpreter's switch interval
 CHEAP_SETUP_S = 0.0005  # a choice: with a lower set-up cost, more batches cost the server more than they gain
 
 
@@ -97,7 +105,8 @@ class Adaptive:
         self._rows: deque[int] = deque(maxlen=RATE_WINDOW)
         self._peak = 0.0  # recent peak of the rows inside: the clients of a closed loop
         self._batch = 1.0  # n*, for `explain`
-        self._holds = {"stagger": 0, "regroup": 0, "trial": 0}
+        self._holds = {"stagger": 0, "regroup": 0, "trial": 0, "crowd": 0}
+        self._crowding = self._crowd_over = False
         self._trials = HoldTrials()
 
     @classmethod
@@ -121,6 +130,7 @@ class Adaptive:
         if r.width > 0:
             r.learn(now)
         self._peak = max(self._peak, view.inside_rows)
+        self._trials.clients = max(self._trials.clients, view.inside_rows)
         self._peak = max(view.inside_rows - batch.rows, self._peak - max(0.02 * self._peak, 0.1))  # clients that left
         width = cost.a / max(1, view.slots) / BINS if cost.ready else 0.0
         rate = self._rate(now) if len(self._times) >= MIN_ARRIVALS else 0.0
@@ -144,6 +154,26 @@ class Adaptive:
     # ---- release
 
     def select(self, view: View, now: float) -> Choice:
+        choice = self._choice(view, now)
+        if view.ladder is None or type(choice) is not Take or choice.full or not view.cost.ready:
+            return choice
+        return self._stepped(choice, view, view.ladder, now)
+
+    def _stepped(self, choice: Take, view: View, ladder: Ladder, now: float) -> Take:
+        """The batch with the rows that its padding has room for, or cut to the size below. What is cut off must not
+        become late."""
+        bucket, cost = view.bucket, view.cost
+        rows = ladder.next_batch(choice.rows, min(bucket.rows, view.max_rows), cost.t)
+        until_s = choice.until_s
+        if rows < choice.rows and bucket.finite:
+            start = now + view.ahead_s
+            until_s, rest_s = start + cost.high(rows), start + cost.high(rows) + cost.high(choice.rows - rows)
+            if bucket.rows - bucket.rows_tolerating(rest_s) > bucket.rows - bucket.rows_tolerating(until_s) + rows:
+                return choice
+        reason = "lower size" if rows < choice.rows else choice.reason
+        return structs.replace(choice, rows=rows, until_s=until_s, reason=reason)
+
+    def _choice(self, view: View, now: float) -> Choice:
         bucket, cost = view.bucket, view.cost
         if bucket.finite:
             late = self._doomed(view, now)
@@ -179,7 +209,8 @@ class Adaptive:
             batches = min(view.idle, max(1, int(bucket.rows / max(1.0, cost.knee))))
             if batches > 1:
                 return Take(ceil(rows / batches), until_s, reason="spread")
-        return Take(rows, until_s, reason=self._trials.reason(view, now) or "all that waits")
+        reason = "crowd" if self._crowd_over else self._trials.reason(view, now)
+        return Take(rows, until_s, reason=reason or "all that waits")
 
     def _share(self, view: View) -> int:
         """The upper limit of a batch: with several slots, an even share of a closed loop's clients. A slot's rows per
@@ -259,7 +290,11 @@ class Adaptive:
         """When to look again if the waiting `rows` should be held at `now`. For a batch that would be sent ahead, `now`
         is the end of the running one: a batch worth holding then must not be sent earlier."""
         cost, m = view.cost, view.slots
-        if not self.max_hold_s or cost.a <= 0:
+        if not self.max_hold_s:
+            return None
+        if not view.ahead and (wait := self._crowd(view, rows, now)):
+            return wait
+        if cost.a <= 0:
             return None
         even = self.even_batch(view, now) if m > 1 else 0.0
         longest_s = min(cost.t(min(even, cost.knee)) / m, self.max_hold_s)
@@ -278,6 +313,20 @@ class Adaptive:
             self._batch = even
             self._holds[kind] += 1
         return WaitUntil(wake, self._trials.share(view) if kind == "trial" else 0)
+
+    def _crowd(self, view: View, rows: int, now: float) -> WaitUntil | None:
+        self._crowd_over, self._crowding = self._crowding, False
+        if not view.crowded:
+            if self._crowd_over:  # the others have left, or are late
+                self._trials.clients = view.inside_rows
+            return None
+        head, share = view.bucket.entries[0], self._trials.share(view)
+        wake = min(now + CROWD_LOOK_S, min(view.held_s, now) + min(CROWD_S, self.max_hold_s))
+        if rows >= share or wake <= now or wake >= head.expires_s or wake + view.cost.high(share) > head.deadline_s:
+            return None
+        self._crowding, self._crowd_over = True, False
+        self._holds["crowd"] += view.held_s >= now
+        return WaitUntil(wake, share)
 
     def _stagger(self, view: View, rows: int, even: float, longest_s: float, now: float) -> float:
         cost, m, head = view.cost, view.slots, view.bucket.entries[0]

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from penstock.core.batching.cost import Cost
 from penstock.core.batching.entry import INF, Entry
+from penstock.core.batching.ladder import Ladder
 from penstock.core.batching.queues import Bucket
 
 
@@ -63,7 +64,8 @@ class View(Struct, eq=False):
     `slots` are up; `idle` of them are idle (0: only a Drop is wanted). `max_rows` is the current largest batch.
     `inside_rows` wait or run. `held_s` is when entries were first held while a slot was idle (now, if none were).
     `ahead`: the batch would start in about `ahead_s` seconds, behind a running one of `ahead_rows` rows. `busy_s` is
-    the predicted time that all running batches still need, together.
+    the predicted time that all running batches still need, together. `crowded`: the callers keep a processor busy, so
+    that they would run while a slot waits. `ladder`: the sizes to which batches are padded.
     """
 
     bucket: Bucket
@@ -77,6 +79,8 @@ class View(Struct, eq=False):
     ahead_s: float = 0.0
     ahead_rows: int = 0
     busy_s: float = 0.0
+    crowded: bool = False
+    ladder: Ladder | None = None
 
 
 class BatchPolicy(Protocol):

@@ -174,7 +174,6 @@ class HoldTrials:
 
     def completed(self, batch: SlotBatch, view: View, cap_s: float, closed: bool, now: float) -> None:
         """A batch was answered. `cap_s` caps holds; `closed`: clients return at once after a response."""
-        self.clients = max(self.clients, view.inside_rows)
         self._capped = cap_s < INF
         slots, full = max(1, view.slots), view.max_rows
         if batch.start_s - self._last_s > self.hold_s + 2 * view.cost.t(full):  # no load for a while
