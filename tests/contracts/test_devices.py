@@ -156,6 +156,35 @@ def test_a_graph_with_texts_runs_alone(tmp_path):
     assert not hasattr(program, "stage")
 
 
+def test_a_model_may_fill_the_same_output_again(on):
+    class Filling(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("out", torch.zeros(3, 4))
+
+        def forward(self, x):
+            return self.out.copy_(x)
+
+    program = on(Filling())
+    given = [batch(3, seed=seed)["x"] for seed in range(4)]
+    launched = [program.launch(program.stage(pinned(program, {"x": x}))) for x in given]
+    for x, one in zip(given, launched, strict=True):
+        assert np.array_equal(program.fetch(one)[0]["OUTPUT__0"], x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_may_give_tensors_of_another_device():
+    class Moving(torch.nn.Module):
+        def forward(self, x):
+            return (x.to("cuda:1") * 2).t()
+
+    device, _ = cuda()
+    program = DeviceProgram(of_module(Moving(), ProgramSettings()), device)
+    x = batch(3)["x"]
+    assert np.allclose(program.run({"x": x})["OUTPUT__0"], 2 * x.T)
+
+
 class Picky(torch.nn.Module):
     def forward(self, x):
         if len(x) == 3:
@@ -182,7 +211,8 @@ def test_after_the_loss_of_the_device_the_worker_ends():
     launched = program.launch(staged := program.stage(pinned(program, {"x": x})))
     device.fails = RuntimeError("CUDA error: unspecified launch failure")
     text = "device simulated:0 is lost to this process: RuntimeError: CUDA error: unspecified launch failure"
-    for phase in (lambda: program.fetch(launched), lambda: program.launch(staged)):
+    x = pinned(program, {"x": x})
+    for phase in (lambda: program.fetch(launched), lambda: program.launch(staged), lambda: program.stage(x)):
         with pytest.raises(DeviceLost, match=text):
             phase()
 

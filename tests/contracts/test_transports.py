@@ -60,8 +60,12 @@ async def test_batches_of_a_model_on_a_device(name):
         assert [r.body.tolist() for r in part.results] == [[2 * row, 0] for row in range(MOST_ROWS + 1)]
         if name == "inline":
             return  # there is nothing that could end but the program
-        part = await harness.final(harness.post([Item([LOSES, 0])]))
-        assert part.error.code == "worker_died"
+        good, bad, behind = (harness.post([Item([first, 0])]) for first in (1, LOSES, 3))
+        assert (await harness.final(good)).results[0].body.tolist() == [2, 0]
+        assert [(p.error.code, p.started) for p in [await harness.final(n) for n in (bad, behind)]] == [
+            ("worker_died", True),
+            ("worker_died", False),
+        ]
         await harness.up()
         assert [r.body.tolist() for r in (await harness.run([1, 1])).results] == [[2, 2]]
 

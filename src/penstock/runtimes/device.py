@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -141,19 +142,17 @@ class DeviceProgram:
         self._launching = threading.Lock()  # the kernels of a call stay together, and are measured alone
 
     def stage(self, arrays: Arrays, rows: int | None = None) -> Staged:
-        """Starts the copy of `arrays`, which are memory of `empty`. Raises errors of the device."""
-        return Staged(arrays, rows, *self._device.upload(arrays))
+        """Starts the copy of `arrays`, which are memory of `empty`. Raises errors of the device, and DeviceLost."""
+        with self._checked():
+            return Staged(arrays, rows, *self._device.upload(arrays))
 
     def launch(self, staged: Staged) -> Launched:
         """Starts the kernels and the copy of their results. Raises what the model raises, and DeviceLost."""
-        try:
+        with self._checked():
             with self._launching:
                 kernels = self._graph(staged) or partial(self._kernels, staged.rows)
                 tensors, start, end = self._device.launch(kernels, staged.tensors, staged.ready)
             return Launched((staged, tensors), *self._device.download(tensors, end), start, end)
-        except RuntimeError as e:
-            self._check(e)
-            raise
 
     def _graph(self, staged: Staged) -> Graph | None:
         if not self._graphs:
@@ -164,16 +163,21 @@ class DeviceProgram:
     def _kernels(self, rows: int | None, tensors: Tensors) -> Tensors:
         if rows is not None:
             tensors = {name: padded(tensor, rows) for name, tensor in tensors.items()}
-        return self._model.forward(tensors)
+        return {name: _own(tensor) for name, tensor in self._model.forward(tensors).items()}
 
     def fetch(self, launched: Launched) -> tuple[Arrays, float]:
         """The outputs, and the seconds of the kernels on the device. Raises its errors, and DeviceLost."""
-        try:
+        with self._checked():
             launched.done.wait()
+            return launched.outputs, launched.end.since(launched.start)
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as e:
             self._check(e)
             raise
-        return launched.outputs, launched.end.since(launched.start)
 
     def _check(self, error: RuntimeError) -> None:
         """Raises DeviceLost if every later call in this process would fail, too, as after some errors of kernels."""
@@ -235,3 +239,8 @@ class DeviceProgram:
         for name, array in arrays.items():
             pinned[name][...] = array
         return pinned
+
+
+def _own(tensor: Any) -> Any:
+    """The result in memory that the next call leaves alone: some models fill the same tensor each time."""
+    return tensor.clone() if tensor.is_contiguous() else tensor.contiguous()

@@ -74,20 +74,20 @@ class SimulatedDevice:
         self._lock = threading.Lock()
         self._free_s: dict[Queue, float] = dict.fromkeys(("in", "kernels", "out"), 0.0)
         self.spans: list[tuple[Queue, float, float]] = []  # what the queues did: from, to
-        self.fails: BaseException | None = None  # raised by everything from now on
+        self.fails: BaseException | None = None  # raised from now on; set by kernels, from their end on
+        self._fails_from_s = 0.0
         self.capture_fails: dict[int, Exception] = {}  # raised by the first, second ... capture
         self.drift = 0.0  # of all results of graphs
         self.captures = self.replays = 0
         self._graphs: weakref.WeakSet[_SimulatedGraph] = weakref.WeakSet()
 
     def wait_until(self, at_s: float) -> None:
-        self._check()
         while (left_s := at_s - self._now_s()) > 0:
             self._sleep(left_s)
-        self._check()
+        self._check(at_s)
 
-    def _check(self) -> None:
-        if self.fails is not None:
+    def _check(self, at_s: float | None = None) -> None:
+        if self.fails is not None and (self._now_s() if at_s is None else at_s) >= self._fails_from_s:
             raise self.fails
 
     def _work(self, queue: Queue, seconds: float, after_s: float = 0.0) -> tuple[float, float]:
@@ -131,11 +131,13 @@ class SimulatedDevice:
         self, kernels: Kernels, tensors: Tensors, after: SimulatedEvent
     ) -> tuple[Tensors, SimulatedEvent, SimulatedEvent]:
         self._check()
-        replays = self.replays
+        replays, works = self.replays, self.fails is None
         found = {name: tensor.contiguous() for name, tensor in kernels(tensors).items()}
         self._sleep(self._launch_s if self.replays == replays else self._replay_s)
         rows = max((len(tensor) for tensor in found.values()), default=0)  # with padding
         start, end = self._work("kernels", self._kernels_s(rows), after.at_s)
+        if works and self.fails is not None:
+            self._fails_from_s = end
         return found, SimulatedEvent(self, start), SimulatedEvent(self, end)
 
     def capture(self, kernels: Replay) -> Replay:
@@ -151,7 +153,6 @@ class SimulatedDevice:
         return sum(graph.nbytes for graph in self._graphs)
 
     def download(self, tensors: Tensors, after: SimulatedEvent) -> tuple[Arrays, SimulatedEvent]:
-        self._check()
         values = {name: tensor.numpy() for name, tensor in tensors.items()}
         host = {name: self.empty(array.shape, array.dtype) for name, array in values.items()}
         end = self._work("out", self._copy_s, after.at_s)[1]

@@ -25,6 +25,7 @@ from penstock.core.worker.python_model import PythonModel
 from penstock.errors import (
     ENDS,
     BadRequest,
+    DeviceLost,
     ItemFailed,
     NotSupported,
     OutOfMemory,
@@ -102,7 +103,7 @@ class BatchRunner:
         """The batch on its way to the device; None without one, or after an error, which `run` meets again."""
         phases = self.model.phases
         if phases is not None and values:
-            with suppress(Exception):
+            with suppress(Exception, DeviceLost):
                 return phases.stage(values)
         return None
 

@@ -86,11 +86,13 @@ class Finisher(Generic[W]):
         os_threads.start_thread(self._run, name=name)
 
     def run(self, begin: Callable[[], W]) -> None:
-        """Begins a batch once there is room for it, and has it finished. Raises what `begin` raises."""
+        """Begins a batch once there is room for it, and has it finished. Raises what `begin` raises, after all batches
+        before are finished: the loss of a device may show in a batch behind the guilty one."""
         self._room.get()
         try:
             self._begun.put([begin()])
         except BaseException:
+            self.wait()
             self._room.put(None)
             raise
 

@@ -267,6 +267,7 @@ class PythonModel:
         return options_of(self._model)
 
     def unload(self) -> None:
+        self.phases = None
         unload = getattr(self._model, "unload", None)
         if unload is not None:
             unload()

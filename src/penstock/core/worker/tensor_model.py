@@ -160,6 +160,7 @@ class TensorModel:
     def unload(self) -> None:
         """Releases the program and its device memory."""
         self._program = None
+        self.__dict__.pop("__penstock_phases__", None)
 
     def __penstock_unbatch__(self) -> None:
         self._unbatched, self.inputs = True, self._whole_inputs
