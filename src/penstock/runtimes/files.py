@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.python_model import is_torch_module
-from penstock.core.worker.tensor_model import Program, ProgramSettings, TensorModel, refuse_inputs
+from penstock.core.worker.tensor_model import ANY_ROWS, Program, ProgramSettings, TensorModel, refuse_inputs
 from penstock.errors import ConfigError
 from penstock.values import tensor_specs
 
@@ -41,7 +41,9 @@ def settings_of(config: ModelConfig, threads: int) -> ProgramSettings:
     """The keys of a model that its program needs. Raises ConfigError."""
     if config.outputs:
         raise ConfigError("outputs: a model file or module names its outputs itself; leave the key out")
-    size = config.batching.max_batch_size
+    size, sizes = config.batching.max_batch_size, config.batching.sizes
+    if isinstance(sizes, tuple):
+        size = sizes[-1]
     return ProgramSettings(
         precision=config.precision or "fp32",
         optimize=config.optimize or "none",
@@ -49,6 +51,7 @@ def settings_of(config: ModelConfig, threads: int) -> ProgramSettings:
         threads=threads,
         inputs=tensor_specs(config.inputs, "inputs"),
         most_rows=None if size == "auto" else size,
+        sizes="any" if config.batching.rows == "none" else sizes,
     )
 
 
@@ -66,9 +69,15 @@ def _open_onnx(path: str, settings: ProgramSettings) -> Program:
     stream = None if on is None else on.stream
     if not compiled:
         return onnx_device.in_phases(onnx.open_session(path, device, threads=threads, stream=stream), device, on)
-    rows = settings.most_rows or onnx.PROFILE_ROWS
-    session = onnx.open_tensorrt(path, device, threads=threads, precision=precision, most_rows=rows, stream=stream)
-    return onnx_device.in_phases(session, device, on)
+    least = settings.sizes[0] if isinstance(settings.sizes, tuple) else 1
+    most = settings.most_rows or onnx.PROFILE_ROWS
+    session = onnx.open_tensorrt(
+        path, device, threads=threads, precision=precision, least_rows=least, most_rows=most, stream=stream
+    )
+    program = onnx_device.in_phases(session, device, on)
+    if program.rows == ANY_ROWS:
+        program.rows = (least, most)  # of the engine
+    return program
 
 
 def _open_torch(path: str, settings: ProgramSettings) -> Program:

@@ -162,7 +162,11 @@ def open_tensorrt(
 
 
 def _profile(inputs: Sequence[Any], least_rows: int, most_rows: int) -> dict[str, str] | None:
-    """The profile of an engine: {} if the graph fixes all sizes, None if a size other than the rows is dynamic."""
+    """The profile of an engine: {} if the graph fixes all sizes, None if a size other than the rows is dynamic.
+
+    One for all batches, tuned for the largest: TensorRT takes a profile for each size, but ONNX Runtime builds
+    several and runs in the first only (its pull request 31624 would change that).
+    """
     shapes = {i.name: list(i.shape) for i in inputs}
     if any(not isinstance(n, int) for shape in shapes.values() for n in shape[1:]):
         return None

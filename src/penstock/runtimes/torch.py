@@ -7,9 +7,9 @@ unless the model's configuration has `trust = "pickle"`.
 import inspect
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from penstock.config.schema import OPTIMIZATIONS, PRECISIONS
 from penstock.core.worker.tensor_model import (
@@ -25,6 +25,8 @@ from penstock.core.worker.tensor_model import (
 from penstock.errors import BadOutput, ConfigError, LoadFailed, describe, not_installed
 from penstock.runtimes.device import DeviceProgram
 from penstock.types import DATATYPES, TensorSpec
+
+MOST_POWERS: Final = 32  # sizes of batches with "auto"
 
 
 def import_torch() -> Any:
@@ -181,11 +183,13 @@ def _quiet() -> Iterator[None]:
 # ---- precision and optimization
 
 
-def prepare(module: Any, device: str = "cpu", *, precision: str = "fp32", optimize: str = "none") -> Any:
+def prepare(
+    module: Any, device: str = "cpu", *, precision: str = "fp32", optimize: str = "none", shapes: int | None = None
+) -> Any:
     """The module moved, cast, and optimized. Raises ConfigError, LoadFailed.
 
     `optimize_for_inference` freezes TorchScript and fuses its operators, after scripting a Python module. `compile` is
-    `torch.compile` with dynamic sizes, for Python modules and exported programs.
+    `torch.compile`, for Python modules and exported programs: with dynamic sizes, or anew for each of so many `shapes`.
     """
     torch = import_torch()
     dtype = dtype_of(precision)
@@ -206,7 +210,10 @@ def prepare(module: Any, device: str = "cpu", *, precision: str = "fp32", optimi
     if optimize == "compile":
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError("optimize: found compile, which TorchScript does not support; use optimize_for_inference")
-        return torch.compile(module, dynamic=True)
+        if shapes is None:
+            return torch.compile(module, dynamic=True)
+        _allow_compilations(torch, shapes)
+        return torch.compile(module, dynamic=False)
     if optimize != "optimize_for_inference":
         raise ConfigError(f"optimize: found {optimize!r}, expected one of {', '.join(OPTIMIZATIONS)}")
     if exported:
@@ -214,8 +221,22 @@ def prepare(module: Any, device: str = "cpu", *, precision: str = "fp32", optimi
     return _frozen(torch, module)
 
 
-def _prepared(module: Any, settings: ProgramSettings) -> Any:
-    return prepare(module, settings.device, precision=settings.precision, optimize=settings.optimize)
+def _prepared(module: Any, settings: ProgramSettings, shapes: Iterable[Sequence[int]]) -> Any:
+    """`shapes` are those of the inputs. If only their rows are open, and batches have a few sizes, it is compiled for
+    each: kernels for fixed sizes are faster."""
+    known = [-1 not in shape[1:] for shape in shapes]
+    count = len(settings.sizes) if isinstance(settings.sizes, tuple) else MOST_POWERS
+    precision, optimize = settings.precision, settings.optimize
+    sized = settings.padded and known and all(known)
+    return prepare(module, settings.device, precision=precision, optimize=optimize, shapes=count if sized else None)
+
+
+def _allow_compilations(torch: Any, count: int) -> None:
+    """Lets a module be compiled so often before PyTorch runs it uncompiled; its own limit is 8."""
+    import torch._dynamo.config as config
+
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before PyTorch 2.7
+    setattr(config, limit, max(getattr(config, limit), count))
 
 
 def _frozen(torch: Any, module: Any) -> Any:
@@ -338,7 +359,8 @@ def of_module(module: Any, settings: ProgramSettings) -> Program:
     scripted = isinstance(module, torch.jit.ScriptModule)
     found = _of_schema(module) if scripted else _of_signature(module)
     platform = "pytorch_torchscript" if scripted else "pytorch_eager"
-    ready, inputs = _prepared(module, settings), settings.inputs
+    inputs = settings.inputs
+    ready = _prepared(module, settings, [spec.shape for spec in inputs])
     known = frozenset(i.name for i in found if not i.name.startswith("INPUT__"))
     for spec in inputs:
         if spec.datatype == "BYTES":
@@ -353,7 +375,6 @@ def of_module(module: Any, settings: ProgramSettings) -> Program:
 
 def of_exported(program: Any, settings: ProgramSettings) -> Program:
     """The program of an ExportedProgram, which declares datatypes and shapes itself. Raises LoadFailed, ConfigError."""
-    ready = _prepared(program.module(), settings)
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
     values = [nodes.get(name) for name in program.graph_signature.user_inputs]
     arguments, named = program.example_inputs or (values, {})
@@ -369,6 +390,7 @@ def of_exported(program: Any, settings: ProgramSettings) -> Program:
     ]
     if program.call_spec.out_spec.type not in (None, tuple, list):
         outputs = [None]  # a dict names its outputs
+    ready = _prepared(program.module(), settings, [i.shape for i in inputs if i])
     opened = TorchProgram(
         ready,
         settings.device,

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import types
 
+import msgspec
 import numpy as np
 import pytest
 
-from penstock.config.schema import ModelConfig
+from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.worker.tensor_model import ANY_ROWS, Input
 from penstock.errors import ConfigError, LoadFailed
+from penstock.runtimes import files, onnx_device
 from penstock.runtimes import onnx as loaders
 from penstock.runtimes.files import file_model
 from penstock.runtimes.onnx import RAW, SIDECAR, normalised, plain_input
@@ -402,3 +404,25 @@ def test_a_graph_runs_on_the_gpu(model_files):
         (found,), seconds = phases.fetch(launched)
         assert np.allclose(found["scores"], scores(X[k % 2 :]), atol=1e-3)
         assert seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("batching", "profile", "rows"),
+    [
+        ({"sizes": (2, 8, 24)}, ("x:2x4", "x:24x4", "x:24x4"), (2, 24)),
+        ({"max_batch_size": 8}, ("x:1x4", "x:8x4", "x:8x4"), (1, 8)),
+        ({}, ("x:1x4", "x:64x4", "x:64x4"), (1, 64)),
+    ],
+)
+def test_the_profile_of_an_engine_spans_the_sizes_of_batches(
+    tensorrt, model_files, monkeypatch, batching, profile, rows
+):
+    monkeypatch.setattr(
+        onnx_device, "OnnxProgram", lambda session: types.SimpleNamespace(rows=ANY_ROWS, inputs=(), outputs=())
+    )
+    config = ModelConfig(target="net.onnx", optimize="compile", batching=BatchingConfig(**batching))
+    settings = msgspec.structs.replace(files.settings_of(config, 1), device="cuda:0")
+    program = files._open_onnx(str(model_files / "net.onnx"), settings)
+    (options,) = tensorrt
+    assert tuple(options[f"trt_profile_{name}_shapes"] for name in ("min", "opt", "max")) == profile
+    assert program.rows == rows

@@ -13,11 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.worker.main import open_model
+from penstock.core.worker.spec import WorkerSpec
 from penstock.core.worker.tensor_model import ANY_ROWS, Input, ProgramSettings
 from penstock.errors import BadOutput, ConfigError, LoadFailed
 from penstock.runtimes import torch as loaders
 from penstock.runtimes.torch import of_exported, of_module
-from penstock.types import TensorSpec
+from penstock.types import Item, TensorSpec
+from penstock.values import tensor_specs
 from support.files import scores
 
 torch = pytest.importorskip("torch")
@@ -164,6 +168,59 @@ def test_compile_takes_any_batch_size(monkeypatch, model_files):
     loaders.prepare(torch.nn.Linear(4, 3), optimize="compile")
     loaders.prepare(loaders.load_module(str(model_files / "net.pt2")), optimize="compile")
     assert asked == [{"dynamic": True}] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inputs", "dynamic"),
+    [
+        ((1, 4, 16), {"input": "FP32[-1,4]"}, False),
+        ("auto", {"input": "FP32[-1,4]"}, False),
+        ("any", {"input": "FP32[-1,4]"}, True),
+        (None, {"input": "FP32[-1,4]"}, True),
+        ((1, 4, 16), {"input": "FP32[-1,-1]"}, True),
+        ((1, 4, 16), {}, True),
+    ],
+)
+def test_compile_is_for_fixed_shapes_if_only_the_rows_vary_and_batches_have_a_few_sizes(
+    monkeypatch, sizes, inputs, dynamic
+):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda module, **options: asked.append(options) or module)
+    settings = ProgramSettings(optimize="compile", sizes=sizes, inputs=tensor_specs(inputs, "inputs"))
+    loaders.of_module(torch.nn.Linear(4, 3), settings)
+    assert asked == [{"dynamic": dynamic}]
+    exported = loaders.of_exported(
+        torch.export.export(torch.nn.Linear(4, 3), (torch.ones(2, 4),), dynamic_shapes=({0: torch.export.Dim("n")},)),
+        ProgramSettings(optimize="compile", sizes=sizes),
+    )
+    assert exported.inputs[0].shape == (-1, 4)
+    assert asked[1:] == [{"dynamic": sizes in (None, "any")}]
+
+
+def test_every_size_is_compiled_at_the_load_and_none_later(monkeypatch):
+    """Twelve sizes: PyTorch alone would compile eight and run the others uncompiled."""
+    compiled, compile = [], torch.compile
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda module, **options: compile(module, backend=backend, **options))
+    sizes = tuple(range(1, 49, 4))
+    config = ModelConfig(
+        target="m:m",
+        optimize="compile",
+        inputs={"input": "FP32[-1,4]"},
+        batching=BatchingConfig(sizes=sizes),
+    )
+    runner, ready = open_model(WorkerSpec("m", "1", config, torch.nn.Linear(4, 3)), "cpu")
+    assert ready.sizes == sizes
+    assert len(compiled) == len(sizes)
+    parts = []
+    for rows in range(1, 46, 3):
+        runner.run(0, runner.decode([Item({"input": np.ones((rows, 4), np.float32)})]), parts.append)
+        assert parts[-1].results[0].body["OUTPUT__0"].shape == (rows, 3)
+    assert len(compiled) == len(sizes)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def warm_up(runner: BatchRunner, batching: BatchingConfig) -> tuple[list[tuple[i
                 _shorten(runner, ladder, size)
             return profile[COLD_RUNS:], best  # out of memory: the previous size was the best
         measured = fits[1:] if sized else fits
+        started += fits[0] if sized else 0.0  # compilation has no limit here but that of the load
         profile += [(size if ladder is None else ladder.up(size), s) for s in measured]
         seconds = min(measured or fits)
         limit_s = limit_s or max(MAX_RUN_S, MAX_RUN_ROWS * seconds)

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from penstock.core.arrays import array_of, has_text
-from penstock.core.batching.ladder import Ladder
+from penstock.core.batching.ladder import Ladder, Sizes
 from penstock.core.columns import Block, TensorRequest, TensorRows
 from penstock.core.worker.rows import PhasedProgram, TensorPhases, check_rows, cut, groups, joined
 from penstock.errors import BadRequest, ConfigError, LoadFailed, WrongRowCount
@@ -89,7 +89,8 @@ def samples_of(inputs: Sequence[Input], unbatched: bool = False) -> list[Arrays]
 
 
 class ProgramSettings(Struct, frozen=True):
-    """The keys of `[models.NAME]` that a program needs. `most_rows`: the batch size, None for "auto"."""
+    """The keys of `[models.NAME]` that a program needs. `most_rows`: the batch size, None for "auto". `sizes`: the key
+    of that name, "any" for a model without rows."""
 
     device: str = "cpu"
     precision: str = "fp32"
@@ -98,6 +99,12 @@ class ProgramSettings(Struct, frozen=True):
     threads: int = 1
     inputs: tuple[TensorSpec, ...] = ()
     most_rows: int | None = None
+    sizes: Sizes = None
+
+    @property
+    def padded(self) -> bool:
+        """Whether batches are padded to a few sizes, which all run at the load: by default on CUDA."""
+        return self.device.startswith("cuda") if self.sizes is None else self.sizes != "any"
 
 
 def refuse_inputs(settings: ProgramSettings, what: str) -> None:
@@ -124,7 +131,8 @@ class TensorModel:
 
     def load(self, device: str) -> None:
         """Raises LoadFailed, ConfigError."""
-        program = self._program = self._open(structs.replace(self._settings, device=device))
+        settings = structs.replace(self._settings, device=device)
+        program = self._program = self._open(settings)
         self.platform, self.outputs = program.platform, program.outputs
         known = [i for i in program.inputs if i.datatype is not None and i.shape is not None]
         if len(known) == len(program.inputs):
@@ -135,7 +143,7 @@ class TensorModel:
         self.__penstock_options__ = self._options(device)
         if hasattr(program, "stage") and not program.unbatched:
             self.__penstock_phases__ = TensorPhases(cast(PhasedProgram, program), self._one_call)
-        if self._settings.optimize == "compile" and not program.unbatched:
+        if settings.optimize == "compile" and not program.unbatched and not settings.padded:
             self._compile()
 
     def _options(self, device: str) -> dict[str, Any]:
