@@ -84,7 +84,8 @@ class BatchRunner:
         if None not in values:
             decoded.values, decoded.contexts, decoded.owners = values, contexts, list(range(len(items)))
             decoded.checked = True
-            decoded.staged = self._staged(values)
+            if self._empty is not None:
+                decoded.staged = self._staged(values)
         else:
             for i, item in enumerate(items):
                 units, context = (

@@ -58,13 +58,15 @@ class RawStack(Struct, frozen=True, cache_hash=True):
         """One copy of all bytes for each input; none for a lone request without `empty`."""
         arrays = {}
         for k, (name, datatype, tail) in enumerate(self.columns):
-            parts = [r.parts[k] for r in requests]
             if empty is not None and datatype not in _CONVERTED:
-                arrays[name] = _filled(empty((rows, *tail), DTYPES[datatype]), parts)
+                arrays[name] = _filled(empty((rows, *tail), DTYPES[datatype]), [r.parts[k] for r in requests])
                 continue
-            data = bytearray().join(parts) if len(parts) > 1 else parts[0]  # writable, as arrays are to a Python model
-            arrays[name] = _placed(from_bytes(name, datatype, (rows, *tail), memoryview(data)), empty)
-        return Block(arrays, rows, placed=empty is not None)
+            data = requests[0].parts[k]
+            if len(requests) > 1:
+                data = bytearray().join([r.parts[k] for r in requests])  # writable, as arrays are to a Python model
+            array = from_bytes(name, datatype, (rows, *tail), memoryview(data))
+            arrays[name] = array if empty is None else _placed(array, empty)
+        return Block(arrays, rows) if empty is None else Block(arrays, rows, placed=True)
 
 
 _CONVERTED: Final = ("BOOL", "BF16")  # their bytes are not the array's
