@@ -83,7 +83,8 @@ class Finisher(Generic[W]):
         self._room: Any = os_threads.new_queue()
         for _ in range(LAUNCHED):
             self._room.put(None)
-        os_threads.start_thread(self._run, name=name)
+        # the thread of the model is asked to leave, and closes this one
+        os_threads.start_thread(self._run, name=name, leave=lambda: None)
 
     def run(self, begin: Callable[[], W]) -> None:
         """Begins a batch once there is room for it, and has it finished. Raises what `begin` raises, after all batches
