@@ -536,3 +536,13 @@ def test_a_smaller_queue_drops_nothing_and_refuses_until_there_is_room(bench: Ma
     assert b.scheduler.queued == 6
     with pytest.raises(ValueError, match="max_queue"):
         b.scheduler.max_queue = 0
+
+
+def test_the_time_of_a_device_is_learned_without_what_overlaps(bench: Make) -> None:
+    """Answers take 3 ms more than the kernels: copies, which overlap the kernels of other batches."""
+    b = bench(max_batch_size=4)
+    for k in range(20):
+        b.offer(2 * k, 2 * k + 1)
+        assert b.poll() == [[2 * k, 2 * k + 1]]
+        b.complete(k + 1, after_s=0.013, run_s=0.01, on_device=True)
+    assert b.scheduler.seconds(2) == pytest.approx(0.01)
