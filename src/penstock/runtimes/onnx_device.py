@@ -34,11 +34,13 @@ def in_phases(session: Any, name: str, device: Device | None) -> Program:
     """The program of a session on the device of this name, in three phases if `device` is given.
 
     On CUDA the session must run on the stream of the device. Texts have no place on a device, so a graph that takes or
-    gives any is run by the session alone. Raises LoadFailed.
+    gives any is run by the session alone, and so is any graph by a version whose values PyTorch cannot read. Raises
+    LoadFailed.
     """
     program = OnnxProgram(session)
     datatypes = [*(i.datatype for i in program.inputs), *(o.datatype for o in program.outputs)]
-    if device is None or "BYTES" in datatypes:
+    readable = hasattr(import_onnxruntime().OrtValue, "__dlpack__")
+    if device is None or "BYTES" in datatypes or not readable:
         return program
     return DeviceProgram(BoundSession(program, session, name), device)
 
