@@ -138,13 +138,13 @@ class Flag:
 
 
 class Lock:
-    """A `threading.Lock` of a run."""
+    """A `threading.Lock` of a run. A timeout passes when nobody else can go on."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._held = run, False
 
-    def acquire(self, blocking: bool = True) -> bool:
-        self._run.wait(lambda: not (blocking and self._held))
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self._run.wait(lambda: not (blocking and self._held) or (timeout >= 0 and LATE))
         taken, self._held = not self._held, True
         return taken
 
@@ -157,6 +157,26 @@ class Lock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class RLock(Lock):
+    """A `threading.RLock` of a run."""
+
+    _owner, _depth = 0, 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._owner != threading.get_ident():
+            if not super().acquire(blocking, timeout):
+                return False
+            self._owner = threading.get_ident()
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+            super().release()
 
 
 class Queue:

@@ -24,9 +24,8 @@ import operator
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from penstock import metrics
 from penstock.core import os_threads
@@ -52,9 +51,7 @@ BRIEF_S = 0.01
 """What is due sooner is left to the model's thread: most runs end before. The loop would compete with a model that
 holds the interpreter, which a thread gets after 5 ms."""
 LATE_S = 0.05
-"""After so long the loop sees to it nevertheless."""
-LOOK_S = 0.1
-"""How long a request may wait unseen while all threads of the model run. It costs a wake-up of the loop."""
+"""After so long the loop sees to it nevertheless, and to what came while all threads run. It costs a wake-up."""
 
 
 class DirectDriver(Inbox):
@@ -74,8 +71,6 @@ class DirectDriver(Inbox):
         self._rings = map(operator.call, map(operator.attrgetter("bell.release"), iter(self._asleep.pop, None)))
         self._inert = self._room = self._full = 0
         self._wake_at = INF
-        self._timer_at = INF
-        self._looking = self._look_due = False
         self.overlaps = False  # the model's threads begin a batch while another one is not answered
         self._load = CallersLoad()
 
@@ -93,38 +88,20 @@ class DirectDriver(Inbox):
             if not quiet or urgent or item.rows > 1:
                 self._ring()
         elif urgent or len(self._requests) > self._room:
-            self._look_now()
-        elif not self._looking:
-            self._call_once("_looking", self._look_later)
+            self._look(0.0)
+        elif self._look_at > item.arrived_s + LATE_S:
+            self._look(item.arrived_s + LATE_S)
 
     def woken(self) -> None:
         if len(self._requests) > self._inert:
             self._ring()
 
-    def post(self, callback: Callable[[], object]) -> None:
-        self._requests.append(callback)
-        if self._closed:
-            self._pass_on()
-        elif not self._ring():
-            self._look_now()
-
     def _ring(self) -> bool:
-        """Wakes a thread that sleeps; False if none does."""
         try:
             next(self._rings)
         except IndexError:
             return False
         return True
-
-    def _look_now(self) -> None:
-        if not self._look_due:
-            self._call_once("_look_due", self._look)
-
-    def _on_loop(self, callback: Callable[[], object]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the loop is closed: the portal has ended all requests
-            self._pass_on()
 
     def _pass_on(self) -> None:
         """Hands what arrives after the end to the portal's inbox, in its order."""
@@ -157,29 +134,16 @@ class DirectDriver(Inbox):
 
     # ---- called on the loop
 
-    def _look(self) -> None:
-        self._look_due = False
-        self._turn()
-
-    def _look_later(self) -> None:
-        self._loop.call_later(LOOK_S, self._look_again)
-
-    def _look_again(self) -> None:
-        """Sees what waits while all threads of the model run, as long as requests arrive meanwhile."""
-        self._looking = False  # before the deque is looked at, so that a new request looks again
-        if self._requests:
-            self._looking = True
-            self._look_later()
-            self._turn()
-
-    def _set_timer(self) -> None:
+    def _look_on_loop(self, when: float) -> None:
         if self._closed:
             self._timer.close()
+        elif when > time.monotonic():
+            self._timer.at(when)
         else:
-            self._timer.at(self._timer_at)
+            self._look_now()
 
-    def _timer_fired(self) -> None:
-        self._timer_at = INF
+    def _look_now(self) -> None:
+        self._look_at = INF  # before the deque is looked at, so that a new request looks again
         self._turn()
 
     # ---- the driver, see `Driver`
@@ -187,7 +151,7 @@ class DirectDriver(Inbox):
     def begin(self, turn: Turn, scheduler: Scheduler, strict: bool) -> None:
         self._take_turn, self._scheduler, self._strict = turn, scheduler, strict
         self.backend = self._portal_inbox.backend
-        self._timer = Timer(self._loop, self._timer_fired)
+        self._timer = Timer(self._loop, self._look_now)
 
     @property
     def ahead(self) -> bool:
@@ -201,7 +165,7 @@ class DirectDriver(Inbox):
 
     def soon(self) -> None:
         if not self.runs_here():  # else it takes a turn before its next batch
-            self._on_loop(self._turn)
+            self._look(0.0)
 
     def turned(self, wake_at: float | None) -> None:
         self._wake_at = INF if wake_at is None else wake_at
@@ -214,9 +178,8 @@ class DirectDriver(Inbox):
         """Nothing to do: the thread that has answered takes a turn."""
 
     def close(self) -> None:
-        self._closed = True
-        self._on_loop(self._set_timer)  # a scheduler may break on any thread
-        self._pass_on()
+        super().close()
+        self._look(-INF)  # a scheduler may break on any thread
 
     def _turn(self) -> None:
         """A turn on the loop."""
@@ -235,11 +198,10 @@ class DirectDriver(Inbox):
     def _ensure(self) -> None:
         """Sees to the next turn at `_wake_at`: a thread that sleeps until then, or the timer of the loop."""
         when, now = self._wake_at, time.monotonic()
-        if when < now + BRIEF_S:
+        if when < now + BRIEF_S or (self._requests and when > now + LATE_S):
             when = now + LATE_S
-        if when < self._timer_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
-            self._timer_at = when
-            self._on_loop(self._set_timer)
+        if when < self._look_at and not any([t.until <= when for t in tuple(self._asleep)]) and not self._ring():
+            self._look(when)
 
     # ---- called by the model's threads
 
@@ -265,15 +227,12 @@ class DirectDriver(Inbox):
                     thread.until = min(thread.until, time.monotonic() + WAKING_S)
                 insort(self._asleep, thread, key=operator.attrgetter("order"))  # in one step, too
             wait_s = -1.0 if thread.until == INF else max(0.0, min(thread.until - time.monotonic(), LONGEST_S))
-            if not self._requests and thread.bell.acquire(timeout=wait_s):
-                continue
-            try:
-                self._asleep.remove(thread)
-            except ValueError:  # it was rung meanwhile
+            if self._requests or not thread.bell.acquire(timeout=wait_s):
+                self.rouse(thread)  # unless it was rung meanwhile
                 thread.bell.acquire()
 
     def rouse(self, thread: DirectThread) -> bool:
-        """Wakes the thread if it sleeps, because it got a batch from another one; False if it is awake."""
+        """Wakes the thread if it sleeps; False if it is awake."""
         try:
             self._asleep.remove(thread)
         except ValueError:
@@ -286,10 +245,7 @@ class DirectDriver(Inbox):
         self._portal_inbox.answer(thread.pass_on)
 
     def answer_on_loop(self, thread: DirectThread) -> None:
-        """Lets the loop do the same, and take a turn, while the thread runs its next batch."""
-        self._on_loop(partial(self._answer_and_turn, thread))
-
-    def _answer_and_turn(self, thread: DirectThread) -> None:
+        """Does the same, and takes a turn, while the thread runs its next batch."""
         thread.pausing()
         self.answer(thread)
         self._turn()
@@ -345,7 +301,7 @@ class DirectThread(WorkerThread):
         self._parts.append((part, leases))
         if part.final and self.ahead:
             self.skips = True
-            self._driver.answer_on_loop(self)
+            self._post(self._driver.answer_on_loop, self)
         else:
             self.pausing()
             self._driver.answer(self)

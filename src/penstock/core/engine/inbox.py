@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from penstock.core import os_threads
+from penstock.core.batching.entry import INF
 from penstock.core.contracts import Submitter, Ticket
 from penstock.errors import ModelNotReady, PenstockError
 from penstock.types import Item, ItemResult, Sink
@@ -45,6 +46,7 @@ class Inbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._requests: deque[_Request | _Callback] = deque()
+        self._look_at = INF  # when the loop looks at the requests at the latest
         self._closed = False
 
     @property
@@ -59,7 +61,16 @@ class Inbox:
     def post(self, callback: _Callback) -> None:
         """Calls `callback` after what was put before it, from any thread; does nothing if the portal is closed: it has
         ended all requests."""
-        raise NotImplementedError
+        self._requests.append(callback)
+        if self._closed:
+            self._pass_on()
+        elif not self._ring():
+            self._look(0.0)
+
+    def close(self) -> None:
+        """What arrives from now on is passed on."""
+        self._closed = True
+        self._pass_on()
 
     def drain(self) -> None:
         """Submits what has arrived, at most REQUESTS_PER_PASS."""
@@ -95,19 +106,28 @@ class Inbox:
         """Raises RuntimeError in a thread that would wait for itself, for example in the done-callback of a future."""
         raise NotImplementedError
 
-    def _call_once(self, flag: str, callback: _Callback) -> None:
-        """Sets the flag and calls `callback`, which clears it, on the loop; neither if a signal handler raises here."""
-        try:
-            setattr(self, flag, True)
-            self._loop.call_soon_threadsafe(callback)
-        except BaseException:
-            setattr(self, flag, False)
-            if not self._loop.is_closed():
-                raise
-            self._pass_on()
+    def _ring(self) -> bool:
+        """Wakes a thread that looks at the requests; False if none waits for them."""
+        return False
+
+    def _look(self, when: float) -> None:
+        """Makes the loop look at the requests at or before `when`, from any thread. A signal handler may raise here."""
+        if when < self._look_at:
+            try:
+                self._look_at = when
+                self._loop.call_soon_threadsafe(self._look_on_loop, when)
+            except BaseException:
+                self._look_at = INF
+                if not self._loop.is_closed():
+                    raise
+                self._pass_on()
+
+    def _look_on_loop(self, when: float) -> None:
+        """On the loop: looks now or at `when`. First, `_look_at` is INF again, so that a new request looks again."""
+        raise NotImplementedError
 
     def _pass_on(self) -> None:
-        """Sees to the requests that arrive after the end."""
+        """Sees to what arrives after the end."""
         raise NotImplementedError
 
     def _taken(self) -> Iterator[_Request | _Callback]:
@@ -135,7 +155,7 @@ class RequestInbox(Inbox):
         self._word = word
         self.guard = os_threads.new_rlock()
         self.routes: dict[str, Inbox] = {}
-        self._wake_scheduled = self._look_scheduled = False
+        self._bounded = False  # `_bound_wait` is due
         self._allowed: dict[object, int] = {}  # by batcher
         self._quiet_requests = 0  # requests that need no wake-up: the smallest number that a batcher allows
         self.waking = False  # threads that were answered have yet to run, see `WaitingThreads`
@@ -154,33 +174,19 @@ class RequestInbox(Inbox):
             item.arrived_s = time.monotonic()
         self._requests.append((model, item, caller))
         if self._closed:  # checked after the append: either we see it, or `close` sees the request
-            self.close()
-        elif not self._wake_scheduled and (  # after the append: `allow` looks at the requests after a change
+            self._pass_on()
+        elif self._look_at and (  # after the append: `allow` looks at the requests after a change
             len(self._requests) > self._quiet_requests or item.rows > 1 or item.budget_s is not None or item.priority
         ):
-            self._ring()
-
-    def post(self, callback: _Callback) -> None:
-        self._requests.append(callback)
-        if self._closed:
-            self.close()
-        elif not self._wake_scheduled:
-            self._ring()
+            self._look(0.0)
 
     def woken(self) -> None:
         """All answered threads have run."""
         for inbox in tuple(self.routes.values()):
             inbox.woken()
 
-    def _ring(self) -> None:
-        self._call_once("_wake_scheduled", self.drain)
-
     def _pass_on(self) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Refuses the requests that have not reached the backend."""
-        self._closed = True
         for request in self._taken():
             if isinstance(request, tuple):
                 request[2](ItemResult(error=ModelNotReady(f"the {self._word} is closed")))
@@ -197,14 +203,14 @@ class RequestInbox(Inbox):
         else:
             self._after.append(callback)
 
-    def answer(self, answer: Callable[..., None], *arguments: object) -> None:
+    def answer(self, answer: Callable[[], None]) -> None:
         """Calls `answer`, which answers requests of a model without the loop, and then what `after` got meanwhile."""
         with self.guard:
             calls: list[_Callback] = []
             self._after = calls
             self._answering = os_threads.thread_id()
             try:
-                answer(*arguments)
+                answer()
             finally:
                 self._after = None
                 for call in calls:
@@ -217,15 +223,18 @@ class RequestInbox(Inbox):
 
     # ---- called on the loop
 
+    def _look_on_loop(self, when: float) -> None:
+        self.drain()
+
     def drain(self) -> None:
-        self._wake_scheduled = False  # before the deque is emptied, so that a new request rings again
+        self._look_at = INF  # before the deque is emptied, so that a new request looks again
         # a flood is spread over several passes, so that submitted requests are sent in between
         try:
             with self.guard:
                 super().drain()
         finally:  # also if a caller raises: the others behind it have rung before
             if self._requests:
-                self._wake()
+                self._look(0.0)
 
     def drain_all(self) -> None:
         """Submits what has arrived here and at the models that run without the loop."""
@@ -233,11 +242,6 @@ class RequestInbox(Inbox):
             for inbox in (self, *self.routes.values()):
                 while inbox.waiting:
                     inbox.drain()
-
-    def _wake(self) -> None:
-        if not self._wake_scheduled:
-            self._wake_scheduled = True
-            self._loop.call_soon(self.drain)
 
     def allow(self, batcher: object, requests: int | None) -> None:
         """`batcher` drains the inbox at its next turn, and until then need not see the next `requests` requests of one
@@ -248,17 +252,17 @@ class RequestInbox(Inbox):
             self._allowed[batcher] = requests
         self._quiet_requests = min(self._allowed.values(), default=0)
         if len(self._requests) > self._quiet_requests:  # put meanwhile, under the former number
-            self._wake()
-        # also after `_wake`: if the backend refuses these requests, no turn follows
-        if self._quiet_requests and not self._look_scheduled:
-            self._look_scheduled = True
-            self._loop.call_later(LOOK_S, self._look)
+            self._look(0.0)
+        # also after that: if the backend refuses these requests, no turn follows
+        if self._quiet_requests and not self._bounded:
+            self._bounded = True
+            self._loop.call_later(LOOK_S, self._bound_wait)
 
-    def _look(self) -> None:
-        """Bounds the wait: a refusal must come soon, even if the running batch takes minutes."""
-        self._look_scheduled = self._quiet_requests > 0
-        if self._look_scheduled:
-            self._loop.call_later(LOOK_S, self._look)
+    def _bound_wait(self) -> None:
+        """A refusal must come soon, even if the running batch takes minutes."""
+        self._bounded = self._quiet_requests > 0
+        if self._bounded:
+            self._loop.call_later(LOOK_S, self._bound_wait)
         if self._requests:
             self.drain()
 

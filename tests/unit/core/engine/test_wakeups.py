@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.core import os_threads
+from penstock.core.batching.entry import INF
+from penstock.core.engine import direct
 from penstock.core.engine import inbox as inbox_module
+from penstock.core.engine.direct import DirectDriver, DirectThread
 from penstock.core.engine.inbox import RequestInbox
 from penstock.errors import ModelNotReady, QueueFull
 from penstock.types import Item, ItemResult
-from support.interleavings import LATE, Run, explore
+from support.interleavings import LATE, Lock, RLock, Run, explore
 
 
 class Loop:
@@ -31,10 +37,10 @@ class Loop:
     def is_closed(self) -> bool:
         return self.closed
 
-    def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
+    def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: object) -> None:
         if self.closed:
             raise RuntimeError("Event loop is closed")
-        self._ready.append(callback)
+        self._ready.append(partial(callback, *arguments))
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
         self._timers.append(callback)
@@ -124,3 +130,56 @@ def test_a_caller_that_raises_leaves_nobody_behind_it_waiting() -> None:
         return [loop.work, put]
 
     explore([inbox_module], make)
+
+
+class Alarm:
+    """The timer of a driver, on the loop of the run."""
+
+    def __init__(self, loop: Any, callback: Callable[[], None]) -> None:
+        self._loop, self._callback = loop, callback
+
+    def at(self, when: float) -> None:
+        self._loop.call_later(0.0, self._callback)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["runs", "ends"])
+@pytest.mark.parametrize("inert", [0, 1])
+def test_every_request_for_a_model_in_threads_is_seen(monkeypatch: pytest.MonkeyPatch, inert: int, ends: bool) -> None:
+    """By its thread while it sleeps, by the loop while it runs."""
+    monkeypatch.setattr(direct, "Timer", Alarm)
+
+    def make(run: Run) -> list[Callable[[], object]]:
+        monkeypatch.setattr(os_threads, "new_lock", lambda: Lock(run))
+        monkeypatch.setattr(os_threads, "new_rlock", lambda: RLock(run))
+        backend, began = Backend(refuses=True), 0
+        loop: Any = Loop(run, lambda: backend.came == 2)
+        inbox = RequestInbox(loop)
+        inbox.backend = backend
+        driver = DirectDriver("m", inbox, loop)
+        slot: Any = SimpleNamespace(number=0)
+        thread = DirectThread(slot, driver)
+
+        def turn() -> None:
+            nonlocal began
+            driver.drain()
+            if began < backend.came:
+                began = backend.came
+                thread.put((0, [], []))
+            driver.turned(None if began else 1e9)
+
+        def model() -> None:
+            with driver.thread():
+                driver.next(thread)
+                run.wait(lambda: LATE if ends else backend.came == 2)
+                while backend.came < 2:
+                    driver.next(thread)
+
+        idle = {"inert_arrivals": inert, "room": 4, "max_batch_size": 4, "running": 0}
+        scheduler: Any = SimpleNamespace(**idle, ahead_at=lambda: INF, next_end=lambda: (INF, 0))
+        driver.begin(turn, scheduler, False)
+        driver.put("m", Item(1), Caller())
+        return [loop.work, model, lambda: driver.put("m", Item(1), Caller())]
+
+    explore([direct, inbox_module], make)
