@@ -11,14 +11,13 @@ is checked: a file of some kilobytes may claim to be gigapixels.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from msgspec import Meta, Struct
 
 from penstock.config.schema import PRECISIONS
-from penstock.core.wire.messages import Unsent
 from penstock.errors import BadRequest, ConfigError, PenstockError, describe, nearest, not_installed
 from penstock.types import TensorSpec
 from penstock.values import convert, shorten
@@ -37,8 +36,8 @@ class CaptionTokens(Struct):
     tokens: list[list[int]]
 
 
-class PreparedBatch(list[Any]):
-    """A batch of requests or errors; `on_device` holds their pixels unless preparing them failed."""
+class CaptionBatch(list[Any]):
+    """A batch of requests, or errors in place of invalid ones. `on_device` holds their pixels if they fit together."""
 
     on_device: DeviceBatch | None = None
 
@@ -148,27 +147,18 @@ class TransformersCaptioner:
 
     # ---- a batch
 
-    def __penstock_prepare__(self, values: list[Any]) -> list[Any]:
-        """The batch with its pixels on the way to the device, and an error in place of an invalid request.
+    def collate(self, values: list[Any]) -> CaptionBatch:
+        """The batch with its pixels on the way to the device. Raises errors of the device."""
+        batch = CaptionBatch(map(_request, values))
+        if sum(map(_rows, batch)) <= MAX_ROWS:
+            batch.on_device = self.feed(batch)
+        return batch
 
-        Called in the receiving thread. `predict` repeats work that fails for the whole batch, and reports its error.
-        """
-        prepared = PreparedBatch(value if type(value) is Unsent else _request(value) for value in values)
-        fits = sum(_rows(request) for request in prepared) <= MAX_ROWS
-        if fits and all(isinstance(request, (CaptionRequest, PenstockError)) for request in prepared):
-            try:
-                prepared.on_device = self.feed(prepared)
-            except Exception:
-                prepared.on_device = None
-        return prepared
-
-    def predict(self, values: Sequence[Any]) -> list[Any]:
-        """CaptionTokens or an error for each request; part of a prepared batch arrives as a plain list."""
-        requests = values if isinstance(values, PreparedBatch) else [_request(value) for value in values]
-        on_device = getattr(requests, "on_device", None)
-        if on_device is not None:
-            return self._caption(requests, on_device)
-        return [result for group in _groups(requests) for result in self._caption(group, self.feed(group))]
+    def predict(self, batch: CaptionBatch) -> list[Any]:
+        """CaptionTokens or an error for each request."""
+        if batch.on_device is not None:
+            return self._caption(batch, batch.on_device)
+        return [result for group in _groups(batch) for result in self._caption(group, self.feed(group))]
 
     def _caption(self, requests: list[Any], batch: DeviceBatch) -> list[Any]:
         tokens = batch.through(self.network.tokens) if batch.rows else []

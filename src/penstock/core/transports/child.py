@@ -243,7 +243,7 @@ class Worker:
         # We no longer refer to the payloads: references that still live are the model's.
         del decoded
         self._answer(run, leases, final[0])
-        self._inbox.turns.brief = final[0].run_s < BRIEF_S and self._runner.model.prepare is None
+        self._inbox.turns.brief = final[0].run_s < BRIEF_S and self._runner.model.collate is None
         return True
 
     def _begun(self, box: list[Work]) -> Finishing:

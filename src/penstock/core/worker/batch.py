@@ -74,6 +74,14 @@ class Runner(Protocol):
     def error_of(self, error: BaseException, doing: str = ...) -> PenstockError: ...
 
 
+class Collated(Struct):
+    """What `predict` receives for these units: a batch of `size` items with padding, as `collate` made it."""
+
+    units: list[int]
+    batch: Any
+    size: int
+
+
 class Decoded(Struct):
     """A decoded batch. A *unit* is what `predict` sees as one item: an Item, or one element of a `many` or `Many`."""
 
@@ -85,6 +93,8 @@ class Decoded(Struct):
     many: set[int] = field(default_factory=set)  # items whose codec decoded `Many`
     explained: set[int] = field(default_factory=set)  # items for `explain`
     checked: bool = False  # `preprocess` has nothing to do
+    preprocessed: bool = False  # in the thread that received the batch
+    collated: Collated | None = None  # in that thread, of the units that live
     plain: bool = False  # lists of objects for a model that only predicts
     staged: Any = None  # the batch on its way to the device, of a model with phases
     seconds: float = 0.0  # time that decoding took
@@ -128,7 +138,7 @@ class BatchRun:
     def preprocess(self) -> None:
         """Replaces values by the results of `preprocess`; a unit on which it raises fails."""
         hook = self.runner.model.preprocess
-        if hook is None or self.d.checked:
+        if hook is None or self.d.checked or self.d.preprocessed:
             return
         live = []
         for u in self.live:
@@ -154,7 +164,7 @@ class BatchRun:
         try:
             if self.runner.model.send_parts_to is not None:
                 self.runner.model.send_parts_to(partial)
-            values = self._values(units)
+            values = self.arguments(units)
             found = first() if first else self.runner.call(values, self.d.owners[units[0]] in self.d.explained)
             if hasattr(found, "__next__"):
                 self._stream(units, found)
@@ -375,12 +385,6 @@ class BatchRun:
     def _fail(self, units: list[int], error: PenstockError) -> None:
         for u in units:
             self.outcomes[u] = error
-
-    def _values(self, units: list[int]) -> list[Any]:
-        """The values of these units: a new list, or the whole batch as `prepare` returned it."""
-        values = self.d.values
-        prepared = type(values) is not list and len(units) == len(values)
-        return values if prepared else self.arguments(units)
 
     def arguments(self, units: list[int]) -> list[Any]:
         """The values of these units, with parameters and sequences if the model takes them."""

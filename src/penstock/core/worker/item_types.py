@@ -73,7 +73,8 @@ class ModelTypes:
 
     def __init__(self, model: Any, predict: Any) -> None:
         first = getattr(model, "preprocess", None) or getattr(model, "admit", None)
-        self._item = _argument(first) if first else _element(_argument(predict), _BATCHES)
+        takes = getattr(model, "collate", None) or predict
+        self._item = _argument(first) if first else _element(_argument(takes), _BATCHES)
         if getattr(model, "inputs", None):  # it receives arrays
             self._item = Any
         last = getattr(model, "postprocess", None)
@@ -93,18 +94,18 @@ class ModelTypes:
         return ModelSchemas(item, result, {**components, **more})
 
 
-def check_takes_items(predict: Any) -> None:
+def check_takes_items(predict: Any, name: str = "predict") -> None:
     """Raises LoadFailed if a function cannot be called with a list of items, or declares that it takes one item."""
     try:
         inspect.signature(predict).bind([])
     except TypeError as e:
-        raise LoadFailed(f"predict does not take the items of a batch ({e}): write predict(items)") from None
+        raise LoadFailed(f"{name} does not take the items of a batch ({e}): write {name}(items)") from None
     except ValueError:  # some functions are not written in Python
         return
     kind = _argument(predict)
     if kind in _SCALARS or is_struct(kind):
-        right = f"predict(items: list[{kind.__name__}])"
-        raise LoadFailed(f"predict takes one {kind.__name__}, but it gets all items of a batch: write {right} -> list")
+        right = f"{name}(items: list[{kind.__name__}])"
+        raise LoadFailed(f"{name} takes one {kind.__name__}, but it gets all items of a batch: write {right} -> list")
 
 
 def takes_arrays(predict: Any, inputs: Sequence[str], table: bool) -> bool:

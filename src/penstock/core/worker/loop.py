@@ -18,12 +18,13 @@ from penstock.core.columns import Stack, TensorRequest
 from penstock.core.wire.messages import Pickled, Unsent
 from penstock.core.wire.objects import OwnException
 from penstock.core.worker import logs
-from penstock.core.worker.batch import BatchRun, Decoded, Emit, LogLimiter
+from penstock.core.worker.batch import BatchRun, Collated, Decoded, Emit, LogLimiter
 from penstock.core.worker.phases import Launched, launch
 from penstock.core.worker.predict import aligned, copied
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import (
     ENDS,
+    BadOutput,
     BadRequest,
     DeviceLost,
     ItemFailed,
@@ -68,7 +69,7 @@ class BatchRunner:
         self.codecs = ModelCodecs(metadata, **self._extras)
         model = self.model
         self._empty = None if model.phases is None else model.phases.empty
-        hooks = (model.prepare, model.preprocess, model.postprocess, model.send_parts_to, model.states, model.overlaps)
+        hooks = (model.collate, model.preprocess, model.postprocess, model.send_parts_to, model.states, model.overlaps)
         self._only_predicts = not any(hooks) and not model.takes_parameters and batching.rows != "none"
 
     def decode(self, items: list[Item]) -> Decoded:
@@ -94,11 +95,33 @@ class BatchRunner:
                 decoded.contexts.append(context)
                 decoded.values += units
                 decoded.owners += [i] * len(units)
-        prepare = self.model.prepare
-        if prepare is not None and decoded.values:
-            decoded.values = prepare(decoded.values)
+        if self.model.collate is not None and self.batching.rows != "none":
+            self._collate_early(decoded)
         decoded.seconds = time.perf_counter() - started
         return decoded
+
+    def _collate_early(self, decoded: Decoded) -> None:
+        """Preprocesses and collates the batch. `run` repeats a call that raises, and finds the items that make it."""
+        values = list(decoded.values)
+        try:
+            if (hook := self.model.preprocess) is not None:
+                values = [value if type(value) is Unsent else self._preprocessed(hook, value) for value in values]
+            decoded.values, decoded.preprocessed = values, True
+            owners, explained = decoded.owners, decoded.explained
+            units = [u for u, v in enumerate(values) if type(v) is not Unsent and owners[u] not in explained]
+            ladder, rows = self.model.item_ladder, len(units)
+            chunks = [(0, rows, rows)] if ladder is None else list(ladder.chunks(rows))
+            if units and len(chunks) == 1:
+                size = chunks[0][2]
+                decoded.collated = Collated(units, self._batch([values[u] for u in units], size), size)
+        except BaseException as e:
+            traceback.clear_frames(e.__traceback__)  # they hold the memory of the failed call
+
+    def _preprocessed(self, hook: Callable[[Any], Any], value: Any) -> Any:
+        try:
+            return hook(value)
+        except Exception as e:
+            return Unsent(self.error_of(e, "preprocess raised"))
 
     def _staged(self, values: list[Any]) -> Any:
         """The batch on its way to the device; None without one, or after an error, which `run` meets again."""
@@ -331,7 +354,9 @@ class BatchRunner:
         for units in (predicted, explained):
             alone = self.batching.rows == "none"
             for call in [[u] for u in units] if alone else [units] if units else []:
-                run.attempt(call)
+                early, decoded.collated = decoded.collated, None
+                first = partial(self._results, early.batch, len(call), early.size) if early else None
+                run.attempt(call, first if early and early.units == call else None)
 
     def close(self) -> None:
         try:
@@ -349,19 +374,36 @@ class BatchRunner:
         model = self.model
         if model.item_ladder is not None and not explain:
             return self._in_sizes(values, model.item_ladder)
-        return self._found(model.explain(values) if explain and model.explain else model.predict(values))
+        if explain and model.explain:
+            return self._found(model.explain(values))
+        return self._results(self._batch(values, len(values)), len(values), len(values))
 
     def _in_sizes(self, values: list[Any], ladder: Ladder) -> list[Any]:
         """The results of calls with sizes of the ladder: copies of the last value follow, their results are dropped."""
         results: list[Any] = []
         for start, stop, size in ladder.chunks(len(values)):
-            rows = stop - start
-            # not the value itself: a model that changes its items would change it more than once
-            copies = [copied(values[stop - 1]) for _ in range(size - rows)]
-            padded = f" (batching.sizes has padded {rows} to {size})" if copies else ""
-            found = self._found(self.model.predict([*values[start:stop], *copies]))
-            results += aligned(found, size, padded=padded)[:rows]
+            batch = self._batch(values[start:stop], size)
+            results += aligned(self._results(batch, stop - start, size), stop - start)
         return results
+
+    def _batch(self, values: list[Any], size: int) -> Any:
+        """What `predict` receives for these values, padded to `size` of them. Raises what `collate` raises."""
+        if len(values) < size:
+            # not the value itself: a model that changes its items would change it more than once
+            values = [*values, *[copied(values[-1]) for _ in range(size - len(values))]]
+        if self.model.collate is None:
+            return values
+        batch = self.model.collate(values)
+        if batch is None:
+            raise BadOutput("collate returned None, expected the batch that predict receives: return it")
+        return batch
+
+    def _results(self, batch: Any, rows: int, size: int) -> Any:
+        """What `predict` gives for a batch, without the results of padding."""
+        found = self._found(self.model.predict(batch))
+        if rows == size:
+            return found
+        return aligned(found, size, padded=f" (batching.sizes has padded {rows} to {size})")[:rows]
 
     def _found(self, found: Any) -> Any:
         if type(found) is list:

@@ -30,7 +30,8 @@ P = ParamSpec("P")
 Tensors = Mapping[str, str] | Sequence[TensorSpec]  # such as {"x": "FP32[-1,64]"}
 _OPTIONS = "__penstock_options__"
 _SIDES = ("inputs", "outputs")
-_HOOKS = ("load", "preprocess", "postprocess", "warmup", "explain", "unload", "admit", "step", "evict", "cost")
+_BATCH_HOOKS = ("preprocess", "collate", "postprocess", "warmup", "explain")
+_HOOKS = (*_BATCH_HOOKS, "load", "unload", "admit", "step", "evict", "cost")
 
 
 class Options(BatchingConfig, frozen=True, kw_only=True):
@@ -116,9 +117,9 @@ class PythonModel:
         self.postprocess: Callable[[Any], Any] | None = None
         self.warmup: Callable[[], Any] | None = None
         self.explain: Callable[[list[Any]], Any] | None = None
-        # Members of our own models, under names that users do not have. `prepare` turns the items of a batch into a
-        # prepared list, in the thread that receives them; `send_parts_to` receives the sink for partial results.
-        self.prepare: Callable[[list[Any]], list[Any]] | None = None
+        self.collate: Callable[[list[Any]], Any] | None = None  # makes what `predict` receives of the items
+        # Members of our own models, under names that users do not have. `send_parts_to` receives the sink for partial
+        # results.
         self.phases: Phases | None = None  # of a model on a device that overlaps batches
         self.send_parts_to: Callable[[Callable[[list[Any]], None]], None] | None = None
         self.finishes_apart = False  # `postprocess` may run in its own thread while the next batch is predicted
@@ -165,21 +166,35 @@ class PythonModel:
             found = self._model = arrays
             self._tensors, predict = {}, arrays.predict
         self.predict = cast(Callable[[list[Any]], Any], predict or self._not_loaded)
-        for hook in ("preprocess", "postprocess", "warmup", "explain"):
+        for hook in _BATCH_HOOKS:
             setattr(self, hook, getattr(found, hook, None))
         self.types = ModelTypes(found, predict)
         self._takes_columns = bool(getattr(found, "__penstock_columns__", False))
-        self.prepare = getattr(found, "__penstock_prepare__", None)
         self.phases = getattr(found, "__penstock_phases__", None)
         self.send_parts_to = getattr(found, "__penstock_send_parts_to__", None)
         self.finishes_apart = bool(getattr(found, "__penstock_finishes_apart__", False))
         self.submit = getattr(found, "__penstock_submit__", None)
         self.soon = getattr(found, "__penstock_soon__", None)
         self.concurrency = 1 if self.submit is None else int(getattr(found, "__penstock_concurrency__", 1))
-        own = self.submit is not None or self.prepare is not None or self.stepped
+        if self.collate is not None:
+            self._check_collate(predict)
+        own = self.submit is not None or self.stepped
         if not own and predict is not None and takes_parameters(predict):
             self.takes_parameters = True
             self.predict = WithParameters(predict, parameters=())
+
+    def _check_collate(self, predict: Any) -> None:
+        """Raises LoadFailed if `predict` cannot receive what `collate` returns."""
+        check_takes_items(self.collate, "collate")
+        found = None
+        if self.stepped or predict is None:
+            found = "a model with admit and step has no whole batches"
+        elif is_async(predict):
+            found = "an async predict runs its batches side by side"
+        elif takes_parameters(predict):
+            found = "predict has an argument parameters, which comes with items"
+        if found is not None:
+            raise LoadFailed(f"collate(items) makes the batch for predict(batch), but {found}: leave one of them out")
 
     def begin_loop(self, batching: BatchingConfig) -> None:
         """Prepares a loaded model with sequences, or one that runs several items or batches at the same time; does
@@ -196,8 +211,8 @@ class PythonModel:
             raise LoadFailed("mode = 'continuous' needs a model with admit(item) and step(states)")
         rows = batching.concurrency
         arrays = hasattr(self._model, "__penstock_arrays__") and rows != 1
-        if arrays or self.submit is not None or self.prepare is not None:
-            if rows != "auto":
+        if arrays or self.submit is not None or self.collate is not None:
+            if rows != "auto" and not (rows == 1 and self.collate is not None):
                 raise LoadFailed("'concurrency' is for your own predict(items): this model arranges its batches itself")
             return
         check_takes_items(self.predict)
@@ -239,7 +254,7 @@ class PythonModel:
         if self.stepped or is_generator(self.predict):
             kind = "a step model" if self.stepped else "a streaming model"
             raise LoadFailed(f"batching.sizes: {kind} has no whole batches to pad; leave the key out")
-        if self.submit is not None or self.prepare is not None or self.send_parts_to is not None:
+        if self.submit is not None or self.send_parts_to is not None:
             raise LoadFailed(f"batching.sizes: {_name(self._model)} arranges its batches itself; leave the key out")
 
     @property
@@ -248,7 +263,7 @@ class PythonModel:
         return self.finishes_apart or self.phases is not None
 
     def _begin_sequences(self, batching: BatchingConfig) -> None:
-        if self.stepped or self.submit is not None or self.send_parts_to is not None or self.prepare is not None:
+        if self.stepped or self.submit is not None or self.send_parts_to is not None or self.collate is not None:
             raise LoadFailed("max_sequences needs a model with predict(items, sequences)")
         if batching.concurrency not in ("auto", 1):
             raise LoadFailed("max_sequences and concurrency exclude each other: the batches of sequences run in order")
@@ -319,10 +334,12 @@ def array_model(model: Any, predict: Any, tensors: Mapping[str, Tensors]) -> Ten
 
     Raises LoadFailed, ConfigError.
     """
-    if any(hasattr(model, f"__penstock_{name}__") for name in ("prepare", "submit", "unbatch")):
+    if any(hasattr(model, f"__penstock_{name}__") for name in ("submit", "unbatch")):
         key = next((side for side, given in tensors.items() if given), None)
         if key is not None:
             raise ConfigError(f"{key}: {type(model).__name__} declares its own {key}; leave the key out")
+        return None
+    if getattr(model, "collate", None) is not None:
         return None
     inputs = _declared(model, "inputs", tensors)
     table = isinstance(tensors.get("inputs") or getattr(model, "inputs", None), Mapping)

@@ -95,7 +95,7 @@ class HandlerModel:
         self._send: SendParts | None = None
         self._steps: HandlerSteps | None = None
         self.__penstock_sequences__ = True  # it finds the sequences in the headers
-        self.__penstock_prepare__: Callable[[list[HandlerRequest]], list[HandlerRequest]] | None = None
+        self.collate: Callable[[list[HandlerRequest]], list[HandlerRequest]] | None = None
 
     def load(self, device: str) -> None:
         """Finds and initializes the handler. Raises LoadOutOfMemory, and the handler's errors."""
@@ -126,7 +126,7 @@ class HandlerModel:
             log.warning(text, self.setup.model_name)
             return
         self._handle = self._steps.handle
-        self.__penstock_prepare__ = self._prepare
+        self.collate = self._collate
 
     def _make_context(self, device: str) -> Any:
         setup = self.setup
@@ -172,7 +172,7 @@ class HandlerModel:
                 responses[i] = value
         return responses
 
-    def _prepare(self, requests: list[HandlerRequest]) -> list[HandlerRequest]:
+    def _collate(self, requests: list[HandlerRequest]) -> list[HandlerRequest]:
         """Preprocesses the batch in the receiving thread, unless it has explanations or descriptions."""
         assert self._steps is not None
         if any(request.headers.get(name) == "True" for request in requests for name in SEPARATE_CALLS):
@@ -328,6 +328,9 @@ def find_steps(handle: Any, context: Any) -> HandlerSteps | None:
 
 class ContinuousHandlerModel(HandlerModel):
     """A step model: every step is one call of the handler."""
+
+    def _overlap(self) -> None:
+        """Nothing overlaps: a step begins when the last one has ended."""
 
     def load(self, device: str) -> None:
         self._id_name = sequence_headers()[0].decode().lower()

@@ -14,9 +14,8 @@ import simplejpeg
 import torch
 from transformers import AutoImageProcessor, AutoTokenizer, Blip2ForConditionalGeneration
 
-from penstock.bulk.captioner.model import PreparedBatch, TransformersCaptioner
+from penstock.bulk.captioner.model import TransformersCaptioner
 from penstock.config.schema import BatchingConfig
-from penstock.core.wire.messages import Unsent
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadRequest, ConfigError, LoadFailed
@@ -44,12 +43,10 @@ def captioner(captioner_folder: Folder) -> TransformersCaptioner:
     return loaded(captioner_folder("blip-2"))
 
 
-def answers(captioner: TransformersCaptioner, values: list[Any], prepared: bool = True) -> list[Any]:
+def answers(captioner: TransformersCaptioner, values: list[Any]) -> list[Any]:
     """The response to each value, as a worker computes it."""
-    given = captioner.__penstock_prepare__(values) if prepared else values
-    return [
-        found if isinstance(found, Exception) else captioner.postprocess(found) for found in captioner.predict(given)
-    ]
+    results = captioner.predict(captioner.collate(values))
+    return [found if isinstance(found, Exception) else captioner.postprocess(found) for found in results]
 
 
 def captions(captioner: TransformersCaptioner, pixels: np.ndarray) -> list[str]:
@@ -130,15 +127,6 @@ def test_an_invalid_request_fails_alone(captioner: TransformersCaptioner) -> Non
     assert "the image is not an image file" in str(found[3])
     assert list(found[1]["caption"]) == list(found[4]["caption"]) == captions(captioner, frames(2))
     assert [type(f) for f in answers(captioner, [damaged_request])] == [BadRequest], "also where nothing is left"
-
-
-def test_part_of_a_prepared_batch_is_captioned_from_its_requests(captioner: TransformersCaptioner) -> None:
-    values = [{"frames": frames(2, seed=i)} for i in range(3)]
-    prepared = captioner.__penstock_prepare__(values)
-    assert isinstance(prepared, PreparedBatch)
-    whole = [captioner.postprocess(c)["caption"].tolist() for c in captioner.predict(prepared)]
-    half = [captioner.postprocess(c)["caption"].tolist() for c in captioner.predict(prepared[1:])]
-    assert half == whole[1:]
 
 
 def test_more_rows_than_expected_run_in_parts(
@@ -228,7 +216,8 @@ def test_half_precision_captions(kind: str, precision: str, captioner_folder: Fo
 @pytest.mark.parametrize("kind", KINDS)
 def test_forced_lengths_are_kept(kind: str, captioner_folder: Folder) -> None:
     captioner = loaded(captioner_folder(kind), min_new_tokens=TOKENS)
-    lengths = {len(found.tokens[0]) for found in captioner.predict([{"frames": frames(1, seed=i)} for i in range(8)])}
+    batch = captioner.collate([{"frames": frames(1, seed=i)} for i in range(8)])
+    lengths = {len(found.tokens[0]) for found in captioner.predict(batch)}
     assert lengths == {TOKENS}
 
 
@@ -279,14 +268,6 @@ def test_the_revision_changes_with_whatever_changes_captions(captioner_folder: F
     assert len(set(found)) == 5
     shutil.copytree(folder, tmp_path / "other name")
     assert loaded(tmp_path / "other name").parameters["revision"] == found[0], "servers may keep it where they like"
-
-
-def test_an_unsent_item_passes_through_unchanged(captioner: TransformersCaptioner) -> None:
-    unsent = Unsent(BadRequest("it holds a lock"))
-    prepared = captioner.__penstock_prepare__([unsent, frames(1)[0]])
-    assert prepared[0] is unsent
-    (answer,) = answers(captioner, prepared[1:], prepared=False)
-    assert answer == answers(captioner, [frames(1)[0]])[0]
 
 
 @pytest.mark.parametrize(

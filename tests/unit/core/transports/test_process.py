@@ -87,6 +87,33 @@ def predict(items):
         assert values(await harness.final(ahead)) == [True]
 
 
+async def test_a_batch_sent_ahead_is_collated_during_the_current_one(tmp_path: Path) -> None:
+    file = tmp_path / "app.py"
+    file.write_text(
+        """
+import threading
+
+class Model:
+    def load(self, device):
+        self.ahead = threading.Event()
+
+    def collate(self, items):
+        if items == ["second"]:
+            self.ahead.set()
+        return items, threading.get_ident()
+
+    def predict(self, batch):
+        items, thread = batch
+        return [self.ahead.wait(30) and thread != threading.get_ident()] * len(items)
+"""
+    )
+    async with TransportHarness(process, f"{file}:Model") as harness:
+        await harness.up()
+        running, ahead = harness.post([Item("first")]), harness.post([Item("second")])
+        assert values(await harness.final(running)) == [True]
+        assert values(await harness.final(ahead)) == [True]
+
+
 APART = """
 import os, time
 

@@ -6,10 +6,20 @@ import numpy as np
 import pytest
 
 from penstock.config.schema import BatchingConfig
+from penstock.core.batching.ladder import Ladder
 from penstock.core.contracts import Codec
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadOutput, BadRequest, Cancelled, ConfigError, ItemFailed, OutOfMemory, WrongRowCount
+from penstock.errors import (
+    BadOutput,
+    BadRequest,
+    Cancelled,
+    ConfigError,
+    ItemFailed,
+    LoadFailed,
+    OutOfMemory,
+    WrongRowCount,
+)
 from penstock.types import Item, ItemResult, ModelMetadata
 
 
@@ -482,27 +492,119 @@ def test_a_call_continues_without_readers_of_its_parts():
     assert [values(p) for p in found] == [["c"]]
 
 
-class Preparing:
-    """Knows more of a batch as a whole than its items."""
+class Summing:
+    """`predict` receives a tuple that `collate` makes of the items; `calls` are what both received."""
 
-    class Batch(list):
-        total = 0
+    def __init__(self, refused=None):
+        self.refused, self.calls = refused, []
 
-    def __penstock_prepare__(self, items):
-        batch = self.Batch(items)
-        batch.total = sum(items)
-        return batch
+    def preprocess(self, item):
+        return item + 1
 
-    def predict(self, items):
-        if -1 in items and len(items) > 1:
-            raise ValueError
-        return [getattr(items, "total", "alone")] * len(items)
+    def collate(self, items):
+        self.calls.append(("collate", list(items)))
+        if self.refused in items:
+            raise ValueError(f"{self.refused} does not fit")
+        return tuple(items), sum(items)
+
+    def predict(self, batch):
+        self.calls.append(("predict", batch))
+        items, total = batch
+        if -1 in items:
+            raise RuntimeError
+        return [total] * len(items)
 
 
-def test_a_batch_is_prepared_when_it_is_decoded():
-    assert values(run(Preparing(), [1, 2])[-1]) == [3, 3]
-    assert values(run(Preparing(), [1, -1])[-1]) == ["alone", "alone"], "halves are plain"
-    assert values(run(Preparing(), [])[-1]) == []
+def test_a_batch_is_collated_when_it_is_decoded():
+    model = Summing()
+    made, parts = runner(model), []
+    decoded = made.decode([Item(1), Item(2)])
+    assert model.calls == [("collate", [2, 3])], "preprocessed"
+    made.run(7, decoded, parts.append)
+    assert model.calls[1:] == [("predict", ((2, 3), 5))]
+    assert values(parts[-1]) == [5, 5]
+    assert values(run(Summing(), [])[-1]) == []
+    items = [Item([1, 2], many=True), Item(3)]
+    assert values(run(Summing(), items)[-1]) == [[9, 9], 9]
+
+
+def test_an_item_that_cannot_be_collated_or_predicted_fails_alone():
+    for model, wrong in ((Summing(refused=4), 3), (Summing(), -2)):
+        failed, *others = values(run(model, [wrong, 1, 1])[-1])
+        assert type(failed) is ItemFailed
+        assert others in ([4, 4], [2, 2]), "as in a part of the batch"
+    model = Summing(refused=4)
+    assert type(values(run(model, [3, 1], retry_split=False)[-1])[1]) is ItemFailed
+    assert model.calls == [("collate", [4, 2])] * 2, "in both threads"
+
+
+def test_a_preprocess_that_raises_takes_its_item_out_of_the_batch():
+    class Checked(Summing):
+        def preprocess(self, item):
+            if item < 0:
+                raise BadRequest("negative")
+            return item
+
+    model = Checked()
+    failed, found = values(run(model, [-5, 2])[-1])
+    assert type(failed) is BadRequest
+    assert found == 2
+    assert model.calls[0] == ("collate", [2])
+
+
+def test_a_collate_that_returns_nothing_is_told_what_is_expected():
+    class Forgetful:
+        def collate(self, items):
+            np.stack(items)
+
+        def predict(self, batch):
+            return batch
+
+    (found,) = values(run(Forgetful(), [1.0])[-1])
+    assert type(found) is BadOutput
+    assert str(found) == "collate returned None, expected the batch that predict receives: return it"
+
+
+def test_a_collated_batch_has_a_size_of_the_ladder():
+    model = Summing()
+    made, parts = runner(model), []
+    made.model.pad(Ladder((4,)))
+    made.run(7, made.decode([Item(1), Item(2)]), parts.append)
+    assert model.calls == [("collate", [2, 3, 3, 3]), ("predict", ((2, 3, 3, 3), 11))]
+    assert values(parts[-1]) == [11, 11]
+
+
+def test_explained_items_are_not_collated():
+    class Explaining(Summing):
+        def explain(self, items):
+            return [f"because of {item}" for item in items]
+
+    model = Explaining()
+    made = runner(model)
+    assert made.call([1], explain=True) == ["because of 1"]
+    assert model.calls == []
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"predict": lambda self, batch, parameters: batch}, "predict has an argument parameters"),
+        ({"admit": lambda self, item: item, "step": lambda self, states: states}, "admit and step has no whole"),
+        ({"collate": lambda self: 1}, r"write collate\(items\)"),
+    ],
+)
+def test_models_that_cannot_be_collated_are_refused(members, said):
+    with pytest.raises(LoadFailed, match=said):
+        runner(type("Model", (Summing,), members))
+
+
+def test_an_async_predict_cannot_be_collated():
+    class Async(Summing):
+        async def predict(self, batch):
+            return batch
+
+    with pytest.raises(LoadFailed, match="an async predict runs its batches side by side"):
+        runner(Async)
 
 
 def test_a_users_own_names_are_no_hooks():

@@ -187,8 +187,7 @@ class _Own:
     def predict(self, items: list[int]) -> list[int]:
         return items
 
-    def __penstock_prepare__(self, items: list[int]) -> list[int]:
-        return items
+    def __penstock_send_parts_to__(self, send: Any) -> None: ...
 
 
 @pytest.mark.parametrize(

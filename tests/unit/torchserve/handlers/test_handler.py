@@ -209,7 +209,7 @@ def in_thread(call, *arguments):
 
 def test_each_batch_has_its_own_context(make_handler):
     model = make_handler(OVERLAPPED, overlap=True)
-    prepare = model.__penstock_prepare__
+    prepare = model.collate
     first, second = in_thread(prepare, batch("1", "a")), in_thread(prepare, batch("2", "b"))
     assert [answer.body for answer in model.predict(first)] == [b"a11"]
     assert [answer.body for answer in model.predict(second)] == [b"b22"]
@@ -227,14 +227,14 @@ def test_before_the_first_batch_the_context_is_the_one_of_load(make_handler):
 
 def test_a_part_of_a_preprocessed_batch_runs_all_steps_again(make_handler):
     model = make_handler(OVERLAPPED, overlap=True)
-    prepared = model.__penstock_prepare__([*batch("1", "bad"), *batch("2", "b")])
+    prepared = model.collate([*batch("1", "bad"), *batch("2", "b")])
     assert [answer.body for answer in model.predict(prepared[1:])] == [b"b22"]
 
 
 def test_explanations_are_not_preprocessed_ahead(make_handler):
     model = make_handler(OVERLAPPED, overlap=True)
     requests = batch("1", "a", explain="True")
-    assert model.__penstock_prepare__(requests) is requests
+    assert model.collate(requests) is requests
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_explanations_are_not_preprocessed_ahead(make_handler):
 )
 def test_only_base_handlers_own_handle_is_overlapped(make_handler, caplog, source, setup):
     model = make_handler(source, overlap=True, **setup)
-    assert model.__penstock_prepare__ is None
+    assert model.collate is None
     assert "handler_not_overlapped" in caplog.text
 
 
@@ -257,5 +257,5 @@ def test_the_time_of_all_steps_is_recorded(make_handler, monkeypatch):
     model = make_handler(OVERLAPPED, overlap=True)
     told = []
     monkeypatch.setattr(MetricsCache, "add_time", lambda self, name, ms, *more: told.append((name, self.request_ids)))
-    model.predict(in_thread(model.__penstock_prepare__, batch("1", "a")))
+    model.predict(in_thread(model.collate, batch("1", "a")))
     assert told == [("HandlerTime", {0: "1"}), ("PredictionTime", {0: "1"})]
