@@ -44,10 +44,11 @@ BUILTIN: dict[str, dict[str, str]] = {
         "torchserve_inputs": "penstock.torchserve.protocol.codec:InputsCodec",
         "torchserve_raw": "penstock.torchserve.protocol.codec:RawCodec",
     },
-    # opens targets other than Python code: model files, pipeline files, torch.nn.Module
+    # opens targets other than Python code: model files, pipeline files, torch.nn.Module; and a `predict` of tensors
     "runtime": {
         "file": "penstock.runtimes.files:file_model",
         "module": "penstock.runtimes.files:module_model",
+        "arrays": "penstock.runtimes.torch_arrays:torch_arrays",
         "pipeline": "penstock.pipeline.model:PipelineModel",
     },
     # functions that recognise a TOML file of a model by its tables; any other file is a configuration

@@ -53,7 +53,7 @@ class StreamerModel:
             model.init_model(*self._args, **self._kwargs)
             self._predict = model.predict
         declared = isinstance(getattr(model, "inputs", None), Mapping)  # other libraries' models have other `inputs`
-        arrays = array_model(model, self._predict, {}) if declared else None
+        arrays = array_model(model, self._predict, {}, device) if declared else None
         if arrays is not None:
             opened = getattr(self, "preprocess", _same)  # of a subclass
             self.preprocess = lambda item: arrays.preprocess(opened(item))

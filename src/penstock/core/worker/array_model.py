@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.core.worker.python_model import is_generator, options_of
+from penstock.core.worker.python_model import is_generator, of_torch, options_of
 from penstock.core.worker.tensor_model import (
     ANY_ROWS,
     Array,
     Arrays,
     Input,
+    Program,
     ProgramSettings,
     TensorModel,
     cannot_be_rows,
 )
 from penstock.errors import BadOutput, LoadFailed
+from penstock.plugins import resolve
 from penstock.types import DATATYPES, DTYPES, TensorSpec
 
 if TYPE_CHECKING:
@@ -36,7 +38,12 @@ class ArrayModel(TensorModel):
     __penstock_arrays__ = True
 
     def __init__(
-        self, model: Any, predict: Callable[..., Any], inputs: Sequence[TensorSpec], outputs: tuple[TensorSpec, ...]
+        self,
+        model: Any,
+        predict: Callable[..., Any],
+        inputs: Sequence[TensorSpec],
+        outputs: tuple[TensorSpec, ...],
+        device: str = "cpu",
     ) -> None:
         """Raises LoadFailed for a model that takes arrays and has members for items."""
         hook = next((hook for hook in _NO_HOOKS if getattr(model, hook, None) is not None), None)
@@ -47,7 +54,11 @@ class ArrayModel(TensorModel):
                 " do this work in predict, which returns arrays, or write predict(items)"
             )
         program = self._python = PythonProgram(predict, inputs, outputs)
-        super().__init__(lambda _: program, ProgramSettings())
+        opened: Program = program
+        if of_torch(model):
+            make: Any = resolve("runtime", "arrays")
+            opened = make(predict, program.inputs, outputs, device, unbatched=program.unbatched)
+        super().__init__(lambda _: opened, ProgramSettings())
         self._model = model
         self.load("cpu")
         self.__penstock_options__ |= options_of(model)
@@ -67,6 +78,20 @@ class ArrayModel(TensorModel):
                 unload()
         finally:
             self._python.close()
+
+
+def by_name(found: Any, names: list[str]) -> dict[str, Any]:
+    """What `predict` returned, by the names of the outputs, in their order. Raises BadOutput."""
+    if not isinstance(found, Mapping):
+        if len(names) > 1:
+            raise BadOutput(
+                f"predict returned a {type(found).__name__}, expected a dictionary of the outputs {', '.join(names)}"
+            )
+        found = {(names or ["output_0"])[0]: found}
+    if names and found.keys() != set(names):
+        given = ", ".join(map(str, found)) or "nothing"
+        raise BadOutput(f"predict returned {given}, but the model declares the outputs {', '.join(names)}")
+    return {str(name): found[name] for name in names or found}
 
 
 class PythonProgram:
@@ -101,18 +126,7 @@ class PythonProgram:
         found = self._predict(**{name: a if a.flags.writeable else a.copy() for name, a in arrays.items()})
         if inspect.iscoroutine(found):
             found = self._await(found)
-        names = [spec.name for spec in self.outputs]
-        if not isinstance(found, Mapping):
-            if len(names) > 1:
-                raise BadOutput(
-                    f"predict returned a {type(found).__name__}, expected a dictionary of the outputs"
-                    f" {', '.join(names)}"
-                )
-            found = {(names or ["output_0"])[0]: found}
-        if names and found.keys() != self._specs.keys():
-            given = ", ".join(map(str, found)) or "nothing"
-            raise BadOutput(f"predict returned {given}, but the model declares the outputs {', '.join(names)}")
-        return {str(name): self.checked(name, found[name]) for name in names or found}
+        return {name: self.checked(name, value) for name, value in by_name(found, list(self._specs)).items()}
 
     def checked(self, name: str, value: Any) -> Array:
         """The output as an array in C order. Raises BadOutput, and an exception in place of a row."""

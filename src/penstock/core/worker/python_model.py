@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import msgspec
 
@@ -30,6 +30,7 @@ P = ParamSpec("P")
 Tensors = Mapping[str, str] | Sequence[TensorSpec]  # such as {"x": "FP32[-1,64]"}
 _OPTIONS = "__penstock_options__"
 _SIDES = ("inputs", "outputs")
+_ARRAYS = ("numpy", "torch")  # of a `predict` with declared inputs
 _BATCH_HOOKS = ("preprocess", "collate", "postprocess", "warmup", "explain")
 _HOOKS = (*_BATCH_HOOKS, "load", "unload", "admit", "step", "evict", "cost")
 
@@ -40,6 +41,7 @@ class Options(BatchingConfig, frozen=True, kw_only=True):
     task: Task | None = None
     inputs: Tensors = ()
     outputs: Tensors = ()
+    arrays: Literal["numpy", "torch"] = "numpy"
 
 
 class Decorator(Protocol[P]):
@@ -59,10 +61,10 @@ def _with_options_of(_: Callable[P, Options]) -> Callable[[Callable[..., Any]], 
 def model(target: Any = None, /, **options: Any) -> Any:
     """The decorated function or class, with batching options attached.
 
-    The options are keys of `[models.NAME.batching]`, and `task`, `inputs` and `outputs`, which become attributes. They
-    serve as defaults: the configuration wins. Raises ConfigError.
+    The options are keys of `[models.NAME.batching]`, and `task`, `inputs`, `outputs` and `arrays`, which become
+    attributes. They serve as defaults: the configuration wins. Raises ConfigError.
     """
-    names = ("task", *_SIDES)
+    names = ("task", "arrays", *_SIDES)
     attributes = {name: value for name in names if (value := options.pop(name, None)) is not None}
     for side in _SIDES:
         tensor_specs(attributes.get(side, ()), f"@penstock.model: {side}")
@@ -161,7 +163,7 @@ class PythonModel:
         if load is not None:
             self.takes = frozenset(getattr(found, "__penstock_takes__", inspect.signature(load).parameters))
             load(device, **_accepted(load, self._extras))
-        arrays = None if predict is None else array_model(found, predict, self._tensors)
+        arrays = None if predict is None else array_model(found, predict, self._tensors, device)
         if arrays is not None:
             found = self._model = arrays
             self._tensors, predict = {}, arrays.predict
@@ -328,7 +330,7 @@ class PythonModel:
         return parameters
 
 
-def array_model(model: Any, predict: Any, tensors: Mapping[str, Tensors]) -> TensorModel | None:
+def array_model(model: Any, predict: Any, tensors: Mapping[str, Tensors], device: str) -> TensorModel | None:
     """The model around a user's `predict` that receives arrays; None if it receives items. For `tensors` see
     PythonModel.
 
@@ -339,15 +341,25 @@ def array_model(model: Any, predict: Any, tensors: Mapping[str, Tensors]) -> Ten
         if key is not None:
             raise ConfigError(f"{key}: {type(model).__name__} declares its own {key}; leave the key out")
         return None
-    if getattr(model, "collate", None) is not None:
-        return None
     inputs = _declared(model, "inputs", tensors)
+    if getattr(model, "collate", None) is not None:
+        inputs = ()  # it receives what `collate` returns
     table = isinstance(tensors.get("inputs") or getattr(model, "inputs", None), Mapping)
     if not inputs or not takes_arrays(predict, [spec.name for spec in inputs], table):
+        if of_torch(model):
+            raise LoadFailed('arrays = "torch" needs declared inputs, and a predict with a parameter for each of them')
         return None
     from penstock.core.worker.array_model import ArrayModel  # other models may not need NumPy
 
-    return ArrayModel(model, predict, inputs, _declared(model, "outputs", tensors))
+    return ArrayModel(model, predict, inputs, _declared(model, "outputs", tensors), device)
+
+
+def of_torch(model: Any) -> bool:
+    """Whether `predict` receives tensors on the device in place of NumPy arrays. Raises ConfigError."""
+    kind = getattr(model, "arrays", None)
+    if isinstance(kind, str) and kind not in _ARRAYS:
+        raise ConfigError(f"arrays: found {kind!r}, expected {' or '.join(map(repr, _ARRAYS))}{nearest(kind, _ARRAYS)}")
+    return kind == "torch"
 
 
 def _declared(model: Any, side: str, tensors: Mapping[str, Tensors]) -> tuple[TensorSpec, ...]:
