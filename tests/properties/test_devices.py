@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.worker.tensor_model import ProgramSettings
+from penstock.config.schema import BatchingConfig, ModelConfig
+from penstock.core.worker.main import open_model
+from penstock.core.worker.spec import WorkerSpec
+from penstock.core.worker.tensor_model import ProgramSettings, TensorModel
 from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.torch import of_module
 from penstock.testing.devices import SimulatedDevice
-from penstock.types import TensorSpec
+from penstock.types import Item, TensorSpec
 
 torch = pytest.importorskip("torch")
 
@@ -115,3 +118,23 @@ def test_results_are_garbage_until_their_copy_has_ended():
     launched = program.launch(program.stage(rows_of(program, 3, 1)))
     assert not (launched.outputs["OUTPUT__0"] == 2).any()
     assert (program.fetch(launched)[0]["OUTPUT__0"] == 2).all()
+
+
+@given(batches=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=12))
+def test_only_the_sizes_of_the_ladder_reach_the_device_and_all_of_them_before_it_serves(batches):
+    clock, ran = Clock(), []
+    device = SimulatedDevice(
+        kernels_s=lambda rows: ran.append(rows) or kernels_s(rows), now_s=clock.read, sleep=clock.sleep
+    )
+    program = DeviceProgram(of_module(Doubles(), ProgramSettings(inputs=SPECS)), device)
+    config = ModelConfig(target="m:m", batching=BatchingConfig(sizes=(1, 4, 16)))
+    target = TensorModel(lambda _: program, ProgramSettings())
+    runner, ready = open_model(WorkerSpec("m", "1", config, target), "cpu")
+    assert set(ran) == {1, 4, 16} == set(ready.sizes)
+    for batch in batches:
+        items = [Item({"x": np.full((rows, 2), rows, np.float32)}) for rows in batch]
+        part = runner.begin(1, runner.decode(items), lambda part: None)()
+        for rows, result in zip(batch, part.results, strict=True):
+            (array,) = result.body.values()
+            assert array.tolist() == [[2.0 * rows] * 2] * rows
+    assert set(ran) == {1, 4, 16}
