@@ -16,6 +16,7 @@ SOURCE = """
 
     import numpy as np
     import penstock
+    from penstock.core.worker.tensor_model import ProgramSettings, TensorModel
 
     def note(name, rows):
         with open(os.path.join(os.environ["NOTES"], name), "a") as file:
@@ -43,6 +44,25 @@ SOURCE = """
             time.sleep(0.005)
             return x.sum(1)
 
+    def open_doubling(settings):
+        import torch
+
+        from penstock.runtimes.device import DeviceProgram
+        from penstock.runtimes.torch import of_module
+        from penstock.testing.devices import SimulatedDevice
+        from penstock.types import TensorSpec
+
+        class Doubling(torch.nn.Module):
+            def forward(self, x):
+                return x * 2
+
+        device = SimulatedDevice()
+        device.capture_fails = {1: RuntimeError("CUDA error: out of memory")}  # of the largest size
+        inputs = (TensorSpec("x", "FP32", (-1, 2)),)
+        return DeviceProgram(of_module(Doubling(), ProgramSettings(inputs=inputs)), device, graphs=True)
+
+    Graphed = TensorModel(open_doubling, ProgramSettings())
+
     @penstock.model(sizes=[2, 32])
     class Scarce:
         def warmup(self):
@@ -66,7 +86,8 @@ def server(serve_all: Callable[..., Any], notes: Path) -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
     patch.setenv("NOTES", str(notes))
     ports = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
-    yield serve_all(SOURCE, "Listed", "Arrays", "Scarce", ports=ports)
+    ports += ["--set", "models.graphed.batching.sizes=[1, 4, 8]"]
+    yield serve_all(SOURCE, "Listed", "Arrays", "Graphed", "Scarce", ports=ports)
     patch.undo()
 
 
@@ -112,6 +133,18 @@ def test_arrays_of_several_rows_are_padded_and_cut(server: Any, notes: Path) -> 
         for k, found in enumerate(pool.map(ask, [1 + k % 30 for k in range(120)])):
             assert found == [4.0 * row + 1 for row in range(1 + k % 30)]
     assert set(sizes(notes, "Arrays")) == {1, 2, 4, 8, 12}
+
+
+def test_batches_on_a_device_replay_the_graph_of_their_size(server: Any) -> None:
+    bodies: list[Any] = [[float(k), 1.0] for k in range(200)]
+    for body, (status, answer) in zip(bodies, together(server, "Graphed", bodies), strict=True):
+        assert (status, json.loads(answer)) == (200, [2 * body[0], 2.0])
+    _, body = server.get("/models/graphed/1", "management")
+    found = json.loads(body)["batching"]["graphs"]
+    assert found.pop("memory_bytes") > 0
+    assert found == {"sizes": [1, 4], "short": [8], "failed": ""}
+    assert "graphs_captured model=graphed sizes=(1, 4)" in server.said()
+    assert "graphs_out_of_memory model=graphed sizes=(8,)" in server.said()
 
 
 def test_a_size_that_memory_does_not_allow_is_left_to_smaller_ones(server: Any, notes: Path) -> None:

@@ -29,7 +29,7 @@ else:
     Target = str  # in a file; a program may give the class or function itself
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # of PyTorch and ONNX models
-OPTIMIZATIONS = ("none", "optimize_for_inference", "compile")
+OPTIMIZATIONS = ("none", "graph", "optimize_for_inference", "compile")
 
 
 def doc(text: str) -> Meta:
@@ -396,7 +396,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ] = None
     optimize: Annotated[
         str | None,
-        doc("of PyTorch and ONNX models: none, optimize_for_inference or compile; other models receive it in `load`"),
+        doc(
+            "of PyTorch and ONNX models: none, graph, optimize_for_inference or compile; by default graph for model"
+            " files and modules of PyTorch on CUDA, else none; other models receive it in `load`"
+        ),
     ] = None
     threads: Annotated[
         Threads | None, doc("threads of numeric libraries in each worker; by default physical cores / instances")

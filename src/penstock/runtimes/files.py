@@ -46,7 +46,7 @@ def settings_of(config: ModelConfig, threads: int) -> ProgramSettings:
         size = sizes[-1]
     return ProgramSettings(
         precision=config.precision or "fp32",
-        optimize=config.optimize or "none",
+        optimize=config.optimize,
         trust=config.trust,
         threads=threads,
         inputs=tensor_specs(config.inputs, "inputs"),
@@ -60,7 +60,7 @@ def _open_onnx(path: str, settings: ProgramSettings) -> Program:
 
     refuse_inputs(settings, "an ONNX graph")
     device, threads, precision = settings.device, settings.threads, settings.precision
-    compiled = onnx.compiled(device, precision, settings.optimize)
+    compiled = onnx.compiled(device, precision, settings.optimize or "none")
     if not device.startswith("cuda"):
         return onnx.OnnxProgram(onnx.open_session(path, device, threads=threads))
     from penstock.runtimes import onnx_device

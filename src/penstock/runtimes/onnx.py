@@ -281,6 +281,11 @@ def compiled(device: str, precision: str, optimize: str) -> bool:
             f"found precision {precision!r} and optimize {optimize!r}, expected one of {', '.join(PRECISIONS)} and of"
             f" {', '.join(OPTIMIZATIONS)}"
         )
+    if optimize == "graph":
+        raise ConfigError(
+            "optimize: found graph, which is for PyTorch models; leave it out for an ONNX model, or set compile for"
+            " TensorRT on a CUDA device"
+        )
     if optimize == "compile" and not cuda:
         raise ConfigError(
             "optimize: found compile, which uses TensorRT for an ONNX model and needs a CUDA device; leave it out:"

@@ -207,6 +207,11 @@ def prepare(
         module = module.to(dtype)
     if optimize == "none":
         return module
+    if optimize == "graph":
+        raise ConfigError(
+            "optimize: found graph, which is for model files and modules without a handler on a CUDA device, not for"
+            f" {device}; leave it out"
+        )
     if optimize == "compile":
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError("optimize: found compile, which TorchScript does not support; use optimize_for_inference")
@@ -226,7 +231,9 @@ def _prepared(module: Any, settings: ProgramSettings, shapes: Iterable[Sequence[
     each: kernels for fixed sizes are faster."""
     known = [-1 not in shape[1:] for shape in shapes]
     count = len(settings.sizes) if isinstance(settings.sizes, tuple) else MOST_POWERS
-    precision, optimize = settings.precision, settings.optimize
+    precision, optimize = settings.precision, settings.optimize or "none"
+    if optimize == "graph" and settings.device.startswith("cuda"):
+        optimize = "none"  # the graphs are captured from the module as it is
     sized = settings.padded and known and all(known)
     return prepare(module, settings.device, precision=precision, optimize=optimize, shapes=count if sized else None)
 
@@ -332,13 +339,17 @@ class TorchProgram:
         return value.float() if value.dtype in (self._torch.float16, self._torch.bfloat16) else value
 
 
-def on_device(program: TorchProgram, device: str) -> Program:
-    """The program, in three phases on a CUDA device."""
+def on_device(program: TorchProgram, device: str, *, graphs: bool = False) -> Program:
+    """The program, in three phases on a CUDA device, there with or without graphs."""
     if not device.startswith("cuda"):
         return program
     from penstock.runtimes.cuda import CudaDevice
 
-    return DeviceProgram(program, CudaDevice(device))
+    return DeviceProgram(program, CudaDevice(device), graphs=graphs)
+
+
+def _opened(program: TorchProgram, settings: ProgramSettings) -> Program:
+    return on_device(program, settings.device, graphs=settings.optimize in (None, "graph"))
 
 
 def open_program(path: str, settings: ProgramSettings) -> Program:
@@ -370,7 +381,7 @@ def of_module(module: Any, settings: ProgramSettings) -> Program:
     keywords = known if all(i.name in known for i in found) else frozenset()
     device, precision = settings.device, settings.precision
     opened = TorchProgram(ready, device, found, platform=platform, precision=precision, keywords=keywords)
-    return on_device(opened, device)
+    return _opened(opened, settings)
 
 
 def of_exported(program: Any, settings: ProgramSettings) -> Program:
@@ -401,7 +412,7 @@ def of_exported(program: Any, settings: ProgramSettings) -> Program:
         rows=_rows_of(program, values),
         unbatched=unbatched,
     )
-    return on_device(opened, settings.device)
+    return _opened(opened, settings)
 
 
 def _size(value: Any) -> int | str | None:

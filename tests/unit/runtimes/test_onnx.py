@@ -168,6 +168,7 @@ def test_a_device_has_its_providers():
         ("cpu", "fp32", "compile", "uses TensorRT for an ONNX model and needs a CUDA device"),
         ("cpu", "fp8", "none", "found precision 'fp8'"),
         ("cpu", "fp32", "fast", "optimize 'fast'"),
+        ("cuda:0", "fp32", "graph", "optimize: found graph, which is for PyTorch models; leave it out for an ONNX"),
     ],
 )
 def test_settings_that_a_device_does_not_support_are_refused(device, precision, optimize, error):

@@ -230,7 +230,8 @@ def test_every_size_is_compiled_at_the_load_and_none_later(monkeypatch):
         ("net.pt2", {"optimize": "optimize_for_inference"}, "which exported programs do not support"),
         ("net.pt2", {"precision": "fp16"}, "precision: found fp16, but the graph of an exported program"),
         ("net.ts", {"precision": "fp8"}, "precision: found 'fp8', expected one of fp32, fp16, bf16"),
-        ("net.ts", {"optimize": "fast"}, "optimize: found 'fast', expected one of none, optimize_for_inference"),
+        ("net.ts", {"optimize": "fast"}, "optimize: found 'fast', expected one of none, graph, optimize_for_inference"),
+        ("net.ts", {"optimize": "graph"}, "found graph, which is for .* on a CUDA device, not for cpu; leave it out"),
     ],
 )
 def test_settings_that_a_kind_does_not_support_are_refused(model_files, name, keys, error):

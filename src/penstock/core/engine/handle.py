@@ -37,7 +37,7 @@ from penstock.core.engine.upkeep import Upkeep
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import Conflict, ModelNotReady, PenstockError, QueueFull
-from penstock.types import Item, ModelMetadata, ModelStatus, Ready, Sink
+from penstock.types import Graphs, Item, ModelMetadata, ModelStatus, Ready, Sink
 
 log = logging.getLogger("penstock.engine")
 
@@ -69,6 +69,7 @@ class ModelHandle:
         self.config = spec.config
         self.files = file_stamps(spec.config, spec.sys_path)
         self.metadata: ModelMetadata | None = None
+        self.graphs: Graphs | None = None  # of the instance that came up last
         self.state = "LOADING"
         self.batching: BatchingConfig = spec.config.batching  # includes the model's own options after loading
         check_rules(spec.config.batching)
@@ -150,7 +151,7 @@ class ModelHandle:
     # ---- callbacks of the instances
 
     def _on_up(self, ready: Ready) -> Batcher:
-        self.metadata = ready.metadata
+        self.metadata, self.graphs = ready.metadata, ready.graphs
         if self.batcher is None:
             self.batcher = self._make_batcher(ready)
             self.batcher.on_broken = self._on_broken
@@ -359,11 +360,13 @@ class ModelHandle:
             )
 
     def statistics(self) -> dict[str, object]:
-        """The statistics of the scheduler and the autoscaler, once a worker was up, and of the residency."""
+        """The statistics of the scheduler, the graphs and the autoscaler, once a worker was up; of the residency."""
         found: dict[str, object] = {}
         if self.batcher is not None:
             with self.batcher.guard:
                 found = {"mode": self.mode, **self.batcher.scheduler.explain()}
+        if self.graphs is not None:
+            found["graphs"] = structs.asdict(self.graphs)
         if self.scaler is not None:
             found["autoscale"] = self.scaler.explain()
         if self.resident is not None:

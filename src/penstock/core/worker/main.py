@@ -31,7 +31,7 @@ from penstock.errors import (
     out_of_memory,
 )
 from penstock.plugins import is_model_file, is_pipeline_file, load_object, raised_at, resolve
-from penstock.types import ModelMetadata, Ready
+from penstock.types import Graphs, ModelMetadata, Ready
 
 log = logging.getLogger("penstock.worker")
 
@@ -83,6 +83,8 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
             profile, best = warm_up(runner, batching)
         if model.ladder is None:
             model.pad(_ladder(batching, best or DEFAULT_BATCH))
+            if model.graphs is not None and model.graphs.sizes:  # their times are others than those of the first runs
+                profile, _ = warm_up(runner, structs.replace(batching, rows="axis0"))
     except PenstockError:
         raise
     except SystemExit as e:
@@ -92,7 +94,9 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         kind = LoadOutOfMemory if out_of_memory(e) else LoadFailed
         raise kind(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
     ready = Ready(runner.metadata, shown_device or device, os.getpid(), declared, profile, best, metrics=recorded)
-    ready.coupled = coupled
+    ready.coupled, ready.graphs = coupled, model.graphs
+    if model.graphs is not None:
+        _log_graphs(spec.name, model.graphs, asked=config.optimize == "graph")
     if model.ladder is not None:
         ready.sizes = model.ladder.sizes
         if not profile:
@@ -101,6 +105,19 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
                 spec.name,
             )
     return runner, ready
+
+
+def _log_graphs(name: str, graphs: Graphs, asked: bool) -> None:
+    if graphs.failed:
+        log.warning("graphs_failed model=%s why=%r: its kernels are launched one by one", name, graphs.failed)
+    elif not (graphs.sizes or graphs.short):
+        why = "they need inputs of fixed shapes and batching.sizes, and its kernels are launched one by one"
+        log.log(logging.WARNING if asked else logging.INFO, "graphs_none model=%s: %s", name, why)
+    else:
+        log.info("graphs_captured model=%s sizes=%s bytes=%d", name, graphs.sizes, graphs.memory_bytes)
+    if graphs.short:
+        why = "there is no memory for their graphs, and their kernels are launched one by one"
+        log.warning("graphs_out_of_memory model=%s sizes=%s: %s", name, graphs.short, why)
 
 
 def _ladder(batching: BatchingConfig, best: int | None) -> Ladder | None:

@@ -17,7 +17,7 @@ from penstock.core.worker.predict import SequenceStates, WithParameters, takes_p
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import ConfigError, LoadFailed, nearest
-from penstock.types import TASKS, ModelMetadata, Task, TensorSpec
+from penstock.types import TASKS, Graphs, ModelMetadata, Task, TensorSpec
 from penstock.values import tensor_specs
 
 if TYPE_CHECKING:
@@ -258,6 +258,11 @@ class PythonModel:
             raise LoadFailed(f"batching.sizes: {kind} has no whole batches to pad; leave the key out")
         if self.submit is not None or self.send_parts_to is not None:
             raise LoadFailed(f"batching.sizes: {_name(self._model)} arranges its batches itself; leave the key out")
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """The graphs of a loaded model that captures them for its sizes."""
+        return getattr(self._model, "__penstock_graphs__", None)
 
     @property
     def overlaps(self) -> bool:

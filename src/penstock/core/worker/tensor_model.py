@@ -20,7 +20,7 @@ from penstock.core.batching.ladder import Ladder, Sizes
 from penstock.core.columns import Block, TensorRequest, TensorRows
 from penstock.core.worker.rows import PhasedProgram, TensorPhases, check_rows, cut, groups, joined
 from penstock.errors import BadRequest, ConfigError, LoadFailed, WrongRowCount
-from penstock.types import DATATYPES, DTYPES, TensorSpec
+from penstock.types import DATATYPES, DTYPES, Graphs, TensorSpec
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -89,12 +89,12 @@ def samples_of(inputs: Sequence[Input], unbatched: bool = False) -> list[Arrays]
 
 
 class ProgramSettings(Struct, frozen=True):
-    """The keys of `[models.NAME]` that a program needs. `most_rows`: the batch size, None for "auto". `sizes`: the key
-    of that name, "any" for a model without rows."""
+    """The keys of `[models.NAME]` that a program needs. `optimize`: None for what suits the program and the device.
+    `most_rows`: the batch size, None for "auto". `sizes`: the key of that name, "any" for a model without rows."""
 
     device: str = "cpu"
     precision: str = "fp32"
-    optimize: str = "none"
+    optimize: str | None = None
     trust: str = "none"
     threads: int = 1
     inputs: tuple[TensorSpec, ...] = ()
@@ -124,6 +124,7 @@ class TensorModel:
         self._program: Program | None = None
         self._unbatched = False
         self._ladder: Ladder | None = None
+        self.__penstock_graphs__: Graphs | None = None
         self.inputs: tuple[TensorSpec, ...] = ()  # empty unless all are known
         self._whole_inputs: tuple[TensorSpec, ...] = ()  # with their sizes on axis 0
         self.outputs: tuple[TensorSpec, ...] = ()
@@ -175,6 +176,8 @@ class TensorModel:
 
     def __penstock_pad__(self, ladder: Ladder | None) -> None:
         self._ladder = ladder
+        if (capture := getattr(self._program, "capture", None)) is not None:
+            self.__penstock_graphs__ = capture([] if ladder is None else {self._size(rows) for rows in ladder.sizes})
 
     def warmup(self) -> list[Arrays]:
         """Two rows, or requests without rows; nothing if a size is unknown."""
