@@ -210,6 +210,8 @@ class DirectDriver(Inbox):
         if thread.skips:
             thread.skips = False
             return thread.take()
+        began_s = time.thread_time()
+        self.answer(thread)
         while True:
             with self.guard:
                 self._wake_at = INF
@@ -217,7 +219,7 @@ class DirectDriver(Inbox):
                 if thread.batches:
                     self._look_early()
                     self._ensure()
-                    thread.paused()
+                    thread.pause_s = time.thread_time() - began_s
                     return thread.take()
                 if thread.ending:
                     self._ensure()
@@ -246,10 +248,10 @@ class DirectDriver(Inbox):
 
     def answer_on_loop(self, thread: DirectThread) -> None:
         """Does the same, and takes a turn, while the thread runs its next batch."""
-        thread.pausing()
+        began_s = time.thread_time()
         self.answer(thread)
         self._turn()
-        thread.paused()
+        thread.pause_s = time.thread_time() - began_s
 
 
 class DirectThread(WorkerThread):
@@ -261,8 +263,7 @@ class DirectThread(WorkerThread):
         self.ahead = False  # the loop gave it the next batch while it ran one
         self.skips = False  # the loop answers the last batch and takes the next turn
         self._parts: deque[tuple[BatchPart, list[Lease]]] = deque()
-        self._pause_s = 0.0  # between two runs, or what would have been one if the loop had not done its work
-        self._pausing_s = 0.0
+        self.pause_s = 0.0  # processor time between two runs, or what it would have been without the loop's help
         self.ending = False
         self.order = -slot.number  # the scheduler prefers the first idle slot, so its thread is rung first
         self.until = INF  # when it wakes by itself while it sleeps
@@ -292,19 +293,15 @@ class DirectThread(WorkerThread):
         self._driver.rouse(self)  # a turn is due
 
     def answer(self, part: BatchPart, leases: list[Lease]) -> None:
-        """Passes a part on, or leaves that to the loop if the loop has sent the next batch ahead."""
-        if self._finisher is not None:
-            self._parts.append((part, leases))
-            self._driver.answer(self)
-            return
-        part.prepare_s += self._pause_s  # a batch that is sent ahead need not wait for it
+        """Passes a part on. The last one is left to `next`, or to the loop if it has sent the next batch ahead."""
+        if self._finisher is None:
+            part.prepare_s += self.pause_s  # a batch that is sent ahead need not wait for it
         self._parts.append((part, leases))
-        if part.final and self.ahead:
+        if self._finisher is not None or not part.final:
+            self._driver.answer(self)
+        elif self.ahead:
             self.skips = True
             self._post(self._driver.answer_on_loop, self)
-        else:
-            self.pausing()
-            self._driver.answer(self)
 
     def take(self) -> Work:
         self.ahead = False
@@ -314,13 +311,6 @@ class DirectThread(WorkerThread):
         """With the guard: passes on what is not yet."""
         while self._parts:
             self.slot.on_part(self, *self._parts.popleft())
-
-    def pausing(self) -> None:
-        """In the thread that answers a batch: measures the processor time from here to `paused`."""
-        self._pausing_s = time.thread_time()
-
-    def paused(self) -> None:
-        self._pause_s = time.thread_time() - self._pausing_s
 
 
 class DirectSlot(ThreadSlot):
