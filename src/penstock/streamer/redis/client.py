@@ -1,10 +1,11 @@
 """RedisStreamer and its BrokerClient: requests go through a Redis broker to the workers of one model.
 
-All requests of one pass of the event loop form one submission: one script call that bounds the queue and adds each
-entry exactly once, also when the connection is lost and the submission repeated. Replies arrive as one message per
-batch in a stream of this client. While requests are unanswered, the client asks the broker once a second whether it
-still knows this client; if not (it was flushed or restarted), requests that vanished without a reply are sent again. A
-request may then run twice; its number makes sure that it is answered once.
+All requests of one pass of the event loop form one submission, or of 10 ms while the callers keep a processor busy. A
+submission is one script call that bounds the queue and adds each entry exactly once, also when the connection is lost
+and the submission repeated. Replies arrive as one message per batch in a stream of this client. While requests are
+unanswered, the client asks the broker once a second whether it still knows this client; if not (it was flushed or
+restarted), requests that vanished without a reply are sent again. A request may then run twice; its number makes sure
+that it is answered once.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ from functools import partial
 from typing import Any
 
 from penstock.backoff import Backoff
+from penstock.core import os_threads
 from penstock.core.contracts import Ticket
+from penstock.core.engine.load import CallersLoad
 from penstock.core.portal.portal import Portal
 from penstock.core.transports.slot import within
 from penstock.errors import BrokerUnavailable, ConfigError, DeadlineExceeded, ModelNotReady, PenstockError
@@ -40,6 +43,9 @@ LOOKUP_ENTRIES = 1000  # per command or script
 SESSION_S = 60  # how long the broker remembers a silent client
 READ_BLOCK_MS = 5000
 READ_MESSAGES = 256  # per read
+GATHER_S = 0.01
+"""How long requests gather while the callers keep a processor busy: a submission costs this process 0.2 ms of it, which
+the callers lack. Measured with a BERT behind Flask: 1.1 to 1.4 times the requests of submissions without a pause."""
 RETRY_S = (0.02, 1.0)  # shortest and longest pause before another attempt to connect
 
 
@@ -70,6 +76,7 @@ class RequestSender:
         self._submissions = 0
         self._connects = 0  # at the last check of the session
         self._lost_at: float | None = None
+        self._clock, self._load = os_threads.processor_clock(), CallersLoad()
 
     async def run(self) -> None:
         """Does the work that is due, for ever."""
@@ -78,6 +85,8 @@ class RequestSender:
             await requests.work_due.wait()
             requests.work_due.clear()
             while requests.unsent or requests.lost or requests.abandoned or self.check_session:
+                if self._load.look([self._clock]):
+                    await asyncio.sleep(GATHER_S)
                 try:
                     await self._step()
                 except PenstockError as e:

@@ -5,7 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from penstock.core.engine.load import CallersLoad
 from penstock.errors import BadRequest, BrokerUnavailable, DeadlineExceeded, QueueFull
+from penstock.streamer.redis import client as client_module
 from penstock.streamer.redis.connection import RedisConnection
 from penstock.streamer.redis.protocol import SUBMIT
 
@@ -36,6 +38,21 @@ async def test_requests_of_one_pass_of_the_loop_form_one_submission(work, asker,
     answers = [client.put(n) for n in range(50)]
     await asyncio.gather(*answers)
     assert [a.result().body for a in answers] == [2 * n for n in range(50)]
+    assert len(submissions) == 1
+
+
+async def test_requests_of_callers_that_keep_a_processor_busy_gather(work, asker, submissions, monkeypatch):
+    await work(double)
+    client = asker()
+    await client.ask(0)
+    monkeypatch.setattr(CallersLoad, "look", lambda load, clocks: True)
+    monkeypatch.setattr(client_module, "GATHER_S", 0.3)
+    submissions.clear()
+    answers = []
+    for n in range(20):
+        answers.append(client.put(n))
+        await asyncio.sleep(0)
+    await asyncio.gather(*answers)
     assert len(submissions) == 1
 
 
