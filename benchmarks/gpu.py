@@ -3,7 +3,8 @@
 ResNet-50 on images of 150 KB (bytes become floats on the GPU), BERT-base on 32 tokens, and JPEGs that are decoded
 first; fp16 and random weights. "loop" copies, computes and copies back, one batch after the other. "overlapped loop"
 has pinned memory, a copy stream and late results: what a GPU can do with this network. "on the device" has no copies.
-Penstock runs the network as a model file (TorchScript), and once as a class that a user writes.
+Penstock runs the network as a model file (TorchScript), and over HTTP also as a class that stacks and copies its items
+itself, and as one with `arrays = "torch"`.
 
 It takes about 5 minutes on one GPU and needs no network; what is not installed is skipped. `--loadgen` adds MLPerf's
 LoadGen, `--only resnet,http` selects networks, and `--dry` is a trial of small networks on the CPU.
@@ -45,6 +46,7 @@ SIZES = (1, 8, BATCH)
 LOADS = ((1, 1), (64, 1), (256, 1), (32, 8))  # clients over HTTP, images of each request
 LATENCY_S = 0.015  # most that the p99 of LoadGen's Server scenario may be
 LOADGEN = "loadgen"
+ITEMS, TENSORS = "a class of items", "a class of tensors"  # of Penstock, beside the model file
 TABLES = ("resnet", "http", "bert", "jpeg")
 # of the overlapped loop, or of the loop of full batches: what Penstock is to reach on one H100 or H200
 IN_PROCESS = {8: 0.9, BATCH: 0.95}
@@ -245,12 +247,13 @@ def served(bench: Bench, target: str, name: str) -> Penstock:
 
 
 def http(bench: Bench) -> None:
-    """ResNet-50 behind `penstock serve`: the model file, and the class of a user."""
+    """ResNet-50 behind `penstock serve`: the model file, and two classes."""
     loops = loops_of(bench, BATCH)
     of = "overlapped loop" if "overlapped loop" in loops else "loop"
     with (
         served(bench, str(bench.folder / "classes.pt"), "file") as file,
         served(bench, f"{HERE / 'gpu_models.py'}:ResNet", "own") as own,
+        served(bench, f"{HERE / 'gpu_models.py'}:TensorResNet", "tensors") as tensors,
     ):
         for clients, count in LOADS:
             head, buffers = encode_arrays({"pixels": images(count)}, binary_outputs=True)
@@ -260,12 +263,15 @@ def http(bench: Bench) -> None:
             contenders = {
                 of: loops[of],
                 "penstock": functools.partial(load, file, "v2/models/file/infer", body, count, length),
+                TENSORS: functools.partial(load, tensors, "v2/models/tensors/infer", body, count, length),
             }
             if count == 1:
-                own_load = functools.partial(load, own, "predictions/own", images(1).tobytes(), 1)
-                contenders["penstock, the class of a user"] = own_load
+                contenders[ITEMS] = functools.partial(load, own, "predictions/own", images(1).tobytes(), 1)
             runs = bench.measure("ResNet-50, HTTP", f"{clients} clients, {count} each", contenders)
             bench.share(f"HTTP, {clients} clients, {count} each", runs, of, OVER_HTTP if count > 1 else None)
+            if not bench.options.dry:
+                of_file = bench.report.ratios(runs, TENSORS, "penstock")
+                bench.report.target(f"{TENSORS}, {clients} clients, {count} each: x the file", of_file, least=0.98)
 
 
 def load_of(

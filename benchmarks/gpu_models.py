@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock import model
+
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 DRY = os.environ.get("BENCH_DRY") == "1"
 SIDE = 32 if DRY else 224
@@ -65,6 +67,17 @@ class ResNet:
 
     def warmup(self) -> list[Any]:
         return [bytes(SIDE * SIDE * 3)]
+
+
+@model(inputs={"pixels": f"UINT8[-1,{SIDE},{SIDE},3]"}, outputs={"number": "INT64[-1]"}, arrays="torch")
+class TensorResNet:
+    """The same by tensors: Penstock copies both ways, while other batches run."""
+
+    def load(self, device: str) -> None:
+        self.net = Classes().eval().to(device)
+
+    def predict(self, pixels: Any) -> Any:
+        return self.net(pixels)
 
 
 class Bert:

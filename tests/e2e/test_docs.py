@@ -199,6 +199,20 @@ def test_the_model_with_declared_tensors_has_eight_lines_and_answers_its_curl_li
         assert tensors["outputs"] == [{"name": "y", "shape": [1, 2], "datatype": "FP32", "data": [10.0, 10.0]}]
 
 
+@pytest.mark.parametrize("target", ["heads.py:Heads", "stacked.py:Stacked"])
+def test_the_models_of_tensors_and_of_collated_batches_answer_their_curl_lines(
+    serve: Callable[..., Any], tmp_path: Path, target: str
+) -> None:
+    pytest.importorskip("torch")
+    file = target.partition(":")[0]
+    (source,) = (block for block in blocks("docs/models.md", "python") if block.startswith(f"# {file}"))
+    assert sum(bool(line.strip()) for line in source.splitlines()[1:]) <= 15
+    (tmp_path / file).write_text(source)
+    lines = next(block for block in blocks("docs/models.md", "") if target in block)
+    (answer,) = shell(lines, serve(None, target, cwd=tmp_path).url, tmp_path)
+    assert len(json.loads(answer)) == 2
+
+
 def test_the_steps_of_scaling_run(serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = "docs/scale.md"
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))
