@@ -9,10 +9,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from math import inf as INF  # not the scheduler's: a client must not load it
 from typing import Protocol
 
 from penstock.core import os_threads
-from penstock.core.batching.entry import INF
 from penstock.core.contracts import Submitter, Ticket
 from penstock.errors import ModelNotReady, PenstockError
 from penstock.types import Item, ItemResult, Sink
