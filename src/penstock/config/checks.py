@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final, NoReturn
 
+from penstock.config.inputs import input_texts
 from penstock.config.schema import (
     MOST_INSTANCES,
     REMOTE,
@@ -161,7 +162,7 @@ def check_model(model: ModelConfig, where: str = "") -> None:
             f"{where}version: found {shorten(model.version, 100)!r}, expected at most 128 letters, digits, '.', '_',"
             f" '+' and '-', starting with a letter or digit, and not {', '.join(ROUTES)}"
         )
-    tensor_specs(model.inputs, f"{where}inputs")
+    tensor_specs(input_texts(model.inputs, f"{where}inputs"), f"{where}inputs")
     tensor_specs(model.outputs, f"{where}outputs")
     for device in model.devices:
         if not _DEVICE.fullmatch(device):

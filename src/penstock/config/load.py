@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import UnionType
 from typing import Any, Final, get_args, get_origin
 
 import msgspec
@@ -252,12 +253,19 @@ def _is_table(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
+def _table(kind: Any) -> Any:
+    """The type without its annotations; of a key that takes a table or a plain value, the table."""
+    plain = bare(kind)
+    arms = get_args(plain) if isinstance(plain, UnionType) else ()
+    return next((arm for arm in arms if _is_table(arm)), plain)
+
+
 def _kinds(table: Any) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(table)}
 
 
 def _child(kind: Any, name: str, path: Keys, source: str) -> Any:
-    kind = bare(kind)
+    kind = _table(kind)
     if get_origin(kind) is dict:
         if path == ("models",) and not _MODEL_NAME.fullmatch(name):
             raise ConfigError(
@@ -279,7 +287,7 @@ def _child(kind: Any, name: str, path: Keys, source: str) -> Any:
 
 def _keys_named(name: str, kind: Any, before: str = "") -> list[str]:
     """Every key of this name in a table and the tables below it, with the path to it."""
-    kind = bare(kind)
+    kind = _table(kind)
     if get_origin(kind) is dict:
         return _keys_named(name, get_args(kind)[1], f"{before}NAME.")
     tables = [(f"{before}{key}", child) for key, child in _kinds(kind).items()] if _is_table(kind) else []
@@ -289,7 +297,7 @@ def _keys_named(name: str, kind: Any, before: str = "") -> list[str]:
 
 def _check(value: Any, kind: Any, path: Keys, source: str, errors: ErrorList) -> None:
     """Adds to `errors` each key of `value` that is unknown or has an invalid value."""
-    plain = bare(kind)
+    plain = _table(kind)
     if (_is_table(plain) or get_origin(plain) is dict) and isinstance(value, dict):
         for name, child in value.items():
             with errors:

@@ -320,6 +320,27 @@ class ResidencyConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     pinned: Annotated[bool, doc("the model is loaded at the start and never leaves")] = False
 
 
+class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[models.NAME.inputs.INPUT]`: an input as a table, instead of a text such as "FP32[-1,4]"; images need one."""
+
+    datatype: Annotated[str | None, doc('datatype that clients send, such as "UINT8"; required')] = None
+    shape: Annotated[
+        tuple[int, ...] | None,
+        doc("shape that clients send, such as [-1, 224, 224, 3]; by default what the file declares, or any image"),
+    ] = None
+    layout: Annotated[
+        Literal["NHWC", "NCHW"] | None,
+        doc(
+            "axes of an image that clients send: rows, height, width and channels. The network receives NCHW floats,"
+            " which are computed on its device; see models.md"
+        ),
+    ] = None
+    mean: Annotated[
+        float | tuple[float, ...], doc("subtracted from the pixels: a number for each channel, or one for all")
+    ] = 0.0
+    std: Annotated[float | tuple[float, ...], doc("the divisor of the pixels after that")] = 1.0
+
+
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`: one model."""
 
@@ -344,8 +365,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         str | None, doc("state dict file, also .safetensors, for a target that is a subclass of torch.nn.Module")
     ] = None
     inputs: Annotated[
-        dict[str, str],
-        doc('inputs of a Python or PyTorch model that does not declare them, in order: x = "FP32[-1,3,224,224]"'),
+        dict[str, str | InputConfig],
+        doc(
+            'inputs of a Python or PyTorch model that does not declare them, in order: x = "FP32[-1,3,224,224]"; images'
+            " for a model file or module are tables, see `[models.NAME.inputs.INPUT]`"
+        ),
     ] = field(default_factory=dict)
     outputs: Annotated[
         dict[str, str], doc('outputs of a Python model that does not declare them, in order: y = "FP32[-1,10]"')
@@ -434,6 +458,7 @@ SECTIONS: dict[str, Any] = {
     "auth": AuthConfig,
     "logging": LoggingConfig,
     "models.NAME": ModelConfig,
+    "models.NAME.inputs.INPUT": InputConfig,
     "models.NAME.batching": BatchingConfig,
     "models.NAME.restart": RestartConfig,
     "models.NAME.autoscale": AutoscaleConfig,

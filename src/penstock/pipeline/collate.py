@@ -7,12 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from penstock.core.arrays import MOST_PARTS
 from penstock.core.worker.tensor_model import Input
 from penstock.errors import BadRequest, ConfigError
 from penstock.pipeline.ops.base import Array, Fields, ItemOp, found
+from penstock.runtimes.pixels import Normalization
 from penstock.types import DTYPES
 
 PIXELS = np.dtype(np.uint8)
@@ -109,13 +109,6 @@ def chunks(rows: int, least: int, most: int) -> tuple[int, ...]:
 
 
 # ---- whether an item fits an input
-
-
-class Normalization(Struct, frozen=True):
-    """`(x - mean) * scale` in float32. Both arrays broadcast to the input's shape."""
-
-    mean: Array
-    scale: Array
 
 
 def normalizations(
@@ -235,10 +228,10 @@ class Collator:
         start = 0
         for array in arrays:
             part = batch[start : start + len(array)]
-            np.copyto(part, array, casting="unsafe")
-            if normalization is not None:  # image by image, while it is in the cache
-                part -= normalization.mean
-                part *= normalization.scale
+            if normalization is None:
+                np.copyto(part, array, casting="unsafe")
+            else:
+                normalization.write(array, part)
             start += len(array)
         batch[start:] = 0
         return batch

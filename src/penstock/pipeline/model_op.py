@@ -15,7 +15,6 @@ from penstock.errors import BadRequest, ConfigError, WrongRowCount
 from penstock.pipeline.collate import (
     PIXELS,
     Collator,
-    Normalization,
     array_of,
     calls,
     check_input,
@@ -26,6 +25,7 @@ from penstock.pipeline.collate import (
 from penstock.pipeline.ops.base import Array, BatchOp, Fields, found
 from penstock.pipeline.runtimes import ModelFile, Precision, Runtime, cores, open_program, warn_once
 from penstock.runtimes.onnx import PROFILE_ROWS, RAW, plain_input
+from penstock.runtimes.pixels import Normalization
 from penstock.types import TensorSpec
 
 WARMED = 16  # batch sizes that run before the first request, on a GPU

@@ -17,8 +17,8 @@ from msgspec import Struct
 from penstock.core.os_threads import usable_cores
 from penstock.core.worker.tensor_model import Arrays, Input, Program, ProgramSettings
 from penstock.errors import ConfigError, LoadFailed
-from penstock.pipeline.collate import Normalization
 from penstock.runtimes import onnx
+from penstock.runtimes.pixels import Normalization
 
 log = logging.getLogger("penstock.pipeline")
 

@@ -7,6 +7,7 @@ runtime that the file needs.
 from functools import partial
 from typing import Any
 
+from penstock.config.inputs import images_in, input_texts
 from penstock.config.schema import ModelConfig
 from penstock.core.worker.python_model import is_torch_module
 from penstock.core.worker.tensor_model import ANY_ROWS, Program, ProgramSettings, TensorModel, refuse_inputs
@@ -49,7 +50,8 @@ def settings_of(config: ModelConfig, threads: int) -> ProgramSettings:
         optimize=config.optimize,
         trust=config.trust,
         threads=threads,
-        inputs=tensor_specs(config.inputs, "inputs"),
+        inputs=tensor_specs(input_texts(config.inputs, "inputs"), "inputs"),
+        images=images_in(config.inputs),
         most_rows=None if size == "auto" else size,
         sizes="any" if config.batching.rows == "none" else sizes,
     )
@@ -57,24 +59,27 @@ def settings_of(config: ModelConfig, threads: int) -> ProgramSettings:
 
 def _open_onnx(path: str, settings: ProgramSettings) -> Program:
     from penstock.runtimes import onnx
+    from penstock.runtimes.pixels import ImageProgram
 
     refuse_inputs(settings, "an ONNX graph")
     device, threads, precision = settings.device, settings.threads, settings.precision
     compiled = onnx.compiled(device, precision, settings.optimize or "none")
     if not device.startswith("cuda"):
-        return onnx.OnnxProgram(onnx.open_session(path, device, threads=threads))
+        program: Program = onnx.OnnxProgram(onnx.open_session(path, device, threads=threads))
+        return ImageProgram(program, settings.images) if settings.images else program
     from penstock.runtimes import onnx_device
 
     on = onnx_device.device_of(device)
     stream = None if on is None else on.stream
     if not compiled:
-        return onnx_device.in_phases(onnx.open_session(path, device, threads=threads, stream=stream), device, on)
+        session = onnx.open_session(path, device, threads=threads, stream=stream)
+        return onnx_device.in_phases(session, device, on, settings.images)
     least = settings.sizes[0] if isinstance(settings.sizes, tuple) else 1
     most = settings.most_rows or onnx.PROFILE_ROWS
     session = onnx.open_tensorrt(
         path, device, threads=threads, precision=precision, least_rows=least, most_rows=most, stream=stream
     )
-    program = onnx_device.in_phases(session, device, on)
+    program = onnx_device.in_phases(session, device, on, settings.images)
     if program.rows == ANY_ROWS:
         program.rows = (least, most)  # of the engine
     return program

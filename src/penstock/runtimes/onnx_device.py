@@ -6,16 +6,19 @@ On CUDA this takes PyTorch, whose streams and pinned memory the phases use. With
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from penstock.config.schema import InputConfig
 from penstock.core.worker.tensor_model import Program
 from penstock.errors import describe
-from penstock.runtimes.device import Device, DeviceProgram
+from penstock.runtimes.device import Device, DeviceModel, DeviceProgram
 from penstock.runtimes.graphs import Tensors
 from penstock.runtimes.onnx import OnnxProgram, import_onnxruntime, lacked_memory
-from penstock.runtimes.torch import import_torch
+from penstock.runtimes.pixels import ImageProgram, images_of
+from penstock.runtimes.torch import import_torch, normaliser
 from penstock.types import DTYPES
 
 
@@ -30,19 +33,22 @@ def device_of(name: str) -> Any:
     return CudaDevice(name)
 
 
-def in_phases(session: Any, name: str, device: Device | None) -> Program:
+def in_phases(
+    session: Any, name: str, device: Device | None, images: Mapping[str, InputConfig] | None = None
+) -> Program:
     """The program of a session on the device of this name, in three phases if `device` is given.
 
     On CUDA the session must run on the stream of the device. Texts have no place on a device, so a graph that takes or
-    gives any is run by the session alone, and so is any graph by a version whose values PyTorch cannot read. Raises
-    LoadFailed.
+    gives any is run by the session alone, and so is any graph by a version whose values PyTorch cannot read. `images`:
+    the inputs for which clients send pixels. Raises LoadFailed, ConfigError.
     """
     program = OnnxProgram(session)
     datatypes = [*(i.datatype for i in program.inputs), *(o.datatype for o in program.outputs)]
     readable = hasattr(import_onnxruntime().OrtValue, "__dlpack__")
     if device is None or "BYTES" in datatypes or not readable:
-        return program
-    return DeviceProgram(BoundSession(program, session, name), device)
+        return ImageProgram(program, images) if images else program
+    model = BoundSession(program, session, name)
+    return DeviceProgram(ImageModel(model, images, name) if images else model, device)
 
 
 class BoundSession:
@@ -73,3 +79,20 @@ class BoundSession:
             raise
         values = binding.get_outputs()
         return {spec.name: self._torch.from_dlpack(value) for spec, value in zip(self.outputs, values, strict=True)}
+
+
+class ImageModel:
+    """A model that receives floats, for clients that send pixels. They are normalised on its device."""
+
+    def __init__(self, model: DeviceModel, tables: Mapping[str, InputConfig], device: str) -> None:
+        """Raises ConfigError."""
+        self._model = model
+        self.platform, self.outputs = model.platform, model.outputs
+        self.rows, self.unbatched = model.rows, model.unbatched
+        self.inputs, images = images_of(model.inputs, tables)
+        self._normalise = {name: normaliser(image, device) for name, image in images.items()}
+
+    def forward(self, tensors: Tensors) -> Tensors:
+        """See `DeviceModel`. Raises what the model raises."""
+        floats = {name: normalise(tensors[name]) for name, normalise in self._normalise.items()}
+        return self._model.forward(tensors | floats)

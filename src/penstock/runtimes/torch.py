@@ -7,7 +7,7 @@ unless the model's configuration has `trust = "pickle"`.
 import inspect
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from penstock.core.worker.tensor_model import (
 )
 from penstock.errors import BadOutput, ConfigError, LoadFailed, describe, not_installed
 from penstock.runtimes.device import DeviceProgram
+from penstock.runtimes.pixels import Image, images_of
 from penstock.types import DATATYPES, TensorSpec
 
 MOST_POWERS: Final = 32  # sizes of batches with "auto"
@@ -290,12 +291,14 @@ class TorchProgram:
         outputs: tuple[TensorSpec, ...] = (),
         rows: tuple[int, int] = ANY_ROWS,
         unbatched: bool = False,
+        images: Mapping[str, Image] = {},
     ) -> None:
         self._torch = import_torch()
         self._module, self._device, self._keywords = module, device, keywords
         self._dtype = None if precision == "fp32" else dtype_of(precision)
         self.inputs, self.outputs, self.platform = inputs, outputs, platform
         self.rows, self.unbatched = rows, unbatched
+        self._images = {name: normaliser(image, device) for name, image in images.items()}
 
     def run(self, arrays: Arrays) -> Arrays:
         """Raises what the module raises; BadOutput for an output that is not a tensor."""
@@ -309,6 +312,8 @@ class TorchProgram:
             if spec.name not in tensors:
                 continue
             tensor = tensors[spec.name]
+            if spec.name in self._images:
+                tensor = self._images[spec.name](tensor)
             if self._dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(self._dtype)
             if spec.name in self._keywords:
@@ -320,9 +325,7 @@ class TorchProgram:
             return {name: self._output(name, value) for name, value in self._named(found).items()}
 
     def _tensor(self, array: Array) -> Any:
-        tensor = self._torch.from_numpy(array if array.flags.writeable else array.copy())
-        dtype = self._dtype if tensor.is_floating_point() else None
-        return tensor.to(self._device, dtype)
+        return self._torch.from_numpy(array if array.flags.writeable else array.copy()).to(self._device)
 
     def _named(self, found: Any) -> dict[str, Any]:
         """The outputs by name: the keys of a dict, the declared names, or OUTPUT__0, OUTPUT__1 ..."""
@@ -337,6 +340,20 @@ class TorchProgram:
         if not isinstance(value, self._torch.Tensor):
             raise BadOutput(f"output '{name}' of the model is a {type(value).__name__}, expected a tensor")
         return value.float() if value.dtype in (self._torch.float16, self._torch.bfloat16) else value
+
+
+def normaliser(image: Image, device: str) -> Callable[[Any], Any]:
+    """A function from pixels on the device to the network's input, in new memory."""
+    torch = import_torch()
+    mean, scale = (torch.from_numpy(a).to(device) for a in (image.normalization.mean, image.normalization.scale))
+    dtype = getattr(torch, image.dtype)
+
+    def normalise(pixels: Any) -> Any:
+        # contiguous, because the network may use `view`
+        floats = pixels.permute(image.axes).to(torch.float32, memory_format=torch.contiguous_format)
+        return floats.sub(mean).mul_(scale).to(dtype)
+
+    return normalise
 
 
 def on_device(program: TorchProgram, device: str, *, graphs: bool = False) -> Program:
@@ -377,10 +394,16 @@ def of_module(module: Any, settings: ProgramSettings) -> Program:
         if spec.datatype == "BYTES":
             raise ConfigError(f"inputs.{spec.name}: found BYTES, but PyTorch has no string tensors")
     if inputs:
-        found = tuple(Input(spec.name, spec.datatype, spec.shape) for spec in inputs)
+        found = tuple(
+            Input(spec.name) if spec.name in settings.images else Input(spec.name, spec.datatype, spec.shape)
+            for spec in inputs
+        )
+    found, images = images_of(found, settings.images)
     keywords = known if all(i.name in known for i in found) else frozenset()
     device, precision = settings.device, settings.precision
-    opened = TorchProgram(ready, device, found, platform=platform, precision=precision, keywords=keywords)
+    opened = TorchProgram(
+        ready, device, found, platform=platform, precision=precision, keywords=keywords, images=images
+    )
     return _opened(opened, settings)
 
 
@@ -402,15 +425,17 @@ def of_exported(program: Any, settings: ProgramSettings) -> Program:
     if program.call_spec.out_spec.type not in (None, tuple, list):
         outputs = [None]  # a dict names its outputs
     ready = _prepared(program.module(), settings, [i.shape for i in inputs if i])
+    sent, images = images_of([Input(i.name, i.datatype, i.shape) for i in inputs if i], settings.images)
     opened = TorchProgram(
         ready,
         settings.device,
-        tuple(Input(i.name, i.datatype, i.shape) for i in inputs if i),
+        sent,
         platform="pytorch_exported",
         keywords=frozenset(named),
         outputs=tuple(o for o in outputs if o) if all(outputs) else (),
         rows=_rows_of(program, values),
         unbatched=unbatched,
+        images=images,
     )
     return _opened(opened, settings)
 

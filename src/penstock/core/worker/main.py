@@ -12,6 +12,7 @@ from msgspec import structs
 
 from penstock import metrics
 from penstock.config.checks import read_labels
+from penstock.config.inputs import images_in, input_texts
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.core.batching.ladder import DEFAULT_BATCH, Ladder, ladder_of
 from penstock.core.wire.messages import Pickled
@@ -168,7 +169,14 @@ def _model(found: Any, spec: WorkerSpec) -> tuple[Any, dict[str, Tensors]]:
     if config.weights is not None or (is_torch_module(found) and not hasattr(found, "predict")):
         return resolve("runtime", "module")(found, config, _threads(spec)), {}
     taken = hasattr(found, "__penstock_takes__")  # by a model file, through its settings
-    return found, {} if taken else {"inputs": config.inputs, "outputs": config.outputs}
+    if taken:
+        return found, {}
+    for name in images_in(config.inputs):
+        raise ConfigError(
+            f"inputs.{name}.layout: found for a Python model, which receives images as clients send them; leave layout,"
+            " mean and std out, and normalise in the model"
+        )
+    return found, {"inputs": input_texts(config.inputs, "inputs"), "outputs": config.outputs}
 
 
 def _threads(spec: WorkerSpec) -> int:

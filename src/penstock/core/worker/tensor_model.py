@@ -8,13 +8,14 @@ request is a call of its own, with outputs of any shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from msgspec import Struct, structs
 
+from penstock.config.schema import InputConfig
 from penstock.core.arrays import array_of, has_text
 from penstock.core.batching.ladder import Ladder, Sizes
 from penstock.core.columns import Block, TensorRequest, TensorRows
@@ -30,13 +31,15 @@ _PLAIN: Final = {"b": "BOOL", "i": "INT64", "u": "INT64", "f": "FP32"}  # dataty
 
 
 class Input(Struct, frozen=True):
-    """An input of a program. Datatype and shape are None if undeclared; -1 is any size, such as the rows on axis 0."""
+    """An input of a program. Datatype and shape are None if undeclared; -1 is any size, such as the rows on axis 0.
+    `pixels`: the values are an image's, of whatever datatype."""
 
     name: str
     datatype: str | None = None
     shape: tuple[int, ...] | None = None
     alias: str = ""  # another name that requests may use
     required: bool = True
+    pixels: bool = False
 
 
 class Program(Protocol):
@@ -72,20 +75,18 @@ def samples_of(inputs: Sequence[Input], unbatched: bool = False) -> list[Arrays]
     """Two warm-up rows, or requests without rows; empty if a size is unknown.
 
     Floats are random between 0 and 1, which is valid for indices, pixels and probabilities. The samples have different
-    means, because a model that mixes rows may depend only on their mean. Other numbers are zeros, which are valid as
-    indices and flags.
+    means, because a model that mixes rows may depend only on their mean. So are pixels, between 0 and 100. Other
+    numbers are zeros, which are valid as indices and flags.
     """
     if any(i.datatype in (None, "BYTES") or i.shape is None or -1 in i.shape[1:] for i in inputs):
         return []
     shapes = []
     for i in inputs:
         first, *others = cast(Any, i.shape)
-        shapes.append((i.name, np.dtype(DTYPES[cast(str, i.datatype)]), (max(1, first * unbatched), *others)))
+        dtype, most = np.dtype(DTYPES[cast(str, i.datatype)]), 100 if i.pixels else 1
+        shapes.append((i.name, dtype, (max(1, first * unbatched), *others), most * (i.pixels or dtype.kind == "f")))
     random = np.random.default_rng(0)
-    return [
-        {n: (random.uniform(low, low + 0.25, s) if d.kind == "f" else np.zeros(s)).astype(d) for n, d, s in shapes}
-        for low in (0, 0.7)
-    ]
+    return [{n: (most * random.uniform(low, low + 0.25, s)).astype(d) for n, d, s, most in shapes} for low in (0, 0.7)]
 
 
 class ProgramSettings(Struct, frozen=True):
@@ -98,6 +99,7 @@ class ProgramSettings(Struct, frozen=True):
     trust: str = "none"
     threads: int = 1
     inputs: tuple[TensorSpec, ...] = ()
+    images: Mapping[str, InputConfig] = {}  # those of the inputs that have a layout
     most_rows: int | None = None
     sizes: Sizes = None
 
@@ -108,9 +110,9 @@ class ProgramSettings(Struct, frozen=True):
 
 
 def refuse_inputs(settings: ProgramSettings, what: str) -> None:
-    """Raises ConfigError if the key `inputs` is set for a program that declares its own."""
-    if settings.inputs:
-        raise ConfigError(f"inputs: {what} declares its own inputs; leave the key out")
+    """Raises ConfigError if the key `inputs` is set for a program that declares its own, except for images."""
+    if any(spec.name not in settings.images for spec in settings.inputs):
+        raise ConfigError(f"inputs: {what} declares its own inputs; leave the key out, except for images with a layout")
 
 
 class TensorModel:
