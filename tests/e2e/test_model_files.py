@@ -69,6 +69,18 @@ def test_files_are_served_and_one_wrong_request_harms_no_other(serve: Callable[.
             assert status == 500, answer
 
 
+def test_instances_in_threads_answer_as_one_does(serve: Callable[..., Any], model_files: Path) -> None:
+    server = serve(
+        None, "net.pt2", "--set=models.net.transport=thread", "--set=models.net.instances=3", cwd=model_files
+    )
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda i: infer(server, "net", [[float(i), 2, 3, 4]] * (1 + i % 3)), range(60)))
+    for i, (status, answer) in enumerate(found):
+        assert status == 200, answer
+        scored = np.reshape(answer["outputs"][0]["data"], (-1, 3))
+        assert np.allclose(scored, scores([[float(i), 2, 3, 4]] * (1 + i % 3)), atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("target", "error"),
     [

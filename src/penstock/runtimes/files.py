@@ -96,5 +96,7 @@ def _open_module(target: Any, weights: str | None, settings: ProgramSettings) ->
 
     torch.import_torch().set_num_threads(settings.threads)
     if weights is None:
-        return torch.of_module(torch.instance_of(target), settings)
-    return torch.of_module(torch.load_weights(target, weights, settings.device, trust=settings.trust), settings)
+        module = torch.instance_of(target)
+    else:
+        module = torch.load_weights(target, weights, settings.device, trust=settings.trust)
+    return torch.of_module(module, settings, own=module is not target)

@@ -5,6 +5,7 @@ unless the model's configuration has `trust = "pickle"`.
 """
 
 import inspect
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +26,10 @@ from penstock.core.worker.tensor_model import (
 from penstock.errors import BadOutput, ConfigError, LoadFailed, describe, not_installed
 from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.pixels import Image, images_of
+from penstock.runtimes.weights import share
 from penstock.types import DATATYPES, TensorSpec
 
+_exported_lock: Final = threading.Lock()  # `torch.export.load` keeps its state in a global variable
 MOST_POWERS: Final = 32  # sizes of batches with "auto"
 
 
@@ -97,7 +100,7 @@ def load_script(path: str, device: str = "cpu") -> Any:
 def load_exported(path: str, device: str = "cpu") -> Any:
     """The ExportedProgram in a file, moved to `device`. Raises LoadFailed."""
     torch = import_torch()
-    with _quiet():
+    with _quiet(), _exported_lock:
         try:
             program = torch.export.load(path)
             if torch.device(device).type != "cpu":
@@ -375,13 +378,14 @@ def open_program(path: str, settings: ProgramSettings) -> Program:
     if kind_of(path) == "exported":
         refuse_inputs(settings, "an exported program")
         return of_exported(load_exported(path, settings.device), settings)
-    return of_module(load_module(path, settings.device, trust=settings.trust), settings)
+    return of_module(load_module(path, settings.device, trust=settings.trust), settings, own=True)
 
 
-def of_module(module: Any, settings: ProgramSettings) -> Program:
+def of_module(module: Any, settings: ProgramSettings, *, own: bool = False) -> Program:
     """The program of an `nn.Module` or TorchScript module. Raises LoadFailed, ConfigError.
 
-    Its inputs are the tensors that `forward` takes; the settings' `inputs` add their datatypes and shapes.
+    Its inputs are the tensors that `forward` takes; the settings' `inputs` add their datatypes and shapes. A module
+    that nothing else uses, `own`, may share its weights.
     """
     torch = import_torch()
     scripted = isinstance(module, torch.jit.ScriptModule)
@@ -389,6 +393,8 @@ def of_module(module: Any, settings: ProgramSettings) -> Program:
     platform = "pytorch_torchscript" if scripted else "pytorch_eager"
     inputs = settings.inputs
     ready = _prepared(module, settings, [spec.shape for spec in inputs])
+    if own:
+        share(ready)
     known = frozenset(i.name for i in found if not i.name.startswith("INPUT__"))
     for spec in inputs:
         if spec.datatype == "BYTES":
@@ -425,6 +431,7 @@ def of_exported(program: Any, settings: ProgramSettings) -> Program:
     if program.call_spec.out_spec.type not in (None, tuple, list):
         outputs = [None]  # a dict names its outputs
     ready = _prepared(program.module(), settings, [i.shape for i in inputs if i])
+    share(ready)
     sent, images = images_of([Input(i.name, i.datatype, i.shape) for i in inputs if i], settings.images)
     opened = TorchProgram(
         ready,
