@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
@@ -20,6 +21,10 @@ from penstock.core.engine.inbox import Inbox, RequestInbox
 from penstock.types import ItemResult
 
 log = logging.getLogger("penstock.portal")
+
+# choices: behind Flask with a no-op, groups bring 1.05 times the requests; 128 threads that only call lose 1 %
+MOST_WOKEN = 16
+LATE_S = 0.0005
 
 
 class Revocable(Protocol):
@@ -68,14 +73,16 @@ class WaitingThreads:
     """The threads that wait for responses of one portal.
 
     Threads that a batch wakes all at once wait for the interpreter together, and each looks every 5 ms whether it is
-    free. So one is woken, and it wakes the next one as soon as it runs. The thread that handles signals is not among
-    them: an exception of a handler would leave the others asleep.
+    free. So one is woken, and it wakes the next one as soon as it runs. If it runs late, because threads that do other
+    work compete for the interpreter, the next ones are woken in larger groups, of which one wakes the next group. The
+    thread that handles signals is not among them: an exception of a handler would leave the others asleep.
     """
 
     def __init__(self, inbox: RequestInbox) -> None:
         self.waiting = 0
         self._inbox = inbox
         self._answered: deque[ThreadWaiter] = deque()
+        self._group, self._woken_s = 1, 0.0
 
     def answered(self, waiter: ThreadWaiter) -> None:
         """Wakes the waiter: now if it is the only one, else after all responses of this pass and after the others."""
@@ -93,21 +100,29 @@ class WaitingThreads:
             self.wake_next()
 
     def wake_next(self) -> None:
-        """Wakes the first of the answered threads."""
+        """Wakes the first group of the answered threads."""
+        if self._woken_s:  # by the one that was woken to call this
+            late = time.monotonic() > self._woken_s + LATE_S
+            self._group = min(2 * self._group, MOST_WOKEN) if late else max(1, self._group // 2)
+        more = self._group
         while True:
             try:
                 waiter = self._answered.popleft()
             except IndexError:
-                self._inbox.waking = False
+                self._inbox.waking, self._woken_s = False, 0.0
                 if not self._answered:  # else the next one was answered meanwhile
                     self._inbox.woken()
                     return
                 self._inbox.waking = True
             else:
-                if not waiter.left:
-                    waiter.wakes = True
+                if waiter.left:
+                    continue
+                more -= 1
+                if more < 1 or not self._answered:
+                    waiter.wakes, self._woken_s = True, time.monotonic()
                     waiter.lock.release()
                     return
+                waiter.lock.release()
 
 
 class ThreadWaiter(SyncWaiter):

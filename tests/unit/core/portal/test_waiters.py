@@ -113,7 +113,8 @@ def woken(waiters: list[ThreadWaiter]) -> int:
     return sum(not waiter.lock.locked() for waiter in waiters)
 
 
-def test_one_of_many_threads_is_woken_at_a_time_and_each_wakes_another() -> None:
+def test_one_of_many_threads_is_woken_at_a_time_and_each_wakes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.core.portal.waiters.LATE_S", WAIT_S)
     answers, threads, waiters = waiting_threads(5)
     for waiter in waiters[:3]:
         waiter(ItemResult(1))
@@ -132,6 +133,24 @@ def test_one_of_many_threads_is_woken_at_a_time_and_each_wakes_another() -> None
     waiters[0].accepted(ticket())
     waiters[0](ItemResult(2))
     assert waiters[0].wait(0), "a lone thread is woken at once"
+
+
+def test_threads_that_run_late_are_woken_in_groups_until_one_runs_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, threads, waiters = waiting_threads(12)
+    for waiter in waiters:
+        waiter(ItemResult(1))
+    answers.end()
+    sizes = [woken(waiters)]
+    for late in (True, True, False, False, False):
+        monkeypatch.setattr("penstock.core.portal.waiters.LATE_S", -1.0 if late else WAIT_S)
+        group = [waiter for waiter in waiters if not waiter.lock.locked()]
+        for waiter in group:
+            assert waiter.wait(0)
+        sizes.append(woken(waiters))
+    assert sizes == [1, 2, 4, 2, 1, 1]
+    while answers.waking:
+        assert next(waiter for waiter in waiters if not waiter.lock.locked()).wait(0)
+    assert (answers.all_ran, threads.waiting, woken(waiters)) == (1, 0, 0)
 
 
 def test_a_thread_that_stops_waiting_does_not_keep_others_asleep() -> None:
