@@ -3,8 +3,8 @@
 # One thread at a time has the interpreter. While the callers compete for it, a model that starts a batch takes it from
 # the threads that are about to send the next requests. So a batch loses nothing by waiting for these, and is fuller.
 # A model in another process waits for callers that cannot be faster: fuller batches leave more of the cores to them.
-# The share of a processor that the callers use tells both: whether they usually leave the interpreter little rest, and,
-# while a batch waits, whether they still do. The kernel measures it, so there is nothing to learn by trials.
+# The share of a processor that the callers use answers two questions: whether they usually leave the interpreter little
+# rest, and, while a batch waits, whether they still do. The kernel measures it, so the policy needs no trials.
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 # choices, measured with a BERT and with a no-op behind Flask on two cores: the callers use 0.8 and 0.9 of a processor
 USUAL_SHARE = 0.4
-"""Of one processor. Below it, the model is what the callers wait for."""
+"""Of one processor. Below it, the callers wait for the model."""
 WAITING_SHARE = 0.3
 """The same while a batch waits. Less: other programs may need the processor too, or a caller may be in the kernel."""
 MEMORY_S = 0.1
@@ -24,7 +24,7 @@ LEAST_S = 0.001
 
 
 class CallersLoad:
-    """The processor time of this process without that of the model's threads, as a share of the time."""
+    """The share of a processor that all threads of this process use, apart from the model's."""
 
     def __init__(self) -> None:
         self.busy = self.running = False  # `running`: a batch runs until the next look

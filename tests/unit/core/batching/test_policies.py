@@ -53,6 +53,11 @@ SCRIPTS: dict[str, tuple[Callable[[], Any], tuple[float, float] | None, dict[str
         Adaptive, (0.005, 0.0002), {},
         "+1 2 3 | >[1 2 3] | ok 1 | crowd | +4 | > | >@0.06 | wake 0.005 | >@0.04 [4]crowd",
     ),
+    "adaptive remembers its clients after a full batch that ended such a wait": (
+        Adaptive, (0.005, 0.0002), {},
+        "+1 2 3 | >[1 2 3] | ok 1 | crowd | +4 | > | +5 6 7 | >[4 5 6 7]full | ok 2"
+        " | calm | wait 1 | +8 | >[8] | ok 3 | crowd | +9 | >",
+    ),
     "adaptive lets no batch wait for busy callers if a deadline would be missed": (
         Adaptive, (0.005, 0.0002), {}, "+1 2 3 | >[1 2 3] | ok 1 | crowd | +4 deadline_s=0.01 | >[4]"
     ),

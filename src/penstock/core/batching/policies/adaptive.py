@@ -131,6 +131,7 @@ class Adaptive:
             r.learn(now)
         self._peak = max(self._peak, view.inside_rows)
         self._trials.clients = max(self._trials.clients, view.inside_rows)
+        self._crowding = False  # a full batch may have ended the hold
         self._peak = max(view.inside_rows - batch.rows, self._peak - max(0.02 * self._peak, 0.1))  # clients that left
         width = cost.a / max(1, view.slots) / BINS if cost.ready else 0.0
         rate = self._rate(now) if len(self._times) >= MIN_ARRIVALS else 0.0
