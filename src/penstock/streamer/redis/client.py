@@ -44,8 +44,8 @@ SESSION_S = 60  # how long the broker remembers a silent client
 READ_BLOCK_MS = 5000
 READ_MESSAGES = 256  # per read
 GATHER_S = 0.01
-"""How long requests gather while the callers keep a processor busy: submissions of one or two
-requests took an eighth of the interpreter from them. Measured with a BERT behind Flask: 1.1 to 1.4 times the requests of submissions without a pause."""
+"""How long requests gather while the callers keep a processor busy: submissions of one or two requests took an eighth
+of the interpreter from them. Measured with a BERT behind Flask: 1.1 to 1.4 times the requests."""
 RETRY_S = (0.02, 1.0)  # shortest and longest pause before another attempt to connect
 
 
