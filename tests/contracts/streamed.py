@@ -39,6 +39,16 @@ def doubled_rows(x: Any) -> Any:
     return [ValueError("negative") if row[0] < 0 else 2 * row for row in x]
 
 
+@model(sizes=[4, 8])
+def whole_sizes(batch: list[Any]) -> list[int]:
+    return [len(batch)] * len(batch)
+
+
+@model(sizes=[4, 8], inputs={"x": "FP32[-1,2]"}, outputs={"y": "FP32[-1]"})
+def whole_sizes_of_rows(x: Any) -> Any:
+    return np.full(len(x), len(x), np.float32)
+
+
 def slow(batch: list[Any]) -> list[Any]:
     time.sleep(0.05)
     return batch

@@ -157,6 +157,12 @@ def test_a_function_with_declared_tensors_receives_arrays(start_any: Start, mode
     assert [type(error) for error in (bad, wrong)] == [ValueError, BadRequest]
 
 
+@pytest.mark.parametrize("function", ["whole_sizes", "whole_sizes_of_rows"])
+def test_the_options_of_the_model_are_honoured(start_any: Start, models: ModuleType, function: str) -> None:
+    sizes = [int(np.max(size)) for size in start_any(getattr(models, function), 8).predict([[1, 2]] * 11)]
+    assert set(sizes) <= {4, 8}, "sizes=[4, 8]"
+
+
 def test_arrays_and_bytes_of_any_size_survive_the_round_trip(start_any: Start, models: ModuleType) -> None:
     big = np.arange(150_000, dtype=np.float32).reshape(300, 500)
     arrays = start_any(models.echo, 4).predict([big, b"x" * 200_000, {"a": big}, "text"])

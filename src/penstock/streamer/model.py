@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from penstock.core.worker.python_model import array_model
+from penstock.core.worker.python_model import array_model, options_of
 from penstock.core.worker.spec import Wrapped
 from penstock.errors import BadOutput
 
@@ -54,7 +54,9 @@ class StreamerModel:
             self._predict = model.predict
         declared = isinstance(getattr(model, "inputs", None), Mapping)  # other libraries' models have other `inputs`
         arrays = array_model(model, self._predict, {}, device) if declared else None
+        self.__penstock_options__ = options_of(arrays or model)
         if arrays is not None:
+            self.__penstock_pad__ = arrays.__penstock_pad__
             opened = getattr(self, "preprocess", _same)  # of a subclass
             self.preprocess = lambda item: arrays.preprocess(opened(item))
             self._predict = arrays.predict
