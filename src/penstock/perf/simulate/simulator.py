@@ -1,4 +1,4 @@
-"""Simulates a load on a virtual clock: the scheduler that serves, the autoscaler that scales, the worker's step states.
+"""Simulates a load on a virtual clock: the scheduler that serves, and the autoscaler that scales.
 
 `Simulation` is the clock: a heap of calls at times. Its subclasses add what else happens in time.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, Final
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from penstock.config.schema import BatchingConfig
 from penstock.core.batching.autoscale import AutoscaleLimits, Autoscaler, LoadReading
@@ -22,8 +22,6 @@ from penstock.core.batching.ladder import Ladder
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
 from penstock.core.engine.rules import policy_of
-from penstock.core.worker.steps import ActiveSteps, StepLimits, StepOutcome
-from penstock.types import Step
 
 WARM: Final = 0.15  # the share of a simulation that is warm-up and excluded from results
 UNBOUNDED: Final = 2**62
@@ -228,15 +226,15 @@ class Simulation:
             self.left[part.id] = left
         return not left
 
-    def result(self, end: float, *, closed: bool = False) -> SimulationResult:
-        """The figures of the steady part until `end`. Only a closed loop counts later arrivals."""
+    def result(self, end: float) -> SimulationResult:
+        """The figures of the steady part until `end`."""
         t0 = WARM * end
         span = (end - t0) or INF
         steady = [f - t for t, f in self.done if t0 <= t <= end]
         batches = [(n, d) for t, n, d in self.batches if t0 <= t <= end]
         rows = sum(n for n, _ in batches)
         return SimulationResult(
-            latencies_s=sorted(f - t for t, f in self.done if t >= t0 and (closed or t <= end)),
+            latencies_s=sorted(steady),
             throughput=sum(1 for _, f in self.done if t0 <= f <= end) / span,
             goodput=sum(1 for x in steady if x <= (self.settings.slo_s or INF)) / span,
             mean_batch=rows / max(1, len(batches)),
@@ -329,111 +327,3 @@ class _ScalingSimulation(Simulation):
             self.worker_s += max(now, self.free_s.get(slot, now)) - present.pop(slot)
             scheduler.slot_retired(slot, now)
         self.numbers.append((now, number))
-
-
-# ---- step models
-
-
-class StepLoad(OpenLoop, frozen=True):
-    """Requests at fixed times; `steps` has the number of steps of each, every one of which gives a part."""
-
-    steps: Sequence[int] = ()
-
-
-class StepResult(Struct, frozen=True, kw_only=True):
-    """The steady part of a simulation: sorted latencies and times to the first part, parts per second, the mean number
-    of active items in a step, and the share of the slots' time in which they step."""
-
-    latencies_s: Sequence[float]
-    first_parts_s: Sequence[float]
-    parts_per_s: float
-    mean_active: float
-    busy: float
-
-
-def simulate_steps(service: ServiceTime, max_active: int, load: StepLoad, settings: SimulationSettings) -> StepResult:
-    """The result of continuous batching: a step of n active items takes `service` of n rows."""
-    simulation = StepSimulation(service, settings, max_active, load.steps)
-    simulation.run(load)
-    return simulation.step_result(simulation.last_arrival_s)
-
-
-class StepSimulation(Simulation):
-    """One simulation. A request is handed over to its worker for half of `handover_s`, and joins its next step."""
-
-    def __init__(
-        self, service: ServiceTime, settings: SimulationSettings, max_active: int, steps: Sequence[int]
-    ) -> None:
-        alone = structs.replace(settings, max_batch_size=1, depth=1)
-        super().__init__(service, unbounded(policy_of(BatchingConfig(policy="none")), alone), settings)
-        self.steps = steps
-        self.models = [_CountedSteps() for _ in range(settings.slots)]
-        self.workers = [ActiveSteps(model, StepLimits(max_active, UNBOUNDED)) for model in self.models]
-        self.stepping = set[int]()  # slots
-        self.sent: dict[int, tuple[int, Entry]] = {}  # batch -> its slot and request
-        self.first: dict[int, tuple[float, float]] = {}  # request -> (arrival, first part)
-        self.parts: list[float] = []  # times of all parts
-        for slot in range(settings.slots):
-            self.scheduler.slot_up(slot, 0.0, max_active)
-
-    def start(self, batch: Dispatch, ready: float) -> float:
-        """The time at which the worker has the request."""
-        self.sent[batch.batch_id] = (batch.slot, batch.entries[0])
-        return ready
-
-    def answer(self, batch: int, entries: list[Entry], now: float) -> None:
-        """A request has reached its worker."""
-        slot = self.sent[batch][0]
-        self.workers[slot].add(batch, self.steps[entries[0].id - 1])
-        if slot not in self.stepping:
-            self.stepping.add(slot)
-            self.at(now, self._step, slot)
-
-    def _step(self, slot: int, now: float) -> None:
-        outcomes = self.workers[slot].advance(now)
-        active = self.models[slot].active
-        seconds = self.service.draw(active, self.rng)
-        self.batches.append((now, active, seconds))
-        self.at(now + seconds, self._stepped, slot, outcomes)
-
-    def _stepped(self, slot: int, outcomes: list[StepOutcome], now: float) -> None:
-        for batch, part, done in outcomes:
-            assert not isinstance(part, BaseException)
-            entry = self.sent[batch][1]
-            self.parts.append(now)
-            self.first.setdefault(entry.id, (entry.arrival_s, now))
-            if done:
-                del self.sent[batch]
-                self.scheduler.complete(batch, _OK, now)
-                self.answered(entry, 0, now)
-        if self.workers[slot].idle:
-            self.stepping.remove(slot)
-        else:
-            self.at(now, self._step, slot)
-
-    def step_result(self, end: float) -> StepResult:
-        """The figures of the steady part until `end`."""
-        found, begin = self.result(end), WARM * end
-        return StepResult(
-            latencies_s=found.latencies_s,
-            first_parts_s=sorted(t - arrival for arrival, t in self.first.values() if begin <= arrival <= end),
-            parts_per_s=sum(begin <= t <= end for t in self.parts) / ((end - begin) or INF),
-            mean_active=found.mean_batch,
-            busy=found.busy,
-        )
-
-
-class _CountedSteps:
-    """A step model without work: an item is the number of its steps."""
-
-    def __init__(self) -> None:
-        self.active = 0  # states of the last step
-
-    def admit(self, item: int) -> list[int]:
-        return [item]
-
-    def step(self, states: list[list[int]]) -> list[Step]:
-        self.active = len(states)
-        for state in states:
-            state[0] -= 1
-        return [Step(True, done=state[0] <= 0) for state in states]

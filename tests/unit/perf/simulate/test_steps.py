@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.batching.policies.adaptive import Adaptive
-from penstock.perf.simulate.simulator import (
-    OpenLoop,
-    ServiceTime,
-    SimulationSettings,
-    StepLoad,
-    StepSimulation,
-    simulate,
-    simulate_steps,
-)
+from penstock.perf.simulate.simulator import OpenLoop, ServiceTime, SimulationSettings, simulate
+from support.simulated_steps import StepLoad, StepSimulation, simulate_steps
 
 EXACT = ServiceTime(0.004, 0.0001, jitter=0.0, tail=0.0)
 
