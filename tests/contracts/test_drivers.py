@@ -158,6 +158,10 @@ class Once:
         self.results.append(result)
 
 
+def many(items: list[Any], budget_s: float | None = None) -> Item:
+    return Item(items, rows=len(items), many=True, budget_s=budget_s)
+
+
 def double(items: list[Any]) -> list[Any]:
     return [ItemFailed("negative") if x < 0 else 2 * x for x in items]
 
@@ -196,18 +200,18 @@ def test_every_request_is_answered_once_in_batches_that_the_scheduler_decides(
                     right(portal.predict("m", items, return_exceptions=True, priority=seed % 2), items)
                 elif kind == "late":
                     budget_s = chance.choice([1e-4, 2e-3, WAIT_S])
-                    late = portal.submit_many("m", items, budget_s=budget_s, convert=every_item)
+                    late = portal.submit_item_as("m", many(items, budget_s), every_item)
                     right(late.result(WAIT_S), items)
                 elif kind == "timeout":
                     right(portal.predict("m", items, return_exceptions=True, timeout_s=1e-3), items)
                 elif kind == "cancel":
-                    future = portal.submit_many("m", items, convert=every_item)
+                    future = portal.submit_item_as("m", many(items), every_item)
                     threading.Event().wait(chance.choice([0, 1e-3]))
                     future.cancel()
                     right(future.result(WAIT_S), items)
                 else:
                     counted.append(Once())
-                    portal.submit_item("m", Item(items, rows=len(items), many=True), counted[-1])
+                    portal.submit_item("m", many(items), counted[-1])
                 found["right"] += 1
             except (DeadlineExceeded, CancelledError) as e:
                 found[type(e).__name__] += 1

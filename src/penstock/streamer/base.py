@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self
 from penstock.core.arrays import nbytes_of
 from penstock.core.batching.entry import INF
 from penstock.core.contracts import Ticket
+from penstock.core.portal.loop_thread import no_answer
 from penstock.core.portal.portal import Portal
 from penstock.core.portal.waiters import Convert, Future
 from penstock.core.wire.objects import OwnException, RemoteException
@@ -75,7 +76,7 @@ class BaseStreamer:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            raise_for_caller(self._explain_timeout(DeadlineExceeded(f"there was no answer within {timeout_s:g} s")))
+            raise_for_caller(self._explain_timeout(no_answer(timeout_s)))
         return values
 
     def _submit(self, batch: Iterable[Any], priority: int, deadline: float | None, convert: Convert) -> Future:

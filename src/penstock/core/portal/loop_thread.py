@@ -8,6 +8,7 @@ from penstock.core import os_threads
 from penstock.core.contracts import Submitter
 from penstock.core.engine.inbox import BLOCKING, RequestInbox
 from penstock.core.portal.waiters import Future, SyncWaiter, WaitingThreads
+from penstock.errors import DeadlineExceeded
 
 T = TypeVar("T")
 
@@ -72,9 +73,9 @@ class LoopThread:
         task.add_done_callback(waiter.settle)
         waiter.accepted(task)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of the coroutine, which is cancelled if this thread is interrupted. Raises RuntimeError on the
-        loop's thread and after `stop`, and CancelledError if `stop` cancels it."""
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """The result of the coroutine, which is cancelled if this thread is interrupted. Raises DeadlineExceeded after
+        `timeout_s`, RuntimeError on the loop's thread and after `stop`, and CancelledError if `stop` cancels it."""
         try:
             self.not_on_loop()
             waiter = new_waiter()
@@ -84,10 +85,12 @@ class LoopThread:
             raise
         answered = False
         try:
-            answered = waiter.wait(None)
+            answered = waiter.wait(timeout_s)
         finally:
             if not answered:
                 self.post(waiter.leave)
+        if not answered:
+            raise no_answer(timeout_s)
         task: asyncio.Task[T] = waiter.value
         return task.result()
 
@@ -171,6 +174,10 @@ def _future_class() -> type[Future]:
 
         return GeventFuture
     return Future
+
+
+def no_answer(timeout_s: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(f"there was no answer within {timeout_s:g} s")
 
 
 def new_waiter() -> SyncWaiter:

@@ -30,7 +30,7 @@ from penstock.core import os_threads
 from penstock.core.contracts import Observer
 from penstock.core.engine.engine import Engine
 from penstock.core.engine.inbox import Caller, Inbox
-from penstock.core.portal.loop_thread import PortalBackend, PortalThread, new_waiter
+from penstock.core.portal.loop_thread import PortalBackend, PortalThread, new_waiter, no_answer
 from penstock.core.portal.waiters import (
     Convert,
     Future,
@@ -40,7 +40,7 @@ from penstock.core.portal.waiters import (
     every_item,
     the_item,
 )
-from penstock.errors import DeadlineExceeded, ModelNotReady
+from penstock.errors import ModelNotReady
 from penstock.types import Item, ItemResult
 
 T = TypeVar("T")
@@ -138,25 +138,13 @@ class Portal:
         inbox = thread.inbox.of(model)
         inbox.refuse_to_block()
         waiter = self._waiter(thread)
-        item = _many(items, budget_s, priority)
-        result: ItemResult = self._wait(inbox, waiter, timeout_s, model, item, waiter)
+        item = Item(list(items), rows=len(items), many=True, budget_s=budget_s, priority=priority)
+        result = self._wait(inbox, waiter, timeout_s, model, item)
         return every_item(result) if return_exceptions else all_items(result)
 
     def submit(self, model: str, item: Any, *, budget_s: float | None = None, priority: int = 0) -> Future:
         """A future for the result of one item."""
         return self.submit_item_as(model, Item(item, budget_s=budget_s, priority=priority), the_item)
-
-    def submit_many(
-        self,
-        model: str,
-        items: Sequence[Any],
-        *,
-        budget_s: float | None = None,
-        priority: int = 0,
-        convert: Convert = all_items,
-    ) -> Future:
-        """A future for the results of `items`, in order, converted by `convert`."""
-        return self.submit_item_as(model, _many(items, budget_s, priority), convert)
 
     def submit_item(self, model: str, item: Item, caller: Caller) -> None:
         """Queues one item; `caller` is called on the thread that answers."""
@@ -188,38 +176,32 @@ class Portal:
             waiter = self._waiters.waiter = ThreadWaiter(thread.waiting_threads)
         return waiter
 
-    def _wait(self, inbox: Inbox, waiter: SyncWaiter, timeout_s: float | None, *request: Any) -> Any:
-        """The value that wakes the waiter, after the request is put into the inbox. Raises DeadlineExceeded."""
+    def _wait(self, inbox: Inbox, waiter: SyncWaiter, timeout_s: float | None, model: str, item: Item) -> ItemResult:
+        """The response to the item. Raises DeadlineExceeded."""
         answered = False
         try:
-            if request:
-                inbox.put(*request)
+            inbox.put(model, item, waiter)
             answered = waiter.wait(timeout_s)
         finally:
             if not answered:  # or interrupted: a late response must not wake the thread's next call
                 self._waiters.waiter = None
                 inbox.post(waiter.leave)
         if not answered:
-            raise DeadlineExceeded(f"there was no answer within {timeout_s:g} s")
-        value, waiter.value = waiter.value, None
-        return value
+            raise no_answer(timeout_s)
+        result: ItemResult
+        result, waiter.value = waiter.value, None
+        return result
 
     def _run(self, thread: PortalThread, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """The result of the coroutine. Raises ModelNotReady if the portal is or gets closed."""
         try:
-            thread.not_on_loop()
-            waiter = new_waiter()
-            with self._lock:  # `close` cancels calls that began before it
-                if self._closed:
-                    raise ModelNotReady(f"the {self._word} is closed")
-                thread.post(thread.start, coroutine, waiter)
-        except BaseException:
-            coroutine.close()
+            return thread.run(coroutine, timeout_s)
+        except asyncio.CancelledError:
+            raise ModelNotReady(f"the {self._word} was closed meanwhile") from None
+        except RuntimeError:
+            if self._closed:
+                raise ModelNotReady(f"the {self._word} is closed") from None
             raise
-        task: asyncio.Task[T] = self._wait(thread.inbox, waiter, timeout_s)
-        if task.cancelled():
-            raise ModelNotReady(f"the {self._word} was closed meanwhile")
-        return task.result()
 
     # ---- start and end
 
@@ -293,10 +275,6 @@ class Portal:
 _PORTALS: weakref.WeakSet[Portal] = weakref.WeakSet()
 _PARENTS: list[Any] = []
 _FORKING = os_threads.new_lock()
-
-
-def _many(items: Sequence[Any], budget_s: float | None, priority: int) -> Item:
-    return Item(list(items), rows=len(items), many=True, budget_s=budget_s, priority=priority)
 
 
 def _uwsgi_will_fork() -> bool:

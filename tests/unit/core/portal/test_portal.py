@@ -145,7 +145,7 @@ def echo() -> Iterator[tuple[Portal, Echo]]:
 def test_a_portal_runs_on_any_backend(echo: tuple[Portal, Echo]) -> None:
     portal, backend = echo
     assert portal.predict("at once", [1, 2]) == [1, 2]
-    assert portal.submit_many("at once", [3]).result(5) == [3]
+    assert portal.submit("at once", 3).result(5) == 3
     assert portal.statistics("m") == {"model": "m"}
     with pytest.raises(ModelNotFound):
         portal.predict("none", [1])
@@ -162,9 +162,8 @@ def test_every_call_passes_on_its_deadline_and_priority(echo: tuple[Portal, Echo
     portal, backend = echo
     portal.predict("at once", [1, 2], budget_s=5.0, priority=3)
     portal.submit("at once", 1, budget_s=6.0, priority=2).result(5)
-    portal.submit_many("at once", [1], budget_s=7.0, priority=1).result(5)
     portal.predict("at once", [1])
-    assert [(item.budget_s, item.priority) for item, _ in backend.asked] == [(5.0, 3), (6.0, 2), (7.0, 1), (None, 0)]
+    assert [(item.budget_s, item.priority) for item, _ in backend.asked] == [(5.0, 3), (6.0, 2), (None, 0)]
 
 
 def test_a_call_that_times_out_takes_its_request_back(echo: tuple[Portal, Echo]) -> None:
