@@ -65,7 +65,8 @@ class Channel:
     Sends at once, and the rest when the socket is writable again. Calls `on_end` once, at EOF or a broken frame. With
     `patient`, reads nothing while a peer that reads too slowly has left something unsent. `drains`: for a peer whose
     end nothing else reports. If it ends without having read all, libuv reports its last data and that error as one
-    event, the last one. `buffer`: memory for one read, which channels of one thread may share."""
+    event, the last one. `buffer`: memory for one read, which channels of one thread may share. `on_block`: called when
+    the socket is full."""
 
     def __init__(
         self,
@@ -76,15 +77,16 @@ class Channel:
         patient: bool = False,
         drains: bool = False,
         buffer: bytearray | None = None,
+        on_block: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
         self._sock = sock
         self._on_frame = on_frame
-        self._on_end = on_end
+        self._on_end, self._on_block = on_end, on_block
         self.decoder = FrameDecoder()
         self._buffer = memoryview(buffer or bytearray(RECEIVE_BYTES))
         self._unsent: deque[memoryview] = deque()
-        self._open = True
+        self._open, self._flush_due = True, False
         self._patient = patient
         self._reads = MAX_READS if drains else 1  # of one event
         self.blocked = False  # the socket is full: `_writable` is called when it takes more
@@ -93,15 +95,20 @@ class Channel:
 
     def send(self, pieces: list[Buffer], more: bool = False) -> None:
         """Sends one frame; with `more`, waits for the next one or `flush`. Does nothing after the end of the stream."""
-        if not self._open:
-            return
-        self._unsent.extend(map(memoryview, pieces))
-        if not (more or self.blocked):
-            self._flush()
-            if self._unsent:
-                self._block()
+        if self._open:
+            self._unsent.extend(map(memoryview, pieces))
+            if not more:
+                self.flush()
+
+    def send_soon(self, pieces: list[Buffer]) -> None:
+        """Sends one frame, together with the others of this pass of the loop."""
+        self.send(pieces, more=True)
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
+        self._flush_due = False
         if self._open and not self.blocked:
             self._flush()
             if self._unsent:
@@ -109,6 +116,7 @@ class Channel:
 
     def _block(self) -> None:
         self.blocked = True
+        self._on_block()
         self._loop.add_writer(self._sock.fileno(), self._writable)
         if self._patient:
             self._loop.remove_reader(self._sock.fileno())

@@ -25,7 +25,6 @@ from penstock.core.transports.process import RECEIVE_BYTES, Channel
 from penstock.core.wire.messages import (
     MAX_BYTES,
     AbandonBatch,
-    Buffer,
     Frame,
     FrameDecoder,
     FreeReplies,
@@ -88,12 +87,18 @@ class Session:
         self._replies: SlabPool | None = None
         self._sent: dict[int, Slab] = {}  # in the reply memory, until the client has read them
         self._tasks: set[asyncio.Task[None]] = set()
-        self._flush_due = False
         self._reader = MessageReader(ToBatcher, self._request_memory)
         self._timer = self._loop.call_later(JOIN_S, self.close)
         self._stall: asyncio.TimerHandle | None = None
         self._channel = Channel(
-            self._loop, sock, self._on_frame, self.close, patient=True, drains=True, buffer=batcher.buffer
+            self._loop,
+            sock,
+            self._on_frame,
+            self.close,
+            patient=True,
+            drains=True,
+            buffer=batcher.buffer,
+            on_block=self._on_block,
         )
         self._channel.decoder.max_bytes = JOIN_BYTES
 
@@ -232,22 +237,14 @@ class Session:
         except Exception as e:
             sendable(part, e)
             pieces = write(message)
-        self._send(pieces)
+        self._channel.send_soon(pieces)
 
     def send_loaded(self) -> None:
         if self._requests is not None:
-            self._send(write(LoadedMessage()))
+            self._channel.send_soon(write(LoadedMessage()))
 
-    def _send(self, pieces: list[Buffer]) -> None:
-        self._channel.send(pieces, more=True)
-        if not self._flush_due:  # the responses of a batch go together
-            self._flush_due = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        self._channel.flush()
-        if self._channel.blocked and self._stall is None:
+    def _on_block(self) -> None:
+        if self._stall is None:
             self._stall = self._loop.call_later(STALL_S, self._check_stall, self._channel.sent_bytes)
 
     def _check_stall(self, sent_bytes: int) -> None:
@@ -256,7 +253,7 @@ class Session:
             log.warning("client_stalled seconds=%g: it is disconnected", STALL_S)
             self.close()
         elif self._channel.blocked:
-            self._stall = self._loop.call_later(STALL_S, self._check_stall, self._channel.sent_bytes)
+            self._on_block()
 
     def pause(self) -> None:
         """Reads no more calls: another batcher will."""

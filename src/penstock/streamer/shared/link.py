@@ -25,7 +25,6 @@ from penstock.core.transports.launch import python
 from penstock.core.transports.process import Channel
 from penstock.core.wire.messages import (
     AbandonBatch,
-    Buffer,
     Frame,
     FrameDecoder,
     FreeReplies,
@@ -245,7 +244,6 @@ class BatcherLink:
         self._replies: mmap.mmap = map_read_only(reply_fd, self.welcome.reply_bytes)
         os.close(reply_fd)
         self._free: list[int] = []
-        self._flush_due = False
         self._reader = MessageReader(FromBatcher, self._read_reply)
         self._channel = Channel(self._loop, self._sock, self._on_frame, on_end, drains=True)
 
@@ -259,20 +257,10 @@ class BatcherLink:
             item = Item(payload, rows=item.rows, many=True, budget_s=left_s, priority=item.priority)
         call.slabs = outbox.slabs
         free, self._free = self._free, []
-        self._send(write(CallMessage(call.id, item, free, call.asks), outbox.buffers))
+        self._channel.send_soon(write(CallMessage(call.id, item, free, call.asks), outbox.buffers))
 
     def abandon(self, call_id: int) -> None:
-        self._send(write(AbandonBatch(call_id)))
-
-    def _send(self, pieces: list[Buffer]) -> None:
-        self._channel.send(pieces, more=True)
-        if not self._flush_due:  # the calls of one pass of the loop go together
-            self._flush_due = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        self._channel.flush()
+        self._channel.send_soon(write(AbandonBatch(call_id)))
 
     def _on_frame(self, frame: Frame) -> None:
         try:
@@ -290,7 +278,7 @@ class BatcherLink:
         self.answered = True
         self._on_answer(message)
         if len(self._free) > MAX_FREE:
-            self._send(write(FreeReplies(self._free)))
+            self._channel.send_soon(write(FreeReplies(self._free)))
             self._free = []
 
     def _read_reply(self, offset: int, length: int, writable: bool) -> bytearray:
@@ -301,7 +289,7 @@ class BatcherLink:
     def return_memory(self) -> None:
         """Acknowledges read replies now, because no later call will carry it."""
         if self._free:
-            self._send(write(FreeReplies(self._free)))
+            self._channel.send_soon(write(FreeReplies(self._free)))
             self._free = []
 
     def close(self) -> None:
