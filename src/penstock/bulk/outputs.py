@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from penstock.bulk import spool
 from penstock.bulk.types import CaptionRow, Gap, Video
+from penstock.core.os_threads import atomic_file
 from penstock.errors import PenstockError, install_hint
 
 SUFFIXES = (".jsonl", ".csv", ".parquet")
@@ -118,7 +119,7 @@ def write_failures(path: Path, spools: Iterable[tuple[Video, Path]]) -> bool:
         if not failures:
             path.unlink(missing_ok=True)
             return False
-        with spool.atomic_file(path) as out:
+        with atomic_file(path) as out:
             out.writelines(msgspec.json.encode(failure) + b"\n" for failure in failures)
     except OSError as e:
         raise OutputError(f"cannot write {path}: {e.strerror}") from e
@@ -165,7 +166,7 @@ class RowWriter(OutputWriter):
 def _open_file(path: Path) -> Iterator[OutputWriter]:
     """The writer of one file in the format of its suffix: an object a line, a spreadsheet's dialect, or Parquet."""
     suffix = path.suffix.lower()
-    with spool.atomic_file(path) as file:
+    with atomic_file(path) as file:
         if suffix == ".jsonl":
             encode = msgspec.json.encode
             yield RowWriter(lambda cells: file.write(encode(dict(zip(COLUMNS, cells, strict=True))) + b"\n"))
@@ -235,7 +236,7 @@ class SubtitleWriter(OutputWriter):
     def row(self, row: CaptionRow) -> None:
         caption = cue_text(row.caption, markup=self._vtt)
         if self._last is None:
-            self._file = self.file.enter_context(spool.atomic_file(self._path))
+            self._file = self.file.enter_context(atomic_file(self._path))
             self._file.write(b"WEBVTT\n\n" if self._vtt else b"")
         else:
             self._gap_s = row.time_s - self._last.time_s

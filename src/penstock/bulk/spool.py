@@ -9,14 +9,14 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from penstock.bulk.types import CaptionRow, Gap, Pixels, Position, Sampling, Video
+from penstock.core.os_threads import atomic_file
 from penstock.errors import PenstockError
 
 TAIL_BYTES = 65536  # holds the last line; captions are far shorter
@@ -350,21 +350,6 @@ class WorkFolder:
 
 def spool_key(video: Video) -> str:
     return hashlib.sha256(video.name.encode()).hexdigest()[:32]
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name, replacing an older one, when the block ends without an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -21,10 +21,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from penstock.errors import ConfigError
 
@@ -199,6 +199,21 @@ def temporary_folder(advice: str) -> str:
         return tempfile.gettempdir()
     except FileNotFoundError:
         raise ConfigError(f"no directory for temporary files can be written; set {advice}") from None
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes its name, replacing an older one, when the block ends without an error. Makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +27,7 @@ import psutil
 from msgspec import Struct, field
 
 from penstock._version import __version__
-from penstock.core.os_threads import usable_cores
+from penstock.core.os_threads import atomic_file, usable_cores
 from penstock.core.readings import Gpus
 from penstock.errors import ConfigError, PenstockError, plain
 from penstock.perf.bench.measurement import FIGURES, SCHEMA, Measurement
@@ -177,7 +177,7 @@ class Results:
                 if not resume:
                     raise ConfigError(f"{folder} already holds a run; name another folder, or remove this one")
                 origin = _same_run(folder, origin)
-            elif others := sorted(names - {RECORDS, _part(RUN)}):
+            elif others := sorted(names - {RECORDS, f".{RUN}.part"}):
                 found = f"{folder} has {others[0]}, but no {RUN}"
                 raise ConfigError(f"{found}: expected an empty folder or a results folder")
             folder.mkdir(parents=True, exist_ok=True)
@@ -226,17 +226,8 @@ def read(folder: Path | str) -> tuple[Origin, list[Measurement]]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replaces the file atomically. Raises OSError."""
-    part = path.with_name(_part(path.name))
-    try:
-        with part.open("wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        part.replace(path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise
+    with atomic_file(path) as file:
+        file.write(content)
 
 
 @contextmanager
@@ -292,10 +283,6 @@ def _row(m: Measurement) -> dict[str, Any]:
     errors = " ".join(f"{code}:{count}" for code, count in sorted(m.errors.items()))
     figures = {name: figure(m) for name, figure in FIGURES.items()}
     return row | {"answered": m.answered, "errors": errors, "slo_met": m.met} | figures
-
-
-def _part(name: str) -> str:
-    return f"{name}.part"
 
 
 def open_locked(path: Path) -> io.FileIO:

@@ -18,6 +18,7 @@ from msgspec import Struct, convert, structs, to_builtins
 from penstock.config.load import Tree, load_config, parse_toml
 from penstock.config.schema import BatchingConfig, ModelConfig
 from penstock.core.engine.rules import queue_bound
+from penstock.core.os_threads import atomic_file
 from penstock.errors import ConfigError, PenstockError, nearest
 from penstock.perf.tune.space import KEYS, CandidateSettings
 from penstock.plugins import is_whole_file, optional_module
@@ -115,21 +116,15 @@ class TunedFile:
         else:
             text = self._new() if self._text is None else self._text
         changed = patched(text, self.name, values, note)
-        temporary = f"{self.path}.{os.getpid()}.new"
         try:
-            with open(temporary, "xb") as file:
+            with atomic_file(Path(self.path)) as file:
                 file.write(changed.encode())
                 file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileNotFoundError):
-                os.chmod(temporary, os.stat(self.path).st_mode & 0o7777)
-            written = load_config(temporary, env={}).models[self.name]
-            os.replace(temporary, self.path)
+                with suppress(FileNotFoundError):
+                    os.fchmod(file.fileno(), os.stat(self.path).st_mode & 0o7777)
+                written = load_config(file.name, env={}).models[self.name]
         except OSError as error:
             raise PenstockError(f"{self.path}: cannot be written: {error.strerror}; it is unchanged") from None
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
         if other := _differing(self._model, written, values):
             log.warning(
                 "file=%s other=%s consequence=this file serves the model with other settings than measured",
