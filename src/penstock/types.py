@@ -66,7 +66,8 @@ class Item(Struct, omit_defaults=True):
     `sequence`: for models with `max_sequences`. `ended`: ids of sequences of the instance that ended since its last
     batch, of which it drops the state; set on the first item of a batch.
     `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`. `head_bytes`: where the values
-    begin in a payload with a head, if the server process knows it.
+    begin in a payload with a head, if the server process knows it. `length`: of its longest row, for models with
+    `bucket = "length"`.
     """
 
     payload: Any
@@ -87,6 +88,7 @@ class Item(Struct, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     ended: tuple[str, ...] = ()
     head_bytes: int = 0
+    length: int = 0
 
 
 class ItemResult(Struct, omit_defaults=True):
@@ -162,13 +164,15 @@ class TensorSpec(Struct, frozen=True, omit_defaults=True):
     """Name, Open Inference datatype ("FP32", "INT64", "BYTES" ...) and shape; -1 is any size, axis 0 is rows (except
     with `rows = "none"`).
 
-    A request may omit an `optional` input; the model documents which of them belong together.
+    A request may omit an `optional` input; the model documents which of them belong together. `pad` fills up the only
+    free axis beside the rows, so that requests of different lengths share a batch.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     optional: bool = False
+    pad: bool | int | float | str | None = None
 
 
 class ModelSchemas(Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SIZE_UNITS = {"B": 1} | {f"{k}B": 1000**n for n, k in enumerate("KMGT", 1)}
 SIZE_UNITS |= {f"{k}iB": 1024**n for n, k in enumerate("KMGT", 1)}
 _QUANTITY: Final = re.compile(r"(\d{0,100}\.?\d{1,100}(?:e[-+]?\d{1,2})?) ?([A-Za-z%]*)", re.ASCII)
+_LARGEST: Final = {"FP16": 65504.0, "BF16": 3.3895314e38, "FP32": 3.4028235e38}
 _TENSOR: Final = re.compile(r"([A-Z0-9]+)\s*\[\s*-1((?:\s*,\s*(?:-1|[0-9]{1,9}))*)\s*\]")
 _SPLIT: Final = re.compile(r"[,\s]+")
 _ELEMENT: Final = re.compile(r"at `\$\[(\d+)\]`")  # in a message of msgspec
@@ -67,8 +69,11 @@ def tensor_specs(given: Any, where: str) -> tuple[TensorSpec, ...]:
     Raises ConfigError.
     """
     datatypes = f"datatypes are {', '.join(DTYPES)}"
-    specs = []
+    specs: list[TensorSpec] = []
     for name, text in given.items() if isinstance(given, Mapping) else ():
+        if isinstance(text, TensorSpec):
+            specs += tensor_specs((text,), where)
+            continue
         match = _TENSOR.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match[1] not in DTYPES:
             raise ConfigError(
@@ -91,8 +96,34 @@ def tensor_specs(given: Any, where: str) -> tuple[TensorSpec, ...]:
             )
         if spec.name in {other.name for other in specs}:
             raise ConfigError(f"{where}: found '{spec.name}' twice; expected a name of its own for each tensor")
+        check_pad(spec, f"{where}.{spec.name}")
         specs.append(spec)
     return tuple(specs)
+
+
+def check_pad(spec: TensorSpec, where: str) -> None:
+    """Raises ConfigError for a value that the datatype does not have, and for a shape without one axis to pad."""
+    pad, kind, bits = spec.pad, spec.datatype.rstrip("0123456789"), spec.datatype.lstrip("BFINPTU")
+    number = isinstance(pad, int | float) and not isinstance(pad, bool)
+    if pad is None:
+        return
+    if spec.shape[1:].count(-1) != 1:
+        raise ConfigError(
+            f"{where}.pad: found for the shape {list(spec.shape)}, expected one free axis beside the rows, as in"
+            " [-1, -1]"
+        )
+    if kind in ("INT", "UINT"):
+        least, most = (0, 2 ** int(bits) - 1) if kind == "UINT" else (-(2 ** (int(bits) - 1)), 2 ** (int(bits) - 1) - 1)
+        fits = number and isinstance(pad, int) and least <= pad <= most
+        wanted = f"a whole number from {least} to {most}"
+    elif kind in ("FP", "BF"):
+        most = _LARGEST.get(spec.datatype, sys.float_info.max)
+        fits = number and (abs(pad) <= most or pad in (math.inf, -math.inf))  # type: ignore[arg-type]
+        wanted = f"a number that {spec.datatype} has"
+    else:
+        fits, wanted = (isinstance(pad, bool), "true or false") if kind == "BOOL" else (isinstance(pad, str), "a text")
+    if not fits:
+        raise ConfigError(f"{where}.pad: found {found(pad)} for {spec.datatype}, expected {wanted}")
 
 
 def _loosened(value: Any, kind: Any) -> Any:

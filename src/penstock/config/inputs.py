@@ -1,11 +1,11 @@
-"""The inputs of a model in its configuration: texts such as "FP32[-1,4]", or tables, of which images have a layout."""
+"""The inputs of a model in its configuration: texts such as "FP32[-1,4]", or tables, for images and padded texts."""
 
 from collections.abc import Mapping
 from typing import Final
 
 from penstock.config.schema import InputConfig
 from penstock.errors import ConfigError, nearest
-from penstock.types import DTYPES
+from penstock.types import DTYPES, TensorSpec
 from penstock.values import found
 
 AXES: Final = {"NHWC": (0, 2, 3, 1), "NCHW": (0, 1, 2, 3)}  # where each axis of a layout is in NCHW
@@ -14,14 +14,26 @@ _NUMERIC: Final = tuple(name for name in DTYPES if name not in ("BOOL", "BYTES")
 _LEAST, _MOST = 1.2e-38, 3.4e38  # of normal float32 numbers
 
 
-def input_texts(inputs: Mapping[str, str | InputConfig], where: str) -> dict[str, str]:
-    """The inputs as texts, see `tensor_specs`. `where` is their key, for messages. Raises ConfigError."""
-    return {n: _text(i, f"{where}.{n}") if isinstance(i, InputConfig) else i for n, i in inputs.items()}
+def input_texts(inputs: Mapping[str, str | InputConfig], where: str) -> dict[str, str | TensorSpec]:
+    """The inputs as texts, or as they are padded, see `tensor_specs`. `where` is their key, for messages.
+
+    Raises ConfigError.
+    """
+    return {n: _declared(n, i, f"{where}.{n}") if isinstance(i, InputConfig) else i for n, i in inputs.items()}
 
 
 def images_in(inputs: Mapping[str, str | InputConfig]) -> dict[str, InputConfig]:
     """The inputs that have a layout."""
     return {n: i for n, i in inputs.items() if isinstance(i, InputConfig) and i.layout is not None}
+
+
+def _declared(name: str, table: InputConfig, where: str) -> str | TensorSpec:
+    text = _text(table, where)
+    if table.pad is None:
+        return text
+    if table.layout is not None:
+        raise ConfigError(f"{where}.pad: found with layout, but images are not padded; keep one of them")
+    return TensorSpec(name, str(table.datatype), table.shape or (), pad=table.pad)
 
 
 def _text(table: InputConfig, where: str) -> str:

@@ -205,7 +205,11 @@ class BatchingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         ),
     ] = "auto"
     bucket: Annotated[
-        str, doc('property that requests of a batch must share: "none", "shape", "content-type" or "header:NAME"')
+        str,
+        doc(
+            'property that requests of a batch must share: "none", "shape", "content-type" or "header:NAME"; with'
+            ' "length", for texts that are padded, about the same length'
+        ),
     ] = "none"
     priority: Annotated[
         tuple[Hold, ...], Meta(min_length=1), doc("extra seconds that requests of `x-priority` 0, 1, 2 ... may wait")
@@ -321,7 +325,7 @@ class ResidencyConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[models.NAME.inputs.INPUT]`: an input as a table, instead of a text such as "FP32[-1,4]"; images need one."""
+    """`[models.NAME.inputs.INPUT]`: an input as a table, instead of "FP32[-1,4]"; images and padded texts need one."""
 
     datatype: Annotated[str | None, doc('datatype that clients send, such as "UINT8"; required')] = None
     shape: Annotated[
@@ -339,6 +343,13 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         float | tuple[float, ...], doc("subtracted from the pixels: a number for each channel, or one for all")
     ] = 0.0
     std: Annotated[float | tuple[float, ...], doc("the divisor of the pixels after that")] = 1.0
+    pad: Annotated[
+        bool | int | float | str | None,
+        doc(
+            "value that fills up the free axis of a text, such as 0, so that requests of different lengths share a"
+            " batch; see models.md"
+        ),
+    ] = None
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from penstock.config.inputs import image_shape, images_in, input_texts
 from penstock.config.load import load_config
 from penstock.config.schema import InputConfig
 from penstock.errors import ConfigError
+from penstock.types import TensorSpec
+from penstock.values import check_pad, tensor_specs
 
 RGB = (123.675, 116.28, 103.53)
 SOURCE = """
@@ -119,3 +122,37 @@ def test_an_image_that_makes_no_sense_is_refused(keys: Any, told: str) -> None:
 def test_an_image_that_the_network_does_not_take_is_refused(keys: Any, network: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         image_shape(image(**keys), "x", network)
+
+
+def test_a_table_with_pad_is_a_padded_tensor() -> None:
+    tables = {"ids": InputConfig(datatype="INT64", shape=(-1, -1), pad=0), "x": "FP32[-1,4]"}
+    found = input_texts(tables, "inputs")
+    assert found == {"ids": TensorSpec("ids", "INT64", (-1, -1), pad=0), "x": "FP32[-1,4]"}
+    assert tensor_specs(found, "inputs")[0].pad == 0
+
+
+@pytest.mark.parametrize(
+    ("datatype", "fits", "wrong", "wanted"),
+    [
+        ("INT8", (-128, 127), (128, 0.0, True, "0"), "a whole number from -128 to 127"),
+        ("UINT64", (0, 2**64 - 1), (-1, 2**64), "a whole number from 0 to 18446744073709551615"),
+        ("FP16", (0, 65504.0, -math.inf), (65505, math.nan, False), "a number that FP16 has"),
+        ("FP64", (1e300,), (10**400, "x"), "a number that FP64 has"),
+        ("BOOL", (True,), (1,), "true or false"),
+        ("BYTES", ("", "[PAD]"), (0,), "a text"),
+    ],
+)
+def test_a_pad_must_be_a_value_of_the_datatype(datatype: str, fits: Any, wrong: Any, wanted: str) -> None:
+    for pad in fits:
+        check_pad(TensorSpec("x", datatype, (-1, 3, -1), pad=pad), "inputs.x")
+    for pad in wrong:
+        with pytest.raises(ConfigError, match=rf"inputs.x.pad: found .* for {datatype}, expected {wanted}"):
+            check_pad(TensorSpec("x", datatype, (-1, -1), pad=pad), "inputs.x")
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-1, 4), (-1, -1, -1)])
+def test_a_pad_needs_one_free_axis(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"inputs.x.pad: found for the shape .*, expected one free axis"):
+        tensor_specs(input_texts({"x": InputConfig(datatype="INT64", shape=shape, pad=0)}, "inputs"), "inputs")
+    with pytest.raises(ConfigError, match="images are not padded"):
+        input_texts({"x": image(pad=0)}, "inputs")

@@ -28,6 +28,7 @@ from penstock.core.engine.rules import (
     bucket_rule,
     check_rules,
     file_stamps,
+    length_rule,
     policy_of,
     queue_bound,
     rows_rule,
@@ -163,6 +164,7 @@ class ModelHandle:
         """Raises ConfigError, or any error of a policy."""
         b = self.batching = with_options(self.config.batching, ready.options)
         self._rows_of, self._bucket_of = rows_rule(b), bucket_rule(b)
+        self._length_of = length_rule(b, ready.metadata.inputs)
         self._custom_rows = b.rows not in ("auto", "axis0")
         size = b.max_batch_size if b.max_batch_size != "auto" else ready.max_batch_size or DEFAULT_BATCH
         size = ready.sizes[-1] if ready.sizes else size
@@ -244,6 +246,8 @@ class ModelHandle:
             if self.sequences is not None:
                 item.sequence = sequence_of(item)
             bucket = self._bucket_of(item) if self._bucket_of is not None else ""
+            if self._length_of is not None:
+                bucket, item.length = self._length_of(item)
             payload = item.payload
             if isinstance(payload, (bytes, memoryview)):
                 nbytes = len(payload)

@@ -5,19 +5,20 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from penstock.config.schema import REMOTE, BatchingConfig, ModelConfig, check_sizes
 from penstock.core.batching.ladder import DEFAULT_BATCH
 from penstock.core.batching.policies.base import BatchPolicy
-from penstock.core.codecs import traits_of
+from penstock.core.codecs import OBJECT, traits_of
 from penstock.core.wire.slabs import Slab
 from penstock.core.worker.devices import expanded, physical_cores, visible_gpus
 from penstock.errors import BadRequest, ConfigError, describe
 from penstock.plugins import BUILTIN, is_whole_file, resolve
-from penstock.types import Item, SequenceRequest
+from penstock.types import Item, SequenceRequest, TensorSpec
 
 MAX_SEQUENCE_ID = 200  # characters
 _QUEUED_BATCHES = 16  # queue limit per instance without `max_queue`
@@ -244,11 +245,77 @@ def bucket_rule(config: BatchingConfig) -> Callable[[Item], str] | None:
         return None
     if config.bucket == "shape":
         return _shape
+    if config.bucket == "length":
+        return None  # `length_rule`
     if config.bucket == "content-type":
         return lambda item: item.content_type
     if kind == "header" and name:
         key = name.lower().encode()
         return lambda item: (_header(item, key) or b"").decode("latin-1")
     raise ConfigError(
-        f'batching.bucket must be "none", "shape", "content-type" or "header:NAME", found "{config.bucket}"'
+        f'batching.bucket must be "none", "shape", "length", "content-type" or "header:NAME", found "{config.bucket}"'
     )
+
+
+def length_rule(config: BatchingConfig, inputs: Sequence[TensorSpec]) -> Callable[[Item], tuple[str, int]] | None:
+    """A function that returns the bucket and the length of an item; None without lengths. `inputs`: of the model.
+
+    The length is that of the padded inputs or, without any, of the longest item. Where only a worker can read it, it
+    is estimated from the body: from its values or, without padded inputs, from its bytes. The function raises
+    BadRequest for an item without a length.
+    """
+    if config.bucket != "length":
+        return None
+    padded = [(n, i) for n, i in enumerate(inputs) if i.pad is not None]
+    places = {name: (i.shape.index(-1, 1), len(i.shape)) for n, i in padded for name in (i.name, f"INPUT__{n}")}
+    if padded and not padded[0][0]:
+        places[""] = places[inputs[0].name]  # an array without a name
+
+    @lru_cache(1024)  # shapes recur
+    def of_shapes(key: str) -> tuple[str, int]:
+        others, length = [], 0
+        for text in key.split(";"):
+            name, datatype, shape = text.rsplit(":", 2)
+            sizes, axis = shape.split("x"), places.get(name, (0, 0))[0]
+            if 0 < axis <= len(sizes) and sizes[axis - 1].isdecimal():
+                length, sizes[axis - 1] = int(sizes[axis - 1]), "-1"
+            others.append(f"{name}:{datatype}:{'x'.join(sizes)}")
+        return ";".join(others), length
+
+    def rule(item: Item) -> tuple[str, int]:
+        if item.codec == OBJECT:
+            values = item.payload if item.many else [item.payload]
+            return "", max([_length(value, places) for value in values], default=0)
+        rows, key = _peeked(item)
+        bucket, length = of_shapes(key) if key and places else ("", 0)
+        if not length:
+            body = item.payload.view if isinstance(item.payload, Slab) else item.payload
+            length = bytes(body).count(b",") // len(padded) if padded else len(body)
+            length = max(1, length // rows)
+        return bucket, length
+
+    return rule
+
+
+def _length(value: Any, places: Mapping[str, tuple[int, int]]) -> int:
+    """The length of an item of a caller in Python. `places`: the padded axis and the rank of each padded input; lists
+    may lack the axis of the rows. Raises BadRequest."""
+    if not places:
+        longest = value.values() if isinstance(value, dict) else [value]
+        try:
+            return max([len(each) for each in longest], default=0)
+        except TypeError:
+            raise BadRequest(
+                f'an item is a {type(value).__name__}, which has no length; batching.bucket = "length" expects texts,'
+                " lists or arrays"
+            ) from None
+    name = next((name for name in places if name in value), "") if isinstance(value, dict) else next(iter(places))
+    axis, rank = places.get(name, (0, 0))
+    shape = getattr(value := value[name] if name and isinstance(value, dict) else value, "shape", None)
+    if shape is None:
+        shape = []
+        while isinstance(value, list | tuple):
+            shape.append(len(value))
+            value = value[0] if value else None
+    at = axis - rank + len(shape)
+    return int(shape[at]) if 0 <= at < len(shape) else 0  # the worker reports other values

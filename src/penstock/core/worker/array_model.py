@@ -58,7 +58,7 @@ class ArrayModel(TensorModel):
         if of_torch(model):
             make: Any = resolve("runtime", "arrays")
             opened = make(predict, program.inputs, outputs, device, unbatched=program.unbatched)
-        super().__init__(lambda _: opened, ProgramSettings())
+        super().__init__(lambda _: opened, ProgramSettings(inputs=tuple(inputs)))
         self._model = model
         self.load("cpu")
         self.__penstock_options__ |= options_of(model)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Tensors = Mapping[str, str] | Sequence[TensorSpec]  # such as {"x": "FP32[-1,64]"}
+Tensors = Mapping[str, str | TensorSpec] | Sequence[TensorSpec]  # such as {"x": "FP32[-1,64]"}
 _OPTIONS = "__penstock_options__"
 _SIDES = ("inputs", "outputs")
 _ARRAYS = ("numpy", "torch")  # of a `predict` with declared inputs

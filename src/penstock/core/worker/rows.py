@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.core.columns import Block, Empty, TensorRequest, TensorRows
+from penstock.core.worker.lengths import Lengths, shortened
 from penstock.errors import WrongRowCount
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-def groups(requests: Sequence[TensorRequest]) -> Sequence[Sequence[int]]:
-    """The places of the requests that can run in one call, for each call."""
+def groups(requests: Sequence[TensorRequest], lengths: Lengths | None = None) -> Sequence[Sequence[int]]:
+    """The places of the requests that can run in one call, for each call. `lengths`: of a model that pads them."""
     block = requests[0].block
     for request in requests:
         if request.block is not block:
@@ -29,15 +30,22 @@ def groups(requests: Sequence[TensorRequest]) -> Sequence[Sequence[int]]:
     for i, request in enumerate(requests):
         if request.block is not last:
             last = request.block
-            key = tuple((name, a.dtype.str, a.shape[1:]) for name, a in sorted(last.arrays.items()))
+            others = _sizes if lengths is None else lengths.others
+            key = tuple((name, a.dtype.str, others(name, a.shape)) for name, a in sorted(last.arrays.items()))
             places = found.setdefault(key or i, [])  # without inputs, which give the number of rows, alone
         places.append(i)
     return list(found.values())
 
 
-def joined(requests: Sequence[TensorRequest], rows: int, empty: Empty | None = None) -> Arrays:
+def _sizes(_: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[1:]
+
+
+def joined(
+    requests: Sequence[TensorRequest], rows: int, empty: Empty | None = None, lengths: Lengths | None = None
+) -> Arrays:
     """The arrays of these requests in C order: views of their block if they are neighbours in it, else a copy. With
-    `empty`, memory of it."""
+    `empty`, memory of it. With `lengths`, all as long as the longest."""
     ranges: list[tuple[Block, int, int]] = []  # of neighbouring rows
     block, start, stop = requests[0].block, requests[0].start, requests[0].start
     for r in requests:
@@ -45,23 +53,34 @@ def joined(requests: Sequence[TensorRequest], rows: int, empty: Empty | None = N
             ranges.append((block, start, stop))
             block, start = r.block, r.start
         stop = r.start + r.rows
-    if not ranges and (empty is None or block.placed):
+    longest = 0 if lengths is None else lengths.longest(requests)
+    if not ranges and (empty is None or block.placed) and (lengths is None or lengths.of(block.arrays) == longest):
         return {name: np.ascontiguousarray(array) for name, array in block.slices(start, rows).items()}
     ranges.append((block, start, stop))
     found = {}
     for name, array in block.arrays.items():
+        if lengths is not None and name in lengths.inputs:
+            parts = [b.arrays[name][i:k] for b, i, k in ranges]
+            found[name] = lengths.padded(name, parts, rows, longest, empty or np.empty)
+            continue
         out = None if empty is None else empty((rows, *array.shape[1:]), array.dtype)
         found[name] = np.concatenate([b.arrays[name][i:k] for b, i, k in ranges], out=out)
     return found
 
 
-def cut(arrays: Arrays, requests: Sequence[TensorRequest], rows: int) -> list[Any]:
-    """The rows of each request."""
+def cut(arrays: Arrays, requests: Sequence[TensorRequest], rows: int, lengths: Lengths | None = None) -> list[Any]:
+    """The rows of each request. With `lengths`, cut back to its own. Raises BadOutput."""
     outputs = Block(arrays, rows)
     results: list[Any] = []
-    start = 0
+    start, axes, longest = 0, {}, 0
+    if lengths is not None and requests:
+        longest = lengths.longest(requests)
+        axes = lengths.following(arrays, longest)
     for r in requests:
         found = TensorRows(outputs, start, r.rows, r.single, r.named)
+        if axes and lengths is not None and (own := lengths.of(r.block.arrays)) != longest:
+            shorter = {n: shortened(a, axes.get(n, ()), own) for n, a in outputs.slices(start, r.rows).items()}
+            found = TensorRows(Block(shorter, r.rows), 0, r.rows, r.single, r.named)
         results.append(found if r.planned else found.plain())
         start += r.rows
     return results
@@ -100,18 +119,18 @@ class PhasedProgram(Protocol):
 class TensorPhases:
     """See `phases.Phases`: the batches of a TensorModel in the phases of its program."""
 
-    def __init__(self, program: PhasedProgram, one_call: Callable[[int], int]) -> None:
+    def __init__(self, program: PhasedProgram, one_call: Callable[[int], int], lengths: Lengths | None = None) -> None:
         """`one_call`: the rows of a call for so many rows, with padding; 0 if they need several."""
-        self._program, self._one_call = program, one_call
+        self._program, self._one_call, self._lengths = program, one_call, lengths
         self.empty = program.empty
 
     def stage(self, requests: Sequence[TensorRequest]) -> Any:
         """Starts to copy the rows of a batch; None if it is not a single call. Raises what the program raises."""
         rows = sum([r.rows for r in requests])
         size = self._one_call(rows)
-        if not size or len(groups(requests)) > 1:
+        if not size or len(groups(requests, self._lengths)) > 1:
             return None
-        return requests, rows, size, self._program.stage(joined(requests, rows, self.empty), size)
+        return requests, rows, size, self._program.stage(joined(requests, rows, self.empty, self._lengths), size)
 
     def launch(self, staged: Any) -> Any:
         """Starts the call. Raises what the program raises."""
@@ -125,4 +144,4 @@ class TensorPhases:
         check_rows(outputs, size, rows)
         if size > rows:
             outputs = {name: array[:rows] for name, array in outputs.items()}
-        return cut(outputs, requests, rows), seconds
+        return cut(outputs, requests, rows, self._lengths), seconds

@@ -8,6 +8,7 @@ request is a call of its own, with outputs of any shape.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol, cast
@@ -19,9 +20,12 @@ from penstock.config.schema import InputConfig
 from penstock.core.arrays import array_of, has_text
 from penstock.core.batching.ladder import Ladder, Sizes
 from penstock.core.columns import Block, TensorRequest, TensorRows
+from penstock.core.worker.lengths import Lengths
 from penstock.core.worker.rows import PhasedProgram, TensorPhases, check_rows, cut, groups, joined
 from penstock.errors import BadRequest, ConfigError, LoadFailed, WrongRowCount
 from penstock.types import DATATYPES, DTYPES, Graphs, TensorSpec
+
+log = logging.getLogger("penstock.worker")
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -110,9 +114,13 @@ class ProgramSettings(Struct, frozen=True):
 
 
 def refuse_inputs(settings: ProgramSettings, what: str) -> None:
-    """Raises ConfigError if the key `inputs` is set for a program that declares its own, except for images."""
-    if any(spec.name not in settings.images for spec in settings.inputs):
-        raise ConfigError(f"inputs: {what} declares its own inputs; leave the key out, except for images with a layout")
+    """Raises ConfigError if the key `inputs` is set for a program that declares its own, except for images and for
+    padded texts."""
+    if any(spec.name not in settings.images and spec.pad is None for spec in settings.inputs):
+        raise ConfigError(
+            f"inputs: {what} declares its own inputs; leave the key out, except for images with a layout and for texts"
+            " with pad"
+        )
 
 
 class TensorModel:
@@ -126,6 +134,7 @@ class TensorModel:
         self._program: Program | None = None
         self._unbatched = False
         self._ladder: Ladder | None = None
+        self._lengths: Lengths | None = None
         self.__penstock_graphs__: Graphs | None = None
         self.inputs: tuple[TensorSpec, ...] = ()  # empty unless all are known
         self._whole_inputs: tuple[TensorSpec, ...] = ()  # with their sizes on axis 0
@@ -137,17 +146,43 @@ class TensorModel:
         settings = structs.replace(self._settings, device=device)
         program = self._program = self._open(settings)
         self.platform, self.outputs = program.platform, program.outputs
+        self._lengths = self._padded_lengths(program)
         known = [i for i in program.inputs if i.datatype is not None and i.shape is not None]
         if len(known) == len(program.inputs):
             self._whole_inputs = tuple(
                 TensorSpec(i.name, cast(str, i.datatype), cast(Any, i.shape), not i.required) for i in known
             )
-            self.inputs = tuple(structs.replace(spec, shape=(-1, *spec.shape[1:])) for spec in self._whole_inputs)
+            pads = {spec.name: spec.pad for spec in settings.inputs}
+            self.inputs = tuple(
+                structs.replace(spec, shape=(-1, *spec.shape[1:]), pad=pads.get(spec.name))
+                for spec in self._whole_inputs
+            )
         self.__penstock_options__ = self._options(device)
         if hasattr(program, "stage") and not program.unbatched:
-            self.__penstock_phases__ = TensorPhases(cast(PhasedProgram, program), self._one_call)
+            self.__penstock_phases__ = TensorPhases(cast(PhasedProgram, program), self._one_call, self._lengths)
         if settings.optimize == "compile" and not program.unbatched and not settings.padded:
             self._compile()
+
+    def _padded_lengths(self, program: Program) -> Lengths | None:
+        """The inputs that are padded. Raises ConfigError, LoadFailed."""
+        given = [spec for spec in self._settings.inputs if spec.pad is not None]
+        if not given:
+            return None
+        if program.unbatched:
+            raise ConfigError(f"inputs.{given[0].name}.pad: the model takes one request at a time; leave pad out")
+        found = Lengths(program.inputs, program.outputs, given)
+
+        def run(length: int) -> Arrays:
+            (sample, _) = samples_of(found.sized(program.inputs, length))
+            return self._run(sample, 1)
+
+        try:
+            found.learn(run)
+        except LoadFailed:
+            raise
+        except Exception:  # it needs other values, or has sizes that are not known
+            log.info("lengths_not_tried: the declared shapes tell which axes of the outputs are cut back")
+        return found
 
     def _options(self, device: str) -> dict[str, Any]:
         """The batching options that the program requires; see `@penstock.model`."""
@@ -155,7 +190,8 @@ class TensorModel:
             return {"rows": "none"}
         found: dict[str, Any] = {}
         if any(i.shape is None or -1 in i.shape[1:] for i in self._loaded.inputs):
-            found["bucket"] = "shape"  # requests of different shapes cannot run in one call
+            # requests of different shapes cannot run in one call, unless they are padded
+            found["bucket"] = "shape" if self._lengths is None else "length"
         if self._loaded.rows[1] < ANY_ROWS[1]:
             found["max_batch_size"] = self._loaded.rows[1]
         if device.startswith("cuda"):  # where kernels, graphs and engines are prepared for each size
@@ -174,7 +210,7 @@ class TensorModel:
         self.__dict__.pop("__penstock_phases__", None)
 
     def __penstock_unbatch__(self) -> None:
-        self._unbatched, self.inputs = True, self._whole_inputs
+        self._unbatched, self.inputs, self._lengths = True, self._whole_inputs, None
 
     def __penstock_pad__(self, ladder: Ladder | None) -> None:
         self._ladder = ladder
@@ -224,6 +260,8 @@ class TensorModel:
         if (len(set(rows.values())) > 1 or len(singles) > 1) and not self._unbatched:
             found = ", ".join(f"'{name}' {n}" for name, n in rows.items())
             raise BadRequest(f"inputs must all have the same number of rows (axis 0), found {found}")
+        if self._lengths is not None:
+            self._lengths.check(arrays)
         count = next(iter(rows.values()), 1)  # without any optional input, one
         return TensorRequest(Block(arrays, count), 0, count, singles == {True}, named)
 
@@ -249,7 +287,7 @@ class TensorModel:
         """The results: each a dict of output name to array, or the array of the only output. One call per shape."""
         if self._unbatched:
             return [self._run_alone(request) for request in requests]
-        calls = groups(requests)
+        calls = groups(requests, self._lengths)
         if len(calls) == 1:
             return self._run_together(requests)
         results: list[Any] = [None] * len(requests)
@@ -268,7 +306,8 @@ class TensorModel:
 
     def _run_together(self, requests: Sequence[TensorRequest]) -> list[Any]:
         rows = sum([r.rows for r in requests])
-        return cut(self._run(joined(requests, rows), rows), requests, rows)
+        lengths = self._lengths
+        return cut(self._run(joined(requests, rows, None, lengths), rows), requests, rows, lengths)
 
     def _run(self, arrays: Arrays, rows: int) -> Arrays:
         """The outputs of all rows. Splits rows beyond the program's maximum into calls, and pads to its minimum, or to

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
 from penstock.config.schema import BatchingConfig
-from penstock.core.engine.rules import bucket_rule, rows_rule
+from penstock.core.engine.rules import bucket_rule, length_rule, rows_rule
 from penstock.core.wire.slabs import SlabPool
 from penstock.errors import BadRequest, ConfigError
 from penstock.serving.protocols.oip_binary import write_npy_head
 from penstock.serving.protocols.oip_messages import encode_request
-from penstock.types import Item
+from penstock.types import Item, TensorSpec
 
 INFER = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[3,2],"data":[1,2,3,4,5,6]}]}'
 
@@ -77,3 +80,38 @@ def test_rows_and_shape_of_binary_tensors_of_any_size_are_read(in_slab):
     broken = item(7, 20, "oip_binary")
     broken.headers = [(b"Inference-Header-Content-Length", b"-1")]
     assert (rows(broken), shape(broken)) == (1, "")
+
+
+IDS = TensorSpec("ids", "INT64", (-1, -1), pad=0)
+OTHER = TensorSpec("x", "FP32", (-1, 3))
+
+
+def oip(**shapes: list[int]) -> Item:
+    inputs = [{"name": name, "datatype": "INT64", "shape": shape, "data": []} for name, shape in shapes.items()]
+    return Item(json.dumps({"inputs": inputs}).encode() + b" " * 40, codec="oip_json")
+
+
+def test_the_length_of_a_request_is_that_of_its_padded_inputs() -> None:
+    assert length_rule(BatchingConfig(), (IDS,)) is None
+    of = length_rule(BatchingConfig(bucket="length"), (IDS, OTHER))
+    assert of is not None
+    assert of(oip(ids=[2, 17], x=[2, 3])) == ("ids:INT64:-1;x:INT64:3", 17)
+    assert of(oip(x=[2, 3], ids=[2, 9]))[0] == of(oip(ids=[2, 17], x=[2, 3]))[0]
+    assert of(oip(INPUT__0=[1, 5]))[1] == 5
+    instances = b'{"instances": [[1, 2, 3, 4], [5, 6, 7, 8]]}'
+    assert of(Item(instances, codec="kserve"))[1] in (3, 4)
+    for value in ({"ids": np.zeros((2, 6))}, {"x": [1], "ids": [[1] * 6]}, {"ids": [1] * 6}, [1] * 6, [[1] * 6] * 2):
+        assert of(Item(value)) == ("", 6)
+    assert of(Item([[1], [1, 2]], many=True))[1] == 2
+    assert of(Item({"x": 1}))[1] == 0
+
+
+def test_without_padded_inputs_a_length_is_that_of_the_items() -> None:
+    of = length_rule(BatchingConfig(bucket="length"), ())
+    assert of is not None
+    assert of(Item("four")) == ("", 4)
+    assert of(Item(["a", "abc", ""], many=True, rows=3))[1] == 3
+    assert of(Item({"ids": [1, 2], "mask": [1, 1]}))[1] == 2
+    assert of(Item(b"x" * 30, codec="native"))[1] == 30
+    with pytest.raises(BadRequest, match=r"an item is a int, which has no length; .* expects texts, lists or arrays"):
+        of(Item(5))
