@@ -11,7 +11,8 @@ from PIL import Image
 
 from penstock.errors import BadRequest, ItemFailed
 from penstock.pipeline.graph import Node, NodeStep
-from penstock.pipeline.node import NodeModel, Visit
+from penstock.pipeline.handover import Visit
+from penstock.pipeline.node import NodeModel
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp, make_op
 from penstock.pipeline.ops.decode import picture

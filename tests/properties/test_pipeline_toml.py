@@ -66,6 +66,8 @@ def graphs(draw: st.DrawFn) -> dict[str, Any]:
     count = draw(st.integers(1, 5))
     tables: dict[str, Any] = {f"n{i}": {**draw(KEYS), "ops": draw(OPS), "next": []} for i in range(count)}
     for table in tables.values():
+        if "device" not in table and draw(st.booleans()):
+            table["processes"] = table.get("instances", 3)
         if all(isinstance(op, str) or op["op"] != "OnnxTensor" for op in table["ops"]):
             table.pop("pad_to", None)
     for i in range(1, count):

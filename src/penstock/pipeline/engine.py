@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock import metrics
 from penstock.config.schema import MOST, BatchingConfig, ModelConfig
@@ -18,19 +18,25 @@ from penstock.core.batching.entry import INF
 from penstock.core.batching.policies.adaptive import Adaptive
 from penstock.core.batching.policies.base import BatchPolicy
 from penstock.core.batching.scheduler import Scheduler
-from penstock.core.contracts import BatchRecord, Observer
+from penstock.core.contracts import BatchRecord, Observer, Transport
 from penstock.core.engine.batcher import Batcher
 from penstock.core.engine.calls import Call
 from penstock.core.engine.handle import ModelHandle
 from penstock.core.transports.local import ThreadTransport
+from penstock.core.transports.process import LendingTransport
+from penstock.core.wire.slabs import SlabPool
 from penstock.core.worker.spec import WorkerSpec, Wrapped
 from penstock.errors import LoadFailed, PenstockError
 from penstock.pipeline.graph import NODE_FILTERS, Graph, Node
+from penstock.pipeline.handover import BatchStamp
 from penstock.pipeline.linger import Linger
-from penstock.pipeline.node import BatchStamp, NodeModel, SharedState, chain
-from penstock.types import Item, Sink
+from penstock.pipeline.node import NodeModel, SharedState, chain
+from penstock.pipeline.ops import catalog
+from penstock.types import Item, MetricDelta, Sink
 
 QUEUED_BATCHES = 2  # batches that may wait for each instance, without `queue`
+POOL_BYTES = 256 * 2**20  # shared memory for the large inputs of all nodes in processes
+REPLY_BYTES = 64 * 2**20  # shared memory for the large results of each process
 QUEUE_BYTES = 64 * 2**20  # bytes of `data` that may wait for a node, without `queue_bytes`
 WAITS_S = 30.0  # shortest queue timeout of a node; a node with long runs allows four of them
 UNLIMITED = MOST  # the batcher's own bounds, which backpressure replaces
@@ -42,7 +48,7 @@ WRAPPER = f"{NodeModel.__module__}:{NodeModel.__qualname__}"
 
 
 class NodeEngine:
-    """Queues the items of a node and runs its batches in threads.
+    """Queues the items of a node and runs its batches in threads or processes. These read large inputs in the `pool`.
 
     `shared` is the common state of the instances of each node, including those that run in the call of another.
     """
@@ -54,6 +60,7 @@ class NodeEngine:
         backpressure: Backpressure,
         observers: Sequence[Observer],
         shared: Mapping[str, SharedState],
+        pool: SlabPool | None = None,
     ) -> None:
         self.name, self.node = node.name, node
         self.chained = chain(graph, node.name)  # nodes that run in the same call
@@ -64,11 +71,22 @@ class NodeEngine:
         self.parent_bytes = 0
         self._backpressure = backpressure
         self._entry = not graph.upstream(node.name)
-        self.shared = shared[node.name]
+        self.has_model = False  # an op takes batches; known once the node is loaded, as the next one
+        self.takes_arrays = False  # only arrays of one shape can share a batch
         devices = [node.device] * node.instances
-        options = {"shared": self.shared, "then": [(graph.nodes[name], shared[name]) for name in self.chained]}
+        options: dict[str, Any] = {
+            "shared": shared[node.name],
+            "then": [(graph.nodes[name], shared[name]) for name in self.chained],
+        }
+        if node.processes:
+            steps = [step for name in (node.name, *self.chained) for step in graph.nodes[name].steps]
+            options["ops"] = catalog.registered(step.op for step in steps)
         spec = WorkerSpec(node.name, "1", _config(node), Wrapped(node, WRAPPER, options), instances=node.instances)
-        transport = ThreadTransport(spec, node.instances, devices)
+        transport: Transport = (
+            LendingTransport(spec, node.instances, devices, pool, REPLY_BYTES)
+            if node.processes
+            else ThreadTransport(spec, node.instances, devices)
+        )
         self.meter = NodeMeter(self)
         self.handle = ModelHandle(spec, transport, devices, UNLIMITED, [self.meter, *observers], self._policy)
         self.batcher: Batcher | None = None
@@ -88,8 +106,11 @@ class NodeEngine:
 
     def _policy(self) -> BatchPolicy:
         """The node's policy. The handle asks for it when the ops are loaded."""
+        assert self.handle.metadata is not None
+        known = self.handle.metadata.parameters
+        self.has_model, self.takes_arrays = known["model"], known["takes_arrays"]
         wait_s = self.node.wait_s
-        if not self.shared.model:
+        if not self.has_model:
             wait_s = 0.0
         elif wait_s is None:
             wait_s = 0.0 if self.node.device == "cpu" else GPU_WAIT_S
@@ -98,7 +119,7 @@ class NodeEngine:
             wait_s=0.0 if self._entry else wait_s,
             coming=partial(self._backpressure.coming, self),
             credit=partial(self._backpressure.credit, self),
-            slice_s=None if self.shared.model else SLICE_S,
+            slice_s=None if self.has_model else SLICE_S,
         )
 
     def submit(self, item: Item, sink: Sink, bucket: str, nbytes: int) -> Call:
@@ -114,11 +135,6 @@ class NodeEngine:
         """Lets the node form batches again, because there may be room after it."""
         if self.batcher is not None:
             self.batcher.wake()
-
-    @property
-    def takes_arrays(self) -> bool:
-        """See SharedState."""
-        return self.shared.takes_arrays
 
     @property
     def draining(self) -> bool:
@@ -165,7 +181,7 @@ class NodeEngine:
     @property
     def concurrency(self) -> int:
         """Items that should run at once. Without a model, instances share the queue, so more make slices smaller."""
-        sliced = not self.shared.model and self.node.max_batch is None
+        sliced = not self.has_model and self.node.max_batch is None
         return max(self.node.instances, self.max_batch) if sliced else self.node.instances * self.max_batch
 
     def statistics(self) -> dict[str, object]:
@@ -187,7 +203,11 @@ def _config(node: Node) -> ModelConfig:
         run_timeout_s=node.run_timeout_s,
     )
     return ModelConfig(
-        target=node.name, instances=node.instances, devices=(node.device,), transport="thread", batching=batching
+        target=node.name,
+        instances=node.instances,
+        devices=(node.device,),
+        transport="process" if node.processes else "thread",
+        batching=batching,
     )
 
 
@@ -203,7 +223,7 @@ class NodeMeter(Observer):
         self._sizes: Counter[int] = Counter()
         self._waits_s: list[float] = []
         self._runs_s: list[float] = []
-        self._chained: BatchStamp | None = None
+        self._chained = (-1, 0.0)  # the last batch
         self._due = False
 
     def on_complete(self, record: BatchRecord) -> None:
@@ -216,8 +236,8 @@ class NodeMeter(Observer):
     def chained(self, stamp: BatchStamp | None) -> None:
         """Counts an item that ran in the call of the previous node: in the batch `stamp`, or failed (None)."""
         self._items["failed" if stamp is None else "ok"] += 1
-        if stamp is not None and stamp is not self._chained:  # the first item of its batch
-            self._chained = stamp
+        if stamp is not None and (stamp.batch_id, stamp.start_s) != self._chained:  # the first item of its batch
+            self._chained = stamp.batch_id, stamp.start_s
             self._sizes[stamp.size] += 1
             self._waits_s.append(0.0)
             self._runs_s.append(stamp.run_s)
@@ -234,6 +254,10 @@ class NodeMeter(Observer):
 
     def on_reject(self, model: str, version: str, reason: str) -> None:
         self._items[reason] += 1
+
+    def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
+        for delta in deltas:  # of a process; threads record theirs here
+            metrics.record(delta.kind, delta.name, delta.value, delta.labels, delta.unit, delta.request_id)
 
     def flush(self) -> None:
         """Reports the counts since the last flush."""

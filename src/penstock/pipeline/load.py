@@ -254,6 +254,7 @@ class NodeReader:
         if not _DEVICE.fullmatch(device):
             raise source.error(name, "device", f"found {found(device)}, expected auto, cpu, cuda, or such as cuda:0")
         values["device"] = "cuda:0" if device == "cuda" else device
+        self._set_processes(name, keys, table, values)
         fields = {field: values[key] for key, field in FIELDS.items() if key in values}
         fields |= {field: fields[field] / 1000 for field in ("wait_s", "deadline_s") if field in fields}
         if (when := values.get("when")) is not None:
@@ -292,6 +293,21 @@ class NodeReader:
             keys["max_batch"] = values["max_batch"] = max(most, values.get("min_batch", 1))
         if takes_size(drafts):
             values.setdefault("device", AUTO)
+
+    def _set_processes(
+        self, node: str, keys: Mapping[str, Any], table: Mapping[str, Any], values: dict[str, Any]
+    ) -> None:
+        """Sets `instances` and `device` for a number of processes. Raises ConfigError if the node has other values."""
+        count = values.get("processes")
+        if count is None:
+            return
+        if "instances" in table and values["instances"] != count:
+            text = f"found {count} with instances = {values['instances']}: each process is one instance; leave one out"
+            raise self._source.error(node, "processes", text)
+        if "device" in keys and values["device"] != "cpu":
+            text = f"found {count} with device = {values['device']}: processes run on the CPU; set instances instead"
+            raise self._source.error(node, "processes", text)
+        values["instances"], values["device"] = count, "cpu"
 
     def _check_sizes(self, node: str, values: Mapping[str, Any]) -> None:
         least, most = values.get("min_batch", 1), values.get("max_batch")

@@ -348,7 +348,8 @@ class PipelineBackend:
         self.pump()
 
     def forget(self) -> None:
-        """See `PortalBackend.forget`. A forked child has no node threads, and nothing else to release."""
+        """See `PortalBackend.forget`."""
+        self.runner.forget()
 
 
 def _nbytes(fields: Fields) -> int:

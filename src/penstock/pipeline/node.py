@@ -12,7 +12,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -36,6 +36,7 @@ from penstock.pipeline import filters
 from penstock.pipeline.collate import PadTo
 from penstock.pipeline.filters import Filter
 from penstock.pipeline.graph import AUTO, Graph, Node
+from penstock.pipeline.handover import BatchStamp, Returned, Visit
 from penstock.pipeline.lower import files_of
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import DATA, RESULT, BatchOp, Fields, ItemOp, Op, make_op
@@ -52,40 +53,14 @@ MODEL_ROWS = 8  # most items of a batch with a model that sets no limit
 _Live = list[tuple[int, Fields]]  # items that are still in the node, by their index in the batch
 
 
-class BatchStamp(Struct):
-    """One batch of a node: `start_s` on the monotonic clock, and `run_s` seconds."""
-
-    batch_id: int
-    size: int
-    start_s: float
-    run_s: float = 0.0
-
-
-class Visit:
-    """One item at one node: `fields`, which the node does not change, and its `place` in the batch, from 0.
-
-    `swap`: the `result` of the previous node is the `data` of this one.
-    """
-
-    __slots__ = ("fields", "place", "swap")
-
-    def __init__(self, fields: Fields, swap: bool) -> None:
-        self.fields = fields
-        self.swap = swap
-        self.place = -1  # not in a batch yet
-
-
 class SharedState(Struct, eq=False):
-    """The common state of a node's instances. `ids` numbers their batches.
-
-    Loading sets `model` if an op takes batches, and `takes_arrays` if that op is the first and takes arrays. Then only
-    arrays of one shape can share a batch.
-    """
+    """The common state of a node's instances, or of those in one process. `ids` numbers their batches."""
 
     compat: bool = False
     ids: Iterator[int] = field(default_factory=itertools.count)
-    model: bool = False
-    takes_arrays: bool = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SharedState, (self.compat,)
 
 
 class _Step(Struct, frozen=True):
@@ -98,12 +73,21 @@ class NodeModel:
     """One instance of a node. `predict` returns (fields, BatchStamp) for each visit, or the error of the item.
 
     `then` are nodes that run in the same call (see `placement.chain`). For each of them that a visit reaches, the
-    tuple continues with that node's result.
+    tuple continues with that node's result. `ops`: registered ones, for a process that does not know them.
+
+    Loading sets the `parameters`: "model" if an op takes batches, and "takes_arrays" if that op is the first and takes
+    arrays. Then only arrays of one shape can share a batch.
     """
 
     def __init__(
-        self, node: Node, shared: SharedState | None = None, then: Sequence[tuple[Node, SharedState]] = ()
+        self,
+        node: Node,
+        shared: SharedState | None = None,
+        then: Sequence[tuple[Node, SharedState]] = (),
+        ops: Mapping[str, type[Op]] = {},
     ) -> None:
+        for name, op in ops.items():
+            catalog.register(name, op)
         self._node = node
         self._shared = shared or SharedState()
         self._then = NodeModel(*then[0], then=then[1:]) if then else None
@@ -112,6 +96,7 @@ class NodeModel:
         self._log_limiter = LogLimiter()
         self.inputs: tuple[TensorSpec, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
+        self.parameters: dict[str, Any] = {}
         self.__penstock_options__: dict[str, Any] = {}
 
     def load(self, device: str) -> None:
@@ -135,9 +120,9 @@ class NodeModel:
             else:
                 self._parts.append([made])
         one_thread()
-        self._shared.model = bool(models)
         first = self._parts[0][0].op if self._parts else None
-        self._shared.takes_arrays = isinstance(first, BatchOp) and first.takes == "tensor"
+        arrays = isinstance(first, BatchOp) and first.takes == "tensor"
+        self.parameters = {"model": bool(models), "takes_arrays": arrays}
         self.__penstock_options__ = {"max_batch_size": self._size(models)}
         if any(op.unbatched for op in models):
             self.__penstock_options__["rows"] = "none"
@@ -164,7 +149,17 @@ class NodeModel:
     # ---- a batch
 
     def predict(self, visits: list[Visit]) -> list[Any]:
-        """For each visit (fields, BatchStamp) or a PenstockError. Raises an op's error if halves may succeed."""
+        """For each visit (fields, BatchStamp) or a PenstockError. Raises an op's error if halves may succeed.
+
+        In a worker process, `Returned` are in place of the tuples.
+        """
+        out = self._run_ops(visits)
+        if not self._node.processes:
+            return out
+        both = zip(out, visits, strict=True)
+        return [Returned(found, visit.fields) if type(found) is tuple else found for found, visit in both]
+
+    def _run_ops(self, visits: list[Visit]) -> list[Any]:
         stamp = BatchStamp(next(self._shared.ids), len(visits), time.monotonic())
         out: list[Any] = [None] * len(visits)
         self._passed.clear()
@@ -193,7 +188,7 @@ class NodeModel:
         going = [i for i, found in enumerate(out) if type(found) is tuple and found[0].get(RESULT) is not None]
         if not going:
             return
-        for i, found in zip(going, then.predict([Visit(out[i][0], swap=True) for i in going]), strict=True):
+        for i, found in zip(going, then._run_ops([Visit(out[i][0], swap=True) for i in going]), strict=True):
             out[i] += found if type(found) is tuple else (found,)
 
     def _admit(self, guard: str | Filter, i: int, fields: Fields) -> bool | None:
@@ -355,14 +350,18 @@ def _inlined(graph: Graph, name: str) -> str | None:
     """The next node if the instances of `name` run it in the same call; None if it needs its own.
 
     A hand-over to another thread costs as much as resizing a small image. It gains nothing if both nodes only compute,
-    the first has an instance for each core, and nothing between them waits, merges or is kept.
+    the first has an instance for each core, and nothing between them waits, merges or is kept. Processes
+    run only nodes that have processes too.
     """
     node = graph.nodes[name]
     if len(node.next) != 1 or node.each is not None or node.instances < cores() or not _node_computes(node):
         return None
     after = graph.nodes[node.next[0]]
+    if bool(node.processes) != bool(after.processes):
+        return None
     plain = Node(
-        after.name, after.steps, after.next, instances=after.instances, max_batch=after.max_batch,
+        after.name, after.steps, after.next, instances=after.instances,
+        processes=after.processes, max_batch=after.max_batch,
         min_batch=after.min_batch, wait_s=after.wait_s, run_timeout_s=node.run_timeout_s,
         retry_split=after.retry_split, idempotent=after.idempotent,
     )  # fmt: skip

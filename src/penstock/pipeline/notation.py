@@ -60,6 +60,11 @@ NODE: Final = {
         "all fields of the previous node",
     ),
     "instances": Key(Instances, "how many copies run at the same time, each in its own thread", "1"),
+    "processes": Key(
+        Instances,
+        "how many copies run at the same time, each in its own process, instead of `instances`",
+        "none: threads",
+    ),
     "max_batch": Key(Size, "most items in one call", "8 with a model (1 with `compat`)"),
     "min_batch": Key(Size, "smallest batch of the model's engine; smaller batches are padded", "1"),
     "sizes": Key(tuple[Size, ...], "batch sizes of the model's engine; other batches are padded", "any"),
@@ -116,7 +121,7 @@ NODE: Final = {
 }
 """The keys of a node's table. All other keys are parameters of its ops."""
 
-ONLY_IN_NODES: Final = {"next", "inputs", "filter", "when", "else", "require", "each", "body", "gather"}
+ONLY_IN_NODES: Final = {"next", "inputs", "filter", "when", "else", "require", "each", "body", "gather", "processes"}
 """Keys that cannot be defaults for all nodes."""
 
 ONLY_WITH_A_MODEL: Final = {"max_batch", "min_batch", "sizes", "wait_ms", "pad_to"}

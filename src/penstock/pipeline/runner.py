@@ -1,4 +1,4 @@
-"""PipelineRunner: runs all nodes of a graph concurrently, in threads of this process. Body: the children of a fan-out.
+"""PipelineRunner: runs all nodes of a graph concurrently, in threads and processes. Body: the children of a fan-out.
 
 Everything here runs on one event loop.
 """
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from penstock.core.arrays import nbytes_of
 from penstock.core.contracts import Observer
 from penstock.core.transports.slot import within
+from penstock.core.wire.slabs import SlabPool
 from penstock.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -27,7 +28,7 @@ from penstock.errors import (
     QueueFull,
     nearest,
 )
-from penstock.pipeline.engine import Backpressure, NodeEngine
+from penstock.pipeline.engine import POOL_BYTES, Backpressure, NodeEngine
 from penstock.pipeline.graph import REQUEST, Each, Graph, ItemRoute, chain_of, outside, route, subgraph_of
 from penstock.pipeline.node import SharedState, placed
 from penstock.pipeline.ops.base import DATA, NODE_NAME, RESULT, Fields
@@ -49,8 +50,10 @@ class PipelineRunner:
         self._routes: dict[str, ItemRoute] = {graph.entry: route(graph, graph.entry)}
         self._backpressure = Backpressure(graph)
         shared = {name: SharedState(compat=graph.compat) for name in graph.nodes}
+        in_processes = any(node.processes for node in graph.nodes.values())
+        self._pool = SlabPool(POOL_BYTES) if in_processes else None
         engines = [
-            NodeEngine(graph, node, self._backpressure, observers, shared)
+            NodeEngine(graph, node, self._backpressure, observers, shared, self._pool)
             for node in graph.nodes.values()
             if node.alias_of is None
         ]
@@ -95,6 +98,13 @@ class PipelineRunner:
             await within(self._emptied, drain_s)
         left_s = max(0.0, end - time.monotonic())
         await asyncio.gather(*(engine.handle.close(left_s) for engine in self._engines))
+        if self._pool is not None:
+            self._pool.close()
+
+    def forget(self) -> None:
+        """In a forked child: closes its copies of what belongs to the nodes' processes."""
+        for engine in self._engines:
+            engine.handle.instances.forget()
 
     def submit(
         self, fields: Fields, done: Done, *, node: str | None = None, budget_s: float | None = None, priority: int = 0

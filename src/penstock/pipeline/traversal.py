@@ -23,7 +23,7 @@ from penstock.pipeline.collate import PadTo, shape_of
 from penstock.pipeline.engine import NodeEngine
 from penstock.pipeline.filters import Condition
 from penstock.pipeline.graph import Graph, ItemRoute, Join, Node, arriving, starts_item, unchanged
-from penstock.pipeline.node import BatchStamp, Visit
+from penstock.pipeline.handover import Arrived, BatchStamp, Visit
 from penstock.pipeline.ops.base import DATA, RESULT, Fields
 from penstock.types import Item, ItemResult, Sink
 
@@ -198,7 +198,8 @@ class TraversalVisit(Visit):
             return
         fields: Fields
         stamp: BatchStamp
-        fields, stamp, *further = result.body
+        found = result.body
+        fields, stamp, *further = found.whole(self.fields) if type(found) is Arrived else found
         if traversal.hops is not None and isinstance(call, Call):
             self._hop(traversal.hops, node, stamp, call.entry.arrival_s)
         if further:

@@ -23,7 +23,7 @@ from penstock.core.engine.calls import release
 from penstock.core.transports.slot import within
 from penstock.errors import ArchiveError, ItemFailed, PenstockError, nearest
 from penstock.pipeline.graph import Graph, Node, NodeInput, cycle_in, route
-from penstock.pipeline.node import BatchStamp
+from penstock.pipeline.handover import BatchStamp
 from penstock.pipeline.ops.base import CONTEXT, DATA, RESULT, Fields
 from penstock.pipeline.traversal import ItemOutcome, RunningNode, Traversal, TraversalVisit, connect
 from penstock.torchserve.archive.manifest import check_model_name

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from penstock.core.worker.tensor_model import Input
 from penstock.errors import ConfigError
 from penstock.pipeline.collate import Collator, PadTo, calls, chunks, normalizations, shape_of
+from penstock.pipeline.handover import Visit
 from penstock.pipeline.load import parse_graph
-from penstock.pipeline.node import NodeModel, Visit
+from penstock.pipeline.node import NodeModel
 from penstock.pipeline.ops.base import BatchOp, Fields
 from penstock.runtimes.pixels import Normalization
 

@@ -38,6 +38,7 @@ VALUES = {
     "on_error": "skip",
     "on_item_error": "drop",
     "ops": ["DecodeMat"],
+    "processes": 3,
     "require": "any",
 }
 KINDS: dict[object, Any] = {bool: False, int: 3, float: 3.5, str: "text", tuple[Size, ...]: [9], tuple[str, ...]: ["x"]}

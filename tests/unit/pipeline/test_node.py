@@ -12,7 +12,8 @@ import pytest
 
 from penstock.errors import BadRequest, ItemFailed, OutOfMemory, WrongRowCount
 from penstock.pipeline.graph import Node, NodeStep
-from penstock.pipeline.node import MODEL_ROWS, SLICE_ROWS, NodeModel, SharedState, Visit, one_thread, tune_process
+from penstock.pipeline.handover import Visit
+from penstock.pipeline.node import MODEL_ROWS, SLICE_ROWS, NodeModel, SharedState, one_thread, tune_process
 from penstock.pipeline.ops import catalog
 from penstock.pipeline.ops.base import BatchOp, ItemOp
 

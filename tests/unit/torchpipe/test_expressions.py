@@ -11,8 +11,9 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.pipeline.describe import to_toml
 from penstock.pipeline.graph import Each, Graph
+from penstock.pipeline.handover import Visit
 from penstock.pipeline.load import parse_graph
-from penstock.pipeline.node import NodeModel, Visit
+from penstock.pipeline.node import NodeModel
 from penstock.pipeline.notation import parse, text_of
 from penstock.pipeline.ops.base import BatchOp, Fields
 from penstock.torchpipe.expressions import ENGINES

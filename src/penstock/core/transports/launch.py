@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from penstock.core import os_threads
 from penstock.core.wire.messages import Buffer, Pickled, frame_of
-from penstock.core.wire.slabs import SlabPool, anonymous_file, map_read_only
+from penstock.core.wire.slabs import SlabPool, anonymous_file
 from penstock.core.worker.devices import environment
 from penstock.core.worker.nesting import DEPTH_VARIABLE, may_start_workers
 from penstock.core.worker.spec import WorkerSpec, Wrapped
@@ -60,7 +60,8 @@ class Child(Struct, eq=False):
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        self.replies.close()
+        with suppress(BufferError):  # objects still refer to it: the last one unmaps it
+            self.replies.close()
 
     def forget(self) -> None:
         """In a forked child: closes its copies, and keeps it from waiting for a process that is not its own."""
@@ -195,7 +196,7 @@ def launch(
             stderr=write_fd if write_fd >= 0 else None if sys.__stderr__ else subprocess.DEVNULL,
             process_group=0,  # its own group: its children end with it, and Ctrl-C reaches the parent only
         )
-        replies = map_read_only(reply_fd, reply_bytes)
+        replies = mmap.mmap(reply_fd, reply_bytes)
     except BaseException:
         ours.close()
         if read_fd is not None:

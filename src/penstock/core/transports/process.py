@@ -42,7 +42,7 @@ from penstock.core.wire.messages import (
     WorkerUp,
     write,
 )
-from penstock.core.wire.slabs import Slab, SlabPool
+from penstock.core.wire.slabs import Slab, SlabPool, lease
 from penstock.core.worker.spec import WorkerSpec
 from penstock.errors import BadOutput, ItemFailed, LoadFailed, PenstockError, WorkerDied
 from penstock.types import Batch, BatchPart, ItemResult
@@ -240,7 +240,7 @@ class ProcessTransport(PackingTransport):
     """One worker process per slot."""
 
     def _make(self, number: int, device: str) -> WorkerSlot:
-        return _ProcessSlot(self, self._spec, number, device, self._pool, self._reply_bytes)
+        return ProcessSlot(self, self._spec, number, device, self._pool, self._reply_bytes)
 
     async def start(self, listener: TransportListener) -> None:
         """See `Transport.start`. Raises LoadFailed when the target cannot be sent to another process."""
@@ -248,7 +248,7 @@ class ProcessTransport(PackingTransport):
         await super().start(listener)
 
 
-class _ProcessSlot(WorkerSlot):
+class ProcessSlot(WorkerSlot):
     """One place for a worker process."""
 
     def __init__(
@@ -432,13 +432,57 @@ class _ProcessSlot(WorkerSlot):
             else:
                 slab.unpin()
 
-    def _read_reply(self, offset: int, length: int, writable: bool) -> bytes | bytearray:
+    def _read_reply(self, offset: int, length: int, writable: bool) -> Buffer:
         assert self._child is not None
         self._free.append(offset)
         if not writable:
             return self._child.replies[offset : offset + length]
         with memoryview(self._child.replies) as region, region[offset : offset + length] as data:
             return bytearray(data)
+
+
+class LendingTransport(ProcessTransport):
+    """Worker processes whose results of Python objects stay in their memory, and are not copied, until the last
+    reference to them is gone."""
+
+    def _make(self, number: int, device: str) -> WorkerSlot:
+        return _LendingSlot(self, self._spec, number, device, self._pool, self._reply_bytes)
+
+
+class _LendingSlot(ProcessSlot):
+    """One place for a worker process that lends its results.
+
+    At most half of its memory is lent, so that there is always room for the next results.
+    """
+
+    def launch(self) -> None:
+        self._lent: dict[int, object] = {}  # references to memory that is lent, by offset
+        self._lent_bytes = 0
+        self._returned: deque[tuple[int, int]] = deque()  # offset and length; other threads append
+        super().launch()
+
+    def submit(self, batch: Batch) -> list[Slab] | BatchPart:
+        self._take_back()
+        return super().submit(batch)
+
+    def _read_reply(self, offset: int, length: int, writable: bool) -> Buffer:
+        self._take_back()
+        if not writable or self._lent_bytes + length > self._reply_bytes // 2:
+            return super()._read_reply(offset, length, writable)
+        assert self._child is not None
+        returned = self._returned
+        memory, self._lent[offset] = lease(
+            self._child.replies, offset, length, writable, lambda _: returned.append((offset, length))
+        )
+        self._lent_bytes += length
+        return memory
+
+    def _take_back(self) -> None:
+        while self._returned:
+            offset, length = self._returned.popleft()
+            del self._lent[offset]
+            self._lent_bytes -= length
+            self._free.append(offset)
 
 
 def unpickle(results: list[ItemResult | None]) -> None:

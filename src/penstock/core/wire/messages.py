@@ -392,12 +392,24 @@ def place(slab: Slab) -> Ext:
 
 def unsent(value: object, why: Exception) -> Unsent:
     """In place of an item that cannot be pickled."""
-    text = f"the item is a {type(value).__name__} that cannot be pickled for the worker"
+    text = f"{_field(value) or f'the item is a {type(value).__name__}'} that cannot be pickled for the worker"
     return Unsent(BadRequest(text, detail=repr(why)))
 
 
 def _unsendable(value: object, why: Exception) -> BadOutput:
-    return BadOutput(f"the model returned a {type(value).__name__} that cannot be pickled", detail=repr(why))
+    text = f"{_field(value) or f'the model returned a {type(value).__name__}'} that cannot be pickled"
+    return BadOutput(text, detail=repr(why))
+
+
+def _field(value: object) -> str:
+    """The first field that cannot be pickled, of an item of a pipeline; "" for other values."""
+    fields = getattr(value, "fields", None)
+    for name, field in fields.items() if isinstance(fields, dict) else ():
+        try:
+            dumps(field, lambda _: False)
+        except Exception:
+            return f"field '{name}' is a {type(field).__name__}"
+    return ""
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=write_error)

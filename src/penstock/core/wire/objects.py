@@ -147,6 +147,11 @@ def dumps(value: object, buffer_callback: Callable[[pickle.PickleBuffer], object
     return file.getvalue()
 
 
+def picklable(value: Any) -> Any:
+    """The value, or the memory of a memoryview: it is unpickled as bytes, or if it is large as a memoryview."""
+    return pickle.PickleBuffer(value) if type(value) is memoryview else value
+
+
 def _reduced(tensor: Any) -> Any:
     torch: Any = sys.modules["torch"]
     plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized

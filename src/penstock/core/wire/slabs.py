@@ -169,8 +169,11 @@ def map_read_only(fd: int, capacity_bytes: int) -> mmap.mmap:
     return mmap.mmap(fd, capacity_bytes, prot=mmap.PROT_READ)
 
 
-def lease(memory: mmap.mmap, offset: int, length: int, writable: bool = False) -> tuple[memoryview, weakref.ref[Any]]:
-    """A view `[length]` of bytes, and a weak reference that dies with the last view of this memory.
+def lease(
+    memory: mmap.mmap, offset: int, length: int, writable: bool = False, ended: Callable[[Any], object] | None = None
+) -> tuple[memoryview, weakref.ref[Any]]:
+    """A view `[length]` of bytes, and a weak reference that dies with the last view of this memory; `ended` is called
+    then, in any thread.
 
     A released view may have live slices, so the reference is to the array below all of them.
     """
@@ -180,7 +183,7 @@ def lease(memory: mmap.mmap, offset: int, length: int, writable: bool = False) -
         raise ValueError(f"[{offset}, {offset + length}) is outside the pool of {len(memory)} bytes")
     base = np.frombuffer(memory, np.uint8, length, offset)
     base.flags.writeable = writable
-    return memoryview(base.data), weakref.ref(base)
+    return memoryview(base.data), weakref.ref(base, ended)
 
 
 def _pages(n: int) -> int:

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from penstock.errors import ConfigError, install_hint
@@ -97,6 +98,11 @@ def register(name: str, cls: type[Op]) -> None:
         )
     unregister(name)
     _registered[name] = check_kinds(cls, name)
+
+
+def registered(names: Iterable[str]) -> dict[str, type[Op]]:
+    """The registered ops among these, for another process."""
+    return {name: _registered[name] for name in map(canonical, names) if name in _registered}
 
 
 def unregister(name: str) -> None:

@@ -11,7 +11,8 @@ from PIL import Image
 
 from penstock.errors import DecodeError
 from penstock.pipeline.graph import Node, NodeStep
-from penstock.pipeline.node import NodeModel, Visit
+from penstock.pipeline.handover import Visit
+from penstock.pipeline.node import NodeModel
 
 PREPARE = (
     NodeStep("DecodeMat"),
