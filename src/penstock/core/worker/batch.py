@@ -95,7 +95,7 @@ class Decoded(Struct):
     checked: bool = False  # `preprocess` has nothing to do
     preprocessed: bool = False  # in the thread that received the batch
     collated: Collated | None = None  # in that thread, of the units that live
-    plain: bool = False  # lists of objects for a model that only predicts
+    plain: bool = False  # objects, or lists of them, for a model that only predicts
     staged: Any = None  # the batch on its way to the device, of a model with phases
     seconds: float = 0.0  # time that decoding took
 

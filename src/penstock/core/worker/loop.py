@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.worker")
 
+_NO_UNIT = (PenstockError, Pickled, Unsent, Many)  # payloads that stand for another value, for several, or for none
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")  # all of their fields are text
 
 
@@ -76,9 +77,9 @@ class BatchRunner:
         """The values of the items; an item that cannot be decoded becomes an error."""
         started = time.perf_counter()
         decoded = Decoded(items)
-        if self._only_predicts and self._are_lists(items):
+        if self._only_predicts and (values := _objects(items)) is not None:
             decoded.plain = True
-            decoded.values = [value for item in items for value in item.payload]
+            decoded.values = values
             decoded.seconds = time.perf_counter() - started
             return decoded
         values, contexts = self._planned(items)
@@ -130,14 +131,6 @@ class BatchRunner:
             with suppress(Exception, DeviceLost):
                 return phases.stage(values)
         return None
-
-    @staticmethod
-    def _are_lists(items: list[Item]) -> bool:
-        """Whether every item is a whole list of objects that arrived."""
-        for item in items:
-            if not item.many or type(item.payload) is not list or item.stop >= 0 or Unsent in map(type, item.payload):
-                return False
-        return True
 
     def _decoded(self, decoded: Decoded, i: int, item: Item) -> tuple[list[Any], Any]:
         """The units of an item that is decoded alone, and its context; no units after an error."""
@@ -255,15 +248,15 @@ class BatchRunner:
         return self._taken_over(batch_id, decoded, emit, found, error), predicted
 
     def _plainly(self, batch_id: int, decoded: Decoded, emit: Emit) -> tuple[BatchPart, float]:
-        """Like `_in_columns`, for lists of objects."""
+        """Like `_in_columns`, for objects."""
         found, error = self._called(self.call, list(decoded.values))
         predicted = time.perf_counter()
         if error is None and type(found) is list and len(found) == len(decoded.values) and _are_plain(found):
             results: list[ItemResult | None] = []
             start = 0
             for item in decoded.items:
-                end = start + len(item.payload)
-                results.append(ItemResult(found[start:end]))
+                end = start + (len(item.payload) if item.many else 1)
+                results.append(ItemResult(found[start:end] if item.many else found[start]))
                 start = end
             return BatchPart(batch_id, results), predicted
         return self._taken_over(batch_id, decoded, emit, found, error), predicted
@@ -289,7 +282,8 @@ class BatchRunner:
             return found
 
         if decoded.plain:
-            decoded.owners = [i for i, item in enumerate(decoded.items) for _ in item.payload]
+            counts = [len(item.payload) if item.many else 1 for item in decoded.items]
+            decoded.owners = [i for i, count in enumerate(counts) for _ in range(count)]
             decoded.contexts = [None] * len(decoded.items)
         run = BatchRun(self, batch_id, decoded, emit)
         run.attempt(run.live, first)
@@ -454,6 +448,24 @@ class BatchRunner:
         if out_of_memory(error):
             return OutOfMemory("the device ran out of memory on this item alone", detail=text)
         return _with_original(ItemFailed(f"{doing} {kind}", detail=text), error)
+
+
+def _objects(items: list[Item]) -> list[Any] | None:
+    """The units of a batch of whole objects and lists of objects that arrived; None for another batch."""
+    values: list[Any] = []
+    for item in items:
+        value = item.payload
+        if item.codec != "object" or item.stop >= 0:
+            return None
+        if not item.many:
+            if issubclass(type(value), _NO_UNIT):
+                return None
+            values.append(value)
+        elif type(value) is not list or Unsent in map(type, value):
+            return None
+        else:
+            values += value
+    return values
 
 
 def _are_plain(results: list[Any]) -> bool:

@@ -245,10 +245,12 @@ def test_many_is_flattened_and_put_together_again():
         assert len(items) == 5
         return [ValueError() if i == 3 else i for i in items]
 
-    (part,) = run(predict, [Item([1, 2], many=True, rows=2), 9, Item([0, 3, 4, 5], many=True, rows=2, start=1, stop=3)])
-    first, single, second = values(part)
-    assert (first, single, second[1]) == ([1, 2], 9, 4)
-    assert type(second[0]) is ItemFailed
+    whole, piece = Item([3, 4], many=True, rows=2), Item([0, 3, 4, 5], many=True, rows=2, start=1, stop=3)
+    for last in (whole, piece):
+        (part,) = run(predict, [Item([1, 2], many=True, rows=2), 9, last])
+        first, single, second = values(part)
+        assert (first, single, second[1]) == ([1, 2], 9, 4)
+        assert type(second[0]) is ItemFailed
 
 
 def stream(items):
