@@ -150,9 +150,10 @@ class FrameReader:
 
 
 class _Clock:
-    """Times from pts. After a pts that is missing or runs backwards, time continues at the frame rate.
+    """Times from pts. Without one, and after one that runs backwards, time continues at the frame rate.
 
-    No later frame can then be found by its pts.
+    The next pts that is present and later than the last one states the time again. The frame rate is then the mean
+    until there, because headers are often wrong about it. No later frame can be found by its pts.
     """
 
     def __init__(self, stream: Any, seekable: bool) -> None:
@@ -160,21 +161,29 @@ class _Clock:
         self._step = 1 / (stream.average_rate or stream.guessed_rate or Fraction(25))
         self._seekable = seekable
         self._zero: int | Fraction | None = None
-        self._last: Fraction | None = None
+        self._last: Fraction = -self._step
+        self._stated: Fraction | None = None  # the last time that a pts states
+        self._frames = -1  # after the first
 
     def start(self, pts: int | None, lost: int = 0) -> None:
         """Sets time zero to the pts of the first frame, or to the time of the first of the frames `lost` before it."""
         self._zero = pts if pts is None or not lost else pts - lost * self._step / self._unit
 
-    def next(self, pts: int | None) -> tuple[float, int | None]:
-        """The time of the next frame, and the pts to seek to it."""
+    def next(self, pts: int | None, lost: int = 0, *, seekable: bool = True) -> tuple[float, int | None]:
+        """The time of the next frame, which follows `lost` others, and the pts to seek to it if that finds it."""
+        self._frames += 1 + lost
+        self._seekable = self._seekable and seekable
         time = None if pts is None or self._zero is None else (pts - self._zero) * self._unit
-        if time is None or (self._last is not None and time <= self._last):
+        if time is None or (self._stated is not None and time <= self._stated):
             self._seekable = False
-            time = Fraction(0) if self._last is None else self._last + self._step
-            self._zero = None if pts is None else pts - time / self._unit
-        self._last = time
-        return float(time), pts if self._seekable else None
+            time = self._last + (1 + lost) * self._step
+            self._zero = self._zero if pts is None else pts - time / self._unit
+        elif not self._seekable and self._frames:
+            self._step = time / self._frames
+        if pts is not None:
+            self._stated = time
+        self._last = max(time, self._last)
+        return float(self._last), pts if self._seekable else None
 
 
 class _SinglePass:
@@ -195,9 +204,8 @@ class _SinglePass:
             number = -1
             for survivor in self._survivors():
                 if number < 0:
-                    self._clock.start(survivor.picture.pts, survivor.lost)
-                number = self._number(number, survivor)
-                yield DecodedFrame(number, *self._clock.next(survivor.picture.pts), survivor.picture)
+                    self._clock.start(self._decoder.time_of(survivor.picture), survivor.lost)
+                yield self._timed(number := self._number(number, survivor), survivor)
         finally:
             self._video.close()
 
@@ -206,15 +214,20 @@ class _SinglePass:
         try:
             first, others = self._seek(position, back_s)
             number = position.frame
-            yield DecodedFrame(number, *self._clock.next(first.pts), first)
+            yield self._timed(number, Survivor(first))
             for survivor in others:
-                number = self._number(number, survivor)
-                yield DecodedFrame(number, *self._clock.next(survivor.picture.pts), survivor.picture)
+                yield self._timed(number := self._number(number, survivor), survivor)
         finally:
             self._video.close()
 
     def _survivors(self) -> Iterator[Survivor]:
         return map(Survivor, self._decoder.frames()) if self._gaps is None else self._decoder.survivors()
+
+    def _timed(self, number: int, survivor: Survivor) -> DecodedFrame:
+        picture, decoder = survivor.picture, self._decoder
+        seekable = picture.pts is not None and not decoder.resorted
+        time_s, pts = self._clock.next(decoder.time_of(picture), survivor.lost, seekable=seekable)
+        return DecodedFrame(number, time_s, pts, picture)
 
     def _number(self, last: int, survivor: Survivor) -> int:
         """The number of the frame that follows frame `last`."""

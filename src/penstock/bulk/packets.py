@@ -19,6 +19,8 @@ MAX_REORDER = 32  # frames: no codec shows more of them before one that was deco
 MAX_READ_ERRORS = 16  # of a damaged container, one after the other
 SEGMENT = b"\x18\x53\x80\x67"
 CORRUPT_FRAME = "the data of a frame is damaged"
+WITHOUT_PTS = ("avi", "asf")  # containers
+DEEP_REORDER = ("h264", "hevc")  # codecs whose pts FFmpeg cannot infer there
 LEAP_FRAMES = 32  # after a gap in the file: the demuxer may notice it some packets early
 
 
@@ -37,8 +39,21 @@ class PacketDecoder:
         self._errors = (Damage, OSError, ValueError, av_library().error.FFmpegError)
         self._container = video.container
         self._stream = video.stream
+        self._depth = video.reorder_depth
         self._single_threaded = video.threads == 1
         self._cut = bool(video.container.format.flags & TIMES_MAY_JUMP)
+        self._buffer = _ReorderBuffer()
+
+    @property
+    def resorted(self) -> bool:
+        """Whether a frame has the pts of another packet: no seek finds it by its pts."""
+        return self._buffer.resorted
+
+    def time_of(self, frame: Any) -> int | None:
+        """The pts of a frame, or else the dts at which a decoder that holds back no frame too many shows it."""
+        late = self._stream.codec_context.reorder_depth > self._depth
+        pts: int | None = frame.dts if frame.pts is None and not late else frame.pts
+        return pts
 
     def frames(self) -> Iterator[Any]:
         """Yields frames in presentation order.
@@ -46,7 +61,7 @@ class PacketDecoder:
         Raises Damage after the frames that precede it and do not depend on damaged data. Several threads report
         damage late and omit the last of these frames.
         """
-        buffer = _ReorderBuffer()
+        self._buffer = buffer = _ReorderBuffer()
         try:
             for frame in self._decoded(buffer):
                 if frame.is_corrupt:
@@ -106,7 +121,8 @@ class PacketDecoder:
         are lost there.
         """
         context = self._stream.codec_context
-        buffer, lead_in = _ReorderBuffer(), _LeadIn(self._cut)
+        self._buffer = buffer = _ReorderBuffer()
+        lead_in = _LeadIn(self._cut)
         lost = LostFrames(self._stream, ordered=not self._cut)
         packets = self._packets(MAX_READ_ERRORS)
         packet: Any = ...
@@ -132,6 +148,7 @@ class PacketDecoder:
                     yield from map(lost.survivor, buffer.add(frame))
                 else:
                     buffer.drop_dependents(frame)
+                    buffer.forget(frame)
                     if counts:
                         lost.frame_failed(frame)
         yield from map(lost.survivor, buffer.rest())
@@ -148,6 +165,8 @@ class PacketDecoder:
         gaps = _MatroskaGaps(self._container) if check else None
         gap = ""
         packets = self._demuxed(None if check else stream, read_errors)
+        if self._container.format.name in WITHOUT_PTS and stream.codec_context.name in DEEP_REORDER:
+            packets = _with_pts(packets, self._depth)
         for packet, truncated in _with_truncation(packets, joined=self._cut):
             if gaps is not None:
                 gap = gaps.before(packet) or gap
@@ -207,9 +226,16 @@ class _ReorderBuffer:
     """Holds frames back until every frame decoded before them is shown.
 
     They may be predicted from such a frame, and only showing it reveals that it is damaged.
+
+    Some containers (AVI) and remuxers state no order of presentation: pts increase from packet to packet although the
+    frames are shown in another order. The frames that are released together then exchange their times, so that the
+    first one shown gets the earliest.
     """
 
     def __init__(self) -> None:
+        self.resorted = False  # whether any frame has the time of another
+        self._last_pts: float = float("-inf")
+        self._increasing = True  # pts, from packet to packet
         self._order: dict[int, int] = {}  # pts -> decoding order, of packets that were not shown yet
         self._decoded = 0
         self._last_dts: int | None = None
@@ -218,7 +244,9 @@ class _ReorderBuffer:
 
     def packet_decoded(self, packet: Any) -> None:
         self._decoded += 1
-        if packet.pts is not None:
+        if packet.pts is not None and not packet.is_discard:  # an edit list hides its frame
+            self._increasing = self._increasing and packet.pts > self._last_pts
+            self._last_pts = packet.pts
             self._order[packet.pts] = self._decoded
         if packet.dts is not None:
             self._last_dts = packet.dts
@@ -234,28 +262,65 @@ class _ReorderBuffer:
         self._frames.append((order, frame))
         while self._order:
             first = next(iter(self._order))
-            if pts is not None and first > pts:
+            if pts is not None and (self._increasing or first > pts):
                 break
             del self._order[first]  # its time has passed: the packet produced no frame
         if len(self._frames) > MAX_REORDER:  # the packet they wait for produces no frame, and its time never comes
             held = self._frames[0][0]
             self._order = {pts: order for pts, order in self._order.items() if order > held}
         oldest = next(iter(self._order.values()), None)
-        while self._frames and (oldest is None or self._frames[0][0] < oldest) and self._is_allowed():
-            yield self._frames.popleft()[1]
+        yield from self._release(oldest)
 
     def drop_dependents(self, frame: Any) -> None:
         """Drops the frames decoded after a damaged one, which may be predicted from it."""
         order = self._order.get(frame.pts, 0)
         self._frames = deque(itertools.takewhile(lambda held: held[0] < order, self._frames))
 
+    def forget(self, frame: Any) -> None:
+        """No frame waits any longer for a damaged one."""
+        self._order.pop(frame.pts, None)
+
     def rest(self) -> Iterator[Any]:
-        while self._frames and self._is_allowed():
-            yield self._frames.popleft()[1]
+        yield from self._release(None)
+
+    def _release(self, oldest: int | None) -> list[Any]:
+        """The frames that were decoded before packet `oldest`, which was not shown yet."""
+        released = []
+        while self._frames and (oldest is None or self._frames[0][0] < oldest) and self._is_allowed():
+            released.append(self._frames.popleft()[1])
+        times = [frame.pts for frame in released]
+        if self._increasing and None not in times and (self.resorted or times != sorted(times)):
+            self.resorted = True
+            later = [
+                frame.pts for _, frame in self._frames if frame.pts is not None
+            ]  # and some packets that damage keeps from being shown
+            for frame, pts in zip(released, sorted([*times, *later, *self._order]), strict=False):
+                frame.pts = pts
+        return released
 
     def _is_allowed(self) -> bool:
         pts = self._frames[0][1].pts
         return self._last_pts_allowed == float("inf") or (pts is not None and pts <= self._last_pts_allowed)
+
+
+def _with_pts(packets: Iterator[Any], depth: int) -> Iterator[Any]:
+    """Packets with the pts of a container that states only dts.
+
+    The frame that is shown in the place of a packet appears when a decoder that holds back `depth` frames decodes the
+    packet `depth` after it. (FFmpeg guesses a pts from the next packet alone, which misplaces dropped frames.)
+    """
+    held: deque[Any] = deque()
+    last_dts, step = 0, 1
+    for packet in packets:
+        if packet.size:
+            step, last_dts = max(1, packet.dts - last_dts), packet.dts
+            held.append(packet)
+        if len(held) > depth:
+            held[0].pts = last_dts
+            yield held.popleft()
+    for number, packet in enumerate(held, 1):
+        packet.pts = last_dts + number * step
+        yield packet
 
 
 def _with_truncation(packets: Iterator[Any], *, joined: bool) -> Iterator[tuple[Any, bool]]:

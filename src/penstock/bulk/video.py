@@ -126,6 +126,7 @@ class OpenVideo:
 
     def _configure_decoder(self, threads: int, options: dict[str, str]) -> None:
         context = self.stream.codec_context
+        self.reorder_depth: int = context.reorder_depth  # as FFmpeg found it in the first frames
         frame_bytes = max(1, context.width * context.height * 3 // 2)
         self.threads = max(1, min(threads, CONCURRENT_BYTES // (2 * frame_bytes)))
         if context.name == "h264":

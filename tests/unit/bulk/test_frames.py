@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "open-gop.mp4": {"options": {**GOP, "x264-params": "open-gop=1:scenecut=0"}},
     "b-frames.mkv": {"options": GOP},
     "b-frames.ts": {"options": GOP},
+    "b-frames.avi": {"options": GOP},
     "mpeg4.avi": {"codec": "mpeg4", "options": {"g": "12", "bf": "2"}},
     "mpeg4.mp4": {"codec": "mpeg4", "options": {"g": "12", "bf": "2"}},
     "mpeg2.mpg": {"codec": "mpeg2video", "options": {"g": "12", "bf": "2"}},
@@ -273,7 +274,9 @@ def damaged(path: Path, place: int, size: int, seed: int = 1) -> Path:
     return broken
 
 
-@pytest.mark.parametrize("name", ["b-frames.mp4", "open-gop.mp4", "mpeg4.avi", "mpeg4.mp4", "mjpeg.avi"])
+@pytest.mark.parametrize(
+    "name", ["b-frames.mp4", "open-gop.mp4", "b-frames.avi", "mpeg4.avi", "mpeg4.mp4", "mjpeg.avi"]
+)
 @pytest.mark.parametrize("which", [20, 24, 31])
 def test_a_corrupt_group_in_the_middle_ends_the_video_after_the_frames_before_it(
     clips: Any, name: str, which: int
@@ -289,7 +292,7 @@ def test_a_corrupt_group_in_the_middle_ends_the_video_after_the_frames_before_it
     assert which - 6 <= len(before) <= which + 3
 
 
-@pytest.mark.parametrize("name", ["b-frames.mp4", "b-frames.mkv", "open-gop.mp4", "mpeg4.avi"])
+@pytest.mark.parametrize("name", ["b-frames.mp4", "b-frames.mkv", "open-gop.mp4", "b-frames.avi", "mpeg4.avi"])
 @settings(
     max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -453,7 +456,9 @@ def test_reading_skips_damage_and_goes_on_at_the_next_decodable_frame(clips: Any
     assert read_around(broken, threads=4) == (shown, gaps)
 
 
-@pytest.mark.parametrize("name", ["b-frames.mp4", "open-gop.mp4", "b-frames.mkv", "mpeg4.avi", "b-frames.ts"])
+@pytest.mark.parametrize(
+    "name", ["b-frames.mp4", "open-gop.mp4", "b-frames.mkv", "mpeg4.avi", "b-frames.avi", "b-frames.ts"]
+)
 @settings(
     max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
