@@ -7,14 +7,15 @@ call for every request would cost as much as the rest of the request in the serv
 import asyncio
 import logging
 import platform
-import re
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from penstock._version import __version__
 from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
 from penstock.errors import PenstockError
+from penstock.serving.observe.series import SeriesTable
 from penstock.serving.observe.system import FurtherMetrics, SystemMetrics
 from penstock.serving.observe.text import Family, Histogram, Page
 from penstock.types import MetricDelta
@@ -24,7 +25,6 @@ log = logging.getLogger("penstock.serving")
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FILL = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
-MAX_SERIES = 10_000  # of custom metrics
 MAX_GONE = 100  # unloaded versions whose counters are still shown
 FOLDED = 64  # batches of a model that are counted at once: one by one they would take longer than their requests
 SHOWN_S = 3600.0  # for this time after the unload
@@ -32,9 +32,6 @@ _STATES = ("LOADING", "READY", "IDLE", "FAILED", "DRAINING")
 _CLASSES = {0: "unready", 2: "2xx", 4: "4xx", 5: "5xx"}  # of responses that are shown before the first
 WORKER_STATES = ("ready", "died", "failed", "leaking", "replaced", "removed")
 _MODEL = ("model", "version")
-_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-
-_Labels = tuple[tuple[str, str], ...]
 
 
 def _counter(name: str, help: str, *labels: str) -> Family:
@@ -346,81 +343,25 @@ def _number(statistics: Mapping[str, Any], name: str) -> float:
 
 
 class CustomMetrics:
-    """The metrics that models define with `penstock.metrics`, received from their workers.
-
-    User code chooses names and labels, so a series that would make the page invalid is dropped and logged once.
-    Samples of one name may have different labels.
-    """
+    """The metrics that models define with `penstock.metrics`, received from their workers."""
 
     def __init__(self) -> None:
-        self._families: dict[tuple[str, str], dict[_Labels, float | Histogram]] = {}
-        self._claimed: dict[str, tuple[str, str]] = {}  # name on the page -> family
-        self._series = 0
-        self._refused: set[str] = set()
+        self._table = SeriesTable(SECONDS)
+        self.write = self._table.write
 
     def add(self, model: str, version: str, deltas: Sequence[MetricDelta]) -> None:
         for d in deltas:
             labels = tuple(sorted({**d.labels, "model": model, "version": version}.items()))
-            series = self._families.get((d.kind, d.name), {})
-            if labels in series or self._admit(d, labels):
-                self._change(self._families[(d.kind, d.name)], labels, d)
+            self._table.change(_custom(d.kind, d.name), labels, (d.value,), (model, version))
 
     def forget(self, model: str, version: str) -> None:
         """Drops the series of a version. A name without series can be used again, also for another kind."""
-        owner = {("model", model), ("version", version)}
-        for key, series in list(self._families.items()):
-            for labels in [labels for labels in series if owner.issubset(labels)]:
-                del series[labels]
-                self._series -= 1
-            if not series:
-                del self._families[key]
-                for name in _exposed(*key):
-                    del self._claimed[name]
-
-    @staticmethod
-    def _change(series: dict[_Labels, float | Histogram], labels: _Labels, d: MetricDelta) -> None:
-        found = series[labels]
-        if isinstance(found, Histogram):
-            found.add(d.value)
-        else:
-            series[labels] = d.value + (found if d.kind == "counter" else 0.0)
-
-    def _admit(self, d: MetricDelta, labels: _Labels) -> bool:
-        """Adds a new series, unless it would make the page invalid."""
-        key = (d.kind, d.name)
-        names = _exposed(*key)
-        bad = next((k for k, _ in labels if not _LABEL.fullmatch(k) or (d.kind == "timer" and k == "le")), None)
-        taken = next((n for n in names if self._claimed.get(n, key) != key), None)
-        if bad is not None:
-            return self._refuse(d, f"a label cannot be named {bad!r}")
-        if taken is not None:
-            return self._refuse(d, f"{taken} is already a {self._claimed[taken][0]}")
-        if self._series >= MAX_SERIES:
-            return self._refuse(d, f"models already have {MAX_SERIES} series; do not use a label with many values")
-        self._claimed.update(dict.fromkeys(names, key))
-        self._families.setdefault(key, {})[labels] = Histogram(SECONDS) if d.kind == "timer" else 0.0
-        self._series += 1
-        return True
-
-    def _refuse(self, d: MetricDelta, why: str) -> bool:
-        if d.name not in self._refused and len(self._refused) < MAX_SERIES:
-            self._refused.add(d.name)
-            log.warning("metric_refused kind=%s name=%s: %s", d.kind, d.name, why)
-        return False
-
-    def write(self, page: Page) -> None:
-        for (kind, name), series in self._families.items():
-            full = _exposed(kind, name)[0]
-            page.family(full, "histogram" if kind == "timer" else kind, f"{kind} of a model")
-            for labels, value in series.items():
-                page.sample(full, labels, value)
+        self._table.forget((model, version))
 
 
-def _exposed(kind: str, name: str) -> list[str]:
-    """The names that a metric uses on the page, the family name first."""
-    if kind == "counter":
-        base = name.removesuffix("_total")
-        return [f"{base}_total", base]
-    if kind == "gauge":
-        return [name]
-    return [f"{name}_seconds{suffix}" for suffix in ("", "_bucket", "_count", "_sum")]
+@lru_cache(1000)
+def _custom(kind: str, name: str) -> Family:
+    """A metric that a model defines. `labels` holds the model's name for it: two that become one on the page differ."""
+    suffix, shown = {"counter": ("_total", "counter"), "timer": ("_seconds", "histogram")}.get(kind, ("", kind))
+    exposed = name if kind == "counter" and name.endswith(suffix) else name + suffix
+    return Family(exposed, shown, (name,), f"{kind} of a model")

@@ -14,16 +14,9 @@ from msgspec import Struct, field
 
 from penstock.core.contracts import BatchRecord, Observer
 from penstock.serving.observe.prometheus import PrometheusObserver, UnloadedVersions
+from penstock.serving.observe.series import MAX_SERIES, Labels, Owner, SeriesTable
 from penstock.serving.observe.text import Page
-from penstock.torchserve.metrics.families import (
-    MAX_SERIES,
-    Labels,
-    MetricDefinition,
-    MetricsConfig,
-    Owner,
-    SeriesTable,
-    filter_page,
-)
+from penstock.torchserve.metrics.families import BOUNDS, MetricDefinition, MetricsConfig, filter_page
 from penstock.torchserve.metrics.system import SystemMetric
 from penstock.types import MetricDelta
 
@@ -227,7 +220,7 @@ class _MetricsWriter:
 
     def __init__(self, options: MetricsOptions) -> None:
         self._options, self._config, self._host = options, options.config, options.host
-        self._table = SeriesTable()
+        self._table = SeriesTable(BOUNDS)
         for definition in (*self._config.server.values(), *self._config.models.values()):
             self._table.declare(definition)
         self._detected: dict[str, MetricDefinition] = {}

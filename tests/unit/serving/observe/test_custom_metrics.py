@@ -5,7 +5,8 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.serving.observe.prometheus import MAX_SERIES, CustomMetrics
+from penstock.serving.observe.prometheus import CustomMetrics
+from penstock.serving.observe.series import MAX_SERIES
 from penstock.serving.observe.text import Page
 from penstock.types import MetricDelta
 
