@@ -19,6 +19,7 @@ from penstock.errors import QueueFull as QueueFull
 from penstock.errors import SequenceLost as SequenceLost
 from penstock.errors import SequenceNotFound as SequenceNotFound
 from penstock.errors import WorkerDied as WorkerDied
+from penstock.request import Request as Request
 from penstock.types import ChatMessage as ChatMessage
 from penstock.types import Embedding as Embedding
 from penstock.types import EmbeddingRequest as EmbeddingRequest

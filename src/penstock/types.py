@@ -65,9 +65,10 @@ class Item(Struct, omit_defaults=True):
     others that arrive with it. `wait_s`: the longest wait in the queue, if it is shorter than the model allows.
     `sequence`: for models with `max_sequences`. `ended`: ids of sequences of the instance that ended since its last
     batch, of which it drops the state; set on the first item of a batch.
-    `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`. `head_bytes`: where the values
-    begin in a payload with a head, if the server process knows it. `length`: of its longest row, for models with
-    `bucket = "length"`.
+    `parameters` is set in the worker, by the codec, for a `predict(items, parameters)`, and `files` for the file names
+    of a form. `head_bytes`: where the values begin in a payload with a head, if the server process knows it. `length`:
+    of its longest row, for models with `bucket = "length"`. `source`: in the server process, what received the request;
+    see `penstock.request`.
     """
 
     payload: Any
@@ -89,6 +90,8 @@ class Item(Struct, omit_defaults=True):
     ended: tuple[str, ...] = ()
     head_bytes: int = 0
     length: int = 0
+    files: dict[str, list[str]] | None = None
+    source: Any = None
 
 
 class ItemResult(Struct, omit_defaults=True):
@@ -266,7 +269,7 @@ class Ready(Struct):
     that many rows in flight: in `mode` "continuous", the active items of a step model. `metrics` are what the model
     recorded while it loaded. `coupled`: how the warm-up showed that its rows depend on each other, "" if it did not.
     `sizes`: the batches that it runs, to which others are padded; empty for any. `graphs`: None for a model that needs
-    none.
+    none. `asks_requests`: the model reads the requests of its items; see `penstock.request`.
     """
 
     metadata: ModelMetadata
@@ -281,6 +284,7 @@ class Ready(Struct):
     coupled: str = ""
     sizes: tuple[int, ...] = ()
     graphs: Graphs | None = None
+    asks_requests: bool = False
 
 
 class BatchPart(Struct, omit_defaults=True):

@@ -213,6 +213,15 @@ def test_the_models_of_tensors_and_of_collated_batches_answer_their_curl_lines(
     assert len(json.loads(answer)) == 2
 
 
+def test_the_model_that_reads_its_requests_answers_its_curl_line(serve: Callable[..., Any], tmp_path: Path) -> None:
+    (source,) = (block for block in blocks("docs/models.md", "python") if block.startswith("# greeter.py"))
+    (tmp_path / "greeter.py").write_text(source)
+    lines = next(block for block in blocks("docs/models.md", "") if "greeter.py:Greeter" in block)
+    server = serve(None, "greeter.py:Greeter", cwd=tmp_path)
+    assert shell(lines, server.url, tmp_path) == [lines.splitlines()[-1]]
+    assert server.post("/predictions/greeter", b"{}")[0] == 400
+
+
 def test_the_steps_of_scaling_run(serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = "docs/scale.md"
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "run"))

@@ -36,7 +36,7 @@ def check(graph: Graph, source: TomlSource | None = None) -> None:
     With the `source` of its file, errors have lines.
     """
     source = source or TomlSource(graph.name)
-    linked(graph.nodes, source, takes=graph.takes)
+    linked(graph.nodes, source, takes=graph.begins_with)
     entry_of(graph.nodes, graph.entry, source, compat=graph.compat)
     check_structure(graph, source)
     for node in graph.nodes.values():
@@ -414,7 +414,8 @@ def _arriving(graph: Graph, node: Node, left: dict[str, Kinds]) -> Kinds:
         begun = [_split(graph.nodes[caller], left[caller]) for caller in callers]
         return begun[0] if len(begun) == 1 else {name: "any" for fields in begun for name in fields}
     if not producers and not node.inputs:
-        return dict.fromkeys((*graph.takes, DATA, *((OPEN,) if graph.compat else ())), "any")  # a pipe takes any fields
+        further = (OPEN,) if graph.compat else ()  # a pipe takes any fields
+        return dict.fromkeys((*graph.begins_with, DATA, *further), "any")
     if not node.inputs:
         before = _after(graph, graph.nodes[producers[0]], left)
         # without a swap, the kind of the data depends on the op that gave no result

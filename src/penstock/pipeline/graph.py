@@ -12,7 +12,8 @@ from msgspec import UNSET, Struct, field
 
 from penstock.errors import BadRequest, ItemFailed
 from penstock.pipeline import filters
-from penstock.pipeline.ops.base import CONTEXT, DATA, NODE_NAME, RESULT, Fields
+from penstock.pipeline.ops.base import CLIENT_REQUEST, CONTEXT, DATA, NODE_NAME, RESULT, Fields
+from penstock.request import Request
 from penstock.types import TensorSpec
 
 AUTO = "auto"  # the device of a node that runs on a GPU if there is one
@@ -117,6 +118,7 @@ class Graph(Struct, frozen=True, omit_defaults=True):
 
     - `entry`: where an item begins unless it names a node.
     - `in_flight`: most items inside at once. None: the sum of what nodes and queues hold.
+    - `client_request`: items have that field, the request that they came with.
     - `trace`: responses include the item's path.
     - `compat`: TorchPipe's dialect, in which unknown keys cause warnings instead of errors.
     - `folder`: base of relative paths.
@@ -129,6 +131,7 @@ class Graph(Struct, frozen=True, omit_defaults=True):
     nodes: dict[str, Node]
     entry: str
     in_flight: int | None = None
+    client_request: bool = False
     trace: bool = False
     compat: bool = False
     folder: str = "."
@@ -145,6 +148,11 @@ class Graph(Struct, frozen=True, omit_defaults=True):
         return (self.entry, *(name for name in first if name != self.entry and not self.callers(name)))
 
     @property
+    def begins_with(self) -> tuple[str, ...]:
+        """The fields of an item when it begins: those that callers send, and its request."""
+        return (*self.takes, CLIENT_REQUEST) if self.client_request else self.takes
+
+    @property
     def kept(self) -> frozenset[str]:
         """The nodes whose fields later nodes or the response take, and the REQUEST if its fields are taken."""
         inputs = (i for node in self.nodes.values() for i in node.inputs)
@@ -155,6 +163,8 @@ class Graph(Struct, frozen=True, omit_defaults=True):
 
         Raises BadRequest for a missing input.
         """
+        if self.client_request and CLIENT_REQUEST not in fields:
+            fields = {**fields, CLIENT_REQUEST: Request()}
         if DATA in fields or DATA in self.takes:
             return fields
         names = [name for name in self.takes if name != NODE_NAME]

@@ -94,7 +94,8 @@ def _graph(tables: Mapping[str, Any], source: TomlSource, *, name: str, folder: 
         else:
             read[node] = reader.read(node, dialect().table(table, node, source))
     reader.check_unused()
-    takes = settings.get("inputs", Graph("", {}, "").takes)
+    asks = settings.get("client_request", False)
+    takes = Graph("", {}, "", takes=settings.get("inputs", ("data",)), client_request=asks).begins_with
     made = linked(read, source, compat=compat, takes=takes)
     entry = entry_of(made, settings.get("entry"), source, compat=compat)
     fields = {field: settings[key] for key, field in GRAPH_FIELDS.items() if key in settings}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from penstock.core.worker.predict import Unit
 from penstock.core.worker.python_model import Answer, model, options_of
 from penstock.errors import ConfigError
 from penstock.pipeline.check import check
@@ -20,7 +21,7 @@ from penstock.pipeline.local import LocalPipeline, SubmittedItems
 from penstock.pipeline.lower import op_class
 from penstock.pipeline.node import placed, tune_process
 from penstock.pipeline.ops import catalog
-from penstock.pipeline.ops.base import DATA, RESULT, BatchOp
+from penstock.pipeline.ops.base import CLIENT_REQUEST, DATA, RESULT, BatchOp
 from penstock.pipeline.requests import Declared, PipelineRequest, request_of, response_of
 from penstock.pipeline.traversal import Hop, ItemOutcome
 from penstock.types import DTYPES, Headed, ModelMetadata, TensorSpec
@@ -52,6 +53,7 @@ class PipelineModel:
         graph = on_worker_device(load_graph(self._file, compat=self._compat), device)
         check(graph)
         self._graph = graph
+        self.__penstock_asks__ = {CLIENT_REQUEST: "request"} if graph.client_request else {}
         first = graph.nodes[graph.entry].steps[0]
         self._kind = op_class(first.op, first.params).takes
         known = self._kind == "bytes" and graph.takes == (DATA,)  # the graph has no datatypes of other fields
@@ -156,6 +158,11 @@ class PipelineModel:
         self._pipeline.close()
 
     def _request(self, value: Any) -> PipelineRequest | Exception:
+        if type(value) is Unit:
+            found = self._request(value.value)
+            if isinstance(found, PipelineRequest):
+                found.fields = [fields | value.asked for fields in found.fields]
+            return found
         try:
             if self._declared is not None and self._graph.tensors:
                 return self._declared.request(value, self._whole)

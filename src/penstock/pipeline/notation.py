@@ -143,6 +143,7 @@ PIPELINE: Final = {
     "name": Key(str, "the pipeline's name", "the file's, without .toml"),
     "entry": Key(str, "the node where an item begins unless it names one", "the only node that no `next` names"),
     "compat": Key(bool | Literal["torchpipe"], "unknown keys cause warnings instead of errors", "false"),
+    "client_request": Key(bool, "each item has this field: the `penstock.Request` that it came with", "false"),
     "trace": Key(bool, "each response includes the item's path", "false"),
     "in_flight": Key(Count, "most items inside at once", "the sum of what nodes and queues hold"),
     "inputs": Key(Names | dict, 'the fields that callers send, or tensors: `{x = "FP32[-1,64]"}`', "data"),
@@ -156,8 +157,8 @@ PIPELINE: Final = {
 """The keys of `[pipeline]`."""
 
 GRAPH_FIELDS: Final = {
-    "trace": "trace", "in_flight": "in_flight", "inputs": "takes", "outputs": "gives", "tensors": "tensors",
-    "results": "results",
+    "client_request": "client_request", "trace": "trace", "in_flight": "in_flight", "inputs": "takes",
+    "outputs": "gives", "tensors": "tensors", "results": "results",
 }  # fmt: skip
 """The fields of `graph.Graph` by their keys in `[pipeline]`, whose tables of tensors are two more fields."""
 

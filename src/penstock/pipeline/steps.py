@@ -285,6 +285,7 @@ class Pipeline:
     - `folder`: base of relative paths, by default the working directory.
     - `entry`: where an item begins unless it names a node.
     - `inputs`: the fields that callers send.
+    - `client_request`: items have the field of this name, the `penstock.Request` that they came with.
     - `trace`: responses include the item's path.
     - `in_flight`: most items inside at once.
     """
@@ -296,12 +297,13 @@ class Pipeline:
         folder: str | os.PathLike[str] = ".",
         entry: str | None = None,
         inputs: tuple[str, ...] = ("data",),
+        client_request: bool = False,
         trace: bool = False,
         in_flight: int | None = None,
     ) -> None:
         self._name = name
         self._folder = os.path.abspath(folder)
-        self._settings: dict[str, Any] = {"inputs": list(inputs), "trace": trace}
+        self._settings: dict[str, Any] = {"inputs": list(inputs), "client_request": client_request, "trace": trace}
         optional = {"entry": entry, "in_flight": in_flight}
         self._settings |= {key: value for key, value in optional.items() if value is not None}
         self._nodes: dict[str, dict[str, Any]] = {}

@@ -295,7 +295,7 @@ class _RaySlot(WorkerSlot):
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
         outbox = RayWriter()
         try:
-            items = outbox.items(with_views(batch.items), self.spec.wants_headers)
+            items = outbox.items(with_views(batch.items), self.spec.wants_headers, self.asks_requests)
             self._replies.put_nowait(self._call.remote(outbox.message(head_of(RunBatch(batch.id, items, [])))))
         except Exception as e:
             log.exception("batch_not_sent model=%s: its callers get an error", self.spec.name)

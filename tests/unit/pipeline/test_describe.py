@@ -58,7 +58,8 @@ def test_every_key_of_a_node_is_read(key: str) -> None:
 
 
 def test_every_key_of_the_pipeline_is_read() -> None:
-    values = {"name": "x", "entry": "b", "compat": True, "trace": True, "in_flight": 3, "inputs": "a", "outputs": "a,b"}
+    values = {"name": "x", "entry": "b", "compat": True, "client_request": True, "trace": True, "in_flight": 3}
+    values |= {"inputs": "a", "outputs": "a,b"}
     assert values.keys() == PIPELINE.keys()
     plain = {"pipeline": {"entry": "a"}, "a": {}, "b": {}}
     for key, value in values.items():

@@ -369,7 +369,7 @@ class ProcessSlot(WorkerSlot):
     def submit(self, batch: Batch) -> list[Slab] | BatchPart:
         outbox = MessageWriter(self._pool)
         try:
-            items = outbox.items(batch.items, self.spec.wants_headers)
+            items = outbox.items(batch.items, self.spec.wants_headers, self.asks_requests)
             pieces = write(RunBatch(batch.id, items, self._free), outbox.buffers)
         except Exception as e:
             log.exception("batch_not_sent model=%s: its callers get an error", self.spec.name)

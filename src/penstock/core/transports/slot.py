@@ -163,7 +163,7 @@ class WorkerSlot:
 
     def is_up(self, ready: Ready) -> None:
         """Records that the worker has loaded its model."""
-        self.up, self.concurrent = True, ready.concurrency > 1
+        self.up, self.concurrent, self.asks_requests = True, ready.concurrency > 1, ready.asks_requests
         self._history.load_s = self.now() - self._launched_s
         self._stop_timer()
         self._batching = with_options(self.spec.config.batching, ready.options)

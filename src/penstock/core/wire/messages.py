@@ -21,6 +21,7 @@ from penstock.core.codecs import traits_of
 from penstock.core.wire.objects import dumps, read_error, write_error
 from penstock.core.wire.slabs import Slab, SlabPool
 from penstock.errors import BadOutput, BadRequest, PenstockError
+from penstock.request import whole_headers
 from penstock.types import BatchPart, Item, ItemResult, MetricDelta, Ready
 
 # ---- frames
@@ -275,8 +276,9 @@ class MessageWriter:
                     sendable.append(refuse(value, e))
             return self.put_object(sendable)
 
-    def items(self, items: list[Item], with_headers: bool) -> list[Item]:
-        """The items in the form of the head; an item that cannot be pickled becomes an error in the worker."""
+    def items(self, items: list[Item], with_headers: bool, whole: bool = False) -> list[Item]:
+        """The items in the form of the head; an item that cannot be pickled becomes an error in the worker. `whole`:
+        with all that their requests have, see `penstock.request`."""
         packed = []
         for item in items:
             payload = item.payload
@@ -294,7 +296,9 @@ class MessageWriter:
             elif len(payload) > LARGE_BYTES:
                 payload = self.put(payload)
             headers = item.headers if with_headers or traits_of(item.codec).reads_headers else None
-            if payload is not item.payload or headers is not item.headers:
+            if whole:
+                headers = whole_headers(item)
+            if payload is not item.payload or headers is not item.headers or item.source is not None:
                 item = Item(
                     payload, item.codec, item.content_type, item.rows, item.many, item.request_id, headers, start,
                     stop, item.budget_s, sequence=item.sequence, ended=item.ended, head_bytes=item.head_bytes,

@@ -16,7 +16,7 @@ from penstock.config.schema import BatchingConfig
 from penstock.core.codecs import ModelCodecs
 from penstock.core.wire.messages import Unsent
 from penstock.core.wire.objects import dumps
-from penstock.core.worker.predict import aligned, units_of
+from penstock.core.worker.predict import Unit, aligned, asked_of
 from penstock.core.worker.python_model import PythonModel
 from penstock.errors import (
     ENDS,
@@ -143,7 +143,7 @@ class BatchRun:
         live = []
         for u in self.live:
             try:
-                self.d.values[u] = hook(self.d.values[u])
+                self.d.values[u] = self.runner.model.preprocessed(self.d.values[u], self.d.items[self.d.owners[u]])
             except ENDS:
                 raise
             except BaseException as e:
@@ -387,13 +387,13 @@ class BatchRun:
             self.outcomes[u] = error
 
     def arguments(self, units: list[int]) -> list[Any]:
-        """The values of these units, with parameters and sequences if the model takes them."""
+        """The values of these units, with what the model asks of their requests."""
         values, model, items = [self.d.values[u] for u in units], self.runner.model, self.d.items
-        if not (model.takes_parameters or model.states is not None) or self.d.owners[units[0]] in self.d.explained:
+        if not (model.asked or model.states is not None) or self.d.owners[units[0]] in self.d.explained:
             return values
         asked = [items[self.d.owners[u]] for u in units]
-        if model.takes_parameters:
-            values = units_of(values, asked)
+        if model.asked:
+            values = [Unit(value, asked_of(item, model.asked)) for value, item in zip(values, asked, strict=True)]
         return values if model.states is None else model.states.units(values, [item.sequence for item in asked])
 
     def _keep(self, values: list[Any]) -> None:

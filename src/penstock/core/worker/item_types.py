@@ -29,7 +29,7 @@ _STREAMS: Final = {
 }
 _SCALARS: Final = (str, int, float, bool, bytes, bytearray)
 _PLAIN: Final = {str, int, float, bool, list, dict, type(None), Any, typing.Union, types.UnionType}
-_OF_REQUESTS: Final = ("parameters", "sequences")  # further arguments of a `predict` of items
+_OF_REQUESTS: Final = ("parameters", "requests", "sequences")  # further arguments of a `predict` of items
 _REF: Final = "#/components/schemas/"
 _NAME: Final = re.compile(r"[^A-Za-z0-9._-]")
 _first_use = threading.Lock()  # msgspec 0.22 crashes when two threads convert to a type for the first time at once
@@ -183,7 +183,7 @@ def _schema(kind: Any, prefix: str, mode: str = "validation") -> tuple[dict[str,
     return schema, {f"{prefix}.{name}": each for name, each in components.items()}
 
 
-def _hints(function: Any) -> dict[str, Any]:
+def hints_of(function: Any) -> dict[str, Any]:
     """The annotations of a function or a callable object; none if they name what only a type checker imports."""
     try:
         return typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
@@ -196,11 +196,11 @@ def _argument(function: Any) -> Any:
         name = next(iter(inspect.signature(function).parameters), "")
     except (TypeError, ValueError):
         return Any
-    return _hints(function).get(name, Any)
+    return hints_of(function).get(name, Any)
 
 
 def _returned(function: Any) -> Any:
-    return _hints(function).get("return", Any)
+    return hints_of(function).get("return", Any)
 
 
 def _element(kind: Any, containers: set[Any], other: Any = Any) -> Any:

@@ -71,7 +71,7 @@ class BatchRunner:
         model = self.model
         self._empty = None if model.phases is None else model.phases.empty
         hooks = (model.collate, model.preprocess, model.postprocess, model.send_parts_to, model.states, model.overlaps)
-        self._only_predicts = not any(hooks) and not model.takes_parameters and batching.rows != "none"
+        self._only_predicts = not any(hooks) and not model.asked and batching.rows != "none"
 
     def decode(self, items: list[Item]) -> Decoded:
         """The values of the items; an item that cannot be decoded becomes an error."""
@@ -105,10 +105,14 @@ class BatchRunner:
         """Preprocesses and collates the batch. `run` repeats a call that raises, and finds the items that make it."""
         values = list(decoded.values)
         try:
-            if (hook := self.model.preprocess) is not None:
-                values = [value if type(value) is Unsent else self._preprocessed(hook, value) for value in values]
-            decoded.values, decoded.preprocessed = values, True
             owners, explained = decoded.owners, decoded.explained
+            if self.model.preprocess is not None:
+                items = [decoded.items[i] for i in owners]
+                values = [
+                    v if type(v) is Unsent else self._preprocessed(v, item)
+                    for v, item in zip(values, items, strict=True)
+                ]
+            decoded.values, decoded.preprocessed = values, True
             units = [u for u, v in enumerate(values) if type(v) is not Unsent and owners[u] not in explained]
             ladder, rows = self.model.item_ladder, len(units)
             chunks = [(0, rows, rows)] if ladder is None else list(ladder.chunks(rows))
@@ -118,9 +122,9 @@ class BatchRunner:
         except BaseException as e:
             traceback.clear_frames(e.__traceback__)  # they hold the memory of the failed call
 
-    def _preprocessed(self, hook: Callable[[Any], Any], value: Any) -> Any:
+    def _preprocessed(self, value: Any, item: Item) -> Any:
         try:
-            return hook(value)
+            return self.model.preprocessed(value, item)
         except Exception as e:
             return Unsent(self.error_of(e, "preprocess raised"))
 

@@ -95,7 +95,7 @@ def open_model(spec: WorkerSpec, device: str, shown_device: str | None = None) -
         kind = LoadOutOfMemory if out_of_memory(e) else LoadFailed
         raise kind(f"loading '{spec.name}' raised {describe(e)}{raised_at(e)}", detail=text) from e
     ready = Ready(runner.metadata, shown_device or device, os.getpid(), declared, profile, best, metrics=recorded)
-    ready.coupled, ready.graphs = coupled, model.graphs
+    ready.coupled, ready.graphs, ready.asks_requests = coupled, model.graphs, model.asks_requests
     if model.graphs is not None:
         _log_graphs(spec.name, model.graphs, asked=config.optimize == "graph")
     if model.ladder is not None:

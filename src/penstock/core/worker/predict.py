@@ -3,13 +3,19 @@
 import copy
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
 
+from penstock.core.worker.item_types import hints_of
 from penstock.errors import BadOutput, LoadFailed, SequenceLost, WrongRowCount, describe
+from penstock.request import Request, request_of
 from penstock.types import Item, SequenceRequest
+
+_OF_BATCH = {"parameters": "parameters", "requests": "request"}
+_OF_ITEM = {"request": "request"}
 
 
 class SequenceUnit(Struct):
@@ -74,34 +80,61 @@ class SequenceStates:
                 self._states[sequence.id] = sequence.state
 
 
-class ParameterUnit(Struct):
-    """An argument of `predict` with the parameters of its request."""
+Asked = dict[str, str]
+"""What the arguments of a function ask of the request of each item, "parameters" or "request", by their names."""
+
+
+class Unit(Struct):
+    """An argument of `predict` with what it asks of the request."""
 
     value: Any
-    parameters: dict[str, Any]
+    asked: dict[str, Any]
 
 
-class WithParameters(functools.partial[Any]):
-    """A `predict` that receives units and hands the parameters to the user's function by name.
+class WithAsked(functools.partial[Any]):
+    """A `predict` that receives units and hands what it asks to the user's function by name.
 
     It is a partial, so that the checks of signatures and coroutines see that function.
     """
 
-    def __call__(self, units: Sequence[ParameterUnit], /, *others: Any) -> Any:
-        return self.func([u.value for u in units], *others, parameters=[u.parameters for u in units])
+    def __call__(self, units: Sequence[Unit], /, *others: Any) -> Any:
+        asked = {name: [unit.asked[name] for unit in units] for name in self.keywords}
+        return self.func([unit.value for unit in units], *others, **asked)
 
 
-def takes_parameters(predict: Callable[..., Any]) -> bool:
-    """Whether a function has an argument named `parameters`."""
+class AdmitsUnits:
+    """A step model that receives units. All but `admit` and `cost` is the user's model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        if hasattr(model, "cost"):
+            self.cost = lambda unit: model.cost(unit.value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def admit(self, unit: Unit) -> Any:
+        """The state of an item."""
+        return self._model.admit(unit.value, **unit.asked)
+
+
+def asked_by(function: Any, batch: bool = True) -> Asked:
+    """What a function asks by the arguments after the first: `parameters` and `requests`, of a batch, or `request`, of
+    one item; also any that is annotated with `Request`."""
     try:
-        return "parameters" in inspect.signature(predict).parameters
+        names = list(inspect.signature(function).parameters)[1:]
     except (TypeError, ValueError):  # without a signature
-        return False
+        return {}
+    found = {name: kind for name, kind in (_OF_BATCH if batch else _OF_ITEM).items() if name in names}
+    for name, kind in hints_of(function).items():
+        if name in names and (kind is Request or Request in typing.get_args(kind)):
+            found[name] = "request"
+    return found
 
 
-def units_of(values: Sequence[Any], items: Sequence[Item]) -> list[Any]:
-    """The arguments of one call, each with its own copy of the parameters of its item."""
-    return [ParameterUnit(value, dict(item.parameters or {})) for value, item in zip(values, items, strict=True)]
+def asked_of(item: Item, asked: Asked) -> dict[str, Any]:
+    """What these arguments receive for an item: its own copy of the parameters, its request."""
+    return {n: request_of(item) if kind == "request" else dict(item.parameters or {}) for n, kind in asked.items()}
 
 
 def copied(value: Any) -> Any:

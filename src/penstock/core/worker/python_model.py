@@ -13,11 +13,11 @@ import msgspec
 from penstock.config.schema import BatchingConfig, with_options
 from penstock.core.batching.ladder import Ladder
 from penstock.core.worker.item_types import ModelTypes, check_takes_items, takes_arrays
-from penstock.core.worker.predict import SequenceStates, WithParameters, takes_parameters
+from penstock.core.worker.predict import AdmitsUnits, Asked, SequenceStates, WithAsked, asked_by, asked_of
 from penstock.core.worker.step_loop import Answer as Answer
 from penstock.core.worker.step_loop import StepLoop
 from penstock.errors import ConfigError, LoadFailed, nearest
-from penstock.types import TASKS, Graphs, ModelMetadata, Task, TensorSpec
+from penstock.types import TASKS, Graphs, Item, ModelMetadata, Task, TensorSpec
 from penstock.values import tensor_specs
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ class PythonModel:
         self.stepped = False  # it has `admit` and `step`
         self.loop: StepLoop | CallLoop | None = None  # runs in the main thread of a worker process
         self.states: SequenceStates | None = None  # of a model whose `predict` receives sequences
-        self.takes_parameters = False  # `predict` receives the parameters of requests
+        self.asked: Asked = {}  # of requests, by `predict` or `admit`
+        self.preprocess_asked: Asked = {}
         self.unbatched = False  # axis 0 is not rows
         self.ladder: Ladder | None = None  # of the sizes of its batches
         self.item_ladder: Ladder | None = None  # the same, if `predict` takes items; others pad arrays themselves
@@ -180,10 +181,14 @@ class PythonModel:
         self.concurrency = 1 if self.submit is None else int(getattr(found, "__penstock_concurrency__", 1))
         if self.collate is not None:
             self._check_collate(predict)
-        own = self.submit is not None or self.stepped
-        if not own and predict is not None and takes_parameters(predict):
-            self.takes_parameters = True
-            self.predict = WithParameters(predict, parameters=())
+        if self.submit is not None:
+            self.asked = getattr(found, "__penstock_asks__", {})
+        elif predict is not None and not (arrays or self.stepped):
+            self.asked = asked_by(predict)
+            if self.asked:
+                self.predict = WithAsked(predict, **dict.fromkeys(self.asked, ()))
+        if self.preprocess is not None and arrays is None:
+            self.preprocess_asked = asked_by(self.preprocess, batch=False)
 
     def _check_collate(self, predict: Any) -> None:
         """Raises LoadFailed if `predict` cannot receive what `collate` returns."""
@@ -193,8 +198,8 @@ class PythonModel:
             found = "a model with admit and step has no whole batches"
         elif is_async(predict):
             found = "an async predict runs its batches side by side"
-        elif takes_parameters(predict):
-            found = "predict has an argument parameters, which comes with items"
+        elif asked := asked_by(predict):
+            found = f"predict has an argument {next(iter(asked))}, which comes with items"
         if found is not None:
             raise LoadFailed(f"collate(items) makes the batch for predict(batch), but {found}: leave one of them out")
 
@@ -229,6 +234,21 @@ class PythonModel:
             calls.alone = self.unbatched
             self.submit, self.soon = calls.submit, calls.soon
             self.concurrency = AUTO_CONCURRENCY if rows == "auto" else rows
+
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether `predict` receives the parameters of requests."""
+        return "parameters" in self.asked.values()
+
+    @property
+    def asks_requests(self) -> bool:
+        """Whether it reads the requests of its items."""
+        return "request" in (*self.asked.values(), *self.preprocess_asked.values())
+
+    def preprocessed(self, value: Any, item: Item) -> Any:
+        """What `preprocess` makes of an item's value."""
+        assert self.preprocess is not None
+        return self.preprocess(value, **asked_of(item, self.preprocess_asked))
 
     @property
     def in_columns(self) -> bool:
@@ -278,7 +298,11 @@ class PythonModel:
         self.predict = self.states.predict
 
     def _begin_steps(self, batching: BatchingConfig) -> None:
-        steps = StepLoop(self._model, batching)
+        model = self._model
+        self.asked = asked_by(model.admit, batch=False)
+        if self.asked:
+            model = AdmitsUnits(model)
+        steps = StepLoop(model, batching)
         self.predict = steps.predict
         if batching.mode != "batch" and steps.limits.max_active > 1:
             self.loop, self.submit, self.soon = steps, steps.submit, steps.soon

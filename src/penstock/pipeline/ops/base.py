@@ -26,6 +26,7 @@ Fields = dict[str, Any]
 """The fields of one item by name. `data` is the op's input and `result` its output; others are free."""
 
 DATA, RESULT, BOX, NODE_NAME, CONTEXT, EVENT = "data", "result", "_box", "node_name", "context", "event"
+CLIENT_REQUEST = "client_request"  # with `client_request = true` in [pipeline]
 """Names of fields with a meaning, spelled as TorchPipe's keys are."""
 
 

@@ -11,6 +11,7 @@ from struct import Struct as Packing
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
+from penstock.request import pseudo_headers
 from penstock.serving.grpc.messages import (
     ENCODINGS,
     PREFIX,
@@ -59,6 +60,7 @@ class CallOwner(Protocol):
     """A connection, as its calls see it."""
 
     listener: Listener
+    transport: asyncio.Transport
 
     def check(self, head: CallHead) -> None:
         """Raises GrpcError for a call that is not served."""
@@ -97,6 +99,10 @@ class GrpcCall(Stream):
     @property
     def metadata(self) -> Headers:
         return self.head.metadata
+
+    def pseudo_headers(self) -> Headers:
+        """What the metadata do not say, see `penstock.request`."""
+        return pseudo_headers(b"POST", self.head.path.encode(), self.owner.transport.get_extra_info("peername"))
 
     def time_remaining(self) -> float | None:
         """Seconds until the deadline, None without one."""

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from penstock.config.schema import LimitsConfig
 from penstock.core.contracts import Backend
 from penstock.errors import Cancelled, PayloadTooLarge, PenstockError
+from penstock.request import pseudo_headers
 from penstock.serving.http.context import STREAM_BACKLOG
 from penstock.serving.http.idempotency import IdempotencyCache
 from penstock.serving.http.intake import BIG_BYTES, Intake, Unpacking, unpacked_headers
@@ -27,7 +28,7 @@ from penstock.serving.http.server import check_method, find_route, inference_tab
 from penstock.serving.protocols.bodies import BLANKS
 from penstock.serving.protocols.route import Route, error_body, name_model
 from penstock.serving.protocols.routes import SPECIAL_NAMES, error_body_of
-from penstock.types import Item, ItemResult
+from penstock.types import Headers, Item, ItemResult
 
 log = logging.getLogger("penstock.serving")
 
@@ -46,6 +47,7 @@ class _Call(RequestOptions):
     """One request: the options from its headers, and the results so far."""
 
     length = 0
+    scope: Message
 
     def __init__(self, most_unread: int) -> None:
         self.results: asyncio.Queue[ItemResult] = asyncio.Queue()
@@ -60,6 +62,15 @@ class _Call(RequestOptions):
             self.ticket.cancel()
             self.ticket = None
             self.results.put_nowait(ItemResult(error=Cancelled("the stream was read too slowly")))
+
+    def pseudo_headers(self) -> Headers:
+        """What the headers do not say, see `penstock.request`."""
+        scope, route = self.scope, self.route
+        query: bytes = scope["query_string"]
+        target = b"%b?%b" % (self.target, query) if query else self.target
+        named = ("", None) if route is None else (route.model, route.version)
+        claims = scope.get("state", {}).get("claims")
+        return pseudo_headers(scope["method"].encode("ascii"), target, scope.get("client"), *named, claims)
 
     async def next(self, gone: asyncio.Future[None]) -> ItemResult:
         """The next result. Raises _Gone if the client disconnects first."""
@@ -123,7 +134,7 @@ class InferenceApp:
                 call.length = int(value)
             elif name in SPECIAL_NAMES and name not in SERVER_NAMES:
                 special[name] = value
-        call.target = raw
+        call.target, call.scope = raw, scope
         call.route = route = find_route(self._known, raw, self._table)
         check_method(route, scope["method"].encode("ascii"))
         read_special(call, route, special, self.tokens)
@@ -141,6 +152,7 @@ class InferenceApp:
         item = Item(payload, codec, call.content_type, request_id=call.request_id, headers=headers)
         submit = partial(self.idempotency.submit, call.key) if call.key else self.backend.submit
         item.budget_s, item.priority, item.head_bytes = call.budget_s, call.priority, call.head_bytes
+        item.source = call
         if template.read_terms is not None and (terms := template.read_terms(item)) is not None:
             terms.apply(item)
         call.ticket = submit(route.model, route.version, item, call.sink)

@@ -37,7 +37,7 @@ KNOWN_HEAD_BYTES: Final = 2048  # a choice: longer heads are parsed each time
 REQUEST_BYTES: Final = 2048  # estimated memory of a request without a body that waits for earlier requests
 CONNECT: Final = b"CONNECT"
 
-OF_ONE_REQUEST: Final = frozenset({"writer", "headers", "route"})  # attributes of a context that are set anew
+OF_ONE_REQUEST: Final = frozenset({"writer", "head", "headers", "route"})  # attributes of a context that are set anew
 
 LENGTH, TYPE, SPECIAL, CODINGS = 1, 2, 3, 4
 _kinds: dict[bytes, int] = {}  # header names as clients have spelled them: most need no lower()
@@ -163,7 +163,7 @@ class Connection(asyncio.BufferedProtocol):
             return False
         self.head = head
         self.context = context = flavor.context(self.writer)
-        context.headers, context.route = head.headers, route
+        context.head, context.headers, context.route = head, head.headers, route
         if head.settings is not None and not (flavor.guarded or (listener.budget.full and self.writer.unread)):
             vars(context).update(head.settings)
         else:
@@ -299,7 +299,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _new_context(self) -> RequestContext:
         context = self.writer.flavor.context(self.writer)
-        context.headers = self.head.headers
+        context.head, context.headers = self.head, self.head.headers
         return context
 
     def _read_head(self, context: RequestContext, route: Route) -> None:

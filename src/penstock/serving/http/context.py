@@ -25,8 +25,9 @@ from typing import Any, Final, Protocol
 from urllib.parse import parse_qs
 
 from penstock.errors import PenstockError
+from penstock.request import pseudo_headers
 from penstock.serving.http.intake import unpacked_headers
-from penstock.serving.http.listener import INF, LINGER_S, SILENT_S, Listener
+from penstock.serving.http.listener import INF, LINGER_S, SILENT_S, Listener, RequestHead
 from penstock.serving.http.responses import JOINED_BYTES, ResponseFraming
 from penstock.serving.protocols.bodies import free
 from penstock.serving.protocols.route import HttpRequest, Route, Serve, name_model
@@ -71,6 +72,7 @@ class RequestContext(ResponseFraming):
     """One request and its response. The defaults are the plain case: HTTP/1.1 and keep-alive."""
 
     method: bytes = b"POST"  # set only if the route was not cached
+    head: RequestHead
     headers: Headers
     payload: Any = b""
     error: PenstockError | None = None  # the request was refused before it was submitted
@@ -101,6 +103,13 @@ class RequestContext(ResponseFraming):
             self._emit(writer, b"%b%d\r\n\r\n" % (head, len(body)))
             self._emit(writer, body)
         self._end(writer)
+
+    def pseudo_headers(self) -> Headers:
+        """What the headers do not say, see `penstock.request`."""
+        method, _, target = self.head.key.rpartition(b" ")
+        peer = None if self.writer is None else self.writer.transport.get_extra_info("peername")
+        named = ("", None) if self.route is None else (self.route.model, self.route.version)
+        return pseudo_headers(method or b"POST", target, peer, *named)
 
     def plain_head(self, writer: ResponseWriter, result: ItemResult) -> bytes | None:
         """The head of a plain response, up to the value of its content length; None with several headers."""
@@ -267,7 +276,7 @@ class ResponseWriter:
                 context.route = route = name_model(route, context.payload)
             codec, kind = context.codec or template.codec, context.content_type
             item = Item(context.payload, codec, kind, 1, False, context.request_id, context.headers)
-            item.head_bytes = context.head_bytes
+            item.head_bytes, item.source = context.head_bytes, context
             submit = self.listener.backend.submit
             if not context.plain:
                 item.budget_s, item.priority = context.budget_s, context.priority

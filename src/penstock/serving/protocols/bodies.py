@@ -180,12 +180,12 @@ def encode_text(value: str) -> bytes:
 
 
 class FormPart(NamedTuple):
-    """One part of a form. `content_type` is "" if the client sent none; `is_file`: the part has a file name."""
+    """One part of a form. `content_type` is "" if the client sent none; `file`: its file name, None without one."""
 
     name: str
     body: bytearray
     content_type: str
-    is_file: bool
+    file: str | None
 
 
 class _Parts:
@@ -225,7 +225,8 @@ class _Parts:
             raise BadRequest(f"part {len(self.found) + 1} of the multipart body has no name in its content-disposition")
         name = options[b"name"].decode("utf-8", "replace")
         content_type = self._headers.get("content-type", b"").decode("latin-1")
-        self.found.append(FormPart(name, self._body, content_type, b"filename" in options))
+        file = options[b"filename"].decode("utf-8", "replace") if b"filename" in options else None
+        self.found.append(FormPart(name, self._body, content_type, file))
 
     def _end(self) -> None:
         self.ended = True
@@ -252,14 +253,11 @@ def parse_parts(body: bytes | memoryview, content_type: str, max_fields: int) ->
     return parts.found
 
 
-def parse_multipart(body: bytes | memoryview, content_type: str, max_fields: int) -> list[tuple[str, Any]]:
-    """(name, value) of each part: `str` for text fields, otherwise `bytes`. Raises BadRequest."""
-    pairs: list[tuple[str, Any]] = []
-    for part in parse_parts(body, content_type, max_fields):
-        kind, charset = split_type(part.content_type or "text/plain")
-        text = not part.is_file and kind.startswith("text/")
-        pairs.append((part.name, decode_text(bytes(part.body), charset) if text else bytes(part.body)))
-    return pairs
+def part_value(part: FormPart) -> str | bytes:
+    """The value of a part: `str` for a text field, otherwise `bytes`. Raises BadRequest."""
+    kind, charset = split_type(part.content_type or "text/plain")
+    text = part.file is None and kind.startswith("text/")
+    return decode_text(bytes(part.body), charset) if text else bytes(part.body)
 
 
 # ---- content codings: "" (none), "gzip" or "deflate". `deflate` is the zlib format; some clients send the raw stream,

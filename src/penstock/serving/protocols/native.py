@@ -14,7 +14,8 @@ from penstock.serving.protocols.bodies import (
     decode_text,
     encode_json,
     encode_text,
-    parse_multipart,
+    parse_parts,
+    part_value,
     split_type,
 )
 from penstock.serving.protocols.columns import JsonLists, cut_lists, nested_json, output_column
@@ -90,7 +91,12 @@ class NativeCodec(JsonLists):
         elif kind.startswith("text/"):
             value = decode_text(item.payload, charset)
         elif kind == "multipart/form-data":
-            value = collect(parse_multipart(item.payload, item.content_type, MAX_FIELDS))
+            parts = parse_parts(item.payload, item.content_type, MAX_FIELDS)
+            value = collect((part.name, part_value(part)) for part in parts)
+            item.files = {}
+            for part in parts:
+                if part.file:
+                    item.files.setdefault(part.name, []).append(part.file)
         elif kind == "application/x-www-form-urlencoded":
             value = decode_form(item.payload)
         if item.stop < 0:

@@ -100,7 +100,7 @@ class TorchServeCodec(Codec):
             from penstock.serving.protocols.bodies import parse_parts  # the first form loads python-multipart
 
             for part in parse_parts(item.payload, item.content_type, MAX_FIELDS):
-                kind = (media_type(part.content_type) or FILE) if part.is_file else ""
+                kind = (media_type(part.content_type) or FILE) if part.file is not None else ""
                 inputs[part.name] = self._value(part.body, kind)
                 headers[part.name] = {"content-type": kind}
         else:

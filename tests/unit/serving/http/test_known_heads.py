@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.config.schema import LimitsConfig
 from penstock.serving.http.listener import KNOWN_HEADS
@@ -74,7 +75,10 @@ async def exchange(pieces: list[bytes], count: int) -> list[Any]:
     answers = [await asyncio.wait_for(answer(reader), 10.0) for _ in range(count)]
     writer.close()
     await server.close(1.0)
-    items = [(call.item, call.budget_s, call.priority) for call in backend.calls]
+    items = [
+        (replace(call.item, source=None), call.item.source.pseudo_headers(), call.budget_s, call.priority)
+        for call in backend.calls
+    ]
     return [answers, items]
 
 

@@ -1,0 +1,9 @@
+"""A model that tells of its request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def claims(items: list[Any], requests: list[Any]) -> list[Any]:
+    return [[request.claims, request.target] for request in requests]
