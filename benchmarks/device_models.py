@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from penstock.core.worker.tensor_model import Input, ProgramSettings, TensorModel
 from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.torch import TorchProgram, import_torch
-from penstock.testing.devices import SimulatedDevice
 from penstock.types import TensorSpec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.simulated_device import SimulatedDevice
 
 WIDTH = 16
 MOST_ROWS = 64

@@ -10,8 +10,8 @@ from penstock.errors import BadOutput, DeviceLost
 from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.onnx_device import in_phases
 from penstock.runtimes.torch import TorchProgram, of_module
-from penstock.testing.devices import SimulatedDevice
 from penstock.types import TensorSpec
+from support.simulated_device import SimulatedDevice
 
 torch = pytest.importorskip("torch")
 

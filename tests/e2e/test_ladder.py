@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+TESTS = Path(__file__).parents[1]
 SOURCE = """
     import os
     import time
@@ -49,8 +51,8 @@ SOURCE = """
 
         from penstock.runtimes.device import DeviceProgram
         from penstock.runtimes.torch import of_module
-        from penstock.testing.devices import SimulatedDevice
         from penstock.types import TensorSpec
+        from support.simulated_device import SimulatedDevice
 
         class Doubling(torch.nn.Module):
             def forward(self, x):
@@ -85,6 +87,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(serve_all: Callable[..., Any], notes: Path) -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
     patch.setenv("NOTES", str(notes))
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     ports = ["--port", "0", "--set", "server.management_port=0", "--set", "server.metrics_port=0"]
     ports += ["--set", "models.graphed.batching.sizes=[1, 4, 8]"]
     yield serve_all(SOURCE, "Listed", "Arrays", "Graphed", "Scarce", ports=ports)

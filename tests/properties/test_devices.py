@@ -15,8 +15,8 @@ from penstock.core.worker.spec import WorkerSpec
 from penstock.core.worker.tensor_model import ProgramSettings, TensorModel
 from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.torch import of_module
-from penstock.testing.devices import SimulatedDevice
 from penstock.types import Item, TensorSpec
+from support.simulated_device import SimulatedDevice
 
 torch = pytest.importorskip("torch")
 

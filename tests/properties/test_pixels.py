@@ -15,9 +15,9 @@ from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.onnx_device import ImageModel
 from penstock.runtimes.pixels import ImageProgram
 from penstock.runtimes.torch import TorchProgram, of_module
-from penstock.testing.devices import SimulatedDevice
 from penstock.types import DTYPES, TensorSpec
 from penstock.values import tensor_specs
+from support.simulated_device import SimulatedDevice
 
 torch = pytest.importorskip("torch")
 DATATYPES = ("UINT8", "INT8", "UINT16", "INT32", "FP16", "FP32", "FP64")

@@ -7,8 +7,8 @@ from typing import Any
 from penstock.core.worker.tensor_model import Input, ProgramSettings, TensorModel
 from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.torch import TorchProgram, import_torch
-from penstock.testing.devices import SimulatedDevice
 from penstock.types import TensorSpec
+from support.simulated_device import SimulatedDevice
 
 RAISES, LOSES = -1, -2  # the first number of a row
 MOST_ROWS = 6

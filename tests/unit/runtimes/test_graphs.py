@@ -17,8 +17,8 @@ from penstock.runtimes import torch as loaders
 from penstock.runtimes.device import DeviceProgram
 from penstock.runtimes.graphs import difference
 from penstock.runtimes.torch import of_module, on_device
-from penstock.testing.devices import SimulatedDevice
 from penstock.types import BatchPart, Graphs, Item, TensorSpec
+from support.simulated_device import SimulatedDevice
 
 torch = pytest.importorskip("torch")
 

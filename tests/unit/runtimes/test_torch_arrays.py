@@ -14,8 +14,8 @@ from penstock.core.worker.python_model import PythonModel
 from penstock.errors import BadOutput, ConfigError, ItemFailed, LoadFailed
 from penstock.runtimes import torch_arrays
 from penstock.runtimes.device import DeviceProgram
-from penstock.testing.devices import SimulatedDevice
 from penstock.types import BatchPart, Item
+from support.simulated_device import SimulatedDevice
 
 torch = pytest.importorskip("torch")
 

@@ -14,7 +14,7 @@ from PIL import Image
 from penstock.bulk.captioner.feed import DeviceFeed, ImageSpec, resized_by_torch
 from penstock.bulk.captioner.model import CaptionRequest
 from penstock.errors import BadRequest
-from penstock.testing.devices import SimulatedDevice
+from support.simulated_device import SimulatedDevice
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.26, 0.25, 0.27)
 LOOKS = ImageSpec(24, 36, MEAN, STD, "bicubic")
