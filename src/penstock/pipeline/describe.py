@@ -359,7 +359,7 @@ def _keys(node: Node, folder: str) -> Iterator[tuple[str, Any]]:
         inputs = {name: _input(choices) for name, choices in alternatives(node).items()}
         yield "inputs", list(inputs.values()) if part_name(0) in inputs else inputs
     has_size = node.alias_of is None and takes_size([OpDraft(step.op, step.params) for step in node.steps])
-    usual = {"device": AUTO} if has_size else {}
+    usual = {"device": "cpu" if node.processes else AUTO} if has_size else {}
     for key, value in fields.items():
         if key in usual and value == usual[key] and key not in given:
             continue

@@ -230,6 +230,7 @@ class NodeReader:
         has_steps = _STEPS & table.keys()
         keys = {k: v for k, v in self._defaults.items() if not (has_steps and k in _STEPS)} | dict(table)
         values = {key: self._value(name, key, keys[key]) for key in NODE if key in keys}
+        self._set_processes(name, keys, table, values)
         with self._locating(name, keys, table):
             drafts = drafts_of(keys)
             for draft in drafts:
@@ -255,7 +256,6 @@ class NodeReader:
         if not _DEVICE.fullmatch(device):
             raise source.error(name, "device", f"found {found(device)}, expected auto, cpu, cuda, or such as cuda:0")
         values["device"] = "cuda:0" if device == "cuda" else device
-        self._set_processes(name, keys, table, values)
         fields = {field: values[key] for key, field in FIELDS.items() if key in values}
         fields |= {field: fields[field] / 1000 for field in ("wait_s", "deadline_s") if field in fields}
         if (when := values.get("when")) is not None:
@@ -295,9 +295,7 @@ class NodeReader:
         if takes_size(drafts):
             values.setdefault("device", AUTO)
 
-    def _set_processes(
-        self, node: str, keys: Mapping[str, Any], table: Mapping[str, Any], values: dict[str, Any]
-    ) -> None:
+    def _set_processes(self, node: str, keys: dict[str, Any], table: Mapping[str, Any], values: dict[str, Any]) -> None:
         """Sets `instances` and `device` for a number of processes. Raises ConfigError if the node has other values."""
         count = values.get("processes")
         if count is None:
@@ -308,7 +306,8 @@ class NodeReader:
         if "device" in keys and values["device"] != "cpu":
             text = f"found {count} with device = {values['device']}: processes run on the CPU; set instances instead"
             raise self._source.error(node, "processes", text)
-        values["instances"], values["device"] = count, "cpu"
+        keys["instances"] = values["instances"] = count
+        values["device"] = "cpu"
 
     def _check_sizes(self, node: str, values: Mapping[str, Any]) -> None:
         least, most = values.get("min_batch", 1), values.get("max_batch")

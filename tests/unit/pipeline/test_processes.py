@@ -235,7 +235,7 @@ async def test_registered_ops_reach_the_process(stage) -> None:
         ({"processes": -2}, "processes: found -2, expected a whole number from 1 to 1024"),
         ({"processes": 1025}, "processes: found 1025, expected a whole number from 1 to 1024"),
         ({"processes": 2, "instances": 3}, "processes: found 2 with instances = 3: each process is one instance"),
-        ({"processes": 2, "device": "cuda"}, "processes: found 2 with device = cuda:0: processes run on the CPU"),
+        ({"processes": 2, "device": "cuda"}, "processes: found 2 with device = cuda: processes run on the CPU"),
         ({"processes": 2, "device": "auto"}, "processes: found 2 with device = auto: processes run on the CPU"),
     ],
 )
