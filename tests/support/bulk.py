@@ -55,7 +55,7 @@ class FakeVideos:
         path.write_text(f"{frames}{' damaged' if damaged else ''}")
         return path
 
-    def probe(self, path: str) -> VideoProbe:
+    def probe(self, path: str, stream: int | None = None) -> VideoProbe:
         return VideoProbe(int(Path(path).read_text().split()[0]), None, 4, 4, "fake")
 
     def read_chunks(

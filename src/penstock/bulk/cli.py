@@ -73,7 +73,9 @@ def make_options(flags: dict[str, Any]) -> JobOptions:
         work=output.with_name(output.name + ".work"),
         failures=flags["failures"] or output.with_name("failures.jsonl"),
         token=read_token(flags["token_file"]),
-        sampling=Sampling(flags["every"] or 1, flags["fps"], flags["start"] or 0.0, flags["end"], flags["max_frames"]),
+        sampling=Sampling(
+            flags["every"] or 1, flags["fps"], flags["start"] or 0.0, flags["end"], flags["max_frames"], flags["stream"]
+        ),
         prebatch_size=None if prebatch == "auto" else prebatch,
         **{
             name: flags[name]
@@ -122,6 +124,12 @@ class SignalHandlers:
 @click.option("--start", callback=seconds, metavar="TIME", help="Start at this time: seconds or [H:]M:S.")
 @click.option("--end", callback=seconds, metavar="TIME", help="Stop before this time.")
 @click.option("--max-frames", type=click.IntRange(1), metavar="N", help="Caption at most N frames of each video.")
+@click.option(
+    "--stream",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Read stream N of each file, as ffprobe counts [the best video].",
+)
 @click.option(
     "--pixels", type=click.Choice(["server-size", "source", "jpeg"]), default="server-size", show_default=True,
     help="How frames travel: scaled, unscaled, or scaled and compressed.",

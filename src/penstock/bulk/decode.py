@@ -28,7 +28,7 @@ def read_chunks(
     After `resume` the same frames follow as in an uninterrupted run. The receiver owns a chunk's block. The block
     being filled returns to the pool when the generator is closed, or when Stopped interrupts its wait for memory.
     """
-    reader = FrameReader(video.path, plan.threads, resume, plan.on_damage)
+    reader = FrameReader(video.path, plan.threads, resume, plan.on_damage, plan.sampling.stream)
     builder = _ChunkBuilder(video, plan, pool, reader.gaps)
     error: VideoError | None = None
     count = 0

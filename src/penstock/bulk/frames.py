@@ -81,13 +81,18 @@ class FrameReader:
     """Reads the video at `path`, or what follows a position, numbered and timed as if read from the beginning.
 
     `on_damage` "stop" ends the video at its first damage; "skip" goes on at the next frame that decodes without an
-    error. `gaps` collects the lost frames; the consumer takes them.
+    error. `gaps` collects the lost frames; the consumer takes them. `stream` is the index of the stream to read.
     """
 
     def __init__(
-        self, path: str, threads: int = 1, start: Position | None = None, on_damage: OnDamage = "stop"
+        self,
+        path: str,
+        threads: int = 1,
+        start: Position | None = None,
+        on_damage: OnDamage = "stop",
+        stream: int | None = None,
     ) -> None:
-        self._path = path
+        self._path, self._stream = path, stream
         self._threads = threads
         self._start = start
         self._skip = on_damage == "skip"
@@ -144,7 +149,8 @@ class FrameReader:
         yield from self._open(threads, tolerant).all_frames()
 
     def _open(self, threads: int, tolerant: bool) -> _SinglePass:
-        reading = _SinglePass(OpenVideo(self._path, threads, tolerant=tolerant), self.gaps if tolerant else None)
+        video = OpenVideo(self._path, threads, tolerant=tolerant, stream=self._stream)
+        reading = _SinglePass(video, self.gaps if tolerant else None)
         self.tick_s = reading.tick_s
         return reading
 

@@ -48,7 +48,7 @@ class JobParts(Struct, frozen=True):
 
     ask: Callable[..., ServerInfo] = ask
     read_chunks: ReadChunks = read_chunks
-    probe: Callable[[str], VideoProbe] = probe
+    probe: Callable[[str, int | None], VideoProbe] = probe
     sender: Callable[[list[ServerInfo], SendOptions, OnResult], ChunkSender] = ChunkSender
 
 
@@ -310,7 +310,7 @@ class JobRun:
             if self._decoders.stop.is_set():
                 return
             try:
-                found = self._probe_header(video.path)
+                found = self._probe_header(video.path, self._options.sampling.stream)
                 frames = estimate(self._options.sampling, found.frames, found.duration_s)
             except Exception:  # only an estimate: the video's decoder reports the error
                 frames = 0
@@ -377,7 +377,7 @@ def dry_run(options: JobOptions, parts: JobParts | None = None) -> list[str]:
     lines, frames, wire_bytes, broken = [], 0, 0, 0
     for video in videos:
         try:
-            found = job.parts.probe(video.path)
+            found = job.parts.probe(video.path, options.sampling.stream)
         except VideoError as e:
             broken += 1
             lines.append(f"{video.name}: {e.message}")

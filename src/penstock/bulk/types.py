@@ -19,13 +19,17 @@ SendMode = Literal["stream-prebatch", "stream-single", "single"]
 
 
 class Sampling(Struct, frozen=True):
-    """Which frames of a video are captioned. `every` and `fps` exclude each other; times count from the first frame."""
+    """Which frames of a video are captioned. `every` and `fps` exclude each other; times count from the first frame.
+
+    `stream` is the index of the stream in its file; None leaves the choice to FFmpeg.
+    """
 
     every: int = 1
     fps: float | None = None
     start_s: float = 0.0
     end_s: float | None = None
     max_frames: int | None = None
+    stream: int | None = None
 
 
 class Pixels(Struct, frozen=True):

@@ -58,31 +58,33 @@ def av_library() -> ModuleType:
     return optional_module("av", "PyAV is not installed; videos need it", "video")
 
 
-def probe(path: str) -> VideoProbe:
+def probe(path: str, stream: int | None = None) -> VideoProbe:
     """The statements of the video's header. Raises VideoError."""
-    opened = OpenVideo(path, threads=1)
+    opened = OpenVideo(path, threads=1, stream=stream)
     try:
-        stream = opened.stream
-        duration_s = float(stream.duration * stream.time_base) if stream.duration else None
+        found = opened.stream
+        duration_s = float(found.duration * found.time_base) if found.duration else None
         if duration_s is None and opened.container.duration:
             duration_s = opened.container.duration / 1_000_000
-        frames = stream.frames
-        if not frames and duration_s and stream.average_rate:
-            frames = round(duration_s * stream.average_rate)
-        context = stream.codec_context
+        frames = found.frames
+        if not frames and duration_s and found.average_rate:
+            frames = round(duration_s * found.average_rate)
+        context = found.codec_context
         return VideoProbe(frames, duration_s, context.width, context.height, context.name)
     finally:
         opened.close()
 
 
 class OpenVideo:
-    """An open container and the one video stream that is read. Raises VideoError, stage "open", if it has none.
+    """An open container and the one video stream that is read: `stream`, by its index, or the best.
+
+    Raises VideoError, stage "open", if there is no such stream.
 
     A `tolerant` decoder goes on after damage and marks the frames in which it guesses pixels; otherwise damage is an
     error.
     """
 
-    def __init__(self, path: str, threads: int, *, tolerant: bool = False) -> None:
+    def __init__(self, path: str, threads: int, *, tolerant: bool = False, stream: int | None = None) -> None:
         av = av_library()
         _require_regular_file(path)
         try:
@@ -91,7 +93,7 @@ class OpenVideo:
         except (OSError, ValueError, av.error.FFmpegError) as error:
             raise VideoError(f"cannot be opened as a video: {reason(error)}", stage="open", detail=path) from error
         try:
-            self.stream = self._choose_stream(av, path)
+            self.stream = self._choose_stream(av, path, stream)
             self._configure_decoder(threads, DECODE_OPTIONS if tolerant else DECODE_OPTIONS | STRICT_OPTIONS)
         except BaseException:
             self.container.close()
@@ -106,12 +108,19 @@ class OpenVideo:
         """The unit of the stream's times."""
         return float(self.stream.time_base or 0)
 
-    def _choose_stream(self, av: ModuleType, path: str) -> Any:
+    def _choose_stream(self, av: ModuleType, path: str, index: int | None) -> Any:
         name = self.container.format.name
         if name in NOT_VIDEOS or name.endswith(STILL_IMAGES):
             raise VideoError(f"is not a video, but {name}", stage="open", detail=path)
-        cover = av.stream.Disposition.attached_pic
-        videos = [s for s in self.container.streams.video if not s.disposition & cover]
+        kind = av.stream.Disposition
+        pictures = kind.attached_pic | kind.timed_thumbnails
+        every = self.container.streams.video
+        videos = [s for s in every if (s.index == index if index is not None else not s.disposition & pictures)]
+        if not videos and index is not None:
+            found = ", ".join(str(s.index) for s in every) or "none"
+            raise VideoError(
+                f"its stream {index} is not a video; its video streams: {found}", stage="open", detail=path
+            )
         if not videos:
             kinds = sorted({"cover art" if s.type == "video" else s.type for s in self.container.streams}) or ["none"]
             raise VideoError(f"has no video stream; its streams: {', '.join(kinds)}", stage="open", detail=path)
@@ -119,7 +128,7 @@ class OpenVideo:
         stream = best if best in videos else videos[0]
         if stream.codec_context is None:
             raise VideoError("its codec cannot be decoded by this FFmpeg", stage="open", detail=path)
-        others = [s.index for s in videos if s is not stream]
+        others = [s.index for s in every if s is not stream]
         if others:
             _logger.info("event=video_streams path=%r chosen=%d others=%s", path, stream.index, others)
         return stream

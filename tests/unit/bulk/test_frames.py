@@ -568,6 +568,22 @@ def test_cover_art_is_no_video(tmp_path: Path) -> None:
         probe(str(with_cover(tmp_path / "song.mp4", None)))
 
 
+def test_a_stream_can_be_named(tmp_path: Path) -> None:
+    path = make_clip(tmp_path / "two.mp4", 5, streams=2)
+    for stream, numbers in (None, range(5)), (0, range(5)), (1, range(512, 517)):
+        shown, error = frames_of(FrameReader(str(path), stream=stream))
+        assert ([one.number for one in shown], error) == (list(numbers), None)
+    film = make_clip(tmp_path / "film.mp4", 12, size=(48, 32))
+    covered = with_cover(tmp_path / "with-film.mp4", film)
+    with av.open(str(covered)) as container:
+        indices = {s.index: s.disposition for s in container.streams.video}
+    (cover,) = (index for index, kind in indices.items() if kind & av.stream.Disposition.attached_pic)
+    assert probe(str(covered), cover).width == 64
+    with pytest.raises(VideoError, match=r"its stream 9 is not a video; its video streams: 0, 2$") as caught:
+        FrameReader(str(covered), stream=9).frames().__next__()
+    assert caught.value.stage == "open"
+
+
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi"])
 def test_a_file_without_frames_has_none(tmp_path: Path, suffix: str) -> None:
     shown, _ = read(make_clip(tmp_path / f"empty.{suffix}", 0, codec="mpeg4"))
