@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,19 +14,25 @@ import msgspec
 
 from penstock.cli.demo.digits import data, encode, has_opencv
 from penstock.client.endpoint import parse_url
-from penstock.perf.bench.figures import percentile
-from penstock.perf.bench.load import closed_loop, http_request
-from penstock.perf.bench.load_run import LOST, REFUSED, TIMED_OUT, run_async
-from penstock.perf.bench.probe import read_page
-from penstock.perf.bench.server import ServerProcess, fetch
+from penstock.errors import FAILED
+from penstock.perf.bench.document import number, seconds
+from penstock.perf.bench.load_run import run_async
+from penstock.perf.bench.measurement import FIGURES, Load, Measurement
+from penstock.perf.bench.run import measure
+from penstock.perf.bench.server import ServerProcess
+from penstock.perf.bench.target import Target
+from penstock.perf.bench.workload import JSON, Payload, request_of
+from penstock.perf.cli import exit_code
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 LEAST_ACCURACY = 0.97
 SECONDS = 4.0
+WARM_S = 0.5  # a network this small is warm at once
 POLICIES = {"off": "none", "on": "adaptive"}
 MODEL = "penstock.cli.demo.digits:Digits"
+PATH = "/predictions/digits"
 NEXT = """
 Try next:
   {program} serve {model}
@@ -57,17 +61,12 @@ def demo(connections: int, requests: int | None, keep: bool, port: int) -> None:
     """
     from rich.console import Console
 
-    from penstock.errors import FAILED
-    from penstock.perf.cli import exit_code
-
     sys.exit(exit_code(lambda: 0 if _run(Console(), connections, requests, keep, port) else FAILED))
 
 
 def _run(console: Console, connections: int, requests: int | None, keep: bool, port: int) -> bool:
-    from penstock.cli.demo.command import DemoLoad, make_server
-
     load = DemoLoad()
-    rows: dict[str, DemoFigures] = {}
+    rows: dict[str, DemoRun] = {}
     console.print(
         f"{len(load.labels)} held-out images of handwritten digits as {load.format}, {connections} connections"
     )
@@ -82,7 +81,7 @@ def _run(console: Console, connections: int, requests: int | None, keep: bool, p
                 def show(done: float, answers: int, task: Any = task) -> None:
                     progress.update(task, total=1, completed=done, answers=answers)
 
-                rows[name] = load.run(server, connections, requests, 0 if requests else SECONDS, show)
+                rows[name] = load.run(server, connections, requests, show)
             except BaseException:
                 server.stop()
                 raise
@@ -105,30 +104,35 @@ def _progress(console: Console) -> Any:
     return Progress(*columns, console=console, transient=True)
 
 
-def _table(rows: dict[str, DemoFigures]) -> Any:
+def _table(rows: dict[str, DemoRun]) -> Any:
     from rich.table import Table
 
     table = Table("batching", title="handwritten digits")
-    for column in ("accuracy", "requests/s", "p50 ms", "p99 ms", "mean batch"):
+    for column in ("accuracy", "requests/s", "p50", "p99", "mean batch"):
         table.add_column(column, justify="right")
     for name, row in rows.items():
-        figures = (f"{row.accuracy:.2%}", f"{row.rate:,.0f}", f"{row.p50_ms:.1f}", f"{row.p99_ms:.1f}")
-        table.add_row(name, *figures, f"{row.mean_batch:.1f}")
+        latency, batch = row.run.latency, FIGURES["mean_batch"](row.run)
+        figures = (number(row.run.throughput), seconds(latency.p50_s), seconds(latency.p99_s), number(batch))
+        table.add_row(name, f"{row.accuracy:.2%}", *figures)
     return table
 
 
-def _verdict(console: Console, rows: dict[str, DemoFigures]) -> bool:
+def _verdict(console: Console, rows: dict[str, DemoRun]) -> bool:
     """Prints every failure, or what batching gained; returns whether all is well."""
     good = True
     for name, row in rows.items():
-        for reason, count in row.failures.items():
-            console.print(f"batching {name}: {count} requests failed: {reason}", style="red", markup=False)
+        for why in row.run.invalid:
+            console.print(f"batching {name}: {why}", style="yellow", markup=False)
+        if failed := sum(row.run.errors.values()):
+            text = f"batching {name}: {failed} requests failed: {row.run.first_error}"
+            console.print(text, style="red", markup=False)
             good = False
         if row.accuracy < LEAST_ACCURACY:
             console.print(f"batching {name}: accuracy {row.accuracy:.2%}, expected {LEAST_ACCURACY:.0%}", style="red")
             good = False
     if good:
-        console.print(f"batching answers {rows['on'].rate / rows['off'].rate:.1f} x as many requests")
+        gain = rows["on"].run.throughput / rows["off"].run.throughput
+        console.print(f"batching answers {gain:.1f} x as many requests")
     return good
 
 
@@ -148,13 +152,6 @@ def _keep(console: Console, server: Any, sample: str) -> None:
 Show = Callable[[float, int], None]
 """Receives the finished share, from 0 to 1, and the number of answers, a few times per second."""
 
-PATH = "/predictions/digits"
-_FAILED = {
-    LOST: "the connection was lost",
-    REFUSED: "no connection to the server",
-    TIMED_OUT: "no response within a minute",
-}
-
 
 class DigitAnswer(msgspec.Struct):
     """The model's response to one image."""
@@ -163,31 +160,18 @@ class DigitAnswer(msgspec.Struct):
     probability: float
 
 
-@dataclass
-class DemoFigures:
-    """The figures of one run. `failures` counts the requests that returned no digit, by reason."""
+class DemoRun(msgspec.Struct):
+    """One run of load, and the share of right digits among all responses, also those of the warm-up."""
 
+    run: Measurement
     accuracy: float
-    rate: float
-    p50_ms: float
-    p99_ms: float
-    mean_batch: float
-    failures: Counter[str]
 
 
 def make_server(policy: str, port: int = 0) -> ServerProcess:
     """`penstock serve` with the digits model and the given policy, not started yet."""
     # A network this small is faster on one thread: handing parts to other threads costs more than it saves.
     sets = ("models.digits.threads=1", f"models.digits.batching.policy={policy}")
-    return ServerProcess(
-        ["penstock.cli.demo.digits:Digits", *(word for text in sets for word in ("--set", text))], port=port
-    )
-
-
-def _batches(server: ServerProcess) -> tuple[float, float]:
-    """The number of rows run so far, and of batches."""
-    page = read_page(fetch(parse_url(server.urls["metrics"]), "GET", "/metrics").body.decode(), "")
-    return page.sums.get("rows_sum", 0.0), page.sums.get("rows_count", 0.0)
+    return ServerProcess([MODEL, *(word for text in sets for word in ("--set", text))], port=port)
 
 
 class DemoLoad:
@@ -198,54 +182,34 @@ class DemoLoad:
         images, self.labels = heldout["images"], heldout["labels"].tolist()
         arrays = [json.dumps(image.tolist(), separators=(",", ":")) for image in images]
         self.sample = arrays[0]  # a body that a user can type
+        self.format = "PNG" if has_opencv() else "JSON arrays"
         if has_opencv():
-            self.format, self._content_type = "PNG", "image/png"
-            self._bodies = [encode(image) for image in images]
+            self.payloads = [Payload(encode(image), "image/png", "image") for image in images]
         else:
-            self.format, self._content_type = "JSON arrays", "application/json"
-            self._bodies = [text.encode() for text in arrays]
+            self.payloads = [Payload(text.encode(), JSON, "image") for text in arrays]
 
-    def run(
-        self, server: ServerProcess, connections: int, requests: int | None, seconds: float, show: Show
-    ) -> DemoFigures:
-        """Warms up with one pass over the images, then measures. Raises PenstockError if the server is lost."""
-        endpoint = parse_url(server.urls["inference"])
+    def run(self, server: ServerProcess, connections: int, requests: int | None, show: Show) -> DemoRun:
+        """Warms up, then measures. Raises PenstockError if the server is lost or returns only errors."""
+        inference, metrics = (parse_url(server.urls[name]) for name in ("inference", "metrics"))
+        target = Target(text=MODEL, endpoint=inference, model="digits", path=PATH, metrics=metrics)
+        count = math.ceil((requests or 0) / len(self.labels)) * len(self.labels)
+        load = Load(mode="closed", concurrency=connections, seconds=0.0 if requests else SECONDS, requests=count)
         decode = msgspec.json.Decoder(DigitAnswer).decode
-        failures: Counter[str] = Counter()
-        right = 0
+        answered = right = 0
 
         def check(number: int, status: int, body: bytes) -> bool:
-            nonlocal right
-            if status != 200:
-                failures[f"status {status}: {body[:200].decode(errors='replace')}"] += 1
-                return False
+            nonlocal answered, right
             try:
-                right += decode(body).digit == self.labels[number]
-            except msgspec.DecodeError as error:
-                failures[f"{error}: {body[:200].decode(errors='replace')}"] += 1
+                answer = decode(body)
+            except msgspec.DecodeError:
+                return False
+            answered += 1
+            right += answer.digit == self.labels[number]
             return True
 
         def report(elapsed_s: float, answers: int) -> None:
-            show(elapsed_s / seconds if seconds else answers / at_least, answers)
+            show(answers / count if count else elapsed_s / SECONDS, answers)
 
-        headers = {"Content-Type": self._content_type}
-        posts = [http_request(endpoint, "POST", PATH, headers, body) for body in self._bodies]
-        at_least = requests or 1
-        send = partial(closed_loop, endpoint, posts, concurrency=connections, whole_passes=True, check=check)
-        warm = run_async(send(at_least=1))
-        rows, batches = _batches(server)
-        right = 0
-        counted = run_async(send(at_least=at_least, seconds=seconds, on_progress=report))
-        more_rows, more_batches = _batches(server)
-        for status in (*warm.status, *counted.status):
-            if status in _FAILED:
-                failures[_FAILED[status]] += 1
-        latencies_s = sorted(took for took, s in zip(counted.latency_s, counted.status, strict=True) if s > 0)
-        return DemoFigures(
-            accuracy=right / max(1, len(latencies_s)),
-            rate=len(latencies_s) / counted.seconds,
-            p50_ms=percentile(latencies_s, 0.5) * 1e3,
-            p99_ms=percentile(latencies_s, 0.99) * 1e3,
-            mean_batch=(more_rows - rows) / max(1.0, more_batches - batches),
-            failures=failures,
-        )
+        posts = [request_of(target, payload) for payload in self.payloads]
+        run = run_async(measure(target, posts, load, warm_s=WARM_S, check=check, on_progress=report))
+        return DemoRun(run, right / max(1, answered))

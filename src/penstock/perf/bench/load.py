@@ -69,7 +69,6 @@ async def closed_loop(
     concurrency: int,
     seconds: float = 0.0,
     at_least: int = 0,
-    whole_passes: bool = False,
     timeout_s: float = 60.0,
     check: Check | None = None,
     on_progress: Progress | None = None,
@@ -77,16 +76,15 @@ async def closed_loop(
 ) -> Samples:
     """Runs `concurrency` clients; each sends its next request, the `requests` in turn, after its last response.
 
-    Stops sending after `at_least` requests and `seconds`, with `whole_passes` at the end of the list, and then waits
-    for the responses. The counted time is `seconds`, or until the last response if `at_least` takes longer. A request
-    that takes more than `timeout_s` is dropped together with its connection. Raises ConfigError for more clients than
-    the limit of open files. Otherwise like `open_loop`.
+    Stops sending after `at_least` requests and `seconds`, and then waits for the responses. The counted time is
+    `seconds`, or until the last response if `at_least` takes longer. A request that takes more than `timeout_s` is
+    dropped together with its connection. Raises ConfigError for more clients than the limit of open files. Otherwise
+    like `open_loop`.
     """
     if not requests or concurrency < 1 or (seconds <= 0 and at_least < 1):
         raise ValueError("a closed loop needs a request, a client, and seconds or a number of requests")
     given = LoadInput(endpoint, requests, check, on_progress, samples or Samples())
-    passes = len(requests) if whole_passes else 1
-    return await _ClosedLoop(given, concurrency, seconds, max(1, at_least), passes, timeout_s).run(concurrency)
+    return await _ClosedLoop(given, concurrency, seconds, max(1, at_least), timeout_s).run(concurrency)
 
 
 class _OpenLoop(LoadRun):
@@ -161,14 +159,11 @@ class _OpenLoop(LoadRun):
 
 
 class _ClosedLoop(LoadRun):
-    def __init__(
-        self, given: LoadInput, clients: int, seconds: float, at_least: int, passes: int, timeout_s: float
-    ) -> None:
+    def __init__(self, given: LoadInput, clients: int, seconds: float, at_least: int, timeout_s: float) -> None:
         super().__init__(given)
         self.clients = clients
         self.seconds = seconds
         self.at_least = at_least
-        self.passes = passes
         self.timeout_s = timeout_s
         self._sent_all = False
 
@@ -190,8 +185,7 @@ class _ClosedLoop(LoadRun):
     def _more(self, now_s: float) -> bool:
         if self._sent_all or self.over:
             return False
-        sent = len(self.samples.status)
-        if sent < self.at_least or now_s < self.seconds or sent % self.passes:
+        if len(self.samples.status) < self.at_least or now_s < self.seconds:
             return True
         self._sent_all = True
         self.sent_all()

@@ -387,12 +387,6 @@ def test_the_requested_number_of_requests_is_sent(virtually: Virtually) -> None:
     assert figures(samples, "closed").throughput == pytest.approx(7 / 0.030)
 
 
-@pytest.mark.parametrize(("asked", "sent"), [({"at_least": 7}, 10), ({"seconds": 0.015}, 10), ({"at_least": 1}, 5)])
-def test_whole_passes_send_every_request_as_often(virtually: Virtually, asked: dict[str, Any], sent: int) -> None:
-    samples = virtually(closed(whole_passes=True, **asked), Server(0.010))
-    assert sorted(samples.number) == sorted([*range(5)] * (sent // 5))
-
-
 def test_a_client_gives_up_a_request_that_takes_too_long_and_goes_on_anew(virtually: Virtually) -> None:
     server = Server(1.0 / 3, lambda number, request, connection: SILENT if connection == 2 else answer())
     samples = virtually(closed(concurrency=2, seconds=4.0, timeout_s=1.0), server)
