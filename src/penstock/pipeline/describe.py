@@ -30,6 +30,7 @@ from penstock.pipeline.notation import EACH, FIELDS, GRAPH_FIELDS, NODE, PIPELIN
 from penstock.pipeline.ops.base import OpParameter, parameters_of
 from penstock.pipeline.ops.catalog import canonical, find, names
 from penstock.pipeline.traversal import Hop
+from penstock.serving.observe.text import samples
 from penstock.types import TensorSpec
 from penstock.values import expected, found, shorten
 
@@ -157,8 +158,7 @@ def default_of(parameter: OpParameter) -> str:
 
 # ---- pictures
 
-_SAMPLE = re.compile(r"^(?:\w+_)?(pipeline_\w+)\{([^}]*)\} ([^\s#]+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_PREFIX = re.compile(r"^\w+?_(?=pipeline_)")
 _BOX, _LINE, _GAP_X, _GAP_Y = 240, 18, 40, 50  # pixels of a box, of a line of text, and between boxes
 
 
@@ -193,10 +193,9 @@ def read_loads(before: str, after: str, seconds: float, model: str) -> dict[str,
 def _sums(page: str, model: str) -> dict[tuple[str, tuple[str, str]], float]:
     """Values by name, node and size of the batch, added over the workers."""
     sums: dict[tuple[str, tuple[str, str]], float] = defaultdict(float)
-    for name, text, value in _SAMPLE.findall(page):
-        labels = dict(_LABEL.findall(text))
-        if "node" in labels and model in ("", labels.get("model", "")):
-            sums[name, (labels["node"], labels.get("size", ""))] += float(value)
+    for name, labels, value in samples(page, model):
+        if "node" in labels:
+            sums[_PREFIX.sub("", name), (labels["node"], labels.get("size", ""))] += value
     return sums
 
 

@@ -32,7 +32,7 @@ from penstock.types import ModelStatus
 log = logging.getLogger("penstock.engine")
 
 _OWN = ("env", "labels", "options", "trust", "weights")  # keys that only the server's configuration may set
-Change = Callable[[], Coroutine[Any, Any, None]]
+Change = Callable[[], Coroutine[Any, Any, None] | None]
 
 
 class _Unload(Struct, eq=False):
@@ -92,11 +92,11 @@ class Management:
 
     async def set_default(self, model: str, version: str) -> None:
         self.check_open()
-        await self._change(self._in_turn(model, partial(self._set_default, model, version)))
+        await self._change(self._in_turn(model, partial(self._engine.set_default, model, version)))
 
     async def set_traffic(self, model: str, weights: Mapping[str, float]) -> None:
         self.check_open()
-        await self._change(self._in_turn(model, partial(self._set_traffic, model, weights)))
+        await self._change(self._in_turn(model, partial(self._engine.set_traffic, model, weights)))
 
     async def reload(self, models: Mapping[str, ModelConfig]) -> list[str]:
         """Reloads the versions whose section in `models` or files have changed, without losing a request.
@@ -130,20 +130,22 @@ class Management:
             log.error("change_failed error=%s", describe(error), exc_info=error)
 
     async def _in_turn(self, model: str, change: Change, reload: bool = False) -> None:
+        """Makes a change after those of the same model before it. Raises its errors, BadRequest for a ConfigError."""
         lock = self._locks.get(model)
         if lock is None:
             lock = self._locks[model] = asyncio.Lock()
         async with lock:
             if not reload:
                 self.check_open()  # the state may have changed before it was our turn
-            await change()
+            try:
+                if (running := change()) is not None:
+                    await running
+            except ConfigError as e:
+                raise BadRequest(e.message) from None
 
     async def _put(self, model: str, config: ModelConfig) -> None:
         self._unless_unloaded(model, config.version)
-        try:
-            handle = self._engine.prepare(model, config, sys_path=self._sys_path)
-        except ConfigError as e:
-            raise BadRequest(e.message) from None
+        handle = self._engine.prepare(model, config, sys_path=self._sys_path)
         try:
             await self._engine.put(handle, drain_s=self._config.server.drain_s)
         except (LoadFailed, ConfigError) as e:
@@ -180,15 +182,6 @@ class Management:
             await self._engine.scale(model, instances, version, drain_s=self._config.server.drain_s)
         except (LoadFailed, ConfigError) as e:
             raise self._not_loaded(e, f"a new instance of model '{model}' could not be loaded") from None
-
-    async def _set_default(self, model: str, version: str) -> None:
-        self._engine.set_default(model, version)
-
-    async def _set_traffic(self, model: str, weights: Mapping[str, float]) -> None:
-        try:
-            self._engine.set_traffic(model, weights)
-        except ConfigError as e:
-            raise BadRequest(e.message) from None
 
     # ---- permissions
 

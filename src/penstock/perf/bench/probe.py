@@ -5,10 +5,9 @@ Sampling during the run takes well under a millisecond of the generator's thread
 
 import asyncio
 import math
-import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Final
@@ -22,6 +21,7 @@ from penstock.perf.bench.figures import enough
 from penstock.perf.bench.measurement import Gpu, ServerStats
 from penstock.perf.bench.server import fetch
 from penstock.perf.bench.target import Target
+from penstock.serving.observe.text import samples
 
 EVERY_S: Final = 0.5  # a sample costs well under a millisecond; a short run still gets several
 FETCH_S: Final = 5.0  # before and after the run, so it may take its time
@@ -44,10 +44,6 @@ _PLAIN: Final = {
 }
 # TorchServe reports the last value of these, not a sum.
 _GAUGES: Final = ("ts_last_queue_ms", "ts_last_run_ms")
-_SAMPLE: Final = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})?[ ]+([^\s#]+)", re.MULTILINE)
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-# Penstock's label, TorchServe's label, and the label of TorchServe's older metrics.
-_MODEL: Final = ("model", "model_name", "ModelName")
 _QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -59,16 +55,6 @@ class MetricsPage(Struct, frozen=True):
 
     sums: dict[str, float] = field(default_factory=dict)
     buckets: dict[str, Buckets] = field(default_factory=dict)
-
-
-def samples(text: str, model: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """(name, labels, value) of each sample for `model`, or for all models if that is "", and of those without one."""
-    for name, given, value in _SAMPLE.findall(text):
-        labels = dict(_LABEL.findall(given))
-        if model and next((labels[key] for key in _MODEL if key in labels), model) != model:
-            continue
-        with suppress(ValueError):
-            yield name, labels, float(value)
 
 
 def read_page(text: str, model: str) -> MetricsPage:

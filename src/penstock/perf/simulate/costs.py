@@ -16,7 +16,6 @@ from penstock.core.batching.cost import rising
 from penstock.errors import ConfigError
 from penstock.perf.bench.document import seconds
 from penstock.perf.bench.measurement import ServerStats, Verdict
-from penstock.perf.bench.probe import samples
 from penstock.perf.bench.report import VERDICT
 from penstock.perf.bench.results import read
 from penstock.perf.bench.server import fetch
@@ -25,6 +24,7 @@ from penstock.perf.simulate.replay import parse_cost, parse_duration
 from penstock.perf.simulate.simulator import ServiceTime
 from penstock.perf.tune.runner import JOURNAL, BatchCurve, curves, single_instance
 from penstock.perf.tune.space import parse_settings
+from penstock.serving.observe.text import samples
 from penstock.values import SIZE_UNITS, quantity
 
 Points = Sequence[tuple[float, float]]

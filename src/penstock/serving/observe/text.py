@@ -4,7 +4,8 @@ A scrape blocks the event loop, and prometheus_client takes four times as long f
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 _FOLD = 4096
 _SPECIAL = re.compile(r'[\\"\n]')
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})?[ ]+([^\s#]+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_MODEL = ("model", "model_name", "ModelName")  # Penstock's label, TorchServe's, and that of its older metrics
 
 Labels = Sequence[tuple[str, str]]
 
@@ -113,3 +117,13 @@ def number(value: float) -> str:
     if value in (float("inf"), float("-inf")):
         return "+Inf" if value > 0 else "-Inf"
     return repr(value)
+
+
+def samples(text: str, model: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """(name, labels, value) of each sample for `model`, or for all models if that is "", and of those without one."""
+    for name, given, value in _SAMPLE.findall(text):
+        labels = dict(_LABEL.findall(given))
+        if model and next((labels[key] for key in _MODEL if key in labels), model) != model:
+            continue
+        with suppress(ValueError):
+            yield name, labels, float(value)
