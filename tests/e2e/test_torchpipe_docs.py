@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrate-from-torchpipe.md").read_text()
 EXAMPLE = ROOT / "examples" / "resnet50_pipeline"
 PRINTS = {
-    "label.py": r"dog\.jpg \d+\nbroken\.jpg error decode: .*no known image format\n",
+    "label.py": r"dog\.jpg \d+\nbroken\.jpg error decode: .*no known image format; expected .*WebP\n",
     "unchanged.py": r"",
     "call.py": r"\d+ [01]\.\d+\n",
     "later.py": r"all done\n\[0, 1, 2\]\n",

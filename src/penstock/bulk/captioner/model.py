@@ -4,13 +4,11 @@ A subclass names the weights: see `examples/video_captioning/app.py`. Requests o
 are separated again. The receiving thread gathers, copies, resizes and normalises the pixels of a batch while the
 previous one is captioned.
 
-A request holds raw frames, JPEGs, or one image file. Images are decoded one at a time, after the size in their header
-is checked: a file of some kilobytes may claim to be gigapixels.
+A request holds raw frames, JPEGs, or one image file. Images are decoded one at a time.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
@@ -18,7 +16,8 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from penstock.config.schema import PRECISIONS
-from penstock.errors import BadRequest, ConfigError, PenstockError, describe, nearest, not_installed
+from penstock.errors import BadRequest, ConfigError, DecodeError, PenstockError, nearest, not_installed
+from penstock.images import decode_image
 from penstock.types import TensorSpec
 from penstock.values import convert, shorten
 
@@ -214,10 +213,8 @@ def _request(value: Any) -> CaptionRequest | PenstockError:
 Array = np.ndarray[Any, Any]
 Bytes = bytes | memoryview
 
-MAX_PIXELS: Final = 50_000_000  # of one image: 150 MB after decoding
 MAX_ROWS: Final = 1024  # in one batch: the largest that a warm-up tries
 _NAMES: Final = ("frames", "jpeg", "frame_index")
-_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 _JPEG: Final = b"\xff\xd8\xff"
 
 
@@ -238,7 +235,12 @@ class CaptionRequest(Struct, eq=False):
         if self.frames is not None:
             yield self.frames
         for row, image in enumerate(self.images or ()):
-            yield decode_image(image, "the image" if self.single else f"input 'jpeg': row {row}")[np.newaxis]
+            try:
+                pixels = decode_image(image)
+            except DecodeError as e:
+                where = "" if self.single else f"input 'jpeg': row {row}: "
+                raise DecodeError(where + e.message, detail=e.detail) from None
+            yield pixels[np.newaxis]
 
 
 def read_request(value: Any) -> CaptionRequest:
@@ -308,45 +310,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"found {value.dtype} of shape {list(value.shape)}"
     return f"found a {type(value).__name__}"
-
-
-# ---- image files
-
-
-def decode_image(data: Bytes, where: str) -> Array:
-    """uint8 `[height, width, 3]` RGB of a JPEG, PNG, WebP, BMP, GIF or TIFF file. Raises BadRequest.
-
-    Ignores the orientation in a camera's metadata, as the processors of `transformers` do.
-    """
-    try:
-        return (_jpeg if bytes(data[:3]) == _JPEG else _pillow)(data, where)
-    except BadRequest:
-        raise
-    except Exception as e:  # decoders raise anything on bytes from anywhere
-        raise BadRequest(f"{where} is not an image file that can be decoded", detail=describe(e)) from None
-
-
-def _jpeg(data: Bytes, where: str) -> Array:
-    try:
-        import simplejpeg
-    except ImportError:
-        return _pillow(data, where)
-    height, width, space, _ = simplejpeg.decode_jpeg_header(data)
-    _check_size(width, height, where)
-    if space in ("CMYK", "YCCK"):  # from printing: simplejpeg does not convert them to RGB
-        return _pillow(data, where)
-    found: Array = simplejpeg.decode_jpeg(data, colorspace="RGB")
-    return found
-
-
-def _pillow(data: Bytes, where: str) -> Array:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data), formats=_FORMATS) as image:  # reads only the header
-        _check_size(*image.size, where)
-        return np.asarray(image.convert("RGB"))
-
-
-def _check_size(width: int, height: int, where: str) -> None:
-    if width * height > MAX_PIXELS:
-        raise BadRequest(f"{where} has {width} x {height} pixels; expected {MAX_PIXELS} pixels at most")

@@ -7,7 +7,6 @@ installed.
 import base64
 import functools
 import importlib
-import io
 import logging
 import os
 import re
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from penstock.errors import describe
+from penstock.images import flat, opened
 from penstock.runtimes import torch as torch_files
 from penstock.torchserve.ts.base_handler import BaseHandler, captum, target_class
 from penstock.torchserve.ts.util import (
@@ -38,11 +38,6 @@ log = logging.getLogger("penstock.model")
 MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet's training images, red, green, blue
 STD: Final = (0.229, 0.224, 0.225)
 _MEAN, _STD = (torch.tensor(values).reshape(-1, 1, 1) for values in (MEAN, STD))
-
-
-def rgb(image: Any) -> Any:
-    """The image with three channels, red, green and blue."""
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def resized(image: Any, size: int) -> Any:
@@ -85,8 +80,8 @@ def _torchvision() -> Any:
 def image_pipeline() -> Callable[[Any], torch.Tensor]:
     """The transform that networks trained on ImageNet expect, to float32 `[3, 224, 224]`."""
     if (steps := _torchvision()) is None:
-        return lambda image: normalized(to_tensor(centre_of(resized(rgb(image), 256), 224)))
-    scaled = [rgb, steps.Resize(256), steps.CenterCrop(224), steps.ToTensor(), steps.Normalize(mean=MEAN, std=STD)]
+        return lambda image: normalized(to_tensor(centre_of(resized(flat(image), 256), 224)))
+    scaled = [flat, steps.Resize(256), steps.CenterCrop(224), steps.ToTensor(), steps.Normalize(mean=MEAN, std=STD)]
     pipeline: Callable[[Any], torch.Tensor] = steps.Compose(scaled)
     return pipeline
 
@@ -94,13 +89,16 @@ def image_pipeline() -> Callable[[Any], torch.Tensor]:
 def to_tensor_only() -> Callable[[Any], torch.Tensor]:
     """The transform of the whole image to float32 `[3, height, width]` from 0 to 1."""
     if (steps := _torchvision()) is None:
-        return lambda image: to_tensor(rgb(image))
-    pipeline: Callable[[Any], torch.Tensor] = steps.Compose([rgb, steps.ToTensor()])
+        return lambda image: to_tensor(flat(image))
+    pipeline: Callable[[Any], torch.Tensor] = steps.Compose([flat, steps.ToTensor()])
     return pipeline
 
 
 class VisionHandler(BaseHandler, ABC):
-    """Base of image handlers. A subclass sets `image_processing`, which turns a PIL image into a tensor."""
+    """Base of image handlers. A subclass sets `image_processing`, which turns a PIL image into a tensor.
+
+    The image is upright, and its mode is L, LA, RGB or RGBA.
+    """
 
     image_processing: Any
 
@@ -127,7 +125,7 @@ class VisionHandler(BaseHandler, ABC):
             if isinstance(image, str):
                 image = base64.b64decode(image)
             if isinstance(image, (bytes, bytearray)):
-                images.append(self.image_processing(_pil().open(io.BytesIO(image))))
+                images.append(self.image_processing(opened(bytes(image))))
             else:
                 images.append(torch.FloatTensor(image))
         return torch.stack(images).to(self.device)

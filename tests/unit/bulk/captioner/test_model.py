@@ -18,7 +18,7 @@ from penstock.bulk.captioner.model import TransformersCaptioner
 from penstock.config.schema import BatchingConfig
 from penstock.core.worker.loop import BatchRunner
 from penstock.core.worker.python_model import PythonModel
-from penstock.errors import BadRequest, ConfigError, LoadFailed
+from penstock.errors import BadRequest, ConfigError, DecodeError, LoadFailed
 from penstock.types import BatchPart, Item
 
 SIDE = 32
@@ -121,12 +121,12 @@ def test_an_invalid_request_fails_alone(captioner: TransformersCaptioner) -> Non
     found = answers(
         captioner, [damaged_request := {"jpeg": damaged}, good, {"frames": frames(1)[0]}, b"no image", good]
     )
-    assert [type(f) for f in found] == [BadRequest, dict, BadRequest, BadRequest, dict]
-    assert "input 'jpeg': row 1 is not an image file" in str(found[0])
+    assert [type(f) for f in found] == [DecodeError, dict, BadRequest, DecodeError, dict]
+    assert "input 'jpeg': row 1: found a JPEG that is truncated" in str(found[0])
     assert "'frames': found uint8 of shape" in str(found[2])
-    assert "the image is not an image file" in str(found[3])
+    assert "found 8 bytes beginning with b'no image'" in str(found[3])
     assert list(found[1]["caption"]) == list(found[4]["caption"]) == captions(captioner, frames(2))
-    assert [type(f) for f in answers(captioner, [damaged_request])] == [BadRequest], "also where nothing is left"
+    assert [type(f) for f in answers(captioner, [damaged_request])] == [DecodeError], "also where nothing is left"
 
 
 def test_more_rows_than_expected_run_in_parts(
@@ -141,7 +141,7 @@ def test_more_rows_than_expected_run_in_parts(
     found = answers(captioner, values)
     assert batches == [7, 7]
     assert [plain(answer) for answer in found[:4]] == expected
-    assert type(found[4]) is BadRequest
+    assert type(found[4]) is DecodeError
 
 
 def test_a_device_error_is_raised_in_the_main_thread(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from penstock import images
 from penstock.errors import BadRequest, ConfigError, DecodeError
-from penstock.pipeline.ops import decode
-from penstock.pipeline.ops.decode import DecodeMat, DecodeTensor, accuracy, picture, upright
+from penstock.pipeline.ops.decode import DecodeMat, DecodeTensor, accuracy, picture
 from penstock.pipeline.ops.mat import cv2
 
 DECODERS = ["opencv", "simplejpeg"]
@@ -78,20 +78,13 @@ def test_gray_is_tripled(encode, rgb, decoder, kind):
     assert np.array_equal(mat[:, :, 0], mat[:, :, 2])
 
 
-@pytest.mark.parametrize("mode", ["LA", "RGBA", "P"])
-def test_alpha_is_dropped_and_palettes_are_looked_up(encode, rgb, mode):
-    data = encode("PNG", mode)
-    want = Image.open(io.BytesIO(data)).convert("RGBA").convert("RGB")
-    assert difference(DecodeMat()(data, {}), np.asarray(want)) == 0
-
-
-def test_sixteen_bits_are_cut_to_the_upper_eight(rgb):
-    deep = rgb.astype(np.uint16) * 256 + 77
-    for image, want in ((deep, rgb), (deep[:, :, 0], np.repeat(rgb[:, :, :1], 3, axis=2))):
-        _, png = cv2.imencode(".png", image if image.ndim == 2 else image[:, :, ::-1])
-        mat = DecodeMat()(png.tobytes(), {})
-        assert mat.dtype == np.uint8
-        assert difference(mat, want) == 0
+def test_the_background_of_what_is_not_opaque_is_a_parameter(encode):
+    data = encode("PNG", image=Image.new("RGBA", (3, 2), (9, 9, 9, 0)), mode="RGBA")
+    assert (DecodeMat()(data, {}) == 255).all()
+    assert (DecodeMat(background=(1, 2, 3))(data, {}) == [3, 2, 1]).all()
+    assert (DecodeTensor(background=(1, 2, 3))(data, {})[0, :, 0, 0] == [1, 2, 3]).all()
+    with pytest.raises(ConfigError, match=r"background = \[0, 0, 256\], expected levels from 0 to 255"):
+        DecodeMat(background=(0, 0, 256))
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -138,10 +131,6 @@ def test_an_image_is_rotated_by_its_exif_orientation(rgb, decoder, orientation):
     assert difference(mat, want) < 2
 
 
-def test_an_invalid_orientation_has_no_effect(rgb):
-    assert upright(rgb, 1) is rgb
-
-
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_bytes_after_the_end_of_a_jpeg_are_ignored(encode, decoder):
     data = encode("JPEG")
@@ -150,13 +139,6 @@ def test_bytes_after_the_end_of_a_jpeg_are_ignored(encode, decoder):
 
 def test_a_png_that_is_named_jpeg_is_a_png(encode, rgb):
     assert difference(DecodeMat()(encode("PNG"), {"name": "photo.jpeg"}), rgb) == 0
-
-
-def test_pillow_decodes_formats_that_opencv_lacks(encode, rgb, monkeypatch):
-    monkeypatch.setattr(cv2, "imdecode", lambda *args: None)
-    assert difference(DecodeMat()(encode("BMP"), {}), rgb) == 0
-    tensor = DecodeTensor()(encode("BMP", "L"), {})
-    assert np.array_equal(tensor[0, 0], np.asarray(Image.fromarray(rgb).convert("L")))
 
 
 # ---- what is not
@@ -182,9 +164,7 @@ def test_empty_bytes_are_an_error(data):
     fails(data, match="found no bytes")
 
 
-@pytest.mark.parametrize(
-    "data", [b"\0", b"text", b"<svg/>", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"%PDF-1.4", b"\x89PNG\r\n", b"P6 9 9 255\n"]
-)
+@pytest.mark.parametrize("data", [b"\0", b"text", b"P6 9 9 255\n"])
 def test_bytes_of_an_unknown_format_are_reported_with_their_beginning(data):
     fails(data, match="bytes beginning with b.*: no known image format")
 
@@ -205,21 +185,21 @@ def test_another_truncated_image_fails(encode, kind, part, capfd):
 
 
 @pytest.mark.parametrize("length", [0x7FFFFFFF, 0xFFFFFFFF, 5000])
-def test_a_png_with_a_huge_chunk_length_fails_immediately(encode, length):
-    """OpenCV 5 allocates before it reads: 5 kB of bytes kept it busy for 18 s."""
+def test_no_memory_is_allocated_for_the_chunk_length_in_a_png(encode, length):
     data = encode("PNG")
-    at = data.find(b"IDAT") - 4
-    fails(data[:at] + struct.pack(">I", length) + data[at + 4 :], match="found a PNG that is broken: it is truncated")
+    at = data.find(b"IHDR") + 17
+    tracemalloc.start()
+    try:
+        fails(data[:at] + struct.pack(">I", length) + data[at + 4 :], match="found a ")
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0)])
-def test_a_png_without_a_size_fails(width, height):
-    fails(bomb_png(width, height), match="found a PNG that is broken: its width or its height is 0")
-
-
-def test_a_png_without_a_header_fails(encode):
-    data = encode("PNG")
-    fails(data[:8] + data[33:], match="it ends inside its header, or has none")
+def test_a_png_with_a_broken_header_fails(encode):
+    data, chunk = encode("PNG"), struct.pack(">I4sI", 0, b"tEXt", zlib.crc32(b"tEXt"))
+    for broken in (data[:6], data[:8] + data[33:], bomb_png(0, 5), bomb_png(5, 0), bomb_png(3, 3)[:33] + chunk * 10**4):
+        fails(broken, match="found a PNG (with a broken header|that cannot be decoded)")
 
 
 def test_a_jpeg_with_a_hole_fails(encode):
@@ -283,14 +263,14 @@ def test_the_maximum_size_of_an_image_is_a_parameter(encode):
 
 
 def test_without_simplejpeg_opencv_decodes(encode, monkeypatch):
-    decode._simplejpeg.cache_clear()
+    images.library.cache_clear()
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     try:
         assert np.array_equal(DecodeMat()(encode("JPEG"), {}), DecodeMat(decoder="opencv")(encode("JPEG"), {}))
         with pytest.raises(ConfigError, match=r"simplejpeg.*not installed: pip install 'opencv-python-headless"):
             DecodeMat(decoder="simplejpeg")
     finally:
-        decode._simplejpeg.cache_clear()
+        images.library.cache_clear()
 
 
 def test_other_threads_run_while_an_image_is_decoded():

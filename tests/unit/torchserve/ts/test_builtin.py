@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import math
 import sys
 import types
@@ -13,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from penstock.errors import DecodeError, LoadFailed
 from penstock.torchserve.ts import builtin
 from penstock.torchserve.ts.builtin import (
     MEAN,
@@ -114,6 +116,25 @@ def test_a_subclass_may_have_its_own_image_processing(load, picture):
     assert list(answer.values()) == pytest.approx([1 / (3 + math.exp(-3) + math.exp(-4) + math.exp(-5))] * 2)
 
 
+def test_a_picture_is_upright_and_of_8_bits(load):
+    """A photograph lay on its side, and 16 bits were white."""
+
+    class Seen(ImageClassifier):
+        def image_processing(self, image: Any) -> torch.Tensor:
+            seen.append(np.asarray(image))
+            return torch.zeros(3, 4, 4)
+
+    seen: list[Any] = []
+    handler, context = load(Seen, Means())
+    marks, photo, deep = Image.Exif(), io.BytesIO(), io.BytesIO()
+    marks[0x0112] = 6
+    Image.new("RGB", (8, 4), (255, 0, 0)).save(photo, "JPEG", exif=marks)
+    Image.fromarray(np.full((2, 3), 90 << 8, np.uint16)).save(deep, "PNG")
+    handler.handle([{"data": photo.getvalue()}, {"body": deep.getvalue()}], context)
+    assert [pixels.shape for pixels in seen] == [(8, 4, 3), (2, 3)]
+    assert (seen[1] == 90).all()
+
+
 def test_the_classifier_explains_with_integrated_gradients(load, picture):
     handler, context = load(ImageClassifier, Means(), {"explain": "True"})
     image = picture((224 * 2, 224 * 2), (255, 0, 0))
@@ -146,14 +167,14 @@ def test_a_handler_may_set_its_own_explainer(load, picture):
 def test_without_pillow_the_error_names_the_package_to_install(load, picture, monkeypatch):
     handler, context = load(ImageClassifier, Means())
     image = picture()
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(ImportError, match="pip install pillow"):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(LoadFailed, match=r"Pillow cannot be imported .* pip install"):
         handler.handle([{"data": image}], context)
 
 
 def test_other_bytes_than_an_image_fail(load):
     handler, context = load(ImageClassifier, Means())
-    with pytest.raises(OSError, match="cannot identify image file"):
+    with pytest.raises(DecodeError, match="found 8 bytes beginning with b'no image'"):
         handler.handle([{"data": bytearray(b"no image")}], context)
 
 
@@ -161,7 +182,7 @@ def test_images_with_too_many_pixels_are_refused_unless_the_configuration_allows
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     image = picture((30, 30))
     handler, context = load(ImageClassifier, Means(), limit_max_image_pixels=True)
-    with pytest.raises(Image.DecompressionBombError):
+    with pytest.raises(DecodeError, match=r"found an image that is too large: Image size \(900 pixels\)"):
         handler.handle([{"data": image}], context)
     handler, context = load(ImageClassifier, Means(), limit_max_image_pixels=False)
     assert len(handler.handle([{"data": image}], context)) == 1
