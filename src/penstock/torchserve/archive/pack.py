@@ -7,16 +7,16 @@ import logging
 import os
 import shutil
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import IO, Any, Final, Literal
 
 from msgspec import Struct
 
 from penstock._version import __version__
+from penstock.core.os_threads import atomic_file
 from penstock.errors import ArchiveError, nearest
 from penstock.torchserve.archive.manifest import (
     MANIFEST,
@@ -76,13 +76,11 @@ def pack(
     if archive_format == "no-archive":
         _write_folder(target, members, manifest)
         return target
-    with tempfile.TemporaryDirectory(prefix=f".{contents.model_name[:64]}.", dir=export_path) as folder:
-        temporary = Path(folder) / target.name
+    with atomic_file(target) as file:
         if archive_format == "tgz":
-            _write_tar(temporary, contents.model_name, members, manifest)
+            _write_tar(file, contents.model_name, members, manifest)
         else:
-            _write_zip(temporary, members, manifest, stored=archive_format == "zip-store")
-        temporary.replace(target)
+            _write_zip(file, members, manifest, stored=archive_format == "zip-store")
     return target
 
 
@@ -106,10 +104,8 @@ def pack_workflow(contents: WorkflowContents, export_path: Path, *, force: bool 
     manifest = json.dumps(tree, indent=2).encode()
     parse_manifest(manifest)
     _check_members(found, WORKFLOW_MANIFEST)
-    with tempfile.TemporaryDirectory(prefix=f".{contents.workflow_name[:64]}.", dir=export_path) as folder:
-        temporary = Path(folder) / target.name
-        _write_zip(temporary, found, manifest, stored=False, manifest_name=WORKFLOW_MANIFEST)
-        temporary.replace(target)
+    with atomic_file(target) as file:
+        _write_zip(file, found, manifest, stored=False, manifest_name=WORKFLOW_MANIFEST)
     return target
 
 
@@ -232,17 +228,17 @@ def _folder(folder: Path, prefix: str = "", above: tuple[str, ...] = ()) -> Iter
 
 
 def _write_zip(
-    target: Path, members: dict[str, Path], manifest: bytes, *, stored: bool, manifest_name: str = MANIFEST
+    file: IO[bytes], members: dict[str, Path], manifest: bytes, *, stored: bool, manifest_name: str = MANIFEST
 ) -> None:
     method = zipfile.ZIP_STORED if stored else zipfile.ZIP_DEFLATED
-    with zipfile.ZipFile(target, "x", method, strict_timestamps=False) as archive:
+    with zipfile.ZipFile(file, "w", method, strict_timestamps=False) as archive:
         for name, path in members.items():
             archive.write(path, name)
         archive.writestr(manifest_name, manifest)
 
 
-def _write_tar(target: Path, model_name: str, members: dict[str, Path], manifest: bytes) -> None:
-    with tarfile.open(target, "x:gz", dereference=True, compresslevel=6) as archive:
+def _write_tar(file: IO[bytes], model_name: str, members: dict[str, Path], manifest: bytes) -> None:
+    with tarfile.open(fileobj=file, mode="w:gz", dereference=True, compresslevel=6) as archive:
         for name, path in members.items():
             archive.add(path, f"{model_name}/{name}", recursive=False, filter=_without_owner)
         last = tarfile.TarInfo(f"{model_name}/{MANIFEST}")

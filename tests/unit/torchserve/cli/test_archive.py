@@ -126,11 +126,11 @@ def test_an_existing_archive_needs_force(work: Path):
     assert run(f"{line} --force").exit_code == 0
 
 
-def test_a_folder_that_cannot_be_written_is_reported(work: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_is_full_is_reported(work: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    monkeypatch.setattr("os.fsync", full)
     found = run("--model-name m --version 1 --handler ts_handler")
     assert found.exit_code == 1
     assert "the archive cannot be written: [Errno 28] No space left on device" in found.output
