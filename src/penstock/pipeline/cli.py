@@ -12,13 +12,14 @@ import time
 import urllib.request
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec.structs import replace
 
 from penstock.config.load import SERVER_SECTIONS, read_toml
 from penstock.config.schema import Config
+from penstock.config.targets import errors_end_the_command
 from penstock.errors import ConfigError, PenstockError, describe
 from penstock.plugins import is_pipeline_file
 
@@ -39,10 +40,8 @@ class _Commands(click.Group):
     """Ends a command that raises a PenstockError with its message and status."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with errors_end_the_command():
             return super().invoke(ctx)
-        except PenstockError as error:
-            _exit(error.message, error.exit_status)
 
 
 @click.group(cls=_Commands)
@@ -96,7 +95,7 @@ def _write(text: str, output: str | None) -> None:
     try:
         Path(output).write_text(text, encoding="utf-8")
     except OSError as e:
-        _exit(f"{output}: cannot be written: {e.strerror}")
+        raise ConfigError(f"{output}: cannot be written: {e.strerror}") from None
 
 
 @pipeline.command()
@@ -146,7 +145,7 @@ def show(file: str, output: str | None, server: str | None, model: str, seconds:
         time.sleep(seconds)
         second = _metrics_page(server)
         if not (loads := read_loads(first, second, time.monotonic() - began_s, model)):
-            _exit(f"{server}: has no metrics of a pipeline{f' {model}' if model else ''}")
+            raise ConfigError(f"{server}: has no metrics of a pipeline{f' {model}' if model else ''}")
     draw = svg if output is not None and output.lower().endswith(".svg") else mermaid
     _write(draw(graph, loads), output)
 
@@ -154,12 +153,12 @@ def show(file: str, output: str | None, server: str | None, model: str, seconds:
 def _metrics_page(server: str) -> str:
     url = server.rstrip("/").removesuffix("/metrics") + "/metrics"
     if not url.startswith(("http://", "https://")):
-        _exit(f"--server: found {server}, expected an address such as http://127.0.0.1:8082")
+        raise ConfigError(f"--server: found {server}, expected an address such as http://127.0.0.1:8082")
     try:
         with urllib.request.urlopen(url, timeout=10) as page:
             return page.read(_MOST_PAGE).decode()  # type: ignore[no-any-return]
     except (OSError, ValueError, http.client.HTTPException) as e:
-        _exit(f"{url}: {describe(e)}", 1)
+        raise PenstockError(f"{url}: {describe(e)}") from None
 
 
 @pipeline.command()
@@ -177,11 +176,6 @@ def _load(file: str, compat: str | None) -> Graph:
     if os.getcwd() not in sys.path:  # ops may be modules of the working directory, as in a worker
         sys.path.insert(0, os.getcwd())
     return load_graph(file, compat=compat is not None)
-
-
-def _exit(message: str, status: int = 2) -> NoReturn:
-    click.echo(f"penstock: {message}", err=True)
-    sys.exit(status)
 
 
 def _response(graph: Graph, outcome: ItemOutcome, *, trace: bool) -> dict[str, Any]:
