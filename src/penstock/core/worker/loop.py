@@ -71,7 +71,7 @@ class BatchRunner:
         model = self.model
         self._empty = None if model.phases is None else model.phases.empty
         hooks = (model.collate, model.preprocess, model.postprocess, model.send_parts_to, model.states, model.overlaps)
-        self._only_predicts = not any(hooks) and not model.asked and batching.rows != "none"
+        self._only_predicts = not (any(hooks) or model.submit or model.asked) and batching.rows != "none"
 
     def decode(self, items: list[Item]) -> Decoded:
         """The values of the items; an item that cannot be decoded becomes an error."""
