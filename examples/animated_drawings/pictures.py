@@ -1,16 +1,14 @@
-"""Converts a picture's bytes to the network's input, and its output to an answer. NumPy and OpenCV only."""
+"""Converts a picture's bytes to the network's input, and its output to an answer."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-# Rejects small files that decode to huge images. Set before OpenCV is loaded.
-os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(2**26))
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock import BadRequest, decode_image
 
 CLASSES = ("person", "animal")
 SIDE = 320  # width and height of the network's input
@@ -25,14 +23,11 @@ Pixels = NDArray[np.uint8]
 def decoded(file: object) -> Pixels:
     """The pixels `[height, width, 3]` of an image file, blue first. Raises ValueError."""
     if not isinstance(file, (bytes, bytearray, memoryview)):
-        raise ValueError(f"found a {type(file).__name__}; send the bytes of a PNG or JPEG")
+        raise ValueError(f"found a {type(file).__name__}; send the bytes of an image, such as a PNG or JPEG")
     try:
-        pixels = cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_COLOR)
-    except cv2.error:  # an empty file, or too many pixels
-        pixels = None
-    if pixels is None:
-        raise ValueError(f"these {len(file)} bytes are not an image; send a PNG or JPEG of at most 64 megapixels")
-    return np.asarray(pixels, np.uint8)
+        return decode_image(file, "bgr")
+    except BadRequest as e:
+        raise ValueError(e.message) from None
 
 
 def fitted(pixels: Pixels, side: int = SIDE) -> Pixels:

@@ -15,12 +15,14 @@ from pathlib import Path
 import cv2
 import numpy as np
 import torch
-from model import NAMES, WEIGHTS, ImageModel, SmallCNN, decoded, small_input
+from model import NAMES, WEIGHTS, ImageModel, SmallCNN, small_input
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.nn import functional
+
+from penstock import decode_image
 
 SEED = 5
 EPOCHS = 40
@@ -60,7 +62,7 @@ def cut(rng: np.random.Generator, photo: Pixels) -> Pixels:
 def columns(start: int, stop: int) -> list[Pixels]:
     """The thirds from `start` to `stop` of both photographs, counted from the left."""
     folder = files("sklearn.datasets.images")
-    photos = [decoded((folder / name).read_bytes()) for name in ("china.jpg", "flower.jpg")]
+    photos = [decode_image((folder / name).read_bytes(), "bgr") for name in ("china.jpg", "flower.jpg")]
     return [np.ascontiguousarray(p[:, p.shape[1] * start // 3 : p.shape[1] * stop // 3]) for p in photos]
 
 

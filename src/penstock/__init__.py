@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.core.portal.portal import Portal as Portal
     from penstock.core.portal.waiters import Future as Future
     from penstock.core.worker.python_model import model as model
+    from penstock.images import decode_image as decode_image
     from penstock.pipeline.steps import Pipeline as Pipeline
     from penstock.serving.protocols.oip_messages import InferResponse as InferResponse
     from penstock.streamer.local import Streamer as Streamer
@@ -68,6 +69,7 @@ else:  # a type checker that saw `__getattr__` would accept every name
         "Streamer": "penstock.streamer.local",
         "ThreadedStreamer": "penstock.streamer.local",
         "connect": "penstock.streamer.shared.client",
+        "decode_image": "penstock.images",
         "metrics": "penstock.metrics",
         "model": "penstock.core.worker.python_model",
         "run_redis_workers_forever": "penstock.streamer.redis.serve",

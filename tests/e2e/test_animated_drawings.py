@@ -69,7 +69,7 @@ def test_the_generator_writes_pictures_and_what_is_on_them(parts: Any, tmp_path:
 
 @pytest.mark.parametrize("file", [b"", b"no image", b"\x89PNG\r\n\x1a\n" + bytes(40)])
 def test_what_is_no_picture_is_told(parts: Any, file: bytes) -> None:
-    with pytest.raises(ValueError, match=f"these {len(file)} bytes are not an image"):
+    with pytest.raises(ValueError, match=f"found (no|{len(file)}|a PNG)"):
         parts.pictures.decoded(file)
 
 
@@ -235,8 +235,8 @@ def test_json_and_forms_bring_pictures_too(server: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "content_type", "said"),
     [
-        (b"no image", "image/jpeg", "these 8 bytes are not an image"),
-        (b"", "image/jpeg", "these 0 bytes are not an image"),
+        (b"no image", "image/jpeg", "found 8 bytes beginning with"),
+        (b"", "image/jpeg", "found no bytes"),
         (b"a cat", "text/plain", "found a str; send"),
         (b'{"image": "%%"}', "application/json", "not base64"),
         (b'{"image": 7}', "application/json", "found a int; send"),
@@ -256,7 +256,7 @@ def test_a_picture_that_is_small_as_a_file_and_huge_when_decoded_is_refused(serv
     assert server.post(PREDICT, small, "image/png")[0] == 200
     status, answer = server.post(PREDICT, huge, "image/png")
     assert status == 400
-    assert "a PNG or JPEG of at most 64 megapixels" in answer.decode()
+    assert "found an image of 8200 x 8200 pixels, expected at most 50,000,000" in answer.decode()
 
 
 def test_the_model_tells_an_example_that_it_can_answer(server: Any) -> None:
@@ -308,7 +308,7 @@ def test_the_archive_of_the_readme_serves_the_same_figures(torchserve: Any) -> N
     assert told["classes"] == stated["classes"]
     assert np.abs(np.subtract(told["boxes"], stated["boxes"])).max() < 0.01
     status, answer = torchserve.fetch(torchserve.url() + "/predictions/figures", b"no image", content_type="image/jpeg")
-    assert (status, json.loads(answer)["message"][:24]) == (400, "these 8 bytes are not an")
+    assert (status, json.loads(answer)["message"][:28]) == (400, "found 8 bytes beginning with")
     status, said = torchserve.run("torchserve", *lines[4].split()[1:])
     assert (status, said.splitlines()[-1]) == (0, "TorchServe has stopped.")
 
