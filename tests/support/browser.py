@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -69,6 +70,14 @@ class Browser:
     def _evaluate(self, script: str) -> dict[str, Any]:
         found: dict[str, Any] = self._call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         return found
+
+    def resize(self, width: int, height: int) -> None:
+        """Sets the size of the page's window, in pixels."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def picture(self) -> bytes:
+        """The page as a PNG file."""
+        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def wait_for(self, script: str) -> Any:
         """The value of the expression once it is true; one that raises, as while a page loads, is not."""

@@ -29,9 +29,11 @@ from penstock.errors import ConfigError, PenstockError, install_hint
 from penstock.platforms import platform_routes
 from penstock.serving.http.admin import management_routes, metrics_routes
 from penstock.serving.http.auth import OriginPolicy, make_ssl_context, replace_ssl_context
+from penstock.serving.http.dashboard import Dashboard
 from penstock.serving.http.descriptors import share_connections
 from penstock.serving.http.server import HttpServer, NativeFlavor
 from penstock.serving.http.sockets import PortInUse
+from penstock.serving.observe.history import History
 from penstock.serving.observe.prometheus import PrometheusObserver
 from penstock.serving.observe.recorders import ArrivalRecorder, BatchRecords
 from penstock.serving.process import ServerLog, StopSignal, freeze_heap, lame_duck_s, report_ready, runner, say
@@ -97,6 +99,8 @@ class Server:
         self._statistics = ModelStatistics()
         further = TritonMetrics(self._statistics) if config.server.triton_metrics else None
         self._metrics = PrometheusObserver(further=further)
+        self._history = History()
+        self._dashboard = Dashboard(self._history, lambda: self._metrics.read(), self._metrics.totals)
         self._management: Management | None = None  # once the configured models are loaded
         self._stop = StopSignal(self._report_draining, self._reload)
         self._flavors: dict[str, NativeFlavor] = {}
@@ -110,7 +114,8 @@ class Server:
         self.urls: dict[str, str] = {}
 
     async def main(self, on_ready: Callable[[dict[str, str]], None] | None) -> int:
-        observers = [self._metrics, self._records, self._statistics, self._recorder]
+        shown = self._config.server.dashboard
+        observers = [self._metrics, self._records, self._statistics, self._recorder, self._history if shown else None]
         engine = Engine(
             self._config.limits,
             [each for each in observers if each is not None],
@@ -130,6 +135,7 @@ class Server:
         flavor = self._flavor("inference", s.host, further=further)
         http = HttpServer(triton.memory.count_uses(engine), self._limits, ssl=self._tls, flavor=flavor)
         self._metrics.read = lambda: _reading(engine, http)
+        ticks = asyncio.ensure_future(self._dashboard.run()) if shown else None
         try:
             self._note("inference", *await http.start(s.host, s.port))
             await self._bind_thrift(engine)
@@ -157,6 +163,9 @@ class Server:
             others = [each for each in (self._thrift, self._grpc) if each is not None]
             await asyncio.gather(*(each.close(self._config.server.drain_s) for each in (http, *others)))
             await engine.close(max(0.0, end - time.monotonic()))
+            if ticks is not None:
+                ticks.cancel()
+                self._dashboard.close()
             for server in self._admin:
                 await server.close(ADMIN_DRAIN_S)
             triton.memory.close()
@@ -237,9 +246,12 @@ class Server:
         """
         s = self._config.server
         limits = replace(self._limits, max_connections=self._most_aside)
+        metrics = metrics_routes(self._metrics.scrape, self._records.body)
+        if s.dashboard:
+            metrics += self._dashboard.routes(lambda: bool(self._tokens["metrics"]))
         for name, routes, host, port in (
             ("management", management_routes(engine, management), s.management_host, s.management_port),
-            ("metrics", metrics_routes(self._metrics.scrape, self._records.body), s.metrics_host, s.metrics_port),
+            ("metrics", metrics, s.metrics_host, s.metrics_port),
         ):
             server = HttpServer(engine, limits, ssl=self._tls, flavor=self._flavor(name, host, routes))
             key = f"server.{name}_port"

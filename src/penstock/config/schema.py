@@ -50,6 +50,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = None
     metrics_host: Annotated[str, doc("address of the metrics listener")] = "127.0.0.1"
     metrics_port: Annotated[Port, doc("port of the metrics listener; 0 selects a free one")] = 8082
+    dashboard: Annotated[bool, doc("show the dashboard at / of the metrics listener")] = True
     triton_metrics: Annotated[
         bool, doc("add Triton's metrics, such as nv_inference_count, to the page of the metrics listener")
     ] = False

@@ -309,7 +309,8 @@ class BatchRecord(Struct):
 
 class ModelSnapshot(Struct):
     """The state of one model version. `scheduler` is what its scheduler explains, `pids` its processes by slot,
-    `resident` its memory on devices with a budget."""
+    `resident` its memory on devices with a budget. `oldest_s` is how long the oldest queued request has waited, `slo_s`
+    the target latency."""
 
     status: ModelStatus
     in_flight: int = 0
@@ -319,6 +320,8 @@ class ModelSnapshot(Struct):
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)
     resident: Mapping[str, Any] | None = None
+    oldest_s: float = 0.0
+    slo_s: float | None = None
 
 
 class HttpSnapshot(Struct):

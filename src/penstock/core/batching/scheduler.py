@@ -94,6 +94,11 @@ class Scheduler:
         return len(self._queue.waiting)
 
     @property
+    def oldest_arrival_s(self) -> float:
+        """When the request that waits longest came; INF if none waits."""
+        return next((entry.arrival_s for entry in self._queue.waiting.values()), INF)
+
+    @property
     def queued_rows(self) -> int:
         return self._queue.rows
 

@@ -361,6 +361,8 @@ class ModelHandle:
                 scheduler=scheduler.explain(),
                 pids=self.instances.pids(),
                 resident=resident,
+                oldest_s=max(0.0, time.monotonic() - scheduler.oldest_arrival_s),
+                slo_s=self.batching.slo_s,
             )
 
     def statistics(self) -> dict[str, object]:

@@ -272,6 +272,10 @@ class ResponseWriter:
                 self._count_quick(QUICK_PER_TURN)
                 self.listener.run(_serve(template.serve, _read_request(context, route), context))
                 return
+            if template.subscribe is not None:
+                self._count_quick(QUICK_PER_TURN)
+                context.ticket = template.subscribe(context.on_result)
+                return
             if template.name_of is not None:
                 context.route = route = name_model(route, context.payload)
             codec, kind = context.codec or template.codec, context.content_type

@@ -19,7 +19,7 @@ from penstock.plugins import resolve
 from penstock.serving.http.responses import REASONS, RouteNotFound
 from penstock.serving.protocols import oip_routes, openai
 from penstock.serving.protocols.bodies import JSON
-from penstock.serving.protocols.route import Route, Template, error_body
+from penstock.serving.protocols.route import PAGE_HEADERS, Route, Template, error_body
 from penstock.types import ItemResult, ModelMetadata
 
 _REF: Final = "#/components/schemas/{name}"
@@ -164,26 +164,17 @@ _PACKAGE: Final = "flask_swagger_ui"
 _OWN: Final = Path(__file__).parent / "static"
 _HTML: Final = "text/html; charset=utf-8"
 _FILES: Final = {"docs.js": "text/javascript", "swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
-_PAGE_HEADERS: Final = [
-    (
-        "content-security-policy",
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
-        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    ),
-    ("x-content-type-options", "nosniff"),
-    ("referrer-policy", "no-referrer"),
-]
 
 
 def _page(backend: Backend, route: Route) -> ItemResult:
-    return ItemResult(_read("docs.html"), _HTML, headers=_PAGE_HEADERS)
+    return ItemResult(_read("docs.html"), _HTML, headers=PAGE_HEADERS)
 
 
 def _file(backend: Backend, route: Route) -> ItemResult:
     name = route.names["file"]
     if name not in _FILES:
         raise RouteNotFound("no route has this path")
-    return ItemResult(_read(name), _FILES[name], headers=[*_PAGE_HEADERS, ("cache-control", "max-age=3600")])
+    return ItemResult(_read(name), _FILES[name], headers=[*PAGE_HEADERS, ("cache-control", "max-age=3600")])
 
 
 @cache

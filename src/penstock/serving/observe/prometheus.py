@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from penstock._version import __version__
 from penstock.core.contracts import BatchRecord, ModelSnapshot, Observer, ServerSnapshot
 from penstock.errors import PenstockError
+from penstock.serving.observe.history import Totals
 from penstock.serving.observe.series import SeriesTable
 from penstock.serving.observe.system import FurtherMetrics, SystemMetrics
 from penstock.serving.observe.text import Family, Histogram, Page
@@ -260,6 +261,17 @@ class PrometheusObserver(Observer):
 
     def on_model_metrics(self, model: str, version: str, slot: int, deltas: Sequence[MetricDelta]) -> None:
         self._custom.add(model, version, deltas)
+
+    def totals(self) -> dict[tuple[str, str], Totals]:
+        """The counters of each model version."""
+        found = {}
+        for key, m in self._models.items():
+            histograms = m.fold()
+            counts, rows = histograms["rows"].read()
+            rejected, failed = sum(m.rejected.values()), m.answered["failed"]
+            answered, batches = m.answered["ok"] + failed, counts[-1][1]
+            found[key] = Totals(m.arrived, answered, failed, rejected, batches, rows, histograms["run"].read()[1])
+        return found
 
     # ---- the page
 

@@ -9,11 +9,20 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from penstock.core.contracts import Backend
+from penstock.core.contracts import Backend, Ticket
 from penstock.errors import PenstockError
 from penstock.serving.protocols.bodies import JSON, data_of, free
-from penstock.types import Headers, Item, ItemResult
+from penstock.types import Headers, Item, ItemResult, Sink
 
+PAGE_HEADERS: Final = [  # of pages for browsers: nothing comes from other hosts, or runs in the page
+    (
+        "content-security-policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+]
 CACHED_PATHS: Final = 1024  # a choice: more than the paths of a server's models
 CACHED_PATH_BYTES: Final = 256  # a choice: longer paths are rare, and not worth memory
 
@@ -60,7 +69,8 @@ class Terms(Struct, frozen=True):
 
 
 class Template(Struct, frozen=True):
-    """A line of the route table: with `codec` an inference route, else `answer` is called, or `serve` with the body.
+    """A line of the route table: with `codec` an inference route, else `answer` is called, or `serve` with the body, or
+    `subscribe`.
 
     `serve` runs in its own task; an exception becomes an error response. The task continues when the client leaves, so
     a change that began is completed. `path` may hold `{name}` for a segment, `{name}:verb` for a segment with that
@@ -75,6 +85,7 @@ class Template(Struct, frozen=True):
     open: bool = False  # requires no token
     error_body: Callable[[PenstockError], bytes] = error_body
     serve: Serve | None = None
+    subscribe: Callable[[Sink], Ticket] | None = None  # begins a stream that ends when the server or the client does
     methods: frozenset[str] | None = None  # None: any, or the methods of the flavor
     headers: Headers = field(default_factory=list)  # added to the item of an inference route
     guard: str = ""  # the token group that it requires, in a flavor with several

@@ -1,0 +1,194 @@
+"""The dashboard on a real server, in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.browser import Browser, installed
+
+SOURCE = """
+    import time
+
+    import penstock
+
+    def echo(items):
+        return items
+
+    def slow(items):
+        time.sleep(0.3)
+        return items
+
+    def fails(items):
+        raise ValueError("always")
+"""
+HOSTILE = '<img src=x onerror="document.title=1">\u001b[31m'
+
+
+@pytest.fixture(scope="module")
+def server(serve_all: Callable[..., Any]) -> Any:
+    keys = ("slow.batching.max_batch_size=1", "echo.batching.slo_s=0.5")
+    settings = [word for key in keys for word in ("--set", f"models.{key}")]
+    return serve_all(SOURCE, "echo", "slow", "fails", *settings)
+
+
+@pytest.fixture
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if not installed():
+        pytest.skip("needs chromium")
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture
+def load(server: Any) -> Iterator[Callable[..., None]]:
+    """Sends requests to a model from threads, until the test ends."""
+    over = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def send(model: str, callers: int) -> None:
+        def run() -> None:
+            while not over.is_set():
+                server.post(f"/predictions/{model}", b'"x"')
+
+        threads.extend(threading.Thread(target=run, daemon=True) for _ in range(callers))
+        for thread in threads[-callers:]:
+            thread.start()
+
+    yield send
+    over.set()
+    for thread in threads:
+        thread.join()
+
+
+def events(url: str, count: int, headers: dict[str, str] | None = None) -> list[Any]:
+    """The first events of the stream."""
+    request = urllib.request.Request(f"{url}/dashboard/events", headers=headers or {})
+    with urllib.request.urlopen(request, timeout=30) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        found = []
+        while len(found) < count:
+            line = stream.readline().rstrip()
+            if line:
+                found.append(json.loads(line.removeprefix(b"data: ")))
+    return found
+
+
+def test_the_stream_begins_with_everything_and_goes_on_each_second(server: Any, load: Callable[..., None]) -> None:
+    load("echo", 2)
+    first, *later = events(server.urls["metrics"], 4)
+    place = {name: i for i, name in enumerate(first["fields"])}
+    assert [model["name"] for model in first["models"]] == ["echo", "fails", "slow"]
+    assert {event["kind"] for event in first["events"]} == {"ready"}
+    assert all("fields" not in view for view in later)
+    for view in later:
+        (second,) = view["models"][0]["seconds"]
+        assert second[place["requests"]] > 0
+        assert 0 < second[place["p50_s"]] <= second[place["p99_s"]]
+    assert later[-1]["models"][0]["memory_bytes"] > 2**20
+    assert 0.5 < later[-1]["now_s"] - later[-2]["now_s"] < 10
+
+
+@pytest.mark.parametrize(("model", "word"), [("fails", "errors"), ("slow", "computing")])
+def test_the_verdict_names_the_model_and_the_cause(
+    server: Any, load: Callable[..., None], model: str, word: str
+) -> None:
+    load(model, 8)
+    for view in events(server.urls["metrics"], 30):
+        if view["verdict"]["word"] == word and view["verdict"]["model"] == model:
+            return
+    raise AssertionError(view["verdict"])
+
+
+def test_a_browser_shows_the_server_live(
+    server: Any, browser: Browser, load: Callable[..., None], request: pytest.FixtureRequest
+) -> None:
+    browser.open(f"{server.urls['metrics']}/")
+    browser.wait_for("document.querySelectorAll('#models tbody tr').length === 3")
+    load("echo", 2)
+    cell = "document.querySelector('#models tbody [data-label=\"Requests/s\"]')"
+    browser.wait_for(f"parseFloat({cell}.textContent.replace(',', '')) > 10")
+    browser.wait_for("document.querySelector('#models polyline').getAttribute('points').split(' ').length > 2")
+    assert "echo" in browser.run("document.querySelector('#models').innerText")
+    for width in (1280, 380):
+        browser.resize(width, 900)
+        assert browser.run("document.documentElement.scrollWidth <= window.innerWidth"), width
+        picture = browser.picture()
+        assert picture.startswith(b"\x89PNG")
+        if folder := os.environ.get("PENSTOCK_PICTURES"):
+            Path(folder, f"dashboard-{width}.png").write_bytes(picture)
+    assert browser.run("performance.getEntriesByType('resource').every((e) => e.name.startsWith(location.origin))")
+    assert browser.problems == []
+
+
+def test_files_are_small_and_nothing_runs_in_the_page(server: Any) -> None:
+    url, total = server.urls["metrics"], 0
+    for path in ("", "dashboard/dashboard.js", "dashboard/dashboard.css"):
+        with urllib.request.urlopen(f"{url}/{path}") as answer:
+            assert "script-src 'self'" in answer.headers["content-security-policy"]
+            total += len(answer.read())
+    assert total < 150_000
+    with urllib.request.urlopen(url) as answer:
+        page = answer.read().decode()
+    assert page.count("<td>echo</td>") == 1, "a browser without scripts has a table"
+
+
+def test_hostile_names_are_texts(serve_all: Callable[..., Any], browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("def echo(items):\n    return items\n")
+    (tmp_path / "penstock.toml").write_text(f'[models.m]\ntarget = "app.py:echo"\nname = {HOSTILE!r}\n')
+    server = serve_all(None, "penstock.toml", cwd=tmp_path)
+    browser.open(f"{server.urls['metrics']}/")
+    shown = browser.wait_for("document.querySelector('#models tbody th')?.textContent")
+    assert "<img src=x" in shown
+    assert browser.run("document.title") == "Penstock"
+    assert browser.run("document.images.length") == 0
+
+
+def test_the_page_asks_for_a_token(serve: Callable[..., Any], browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    server = serve(SOURCE, "app.py:echo", "--set", f"auth.metrics_token_file={tmp_path / 'token'}")
+    url = server.urls["metrics"]
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        events(url, 1)
+    assert events(url, 1, {"authorization": "Bearer secret"})
+    with urllib.request.urlopen(url) as answer:
+        assert b"<td>" not in answer.read()
+    browser.open(f"{url}/")
+    browser.wait_for("!document.querySelector('#token').hidden")
+    browser.run("document.querySelector('#token input').value = 'secret'")
+    browser.run("document.querySelector('#token').requestSubmit()")
+    browser.wait_for("document.querySelectorAll('#models tbody tr').length === 1")
+
+
+def test_viewers_are_bounded_and_leave_nothing(server: Any) -> None:
+    from penstock.serving.http.dashboard import VIEWERS
+
+    request = urllib.request.Request(f"{server.urls['metrics']}/dashboard/events")
+    streams = [urllib.request.urlopen(request) for _ in range(VIEWERS)]
+    with pytest.raises(urllib.error.HTTPError, match="HTTP Error 429"):
+        urllib.request.urlopen(request)
+    for stream in streams:
+        stream.close()
+    for _ in range(100):  # the server is told that a viewer has left, or notices when it sends
+        with contextlib.suppress(urllib.error.HTTPError):
+            assert len(events(server.urls["metrics"], 2)) == 2
+            return
+        time.sleep(0.1)
+    pytest.fail("the places of viewers that left stay taken")
+
+
+def test_it_can_be_switched_off(serve: Callable[..., Any]) -> None:
+    server = serve(SOURCE, "app.py:echo", "--set", "server.dashboard=false")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(server.urls["metrics"])

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.contracts import ModelSnapshot, ServerSnapshot
+from penstock.serving.observe.history import COARSE, EVENTS, FINE, MODELS, STEP, History, Second, Totals, merged
+from penstock.serving.observe.verdict import verdict
+from penstock.types import ModelStatus
+
+
+def snapshot(name: str = "m", **changed: object) -> ModelSnapshot:
+    keys = {"state": "READY", "instances": 1, "ready_instances": 1, "max_batch_size": 8, "devices": ("cpu",)}
+    slo_s = changed.pop("slo_s", None)
+    return ModelSnapshot(ModelStatus(name, "1", **(keys | changed)), slo_s=slo_s)  # type: ignore[arg-type]
+
+
+KEY = ("m", "1")
+
+
+def test_a_second_has_the_differences_of_the_counters_and_the_percentiles_of_its_latencies() -> None:
+    history = History()
+    history.tick(ServerSnapshot([snapshot()]), {KEY: Totals(10, 8, 1, 2, 3, 6.0, 0.5)}, 1.0)
+    history.on_answer("m", "1", [0.1] * 98 + [0.5] * 2, 0)
+    history.tick(ServerSnapshot([snapshot()]), {KEY: Totals(30, 20, 5, 4, 5, 16.0, 1.5)}, 2.0)
+    now = history.now[KEY]
+    assert (now.requests, now.answers, now.failed, now.rejected) == (10, 6, 2, 1)
+    assert (now.rows, now.busy) == (5, 0.5)
+    assert (now.p50_s, now.p99_s) == pytest.approx((0.1, 0.5))
+
+
+def test_counters_that_begin_anew_give_no_negative_rate() -> None:
+    history = History()
+    for arrived in (100, 3):
+        history.tick(ServerSnapshot([snapshot()]), {KEY: Totals(arrived)}, 1.0)
+    assert history.now[KEY].requests == 0
+
+
+def test_an_hour_is_kept_in_bounded_memory() -> None:
+    history = History()
+    for second in range(COARSE * STEP + 100):
+        history.tick(ServerSnapshot([snapshot(queue=second)]), {KEY: Totals(second * 7)}, 1.0)
+    fine, hour = history.last(KEY, 10**6), history.hour(KEY)
+    assert (len(fine), len(hour)) == (FINE, COARSE)
+    newest = COARSE * STEP + 99
+    assert [s.queue for s in fine[-3:]] == [newest - 2, newest - 1, newest]
+    assert hour[-1].requests == 7
+    assert all(after.queue == before.queue + STEP for before, after in itertools.pairwise(hour))
+
+
+def test_idle_models_and_old_events_are_dropped() -> None:
+    history = History()
+    models = [snapshot(f"m{i}") for i in range(MODELS + 10)]
+    for i, _ in enumerate(models):
+        history.tick(ServerSnapshot(models), {(f"m{i}", "1"): Totals(1)}, 1.0)
+    assert not history.last(("m0", "1"), 5)
+    assert history.last((f"m{MODELS}", "1"), 5)
+    for slot in range(EVENTS + 5):
+        history.on_worker("m", "1", slot, "died")
+    assert (len(history.events), history.event_count) == (EVENTS, EVENTS + 5)
+
+
+rows = st.builds(Second, *[st.floats(0, 1e6, width=32)] * len(Second._fields))
+
+
+@given(st.lists(rows, min_size=1, max_size=20))
+def test_one_row_for_several_lies_between_them_and_hides_no_peak(seconds: list[Second]) -> None:
+    one = merged(seconds)
+    for name, value in one._asdict().items():
+        values = [getattr(second, name) for second in seconds]
+        assert min(values) - 1e-3 <= value <= max(values) + 1e-3 * max(values)
+    assert one.p99_s == max(second.p99_s for second in seconds)
+
+
+@pytest.mark.parametrize(
+    ("model", "second", "word"),
+    [
+        (snapshot(state="FAILED"), Second(), "failed"),
+        (snapshot(state="LOADING"), Second(), "loading"),
+        (snapshot(instances=2), Second(), "restarting"),
+        (snapshot(), Second(requests=100, answers=100, failed=2), "errors"),
+        (snapshot(), Second(requests=100, rejected=50), "refusing"),
+        (snapshot(slo_s=0.1), Second(requests=10, answers=10, p99_s=0.2, busy=1.0), "computing"),
+        (snapshot(), Second(requests=10, answers=10, oldest_s=2.0, busy=0.2), "waiting"),
+        (snapshot(), Second(requests=1000, answers=1000, failed=1, p99_s=0.9, busy=1.0), "healthy"),
+        (snapshot(), Second(), "healthy"),
+    ],
+)
+def test_the_verdict_is_one_word(model: ModelSnapshot, second: Second, word: str) -> None:
+    found = verdict([snapshot("well"), model], {KEY: [second] * 10})
+    assert (found.word, found.model) == (word, "" if word == "healthy" else "m")
+
+
+def test_no_model_is_a_verdict_and_a_short_peak_is_none() -> None:
+    assert verdict([], {}).word == "empty"
+    calm = Second(requests=100, answers=100)
+    peak = Second(requests=100, answers=100, failed=5)
+    assert verdict([snapshot()], {KEY: [*[calm] * 9, peak]}).word == "healthy"
